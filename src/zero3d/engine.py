@@ -1,0 +1,475 @@
+"""Engine: a plain module trained with ZeRO on a mesh. Wiring only; each part lives in its own file.
+
+forward    hooks gather units just before use            (zero/hooks.py, zero/prefetch.py)
+backward   gradients go to unit buffers and are reduced  (zero/unit.py, zero/collectives.py)
+step       norm, clip, update of shards, refresh         (zero/optimizer.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import ceil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from zero3d import checkpoint
+from zero3d.errors import ConfigError
+from zero3d.hf.blocks import UnitSpec, partition
+from zero3d.hf.export import export
+from zero3d.mesh import Mesh
+from zero3d.param_groups import OptimizerChoice, choose_optimizer
+from zero3d.precision import DTYPES, NAMES, LossScale, Precision
+from zero3d.zero.arena import STATES, Arena
+from zero3d.zero.boundary import Boundary, Driven
+from zero3d.zero.collectives import Comm, Ledger, broadcast_ints
+from zero3d.zero.guards import guard, is_guarded
+from zero3d.zero.hooks import KEEP, Hooks, tensors_in
+from zero3d.zero.layout import UnitLayout
+from zero3d.zero.optimizer import ShardedOptimizer, StepResult
+from zero3d.zero.prefetch import Gathers, Lane, Reductions
+from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
+from zero3d.zero.unit import Policy, Unit
+
+FULL_PARAMS, EXPORT = "full_params", "export"
+
+
+class MemoryEntry(NamedTuple):
+    """Bytes of one category at one place on this rank.
+
+    planned   by formula (`stages.engine_bytes`, padding from the layouts); None for transient ones
+    measured  held by the arena now
+    peak      most held at any instant
+    """
+
+    category: str
+    place: str
+    planned: int | None
+    measured: int
+    peak: int
+
+
+class Engine:
+    """Train `model` with ZeRO stage `stage` over the dp axis of `mesh`.
+
+    model         plain nn.Module or Hugging Face model; its parameters become views of unit storages
+    precision     "fp32", "bf16", "fp16", "fp64", or a `zero3d.precision.Precision`
+    reduce_dtype  in which gradients travel: "fp32", or as narrow as the compute dtype
+    optimizer     None (fused AdamW), a callable (parameters -> torch optimizer), or an optimizer
+                  already built on the model's parameters
+    scheduler     a callable (optimizer -> scheduler) or an object; stepped after applied steps
+    param_groups  [{"match": "*norm*|*.bias", "weight_decay": 0.0}, ...]: first match wins
+    clip_norm     largest global gradient norm, or None
+    accumulate    micro-batches per step, unless `backward(last=...)` says otherwise
+    loss          (output, batch) -> (sum of losses, weight), for `train_batch`
+    units         module classes or name patterns; None finds the repeated blocks
+    release       "auto" | "every_use" | "every_step": gathered parameters at stage 3
+    reduce        "auto" | "every_micro_batch" | "every_step": when gradients are reduced
+
+    Every rank must build it with the same arguments; rank 0's weights and buffers win. Costs one
+    broadcast of the model. Raises ConfigError, MeshError.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        stage: int = 3,
+        mesh: Mesh | None = None,
+        precision: str | Precision = "bf16",
+        reduce_dtype: str = "fp32",
+        optimizer: Callable[..., Optimizer] | Optimizer | None = None,
+        scheduler: Any = None,
+        param_groups: Sequence[Mapping[str, Any]] | None = None,
+        clip_norm: float | None = 1.0,
+        accumulate: int = 1,
+        loss: Callable[[Any, Any], tuple[Tensor, float | Tensor]] | None = None,
+        units: Sequence[type[nn.Module] | str] | None = None,
+        release: str = "auto",
+        reduce: str = "auto",
+        exact: bool = False,
+    ) -> None:
+        row = stage_row(stage)
+        self.precision = Precision.of(precision)
+        release, reduce = resolve_policies(row, release, reduce)
+        _check(model, clip_norm, accumulate, exact)
+        choice = choose_optimizer(model, optimizer, param_groups)
+        specs, uses = partition(model, units, self.precision.dtype)
+        self.mesh = mesh if mesh is not None else Mesh()
+        self.stage, self.module = stage, model
+        self._accumulate, self._loss = accumulate, loss
+        wide = torch.float64 if self.precision.name == "fp64" else torch.float32
+        self.policy = Policy(row, release, reduce, accumulate, wide, _wire(reduce_dtype, self.precision))
+        self.arena = Arena(self.mesh.device)
+        self.traffic = Ledger()
+        self.comm = Comm(self.mesh.data, self.arena, self.traffic, check_every_gather=self.mesh.debug)
+        self._move_buffers()
+        self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
+        self.units = [self._build_unit(spec, choice) for spec in specs]
+        self._wire_up(uses, choice, clip_norm)
+        self._scheduler = scheduler(self.optimizer.torch) if _is_factory(scheduler) else scheduler
+        self._steps = 0
+        self.last_step: StepResult | None = None
+        self.traffic.reset()  # it counts training; construction broadcast the model once
+        self.arena.reset_peaks()
+
+    # --- construction ---------------------------------------------------------------------------
+
+    def _build_unit(self, spec: UnitSpec, choice: OptimizerChoice) -> Unit:
+        parameters = [(name, tuple(p.shape), choice.group_of.get(name, 0)) for name, p in spec.params.items()]
+        layout = UnitLayout(parameters, self.comm.size)
+        return Unit(spec.name, spec.params, layout, spec.dtype, self.policy, self.comm, self.arena, spec.deferred)
+
+    def _wire_up(
+        self, uses: Mapping[nn.Module, Sequence[str]], choice: OptimizerChoice, clip_norm: float | None
+    ) -> None:
+        by_name = {unit.name: unit for unit in self.units}
+        device = self.mesh.device
+        self.optimizer = ShardedOptimizer(
+            self.units, self._order, choice.build, choice.groups, self.comm, self.arena, clip_norm
+        )
+        self.gathers = Gathers(Lane("gather", device), every_step=self.policy.release == "every_step")
+        self.reductions = Reductions(self.units, Lane("reduce", device))
+        self.loss_scale = LossScale(self.precision)
+        every = self.policy.reduce == "every_micro_batch"
+        self.boundary = Boundary(self._accumulate, every, self.precision.scales_loss)
+        users = {module: [by_name[name] for name in names] for module, names in uses.items()}
+        cast = self.precision.dtype
+        self.hooks = Hooks(self.module, users, self.gathers, self.reductions, self.boundary, lambda t: t.to(cast))
+        unit_of = {p: unit for unit in self.units for p in unit.params}
+        guard(self.module, unit_of, lambda unit: FULL_PARAMS in unit.users)
+
+    def _move_buffers(self) -> None:
+        """Buffers keep their dtype; rank 0's values win."""
+        for module in self.module.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer = buffer.to(self.mesh.device).contiguous()
+                    self.comm.broadcast(buffer, "-")
+
+    # --- training -------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own call."""
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None = None, last: bool | None = None) -> None:
+        """Back-propagate a micro-batch's mean loss over `weight` targets (None counts 1).
+
+        The step divides by the sum of weights over micro-batches and dp ranks, so accumulation
+        equals the big batch, padding included. `last` overrides `accumulate`. An exception on the
+        way forgets the step so far.
+        """
+        if loss.numel() != 1:
+            raise ConfigError(
+                f"engine.backward needs one number, and the loss has shape {tuple(loss.shape)}: pass loss.mean(), or "
+                "call out.backward(gradient=...) yourself."
+            )
+        weight = 1.0 if weight is None else weight
+        if isinstance(weight, Tensor) or weight != 1.0:
+            loss = _at_least_fp32(loss) * weight
+        self._backward_sum(loss, weight, last)
+
+    def _backward_sum(self, total: Tensor, weight: float | Tensor, last: bool | None) -> None:
+        """Back-propagate a sum of losses over `weight` targets."""
+        if self.loss_scale.value != 1.0:
+            total = _at_least_fp32(total) * self.loss_scale.value
+        weight = weight.detach().double() if isinstance(weight, Tensor) else float(weight)
+        try:
+            with self.boundary.driving(Driven(weight, last)):
+                total.backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self.hooks.abandon()
+            raise
+
+    def step(self) -> StepResult:
+        """Apply the step if the boundary is reached, else change nothing.
+
+        Moves what `stages.step_traffic` says. Skips on all ranks when the gradient norm is not
+        finite anywhere; raises OrderError when ranks ran different units.
+        """
+        lr = torch.tensor(float(self.optimizer.torch.param_groups[0]["lr"]), dtype=torch.float64)
+        if not self.boundary.reached:
+            nan = torch.full((), float("nan"), dtype=self.policy.master)
+            return StepResult(torch.tensor(False), nan, torch.tensor(self.loss_scale.value), lr)
+        self.reductions.catch_up()
+        if self._steps == 0 and not self.reductions.adopted and self.comm.size > 1:
+            self.reductions.adopt(broadcast_ints(self.comm, self.reductions.observed()))
+        try:
+            outcome = self.optimizer.step(self.boundary.weight, self.loss_scale.value)
+        finally:
+            self.reductions.reset()
+            self.boundary.reset()
+        self.release(after_step=True)
+        self.loss_scale.update(outcome.overflow)
+        if outcome.applied:
+            self._steps += 1
+            if self._scheduler is not None:
+                self._scheduler.step()
+        return StepResult(torch.tensor(outcome.applied), outcome.norm, torch.tensor(self.loss_scale.value), lr)
+
+    def train_batch(self, micro_batches: Sequence[Any]) -> Tensor:
+        """One step over a list of micro-batches; the global mean loss, on every rank.
+
+        Back-propagates the sum that `loss(output, batch) -> (sum, weight)` returns; without one
+        output.loss times the number of shifted labels that are not -100. The step is applied at
+        the end of the list, whatever `accumulate` says.
+        """
+        seen = []
+        for i, batch in enumerate(micro_batches):
+            total, weight = self._sum_and_weight(self._forward(batch), batch)
+            seen.append((total.detach(), weight))
+            self._backward_sum(total, weight, last=i == len(micro_batches) - 1)
+        self.last_step = self.step()
+        return self._global_mean(seen)
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[Any]) -> Tensor:
+        """The global mean loss without update, in eval mode; ranks run equally many micro-batches."""
+        training, keep_full = self.module.training, self.hooks.keep_full
+        self.module.eval()
+        self.hooks.keep_full = False
+        try:
+            return self._global_mean([self._sum_and_weight(self._forward(b), b) for b in micro_batches])
+        finally:
+            self.hooks.keep_full = keep_full
+            self.module.train(training)
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor, max_new_tokens: int = 20, keep_full: bool = True, **options: Any) -> Tensor:
+        """Continue `input_ids` [batch, length] greedily, or by sampling (do_sample, temperature, top_k).
+
+        keep_full  keep units gathered until training goes on, so that ranks may generate different
+                   lengths; False gathers per use, and ranks must then stay in lockstep
+        """
+        before, training = self.hooks.keep_full, self.module.training
+        self.hooks.keep_full = keep_full
+        self.module.eval()
+        try:
+            own = getattr(self.module, "generate", None)
+            if own is None:
+                return _generate(self.module, input_ids.to(self.mesh.device), max_new_tokens, **options)
+            if not keep_full and self.comm.size > 1:
+                options["synced_gpus"] = True
+            out: Tensor = own(input_ids.to(self.mesh.device), max_new_tokens=max_new_tokens, **options)
+            return out
+        finally:
+            self.hooks.keep_full = before
+            self.module.train(training)
+
+    def _forward(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return self(**batch)
+        return self(*batch) if isinstance(batch, (list, tuple)) else self(batch)
+
+    def _sum_and_weight(self, output: Any, batch: Any) -> tuple[Tensor, float | Tensor]:
+        if self._loss is not None:
+            return self._loss(output, batch)
+        loss = getattr(output, "loss", None)
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if loss is None or labels is None:
+            raise ConfigError(
+                "train_batch and evaluate need a loss: pass Engine(loss=lambda output, batch: (sum, weight)), or "
+                "batches with 'labels' for a model whose output has .loss."
+            )
+        weight = int((labels[..., 1:] != -100).sum())
+        return loss * weight, float(weight)
+
+    def _global_mean(self, seen: Sequence[tuple[Tensor, float | Tensor]]) -> Tensor:
+        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        for total, weight in seen:
+            if isinstance(weight, Tensor) or weight:  # the mean over no target is NaN, its sum is nothing
+                sums[0] += total.detach().double()
+                sums[1] += weight
+        everywhere = self.comm.exchange(sums).sum(0)
+        return everywhere[0] / everywhere[1]
+
+    # --- whole parameters -----------------------------------------------------------------------
+
+    @contextmanager
+    def full_params(self, modules: nn.Module | Sequence[nn.Module] | None = None) -> Iterator[None]:
+        """Inside, the parameters of `modules` (None: all) are whole; writes are kept on exit.
+
+        All ranks enter and leave together and write the same values (where they differ, the
+        owner of each slice wins). Entering and leaving without writes changes no bit. At stage 3
+        gathers the units: (N-1)/N Psi elements.
+        """
+        chosen = [modules] if isinstance(modules, nn.Module) else modules
+        wanted = None if chosen is None else {p for module in chosen for p in module.parameters()}
+        opened = [u for u in self.units if wanted is None or any(p in wanted for p in u.params)]
+        nested = [u for u in opened if FULL_PARAMS in u.users]
+        opened = [u for u in opened if u not in nested]
+        for unit in opened:
+            self.gathers.acquire(unit, FULL_PARAMS)
+            unit.users.add(FULL_PARAMS)
+        try:
+            yield
+        finally:
+            self._keep_writes(opened)
+            for unit in opened:
+                self.gathers.release(unit, FULL_PARAMS)
+                unit.users.discard(FULL_PARAMS)
+
+    @torch.no_grad()
+    def _keep_writes(self, units: Sequence[Unit]) -> None:
+        written = torch.tensor([float(unit.weights.absorb()) for unit in units], dtype=torch.float64)
+        anywhere = self.comm.exchange(written.to(self.mesh.device)).amax(0).tolist()
+        for unit, flag in zip(units, anywhere, strict=True):
+            if flag:
+                unit.weights.share()
+
+    def release(self, after_step: bool = False) -> None:
+        """Give back units that stayed gathered without grad."""
+        self.gathers.drop(lambda token: token == KEEP or (after_step and token == "step"))
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    def save(self, directory: str | Path) -> Path:
+        """Write `directory/step-N` atomically: masters, optimizer states, frozen weights, buffers, RNG."""
+        return checkpoint.save(Path(directory), self._parts())
+
+    def load(self, directory: str | Path) -> None:
+        """Continue from a checkpoint (or the newest in a directory of them), at any dp degree and stage."""
+        self.release()
+        self.gathers.drop(lambda token: True)
+        self.reductions.reset()
+        self.boundary.reset()
+        self._steps = checkpoint.load(Path(directory), self._parts())
+
+    def export(self, directory: str | Path) -> Path:
+        """Write the weights as a Hugging Face folder, gathered unit by unit."""
+        return export(Path(directory), self.module, self.units, self.comm, self._gathered)
+
+    @contextmanager
+    def _gathered(self, unit: Unit) -> Iterator[None]:
+        self.gathers.acquire(unit, EXPORT)
+        try:
+            yield
+        finally:
+            self.gathers.release(unit, EXPORT)
+
+    def _parts(self) -> checkpoint.Parts:
+        return checkpoint.Parts(
+            self.module, self.units, self.optimizer, self.comm, self.loss_scale, self._scheduler, self._steps,
+            {"stage": self.stage, "dp": self.comm.size, "precision": self.precision.name,
+             "algorithm": self.comm.algorithm},
+        )  # fmt: skip
+
+    # --- accounting -----------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Applied steps so far."""
+        return self._steps
+
+    def _planned(self, elements: Callable[[UnitLayout], int]) -> StateBytes:
+        """Bytes per rank by formula for so many elements of each unit."""
+        total = NO_BYTES
+        for unit in self.units:
+            if unit.grads is None:
+                each = frozen_bytes(self.stage, self.comm.size, unit.dtype.itemsize, self.policy.release)
+            else:
+                each = engine_bytes(
+                    self.stage, self.comm.size, NAMES[unit.dtype], self.policy.release, self.policy.reduce,
+                    self._accumulate, optimizer=self.optimizer.state_bytes(unit),
+                )  # fmt: skip
+            total = total + each.times(elements(unit.layout))
+        return total
+
+    @property
+    def planned_bytes(self) -> StateBytes:
+        """Model states per rank by formula, padding apart."""
+        return self._planned(lambda layout: layout.numel)
+
+    @property
+    def memory(self) -> list[MemoryEntry]:
+        """Bytes by category and place on this rank, planned and measured."""
+        planned = dict(zip(("parameters", "gradients", "optimizer"), self.planned_bytes, strict=True))
+        planned["padding"] = self._planned(lambda layout: layout.padding).total
+        return [
+            MemoryEntry(
+                held.category,
+                held.place,
+                ceil(planned[held.category]) if held.category in STATES else None,
+                held.bytes,
+                held.peak,
+            )
+            for held in self.arena
+        ]
+
+
+def _check(model: nn.Module, clip_norm: float | None, accumulate: int, exact: bool) -> None:
+    """Refuse what cannot be trained, before anything is allocated."""
+    if exact:
+        raise ConfigError("exact=True is not built yet: leave it out.")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ConfigError(f"accumulate={accumulate!r}: pass the number of micro-batches per step, at least 1.")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigError(f"clip_norm={clip_norm!r}: pass a positive norm, or None for no clipping.")
+    parameters = dict(model.named_parameters())
+    if is_guarded(model) or any(isinstance(p, DTensor) for p in parameters.values()):
+        raise ConfigError(
+            f"this {type(model).__name__} is already sharded (by another Engine, FSDP or DTensor): "
+            "build a plain model and pass it to one Engine."
+        )
+    if not any(p.requires_grad for p in parameters.values()):
+        raise ConfigError(
+            f"none of the {len(parameters)} parameters of {type(model).__name__} requires a gradient: "
+            "unfreeze what is to be trained with p.requires_grad_(True)."
+        )
+    on_meta = [name for name, p in parameters.items() if p.is_meta]
+    if on_meta:
+        raise ConfigError(
+            f"{len(on_meta)} parameters have no data (meta device), first {on_meta[0]!r}: load weights first."
+        )
+
+
+def _wire(reduce_dtype: str, precision: Precision) -> torch.dtype:
+    """The dtype gradients travel in; fp64 runs always use fp64."""
+    if reduce_dtype not in DTYPES:
+        raise ConfigError(f"reduce_dtype={reduce_dtype!r} is unknown: pass one of {', '.join(DTYPES)}.")
+    if precision.name == "fp64":
+        return torch.float64
+    wire = DTYPES[reduce_dtype]
+    if wire != precision.dtype and wire != torch.float32:
+        raise ConfigError(
+            f"reduce_dtype={reduce_dtype!r} cannot carry {precision.name} gradients exactly: "
+            f"pass 'fp32' or {precision.name!r}."
+        )
+    return wire
+
+
+def _at_least_fp32(loss: Tensor) -> Tensor:
+    return loss if loss.dtype.itemsize >= 4 else loss.float()
+
+
+def _is_factory(scheduler: Any) -> bool:
+    return callable(scheduler) and not hasattr(scheduler, "step")
+
+
+def _generate(
+    module: nn.Module,
+    ids: Tensor,
+    max_new_tokens: int,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+) -> Tensor:
+    """For modules without a generate of their own: recomputes the prefix for every token."""
+    for _ in range(max_new_tokens):
+        output = module(ids)
+        logits = next(tensors_in(getattr(output, "logits", output)))[:, -1].float()
+        if do_sample:
+            logits = logits / temperature
+            if top_k is not None:
+                logits[logits < logits.topk(top_k).values[:, -1:]] = float("-inf")
+            token = torch.multinomial(logits.softmax(-1), 1)
+        else:
+            token = logits.argmax(-1, keepdim=True)
+        ids = torch.cat([ids, token], dim=1)
+    return ids

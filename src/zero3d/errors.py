@@ -1,0 +1,50 @@
+"""Every error zero3d raises on purpose.
+
+    Zero3dError
+      ConfigError             an option, precision, stage or input that cannot work
+      MeshError               degrees and ranks that do not multiply
+      LayoutError             a parameter is not where its unit put it
+      OrderError              ranks used units in different orders, or one stopped answering
+      ReleasedParameterError  a weight was copied or serialised while it is sharded
+      OutOfBudget             a memory budget would be exceeded
+      CheckpointError         a checkpoint that is missing, damaged or of another model
+      DataError               training data that cannot be read
+
+A message says what was asked, what was found (with the arithmetic) and what to type.
+"""
+
+
+class Zero3dError(Exception):
+    """Root of all errors raised on purpose; the command line turns each into exit code 2."""
+
+
+class ConfigError(Zero3dError, ValueError):
+    """An option, precision, stage or input that cannot work."""
+
+
+class MeshError(Zero3dError, ValueError):
+    """Degrees and ranks that do not multiply, or an axis that is not built yet."""
+
+
+class LayoutError(Zero3dError, RuntimeError):
+    """A parameter is no longer where its unit put it."""
+
+
+class OrderError(Zero3dError, RuntimeError):
+    """Ranks used units in different orders, or a peer stopped answering."""
+
+
+class ReleasedParameterError(Zero3dError, RuntimeError):
+    """A weight was copied or serialised while only its shard is held."""
+
+
+class OutOfBudget(Zero3dError, MemoryError):
+    """A memory budget would be exceeded."""
+
+
+class CheckpointError(Zero3dError, RuntimeError):
+    """A checkpoint that is missing, damaged or of another model."""
+
+
+class DataError(Zero3dError, ValueError):
+    """Training data that cannot be read."""

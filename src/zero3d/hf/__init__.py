@@ -1,0 +1,1 @@
+"""Hugging Face models: finding their blocks, writing their folders."""

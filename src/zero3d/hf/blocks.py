@@ -1,0 +1,141 @@
+"""Which modules form a unit: repeated blocks, embeddings, heads, and the rest in the root.
+
+    model.embed_tokens   an nn.Embedding outside the blocks          own unit
+    model.layers.0 ...   children of a list of same-class modules    one unit each
+    lm_head              an nn.Linear outside the blocks             own unit
+    model.norm, ...      everything else                             the root unit
+
+Works on any nn.Module; Hugging Face models need no special case but for the names they ask to
+keep in fp32. Tied parameters belong to the first unit that names them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zero3d.errors import ConfigError
+from zero3d.precision import NAMES
+
+ROOT = "root"
+
+
+@dataclass
+class UnitSpec:
+    """One unit to be built.
+
+    params    name -> parameter, in model order; one dtype after the cast, all trainable or all frozen
+    users     modules whose forward needs them
+    deferred  gradients may come in parts: the root unit and units with tied parameters
+    """
+
+    name: str
+    dtype: torch.dtype
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+    users: list[nn.Module] = field(default_factory=list)
+    deferred: bool = False
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Children of every list of two or more modules of one class, by name; lists inside blocks do not count."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if any(name.startswith(block + ".") for block in found):
+            continue
+        children = list(module.named_children())
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(children) < 2:
+            continue
+        same_class = len({type(child) for _, child in children}) == 1
+        has_parts = all(next(child.children(), None) is not None and _owns(child) for _, child in children)
+        if same_class and has_parts:
+            found |= {f"{name}.{key}" if name else key: child for key, child in children}
+    return found
+
+
+def _owns(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def find_owners(model: nn.Module, units: Sequence[type[nn.Module] | str] | None) -> dict[str, nn.Module]:
+    """Modules that own a unit of their own, by name. `units`: module classes or name patterns."""
+    if units is None:
+        blocks = find_blocks(model)
+        if not blocks:
+            return {}
+        outside = {
+            name: module
+            for name, module in model.named_modules()
+            if (isinstance(module, nn.Embedding) or type(module) is nn.Linear)
+            and not any(name.startswith(b + ".") for b in blocks)
+        }
+        return blocks | outside
+    owners: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if not name or any(name.startswith(owner + ".") for owner in owners):
+            continue
+        if any(fnmatch.fnmatchcase(name, u) if isinstance(u, str) else isinstance(module, u) for u in units):
+            owners[name] = module
+    for wanted in units:
+        if not any(
+            fnmatch.fnmatchcase(n, wanted) if isinstance(wanted, str) else isinstance(m, wanted)
+            for n, m in owners.items()
+        ):
+            label = wanted if isinstance(wanted, str) else wanted.__name__
+            raise ConfigError(
+                f"units={label!r} matches no module of {type(model).__name__}. Name a class or a pattern such as "
+                "'model.layers.*'; leave units out and the repeated blocks are found."
+            )
+    return owners
+
+
+def partition(
+    model: nn.Module, units: Sequence[type[nn.Module] | str] | None, dtype: torch.dtype
+) -> tuple[list[UnitSpec], dict[nn.Module, list[str]]]:
+    """All parameters in units, in model order, and for each user module the names of the units it needs."""
+    owners = find_owners(model, units)
+    keep = _kept_in_fp32(model) if dtype in (torch.bfloat16, torch.float16) else ()
+    specs: dict[tuple[str, bool, torch.dtype], UnitSpec] = {}
+    spec_of: dict[nn.Parameter, UnitSpec] = {}
+    uses: dict[nn.Module, list[UnitSpec]] = {}
+    for module_name, module in model.named_modules():
+        owner = next((o for o in owners if module_name == o or module_name.startswith(o + ".")), ROOT)
+        for local, p in module.named_parameters(recurse=False):
+            name = f"{module_name}.{local}" if module_name else local
+            tied = p in spec_of
+            if not tied:
+                wanted = _cast_of(name, p, dtype, keep)
+                spec_of[p] = specs.setdefault((owner, p.requires_grad, wanted), UnitSpec(owner, wanted))
+                spec_of[p].params[name] = p
+            spec = spec_of[p]
+            spec.deferred |= tied or owner == ROOT
+            for user in [owners.get(owner, module)] + ([model] if spec.name == ROOT else []):
+                if spec not in uses.setdefault(user, []):
+                    uses[user].append(spec)
+    _name(specs)
+    order = list(specs.values())
+    return order, {user: [s.name for s in sorted(needed, key=order.index)] for user, needed in uses.items()}
+
+
+def _name(specs: Mapping[tuple[str, bool, torch.dtype], UnitSpec]) -> None:
+    """Tell units of one owner apart by what makes them differ."""
+    for (owner, trainable, dtype), spec in specs.items():
+        siblings = [key for key in specs if key[0] == owner]
+        if len(siblings) > 1:
+            spec.name = f"{owner}/{'trainable' if trainable else 'frozen'}-{NAMES.get(dtype, str(dtype))}"
+
+
+def _cast_of(name: str, p: nn.Parameter, dtype: torch.dtype, keep: Sequence[str]) -> torch.dtype:
+    if not p.dtype.is_floating_point:
+        return p.dtype
+    return torch.float32 if any(part in name.split(".") for part in keep) else dtype
+
+
+def _kept_in_fp32(model: nn.Module) -> tuple[str, ...]:
+    names: list[str] = []
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        names += list(getattr(model, attribute, None) or ())
+    return tuple(names)

@@ -1,0 +1,119 @@
+"""Degrees to ranks: DP = world / (PP x TP), tp innermost.
+
+    rank = (pp * DP + dp) * TP + tp
+
+Only dp is built so far; the other degrees are 1.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from zero3d.errors import MeshError
+from zero3d.zero.collectives import Axis
+
+
+class Mesh:
+    """The ranks of a run, arranged by degree. Starts torch.distributed when nobody has.
+
+    dp, tp, pp  degrees; one may be left out (dp is computed), the product must equal the world
+    device      where this rank computes (default: its accelerator, else cpu)
+    debug       compare the order of gathers before every gather: slow, and names a culprit at once
+    """
+
+    def __init__(
+        self,
+        dp: int | None = None,
+        tp: int | None = None,
+        pp: int | None = None,
+        *,
+        device: str | torch.device | None = None,
+        debug: bool = False,
+    ) -> None:
+        start_distributed()
+        self.world = dist.get_world_size()
+        self.dp, self.tp, self.pp = resolve_degrees(self.world, dp, tp, pp)
+        self.device = torch.device(device) if device is not None else default_device()
+        self.debug = debug
+        self._axis: Axis | None = None
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def data(self) -> Axis:
+        """The dp axis as this rank sees it; its second group is made on first use."""
+        if self._axis is None:
+            if self.dp == 1:
+                self._axis = Axis("dp", 0, 1)
+            else:
+                second = dist.new_group(list(range(self.world)), timeout=_timeout())
+                self._axis = Axis("dp", self.rank, self.dp, dist.group.WORLD, second)
+        return self._axis
+
+
+def resolve_degrees(world: int, dp: int | None, tp: int | None, pp: int | None) -> tuple[int, int, int]:
+    """Complete and check (dp, tp, pp) against the world. Raises MeshError with the arithmetic."""
+    for name, degree in (("dp", dp), ("tp", tp), ("pp", pp)):
+        if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
+            raise MeshError(f"{name}={degree!r} is no degree: pass a whole number from 1.")
+    given = [degree for degree in (dp, tp, pp) if degree is not None]
+    product = 1
+    for degree in given:
+        product *= degree
+    if dp is None:
+        if world % product:
+            raise MeshError(
+                f"{world} ranks cannot form pp={pp or 1} x dp x tp={tp or 1}: {world} / {product} is not whole. "
+                f"Start a multiple of {product} ranks or change the degrees."
+            )
+        dp = world // product
+    elif tp is None and pp is not None and world % product == 0:
+        tp = world // product
+    elif pp is None and tp is not None and world % product == 0:
+        pp = world // product
+    tp, pp = tp or 1, pp or 1
+    if dp * tp * pp != world:
+        fit = f"{world} / ({pp}*{tp}) = {world // (pp * tp)}" if world % (pp * tp) == 0 else "a divisor of the world"
+        raise MeshError(
+            f"{world} ranks cannot form pp={pp} x dp={dp} x tp={tp} (= {dp * tp * pp}). "
+            f"dp must be {fit}: leave dp out and it is computed."
+        )
+    if tp > 1 or pp > 1:
+        raise MeshError(f"pp={pp} x tp={tp}: pipeline and tensor parallelism are not built yet; pass tp=1, pp=1.")
+    return dp, tp, pp
+
+
+def default_device() -> torch.device:
+    """This rank's accelerator (by LOCAL_RANK), else the cpu."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
+    return torch.device(accelerator.type, index)
+
+
+def start_distributed() -> None:
+    """Initialise torch.distributed from the environment under a launcher, else as one process."""
+    if dist.is_initialized():
+        return
+    device = default_device()
+    backend = "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def _timeout() -> timedelta:
+    """The default group's timeout, for groups made beside it."""
+    group = dist.group.WORLD
+    options = getattr(group._get_backend(default_device()), "options", None) if group is not None else None
+    return getattr(options, "_timeout", None) or timedelta(minutes=10)

@@ -1,0 +1,91 @@
+"""From what the caller passes as optimizer and param_groups to groups of pieces.
+
+Layout follows the groups: parameters of one group lie together in their unit.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero3d.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """group_of: parameter name -> group; build: pieces per group -> optimizer over them."""
+
+    group_of: dict[str, int]
+    groups: int
+    build: Callable[[list[list[Tensor]]], Optimizer]
+
+
+def choose_optimizer(
+    model: nn.Module,
+    optimizer: Callable[..., Optimizer] | Optimizer | None,
+    param_groups: Sequence[Mapping[str, Any]] | None,
+) -> OptimizerChoice:
+    """Resolve the three ways to give an optimizer. Raises ConfigError."""
+    if isinstance(optimizer, Optimizer):
+        if param_groups is not None:
+            raise ConfigError(
+                "param_groups and a ready optimizer both define groups: pass the groups to the optimizer."
+            )
+        return _existing(model, optimizer)
+    make = fused_adamw if optimizer is None else optimizer
+    if not callable(make):
+        raise ConfigError(
+            f"optimizer={optimizer!r}: pass None, a callable (parameters -> optimizer) or a torch optimizer."
+        )
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    if param_groups is None:
+        return OptimizerChoice(dict.fromkeys(names, 0), 1, lambda pieces: make(pieces[0] or [{"params": []}]))
+    for group in param_groups:
+        if "match" not in group:
+            raise ConfigError(
+                f"param_groups entry {dict(group)!r} has no 'match': add a name pattern such as '*norm*|*.bias'."
+            )
+    patterns = [str(group["match"]).split("|") for group in param_groups]
+    options = [{k: v for k, v in group.items() if k != "match"} for group in param_groups] + [{}]
+
+    def index(name: str) -> int:
+        hits = (i for i, parts in enumerate(patterns) if any(fnmatch.fnmatchcase(name, part.strip()) for part in parts))
+        return next(hits, len(patterns))
+
+    def build(pieces: list[list[Tensor]]) -> Optimizer:
+        return make([{"params": part, **extra} for part, extra in zip(pieces, options, strict=True)])
+
+    return OptimizerChoice({name: index(name) for name in names}, len(options), build)
+
+
+def fused_adamw(params: Any) -> Optimizer:
+    """The default: torch's fused AdamW with its default learning rate 1e-3."""
+    return torch.optim.AdamW(params, fused=True)
+
+
+def _existing(model: nn.Module, optimizer: Optimizer) -> OptimizerChoice:
+    """Its groups keep their options and objects; only their params are replaced, in place."""
+    if optimizer.state:
+        raise ConfigError("the optimizer has taken steps already: build the Engine before the first step.")
+    group_of_param = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    missing = [name for name, p in trainable.items() if p not in group_of_param]
+    if missing:
+        raise ConfigError(
+            f"{len(missing)} of {len(trainable)} trainable parameters are not in the optimizer, first {missing[0]!r}: "
+            "add them, or freeze them with requires_grad_(False)."
+        )
+
+    def build(pieces: list[list[Tensor]]) -> Optimizer:
+        for group, part in zip(optimizer.param_groups, pieces, strict=True):
+            group["params"] = part
+        return optimizer
+
+    groups = {name: group_of_param[p] for name, p in trainable.items()}
+    return OptimizerChoice(groups, len(optimizer.param_groups), build)

@@ -1,0 +1,129 @@
+"""Compute dtypes, the cast from master to compute weight, and dynamic loss scaling."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zero3d.errors import ConfigError, Zero3dError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_CHUNK = 1 << 18  # elements; keeps the integer scratch inside a core's cache
+
+
+@dataclass(frozen=True)
+class LossScaling:
+    """Dynamic loss scaling for fp16, DeepSpeed's rule.
+
+    initial     first scale
+    window      applied steps without overflow after which the scale doubles
+    hysteresis  overflows tolerated before the scale halves
+    minimum     the scale never falls below it
+    """
+
+    initial: float = 2.0**16
+    window: int = 1000
+    hysteresis: int = 2
+    minimum: float = 1.0
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What an engine computes in. Masters, m and v are fp32 (fp64 under fp64)."""
+
+    name: str
+    loss_scaling: LossScaling = field(default_factory=LossScaling)
+
+    @classmethod
+    def of(cls, value: str | Precision) -> Precision:
+        """Accept a name or a Precision; refuse the rest with the nearest name."""
+        asked = value if isinstance(value, Precision) else cls(value)
+        if asked.name not in DTYPES:
+            near = difflib.get_close_matches(str(asked.name), DTYPES, n=1, cutoff=0.4)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"precision {asked.name!r} is unknown: pass one of {', '.join(DTYPES)}.{hint}")
+        return asked
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.name]
+
+    @property
+    def scales_loss(self) -> bool:
+        return self.name == "fp16"
+
+
+def to_compute(master: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Cast masters to compute weights; the one cast used everywhere.
+
+    fp32 to bf16 rounds half away from zero, so that a bf16 weight and a 16-bit remainder can
+    rebuild the master exactly; torch rounds half to even, which differs only at ties. A tie has
+    bit 15 set and all lower bits clear: setting bit 0 wherever bit 15 is set makes a tie round
+    up in magnitude and changes no other result (infinities and NaN included).
+    """
+    if out is None:
+        out = torch.empty(master.shape, dtype=dtype, device=master.device)
+    if not (master.dtype == torch.float32 and dtype == torch.bfloat16):
+        return out.copy_(master)
+    source, target = master.reshape(-1), out.view(-1)
+    chunk = _CHUNK if master.device.type == "cpu" else max(source.numel(), 1)
+    for start in range(0, source.numel(), chunk):
+        bits = source[start : start + chunk].view(torch.int32)
+        ties = bits.bitwise_right_shift(15).bitwise_and_(1)
+        target[start : start + chunk].copy_(ties.bitwise_or_(bits).view(torch.float32))
+    return out
+
+
+class LossScale:
+    """The scale's state: grows after `window` good steps, halves when `hysteresis` is used up."""
+
+    def __init__(self, precision: Precision) -> None:
+        self.rule = precision.loss_scaling
+        self.dynamic = precision.scales_loss
+        self.value = self.rule.initial if self.dynamic else 1.0
+        self._patience = self.rule.hysteresis
+        self._steps = 0
+        self._last_overflow = -1
+
+    def update(self, overflow: bool) -> None:
+        """Account for one boundary. Raises Zero3dError on an overflow at the minimum scale."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self._overflow()
+        elif (self._steps - self._last_overflow) % self.rule.window == 0:
+            self._patience = self.rule.hysteresis
+            self.value *= 2
+        self._steps += 1
+
+    def _overflow(self) -> None:
+        self._last_overflow = self._steps
+        if self._patience > 1:
+            self._patience -= 1
+        elif self.value <= self.rule.minimum:
+            raise Zero3dError(
+                f"fp16 gradients overflow at the minimum loss scale {self.value:g} (boundary {self._steps}): "
+                "the model diverges or does not fit fp16. Pass precision='bf16', or lower the learning rate."
+            )
+        else:
+            self.value = max(self.value / 2, self.rule.minimum)
+
+    def state(self) -> dict[str, float]:
+        """JSON-able state for a checkpoint."""
+        return {
+            "value": self.value,
+            "patience": self._patience,
+            "steps": self._steps,
+            "last_overflow": self._last_overflow,
+        }
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Continue from `state()`."""
+        self.value = float(state["value"])
+        self._patience = int(state["patience"])
+        self._steps = int(state["steps"])
+        self._last_overflow = int(state["last_overflow"])

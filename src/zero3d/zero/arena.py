@@ -1,0 +1,124 @@
+"""The one place that allocates persistent and bucket buffers, and the one that reads device values.
+
+Every buffer has a category and a place. Categories of model states are held for the engine's
+life; transient ones come and go with a unit:
+
+    states     parameters | gradients | optimizer | padding (elements of a storage that are no parameter)
+    transient  gathered (full parameters) | bucket (local gradients on their way) | wire (send and receive)
+
+A dry run sees all memory here, and no value-dependent branch but through `host_value`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from math import ceil
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+STATES = ("parameters", "gradients", "optimizer", "padding")
+TRANSIENT = ("gathered", "bucket", "wire")
+
+
+class Held(NamedTuple):
+    """Bytes of one category at one place."""
+
+    category: str
+    place: str
+    bytes: int
+    peak: int
+
+
+class Arena:
+    """Allocates flat buffers on one device and keeps account of them by category.
+
+    `states` are exact fractions: padding is counted per rank as its share of the unit's
+    padding, so that parameters + padding is the buffer to the byte.
+    """
+
+    def __init__(self, device: torch.device, place: str = "device") -> None:
+        self.device = device
+        self.place = place
+        self._live: dict[str, Fraction] = {}
+        self._peak: dict[str, Fraction] = {}
+        self._stuck: set[int] = set()
+
+    def _account(self, category: str, change: Fraction | int) -> None:
+        live = self._live.get(category, Fraction(0)) + change
+        assert live >= 0, f"arena: {category} fell below zero"
+        self._live[category] = live
+        self._peak[category] = max(self._peak.get(category, Fraction(0)), live)
+
+    def allocate(self, category: str, elements: int, used: Fraction | int, dtype: torch.dtype) -> Tensor:
+        """A zeroed flat buffer for model states, `used` of its `elements` standing for parameters."""
+        self._account(category, used * dtype.itemsize)
+        self._account("padding", (elements - used) * dtype.itemsize)
+        return torch.zeros(elements, dtype=dtype, device=self.device)
+
+    def free(self, category: str, buffer: Tensor, used: Fraction | int) -> None:
+        """Take a state buffer off the account; its owner drops the reference."""
+        self._account(category, -used * buffer.dtype.itemsize)
+        self._account("padding", -(buffer.numel() - used) * buffer.dtype.itemsize)
+
+    def borrow(self, category: str, elements: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised transient buffer, to be given back."""
+        self._account(category, elements * dtype.itemsize)
+        return torch.empty(elements, dtype=dtype, device=self.device)
+
+    def give_back(self, category: str, buffer: Tensor) -> None:
+        """Take a transient buffer off the account; its owner drops the reference."""
+        self._account(category, -buffer.numel() * buffer.dtype.itemsize)
+
+    def fill(self, category: str, buffer: Tensor) -> None:
+        """Give a storage its memory back: views saved by autograd come alive with it."""
+        nbytes = buffer.numel() * buffer.dtype.itemsize
+        if id(buffer) in self._stuck:
+            return
+        self._account(category, nbytes)
+        buffer.untyped_storage().resize_(nbytes)
+
+    def drain(self, category: str, buffer: Tensor, poison: bool = False) -> None:
+        """Free a storage's memory and keep its identity.
+
+        A storage that somebody made a numpy array of cannot be freed any more: it stays on the account.
+        `poison` fills it with NaN and keeps the pages, so that a test that reads a released view
+        sees NaN where a run would crash.
+        """
+        if not buffer.untyped_storage().resizable():
+            self._stuck.add(id(buffer))
+            return
+        self._account(category, -buffer.numel() * buffer.dtype.itemsize)
+        if poison and buffer.is_floating_point():
+            buffer.fill_(float("nan"))
+        else:
+            buffer.untyped_storage().resize_(0)
+
+    def live(self, category: str) -> Fraction:
+        """Bytes held now."""
+        return self._live.get(category, Fraction(0))
+
+    def peak(self, category: str) -> Fraction:
+        """Most bytes held at any instant since the last `reset_peaks`."""
+        return self._peak.get(category, Fraction(0))
+
+    def reset_peaks(self) -> None:
+        """Start measuring peaks anew."""
+        self._peak = dict(self._live)
+
+    def __iter__(self) -> Iterator[Held]:
+        for category in (*STATES, *TRANSIENT):
+            yield Held(category, self.place, ceil(self.live(category)), ceil(self.peak(category)))
+
+
+def host_value(values: Tensor, assumed: list[float]) -> list[float]:
+    """Read a small device vector on the host: the only place that waits for the device.
+
+    In a dry run, where values do not exist, `assumed` stands in for them.
+    """
+    if isinstance(values, FakeTensor):
+        return assumed
+    return [float(value) for value in values.tolist()]

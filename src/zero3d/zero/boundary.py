@@ -1,0 +1,85 @@
+"""When a step is due: counts micro-batches and their weights.
+
+A backward counts one micro-batch when it is the first through at least one root forward; a
+further backward of the same forward adds gradients only. The boundary is reached after
+`accumulate` micro-batches, or where the caller says `last=True`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zero3d.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Driven:
+    """A backward run by `engine.backward`, which scales the loss; plain ones have weight 1."""
+
+    weight: float | Tensor = 1.0
+    last: bool | None = None
+
+
+class Boundary:
+    """Progress of the current step on this rank.
+
+    count    micro-batches so far
+    weight   sum of their weights
+    reached  `step()` will apply
+    """
+
+    def __init__(self, accumulate: int, every_micro_batch: bool, scales_loss: bool) -> None:
+        self._accumulate, self._every_micro_batch, self._scales_loss = accumulate, every_micro_batch, scales_loss
+        self._driven: Driven | None = None
+        self._counted = False
+        self.reset()
+
+    def reset(self) -> None:
+        """A new step."""
+        self.count = 0
+        self.weight: float | Tensor = 0.0
+        self.reached = False
+
+    abandon = reset
+
+    @contextmanager
+    def driving(self, driven: Driven) -> Iterator[None]:
+        """Around a backward whose weight and place in the step the caller gives."""
+        self._driven, self._counted = driven, False
+        try:
+            yield
+            if driven.last is not None:
+                self.reached = driven.last
+            if self.reached and self.count == 0:
+                self._count(driven)
+        finally:
+            self._driven = None
+
+    def backward_begins(self) -> None:
+        """A backward reaches an output of a root forward."""
+        if self._scales_loss and self._driven is None:
+            raise ConfigError(
+                "precision='fp16' needs a scaled loss, and a plain loss.backward() has none: small gradients would "
+                "become zero. Call engine.backward(loss), or pass precision='bf16'."
+            )
+        self._counted = False
+
+    def through_root(self, fresh: bool) -> bool:
+        """The backward goes through a root forward. True if it ends in a reduction."""
+        driven = self._driven or Driven()
+        if fresh and not self._counted:
+            self._count(driven)
+        if driven.last is not None:
+            self.reached = driven.last
+        return self._every_micro_batch or self.reached
+
+    def _count(self, driven: Driven) -> None:
+        self._counted = True
+        self.count += 1
+        self.weight = self.weight + driven.weight
+        if driven.last is None:
+            self.reached = self.count >= self._accumulate

@@ -1,0 +1,59 @@
+"""Refuse copies of weights that are not there.
+
+At stage 3 a parameter outside its forward is one NaN in the shape of the weight. Saving or
+copying it would succeed and be worthless, so `state_dict`, `load_state_dict`, `deepcopy` and
+pickling raise instead. No class is patched: torch's own hooks and an instance attribute
+`__reduce_ex__`, which copy and pickle look up, are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from torch import nn
+
+from zero3d.errors import ReleasedParameterError
+from zero3d.zero.unit import State, Unit
+
+MARK = "__reduce_ex__"
+
+
+def is_guarded(model: nn.Module) -> bool:
+    """Whether an engine already owns this model or a part of it."""
+    return any(MARK in vars(module) for module in model.modules())
+
+
+def guard(model: nn.Module, unit_of: Mapping[nn.Parameter, Unit], opened: Callable[[Unit], bool]) -> None:
+    """Install the refusals on every module of the model. `opened`: inside full_params()."""
+
+    def refuse_read(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        for name, p in module.named_parameters(prefix.rstrip("."), recurse=False):
+            unit = unit_of.get(p)
+            if unit is not None and unit.weights.state is not State.FULL:
+                _refuse("state_dict()", name)
+
+    def refuse_write(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        for name, p in module.named_parameters(prefix.rstrip("."), recurse=False):
+            unit = unit_of.get(p)
+            if unit is not None and not opened(unit):
+                _refuse("load_state_dict()", name)
+
+    def refuse_copy(protocol: Any) -> NoReturn:
+        raise ReleasedParameterError(
+            "this model belongs to an Engine: a copy or pickle would hold shards or placeholders, and its hooks would "
+            "drive the original's engine. Use engine.export(directory) for the weights, engine.save(directory) for "
+            "everything, or copy the model before the Engine is built."
+        )
+
+    for module in model.modules():
+        module.register_state_dict_pre_hook(refuse_read)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(refuse_write)  # type: ignore[no-untyped-call]
+        setattr(module, MARK, refuse_copy)
+
+
+def _refuse(what: str, name: str) -> NoReturn:
+    raise ReleasedParameterError(
+        f"{what} of {name!r}: the engine holds only shards of it here. Wrap the call in "
+        "`with engine.full_params():` (gathers the weights), or use engine.export(directory)."
+    )

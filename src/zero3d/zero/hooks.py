@@ -1,0 +1,247 @@
+"""Module and autograd events to the verbs of `Gathers` and `Reductions`. No policy of its own.
+
+    event                                     verb
+    ----------------------------------------  ----------------------------------------------------
+    a user module's forward starts            acquire a forward token; take the turn token
+    its forward ends, also by an exception    release the forward token
+    a gradient reaches any of its outputs     acquire a backward token
+    gradients of all its inputs are done      release the backward token
+    a parameter's gradient is accumulated     take it
+    a gradient reaches an output of the root  a backward begins (once per graph task)
+    the backward ends                         flush reductions; drop backward and turn tokens
+
+Note 1, leaf inputs. The AccumulateGrad node of a leaf jumps autograd's queue; a view of it waits
+behind the block. Each leaf input that needs a gradient is passed on as a view.
+Note 2, `always_call`. Recomputation stops early by an exception, which skips ordinary forward
+hooks; the forward token would leak.
+Note 3, embeddings. Their backward needs indices only, so they take no backward token.
+Note 4, the end-of-backward callback is queued from the root's output: queued elsewhere it would
+fire at the end of a reentrant checkpoint's inner backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from zero3d.zero.prefetch import TURN, Gathers, Reductions
+from zero3d.zero.unit import Unit
+
+KEEP = "keep"  # gathered without grad: stays until the next forward with grad, step or load
+ROOT_TURN = "root turn"
+
+
+class Clock(Protocol):
+    """Who counts micro-batches."""
+
+    def backward_begins(self) -> None:
+        """A backward reaches an output of a root forward."""
+
+    def through_root(self, fresh: bool) -> bool:
+        """It goes through one more root forward (fresh: for the first time). True if it ends in a reduction."""
+
+    def abandon(self) -> None:
+        """A backward died: its step is forgotten."""
+
+
+class Hooks:
+    """Installs itself on a model; `remove()` takes everything off again.
+
+    root   the module whose call is a micro-batch's forward
+    uses   user module -> the units its forward needs, in layout order
+    cast   applied to the root's floating inputs
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        uses: Mapping[nn.Module, Sequence[Unit]],
+        gathers: Gathers,
+        reductions: Reductions,
+        clock: Clock,
+        cast: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.keep_full = True
+        self._gathers, self._reductions, self._clock, self._cast = gathers, reductions, clock, cast
+        self._calls = count()
+        self._open: dict[nn.Module, list[int]] = {}
+        self._mode: str | None = None  # of the root forward under way: "train" | "eval"
+        self._task: int | None = None  # of the backward under way
+        units = list(dict.fromkeys(unit for group in uses.values() for unit in group))
+        self._persistent = [unit for unit in units if not unit.weights.sharded]
+        self._root_units = uses.get(root, ())
+        # The root's turn token must be taken before its forward token is given back: first hook first.
+        self._handles: list[Any] = [
+            root.register_forward_pre_hook(self._root_begins, with_kwargs=True),
+            root.register_forward_hook(self._root_ends, always_call=True),
+        ]
+        for module, needed in uses.items():
+            sharded = [unit for unit in needed if unit.weights.sharded]
+            if sharded:
+                self._hook_user(module, sharded)
+        for unit in units:
+            if unit.grads is not None:
+                for index, p in enumerate(unit.params):
+                    hook = self._taker(unit, index)
+                    self._handles.append(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    # --- a unit's users -------------------------------------------------------------------------
+
+    def _hook_user(self, module: nn.Module, units: list[Unit]) -> None:
+        needed_in_backward = not isinstance(module, nn.Embedding)  # Note 3
+
+        def begins(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            call = next(self._calls)
+            self._open.setdefault(module, []).append(call)
+            if self._mode == "train":
+                self._gathers.pass_turn(units)
+            token = KEEP if self._keeps else ("forward", call)
+            for unit in units:
+                self._gathers.acquire(unit, token)
+            if not (torch.is_grad_enabled() and needed_in_backward):
+                return None
+            args, kwargs = map_tensors((args, kwargs), _unleaf)  # Note 1
+            inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+            if inputs:
+                release = self._gathers.release
+                register_multi_grad_hook(inputs, lambda _: self._each(units, release, call), mode="all")
+            return args, kwargs
+
+        def ends(module: nn.Module, args: Any, output: Any) -> None:
+            call = self._open[module].pop()
+            for unit in units:
+                self._gathers.release(unit, ("forward", call))
+            if torch.is_grad_enabled() and needed_in_backward:
+                outputs = [t for t in tensors_in(output) if t.requires_grad]
+                if outputs:
+                    acquire = self._gathers.acquire
+                    register_multi_grad_hook(outputs, lambda _: self._each(units, acquire, call), mode="any")
+
+        self._handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(ends, always_call=True))  # Note 2
+
+    @staticmethod
+    def _each(units: list[Unit], verb: Callable[[Unit, object], None], call: int) -> None:
+        for unit in units:
+            verb(unit, ("backward", call))
+
+    @property
+    def _keeps(self) -> bool:
+        without_grad = self._mode == "eval" or (self._mode is None and not torch.is_grad_enabled())
+        return without_grad and self.keep_full
+
+    def _taker(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
+        def take(p: Tensor) -> None:
+            grad, p.grad = p.grad, None
+            if grad is not None:
+                self._reductions.take(unit, index, grad)
+
+        return take
+
+    # --- the root -------------------------------------------------------------------------------
+
+    def _root_begins(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        inside_backward = torch._C._current_graph_task_id() != -1
+        if self._task is not None and not inside_backward:
+            self.abandon()
+        if not inside_backward:
+            self._mode = "train" if torch.is_grad_enabled() else "eval"
+            if self._mode == "train":
+                self._gathers.drop(lambda token: token in (KEEP, TURN, ROOT_TURN))
+                self._gathers.begin()
+        for unit in self._persistent:
+            unit.weights.check()
+        return map_tensors((args, kwargs), lambda t: self._cast(t) if t.is_floating_point() else t)
+
+    def _root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        mode, self._mode = self._mode, None
+        outputs = [t for t in tensors_in(output) if t.requires_grad]
+        if mode != "train" or not outputs:
+            return
+        for unit in self._root_units:
+            self._gathers.acquire(unit, ROOT_TURN)
+        fresh = [True]
+
+        def begins(_: Tensor) -> None:
+            first, fresh[0] = fresh[0], False
+            self._through_root(first)
+
+        register_multi_grad_hook(outputs, begins, mode="any")
+
+    def _through_root(self, fresh: bool) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self._clock.backward_begins()
+            self._reductions.begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)  # Note 4
+        self._reductions.due = self._clock.through_root(fresh)
+
+    def _backward_ends(self) -> None:
+        self._reductions.flush()
+        self._task = None
+        self._gathers.drop(lambda token: token in (TURN, ROOT_TURN) or _is(token, "backward"))
+
+    def abandon(self) -> None:
+        """Forget a backward that died by an exception, and the step it belonged to."""
+        self._task = None
+        self._open.clear()
+        self._mode = None
+        self._gathers.drop(lambda token: token in (TURN, ROOT_TURN) or _is(token, "backward") or _is(token, "forward"))
+        self._reductions.reset()
+        self._clock.abandon()
+
+
+def _is(token: object, kind: str) -> bool:
+    return isinstance(token, tuple) and token[0] == kind
+
+
+def _unleaf(t: Tensor) -> Tensor:
+    return t.view_as(t) if t.is_leaf and t.requires_grad else t
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested dicts, lists, tuples and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for part in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, part.name, None))
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nest with every tensor changed; parts in which nothing changed keep their identity."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        items = {key: map_tensors(item, change) for key, item in value.items()}
+        if all(items[key] is value[key] for key in items):
+            return value
+        return type(value)(items) if type(value) is not dict else items
+    if isinstance(value, (list, tuple)):
+        parts = [map_tensors(item, change) for item in value]
+        if all(new is old for new, old in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        old = {part.name: getattr(value, part.name) for part in dataclasses.fields(value) if part.init}
+        new = {key: map_tensors(item, change) for key, item in old.items()}
+        return value if all(new[key] is old[key] for key in new) else dataclasses.replace(value, **new)
+    return value

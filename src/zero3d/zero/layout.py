@@ -1,0 +1,136 @@
+"""Where each parameter lives in its unit. Pure integers, no torch.
+
+    unit storage [total]
+    |<- slot 0 ->|..|<---- slot 1 ---->|.|<- slot 2 ->|.......|
+    ^ every slot starts at a multiple of 256 elements (..: padding)
+    |      shard of rank 0      |      shard of rank 1        |
+                                ^ cut at total / N, N shards of one size
+
+Slots are packed by optimizer parameter group, then in model order. The total is a multiple of
+C x 256 with C = lcm(64, N): for every N that divides 64 the layout, the vector tails of
+kernels, norms and checkpoints are the same, and every cut is a multiple of 16 elements.
+
+A shard's part of a slot is a *piece*: a flat range. What checkpoints store are n-dimensional
+*boxes* of the logical tensor, at most 2 * ndim - 1 per piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import lcm, prod
+from typing import NamedTuple
+
+ALIGN = 256
+CANONICAL = 64
+
+Shape = tuple[int, ...]
+Box = tuple[tuple[int, int], ...]
+
+
+class Slot(NamedTuple):
+    """A parameter's place in its unit: [start, start + numel) elements of the storage."""
+
+    name: str
+    shape: Shape
+    group: int
+    start: int
+    numel: int
+
+
+class Piece(NamedTuple):
+    """The part of a slot inside one shard.
+
+    start, stop  flat range inside the parameter
+    offset       of its first element inside the shard
+    """
+
+    slot: int
+    start: int
+    stop: int
+    offset: int
+
+
+class UnitLayout:
+    """Slots of one unit and their cut into N equal shards.
+
+    Invariants: slots are disjoint, in order and aligned; total = N * shard; shard % 16 == 0.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, Shape, int]], n: int) -> None:
+        """`parameters`: (name, shape, optimizer group) in model order; n: data-parallel degree."""
+        self.n = n
+        slots: list[Slot] = []
+        cursor = 0
+        for name, shape, group in sorted(parameters, key=lambda entry: entry[2]):
+            slots.append(Slot(name, shape, group, cursor, prod(shape)))
+            cursor += -(-prod(shape) // ALIGN) * ALIGN
+        quantum = lcm(CANONICAL, n) * ALIGN
+        self.slots = tuple(slots)
+        self.total = -(-max(cursor, 1) // quantum) * quantum
+        self.shard = self.total // n
+        assert self.shard % 16 == 0
+
+    @property
+    def numel(self) -> int:
+        """Parameters in the unit, padding apart."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def padding(self) -> int:
+        """Elements of the storage that belong to no parameter."""
+        return self.total - self.numel
+
+    @property
+    def used_per_shard(self) -> Fraction:
+        """Parameters a shard stands for in the formulas: numel / N."""
+        return Fraction(self.numel, self.n)
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What rank `rank` owns, in slot order; empty intersections are left out."""
+        low, high = rank * self.shard, (rank + 1) * self.shard
+        pieces = []
+        for index, slot in enumerate(self.slots):
+            start, stop = max(slot.start, low), min(slot.start + slot.numel, high)
+            if start < stop:
+                pieces.append(Piece(index, start - slot.start, stop - slot.start, start - low))
+        return pieces
+
+
+def boxes(shape: Shape, start: int, stop: int) -> list[Box]:
+    """Cover the flat range [start, stop) of a row-major tensor by boxes, each contiguous, in order.
+
+    >>> boxes((3, 4), 2, 9)
+    [((0, 1), (2, 4)), ((1, 2), (0, 4)), ((2, 3), (0, 1))]
+    """
+    if start >= stop:
+        return []
+    if len(shape) == 0:
+        return [()]
+    if len(shape) == 1:
+        return [((start, stop),)]
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows: [first, last)
+    if first > last:  # inside one row
+        return _row_boxes(shape, last, start - last * row, stop - last * row)
+    out: list[Box] = []
+    if start < first * row:
+        out += _row_boxes(shape, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        out.append(((first, last), *((0, size) for size in shape[1:])))
+    return out + _row_boxes(shape, last, 0, stop - last * row)
+
+
+def _row_boxes(shape: Shape, row: int, start: int, stop: int) -> list[Box]:
+    return [((row, row + 1), *rest) for rest in boxes(shape[1:], start, stop)]
+
+
+def box_shape(box: Box) -> Shape:
+    """Sizes of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common box, or None."""
+    common = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
+    return None if any(start >= stop for start, stop in common) else common

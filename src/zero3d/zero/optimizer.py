@@ -1,0 +1,260 @@
+"""One step over all shards: exchange, unscale, global norm, clip, update, refresh.
+
+    1. exchange     token weight, order hashes          3 numbers per rank
+    2. unscale      gradient shards *= 1 / (loss scale x sum of weights)
+    3. norm         of every piece, stacked in model order, then of the stack: torch's own
+                    `clip_grad_norm_`; partial norms are exchanged and combined in rank order
+    4. one host read: norm, weight, orders. A non-finite norm or no weight skips the step
+    5. clip         gradient shards *= clip / (norm + 1e-6), at most 1
+    6. stage 0      all-gather of gradient shards (the second half of an all-reduce)
+    7. update       a torch optimizer on 1-D pieces of the masters, states in flat buffers
+    8. refresh      masters to weights; stages 1 and 2 all-gather them
+
+Factors are multiplied in two steps and skipped when exactly 1: one combined factor, a fused
+kernel's `grad_scale` or a norm per unit gives other bits than plain PyTorch. Pieces are per
+parameter for the same reason: one flat fused update differs in its vector tails.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero3d.errors import ConfigError
+from zero3d.zero.arena import Arena, host_value
+from zero3d.zero.collectives import Comm, Pending, same_memory
+from zero3d.zero.layout import Piece
+from zero3d.zero.prefetch import WINDOW
+from zero3d.zero.unit import Unit
+
+# Their update mixes elements of a whole matrix (or needs closures): pieces of it would be wrong.
+NOT_ELEMENTWISE = {"Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "SparseAdam"}
+
+
+class StepResult(NamedTuple):
+    """What a step did; device tensors, so that reading them is the caller's choice.
+
+    applied     bool; false off the boundary and for skipped steps
+    grad_norm   fp32 (fp64 under fp64), before clipping, equal on all ranks and stages; NaN off the boundary
+    loss_scale  fp32, the scale of the next step
+    lr          fp64, of the first parameter group as used in this step
+    """
+
+    applied: Tensor
+    grad_norm: Tensor
+    loss_scale: Tensor
+    lr: Tensor
+
+
+class Outcome(NamedTuple):
+    """What the boundary found out, on the host."""
+
+    applied: bool
+    overflow: bool
+    norm: Tensor
+
+
+@dataclass(frozen=True)
+class OwnedPiece:
+    """A parameter's part that this rank updates: `master` and all its states are 1-D views."""
+
+    unit: Unit
+    name: str
+    shape: tuple[int, ...]
+    order: int  # position in model.parameters()
+    group: int
+    piece: Piece
+    master: Tensor
+
+
+class ShardedOptimizer:
+    """Owns the torch optimizer over this rank's pieces and the flat buffers of its states.
+
+    build    groups of pieces -> torch optimizer
+    groups   options per parameter group; None: the pieces are passed as a plain list
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        order: dict[str, int],
+        build: Callable[[list[list[Tensor]]], Optimizer],
+        groups: int,
+        comm: Comm,
+        arena: Arena,
+        clip_norm: float | None,
+    ) -> None:
+        self._units = [unit for unit in units if unit.grads is not None]
+        self._comm, self._arena, self._clip = comm, arena, clip_norm
+        self.pieces = sorted(self._own(order), key=lambda piece: piece.order)
+        self._flat: dict[tuple[str, str], Tensor] = {}
+        self.torch = build([[p.master for p in self.pieces if p.group == g] for g in range(groups)])
+        if type(self.torch).__name__ in NOT_ELEMENTWISE:
+            raise ConfigError(
+                f"{type(self.torch).__name__} is no element-wise optimizer, and ZeRO updates pieces of parameters: "
+                "use AdamW, Adam, SGD, RMSprop or another element-wise one."
+            )
+        self._prefill()
+
+    def _own(self, order: dict[str, int]) -> Iterator[OwnedPiece]:
+        for unit in self._units:
+            master = unit.weights.master
+            assert master is not None
+            for piece in unit.weights.update_pieces(self._comm.rank):
+                slot = unit.layout.slots[piece.slot]
+                view = master[piece.offset : piece.offset + piece.stop - piece.start]
+                yield OwnedPiece(unit, slot.name, slot.shape, order[slot.name], slot.group, piece, view)
+
+    # --- states ---------------------------------------------------------------------------------
+
+    def _prefill(self) -> None:
+        """Adam's states exist from the start, so that memory does not grow at the first step."""
+        kind = type(self.torch)
+        if kind not in (torch.optim.Adam, torch.optim.AdamW) or any(g["amsgrad"] for g in self.torch.param_groups):
+            return
+        fused = {id(p): group["fused"] for group in self.torch.param_groups for p in group["params"]}
+        wide = torch.get_default_dtype() == torch.float64
+        for owned in self.pieces:
+            dtype = torch.float64 if wide and not fused[id(owned.master)] else torch.float32
+            device = owned.master.device if fused[id(owned.master)] else "cpu"
+            self.torch.state[owned.master] = {
+                "step": torch.zeros((), dtype=dtype, device=device),
+                "exp_avg": self.state_view(owned, "exp_avg", owned.master.dtype),
+                "exp_avg_sq": self.state_view(owned, "exp_avg_sq", owned.master.dtype),
+            }
+
+    def state_view(self, owned: OwnedPiece, key: str, dtype: torch.dtype) -> Tensor:
+        """The piece's part of the unit's flat buffer for this state; made on first use."""
+        master = owned.unit.weights.master
+        assert master is not None
+        if (owned.unit.name, key) not in self._flat:
+            layout = owned.unit.layout
+            used = layout.numel if owned.unit.weights.updates_all else layout.used_per_shard
+            self._flat[owned.unit.name, key] = self._arena.allocate("optimizer", master.numel(), used, dtype)
+        start = owned.piece.offset
+        return self._flat[owned.unit.name, key][start : start + owned.master.numel()]
+
+    def adopt(self) -> None:
+        """Move states that an optimizer made at its first step into flat buffers."""
+        for owned in self.pieces:
+            state = self.torch.state[owned.master]
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == owned.master.shape and value.dim() == 1:
+                    view = self.state_view(owned, key, value.dtype)
+                    if not same_memory(value, view):
+                        state[key] = view.copy_(value)
+
+    def state_bytes(self, unit: Unit) -> int:
+        """Optimizer bytes per parameter of a unit: its master (when that is a copy) and its states."""
+        weights = unit.weights
+        assert weights.master is not None
+        copy = 0 if weights.master is weights.held else weights.master.dtype.itemsize
+        return copy + sum(flat.dtype.itemsize for (name, _), flat in self._flat.items() if name == unit.name)
+
+    # --- the step -------------------------------------------------------------------------------
+
+    def step(self, weight: float | Tensor, scale: float) -> Outcome:
+        """Apply what has been reduced. `weight`: this rank's sum of weights, `scale`: the loss scale.
+
+        Raises OrderError before the update when ranks used units in different orders.
+        """
+        total, ordered = self._exchange(weight)
+        shards = [unit.grads.shard for unit in self._units if unit.grads is not None]
+        multiply(shards, 1.0 / (scale * total) if isinstance(total, float) and total else _inverse(total, scale))
+        norm = self._norm()
+        clip = torch.clamp(self._clip / (norm + 1e-6), max=1.0) if self._clip is not None else torch.ones_like(norm)
+        seen = torch.stack([norm.double(), _tensor(total, norm), ordered.to(norm.device), clip.double()])
+        host_norm, host_total, in_order, host_clip = host_value(seen, [1.0, 1.0, 1.0, 1.0])
+        if not in_order:
+            raise self._comm.order_error()
+        finite = host_norm == host_norm and abs(host_norm) != float("inf")
+        if finite and host_total:
+            multiply(shards, clip if host_clip != 1.0 else 1.0)
+            self._update()
+        return Outcome(bool(finite and host_total), not finite and bool(host_total), norm)
+
+    def _exchange(self, weight: float | Tensor) -> tuple[float | Tensor, Tensor]:
+        """Sum of weights over ranks, and whether all ranks used units in one order (1.0 or 0.0)."""
+        if self._comm.size == 1:
+            return weight, torch.ones((), dtype=torch.float64)
+        mine = torch.empty(3, dtype=torch.float64, device=self._arena.device)
+        mine[0] = weight
+        mine[1:] = torch.tensor(self._comm.order_values(), dtype=torch.float64)
+        seen = self._comm.exchange(mine)
+        return seen[:, 0].sum(), (seen[:, 1:] == seen[0, 1:]).all().double()
+
+    def shard_grads(self) -> Iterator[tuple[OwnedPiece, Tensor]]:
+        """This rank's pieces of the reduced gradients, in model order (also at stage 0)."""
+        parts = []
+        owner = {(p.unit.name, p.name): p for p in self.pieces}
+        for unit in self._units:
+            assert unit.grads is not None
+            for piece in unit.layout.pieces(self._comm.rank):
+                owned = owner[unit.name, unit.layout.slots[piece.slot].name]
+                parts.append((owned, unit.grads.shard[piece.offset : piece.offset + piece.stop - piece.start]))
+        yield from sorted(parts, key=lambda part: part[0].order)
+
+    def _norm(self) -> Tensor:
+        """Global gradient norm, the same on all ranks and stages."""
+        norms = [torch.linalg.vector_norm(grad) for _, grad in self.shard_grads()]
+        dtype = norms[0].dtype if norms else torch.float32
+        device = self._arena.device
+        partial = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=dtype, device=device)
+        if self._comm.size == 1:
+            return partial
+        master = self._units[0].weights.master
+        assert master is not None
+        partials = self._comm.exchange(partial.double()[None])[:, 0].to(master.dtype)
+        norm: Tensor = torch.linalg.vector_norm(partials)
+        return norm
+
+    def _update(self) -> None:
+        updates_all = self._units[0].weights.updates_all
+        if updates_all:
+            pipeline(unit.grads.gather for unit in self._units if unit.grads is not None)
+        for owned in self.pieces:
+            grads = owned.unit.grads
+            assert grads is not None
+            source = grads.full if updates_all else grads.shard
+            assert source is not None
+            owned.master.grad = source[owned.piece.offset : owned.piece.offset + owned.master.numel()]
+        self.torch.step()
+        self.adopt()
+        for owned in self.pieces:
+            owned.master.grad = None
+        pipeline(unit.weights.refresh for unit in self._units)
+
+
+def multiply(shards: Sequence[Tensor], factor: float | Tensor) -> None:
+    """In place, and skipped when exactly 1."""
+    if isinstance(factor, float) and factor == 1.0:
+        return
+    for shard in shards:
+        shard.mul_(factor)
+
+
+def pipeline(operations: Any) -> None:
+    """Run operations that start a collective, with at most WINDOW under way."""
+    under_way: deque[Pending] = deque()
+    for start in operations:
+        if len(under_way) >= WINDOW:
+            under_way.popleft().wait()
+        under_way.append(start())
+    while under_way:
+        under_way.popleft().wait()
+
+
+def _inverse(total: float | Tensor, scale: float) -> float | Tensor:
+    return (scale * total).reciprocal() if isinstance(total, Tensor) else 1.0
+
+
+def _tensor(value: float | Tensor, like: Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(device=like.device, dtype=torch.float64)
+    return torch.tensor(value, dtype=torch.float64, device=like.device)

@@ -1,0 +1,285 @@
+"""The stage table, and every byte and element that follows from it. Pure arithmetic, no torch.
+
+    stage | optimizer | gradients | parameters | gradients are reduced | elements per rank and step, in Psi (N-1)/N
+    ------+-----------+-----------+------------+-----------------------+-------------------------------------------
+      0   |           |           |            | once per step         | reduce-scatter 1 + all-gather 1 of gradients
+      1   |  sharded  |           |            | once per step         | reduce-scatter 1 + all-gather 1 of parameters
+      2   |  sharded  |  sharded  |            | every micro-batch     | reduce-scatter M + all-gather 1
+      3   |  sharded  |  sharded  |  sharded   | every micro-batch     | reduce-scatter M + all-gather up to 2M
+
+Psi parameters, N data-parallel degree, M micro-batches per step, K optimizer bytes per parameter.
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models" (2020), sections 5 (memory) and 7 (traffic). Optimizer states appear in no traffic
+formula: every rank updates the slice whose states it holds, and only gradients go in and
+parameters come out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+from zero3d.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the table."""
+
+    number: int
+    shards_optimizer: bool
+    shards_gradients: bool
+    shards_parameters: bool
+
+
+STAGES = (
+    Stage(0, False, False, False),
+    Stage(1, True, False, False),
+    Stage(2, True, True, False),
+    Stage(3, True, True, True),
+)
+
+RELEASES = ("auto", "every_use", "every_step")
+REDUCES = ("auto", "every_micro_batch", "every_step")
+
+
+def stage_row(number: int) -> Stage:
+    """The row of the table, or a ConfigError that names the choices."""
+    if isinstance(number, bool) or number not in (0, 1, 2, 3):
+        raise ConfigError(f"ZeRO stage {number!r} does not exist: pass stage=0, 1, 2 or 3.")
+    return STAGES[number]
+
+
+def resolve_policies(stage: Stage, release: str, reduce: str) -> tuple[str, str]:
+    """Replace "auto" and refuse what a stage cannot do.
+
+    release  when gathered parameters are given back (stage 3): after every_use | every_step
+    reduce   when gradients are reduced: after every_micro_batch (stages 2, 3) | every_step
+    """
+    for name, value, choices in (("release", release, RELEASES), ("reduce", reduce, REDUCES)):
+        if value not in choices:
+            raise ConfigError(f"{name}={value!r} is unknown: pass one of {', '.join(choices)}.")
+    if reduce == "every_micro_batch" and not stage.shards_gradients:
+        raise ConfigError(
+            f"reduce='every_micro_batch' keeps only a gradient shard, which is stage 2; stage {stage.number} "
+            "holds whole gradients: pass stage=2 or reduce='every_step'."
+        )
+    if reduce == "auto":
+        reduce = "every_micro_batch" if stage.shards_gradients else "every_step"
+    return ("every_use" if release == "auto" else release), reduce
+
+
+# --- bytes --------------------------------------------------------------------------------------
+
+
+class StateBytes(NamedTuple):
+    """Bytes of model states on one rank (exact fractions: a shard of Psi/N need not be whole)."""
+
+    parameters: Fraction
+    gradients: Fraction
+    optimizer: Fraction
+
+    @property
+    def total(self) -> Fraction:
+        return self.parameters + self.gradients + self.optimizer
+
+    def times(self, params: int) -> StateBytes:
+        """Scale bytes per parameter to `params` parameters."""
+        return StateBytes(self.parameters * params, self.gradients * params, self.optimizer * params)
+
+    def __add__(self, other: object) -> StateBytes:
+        assert isinstance(other, StateBytes)
+        return StateBytes(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+NO_BYTES = StateBytes(Fraction(0), Fraction(0), Fraction(0))
+
+
+class Widths(NamedTuple):
+    """Bytes per parameter: compute weight (w), reduced gradient (a), optimizer states (k)."""
+
+    weight: int
+    reduced: int
+    optimizer: int
+
+
+# In fp32 and fp64 the weight shard is the master, so k counts only m and v.
+WIDTHS = {
+    "bf16": Widths(2, 4, 12),
+    "fp16": Widths(2, 4, 12),
+    "fp32": Widths(4, 4, 8),
+    "fp64": Widths(8, 8, 16),
+}
+
+
+def paper_bytes(stage: int, params: int, n: int, k: int = 12) -> StateBytes:
+    """Bytes per rank by the ZeRO paper (section 5, figure 1): (2 + 2 + K) Psi with shards of 1/N."""
+    row = stage_row(stage)
+    share = Fraction(1, n)
+    return StateBytes(
+        2 * params * (share if row.shards_parameters else Fraction(1)),
+        2 * params * (share if row.shards_gradients else Fraction(1)),
+        k * params * (share if row.shards_optimizer else Fraction(1)),
+    )
+
+
+def engine_bytes(
+    stage: int,
+    n: int,
+    precision: str = "bf16",
+    release: str = "auto",
+    reduce: str = "auto",
+    accumulate: int = 1,
+    optimizer: int | None = None,
+) -> StateBytes:
+    """Bytes per *trainable* parameter that the arena really holds on one rank, padding apart.
+
+    `optimizer` replaces k for optimizers other than Adam (master included).
+    Local gradients stay in the compute dtype when accumulate is 1, because their cast at the
+    reduction is exact; accumulated ones are kept in the reduced dtype.
+    """
+    row = stage_row(stage)
+    release, reduce = resolve_policies(row, release, reduce)
+    w, a, k = WIDTHS[precision]
+    k = k if optimizer is None else optimizer
+    g = w if accumulate == 1 else a
+    share = Fraction(1, n)
+    parameters = Fraction(w)
+    if row.shards_parameters:
+        parameters = w * share + (w if release == "every_step" else 0)
+    if stage == 0:
+        gradients = Fraction(a)
+    elif reduce == "every_step":
+        gradients = g + (a if g < a else 0) * share
+    else:
+        gradients = a * share
+    return StateBytes(parameters, gradients, k * (share if row.shards_optimizer else Fraction(1)))
+
+
+def frozen_bytes(stage: int, n: int, weight: int, release: str = "auto") -> StateBytes:
+    """Bytes per *frozen* parameter: its weight, a shard of it at stage 3."""
+    row = stage_row(stage)
+    release, _ = resolve_policies(row, release, "auto")
+    share = Fraction(weight, n) if row.shards_parameters else Fraction(weight)
+    held = weight if row.shards_parameters and release == "every_step" else 0
+    return StateBytes(share + held, Fraction(0), Fraction(0))
+
+
+# --- traffic ------------------------------------------------------------------------------------
+
+
+def traffic_elements(stage: int, params: int, n: int, micro_batches: int = 1) -> dict[str, Fraction]:
+    """Elements one rank sends (and receives) per step by the paper's section 7, by operation.
+
+    A ring reduce-scatter or all-gather of Psi elements takes N - 1 hops of Psi/N: Psi (N-1)/N
+    elements per rank; an all-reduce is one of each, 2 Psi (N-1)/N.
+    """
+    row = stage_row(stage)
+    ring = Fraction(params * (n - 1), n)
+    return {
+        "reduce_scatter": ring * (micro_batches if row.shards_gradients else 1),
+        "all_gather": ring * (2 * micro_batches if row.shards_parameters else 1),
+    }
+
+
+class TokenEvent(NamedTuple):
+    """A user of a unit starts (acquire) or stops needing its full parameters."""
+
+    unit: str
+    token: object
+    acquire: bool
+
+
+def count_gathers(events: Iterable[TokenEvent]) -> Counter[str]:
+    """Gathers per unit: how often its set of users goes from empty to non-empty."""
+    users: dict[str, set[object]] = {}
+    gathers: Counter[str] = Counter()
+    for unit, token, acquire in events:
+        held = users.setdefault(unit, set())
+        if acquire:
+            gathers[unit] += not held
+            held.add(token)
+        else:
+            held.discard(token)
+    return gathers
+
+
+def token_order(forward: Sequence[str], root: str | None = None, no_backward: Iterable[str] = ()) -> list[TokenEvent]:
+    """The tokens of one micro-batch in which units are used in the order `forward`.
+
+    The root unit is used from its forward to the end of backward. The unit used last keeps
+    its turn token, so its backward finds it gathered. Units in `no_backward` (embeddings: their
+    backward needs indices only) are used in forward alone.
+    """
+    skip = set(no_backward)
+    events = [TokenEvent(root, "root", True)] if root else []
+    turn: str | None = None
+    for i, unit in enumerate(forward):
+        if turn not in (None, unit):
+            events.append(TokenEvent(str(turn), "turn", False))
+        events += [TokenEvent(unit, ("forward", i), True), TokenEvent(unit, "turn", True)]
+        events.append(TokenEvent(unit, ("forward", i), False))
+        turn = unit
+    for i, unit in reversed(list(enumerate(forward))):
+        if unit not in skip:
+            events += [TokenEvent(unit, ("backward", i), True), TokenEvent(unit, ("backward", i), False)]
+    return events
+
+
+class UnitTraffic(NamedTuple):
+    """What the exact formulas need of a unit: padded elements and the width of a weight in bytes."""
+
+    name: str
+    elements: int
+    weight: int
+    reduced: int
+    trainable: bool
+
+
+class Moved(NamedTuple):
+    calls: int
+    elements: int
+    bytes: int
+
+
+EXCHANGES_PER_STEP = (3, 1)  # values per rank: [token weight, gather order, reduction order], [partial norm]
+
+
+def step_traffic(
+    stage: int,
+    units: Sequence[UnitTraffic],
+    n: int,
+    gathers: Mapping[str, int],
+    micro_batches: int = 1,
+    reduce: str = "auto",
+    wire: int | None = None,
+) -> dict[tuple[str, str], Moved]:
+    """Exact traffic of one applied step, by (operation, unit): the ledger must equal it.
+
+    units    padded sizes, as laid out
+    gathers  parameter gathers per unit and *step* at stage 3 (`count_gathers` of the token order)
+    wire     bytes per element of reductions (None: the reduced dtype)
+    """
+    row = stage_row(stage)
+    _, reduce = resolve_policies(row, "auto", reduce)
+    moved: dict[tuple[str, str], Moved] = {}
+
+    def add(operation: str, unit: UnitTraffic, calls: int, width: int) -> None:
+        if calls:
+            elements = calls * unit.elements * (n - 1) // n
+            moved[operation, unit.name] = Moved(calls, elements, elements * width)
+
+    for unit in units:
+        if row.shards_parameters:
+            add("all_gather", unit, gathers.get(unit.name, 0), unit.weight)
+        elif unit.trainable:
+            add("all_gather", unit, 1, unit.weight if row.shards_optimizer else unit.reduced)
+        if unit.trainable:
+            calls = micro_batches if reduce == "every_micro_batch" else 1
+            add("reduce_scatter", unit, calls, unit.reduced if wire is None else wire)
+    values = sum(EXCHANGES_PER_STEP) * (n - 1)
+    moved["exchange", "-"] = Moved(len(EXCHANGES_PER_STEP), values, 8 * values)
+    return moved

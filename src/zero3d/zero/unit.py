@@ -1,0 +1,400 @@
+"""A unit: the parameters gathered, released and reduced together.
+
+    Weights     full  [total]    compute dtype   every parameter is a view into it while gathered
+                shard [total/N]  compute dtype   this rank's slice; a view of full at stages 0-2
+                master           fp32            of what this rank updates; the shard itself in fp32
+    Gradients   full  [total]    local gradients of this rank, on their way to the reduction
+                shard [total/N]  reduced dtype   the sum over ranks of this rank's slice
+
+    parameters   SHARDED -> GATHERING -> FULL -> SHARDED
+    gradients    EMPTY -> FILLING -> REDUCING -> REDUCED (-> FILLING when more arrive) -> EMPTY
+
+Note 1, placeholders. While SHARDED a parameter's data is one NaN expanded to its shape: reading
+a view of a freed storage is a segmentation fault, reading a NaN is not. Each parameter has its
+own, so that a write which lands on it is noticed at the next gather.
+
+Note 2, one storage per unit for ever. Autograd saves views of `full`; freeing and refilling that
+same storage brings them alive again, which is why a release between forward and backward is free.
+
+Note 3, where the sum may live. When local gradients already have the reduced dtype and the whole
+buffer is kept, the shard is this rank's slot of the buffer. Gradients that arrive after a
+reduction would overwrite it, so it is stashed until the next reduction has been added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+
+from zero3d.errors import LayoutError
+from zero3d.precision import to_compute
+from zero3d.zero.arena import Arena
+from zero3d.zero.collectives import Comm, Pending, same_memory
+from zero3d.zero.layout import Piece, UnitLayout
+from zero3d.zero.stages import Stage
+
+DONE = Pending(lambda: None)
+
+
+class State(Enum):
+    SHARDED = auto()
+    GATHERING = auto()
+    FULL = auto()
+    EMPTY = auto()
+    FILLING = auto()
+    REDUCING = auto()
+    REDUCED = auto()
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How all units of an engine behave.
+
+    master  dtype of masters and reduced gradients
+    wire    dtype in which gradients travel
+    poison  fill released storages with NaN before they are freed: finds early releases
+    """
+
+    stage: Stage
+    release: str
+    reduce: str
+    accumulate: int
+    master: torch.dtype
+    wire: torch.dtype
+    poison: bool = False
+
+
+class Weights:
+    """Owns a unit's parameters: their storage, this rank's shard and its master."""
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[nn.Parameter],
+        layout: UnitLayout,
+        dtype: torch.dtype,
+        policy: Policy,
+        comm: Comm,
+        arena: Arena,
+    ) -> None:
+        self.name = name
+        self.params = list(params)
+        self.layout, self._policy, self._comm, self._arena = layout, policy, comm, arena
+        self.trainable = params[0].requires_grad
+        self.sharded = policy.stage.shards_parameters
+        self._keeps_full = not self.sharded or policy.release == "every_step"
+        self.state = State.FULL
+        self._pending = DONE
+        used = layout.numel if self._keeps_full else 0
+        category = "parameters" if self._keeps_full else "gathered"
+        if self._keeps_full:
+            self.full = arena.allocate(category, layout.total, used, dtype)
+        else:
+            self.full = arena.borrow(category, layout.total, dtype)
+        self.views = [self.full[s.start : s.start + s.numel].view(s.shape) for s in layout.slots]
+        self.shard = self._slot(self.full)
+        if self.sharded:
+            self.shard = arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype)
+        self.master: Tensor | None = None
+        self._placeholders = [_placeholder(p, dtype, arena.device) for p in params]
+        self._fill_from_parameters(dtype)
+
+    def _slot(self, full: Tensor) -> Tensor:
+        return full.view(self._comm.size, -1)[self._comm.rank]
+
+    @property
+    def updates_all(self) -> bool:
+        """Every rank updates every parameter (stage 0)."""
+        return not self._policy.stage.shards_optimizer
+
+    @property
+    def held(self) -> Tensor:
+        """What this rank updates, in compute dtype: its shard, everything at stage 0."""
+        return self.full if self.updates_all else self.shard
+
+    def whole_pieces(self) -> list[Piece]:
+        """Every parameter as one piece of `full`."""
+        return [Piece(i, 0, s.numel, s.start) for i, s in enumerate(self.layout.slots) if s.numel]
+
+    def update_pieces(self, rank: int) -> list[Piece]:
+        """The pieces of `held`, in slot order."""
+        return self.whole_pieces() if self.updates_all else self.layout.pieces(rank)
+
+    def _fill_from_parameters(self, dtype: torch.dtype) -> None:
+        """Copy rank 0's values in; masters keep the precision the model came with."""
+        wide = self._policy.master if dtype.is_floating_point else dtype
+        source = torch.zeros(self.layout.total, dtype=wide, device=self.full.device)
+        for slot, p in zip(self.layout.slots, self.params, strict=True):
+            source[slot.start : slot.start + slot.numel].copy_(p.detach().reshape(-1))
+        self._comm.broadcast(source, "-")
+        to_compute(source, dtype, out=self.full)
+        if self.trainable:
+            self.master = self.held
+            if dtype != wide:
+                used = self.layout.numel if self.updates_all else self.layout.used_per_shard
+                self.master = self._arena.allocate("optimizer", self.held.numel(), used, wide)
+                self.master.copy_(source if self.updates_all else self._slot(source))
+        if self.sharded:
+            self.shard.copy_(self._slot(self.full))
+        for p, view in zip(self.params, self.views, strict=True):
+            p.data = view
+        self._versions = [p._version for p in self.params]
+        if self.sharded:
+            self.release()
+
+    # --- gather and release ---------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Start filling `full` from all shards; moves (N-1)/N Psi elements per rank."""
+        assert self.state is State.SHARDED
+        self.check()
+        if not self._keeps_full:
+            self._arena.fill("gathered", self.full)
+        self._pending = self._comm.all_gather(self.full, self.shard, self.name)
+        self.state = State.GATHERING
+
+    def ready(self) -> None:
+        """Complete a gather: parameters are views of `full`."""
+        if self.state is State.GATHERING:
+            self._pending.wait()
+            self._point_at(self.views)
+            self.state = State.FULL
+
+    def release(self) -> None:
+        """Back to placeholders; frees `full` (kept allocated, but stale, under release="every_step")."""
+        self.ready()
+        self.check()
+        self._point_at(self._placeholders)
+        if not self._keeps_full:
+            self._arena.drain("gathered", self.full, self._policy.poison)
+        self.state = State.SHARDED
+
+    def _point_at(self, targets: list[Tensor]) -> None:
+        for p, target in zip(self.params, targets, strict=True):
+            p.data = target
+
+    def check(self) -> None:
+        """Raise LayoutError if a parameter was written or re-pointed behind the engine's back."""
+        targets = self._placeholders if self.state is State.SHARDED else self.views
+        for slot, p, target, version in zip(self.layout.slots, self.params, targets, self._versions, strict=True):
+            if p._version != version:
+                what = "was written in place" if same_memory(p, target) else "was replaced"
+            elif not same_memory(p, target):
+                what = "has other data than its unit gave it"
+            else:
+                continue
+            raise LayoutError(
+                f"parameter {slot.name!r} {what} outside engine.full_params(): the change would be lost. "
+                "Change weights inside `with engine.full_params():`, or before the Engine is built "
+                "(resize_token_embeddings, tie_weights, LoRA merges)."
+            )
+
+    # --- after an update ------------------------------------------------------------------------
+
+    def refresh(self) -> Pending:
+        """Masters to weights, and at stages 1 and 2 to all ranks ((N-1)/N Psi elements per rank)."""
+        if self.master is not None and self.master is not self.held:
+            to_compute(self.master, self.held.dtype, out=self.held)
+        if self.sharded or self.updates_all:
+            return DONE
+        return self._comm.all_gather(self.full, self.shard, self.name)
+
+    def absorb(self) -> bool:
+        """Keep what was written into gathered parameters; true if anything was.
+
+        A master changes only where the weight differs from its cast, so that reading costs no bit.
+        """
+        written = [p._version for p in self.params] != self._versions
+        self._versions = [p._version for p in self.params]
+        own = self.full if self.updates_all else self._slot(self.full)
+        if self.sharded and not torch.equal(_bits(own), _bits(self.shard)):
+            self.shard.copy_(own)
+            written = True
+        if self.master is not None and self.master is not self.held:
+            changed = _bits(own) != _bits(to_compute(self.master, own.dtype))
+            if bool(changed.any()):
+                self.master[changed] = own[changed].to(self.master.dtype)
+                written = True
+        return written
+
+    def share(self) -> None:
+        """Make every rank's `full` agree after writes: each slice's owner wins."""
+        if not self.sharded:
+            self._comm.all_gather(self.full, self._slot(self.full), self.name).wait()
+
+
+class Gradients:
+    """Owns a unit's gradients from autograd to the reduced shard."""
+
+    def __init__(
+        self, name: str, layout: UnitLayout, dtype: torch.dtype, policy: Policy, comm: Comm, arena: Arena
+    ) -> None:
+        self._name, self._layout, self._policy, self._comm, self._arena = name, layout, policy, comm, arena
+        self._transient = policy.reduce == "every_micro_batch"
+        keep_wide = policy.accumulate > 1 or not policy.stage.shards_optimizer
+        self._local = policy.master if keep_wide and not self._transient else dtype
+        self.full: Tensor | None = None
+        self._views: list[Tensor] = []
+        if not self._transient:
+            self._use(arena.allocate("gradients", layout.total, layout.numel, self._local))
+        self.shard: Tensor
+        if self.full is not None and self._local == policy.master:
+            self.shard = self._slot(self.full)
+        else:
+            self.shard = arena.allocate("gradients", layout.shard, layout.used_per_shard, policy.master)
+        self.state = State.EMPTY
+        self._filled: set[int] = set()
+        self._summed = False  # the shard already holds a sum of this step
+        self._stash: Tensor | None = None  # Note 3
+        self._pending = DONE
+
+    def _slot(self, full: Tensor) -> Tensor:
+        return full.view(self._comm.size, -1)[self._comm.rank]
+
+    def _use(self, full: Tensor) -> None:
+        self.full = full
+        self._views = [full[s.start : s.start + s.numel].view(s.shape) for s in self._layout.slots]
+
+    @property
+    def _in_place(self) -> bool:
+        return self.full is not None and same_memory(self.shard, self._slot(self.full))
+
+    def take(self, index: int, grad: Tensor) -> None:
+        """Copy one parameter's gradient in, or add it to what came before."""
+        self._open()
+        assert self.full is not None
+        if index in self._filled:
+            if self.full.dtype != self._policy.master:
+                self._widen()
+            self._views[index].add_(grad)
+        else:
+            self._views[index].copy_(grad.to_dense() if grad.is_sparse else grad)
+            self._filled.add(index)
+
+    def _open(self) -> None:
+        """Make room for local gradients."""
+        self.finish()
+        if self.state is State.REDUCED and self._in_place and self._stash is None:
+            self._stash = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype).copy_(self.shard)
+        if self.full is None:
+            self._use(self._arena.borrow("bucket", self._layout.total, self._local))
+        self.state = State.FILLING
+
+    def _widen(self) -> None:
+        """Accumulate in the reduced dtype from the second contribution on."""
+        old, layout = self.full, self._layout
+        assert old is not None
+        if self._transient:
+            wide = self._arena.borrow("bucket", layout.total, self._policy.master)
+        else:
+            wide = self._arena.allocate("gradients", layout.total, layout.numel, self._policy.master)
+        self._use(wide.copy_(old))
+        if self._transient:
+            self._arena.give_back("bucket", old)
+            return
+        self._arena.free("gradients", old, layout.numel)
+        self._local = self._policy.master
+        if not self._summed:  # otherwise the separate shard keeps this step's sum
+            self._arena.free("gradients", self.shard, layout.used_per_shard)
+            self.shard = self._slot(wide)
+
+    def reduce(self) -> None:
+        """Start summing local gradients over the dp axis into what this rank owns.
+
+        full  [Psi]    local dtype     consumed; parameters without a gradient count as zero
+        shard [Psi/N]  reduced dtype   accumulated
+        Moves (N-1)/N Psi elements per rank in the wire dtype (reduce-scatter, ZeRO section 7).
+        """
+        self._open()
+        assert self.full is not None
+        for index, view in enumerate(self._views):
+            if index not in self._filled:
+                view.zero_()
+        add = self._summed and not self._in_place
+        self._pending = self._comm.reduce_scatter(self.full, self.shard, self._name, self._policy.wire, add)
+        self.state = State.REDUCING
+
+    def finish(self) -> None:
+        """Complete a reduction under way."""
+        if self.state is not State.REDUCING:
+            return
+        self._pending.wait()
+        if self._stash is not None:
+            self.shard.add_(self._stash)
+            self._drop_stash()
+        self._filled.clear()
+        self._summed = True
+        self._drop_bucket()
+        self.state = State.REDUCED
+
+    def gather(self) -> Pending:
+        """Every rank's reduced gradients to all, the second half of stage 0's all-reduce."""
+        assert self.full is not None
+        return self._comm.all_gather(self.full, self.shard, self._name)
+
+    def reset(self) -> None:
+        """Forget this step's gradients."""
+        self.finish()
+        self._drop_stash()
+        self._drop_bucket()
+        self._filled.clear()
+        self._summed = False
+        self.state = State.EMPTY
+
+    def _drop_stash(self) -> None:
+        if self._stash is not None:
+            self._arena.give_back("bucket", self._stash)
+            self._stash = None
+
+    def _drop_bucket(self) -> None:
+        if self._transient and self.full is not None:
+            self._arena.give_back("bucket", self.full)
+            self.full, self._views = None, []
+
+
+class Unit:
+    """Parameters handled together: one dtype, all trainable or all frozen.
+
+    deferred  its gradients may come in several parts (root unit, tied parameters): reduced last
+    users     tokens of whoever needs the full parameters now
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Mapping[str, nn.Parameter],
+        layout: UnitLayout,
+        dtype: torch.dtype,
+        policy: Policy,
+        comm: Comm,
+        arena: Arena,
+        deferred: bool = False,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.deferred = deferred
+        self.dtype = dtype
+        self.users: set[object] = set()
+        ordered = [params[slot.name] for slot in layout.slots]
+        self.weights = Weights(name, ordered, layout, dtype, policy, comm, arena)
+        self.grads = Gradients(name, layout, dtype, policy, comm, arena) if self.weights.trainable else None
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """In slot order."""
+        return self.weights.params
+
+
+def _placeholder(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
+    value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
+    return torch.full((), value, dtype=dtype, device=device).expand(p.shape)
+
+
+def _bits(values: Tensor) -> Tensor:
+    """The raw bits, so that NaNs and signed zeros compare as what they are."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return values.view(integers[values.dtype.itemsize])

@@ -1,0 +1,31 @@
+"""Shared fixtures: one pool of ranks for the whole session, single-threaded kernels."""
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+torch.set_num_threads(1)  # summation order depends on the thread count
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """`ranks(world, case, *args)` runs case(*args) on that many gloo ranks and returns their results."""
+    from pool import RankPool
+
+    with RankPool(4) as pool:
+        yield pool.run
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Released parameters are filled with NaN: an early release shows as a NaN, not by chance."""
+    import zero3d.engine
+
+    monkeypatch.setattr(zero3d.engine, "Policy", partial(zero3d.engine.Policy, poison=True))

@@ -1,0 +1,153 @@
+"""Small models, data and plain training loops that engines are compared with."""
+
+import copy
+import hashlib
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+VOCAB = 61
+
+
+class Block(nn.Module):
+    """A residual block with a norm and two projections."""
+
+    def __init__(self, width, dropout=0.0):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Embedding, blocks, norm, head: the shape of a language model without attention."""
+
+    def __init__(self, width=24, layers=3, tied=False, dropout=0.0, vocab=VOCAB):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.layers = nn.ModuleList(Block(width, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def net(**options):
+    torch.manual_seed(7)
+    return Net(**options)
+
+
+def hf(name):
+    """A tiny Hugging Face model: llama, qwen3 (tied) or gpt2 (tied, fused projections, dropout off)."""
+    import transformers as t
+
+    torch.manual_seed(7)
+    common = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    if name == "llama":
+        return t.LlamaForCausalLM(t.LlamaConfig(**common, **heads, **ends))
+    if name == "qwen3":
+        return t.Qwen3ForCausalLM(t.Qwen3Config(**common, **heads, **ends, head_dim=8, tie_word_embeddings=True))
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return t.GPT2LMHeadModel(
+        t.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1, **off)
+    )
+
+
+def build(name, **options):
+    return net(tied=name == "tied", **options) if name in ("net", "tied") else hf(name)
+
+
+def batch(step, rank=0, size=2, length=9):
+    """Token ids [size, length], another batch for every (step, rank)."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(3, VOCAB, (size, length), generator=generator)
+
+
+def loss_of(model, ids):
+    """Mean next-token loss of a plain or Hugging Face model."""
+    output = model(ids)
+    logits = getattr(output, "logits", output)
+    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def bits(tensors):
+    """One hash of the raw bytes of tensors."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().clone().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def adamw(params, **options):
+    return torch.optim.AdamW(params, **{"lr": 1e-2, "weight_decay": 0.1, "fused": True} | options)
+
+
+def train_plain(model, batches, clip=None, make=adamw, loss=loss_of):
+    """The loop everyone writes: losses, norms; trains the model in place."""
+    optimizer = make(model.parameters())
+    losses, norms = [], []
+    for micro_batches in batches:
+        total = 0.0
+        for ids in micro_batches:
+            value = loss(model, ids)
+            (value / len(micro_batches) if len(micro_batches) > 1 else value).backward()
+            total += float(value.detach())
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total / len(micro_batches))
+    return losses, norms
+
+
+def train_masters(model, batches, dtype, clip, make=adamw, scale=1.0):
+    """Mixed precision written out: compute weights, fp32 masters, one optimizer over masters."""
+    from zero3d.precision import to_compute
+
+    masters = [p.detach().clone().float() for p in model.parameters()]
+    for p, master in zip(model.parameters(), masters, strict=True):
+        p.data = to_compute(master, dtype)
+    optimizer = make(masters)
+    losses, norms = [], []
+    for ids in batches:
+        value = loss_of(model, ids)
+        (value * scale if scale != 1.0 else value).backward()
+        for p, master in zip(model.parameters(), masters, strict=True):
+            master.grad = p.grad.float()
+            if scale != 1.0:
+                master.grad.mul_(1.0 / scale)
+            p.grad = None
+        norms.append(float(nn.utils.clip_grad_norm_(masters, clip)))
+        optimizer.step()
+        for p, master in zip(model.parameters(), masters, strict=True):
+            p.data.copy_(to_compute(master, dtype))
+        losses.append(float(value.detach()))
+    return losses, norms
+
+
+def train_engine(engine, batches, through_engine=False):
+    """The same loop on an engine; returns losses, norms and a hash of the weights."""
+    losses, norms = [], []
+    for ids in batches:
+        value = loss_of(engine, ids)
+        engine.backward(value) if through_engine else value.backward()
+        norms.append(float(engine.step().grad_norm))
+        losses.append(float(value.detach()))
+    with engine.full_params():
+        return losses, norms, bits(engine.module.parameters())
+
+
+def clone(model):
+    return copy.deepcopy(model)
