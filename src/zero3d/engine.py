@@ -32,7 +32,7 @@ from zero3d.zero.guards import guard, is_guarded
 from zero3d.zero.hooks import KEEP, Hooks, tensors_in
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.optimizer import ShardedOptimizer, StepResult
-from zero3d.zero.prefetch import Gathers, Lane, Reductions
+from zero3d.zero.prefetch import STEP, Gathers, Lane, Reductions
 from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
 from zero3d.zero.unit import Policy, Unit
 
@@ -325,7 +325,7 @@ class Engine:
 
     def release(self, after_step: bool = False) -> None:
         """Give back units that stayed gathered without grad."""
-        self.gathers.drop(lambda token: token == KEEP or (after_step and token == "step"))
+        self.gathers.drop(lambda token: token == KEEP or (after_step and token == STEP))
 
     # --- checkpoints ----------------------------------------------------------------------------
 

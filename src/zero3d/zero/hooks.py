@@ -114,8 +114,7 @@ class Hooks:
             args, kwargs = map_tensors((args, kwargs), _unleaf)  # Note 1
             inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
             if inputs:
-                release = self._gathers.release
-                register_multi_grad_hook(inputs, lambda _: self._each(units, release, call), mode="all")
+                register_multi_grad_hook(inputs, lambda _: self._backward_done(units, call), mode="all")
             return args, kwargs
 
         def ends(module: nn.Module, args: Any, output: Any) -> None:
@@ -125,16 +124,19 @@ class Hooks:
             if torch.is_grad_enabled() and needed_in_backward:
                 outputs = [t for t in tensors_in(output) if t.requires_grad]
                 if outputs:
-                    acquire = self._gathers.acquire
-                    register_multi_grad_hook(outputs, lambda _: self._each(units, acquire, call), mode="any")
+                    register_multi_grad_hook(outputs, lambda _: self._backward_needs(units, call), mode="any")
 
         self._handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
         self._handles.append(module.register_forward_hook(ends, always_call=True))  # Note 2
 
-    @staticmethod
-    def _each(units: list[Unit], verb: Callable[[Unit, object], None], call: int) -> None:
+    def _backward_needs(self, units: list[Unit], call: int) -> None:
         for unit in units:
-            verb(unit, ("backward", call))
+            self._gathers.acquire(unit, ("backward", call))
+            self._gathers.release(unit, TURN)  # the turn has served its purpose
+
+    def _backward_done(self, units: list[Unit], call: int) -> None:
+        for unit in units:
+            self._gathers.release(unit, ("backward", call))
 
     @property
     def _keeps(self) -> bool:

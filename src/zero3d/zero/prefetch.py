@@ -26,6 +26,7 @@ from zero3d.zero.unit import State, Unit
 
 WINDOW = 2
 TURN = "turn"
+STEP = "step"  # release="every_step": from the first use to the end of the step
 
 
 class Lane:
@@ -64,7 +65,7 @@ class Gathers:
 
     def __init__(self, lane: Lane, every_step: bool = False) -> None:
         self._lane = lane
-        self._every_step = every_step  # keep a unit from its first use to the end of the step
+        self._every_step = every_step
         self._previous: list[Unit] = []
         self._current: list[Unit] = []
         self._on_track = True
@@ -84,7 +85,8 @@ class Gathers:
             self._known[unit.name] = unit
             self._gather(unit)
             if self._every_step:
-                unit.users.add("step")
+                self._note(unit, STEP, True)
+                unit.users.add(STEP)
 
     def release(self, unit: Unit, token: object) -> None:
         """`token` is done; the last one out frees the full parameters. Repeating it is harmless."""

@@ -1,0 +1,122 @@
+"""Fresh processes in one process group, all started alike: one thread each, the same malloc."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+# glibc's mallopt parameters (malloc.h)
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
+
+
+@dataclass(frozen=True)
+class Start:
+    """How processes start.
+
+    backend  "gloo" | "nccl"
+    device   "cpu"; "cuda" (one card per rank); "cuda:0" (all ranks on one card)
+    malloc   "default" | "keep" (`keep_freed_pages`) | "map" (`map_tensors`)
+    """
+
+    ranks: int
+    backend: str = "gloo"
+    device: str = "cpu"
+    malloc: str = "keep"
+    timeout_s: float = 3600.0
+
+    def device_of(self, rank: int) -> torch.device:
+        """Where a rank computes."""
+        return torch.device(f"cuda:{rank}" if self.device == "cuda" else self.device)
+
+
+def keep_freed_pages() -> None:
+    """Tell glibc never to give freed memory back to the system.
+
+    By default every large tensor is mapped, faulted in page by page and unmapped at its end,
+    which costs more than the work of some engines on it.
+    """
+    _set_malloc({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1})
+
+
+def map_tensors() -> None:
+    """Tell glibc to map every block from 64 KiB on by itself and unmap it when it is freed.
+
+    Slow; the resident set then follows what is alive to the page.
+    """
+    _set_malloc({M_MMAP_THRESHOLD: 1 << 16, M_TRIM_THRESHOLD: 1 << 16})
+
+
+def _set_malloc(options: dict[int, int]) -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        print("this C library has no mallopt: malloc stays as it is", file=sys.stderr)
+        return
+    for option, value in options.items():
+        if not mallopt(option, value):
+            raise RuntimeError(f"mallopt({option}, {value}) was refused: pass --malloc default")
+
+
+SET_MALLOC: dict[str, Callable[[], None]] = {"default": lambda: None, "keep": keep_freed_pages, "map": map_tensors}
+
+
+def run_ranks(start: Start, function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function(device, *arguments)` on every rank of fresh processes; rank 0's JSON-able result.
+
+    Raises what a rank raised, with its traceback, or TimeoutError.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.start_processes(
+            _run_rank, (start, folder, function, arguments), nprocs=start.ranks, join=False, start_method="spawn"
+        )
+        deadline = time.monotonic() + start.timeout_s
+        try:
+            while not context.join(timeout=5):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{function.__name__} on {start.ranks} ranks took over {start.timeout_s:g} s")
+        finally:
+            for process in context.processes:
+                if process.is_alive():
+                    process.kill()
+        return json.loads((Path(folder) / "result.json").read_text())
+
+
+def _run_rank(rank: int, start: Start, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(1)
+    SET_MALLOC[start.malloc]()
+    device = start.device_of(rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = f"file://{folder}/store"
+    dist.init_process_group(start.backend, init_method=store, rank=rank, world_size=start.ranks)
+    result = function(device, *arguments)
+    if rank == 0:
+        (Path(folder) / "result.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's enqueued work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def over_ranks(values: list[float], op: dist.ReduceOp.RedOpType, device: torch.device) -> list[float]:
+    """Combine a list of numbers element by element over all ranks."""
+    combined = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(combined, op=op)
+    return combined.tolist()

@@ -1,0 +1,109 @@
+"""Targets, the ratios measured against them, and how results are shown.
+
+    ours        peer              limit         ours        peer              limit
+    stage 3     fsdp2-reshard     0.80x time    stage 3     fsdp2-reshard     1.00x process memory
+    stage 2     fsdp2-noreshard   0.85x time    stage 2     fsdp2-noreshard   1.00x process memory
+    stage 1     ddp               0.95x time    stage 3     plain             1.20x time (ranks > 1)
+    stage 0     ddp               1.00x time    any stage   plain             1.03x time (ranks = 1)
+
+A time target is met or missed by the ratio of medians; the ratio of minimums stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import Any, NamedTuple
+
+LOSS_TOLERANCE = 1e-3
+MIB = 2**20
+
+
+class Target(NamedTuple):
+    """`ours` takes at most `limit` of what `peer` takes."""
+
+    kind: str  # "time" | "process memory"
+    ours: str
+    peer: str
+    limit: float
+
+
+SEVERAL_RANKS = (
+    Target("time", "zero3d-3", "fsdp2-reshard", 0.80),
+    Target("time", "zero3d-2", "fsdp2-noreshard", 0.85),
+    Target("time", "zero3d-1", "ddp", 0.95),
+    Target("time", "zero3d-0", "ddp", 1.00),
+    Target("time", "zero3d-3", "plain", 1.20),
+    Target("process memory", "zero3d-3", "fsdp2-reshard", 1.00),
+    Target("process memory", "zero3d-2", "fsdp2-noreshard", 1.00),
+)
+ONE_RANK = tuple(Target("time", f"zero3d-{stage}", "plain", 1.03) for stage in range(4))
+
+
+def variant_names(engines: list[str], stages: list[int]) -> list[str]:
+    """What to run: the stages asked for and the peers that these engines name."""
+    of_engine = {
+        "zero3d": [f"zero3d-{stage}" for stage in stages],
+        "fsdp2": [name for stage, name in ((3, "fsdp2-reshard"), (2, "fsdp2-noreshard")) if stage in stages],
+        "ddp": ["ddp"],
+        "plain": ["plain"],
+    }
+    return [name for engine in engines for name in of_engine[engine]]
+
+
+def compare(ranks: int, variants: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Every target whose two sides were measured."""
+    rows = []
+    for target in SEVERAL_RANKS if ranks > 1 else ONE_RANK:
+        if target.ours not in variants or target.peer not in variants:
+            continue
+        ours, peer = variants[target.ours], variants[target.peer]
+        if target.kind == "time":
+            ratio, best = ours["median"] / peer["median"], ours["min"] / peer["min"]
+        elif "memory" in ours:
+            ratio, best = ours["memory"]["process"] / peer["memory"]["process"], None
+        else:
+            continue
+        rows.append({**target._asdict(), "ratio": ratio, "ratio_of_minimums": best, "met": ratio <= target.limit})
+    return rows
+
+
+def agreement(ranks: int, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """How far losses lie apart; without communication several ranks train different models."""
+    losses = {name: v["loss"] for name, v in variants.items() if ranks == 1 or name != "plain"}
+    if not losses:
+        return {"spread": 0.0, "tolerance": LOSS_TOLERANCE, "met": True}
+    middle = median(losses.values())
+    spread = (max(losses.values()) - min(losses.values())) / middle
+    return {"spread": spread, "tolerance": LOSS_TOLERANCE, "met": spread <= LOSS_TOLERANCE}
+
+
+def show(result: Mapping[str, Any]) -> str:
+    """The whole result as text."""
+    return "\n".join([*_variant_lines(result["variants"]), "", *_target_lines(result)])
+
+
+def _variant_lines(variants: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    head = f"{'variant':<16}{'min s':>9}{'median s':>10}{'loss':>10}"
+    with_memory = any("memory" in v for v in variants.values())
+    if with_memory:
+        head += f"{'held MiB':>10}{'step MiB':>10}{'process MiB':>13}{'steady MiB':>12}"
+    lines = [head]
+    for name, v in variants.items():
+        line = f"{name:<16}{v['min']:>9.4f}{v['median']:>10.4f}{v['loss']:>10.5f}"
+        if with_memory:
+            held, step, process, steady = (v["memory"][key] / MIB for key in ("held", "step", "process", "steady"))
+            line += f"{held:>10.1f}{step:>10.1f}{process:>13.1f}{steady:>12.1f}"
+        lines.append(line)
+    return lines
+
+
+def _target_lines(result: Mapping[str, Any]) -> list[str]:
+    lines = [f"{'target':<50}{'ratio':>8}{'of minimums':>13}{'met':>6}"] if result["ratios"] else []
+    for row in result["ratios"]:
+        what = f"{row['ours']} <= {row['limit']:.2f}x {row['peer']} {row['kind']}"
+        best = "" if row["ratio_of_minimums"] is None else f"{row['ratio_of_minimums']:.3f}"
+        lines.append(f"{what:<50}{row['ratio']:>8.3f}{best:>13}{'yes' if row['met'] else 'NO':>6}")
+    losses = result["losses"]
+    what = f"losses agree to {losses['tolerance']:g}"
+    return [*lines, f"{what:<50}{losses['spread']:>8.1e}{'':>13}{'yes' if losses['met'] else 'NO':>6}"]

@@ -1,0 +1,57 @@
+"""`zero3d VERB ...`: reads the command line and maps errors to exit codes.
+
+    0  done        1  a failure nobody raised on purpose        2  bad input: one line on stderr
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from zero3d.errors import ConfigError, Zero3dError
+
+VERBS = {
+    "plan": "memory and traffic of ZeRO stages 0-3 by formula; no GPU and no torch needed",
+    "train": "train a small language model on this machine and measure what the formulas say",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose errors are one line, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. See what it takes: {self.prog} --help")
+
+
+def build_parser(asked: str | None) -> Parser:
+    """The parser of all verbs; only the one that is asked for is imported."""
+    parser = Parser(prog="zero3d", description="ZeRO as the data axis of 3D parallelism.", allow_abbrev=False)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, summary in VERBS.items():
+        verb = verbs.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        if name == asked:
+            import_module(f"zero3d.cli.{name}").add_arguments(verb)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without Unicode shows "?" instead of failing
+    try:
+        arguments = build_parser(next((word for word in words if word in VERBS), None)).parse_args(words)
+        return int(import_module(f"zero3d.cli.{arguments.verb}").run(arguments))
+    except Zero3dError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The planner: pure arithmetic about memory, traffic and time. Imports no torch."""

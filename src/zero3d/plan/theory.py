@@ -1,0 +1,95 @@
+"""The ZeRO paper's tables for any model and cluster, and the engine's own figures beside them.
+
+    bytes     fp16 weights 2 Psi + fp16 gradients 2 Psi + optimizer K Psi, K = 12: fp32 master, m, v
+    traffic   ring all-reduce 2 Psi (N-1)/N = reduce-scatter + all-gather, Psi (N-1)/N each
+
+Source: Rajbhandari et al., "ZeRO" (2020), sections 3.1 (mixed precision), 5 (figure 1) and 7.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import NamedTuple
+
+from zero3d.zero.stages import STAGES, StateBytes, engine_bytes, paper_bytes, traffic_elements
+
+K = 12  # optimizer bytes per parameter: fp32 master, m and v
+HALF, FULL = 2, 4  # bytes of fp16 or bf16, and of fp32
+NAMES = ("baseline", "Pos", "Pos+g", "Pos+g+p")  # the paper's names of stages 0-3
+EXAMPLES = (("7B", 7 * 10**9), ("1.5B", 15 * 10**8))  # a common size, and the paper's GPT-2 (section 3.1)
+
+
+class Breakdown(NamedTuple):
+    """Bytes of mixed-precision training with Adam on one device, nothing sharded."""
+
+    weights: int
+    gradients: int
+    master: int
+    m: int
+    v: int
+
+    @property
+    def optimizer(self) -> int:
+        return self.master + self.m + self.v
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+class StageTheory(NamedTuple):
+    """One row per stage; all figures per rank, traffic per step of one micro-batch.
+
+    paper           bytes by the paper's formula
+    engine          bytes this engine holds: bf16, one micro-batch per step, padding apart
+    reduce_scatter  elements sent, which are as many received
+    all_gather      likewise
+    bytes_half      bytes sent if everything travels in 2 bytes, as in the paper
+    bytes_engine    bytes this engine sends: reductions in fp32, gathered weights in bf16
+    """
+
+    stage: int
+    name: str
+    paper: StateBytes
+    engine: StateBytes
+    reduce_scatter: Fraction
+    all_gather: Fraction
+    bytes_half: Fraction
+    bytes_engine: Fraction
+
+    @property
+    def elements(self) -> Fraction:
+        return self.reduce_scatter + self.all_gather
+
+    @property
+    def multiples(self) -> tuple[int, int]:
+        """Reduce-scatters and all-gathers of Psi (N-1)/N elements."""
+        unit = traffic_elements(self.stage, params=2, n=2)  # Psi (N-1)/N = 1
+        return int(unit["reduce_scatter"]), int(unit["all_gather"])
+
+
+def breakdown(params: int) -> Breakdown:
+    """(2 + 2 + K) Psi, term by term."""
+    return Breakdown(HALF * params, HALF * params, FULL * params, FULL * params, FULL * params)
+
+
+def stage_theory(stage: int, params: int, gpus: int) -> StageTheory:
+    """Everything the formulas say about one stage."""
+    moved = traffic_elements(stage, params, gpus)
+    reduced, gathered = moved["reduce_scatter"], moved["all_gather"]
+    gathered_width = FULL if stage == 0 else HALF  # stage 0 gathers reduced gradients, the others weights
+    return StageTheory(
+        stage,
+        NAMES[stage],
+        paper_bytes(stage, params, gpus, K),
+        engine_bytes(stage, gpus).times(params),
+        reduced,
+        gathered,
+        HALF * (reduced + gathered),
+        FULL * reduced + gathered_width * gathered,
+    )
+
+
+def all_stages(params: int, gpus: int) -> list[StageTheory]:
+    """The rows of the paper's figure 1, in order of stage."""
+    return [stage_theory(row.number, params, gpus) for row in STAGES]

@@ -1,0 +1,130 @@
+"""A finished run as tables for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from zero3d.train.curve import as_png, as_text, smooth
+from zero3d.train.demo import PROMPT, Result
+
+MEANING = {
+    "all_gather": "weights, or at stage 0 gradients",
+    "reduce_scatter": "gradients",
+    "exchange": "norm, weights, orders",
+    "broadcast": "order of reductions, once",
+}
+
+
+def show(result: Result, console: Console) -> None:
+    """Print everything and write loss.png."""
+    console.print(Text("loss (nats per byte), running average", style="bold"))
+    for line in as_text(smooth([record.loss for record in result.history])):
+        console.print(line, highlight=False, no_wrap=True)
+    console.print(f"a sample that starts with {PROMPT!r}:", style="bold", highlight=False)
+    console.print(Text("\n".join(f"    {line}" for line in result.sample.splitlines())))
+    console.print()
+    console.print(memory_table(result))
+    console.print(traffic_table(result))
+    for line in summary(result):
+        console.print(Text(line), soft_wrap=True)
+    console.print(Text(write_png(result)), soft_wrap=True)
+
+
+def memory_table(result: Result) -> Table:
+    """Bytes on rank 0 by consumer."""
+    title = f"memory of rank 0 of {result.ranks} in bytes, stage {result.recipe.stage}, {result.recipe.precision}"
+    table = _table(title, "consumer", "dtype", right=("formula", "measured"))
+    for row in result.memory:
+        formula = "-" if row.formula is None else f"{'at most ' if row.at_most else ''}{row.formula:,}"
+        table.add_row(row.consumer, row.dtype, formula, f"{row.measured:,}", _verdict(row.agrees, row.at_most))
+    table.caption = "temporary: most held at any instant; activations: what autograd saved in one forward"
+    return table
+
+
+def traffic_table(result: Result) -> Table:
+    """What rank 0 sent in the whole run, by operation."""
+    title = f"traffic of rank 0 of {result.ranks} in {len(result.history)} steps"
+    table = _table(title, "operation", "of", right=("calls", "elements", "bytes: formula", "bytes: measured"))
+    for row in result.traffic:
+        table.add_row(
+            row.op, MEANING[row.op], f"{row.measured.calls:,}", f"{row.measured.elements:,}",
+            f"{row.formula.bytes:,}", f"{row.measured.bytes:,}", _verdict(row.equal, False),
+        )  # fmt: skip
+    if not result.traffic:
+        table.add_row("none", "one rank", "0", "0", "0", "0", _verdict(True, False))
+    return table
+
+
+def _table(title: str, *left: str, right: tuple[str, ...]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", title_style="bold")
+    for name in left:
+        table.add_column(name)
+    for name in right:
+        table.add_column(name, justify="right")
+    table.add_column("")
+    return table
+
+
+def _verdict(agrees: bool | None, at_most: bool) -> Text:
+    if agrees is None:
+        return Text("")
+    if agrees:
+        return Text("within" if at_most else "equal", style="green")
+    return Text("ABOVE" if at_most else "UNEQUAL", style="bold red")
+
+
+def summary(result: Result) -> Iterator[str]:
+    """The losses and where everything is."""
+    tokens = math.fsum(1 / record.tokens_per_s for record in result.history)
+    yield f"trained {len(result.history)} steps in {result.seconds:.1f} s ({len(result.history) / tokens:,.0f} tokens/s)"
+    held_out, reloaded = result.held_out_loss, result.reloaded_loss
+    yield f"held-out loss: {held_out:.6f} nats per byte ({held_out / math.log(2):.3f} bits; a guess costs 8)"
+    same = "the same" if math.isclose(held_out, reloaded, rel_tol=1e-6) else "NOT the same"
+    yield f"{result.export} loaded with AutoModelForCausalLM.from_pretrained: {reloaded:.6f}, {same}"
+    yield f"checkpoint: {result.checkpoint}    metrics: {result.folder / 'metrics.jsonl'}"
+
+
+def write_png(result: Result) -> str:
+    """Draw loss.png; the line that says so, or what to install."""
+    path = result.folder / "loss.png"
+    title = f"byte-level Llama on the standard library: stage {result.recipe.stage}, {result.ranks} ranks, {result.recipe.precision}"
+    try:
+        as_png([record.loss for record in result.history], result.held_out_loss, title, path)
+    except ImportError:
+        return "no loss.png: matplotlib is missing, type pip install 'zero3d[plot]'"
+    return f"loss curve: {path}"
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """One object with all figures."""
+    return {
+        "stage": result.recipe.stage,
+        "precision": result.recipe.precision,
+        "ranks": result.ranks,
+        "params": result.params,
+        "steps": len(result.history),
+        "seconds": result.seconds,
+        "losses": [record.loss for record in result.history],
+        "held_out_loss": result.held_out_loss,
+        "reloaded_loss": result.reloaded_loss,
+        "sample": result.sample,
+        "memory": [row._asdict() for row in result.memory],
+        "traffic": [
+            {"op": row.op, "formula": row.formula._asdict(), "measured": row.measured._asdict(), "equal": row.equal}
+            for row in result.traffic
+        ],
+        "paths": {
+            "folder": str(result.folder),
+            "checkpoint": str(result.checkpoint),
+            "export": str(result.export),
+            "metrics": str(result.folder / "metrics.jsonl"),
+            "loss_curve": str(result.folder / "loss.png"),
+        },
+    }

@@ -1,0 +1,186 @@
+"""The architecture as tests: import directions, size of the core, one reduce-scatter call site, true tables."""
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src" / "zero3d"
+
+# Layers from left to right; a module may import from its own layer and from those to its left.
+LAYERS = [
+    ["errors", "config", "deepspeed_config", "zero.stages", "zero.layout", "plan"],
+    ["mesh", "zero.collectives", "zero.arena"],
+    ["precision", "param_groups", "zero.unit", "zero.hooks", "zero.prefetch", "zero.boundary", "zero.guards",
+     "zero.optimizer", "tier"],
+    ["activations", "tensor_parallel", "pipeline", "moe", "checkpoint", "hf"],
+    ["engine"],
+    ["train", "sim"],
+    ["doctor", "integrations", "cli"],
+]  # fmt: skip
+
+
+def modules():
+    for path in sorted(SRC.rglob("*.py")):
+        name = ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__").removesuffix("__init__")
+        yield name, path
+
+
+def layer_of(name):
+    for level, names in enumerate(LAYERS):
+        if any(name == known or name.startswith(known + ".") for known in names):
+            return level
+    return None
+
+
+def imports(path):
+    """zero3d modules imported at run time (TYPE_CHECKING blocks do not count)."""
+    tree = ast.parse(path.read_text())
+    hidden = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("zero3d"):
+            base = node.module.removeprefix("zero3d").lstrip(".")
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".lstrip(".")
+                is_module = (SRC / Path(*inner.split("."))).with_suffix(".py").exists() or (SRC / Path(*inner.split("."))).is_dir()
+                yield inner if is_module else base
+        elif isinstance(node, ast.Import):
+            yield from (a.name.removeprefix("zero3d.") for a in node.names if a.name.startswith("zero3d."))
+
+
+def test_every_module_has_a_layer_and_imports_only_to_the_left():
+    for name, path in modules():
+        if name in ("", "zero"):
+            continue
+        assert layer_of(name) is not None, f"{name} is in no layer: add it to LAYERS and DESIGN's list"
+        for target in imports(path):
+            if target in ("", "zero"):
+                continue
+            assert layer_of(target) <= layer_of(name), f"{name} imports {target}, which lies to its right"
+
+
+def test_there_is_no_import_cycle():
+    graph = {name: set(imports(path)) - {name} for name, path in modules()}
+    state = {}
+
+    def visit(name, trail):
+        assert state.get(name) != "open", f"cycle: {' -> '.join([*trail, name])}"
+        if name in state or name not in graph:
+            return
+        state[name] = "open"
+        for target in graph[name]:
+            visit(target, [*trail, name])
+        state[name] = "done"
+
+    for name in graph:
+        visit(name, [])
+
+
+def test_the_core_knows_no_engine_config_or_transformers():
+    for name, path in modules():
+        if name.startswith("zero"):
+            text = path.read_text()
+            assert not re.search(r"import transformers|from transformers|zero3d\.(engine|config|hf|train|cli)", text), name
+
+
+def code_lines(path):
+    """Lines that hold code: no blanks, comments or docstrings."""
+    text = path.read_text()
+    skip = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    kept = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skip:
+            kept.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            kept -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(kept)
+
+
+def test_the_core_can_be_read_in_one_sitting():
+    assert sum(code_lines(path) for path in (SRC / "zero").glob("*.py")) <= 1200
+
+
+def test_there_is_one_reduce_scatter_call_site():
+    calls = [
+        f"{name}:{node.lineno}"
+        for name, path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("_reduce_scatter", "reduce_scatter_tensor")
+    ]
+    assert len(calls) == 1, calls
+    assert calls[0].startswith("zero.collectives")
+
+
+def test_only_few_modules_read_the_environment():
+    for name, path in modules():
+        if not name.startswith(("mesh", "doctor", "cli")):
+            assert "os.environ" not in path.read_text(), name
+
+
+def test_no_module_level_mutable_state_in_the_core():
+    for name, path in modules():
+        if not name.startswith("zero"):
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, (ast.List, ast.Dict, ast.Set)):
+                assert node.targets[0].id.isupper(), f"{name}: {ast.unparse(node)[:60]}"
+
+
+def test_no_python_file_is_empty():
+    assert all(path.read_text().strip() for _, path in modules())
+
+
+@pytest.mark.parametrize("command", [["--help"], ["plan", "--theory", "--params", "7.5e9", "--gpus", "64"]])
+def test_help_and_theory_import_no_torch(command):
+    script = f"import sys; sys.argv = ['zero3d', *{command!r}]\nfrom zero3d.cli.main import main\n" + (
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\nassert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_are_few_and_resolve():
+    import zero3d
+
+    assert len(zero3d.__all__) <= 15
+    assert all(getattr(zero3d, name) for name in zero3d.__all__)
+
+
+def where_is_rows():
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    table = text[text.index("## Where is") :]
+    return re.findall(r"^\| (.+?) \| `([\w/.]+\.\w+)(?:::([\w.]+))?` \|$", table, flags=re.MULTILINE)
+
+
+def test_every_where_is_row_resolves():
+    rows = where_is_rows()
+    assert len(rows) >= 15
+    for question, file, symbol in rows:
+        path = ROOT / file
+        assert path.exists(), f"{question}: {file} does not exist"
+        if symbol:
+            tree = ast.parse(path.read_text())
+            scope = tree.body
+            for part in symbol.split("."):
+                found = [n for n in scope if getattr(n, "name", None) == part or part in assigned(n)]
+                assert found, f"{question}: {symbol} is not in {file}"
+                scope = getattr(found[0], "body", [])
+
+
+def assigned(node):
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [t.id for t in targets if isinstance(t, ast.Name)]

@@ -1,0 +1,282 @@
+"""Contract 5: resume bit for bit on the same shape, equal states on any other; damage is refused."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from models import adamw, batch, bits, build, loss_of
+from safetensors import safe_open
+
+import zero3d
+from zero3d import checkpoint
+
+
+def make(stage, model="net", precision="bf16", **options):
+    made = build(model, **({"dropout": 0.2} if model in ("net", "tied") else {}))
+    return zero3d.Engine(
+        made,
+        stage=stage,
+        precision=precision,
+        clip_norm=0.5,
+        optimizer=adamw,
+        scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
+        param_groups=[{"match": "*norm*|*.bias", "weight_decay": 0.0}],
+        **options,
+    )
+
+
+def train(engine, steps):
+    out = []
+    for step in steps:
+        loss = loss_of(engine, batch(step, dist.get_rank()))
+        engine.backward(loss)
+        result = engine.step()
+        out.append((float(loss.detach()), float(result.grad_norm), float(result.loss_scale), float(result.lr)))
+    return out
+
+
+def whole_states(folder):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    whole = {}
+    for row in manifest["tensors"]:
+        shape = manifest["parameters"][row["name"]]["shape"]
+        key = row["name"], row["state"]
+        with safe_open(folder / row["file"], framework="pt") as file:
+            values = file.get_tensor(row["key"])
+        target = whole.setdefault(key, torch.full(shape, float("nan"), dtype=values.dtype))
+        target[tuple(slice(a, b) for a, b in row["box"])] = values
+    assert not any(value.isnan().any() for value in whole.values())
+    return {key: bits([value]) for key, value in sorted(whole.items())}
+
+
+def seeded(rank):
+    torch.manual_seed(100 + rank)
+    random.seed(100 + rank)
+    numpy.random.seed(100 + rank)
+
+
+def interrupted_and_not(stage, model, precision, folder):
+    seeded(dist.get_rank())
+    straight = make(stage, model, precision)
+    expected = train(straight, range(6))[3:]
+    with straight.full_params():
+        weights = bits(straight.module.parameters())
+    seeded(dist.get_rank())
+    first = make(stage, model, precision)
+    train(first, range(3))
+    saved = first.save(folder)
+    torch.manual_seed(0)
+    second = make(stage, model, precision)
+    second.load(saved.parent)
+    found = train(second, range(3, 6))
+    with second.full_params():
+        return found == expected, weights == bits(second.module.parameters()), second.steps
+
+
+@pytest.mark.parametrize(("world", "stage", "model", "precision"), [
+    (2, 0, "net", "bf16"), (2, 3, "tied", "fp16"), (4, 2, "qwen3", "fp32"), (1, 3, "net", "bf16"), (4, 1, "net", "fp16"),
+])  # fmt: skip
+def test_resume_on_the_same_shape_is_bitwise_dropout_and_loss_scale_included(ranks, tmp_path, world, stage, model, precision):
+    for same_curve, same_weights, steps in ranks(world, interrupted_and_not, stage, model, precision, str(tmp_path / "ck")):
+        assert same_curve
+        assert same_weights
+        assert steps == 6 or precision == "fp16"  # the first scale may overflow
+
+
+def save_at(stage, model, folder):
+    seeded(dist.get_rank())
+    engine = make(stage, model)
+    for step in range(3):
+        engine.backward(loss_of(engine, batch(step)))
+        engine.step()
+    engine.module.eval()
+    with torch.no_grad():
+        loss = float(loss_of(engine, batch(9)))
+    return str(engine.save(folder)), loss
+
+
+def load_at(stage, model, source, folder):
+    engine = make(stage, model)
+    engine.load(source)
+    engine.module.eval()
+    with torch.no_grad():
+        loss = float(loss_of(engine, batch(9)))
+    return str(engine.save(folder)), loss, engine.steps
+
+
+SHAPES = [((4, 3), (2, 1)), ((2, 0), (4, 3)), ((1, 2), (4, 2)), ((4, 1), (1, 0))]
+
+
+@pytest.mark.parametrize(("before", "after"), SHAPES)
+def test_states_are_equal_on_another_dp_degree_and_stage(ranks, tmp_path, before, after):
+    (world, stage), (new_world, new_stage) = before, after
+    saved = ranks(world, save_at, stage, "tied", str(tmp_path / "a"))
+    again = ranks(new_world, load_at, new_stage, "tied", saved[0][0], str(tmp_path / "b"))
+    assert whole_states(Path(saved[0][0])) == whole_states(Path(again[0][0]))
+    assert {loss for _, loss in saved} == {loss for _, loss, _ in again}
+    assert again[0][2] == 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["net", "llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("stages", [(a, b) for a in range(4) for b in range(4)])
+@pytest.mark.parametrize("worlds", [(1, 4), (4, 2), (2, 1)])
+def test_states_are_equal_for_all_shapes(ranks, tmp_path, worlds, stages, model):
+    saved = ranks(worlds[0], save_at, stages[0], model, str(tmp_path / "a"))
+    again = ranks(worlds[1], load_at, stages[1], model, saved[0][0], str(tmp_path / "b"))
+    assert whole_states(Path(saved[0][0])) == whole_states(Path(again[0][0]))
+
+
+def export_at(stage, model, folder):
+    engine = zero3d.Engine(build(model), stage=stage, precision="bf16", optimizer=adamw)
+    for step in range(2):
+        engine.backward(loss_of(engine, batch(step)))
+        engine.step()
+    engine.module.eval()
+    with torch.no_grad():
+        loss = float(loss_of(engine, batch(9)))
+    return str(engine.export(folder)), loss
+
+
+@pytest.mark.parametrize(("model", "world", "stage"), [("llama", 2, 3), ("qwen3", 2, 2), ("gpt2", 4, 3)])
+def test_the_export_loads_with_from_pretrained_and_gives_the_same_loss(ranks, tmp_path, model, world, stage):
+    from transformers import AutoModelForCausalLM
+
+    results = ranks(world, export_at, stage, model, str(tmp_path / "hf"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert loaded.dtype == torch.bfloat16
+    with torch.no_grad():
+        assert float(loss_of(loaded.eval(), batch(9))) == results[0][1]
+    again = ranks(world, export_at, stage, model, str(tmp_path / "hf"), check=False)
+    assert all("not empty" in error for _, error in again)
+
+
+def test_large_exports_are_split_into_indexed_files(tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    import zero3d.hf.export
+
+    monkeypatch.setattr(zero3d.hf.export, "FILE_BYTES", 10_000)
+    engine = zero3d.Engine(build("llama"), stage=3, precision="fp32")
+    engine.export(tmp_path / "hf")
+    assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    with engine.full_params():
+        mine = dict(engine.module.named_parameters())
+        assert all(torch.equal(p, mine[name]) for name, p in loaded.named_parameters())
+
+
+# --- refusals (one process) -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path):
+    engine = make(2)
+    train(engine, range(2))
+    return engine.save(tmp_path / "ck")
+
+
+def refused(engine, source, *words):
+    with engine.full_params():
+        before = bits(engine.module.parameters())
+    with pytest.raises(zero3d.CheckpointError) as caught:
+        engine.load(source)
+    with engine.full_params():
+        assert bits(engine.module.parameters()) == before
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_difference(saved):
+    wide = zero3d.Engine(build("net", width=32), stage=2, optimizer=adamw)
+    refused(wide, saved, "another model", "embed.weight: checkpoint (61, 24), model (61, 32)")
+    deep = zero3d.Engine(build("net", layers=4), stage=2, optimizer=adamw)
+    refused(deep, saved, "layers.3.norm.weight is only in the model")
+
+
+def test_other_frozen_parameters_and_optimizers_are_refused(saved):
+    model = build("net")
+    model.embed.weight.requires_grad_(False)
+    refused(zero3d.Engine(model, stage=2, optimizer=adamw), saved, "frozen in one run", "embed.weight")
+    sgd = zero3d.Engine(build("net"), stage=2, optimizer=lambda ps: torch.optim.SGD(ps, lr=1.0))
+    refused(sgd, saved, "AdamW", "SGD")
+
+
+def test_damaged_missing_and_foreign_files_are_refused(saved, tmp_path):
+    engine = make(3)
+    refused(engine, tmp_path / "nothing", "no checkpoint in")
+    file = saved / "rank-00000.safetensors"
+    good = file.read_bytes()
+    bad = bytearray(good)
+    bad[len(bad) // 2] ^= 1
+    file.write_bytes(bad)
+    refused(engine, saved, "rank-00000.safetensors", "damaged")
+    file.unlink()
+    refused(engine, saved, "rank-00000.safetensors", "missing")
+    file.write_bytes(good)
+    manifest = saved / "manifest.json"
+    text = manifest.read_text()
+    manifest.write_text(text.replace("rank-00000.safetensors", "../rank-00000.safetensors"))
+    refused(engine, saved, "missing")
+    manifest.write_text(text[: len(text) // 2])
+    refused(engine, saved, "cannot be read")
+    manifest.write_text(text)
+    engine.load(saved)
+
+
+def test_a_folder_of_other_things_is_not_written_into(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    engine = make(3)
+    with pytest.raises(zero3d.CheckpointError, match=r"thesis\.tex"):
+        engine.save(tmp_path)
+    with pytest.raises(zero3d.CheckpointError, match="not empty"):
+        engine.export(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_save_that_dies_leaves_the_last_one_whole(saved, monkeypatch):
+    engine = make(2)
+    engine.load(saved)
+    train(engine, range(2, 4))
+
+    def dies(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_commit", dies)
+    with pytest.raises(zero3d.CheckpointError, match="No space left"):
+        engine.save(saved.parent)
+    monkeypatch.undo()
+    fresh = make(2)
+    fresh.load(saved.parent)
+    assert fresh.steps == 2
+    assert engine.save(saved.parent).name == "step-4"
+    assert sorted(p.name for p in saved.parent.iterdir()) == ["step-2", "step-4"]
+
+
+def test_saving_twice_at_one_step_keeps_the_newer(saved):
+    engine = make(2)
+    engine.load(saved)
+    with engine.full_params(), torch.no_grad():
+        engine.module.head.weight.fill_(0.125)
+    engine.save(saved.parent)
+    fresh = make(2)
+    fresh.load(saved.parent)
+    with fresh.full_params():
+        assert (fresh.module.head.weight == 0.125).all()
+    assert [p.name for p in saved.parent.iterdir()] == ["step-2"]
+
+
+def test_no_pickle_is_read(saved, monkeypatch):
+    import pickle
+
+    def never(*_, **__):
+        raise AssertionError("a pickle was read")
+
+    engine = make(2)
+    monkeypatch.setattr(pickle, "Unpickler", never)
+    monkeypatch.setattr(torch, "load", never)
+    engine.load(saved)

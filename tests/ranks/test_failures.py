@@ -1,0 +1,145 @@
+"""Ranks that disagree or die: a named error within the timeout, never a silent exchange, never a signal."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import VOCAB, batch, bits, build, loss_of
+from torch import nn
+
+import zero3d
+from zero3d.zero import collectives
+
+TIMEOUT = 5.0
+
+
+class TwoPaths(nn.Module):
+    """Two units of one size, used in the order the caller says."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.left = nn.Linear(16, 16)
+        self.right = nn.Linear(16, 16)
+
+    def forward(self, ids, order):
+        x = self.embed(ids)
+        for side in order:
+            x = torch.tanh(getattr(self, side)(x))
+        return x
+
+
+def disagree(orders, native, debug=False):
+    """Each rank uses units in its own order; returns whether weights ever changed hands silently."""
+    if native:
+        collectives.PAIRWISE_MAX_RANKS = 0
+    try:
+        mesh = zero3d.Mesh(dp=2, debug=debug)
+        engine = zero3d.Engine(TwoPaths(), stage=3, mesh=mesh, precision="fp32", units=["left", "right"], optimizer=None)
+        for step in range(2):
+            engine.backward(engine(batch(step), orders[dist.get_rank()]).square().mean())
+            engine.step()
+        return "applied"
+    finally:
+        collectives.PAIRWISE_MAX_RANKS = 8
+
+
+CASES = {
+    "other order": [["left", "right"], ["right", "left"]],
+    "other counts": [["left", "right"], ["left", "right", "left", "right"]],
+}
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["pairwise", "native"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_different_orders_raise_order_errors_that_name_operation_and_unit(ranks, case, native):
+    answers = ranks(2, disagree, CASES[case], native, group_timeout=TIMEOUT, check=False)
+    errors = [error for _, error in answers]
+    assert all(result is None for result, _ in answers)
+    assert any("OrderError" in error for error in errors)
+    for rank, error in enumerate(errors):
+        assert f"rank {rank}" in error, error
+        assert "of unit '" in error, error
+
+
+def test_debug_mode_compares_orders_before_every_gather(ranks):
+    errors = [error for _, error in ranks(2, disagree, CASES["other order"], False, True, group_timeout=TIMEOUT, check=False)]
+    assert all("OrderError" in error and "all_gather of unit" in error for error in errors)
+
+
+class Failing(nn.Module):
+    """A block that raises on demand, in forward or in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = build("net")
+        self.fail = None
+
+    def forward(self, ids):
+        x = self.inner.embed(ids)
+        for i, layer in enumerate(self.inner.layers):
+            x = layer(x)
+            if i == 1 and self.fail == "forward":
+                raise ValueError("asked to fail in forward")
+            if i == 1 and self.fail == "backward":
+                x.register_hook(self._raise)
+        return self.inner.head(self.inner.norm(x))
+
+    @staticmethod
+    def _raise(grad):
+        raise ValueError("asked to fail in backward")
+
+
+def fails_everywhere(stage, where, plain):
+    rank = dist.get_rank()
+    engine = zero3d.Engine(Failing(), stage=stage, precision="bf16")
+    engine.module.fail = where
+    with pytest.raises(ValueError, match="asked to fail"):
+        loss = loss_of(engine, batch(0, rank))
+        loss.backward() if plain else engine.backward(loss)
+    engine.module.fail = None
+    for step in range(2):
+        loss_of(engine, batch(step, rank)).backward()
+        assert engine.step().applied
+    fresh = zero3d.Engine(Failing(), stage=stage, precision="bf16")
+    for step in range(2):
+        loss_of(fresh, batch(step, rank)).backward()
+        fresh.step()
+    with engine.full_params(), fresh.full_params():
+        same = bits(engine.module.parameters()) == bits(fresh.module.parameters())
+    return same, float(engine.arena.live("gathered")), float(engine.arena.live("bucket"))
+
+
+@pytest.mark.parametrize(("stage", "where", "plain"), [
+    (0, "backward", True), (1, "forward", False), (2, "backward", False), (3, "forward", True), (3, "backward", True),
+    (3, "backward", False),
+])  # fmt: skip
+def test_an_exception_on_all_ranks_leaves_a_usable_engine(ranks, stage, where, plain):
+    for same, gathered, bucket in ranks(2, fails_everywhere, stage, where, plain):
+        assert same
+        assert (gathered, bucket) == (0, 0)
+
+
+def fails_on_rank_1(stage):
+    engine = zero3d.Engine(Failing(), stage=stage, precision="bf16")
+    engine.module.fail = "forward" if dist.get_rank() == 1 else None
+    engine.backward(loss_of(engine, batch(0)))
+    engine.step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_exception_on_one_rank_ends_the_others(ranks, stage):
+    (_, waiting), (_, failed) = ranks(2, fails_on_rank_1, stage, group_timeout=TIMEOUT, check=False)
+    assert "asked to fail" in failed
+    assert "Error" in waiting
+    assert "rank 0 of axis dp waited" in waiting
+
+
+def wrong_world():
+    zero3d.Mesh(dp=3)
+
+
+def test_degrees_that_do_not_multiply_are_refused_with_the_arithmetic(ranks):
+    for _, error in ranks(2, wrong_world, check=False):
+        assert error.startswith("MeshError: 2 ranks cannot form pp=1 x dp=3 x tp=1 (= 3)")
+        assert "leave dp out" in error

@@ -1,0 +1,38 @@
+"""One step of each stage on a fake group of 64 ranks under FakeTensorMode: no data, the same accounting."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import adamw, build, loss_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import zero3d
+from zero3d.zero.stages import UnitTraffic, count_gathers, step_traffic
+
+
+@pytest.fixture
+def world_of_64():
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=3, world_size=64, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("stage", "model"), [(0, "net"), (1, "llama"), (2, "tied"), (3, "llama")])
+def test_one_step_of_each_stage(world_of_64, stage, model):
+    with FakeTensorMode():
+        engine = zero3d.Engine(build(model), stage=stage, precision="bf16", optimizer=adamw)
+        engine.gathers.events = []
+        ids = torch.randint(0, 60, (2, 9))
+        engine.backward(loss_of(engine, ids))
+        assert engine.step().applied.numel() == 1
+    assert engine.comm.size == 64
+    planned = engine.planned_bytes
+    for category, wanted in zip(("parameters", "gradients", "optimizer"), planned, strict=True):
+        assert engine.arena.live(category) == wanted
+    units = [UnitTraffic(u.name, u.layout.total, u.dtype.itemsize, 4, u.grads is not None) for u in engine.units]
+    moved = step_traffic(stage, units, 64, count_gathers(engine.gathers.events))
+    measured = {(e.op, e.unit): tuple(e[3:]) for e in engine.traffic if e.op != "broadcast"}
+    assert measured == {key: tuple(value) for key, value in moved.items()}
