@@ -12,9 +12,9 @@ are warm-up. Process memory is measured apart, each variant alone in fresh proce
 
 On the CPU glibc gives large freed blocks back to the system at once and pays page faults to get
 them again, which would drown the engines in the allocator's noise. With `--malloc keep`, the
-default, every process is told at its start to keep freed pages, all variants alike; `--malloc
-default` leaves glibc alone. Process memory is measured under the same choice; what is alive at
-once is measured in a further pass, undisturbed by what an allocator keeps.
+default, every process raises glibc's thresholds at its start as zero3d's own workers do, all
+variants alike; `--malloc default` leaves glibc alone. Process memory is measured under the same
+choice; what is alive at once is measured in a further pass, undisturbed by what malloc keeps.
 
 Targets are listed in `report.py`; the exit code is 0 whether they are met or not.
 """

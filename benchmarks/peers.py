@@ -7,7 +7,8 @@ steps is model states and nothing else.
 
     zero3d-S         zero3d.Engine at stage S
     fsdp2-reshard    fully_shard on exactly the modules that zero3d makes units of, then on the root;
-                     fp32 sharded parameters, MixedPrecisionPolicy; reshard_after_forward=True
+                     fp32 sharded parameters, MixedPrecisionPolicy; reshard_after_forward=True but for
+                     the root, where torch's default keeps the few parameters outside those modules
     fsdp2-noreshard  the same with reshard_after_forward=False
     ddp              bf16: the module holds bf16 weights; a communication hook casts each bucket to
                      the reduce dtype, all-reduces and divides it, and keeps the fp32 result as
@@ -81,7 +82,7 @@ def build_variant(name: str, setting: Setting) -> Variant:
         return Zero3d(setting, int(name.removeprefix("zero3d-")))
     if name.startswith("fsdp2-"):
         return Fsdp2(setting, reshard=name == "fsdp2-reshard")
-    return {"ddp": Ddp, "plain": Plain}[name](setting)
+    return Ddp(setting) if name == "ddp" else Plain(setting)
 
 
 @cache
@@ -105,14 +106,14 @@ class Zero3d:
         )
 
     def step(self, ids: Tensor, targets: Tensor) -> Tensor:
-        loss = self.engine(ids, targets)
+        loss: Tensor = self.engine(ids, targets)
         self.engine.backward(loss)
         self.engine.step()
         return loss.detach()
 
     @torch.no_grad()
     def evaluate(self, ids: Tensor, targets: Tensor) -> Tensor:
-        loss = self.engine(ids, targets)
+        loss: Tensor = self.engine(ids, targets)
         self.engine.release()
         return loss
 
@@ -124,16 +125,16 @@ class Fsdp2:
         self.model = setting.build().to(setting.device)
         low = setting.precision != "fp32"
         policy = MixedPrecisionPolicy(
-            param_dtype=setting.dtype if low else None,
-            reduce_dtype=DTYPES[setting.reduce_dtype] if low else None,
+            param_dtype=setting.dtype if low else None, reduce_dtype=DTYPES[setting.reduce_dtype] if low else None
         )
         mesh = init_device_mesh(setting.device.type, (dist.get_world_size(),))
-        for module in [*find_owners(self.model, None).values(), self.model]:
+        for module in find_owners(self.model, None).values():
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh, reshard_after_forward=None if reshard else False, mp_policy=policy)
         self.optimizer = adamw(self.model.parameters())
 
     def step(self, ids: Tensor, targets: Tensor) -> Tensor:
-        loss = self.model(ids, targets)
+        loss: Tensor = self.model(ids, targets)
         loss.backward()
         clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
@@ -142,7 +143,8 @@ class Fsdp2:
 
     @torch.no_grad()
     def evaluate(self, ids: Tensor, targets: Tensor) -> Tensor:
-        return self.model(ids, targets)
+        loss: Tensor = self.model(ids, targets)
+        return loss
 
 
 class Masters:
@@ -152,7 +154,8 @@ class Masters:
         self.weights = list(model.parameters())
         self.separate = dtype != torch.float32
         self.values = [nn.Parameter(p.detach().clone()) for p in self.weights] if self.separate else self.weights
-        model.to(dtype)
+        for weight in self.weights:  # parameters only: buffers keep their dtype, as in zero3d and FSDP2
+            weight.data = weight.data.to(dtype)
         self.optimizer = adamw(self.values)
 
     def update(self) -> None:
@@ -176,17 +179,18 @@ class Plain:
                 value.grad = torch.zeros_like(value)
 
     def step(self, ids: Tensor, targets: Tensor) -> Tensor:
-        loss = self.model(ids, targets)
+        loss: Tensor = self.model(ids, targets)
         loss.backward()
         if self.masters.separate:
-            local = [p.grad for p in self.masters.weights]
-            torch._foreach_copy_([p.grad for p in self.masters.values], local)
+            local = [p.grad for p in self.masters.weights if p.grad is not None]
+            torch._foreach_copy_([p.grad for p in self.masters.values if p.grad is not None], local)
         self.masters.update()
         return loss.detach()
 
     @torch.no_grad()
     def evaluate(self, ids: Tensor, targets: Tensor) -> Tensor:
-        return self.model(ids, targets)
+        loss: Tensor = self.model(ids, targets)
+        return loss
 
 
 class Ddp:
@@ -201,14 +205,15 @@ class Ddp:
             self.model.register_comm_hook(None, self.reduction.reduce)
 
     def step(self, ids: Tensor, targets: Tensor) -> Tensor:
-        loss = self.model(ids, targets)
+        loss: Tensor = self.model(ids, targets)
         loss.backward()
         self.masters.update()
         return loss.detach()
 
     @torch.no_grad()
     def evaluate(self, ids: Tensor, targets: Tensor) -> Tensor:
-        return self.model.module(ids, targets)
+        loss: Tensor = self.model.module(ids, targets)
+        return loss
 
 
 class MasterReduction:

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
+
+from zero3d.cli.launch import raise_malloc_thresholds
 
 # glibc's mallopt parameters (malloc.h)
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Start:
 
     backend  "gloo" | "nccl"
     device   "cpu"; "cuda" (one card per rank); "cuda:0" (all ranks on one card)
-    malloc   "default" | "keep" (`keep_freed_pages`) | "map" (`map_tensors`)
+    malloc   "default" | "keep" (zero3d's `raise_malloc_thresholds`) | "map" (`map_tensors`)
     """
 
     ranks: int
@@ -41,34 +43,22 @@ class Start:
         return torch.device(f"cuda:{rank}" if self.device == "cuda" else self.device)
 
 
-def keep_freed_pages() -> None:
-    """Tell glibc never to give freed memory back to the system.
-
-    By default every large tensor is mapped, faulted in page by page and unmapped at its end,
-    which costs more than the work of some engines on it.
-    """
-    _set_malloc({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1})
-
-
 def map_tensors() -> None:
     """Tell glibc to map every block from 64 KiB on by itself and unmap it when it is freed.
 
-    Slow; the resident set then follows what is alive to the page.
+    Slow; the resident set then follows what is alive to the page. Without glibc it does nothing.
     """
-    _set_malloc({M_MMAP_THRESHOLD: 1 << 16, M_TRIM_THRESHOLD: 1 << 16})
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version"):
+        library.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+        library.mallopt(M_TRIM_THRESHOLD, 1 << 16)
 
 
-def _set_malloc(options: dict[int, int]) -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        print("this C library has no mallopt: malloc stays as it is", file=sys.stderr)
-        return
-    for option, value in options.items():
-        if not mallopt(option, value):
-            raise RuntimeError(f"mallopt({option}, {value}) was refused: pass --malloc default")
-
-
-SET_MALLOC: dict[str, Callable[[], None]] = {"default": lambda: None, "keep": keep_freed_pages, "map": map_tensors}
+SET_MALLOC: dict[str, Callable[[], None]] = {
+    "default": lambda: None,
+    "keep": raise_malloc_thresholds,
+    "map": map_tensors,
+}
 
 
 def run_ranks(start: Start, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -77,8 +67,10 @@ def run_ranks(start: Start, function: Callable[..., Any], *arguments: Any) -> An
     Raises what a rank raised, with its traceback, or TimeoutError.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(
+        context = start_processes(
             _run_rank, (start, folder, function, arguments), nprocs=start.ranks, join=False, start_method="spawn"
         )
         deadline = time.monotonic() + start.timeout_s
@@ -94,10 +86,10 @@ def run_ranks(start: Start, function: Callable[..., Any], *arguments: Any) -> An
 
 
 def _run_rank(rank: int, start: Start, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    os.environ["LOCAL_RANK"] = str(rank)
+    device = start.device_of(rank)
+    os.environ["LOCAL_RANK"] = str(rank if device.index is None else device.index)
     torch.set_num_threads(1)
     SET_MALLOC[start.malloc]()
-    device = start.device_of(rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = f"file://{folder}/store"

@@ -28,10 +28,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from zero3d.boxes import Box, Shape, box_shape, boxes, intersect
 from zero3d.errors import CheckpointError
 from zero3d.precision import LossScale, to_compute
 from zero3d.zero.collectives import Comm
-from zero3d.zero.layout import Box, Shape, box_shape, boxes, intersect
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.unit import Unit
 
@@ -120,8 +120,8 @@ def _prepare(directory: Path, temporary: Path) -> None:
     foreign = [name for name in entries if not name.lstrip(".").startswith("step-")]
     if foreign and len(foreign) == len(entries):
         raise CheckpointError(
-            f"{directory} is not empty and holds no checkpoints (it has {foreign[0]!r}"
-            f"{f' and {len(foreign) - 1} more' if len(foreign) > 1 else ''}): pass a new or empty directory, or one with step-N folders."
+            f"{directory} is not empty and holds no checkpoints (it has {len(foreign)} other files, such as "
+            f"{foreign[0]!r}): pass a new or empty directory, or one with step-N folders."
         )
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
@@ -250,9 +250,9 @@ def find(directory: Path) -> Path:
     if directory.is_dir():
         for entry in directory.iterdir():
             number = entry.name.removeprefix(".").removeprefix("step-").removesuffix(".old")
-            if "step-" in entry.name and number.isdigit() and (entry / "manifest.json").is_file():
-                if int(number) not in found or not entry.name.startswith("."):
-                    found[int(number)] = entry
+            complete = "step-" in entry.name and number.isdigit() and (entry / "manifest.json").is_file()
+            if complete and (int(number) not in found or not entry.name.startswith(".")):
+                found[int(number)] = entry
     if not found:
         raise CheckpointError(
             f"no checkpoint in {directory}: it has no step-N folder with a manifest.json. Check the path."
@@ -295,8 +295,8 @@ def _compare(source: Path, manifest: Mapping[str, Any], parts: Parts) -> None:
     changed = [name for name, entry in manifest["parameters"].items() if entry["trainable"] != (name in trainable)]
     if changed:
         raise CheckpointError(
-            f"{source}: {len(changed)} parameters were frozen in one run and trained in the other, first {changed[0]!r}: "
-            "set requires_grad as it was when the checkpoint was saved."
+            f"{source}: {len(changed)} parameters were frozen in one run and trained in the other, "
+            f"first {changed[0]!r}: set requires_grad as it was when the checkpoint was saved."
         )
     wanted, found = type(parts.optimizer.torch).__name__, manifest["optimizer"]["class"]
     if wanted != found:
@@ -348,8 +348,8 @@ class _Reader:
                 missing -= values.numel()
         if missing:
             raise CheckpointError(
-                f"{self._source}: {missing} of {segment.values.numel()} elements of {segment.state} of {segment.name!r} "
-                "are in no file: the checkpoint is incomplete."
+                f"{self._source}: {missing} of {segment.values.numel()} elements of {segment.state} of "
+                f"{segment.name!r} are in no file: the checkpoint is incomplete."
             )
 
 

@@ -19,22 +19,24 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zero3d import checkpoint
+from zero3d.boundary import Boundary, Driven
 from zero3d.errors import ConfigError
+from zero3d.guards import guard, is_guarded
 from zero3d.hf.blocks import UnitSpec, partition
 from zero3d.hf.export import export
+from zero3d.ledger import Ledger
 from zero3d.mesh import Mesh
+from zero3d.nested import tensors_in
 from zero3d.param_groups import OptimizerChoice, choose_optimizer
 from zero3d.precision import DTYPES, NAMES, LossScale, Precision
 from zero3d.zero.arena import STATES, Arena
-from zero3d.zero.boundary import Boundary, Driven
-from zero3d.zero.collectives import Comm, Ledger, broadcast_ints
-from zero3d.zero.guards import guard, is_guarded
-from zero3d.zero.hooks import KEEP, Hooks, tensors_in
+from zero3d.zero.collectives import Comm, broadcast_ints
+from zero3d.zero.hooks import KEEP, Hooks
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.optimizer import ShardedOptimizer, StepResult
 from zero3d.zero.prefetch import STEP, Gathers, Lane, Reductions
 from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
-from zero3d.zero.unit import Policy, Unit
+from zero3d.zero.unit import Policy, Setting, Unit
 
 FULL_PARAMS, EXPORT = "full_params", "export"
 
@@ -123,7 +125,8 @@ class Engine:
     def _build_unit(self, spec: UnitSpec, choice: OptimizerChoice) -> Unit:
         parameters = [(name, tuple(p.shape), choice.group_of.get(name, 0)) for name, p in spec.params.items()]
         layout = UnitLayout(parameters, self.comm.size)
-        return Unit(spec.name, spec.params, layout, spec.dtype, self.policy, self.comm, self.arena, spec.deferred)
+        setting = Setting(self.policy, self.comm, self.arena)
+        return Unit(spec.name, spec.params, layout, spec.dtype, setting, spec.deferred)
 
     def _wire_up(
         self, uses: Mapping[nn.Module, Sequence[str]], choice: OptimizerChoice, clip_norm: float | None
@@ -376,7 +379,7 @@ class Engine:
             else:
                 each = engine_bytes(
                     self.stage, self.comm.size, NAMES[unit.dtype], self.policy.release, self.policy.reduce,
-                    self._accumulate, optimizer=self.optimizer.state_bytes(unit),
+                    2 if unit.grads.accumulates else 1, optimizer=self.optimizer.state_bytes(unit),
                 )  # fmt: skip
             total = total + each.times(elements(unit.layout))
         return total

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from zero3d.errors import MeshError
-from zero3d.zero.collectives import Axis
+from zero3d.transport import Axis
 
 
 class Mesh:

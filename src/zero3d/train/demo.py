@@ -191,7 +191,7 @@ def train(
                 loss = engine(**_to(batch, engine.mesh.device)).loss
             engine.backward(loss)
             done = engine.step()
-            seen = (float(loss), float(done.grad_norm), float(done.lr))
+            seen = (float(loss.detach()), float(done.grad_norm), float(done.lr))
             rate = engine.comm.size * BATCH * LENGTH / (time.monotonic() - begun)
             history.append(StepRecord(step, *seen, rate, bool(done.applied)))
             progress.show(history[-1]._asdict())

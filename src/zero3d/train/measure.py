@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from zero3d.engine import Engine, MemoryEntry
 from zero3d.hf.blocks import ROOT
 from zero3d.precision import NAMES
-from zero3d.zero.collectives import Entry
+from zero3d.ledger import Entry
 from zero3d.zero.prefetch import WINDOW
 from zero3d.zero.stages import Moved, UnitTraffic, count_gathers, step_traffic, token_order
 from zero3d.zero.unit import Unit

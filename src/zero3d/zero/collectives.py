@@ -16,18 +16,17 @@ Gathers and reductions have a process group each, so that a rank whose reduction
 
 from __future__ import annotations
 
-import time
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero3d.errors import OrderError, Zero3dError
+from zero3d.errors import OrderError
+from zero3d.ledger import Ledger
+from zero3d.transport import Axis, swap
 from zero3d.zero.arena import Arena, host_value
 
 PAIRWISE_MAX_RANKS = 8
@@ -36,49 +35,6 @@ _HASH_MODULUS = (1 << 52) - 1  # an exact float64
 # torch 2.13 renames these; 2.11 has the old names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Entry(NamedTuple):
-    """Traffic of one operation on one unit: what this rank sends, which is what it receives."""
-
-    op: str
-    axis: str
-    unit: str
-    calls: int
-    elements: int
-    bytes: int
-
-
-class Ledger:
-    """Traffic by (operation, axis, unit); iterate to read it."""
-
-    def __init__(self) -> None:
-        self._rows: dict[tuple[str, str, str], list[int]] = {}
-
-    def record(self, op: str, axis: str, unit: str, elements: int, width: int) -> None:
-        """Add one call that moves `elements` of `width` bytes."""
-        row = self._rows.setdefault((op, axis, unit), [0, 0, 0])
-        for i, change in enumerate((1, elements, elements * width)):
-            row[i] += change
-
-    def reset(self) -> None:
-        """Forget all traffic so far."""
-        self._rows.clear()
-
-    def __iter__(self) -> Iterator[Entry]:
-        for (op, axis, unit), (calls, elements, nbytes) in sorted(self._rows.items()):
-            yield Entry(op, axis, unit, calls, elements, nbytes)
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One mesh axis as this rank sees it: two groups over the same ranks, or none for degree 1."""
-
-    name: str
-    rank: int
-    size: int
-    gathers: dist.ProcessGroup | None = None
-    reductions: dist.ProcessGroup | None = None
 
 
 class Pending:
@@ -94,19 +50,14 @@ class Pending:
 
 
 class Comm:
-    """Collectives over one axis; `order` holds the running hash of each kind of operation."""
+    """Collectives over one axis; `_order` holds a running hash of each kind of operation."""
 
     def __init__(self, axis: Axis, arena: Arena, ledger: Ledger, check_every_gather: bool = False) -> None:
         self.axis, self.rank, self.size = axis.name, axis.rank, axis.size
-        self._axis = axis
-        self._arena = arena
-        self._ledger = ledger
-        self._check = check_every_gather
+        self._axis, self._arena, self._ledger, self._check = axis, arena, ledger, check_every_gather
         self._last = "nothing yet"
-        self.order = {"all_gather": 0, "reduce_scatter": 0}
-        backend = "none" if axis.gathers is None else str(dist.get_backend(axis.gathers))
-        self.algorithm = choose_algorithm(backend, axis.size)
-        self._host_wire = self.algorithm == "pairwise" and arena.device.type != "cpu"
+        self._order = {"all_gather": 0, "reduce_scatter": 0}
+        self.algorithm = choose_algorithm(axis.backend, axis.size)
 
     @property
     def device(self) -> torch.device:
@@ -125,12 +76,13 @@ class Comm:
         self._announce("all_gather", unit, full)
         if self._check:
             self.check_order()
-        if self.algorithm != "pairwise":
-            group = self._axis.gathers
-            work = self._call("all_gather", unit, lambda: _all_gather(full, own, group=group, async_op=True))
-            return Pending(lambda: self._wait(work, "all_gather", unit))
-        slots = list(full.view(self.size, -1))
-        return self._pairwise("all_gather", unit, [own] * self.size, slots, self._axis.gathers, lambda _: None)
+        group = self._axis.gathers
+        if self.algorithm == "pairwise":
+            slots = list(full.view(self.size, -1))
+            return Pending(swap(self._axis, group, "all_gather", unit, [own] * self.size, slots))
+        start = partial(_all_gather, full, own, group=group, async_op=True)
+        work = self._axis.call("all_gather", unit, start)
+        return Pending(lambda: self._axis.call("all_gather", unit, work.wait))
 
     def reduce_scatter(self, full: Tensor, shard: Tensor, unit: str, wire: torch.dtype, add: bool) -> Pending:
         """Sum `full` [total] over ranks into `shard` [total/N], travelling as `wire`.
@@ -151,14 +103,15 @@ class Comm:
         parts = list(received.view(self.size - 1, -1))
         own = slots[self.rank]
         parts.insert(self.rank, own if wire.itemsize >= own.dtype.itemsize else own.to(wire))
+        arrived = swap(self._axis, self._axis.reductions, "reduce_scatter", unit, sends, parts)
 
-        def finish(parts: list[Tensor]) -> None:
+        def finish() -> None:
+            arrived()
             self._sum(parts, shard, add)
-            self._arena.give_back("wire", received)
-            if staged is not None:
-                self._arena.give_back("wire", staged)
+            for buffer in [received, *staged]:
+                self._arena.give_back("wire", buffer)
 
-        return self._pairwise("reduce_scatter", unit, sends, parts, self._axis.reductions, finish)
+        return Pending(finish)
 
     def exchange(self, values: Tensor) -> Tensor:
         """All-gather a float64 vector [k] into [N, k]; (N-1) k elements per rank."""
@@ -166,8 +119,7 @@ class Comm:
             return values[None]
         out = torch.empty(self.size * values.numel(), dtype=values.dtype, device=values.device)
         self._ledger.record("exchange", self.axis, "-", (self.size - 1) * values.numel(), values.dtype.itemsize)
-        group = self._axis.reductions
-        self._call("exchange", "-", lambda: _all_gather(out, values, group=group))
+        self._axis.call("exchange", "-", partial(_all_gather, out, values, group=self._axis.reductions))
         if self.algorithm == "fake":
             out = values.repeat(self.size)
         return out.view(self.size, -1)
@@ -177,13 +129,12 @@ class Comm:
         if self.size == 1:
             return
         self._ledger.record("broadcast", self.axis, unit, buffer.numel(), buffer.dtype.itemsize)
-        group = self._axis.reductions
         raw = buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer
-        self._call("broadcast", unit, lambda: dist.broadcast(raw, group=group, group_src=0))
+        self._axis.call("broadcast", unit, partial(dist.broadcast, raw, group=self._axis.reductions, group_src=0))
 
     def order_values(self) -> list[float]:
         """What this rank's operations so far hash to; equal on all ranks or their orders differ."""
-        return [float(self.order["all_gather"]), float(self.order["reduce_scatter"])]
+        return [float(value) for value in self._order.values()]
 
     def order_error(self) -> OrderError:
         """The error of this rank when hashes differ."""
@@ -204,21 +155,18 @@ class Comm:
 
     def _announce(self, op: str, unit: str, full: Tensor, wire: torch.dtype | None = None) -> None:
         self._last = f"{op} of unit {unit!r}"
-        self.order[op] = (self.order[op] * 1000003 + zlib.crc32(unit.encode())) % _HASH_MODULUS
+        self._order[op] = (self._order[op] * 1000003 + zlib.crc32(unit.encode())) % _HASH_MODULUS
         moved = full.numel() // self.size * (self.size - 1)
         self._ledger.record(op, self.axis, unit, moved, (wire or full.dtype).itemsize)
 
-    def _cast(self, full: Tensor, wire: torch.dtype) -> tuple[list[Tensor], Tensor | None]:
+    def _cast(self, full: Tensor, wire: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
         """Slots as they travel, and the buffer that holds them if they had to be cast."""
         slots = list(full.view(self.size, -1))
         if full.dtype == wire:
-            return slots, None
+            return slots, []
         buffer = self._arena.borrow("wire", full.numel() - slots[0].numel(), wire)
-        out, rows = list(slots), iter(buffer.view(self.size - 1, -1))
-        for peer in range(self.size):
-            if peer != self.rank:
-                out[peer] = next(rows).copy_(slots[peer])
-        return out, buffer
+        rows = iter(buffer.view(self.size - 1, -1))
+        return [s if peer == self.rank else next(rows).copy_(s) for peer, s in enumerate(slots)], [buffer]
 
     def _sum(self, parts: list[Tensor], shard: Tensor, add: bool) -> None:
         """shard (+)= ((p0 + p1) + p2) + ...; a part may be the shard itself, read before the last write."""
@@ -240,74 +188,17 @@ class Comm:
     def _native_reduce_scatter(self, full: Tensor, shard: Tensor, unit: str, wire: torch.dtype, add: bool) -> Pending:
         sends = full if full.dtype == wire else self._arena.borrow("wire", full.numel(), wire).copy_(full)
         out = self._arena.borrow("wire", shard.numel(), wire)
-        group = self._axis.reductions
-        work = self._call(
-            "reduce_scatter", unit, lambda: _reduce_scatter(out, sends, dist.ReduceOp.SUM, group=group, async_op=True)
-        )
+        group, total = self._axis.reductions, dist.ReduceOp.SUM
+        start = partial(_reduce_scatter, out, sends, total, group=group, async_op=True)
+        work = self._axis.call("reduce_scatter", unit, start)
 
         def finish() -> None:
-            self._wait(work, "reduce_scatter", unit)
+            self._axis.call("reduce_scatter", unit, work.wait)
             self._sum([out], shard, add)
-            self._arena.give_back("wire", out)
-            if sends is not full:
-                self._arena.give_back("wire", sends)
+            for buffer in [out] if sends is full else [out, sends]:
+                self._arena.give_back("wire", buffer)
 
         return Pending(finish)
-
-    def _pairwise(
-        self,
-        op: str,
-        unit: str,
-        sends: list[Tensor],
-        receives: list[Tensor],
-        group: dist.ProcessGroup | None,
-        finish: Callable[[list[Tensor]], None],
-    ) -> Pending:
-        """Exchange slot by slot with every peer; `finish` gets the receives once they are there."""
-        tag = zlib.crc32(f"{op} {unit}".encode()) & 0x3FFFFFFF
-        targets = receives
-        if self._host_wire:  # gloo's point-to-point operations take host memory only
-            sends = [part.cpu() for part in sends]
-            targets = [torch.empty_like(part, device="cpu") for part in receives]
-        works = []
-        for step in range(1, self.size):  # start with the next rank, so that no rank is everyone's first
-            source, peer = (self.rank - step) % self.size, (self.rank + step) % self.size
-            receive = partial(dist.irecv, targets[source], group=group, group_src=source, tag=tag)
-            send = partial(dist.isend, sends[peer], group=group, group_dst=peer, tag=tag)
-            works += [self._call(op, unit, receive), self._call(op, unit, send)]
-
-        def complete() -> None:
-            for work in works:
-                self._wait(work, op, unit)
-            if self._host_wire:
-                for peer, (part, host) in enumerate(zip(receives, targets, strict=True)):
-                    if peer != self.rank:
-                        part.copy_(host)
-            finish(receives)
-            sends.clear()  # keeps what travels alive until here
-
-        return Pending(complete)
-
-    def _wait(self, work: Any, op: str, unit: str) -> None:
-        self._call(op, unit, work.wait)
-
-    def _call(self, op: str, unit: str, call: Callable[[], Any]) -> Any:
-        """Run a torch.distributed call; a timeout or a lost peer becomes an error that says where."""
-        begun = time.monotonic()
-        try:
-            return call()
-        except RuntimeError as error:
-            waited = time.monotonic() - begun
-            where = f"rank {self.rank} of axis {self.axis} waited {waited:.1f} s in {op} of unit {unit!r}"
-            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-                raise OrderError(
-                    f"{where} and no peer came: ranks used units in different orders or numbers, or a peer is stuck. "
-                    "At stage 3 all ranks must run the same units in the same order; look at what the other ranks say."
-                ) from error
-            if any(word in str(error).lower() for word in ("connection", "closed", "peer", "reset")):
-                message = f"{where} when a peer went away: look at the first rank that failed. ({error})"
-                raise Zero3dError(message) from error
-            raise
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

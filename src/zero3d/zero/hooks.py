@@ -21,8 +21,7 @@ fire at the end of a reentrant checkpoint's inner backward.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, Protocol
 
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from zero3d.nested import map_tensors, tensors_in
 from zero3d.zero.prefetch import TURN, Gathers, Reductions
 from zero3d.zero.unit import Unit
 
@@ -211,39 +211,3 @@ def _is(token: object, kind: str) -> bool:
 
 def _unleaf(t: Tensor) -> Tensor:
     return t.view_as(t) if t.is_leaf and t.requires_grad else t
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested dicts, lists, tuples and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for part in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, part.name, None))
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest with every tensor changed; parts in which nothing changed keep their identity."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        items = {key: map_tensors(item, change) for key, item in value.items()}
-        if all(items[key] is value[key] for key in items):
-            return value
-        return type(value)(items) if type(value) is not dict else items
-    if isinstance(value, (list, tuple)):
-        parts = [map_tensors(item, change) for item in value]
-        if all(new is old for new, old in zip(parts, value, strict=True)):
-            return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        old = {part.name: getattr(value, part.name) for part in dataclasses.fields(value) if part.init}
-        new = {key: map_tensors(item, change) for key, item in old.items()}
-        return value if all(new[key] is old[key] for key in new) else dataclasses.replace(value, **new)
-    return value

@@ -10,8 +10,7 @@ Slots are packed by optimizer parameter group, then in model order. The total is
 C x 256 with C = lcm(64, N): for every N that divides 64 the layout, the vector tails of
 kernels, norms and checkpoints are the same, and every cut is a multiple of 16 elements.
 
-A shard's part of a slot is a *piece*: a flat range. What checkpoints store are n-dimensional
-*boxes* of the logical tensor, at most 2 * ndim - 1 per piece.
+A shard's part of a slot is a *piece*: a flat range.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ ALIGN = 256
 CANONICAL = 64
 
 Shape = tuple[int, ...]
-Box = tuple[tuple[int, int], ...]
 
 
 class Slot(NamedTuple):
@@ -95,42 +93,3 @@ class UnitLayout:
             if start < stop:
                 pieces.append(Piece(index, start - slot.start, stop - slot.start, start - low))
         return pieces
-
-
-def boxes(shape: Shape, start: int, stop: int) -> list[Box]:
-    """Cover the flat range [start, stop) of a row-major tensor by boxes, each contiguous, in order.
-
-    >>> boxes((3, 4), 2, 9)
-    [((0, 1), (2, 4)), ((1, 2), (0, 4)), ((2, 3), (0, 1))]
-    """
-    if start >= stop:
-        return []
-    if len(shape) == 0:
-        return [()]
-    if len(shape) == 1:
-        return [((start, stop),)]
-    row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows: [first, last)
-    if first > last:  # inside one row
-        return _row_boxes(shape, last, start - last * row, stop - last * row)
-    out: list[Box] = []
-    if start < first * row:
-        out += _row_boxes(shape, first - 1, start - (first - 1) * row, row)
-    if first < last:
-        out.append(((first, last), *((0, size) for size in shape[1:])))
-    return out + _row_boxes(shape, last, 0, stop - last * row)
-
-
-def _row_boxes(shape: Shape, row: int, start: int, stop: int) -> list[Box]:
-    return [((row, row + 1), *rest) for rest in boxes(shape[1:], start, stop)]
-
-
-def box_shape(box: Box) -> Shape:
-    """Sizes of a box."""
-    return tuple(stop - start for start, stop in box)
-
-
-def intersect(a: Box, b: Box) -> Box | None:
-    """The common box, or None."""
-    common = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
-    return None if any(start >= stop for start, stop in common) else common

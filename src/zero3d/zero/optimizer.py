@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +106,6 @@ class ShardedOptimizer:
     def _own(self, order: dict[str, int]) -> Iterator[OwnedPiece]:
         for unit in self._units:
             master = unit.weights.master
-            assert master is not None
             for piece in unit.weights.update_pieces(self._comm.rank):
                 slot = unit.layout.slots[piece.slot]
                 view = master[piece.offset : piece.offset + piece.stop - piece.start]
@@ -132,10 +132,8 @@ class ShardedOptimizer:
     def state_view(self, owned: OwnedPiece, key: str, dtype: torch.dtype) -> Tensor:
         """The piece's part of the unit's flat buffer for this state; made on first use."""
         master = owned.unit.weights.master
-        assert master is not None
         if (owned.unit.name, key) not in self._flat:
-            layout = owned.unit.layout
-            used = layout.numel if owned.unit.weights.updates_all else layout.used_per_shard
+            used = owned.unit.weights.used
             self._flat[owned.unit.name, key] = self._arena.allocate("optimizer", master.numel(), used, dtype)
         start = owned.piece.offset
         return self._flat[owned.unit.name, key][start : start + owned.master.numel()]
@@ -153,7 +151,6 @@ class ShardedOptimizer:
     def state_bytes(self, unit: Unit) -> int:
         """Optimizer bytes per parameter of a unit: its master (when that is a copy) and its states."""
         weights = unit.weights
-        assert weights.master is not None
         copy = 0 if weights.master is weights.held else weights.master.dtype.itemsize
         return copy + sum(flat.dtype.itemsize for (name, _), flat in self._flat.items() if name == unit.name)
 
@@ -165,15 +162,22 @@ class ShardedOptimizer:
         Raises OrderError before the update when ranks used units in different orders.
         """
         total, ordered = self._exchange(weight)
-        shards = [unit.grads.shard for unit in self._units if unit.grads is not None]
-        multiply(shards, 1.0 / (scale * total) if isinstance(total, float) and total else _inverse(total, scale))
+        shards = [unit.gradients.shard for unit in self._units]
+        multiply(shards, 1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0)
         norm = self._norm()
         clip = torch.clamp(self._clip / (norm + 1e-6), max=1.0) if self._clip is not None else torch.ones_like(norm)
-        seen = torch.stack([norm.double(), _tensor(total, norm), ordered.to(norm.device), clip.double()])
+        seen = torch.stack(
+            [
+                norm.double(),
+                torch.as_tensor(total, dtype=torch.float64, device=norm.device),
+                ordered.to(norm.device),
+                clip.double(),
+            ]
+        )
         host_norm, host_total, in_order, host_clip = host_value(seen, [1.0, 1.0, 1.0, 1.0])
         if not in_order:
             raise self._comm.order_error()
-        finite = host_norm == host_norm and abs(host_norm) != float("inf")
+        finite = isfinite(host_norm)
         if finite and host_total:
             multiply(shards, clip if host_clip != 1.0 else 1.0)
             self._update()
@@ -194,10 +198,9 @@ class ShardedOptimizer:
         parts = []
         owner = {(p.unit.name, p.name): p for p in self.pieces}
         for unit in self._units:
-            assert unit.grads is not None
             for piece in unit.layout.pieces(self._comm.rank):
                 owned = owner[unit.name, unit.layout.slots[piece.slot].name]
-                parts.append((owned, unit.grads.shard[piece.offset : piece.offset + piece.stop - piece.start]))
+                parts.append((owned, unit.gradients.shard[piece.offset : piece.offset + piece.stop - piece.start]))
         yield from sorted(parts, key=lambda part: part[0].order)
 
     def _norm(self) -> Tensor:
@@ -208,19 +211,16 @@ class ShardedOptimizer:
         partial = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=dtype, device=device)
         if self._comm.size == 1:
             return partial
-        master = self._units[0].weights.master
-        assert master is not None
-        partials = self._comm.exchange(partial.double()[None])[:, 0].to(master.dtype)
+        partials = self._comm.exchange(partial.double()[None])[:, 0].to(self._units[0].weights.master.dtype)
         norm: Tensor = torch.linalg.vector_norm(partials)
         return norm
 
     def _update(self) -> None:
         updates_all = self._units[0].weights.updates_all
         if updates_all:
-            pipeline(unit.grads.gather for unit in self._units if unit.grads is not None)
+            pipeline(unit.gradients.gather for unit in self._units)
         for owned in self.pieces:
-            grads = owned.unit.grads
-            assert grads is not None
+            grads = owned.unit.gradients
             source = grads.full if updates_all else grads.shard
             assert source is not None
             owned.master.grad = source[owned.piece.offset : owned.piece.offset + owned.master.numel()]
@@ -248,13 +248,3 @@ def pipeline(operations: Any) -> None:
         under_way.append(start())
     while under_way:
         under_way.popleft().wait()
-
-
-def _inverse(total: float | Tensor, scale: float) -> float | Tensor:
-    return (scale * total).reciprocal() if isinstance(total, Tensor) else 1.0
-
-
-def _tensor(value: float | Tensor, like: Tensor) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.to(device=like.device, dtype=torch.float64)
-    return torch.tensor(value, dtype=torch.float64, device=like.device)

@@ -188,8 +188,7 @@ class Reductions:
 
     def take(self, unit: Unit, index: int, grad: torch.Tensor) -> None:
         """Autograd has finished one parameter's gradient."""
-        assert unit.grads is not None
-        unit.grads.take(index, grad)
+        unit.gradients.take(index, grad)
         arrived = self._arrived.setdefault(unit, set())
         arrived.add(index)
         if len(arrived) == len(unit.params) and unit not in self._completed:
@@ -206,18 +205,16 @@ class Reductions:
             self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        assert unit.grads is not None
         while len(self._in_flight) >= WINDOW:
             self._finish_oldest()
         with self._lane.issue(unit.name):
-            unit.grads.reduce()
+            unit.gradients.reduce()
         self._in_flight.append(unit)
 
     def _finish_oldest(self) -> None:
         unit = self._in_flight.popleft()
-        assert unit.grads is not None
         self._lane.join(unit.name)
-        unit.grads.finish()
+        unit.gradients.finish()
 
     def flush(self) -> None:
         """End of a backward: reduce what is left, in order; missing gradients count as zero."""
@@ -226,14 +223,14 @@ class Reductions:
                 self._reduce(self._order[self._next])
                 self._next += 1
             for unit in self._order:  # gradients that arrived after their unit had been reduced
-                if unit.grads is not None and unit.grads.state is State.FILLING:
+                if unit.gradients.state is State.FILLING:
                     self._reduce(unit)
         while self._in_flight:
             self._finish_oldest()
 
     def catch_up(self) -> None:
         """At the boundary: reduce gradients that no root forward announced."""
-        if any(unit.grads is not None and unit.grads.state is State.FILLING for unit in self._order):
+        if any(unit.gradients.state is State.FILLING for unit in self._order):
             self.due = True
             self.flush()
 
@@ -242,8 +239,7 @@ class Reductions:
         self._in_flight.clear()
         self.begin()
         for unit in self._order:
-            assert unit.grads is not None
-            unit.grads.reset()
+            unit.gradients.reset()
 
     def observed(self) -> list[int]:
         """The order in which units completed, as positions in the current order; then the rest."""

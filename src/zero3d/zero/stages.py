@@ -107,12 +107,7 @@ class Widths(NamedTuple):
 
 
 # In fp32 and fp64 the weight shard is the master, so k counts only m and v.
-WIDTHS = {
-    "bf16": Widths(2, 4, 12),
-    "fp16": Widths(2, 4, 12),
-    "fp32": Widths(4, 4, 8),
-    "fp64": Widths(8, 8, 16),
-}
+WIDTHS = {"bf16": Widths(2, 4, 12), "fp16": Widths(2, 4, 12), "fp32": Widths(4, 4, 8), "fp64": Widths(8, 8, 16)}
 
 
 def paper_bytes(stage: int, params: int, n: int, k: int = 12) -> StateBytes:

@@ -2,7 +2,7 @@
 
     Weights     full  [total]    compute dtype   every parameter is a view into it while gathered
                 shard [total/N]  compute dtype   this rank's slice; a view of full at stages 0-2
-                master           fp32            of what this rank updates; the shard itself in fp32
+                master           fp32            of what this rank updates; the shard itself in fp32, and when frozen
     Gradients   full  [total]    local gradients of this rank, on their way to the reduction
                 shard [total/N]  reduced dtype   the sum over ranks of this rank's slice
 
@@ -23,9 +23,11 @@ reduction would overwrite it, so it is stashed until the next reduction has been
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from fractions import Fraction
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,53 +70,52 @@ class Policy:
     poison: bool = False
 
 
+class Setting(NamedTuple):
+    """What all units of an engine share."""
+
+    policy: Policy
+    comm: Comm
+    arena: Arena
+
+    def slot(self, full: Tensor) -> Tensor:
+        """This rank's slice of a unit's storage."""
+        return full.view(self.comm.size, -1)[self.comm.rank]
+
+
 class Weights:
     """Owns a unit's parameters: their storage, this rank's shard and its master."""
 
     def __init__(
-        self,
-        name: str,
-        params: Sequence[nn.Parameter],
-        layout: UnitLayout,
-        dtype: torch.dtype,
-        policy: Policy,
-        comm: Comm,
-        arena: Arena,
+        self, name: str, params: list[nn.Parameter], layout: UnitLayout, dtype: torch.dtype, setting: Setting
     ) -> None:
-        self.name = name
-        self.params = list(params)
-        self.layout, self._policy, self._comm, self._arena = layout, policy, comm, arena
+        self.name, self.params, self.layout, self._setting = name, params, layout, setting
         self.trainable = params[0].requires_grad
-        self.sharded = policy.stage.shards_parameters
-        self._keeps_full = not self.sharded or policy.release == "every_step"
+        self.sharded = setting.policy.stage.shards_parameters
+        self.updates_all = not setting.policy.stage.shards_optimizer  # every rank, every parameter (stage 0)
+        self._keeps_full = not self.sharded or setting.policy.release == "every_step"
         self.state = State.FULL
         self._pending = DONE
-        used = layout.numel if self._keeps_full else 0
-        category = "parameters" if self._keeps_full else "gathered"
         if self._keeps_full:
-            self.full = arena.allocate(category, layout.total, used, dtype)
+            self.full = setting.arena.allocate("parameters", layout.total, layout.numel, dtype)
         else:
-            self.full = arena.borrow(category, layout.total, dtype)
-        self.views = [self.full[s.start : s.start + s.numel].view(s.shape) for s in layout.slots]
-        self.shard = self._slot(self.full)
+            self.full = setting.arena.borrow("gathered", layout.total, dtype)
+        self.views = _views(self.full, layout)
+        self.shard = setting.slot(self.full)
         if self.sharded:
-            self.shard = arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype)
-        self.master: Tensor | None = None
-        self._placeholders = [_placeholder(p, dtype, arena.device) for p in params]
+            self.shard = setting.arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype)
+        self.master = self.held
+        self._placeholders = [_placeholder(p, dtype, self.full.device) for p in params]
         self._fill_from_parameters(dtype)
-
-    def _slot(self, full: Tensor) -> Tensor:
-        return full.view(self._comm.size, -1)[self._comm.rank]
-
-    @property
-    def updates_all(self) -> bool:
-        """Every rank updates every parameter (stage 0)."""
-        return not self._policy.stage.shards_optimizer
 
     @property
     def held(self) -> Tensor:
         """What this rank updates, in compute dtype: its shard, everything at stage 0."""
         return self.full if self.updates_all else self.shard
+
+    @property
+    def used(self) -> Fraction | int:
+        """Parameters that `held` stands for, padding apart."""
+        return self.layout.numel if self.updates_all else self.layout.used_per_shard
 
     def whole_pieces(self) -> list[Piece]:
         """Every parameter as one piece of `full`."""
@@ -126,22 +127,18 @@ class Weights:
 
     def _fill_from_parameters(self, dtype: torch.dtype) -> None:
         """Copy rank 0's values in; masters keep the precision the model came with."""
-        wide = self._policy.master if dtype.is_floating_point else dtype
+        wide = self._setting.policy.master if dtype.is_floating_point else dtype
         source = torch.zeros(self.layout.total, dtype=wide, device=self.full.device)
-        for slot, p in zip(self.layout.slots, self.params, strict=True):
-            source[slot.start : slot.start + slot.numel].copy_(p.detach().reshape(-1))
-        self._comm.broadcast(source, "-")
+        for view, p in zip(_views(source, self.layout), self.params, strict=True):
+            view.copy_(p.detach())
+        self._setting.comm.broadcast(source, "-")
         to_compute(source, dtype, out=self.full)
-        if self.trainable:
-            self.master = self.held
-            if dtype != wide:
-                used = self.layout.numel if self.updates_all else self.layout.used_per_shard
-                self.master = self._arena.allocate("optimizer", self.held.numel(), used, wide)
-                self.master.copy_(source if self.updates_all else self._slot(source))
+        if self.trainable and dtype != wide:
+            self.master = self._setting.arena.allocate("optimizer", self.held.numel(), self.used, wide)
+            self.master.copy_(source if self.updates_all else self._setting.slot(source))
         if self.sharded:
-            self.shard.copy_(self._slot(self.full))
-        for p, view in zip(self.params, self.views, strict=True):
-            p.data = view
+            self.shard.copy_(self._setting.slot(self.full))
+        self._point_at(self.views)
         self._versions = [p._version for p in self.params]
         if self.sharded:
             self.release()
@@ -153,8 +150,8 @@ class Weights:
         assert self.state is State.SHARDED
         self.check()
         if not self._keeps_full:
-            self._arena.fill("gathered", self.full)
-        self._pending = self._comm.all_gather(self.full, self.shard, self.name)
+            self._setting.arena.fill("gathered", self.full)
+        self._pending = self._setting.comm.all_gather(self.full, self.shard, self.name)
         self.state = State.GATHERING
 
     def ready(self) -> None:
@@ -170,7 +167,7 @@ class Weights:
         self.check()
         self._point_at(self._placeholders)
         if not self._keeps_full:
-            self._arena.drain("gathered", self.full, self._policy.poison)
+            self._setting.arena.drain("gathered", self.full, self._setting.policy.poison)
         self.state = State.SHARDED
 
     def _point_at(self, targets: list[Tensor]) -> None:
@@ -197,11 +194,11 @@ class Weights:
 
     def refresh(self) -> Pending:
         """Masters to weights, and at stages 1 and 2 to all ranks ((N-1)/N Psi elements per rank)."""
-        if self.master is not None and self.master is not self.held:
+        if self.master is not self.held:
             to_compute(self.master, self.held.dtype, out=self.held)
         if self.sharded or self.updates_all:
             return DONE
-        return self._comm.all_gather(self.full, self.shard, self.name)
+        return self._setting.comm.all_gather(self.full, self.shard, self.name)
 
     def absorb(self) -> bool:
         """Keep what was written into gathered parameters; true if anything was.
@@ -210,11 +207,11 @@ class Weights:
         """
         written = [p._version for p in self.params] != self._versions
         self._versions = [p._version for p in self.params]
-        own = self.full if self.updates_all else self._slot(self.full)
+        own = self.full if self.updates_all else self._setting.slot(self.full)
         if self.sharded and not torch.equal(_bits(own), _bits(self.shard)):
             self.shard.copy_(own)
             written = True
-        if self.master is not None and self.master is not self.held:
+        if self.master is not self.held:
             changed = _bits(own) != _bits(to_compute(self.master, own.dtype))
             if bool(changed.any()):
                 self.master[changed] = own[changed].to(self.master.dtype)
@@ -224,16 +221,15 @@ class Weights:
     def share(self) -> None:
         """Make every rank's `full` agree after writes: each slice's owner wins."""
         if not self.sharded:
-            self._comm.all_gather(self.full, self._slot(self.full), self.name).wait()
+            self._setting.comm.all_gather(self.full, self._setting.slot(self.full), self.name).wait()
 
 
 class Gradients:
     """Owns a unit's gradients from autograd to the reduced shard."""
 
-    def __init__(
-        self, name: str, layout: UnitLayout, dtype: torch.dtype, policy: Policy, comm: Comm, arena: Arena
-    ) -> None:
-        self._name, self._layout, self._policy, self._comm, self._arena = name, layout, policy, comm, arena
+    def __init__(self, name: str, layout: UnitLayout, dtype: torch.dtype, setting: Setting) -> None:
+        policy, arena = setting.policy, setting.arena
+        self._name, self._layout, self._setting, self._arena, self._wide = name, layout, setting, arena, policy.master
         self._transient = policy.reduce == "every_micro_batch"
         keep_wide = policy.accumulate > 1 or not policy.stage.shards_optimizer
         self._local = policy.master if keep_wide and not self._transient else dtype
@@ -242,8 +238,8 @@ class Gradients:
         if not self._transient:
             self._use(arena.allocate("gradients", layout.total, layout.numel, self._local))
         self.shard: Tensor
-        if self.full is not None and self._local == policy.master:
-            self.shard = self._slot(self.full)
+        if self.full is not None and self._local == self._wide:
+            self.shard = setting.slot(self.full)
         else:
             self.shard = arena.allocate("gradients", layout.shard, layout.used_per_shard, policy.master)
         self.state = State.EMPTY
@@ -252,23 +248,24 @@ class Gradients:
         self._stash: Tensor | None = None  # Note 3
         self._pending = DONE
 
-    def _slot(self, full: Tensor) -> Tensor:
-        return full.view(self._comm.size, -1)[self._comm.rank]
-
     def _use(self, full: Tensor) -> None:
-        self.full = full
-        self._views = [full[s.start : s.start + s.numel].view(s.shape) for s in self._layout.slots]
+        self.full, self._views = full, _views(full, self._layout)
+
+    @property
+    def accumulates(self) -> bool:
+        """Local gradients are kept in the reduced dtype, by plan or since a second one came."""
+        return not self._transient and self._local == self._wide
 
     @property
     def _in_place(self) -> bool:
-        return self.full is not None and same_memory(self.shard, self._slot(self.full))
+        return self.full is not None and same_memory(self.shard, self._setting.slot(self.full))
 
     def take(self, index: int, grad: Tensor) -> None:
         """Copy one parameter's gradient in, or add it to what came before."""
         self._open()
         assert self.full is not None
         if index in self._filled:
-            if self.full.dtype != self._policy.master:
+            if self.full.dtype != self._wide:
                 self._widen()
             self._views[index].add_(grad)
         else:
@@ -289,18 +286,16 @@ class Gradients:
         old, layout = self.full, self._layout
         assert old is not None
         if self._transient:
-            wide = self._arena.borrow("bucket", layout.total, self._policy.master)
-        else:
-            wide = self._arena.allocate("gradients", layout.total, layout.numel, self._policy.master)
-        self._use(wide.copy_(old))
-        if self._transient:
+            self._use(self._arena.borrow("bucket", layout.total, self._wide).copy_(old))
             self._arena.give_back("bucket", old)
             return
+        wide = self._arena.allocate("gradients", layout.total, layout.numel, self._wide)
+        self._use(wide.copy_(old))
         self._arena.free("gradients", old, layout.numel)
-        self._local = self._policy.master
+        self._local = self._wide
         if not self._summed:  # otherwise the separate shard keeps this step's sum
             self._arena.free("gradients", self.shard, layout.used_per_shard)
-            self.shard = self._slot(wide)
+            self.shard = self._setting.slot(wide)
 
     def reduce(self) -> None:
         """Start summing local gradients over the dp axis into what this rank owns.
@@ -315,7 +310,8 @@ class Gradients:
             if index not in self._filled:
                 view.zero_()
         add = self._summed and not self._in_place
-        self._pending = self._comm.reduce_scatter(self.full, self.shard, self._name, self._policy.wire, add)
+        wire = self._setting.policy.wire
+        self._pending = self._setting.comm.reduce_scatter(self.full, self.shard, self._name, wire, add)
         self.state = State.REDUCING
 
     def finish(self) -> None:
@@ -334,7 +330,7 @@ class Gradients:
     def gather(self) -> Pending:
         """Every rank's reduced gradients to all, the second half of stage 0's all-reduce."""
         assert self.full is not None
-        return self._comm.all_gather(self.full, self.shard, self._name)
+        return self._setting.comm.all_gather(self.full, self.shard, self._name)
 
     def reset(self) -> None:
         """Forget this step's gradients."""
@@ -369,24 +365,28 @@ class Unit:
         params: Mapping[str, nn.Parameter],
         layout: UnitLayout,
         dtype: torch.dtype,
-        policy: Policy,
-        comm: Comm,
-        arena: Arena,
+        setting: Setting,
         deferred: bool = False,
     ) -> None:
-        self.name = name
-        self.layout = layout
-        self.deferred = deferred
-        self.dtype = dtype
+        self.name, self.layout, self.dtype, self.deferred = name, layout, dtype, deferred
         self.users: set[object] = set()
-        ordered = [params[slot.name] for slot in layout.slots]
-        self.weights = Weights(name, ordered, layout, dtype, policy, comm, arena)
-        self.grads = Gradients(name, layout, dtype, policy, comm, arena) if self.weights.trainable else None
+        self.weights = Weights(name, [params[slot.name] for slot in layout.slots], layout, dtype, setting)
+        self.grads = Gradients(name, layout, dtype, setting) if self.weights.trainable else None
+
+    @property
+    def gradients(self) -> Gradients:
+        """Of a trainable unit."""
+        assert self.grads is not None, f"{self.name} is frozen"
+        return self.grads
 
     @property
     def params(self) -> list[nn.Parameter]:
         """In slot order."""
         return self.weights.params
+
+
+def _views(full: Tensor, layout: UnitLayout) -> list[Tensor]:
+    return [full[s.start : s.start + s.numel].view(s.shape) for s in layout.slots]
 
 
 def _placeholder(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,0 +1,47 @@
+# make demo      train the embedded default on this machine       (own .venv)
+# make test      what CI runs: lint, types, tests                  (about 4 minutes on 2 cores)
+# make test-all  also the tests that take longer
+# make bench     engines side by side on 2 CPU ranks
+#
+# PIP_OPTIONS passes options to pip, for example an index with CPU wheels of torch.
+PYTHON ?= python3
+PIP_OPTIONS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: demo test test-all lint bench clean
+
+demo: $(VENV)/.installed
+	$(BIN)/zero3d train
+
+test: lint
+	$(PYTEST)
+
+test-all: lint
+	$(PYTEST) -m "long or not long"
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/engines.py
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "zero3d needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version): pass PYTHON=python3.11"; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { v=$$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); \
+	    echo "$(PYTHON) cannot make virtual environments: install the Debian package $$v (sudo apt-get install $$v)"; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c constraints.txt -e '.[hf,plot]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c constraints.txt -e '.[hf,plot,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) zero3d-demo*

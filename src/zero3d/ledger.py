@@ -1,0 +1,38 @@
+"""The traffic ledger: what every operation moved, by axis and unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Entry(NamedTuple):
+    """Traffic of one operation on one unit: what this rank sends, which is what it receives."""
+
+    op: str
+    axis: str
+    unit: str
+    calls: int
+    elements: int
+    bytes: int
+
+
+class Ledger:
+    """Traffic by (operation, axis, unit); iterate to read it."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, str, str], list[int]] = {}
+
+    def record(self, op: str, axis: str, unit: str, elements: int, width: int) -> None:
+        """Add one call that moves `elements` of `width` bytes."""
+        row = self._rows.setdefault((op, axis, unit), [0, 0, 0])
+        for i, change in enumerate((1, elements, elements * width)):
+            row[i] += change
+
+    def reset(self) -> None:
+        """Forget all traffic so far."""
+        self._rows.clear()
+
+    def __iter__(self) -> Iterator[Entry]:
+        for (op, axis, unit), (calls, elements, nbytes) in sorted(self._rows.items()):
+            yield Entry(op, axis, unit, calls, elements, nbytes)
