@@ -62,7 +62,9 @@ def hf(name):
         return t.Qwen3ForCausalLM(t.Qwen3Config(**common, **heads, **ends, head_dim=8, tie_word_embeddings=True))
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return t.GPT2LMHeadModel(
-        t.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1, **off)
+        t.GPT2Config(
+            vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1, **off
+        )
     )
 
 

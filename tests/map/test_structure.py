@@ -55,7 +55,9 @@ def imports(path):
             base = node.module.removeprefix("zero3d").lstrip(".")
             for alias in node.names:
                 inner = f"{base}.{alias.name}".lstrip(".")
-                is_module = (SRC / Path(*inner.split("."))).with_suffix(".py").exists() or (SRC / Path(*inner.split("."))).is_dir()
+                is_module = (SRC / Path(*inner.split("."))).with_suffix(".py").exists() or (
+                    SRC / Path(*inner.split("."))
+                ).is_dir()
                 yield inner if is_module else base
         elif isinstance(node, ast.Import):
             yield from (a.name.removeprefix("zero3d.") for a in node.names if a.name.startswith("zero3d."))
@@ -93,7 +95,9 @@ def test_the_core_knows_no_engine_config_or_transformers():
     for name, path in modules():
         if name.startswith("zero"):
             text = path.read_text()
-            assert not re.search(r"import transformers|from transformers|zero3d\.(engine|config|hf|train|cli)", text), name
+            assert not re.search(r"import transformers|from transformers|zero3d\.(engine|config|hf|train|cli)", text), (
+                name
+            )
 
 
 def code_lines(path):
@@ -161,7 +165,7 @@ def test_public_names_are_few_and_resolve():
 
 
 def where_is_rows():
-    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    text = (ROOT / "ARCHITECTURE.md").read_text()
     table = text[text.index("## Where is") :]
     return re.findall(r"^\| (.+?) \| `([\w/.]+\.\w+)(?:::([\w.]+))?` \|$", table, flags=re.MULTILINE)
 

@@ -80,8 +80,12 @@ def interrupted_and_not(stage, model, precision, folder):
 @pytest.mark.parametrize(("world", "stage", "model", "precision"), [
     (2, 0, "net", "bf16"), (2, 3, "tied", "fp16"), (4, 2, "qwen3", "fp32"), (1, 3, "net", "bf16"), (4, 1, "net", "fp16"),
 ])  # fmt: skip
-def test_resume_on_the_same_shape_is_bitwise_dropout_and_loss_scale_included(ranks, tmp_path, world, stage, model, precision):
-    for same_curve, same_weights, steps in ranks(world, interrupted_and_not, stage, model, precision, str(tmp_path / "ck")):
+def test_resume_on_the_same_shape_is_bitwise_dropout_and_loss_scale_included(
+    ranks, tmp_path, world, stage, model, precision
+):
+    for same_curve, same_weights, steps in ranks(
+        world, interrupted_and_not, stage, model, precision, str(tmp_path / "ck")
+    ):
         assert same_curve
         assert same_weights
         assert steps == 6 or precision == "fp16"  # the first scale may overflow

@@ -10,7 +10,9 @@ BATCHES = [batch(step) for step in range(4)]
 MODELS = ["net", "tied", "llama", "qwen3", "gpt2"]
 
 
-@pytest.mark.parametrize(("model", "stage"), [("net", 0), ("tied", 1), ("llama", 2), ("qwen3", 3), ("gpt2", 3), ("net", 3)])
+@pytest.mark.parametrize(
+    ("model", "stage"), [("net", 0), ("tied", 1), ("llama", 2), ("qwen3", 3), ("gpt2", 3), ("net", 3)]
+)
 def test_fp32_equals_plain_adamw_bit_for_bit(model, stage):
     plain = build(model)
     engine = zero3d.Engine(clone(plain), stage=stage, precision="fp32", clip_norm=0.5, optimizer=adamw)
@@ -85,7 +87,9 @@ def test_param_groups_and_a_ready_optimizer_with_a_scheduler(stage):
         by_match, stage=stage, precision="fp32", clip_norm=0.5, optimizer=adamw, param_groups=groups, scheduler=schedule
     )
     theirs = grouped(ready)
-    second = zero3d.Engine(ready, stage=stage, precision="fp32", clip_norm=0.5, optimizer=theirs, scheduler=schedule(theirs))
+    second = zero3d.Engine(
+        ready, stage=stage, precision="fp32", clip_norm=0.5, optimizer=theirs, scheduler=schedule(theirs)
+    )
     for engine in (first, second):
         assert train_engine(engine, BATCHES)[2] == bits(plain.parameters())
         assert engine.optimizer.torch.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.5**4)

@@ -5,7 +5,7 @@ import torch
 from models import adamw, batch, bits, build, clone, loss_of, train_engine
 
 import zero3d
-from zero3d.zero.stages import count_gathers, step_traffic, UnitTraffic
+from zero3d.zero.stages import UnitTraffic, count_gathers, step_traffic
 
 STEPS = 3
 
@@ -107,7 +107,8 @@ def joined(results, grads):
 def worst_difference(found, wanted):
     total = torch.sqrt(sum(g.double().square().sum() for g in wanted.values()))
     return max(
-        float((found[n] - wanted[n]).double().norm() / torch.maximum(wanted[n].double().norm(), 1e-6 * total)) for n in wanted
+        float((found[n] - wanted[n]).double().norm() / torch.maximum(wanted[n].double().norm(), 1e-6 * total))
+        for n in wanted
     )
 
 
@@ -133,7 +134,11 @@ class LiftCasts(torch.overrides.TorchFunctionMode):
             return args[0]
         if func is torch.Tensor.to and torch.float32 in args[1:] and args[0].dtype == torch.float64:
             return args[0]
-        if kwargs.get("dtype") is torch.float32 and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+        if (
+            kwargs.get("dtype") is torch.float32
+            and isinstance(args[0], torch.Tensor)
+            and args[0].dtype == torch.float64
+        ):
             kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
 
@@ -180,7 +185,10 @@ def account(model, stage, precision, micro_batches, reduce, release="auto"):
     planned = step_traffic(stage, units, engine.comm.size, gathers, micro_batches, reduce)
     measured = {(e.op, e.unit): (e.calls, e.elements, e.bytes) for e in engine.traffic}
     held = {e.category: e for e in engine.memory}
-    arena = {c: engine.arena.live(c) for c in ("parameters", "gradients", "optimizer", "padding", "gathered", "bucket", "wire")}
+    arena = {
+        c: engine.arena.live(c)
+        for c in ("parameters", "gradients", "optimizer", "padding", "gathered", "bucket", "wire")
+    }
     return planned, measured, held, arena, engine.planned_bytes, dict(gathers)
 
 

@@ -35,7 +35,9 @@ def disagree(orders, native, debug=False):
         collectives.PAIRWISE_MAX_RANKS = 0
     try:
         mesh = zero3d.Mesh(dp=2, debug=debug)
-        engine = zero3d.Engine(TwoPaths(), stage=3, mesh=mesh, precision="fp32", units=["left", "right"], optimizer=None)
+        engine = zero3d.Engine(
+            TwoPaths(), stage=3, mesh=mesh, precision="fp32", units=["left", "right"], optimizer=None
+        )
         for step in range(2):
             engine.backward(engine(batch(step), orders[dist.get_rank()]).square().mean())
             engine.step()
@@ -63,7 +65,9 @@ def test_different_orders_raise_order_errors_that_name_operation_and_unit(ranks,
 
 
 def test_debug_mode_compares_orders_before_every_gather(ranks):
-    errors = [error for _, error in ranks(2, disagree, CASES["other order"], False, True, group_timeout=TIMEOUT, check=False)]
+    errors = [
+        error for _, error in ranks(2, disagree, CASES["other order"], False, True, group_timeout=TIMEOUT, check=False)
+    ]
     assert all("OrderError" in error and "all_gather of unit" in error for error in errors)
 
 

@@ -73,7 +73,9 @@ def test_accumulation_equals_the_big_batch_with_padding(ranks, world, stage, red
         optimizer.zero_grad()
     for found, weights in ranks(world, accumulate, stage, reduce):
         assert found == pytest.approx(norms, rel=1e-5)
-        difference = max(float((a - b).abs().max()) for a, b in zip(weights, map(torch.detach, plain.parameters()), strict=True))
+        difference = max(
+            float((a - b).abs().max()) for a, b in zip(weights, map(torch.detach, plain.parameters()), strict=True)
+        )
         assert difference < 2e-3  # Adam turns rounding noise into a fraction of lr = 1e-2
 
 
@@ -130,7 +132,9 @@ def custom_loss(stage):
     rank = dist.get_rank()
 
     def sum_and_weight(output, ids):
-        return F.cross_entropy(output[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"), float(ids[:, 1:].numel())
+        return F.cross_entropy(output[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"), float(
+            ids[:, 1:].numel()
+        )
 
     engine = make(stage, loss=sum_and_weight)
     return float(engine.train_batch([batch(0, rank), batch(1, rank)])), bits(weights_of(engine))
@@ -182,7 +186,9 @@ def nan_on_one_rank(stage, precision):
         loss = loss_of(engine, batch(step, rank))
         engine.backward(loss * float("inf") if step == 1 and rank == 1 else loss)
         result = engine.step()
-        out.append((bool(result.applied), float(result.loss_scale), float(result.lr), before != bits(weights_of(engine))))
+        out.append(
+            (bool(result.applied), float(result.loss_scale), float(result.lr), before != bits(weights_of(engine)))
+        )
     return out, engine.steps
 
 
@@ -274,7 +280,9 @@ class Odd(nn.Module):
 
 
 def odd_sizes(stage):
-    engine = make(stage, Odd(), param_groups=[{"match": "nothing*", "lr": 1.0}, {"match": "three", "weight_decay": 0.0}])
+    engine = make(
+        stage, Odd(), param_groups=[{"match": "nothing*", "lr": 1.0}, {"match": "three", "weight_decay": 0.0}]
+    )
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(3):
         engine.backward(engine(torch.randn(4, 200, generator=generator)).square().mean())

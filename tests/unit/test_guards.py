@@ -47,7 +47,11 @@ print({name: outcome(action) for name, action in actions.items()}, file=sys.stde
 def test_touching_released_parameters_gives_nan_or_an_error_and_never_a_signal():
     tests = Path(__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, "-c", TOUCH], env={**os.environ, "PYTHONPATH": str(tests)}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", TOUCH],
+        env={**os.environ, "PYTHONPATH": str(tests)},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     found = eval(done.stderr.strip().splitlines()[-1])

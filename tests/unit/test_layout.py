@@ -44,7 +44,9 @@ def test_boxes_of_random_ranges_are_tight_contiguous_covers():
         found = [flat[tuple(slice(a, b) for a, b in box)] for box in boxes(shape, start, stop)]
         assert [int(v) for part in found for v in part.flatten()] == list(range(start, stop))
         assert len(found) <= max(1, 2 * len(shape) - 1)
-        assert all(box_shape(box) == tuple(part.shape) for box, part in zip(boxes(shape, start, stop), found, strict=True))
+        assert all(
+            box_shape(box) == tuple(part.shape) for box, part in zip(boxes(shape, start, stop), found, strict=True)
+        )
 
 
 def test_intersections():

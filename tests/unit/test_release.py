@@ -31,7 +31,9 @@ def sgd(params):
 
 
 def engine_for(model, stage=3, **options):
-    return zero3d.Engine(model, **({"stage": stage, "precision": "fp32", "clip_norm": None, "optimizer": sgd} | options))
+    return zero3d.Engine(
+        model, **({"stage": stage, "precision": "fp32", "clip_norm": None, "optimizer": sgd} | options)
+    )
 
 
 def same_as_plain(model, run, steps=2, **options):
@@ -100,7 +102,11 @@ def test_a_block_called_twice_is_gathered_four_times():
     engine = engine_for(Blocks(call, layers=3))
     engine.gathers.events = []
     engine(X).square().mean().backward()
-    assert count_gathers(engine.gathers.events) == {"layers.0": 4, "layers.1": 4, "layers.2": 3}  # the last keeps its turn
+    assert count_gathers(engine.gathers.events) == {
+        "layers.0": 4,
+        "layers.1": 4,
+        "layers.2": 3,
+    }  # the last keeps its turn
 
 
 class TwoInputs(nn.Module):
@@ -126,7 +132,9 @@ def test_blocks_with_two_inputs_of_which_some_are_leaves(poison, how, leaf):
 
     def run(model):
         a, b = X.clone().requires_grad_(), (X + 1).requires_grad_()
-        return model(a if leaf in ("first", "both") else a * 1, b if leaf in ("second", "both") else b * 1).square().mean()
+        return (
+            model(a if leaf in ("first", "both") else a * 1, b if leaf in ("second", "both") else b * 1).square().mean()
+        )
 
     same_as_plain(Blocks(call, TwoInputs), run)
 
@@ -148,9 +156,12 @@ class Nested(nn.Module):
     def forward(self, value):
         kind, x = value
         y, z = torch.tanh(self.a(x)), torch.tanh(self.b(x))
-        return {"dict": {"y": y, "z": z}, "list": [y, {"z": z}], "ordered": OrderedDict(y=y, z=(z,)), "data": Pair(y, [z])}[
-            kind
-        ]
+        return {
+            "dict": {"y": y, "z": z},
+            "list": [y, {"z": z}],
+            "ordered": OrderedDict(y=y, z=(z,)),
+            "data": Pair(y, [z]),
+        }[kind]
 
 
 @pytest.mark.parametrize("kind", ["dict", "list", "ordered", "data"])
