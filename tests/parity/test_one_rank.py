@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import adamw, batch, bits, build, clone, train_engine, train_masters, train_plain
+from models import adamw, batch, bits, build, clone, loss_of, train_engine, train_masters, train_plain
 
 import zero3d
 
@@ -61,8 +61,8 @@ def test_fp16_equals_a_written_out_loop_with_a_loss_scale(stage):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_param_groups_and_a_ready_optimizer_with_a_scheduler(stage):
+    """Groups change the layout, and still the norm is stacked in model order: plain PyTorch's bits."""
     groups = [{"match": "*norm*|*.bias", "weight_decay": 0.0}]
-    plain, by_match, ready = build("tied"), build("tied"), build("tied")
 
     def grouped(model):
         named = list(model.named_parameters())
@@ -73,23 +73,22 @@ def test_param_groups_and_a_ready_optimizer_with_a_scheduler(stage):
     def schedule(optimizer):
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
+    plain, by_match, ready = (build("tied", layers=12) for _ in range(3))
     optimizer = grouped(plain)
     scheduler = schedule(optimizer)
+    norms = []
     for ids in BATCHES:
-        from models import loss_of
-
         loss_of(plain, ids).backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-    first = zero3d.Engine(
-        by_match, stage=stage, precision="fp32", clip_norm=0.5, optimizer=adamw, param_groups=groups, scheduler=schedule
-    )
+    common = {"stage": stage, "precision": "fp32", "clip_norm": 0.5}
     theirs = grouped(ready)
-    second = zero3d.Engine(
-        ready, stage=stage, precision="fp32", clip_norm=0.5, optimizer=theirs, scheduler=schedule(theirs)
-    )
-    for engine in (first, second):
-        assert train_engine(engine, BATCHES)[2] == bits(plain.parameters())
+    engines = [
+        zero3d.Engine(by_match, optimizer=adamw, param_groups=groups, scheduler=schedule, units=[], **common),
+        zero3d.Engine(ready, optimizer=theirs, scheduler=schedule(theirs), **common),
+    ]
+    for engine in engines:
+        assert train_engine(engine, BATCHES)[1:] == (norms, bits(plain.parameters()))
         assert engine.optimizer.torch.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.5**4)

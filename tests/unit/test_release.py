@@ -139,6 +139,30 @@ def test_blocks_with_two_inputs_of_which_some_are_leaves(poison, how, leaf):
     same_as_plain(Blocks(call, TwoInputs), run)
 
 
+class SidePath(nn.Module):
+    """A path of parameters alone, computed before the one through the input: its backward runs last."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.outer = nn.Linear(width, width)
+        self.main = nn.Linear(width, width)
+
+    def forward(self, x):
+        side = self.outer(torch.tanh(self.inner(torch.ones(1, x.shape[1]))))
+        return torch.tanh(self.main(x)) + side
+
+
+@pytest.mark.parametrize("how", RECOMPUTATION)
+def test_a_leaf_input_does_not_release_before_the_whole_block_is_done(poison, how):
+    def call(self, x):
+        for layer in self.layers:
+            x = recompute(how, layer, x)
+        return x
+
+    same_as_plain(Blocks(call, SidePath), lambda m: m(X.clone().requires_grad_()).square().mean())
+
+
 @dataclasses.dataclass
 class Pair:
     left: torch.Tensor
