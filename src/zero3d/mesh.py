@@ -53,7 +53,7 @@ class Mesh:
             if self.dp == 1:
                 self._axis = Axis("dp", 0, 1)
             else:
-                second = dist.new_group(list(range(self.world)), timeout=_timeout())
+                second = dist.new_group(list(range(self.world)), timeout=_timeout(self.device))
                 self._axis = Axis("dp", self.rank, self.dp, dist.group.WORLD, second)
         return self._axis
 
@@ -112,8 +112,8 @@ def start_distributed() -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
-def _timeout() -> timedelta:
+def _timeout(device: torch.device) -> timedelta:
     """The default group's timeout, for groups made beside it."""
     group = dist.group.WORLD
-    options = getattr(group._get_backend(default_device()), "options", None) if group is not None else None
+    options = getattr(group._get_backend(device), "options", None) if group is not None else None
     return getattr(options, "_timeout", None) or timedelta(minutes=10)

@@ -117,12 +117,14 @@ class Comm:
         """All-gather a float64 vector [k] into [N, k]; (N-1) k elements per rank."""
         if self.size == 1:
             return values[None]
+        device = values.device
+        values = values.cpu() if self._axis.backend == "gloo" else values  # gloo gathers host memory only
         out = torch.empty(self.size * values.numel(), dtype=values.dtype, device=values.device)
         self._ledger.record("exchange", self.axis, "-", (self.size - 1) * values.numel(), values.dtype.itemsize)
         self._axis.call("exchange", "-", partial(_all_gather, out, values, group=self._axis.reductions))
         if self.algorithm == "fake":
             out = values.repeat(self.size)
-        return out.view(self.size, -1)
+        return out.view(self.size, -1).to(device)
 
     def broadcast(self, buffer: Tensor, unit: str) -> None:
         """Overwrite `buffer` with rank 0's."""
