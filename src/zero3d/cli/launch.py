@@ -2,8 +2,8 @@
 
     launcher    starts --ranks workers (this same command with RANK set), prints the first failure
     worker 0    owns the terminal; the other workers' output goes to files that die with the run
-    failure     a worker leaves its exception in the agent's error file and exits at once, 2 for a
-                Zero3dError, else 1
+    failure     a worker leaves its exception in the agent's error file and exits with 2 for a
+                Zero3dError, else with 1
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import logging
 import os
 import signal
 import sys
+import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from zero3d.errors import Zero3dError
 
@@ -31,9 +32,8 @@ MMAP_BYTES, TRIM_BYTES = 32 << 20, 1 << 30  # 32 MiB is the most that glibc acce
 
 
 def quiet_environment() -> None:
-    """Keep notes of torch's own machinery off the terminal; call before torch is imported."""
+    """Keep notes of torch's C++ side off the terminal; call before torch is imported."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
 
 
 def launch(words: Sequence[str], ranks: int) -> int:
@@ -42,6 +42,7 @@ def launch(words: Sequence[str], ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it tells every failure twice
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -90,23 +91,28 @@ def _moment(failure: ProcessFailure) -> tuple[bool, float]:
     return not killed, file.stat().st_mtime if file.is_file() else float("inf")
 
 
-def as_worker(action: Callable[[], None]) -> int:
-    """Run one rank's work and leave its exception where the agent looks for it."""
+def as_worker(action: Callable[[], None]) -> NoReturn:
+    """Run one rank's work, leave its exception where the agent looks for it, and exit.
+
+    The exit runs no destructors: they would wait for peers that may be gone, and a gloo thread that
+    drops a tensor while the interpreter shuts down aborts the process.
+    """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     raise_malloc_thresholds()
     handler = get_error_handler()
     handler.initialize()
+    code = 0
     try:
         action()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (told here or by the launcher)
         handler.record_exception(error)
+        code = 2 if isinstance(error, Zero3dError) else 1
         if LAUNCHED not in os.environ:
-            raise
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(2 if isinstance(error, Zero3dError) else 1)  # peers may be gone: no destructor may wait for them
-    return 0
+            print(f"{type(error).__name__}: {error}" if code == 2 else traceback.format_exc(), file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def raise_malloc_thresholds() -> None:

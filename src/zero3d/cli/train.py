@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 2  # rank 0 says it
         raise
     if joins:
-        return as_worker(lambda: work(arguments))
+        as_worker(lambda: work(arguments))
     words = ["train", f"--stage={arguments.stage}", f"--steps={arguments.steps}", f"--precision={arguments.precision}"]
     return launch(words + ["--json"] * arguments.json, RANKS if arguments.ranks is None else arguments.ranks)
 
@@ -56,7 +56,6 @@ def check(arguments: argparse.Namespace, world: int | None) -> None:
 
 def work(arguments: argparse.Namespace) -> None:
     """One rank's part; rank 0 prints."""
-    import torch.distributed as dist
     from rich.console import Console
     from transformers.utils import logging
 
@@ -73,4 +72,3 @@ def work(arguments: argparse.Namespace) -> None:
         show(result, console)
         if arguments.json:
             print(json.dumps(as_json(result)))
-    dist.destroy_process_group()

@@ -122,9 +122,8 @@ class Comm:
         out = torch.empty(self.size * values.numel(), dtype=values.dtype, device=values.device)
         self._ledger.record("exchange", self.axis, "-", (self.size - 1) * values.numel(), values.dtype.itemsize)
         self._axis.call("exchange", "-", partial(_all_gather, out, values, group=self._axis.reductions))
-        if self.algorithm == "fake":
-            out = values.repeat(self.size)
-        return out.view(self.size, -1).to(device)
+        everyone = values.repeat(self.size) if self.algorithm == "fake" else out
+        return everyone.view(self.size, -1).to(device)
 
     def broadcast(self, buffer: Tensor, unit: str) -> None:
         """Overwrite `buffer` with rank 0's."""

@@ -51,7 +51,7 @@ class Clock(Protocol):
 
 
 class Hooks:
-    """Installs itself on a model; `remove()` takes everything off again.
+    """Installs itself on a model.
 
     root   the module whose call is a micro-batch's forward
     uses   user module -> the units its forward needs, in layout order
@@ -77,10 +77,8 @@ class Hooks:
         self._persistent = [unit for unit in units if not unit.weights.sharded]
         self._root_units = uses.get(root, ())
         # The root's turn token must be taken before its forward token is given back: first hook first.
-        self._handles: list[Any] = [
-            root.register_forward_pre_hook(self._root_begins, with_kwargs=True),
-            root.register_forward_hook(self._root_ends, always_call=True),
-        ]
+        root.register_forward_pre_hook(self._root_begins, with_kwargs=True)
+        root.register_forward_hook(self._root_ends, always_call=True)
         for module, needed in uses.items():
             sharded = [unit for unit in needed if unit.weights.sharded]
             if sharded:
@@ -88,13 +86,7 @@ class Hooks:
         for unit in units:
             if unit.grads is not None:
                 for index, p in enumerate(unit.params):
-                    hook = self._taker(unit, index)
-                    self._handles.append(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-
-    def remove(self) -> None:
-        """Take all hooks off."""
-        for handle in self._handles:
-            handle.remove()
+                    p.register_post_accumulate_grad_hook(self._taker(unit, index))  # type: ignore[no-untyped-call]
 
     # --- a unit's users -------------------------------------------------------------------------
 
@@ -126,8 +118,8 @@ class Hooks:
                 if outputs:
                     register_multi_grad_hook(outputs, lambda _: self._backward_needs(units, call), mode="any")
 
-        self._handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(ends, always_call=True))  # Note 2
+        module.register_forward_pre_hook(begins, with_kwargs=True)
+        module.register_forward_hook(ends, always_call=True)  # Note 2
 
     def _backward_needs(self, units: list[Unit], call: int) -> None:
         for unit in units:
