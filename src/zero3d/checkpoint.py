@@ -3,7 +3,7 @@
     directory/
       step-N/                     exists or does not: written as .step-N.tmp, fsynced, renamed
         manifest.json             written last: step, tensors (name, state, box, file, key), checksums, scalars
-        rank-00000.safetensors    this rank's boxes: masters, m, v, frozen weights, RNG (rank 0: buffers)
+        rank-00000.safetensors    this rank's boxes: masters, m, v, frozen weights; its RNG and buffers
 
 States are n-dimensional boxes of the logical tensors, so any dp degree and stage loads them,
 each rank reading only its bytes. The key in a file is `name@start:stop,...`; only the manifest
@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,9 +29,11 @@ from torch import Tensor, nn
 
 from zero3d.boxes import Box, Shape, box_shape, boxes, intersect
 from zero3d.errors import CheckpointError
+from zero3d.plain import plain, revive
 from zero3d.precision import LossScale, to_compute
+from zero3d.rng import rng_state, set_rng_state
 from zero3d.zero.collectives import Comm
-from zero3d.zero.optimizer import ShardedOptimizer
+from zero3d.zero.optimizer import OwnedPiece, ShardedOptimizer
 from zero3d.zero.unit import Unit
 
 FORMAT = 1
@@ -137,11 +138,9 @@ def _write_rank(temporary: Path, parts: Parts) -> dict[str, Any]:
             key = f"{segment.state}:{segment.name}@" + ",".join(f"{a}:{b}" for a, b in box)
             tensors[key] = values.detach().cpu().contiguous()
             rows.append({"name": segment.name, "state": segment.state, "box": box, "file": file, "key": key})
-    if rank == 0:
-        tensors |= {
-            f"buffer:{name}": value.detach().cpu().contiguous().clone() for name, value in parts.module.named_buffers()
-        }
-    rng, python_rng = _rng_state()
+    buffers = parts.module.named_buffers()  # every rank's own: running statistics may differ
+    tensors |= {f"buffer:{name}": value.detach().cpu().contiguous().clone() for name, value in buffers}
+    rng, python_rng = rng_state()
     tensors |= {f"rng:{name}": value for name, value in rng.items()}
     save_file(tensors, temporary / file)
     sync(temporary / file)
@@ -172,7 +171,7 @@ def _commit(temporary: Path, final: Path, parts: Parts) -> None:
             "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
             "scalars": _scalars(parts),
         },
-        "scheduler": parts.scheduler.state_dict() if parts.scheduler is not None else None,
+        "scheduler": plain(parts.scheduler.state_dict()) if parts.scheduler is not None else None,
         "loss_scale": parts.loss_scale.state(),
     }
     write_json(temporary / "manifest.json", manifest)
@@ -199,20 +198,15 @@ def _scalars(parts: Parts) -> dict[str, float]:
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write and fsync plain values. Raises CheckpointError for anything else."""
     try:
-        text = json.dumps(value, default=_jsonable)
+        text = json.dumps(plain(value))
     except TypeError as error:
         raise CheckpointError(
             f"cannot write {path.name}: {error}. Scheduler and group options must be plain values."
         ) from error
     path.write_text(text)
     sync(path)
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.tolist()
-    raise TypeError(f"a {type(value).__name__} is no plain value")
 
 
 def sync(path: Path) -> None:
@@ -301,6 +295,12 @@ def _compare(source: Path, manifest: Mapping[str, Any], parts: Parts) -> None:
     wanted, found = type(parts.optimizer.torch).__name__, manifest["optimizer"]["class"]
     if wanted != found:
         raise CheckpointError(f"{source} holds states of {found}, this engine uses {wanted}: build it with {found}.")
+    groups, saved_groups = len(parts.optimizer.torch.param_groups), len(manifest["optimizer"]["groups"])
+    if groups != saved_groups:
+        raise CheckpointError(
+            f"{source} has {saved_groups} parameter groups, this engine {groups}: pass "
+            "the param_groups it was saved with."
+        )
 
 
 def _verify_files(source: Path, manifest: Mapping[str, Any], comm: Comm) -> None:
@@ -355,41 +355,46 @@ class _Reader:
 
 def _restore(source: Path, manifest: Mapping[str, Any], parts: Parts) -> None:
     reader = _Reader(source, manifest)
-    optimizer = parts.optimizer
     for unit in parts.units:
         if unit.grads is None:
             _restore_frozen(reader, unit, parts.comm.rank)
-    for owned in optimizer.pieces:
-        reader.fill(Segment(owned.name, MASTER, owned.shape, owned.piece.start, owned.master))
-        state: dict[str, Any] = optimizer.torch.state[owned.master]
-        for key in reader.states(owned.name):
-            if key != MASTER:
-                view = optimizer.state_view(owned, key, owned.master.dtype)
-                reader.fill(Segment(owned.name, key, owned.shape, owned.piece.start, view))
-                state[key] = view
-        for key, value in manifest["optimizer"]["scalars"].items():
-            if isinstance(state.get(key), Tensor):
-                state[key].fill_(value)
-            else:
-                state[key] = torch.tensor(value, dtype=torch.float32)
-    for group, saved in zip(optimizer.torch.param_groups, manifest["optimizer"]["groups"], strict=True):
-        group.update(
-            {k: tuple(v) if isinstance(v, list) and isinstance(group.get(k), tuple) else v for k, v in saved.items()}
-        )
+    for owned in parts.optimizer.pieces:
+        _restore_piece(reader, manifest["optimizer"]["scalars"], parts.optimizer, owned)
+    for group, saved in zip(parts.optimizer.torch.param_groups, manifest["optimizer"]["groups"], strict=True):
+        group.update(revive(saved, {key: value for key, value in group.items() if key != "params"}))
     for unit in parts.units:
         if unit.grads is not None:
             unit.weights.refresh().wait()
     if parts.scheduler is not None and manifest["scheduler"] is not None:
-        parts.scheduler.load_state_dict(manifest["scheduler"])
+        parts.scheduler.load_state_dict(revive(manifest["scheduler"], parts.scheduler.state_dict()))
     parts.loss_scale.restore(manifest["loss_scale"])
-    first = reader.file("rank-00000.safetensors")
+    same_shape = len(manifest["files"]) == parts.comm.size  # then each rank's own streams and statistics go on
+    file = reader.file(f"rank-{parts.comm.rank if same_shape else 0:05d}.safetensors")
+    kept = {key: file.get_tensor(key) for key in file.keys() if key.startswith(("rng:", "buffer:"))}  # noqa: SIM118
     for name, buffer in parts.module.named_buffers():
-        if f"buffer:{name}" in first.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-            buffer.copy_(first.get_tensor(f"buffer:{name}"))
-    if len(manifest["files"]) == parts.comm.size:  # random streams are per rank: they go on only on the same shape
-        file = reader.file(f"rank-{parts.comm.rank:05d}.safetensors")
-        rng = {key[4:]: file.get_tensor(key) for key in file.keys() if key.startswith("rng:")}  # noqa: SIM118
-        _set_rng_state(rng, manifest["python_rng"][parts.comm.rank])
+        if f"buffer:{name}" in kept:
+            buffer.copy_(kept[f"buffer:{name}"])
+    if same_shape:
+        rng = {key[4:]: value for key, value in kept.items() if key.startswith("rng:")}
+        set_rng_state(rng, manifest["python_rng"][parts.comm.rank])
+
+
+def _restore_piece(
+    reader: _Reader, scalars: Mapping[str, float], optimizer: ShardedOptimizer, owned: OwnedPiece
+) -> None:
+    reader.fill(Segment(owned.name, MASTER, owned.shape, owned.piece.start, owned.master))
+    state: dict[str, Any] = optimizer.torch.state[owned.master]
+    saved = [key for key in reader.states(owned.name) if key != MASTER]
+    for key in set(state) - {*saved, *scalars}:
+        del state[key]  # the checkpoint was written before the optimizer made this state
+    for key in saved:
+        state[key] = optimizer.state_view(owned, key, owned.master.dtype)
+        reader.fill(Segment(owned.name, key, owned.shape, owned.piece.start, state[key]))
+    for key, value in scalars.items():
+        if isinstance(state.get(key), Tensor):
+            state[key].fill_(value)
+        else:
+            state[key] = torch.tensor(value, dtype=torch.float32)
 
 
 def _restore_frozen(reader: _Reader, unit: Unit, rank: int) -> None:
@@ -401,31 +406,10 @@ def _restore_frozen(reader: _Reader, unit: Unit, rank: int) -> None:
     for piece in pieces:
         slot = unit.layout.slots[piece.slot]
         part = values[piece.offset : piece.offset + piece.stop - piece.start]
-        stored = torch.empty_like(part)
+        wide = torch.float64 if part.dtype == torch.float64 else torch.float32  # holds what any precision saved
+        stored = torch.empty_like(part, dtype=wide if part.is_floating_point() else None)
         reader.fill(Segment(slot.name, FROZEN, slot.shape, piece.start, stored))
         to_compute(stored, part.dtype, out=part)
-
-
-def _rng_state() -> tuple[dict[str, Tensor], Any]:
-    """Random states: torch's and numpy's as tensors, Python's as JSON."""
-    tensors = {"torch": torch.get_rng_state()}
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is not None:
-        tensors["accelerator"] = torch.get_device_module(accelerator).get_rng_state()
-    kind, keys, position, has_gauss, gauss = numpy.random.get_state()
-    tensors["numpy"] = torch.from_numpy(numpy.asarray(keys).astype(numpy.int64))
-    return tensors, {"python": random.getstate(), "numpy": [str(kind), int(position), int(has_gauss), float(gauss)]}
-
-
-def _set_rng_state(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
-    torch.set_rng_state(tensors["torch"])
-    if "accelerator" in tensors and torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        torch.get_device_module(accelerator).set_rng_state(tensors["accelerator"])
-    version, keys, gauss = plain["python"]
-    random.setstate((version, tuple(keys), gauss))
-    kind, position, has_gauss, cached = plain["numpy"]
-    numpy.random.set_state((kind, tensors["numpy"].numpy().astype(numpy.uint32), position, has_gauss, cached))
 
 
 def together(comm: Comm, action: Callable[[], T]) -> T:

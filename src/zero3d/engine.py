@@ -7,6 +7,7 @@ step       norm, clip, update of shards, refresh         (zero/optimizer.py)
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil
@@ -29,15 +30,16 @@ from zero3d.mesh import Mesh
 from zero3d.nested import tensors_in
 from zero3d.param_groups import OptimizerChoice, choose_optimizer
 from zero3d.precision import DTYPES, NAMES, LossScale, Precision
-from zero3d.zero.arena import STATES, Arena
+from zero3d.zero.arena import STATES, TRANSIENT, Arena
 from zero3d.zero.collectives import Comm, broadcast_ints
 from zero3d.zero.hooks import KEEP, Hooks
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.optimizer import ShardedOptimizer, StepResult
-from zero3d.zero.prefetch import STEP, Gathers, Lane, Reductions
+from zero3d.zero.prefetch import Gathers, Lane, Reductions
 from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
 from zero3d.zero.unit import Policy, Setting, Unit
 
+MANY_SKIPS = 5
 FULL_PARAMS, EXPORT = "full_params", "export"
 
 
@@ -74,7 +76,9 @@ class Engine:
     reduce        "auto" | "every_micro_batch" | "every_step": when gradients are reduced
 
     Every rank must build it with the same arguments; rank 0's weights and buffers win. Costs one
-    broadcast of the model. Raises ConfigError, MeshError.
+    broadcast of the model. Raises ConfigError, MeshError. A parameter without a gradient counts as
+    one with gradient zero (weight decay and momentum apply), as under data-parallel PyTorch. Writes
+    through `p.data` outside `full_params()` are not seen.
     """
 
     def __init__(
@@ -110,12 +114,14 @@ class Engine:
         self.arena = Arena(self.mesh.device)
         self.traffic = Ledger()
         self.comm = Comm(self.mesh.data, self.arena, self.traffic, check_every_gather=self.mesh.debug)
+        self._unit_of: dict[nn.Parameter, Unit] = {}
+        guard(model, self._unit_of, lambda unit: FULL_PARAMS in unit.users)  # first: a failure below must not go unseen
         self._move_buffers()
         self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
         self.units = [self._build_unit(spec, choice) for spec in specs]
         self._wire_up(uses, choice, clip_norm)
-        self._scheduler = scheduler(self.optimizer.torch) if _is_factory(scheduler) else scheduler
-        self._steps = 0
+        self._scheduler = _bind(scheduler, self.optimizer.torch)
+        self._steps = self._skips = 0
         self.last_step: StepResult | None = None
         self.traffic.reset()  # it counts training; construction broadcast the model once
         self.arena.reset_peaks()
@@ -144,8 +150,7 @@ class Engine:
         users = {module: [by_name[name] for name in names] for module, names in uses.items()}
         cast = self.precision.dtype
         self.hooks = Hooks(self.module, users, self.gathers, self.reductions, self.boundary, lambda t: t.to(cast))
-        unit_of = {p: unit for unit in self.units for p in unit.params}
-        guard(self.module, unit_of, lambda unit: FULL_PARAMS in unit.users)
+        self._unit_of |= {p: unit for unit in self.units for p in unit.weights.params}
 
     def _move_buffers(self) -> None:
         """Buffers keep their dtype; rank 0's values win."""
@@ -182,7 +187,7 @@ class Engine:
         """Back-propagate a sum of losses over `weight` targets."""
         if self.loss_scale.value != 1.0:
             total = _at_least_fp32(total) * self.loss_scale.value
-        weight = weight.detach().double() if isinstance(weight, Tensor) else float(weight)
+        weight = weight.detach().double().reshape(()) if isinstance(weight, Tensor) else float(weight)
         try:
             with self.boundary.driving(Driven(weight, last)):
                 total.backward()  # type: ignore[no-untyped-call]
@@ -197,7 +202,14 @@ class Engine:
         finite anywhere; raises OrderError when ranks ran different units.
         """
         lr = torch.tensor(float(self.optimizer.torch.param_groups[0]["lr"]), dtype=torch.float64)
+        if any(FULL_PARAMS in unit.users for unit in self.units):
+            raise ConfigError("step() inside full_params() would be undone on leaving it: leave the block first.")
         if not self.boundary.reached:
+            if self.boundary.count == 0 and self.reductions.pending:
+                raise ConfigError(
+                    "there are gradients, but no backward went through the model's own forward (only through "
+                    "submodules), so no micro-batch was counted: call the model, or engine.backward(loss, last=True)."
+                )
             nan = torch.full((), float("nan"), dtype=self.policy.master)
             return StepResult(torch.tensor(False), nan, torch.tensor(self.loss_scale.value), lr)
         self.reductions.catch_up()
@@ -208,13 +220,24 @@ class Engine:
         finally:
             self.reductions.reset()
             self.boundary.reset()
-        self.release(after_step=True)
+            self.gathers.drop(lambda token: True)  # whatever is still gathered holds the weights of before
+        self._warn_of_skips(outcome.applied)
         self.loss_scale.update(outcome.overflow)
         if outcome.applied:
             self._steps += 1
             if self._scheduler is not None:
                 self._scheduler.step()
         return StepResult(torch.tensor(outcome.applied), outcome.norm, torch.tensor(self.loss_scale.value), lr)
+
+    def _warn_of_skips(self, applied: bool) -> None:
+        """A run that never applies a step should not look like one that trains."""
+        self._skips = 0 if applied else self._skips + 1
+        if self._skips == MANY_SKIPS and not self.precision.scales_loss and self.comm.rank == 0:
+            warnings.warn(
+                f"{MANY_SKIPS} steps in a row were skipped because the gradient norm was not finite. If the loss is NaN "
+                "from the start at stage 3, a parameter is used outside its module's forward: see engine.full_params().",
+                stacklevel=3,
+            )
 
     def train_batch(self, micro_batches: Sequence[Any]) -> Tensor:
         """One step over a list of micro-batches; the global mean loss, on every rank.
@@ -224,24 +247,22 @@ class Engine:
         the end of the list, whatever `accumulate` says.
         """
         seen = []
-        for i, batch in enumerate(micro_batches):
-            total, weight = self._sum_and_weight(self._forward(batch), batch)
-            seen.append((total.detach(), weight))
-            self._backward_sum(total, weight, last=i == len(micro_batches) - 1)
+        try:
+            for i, batch in enumerate(micro_batches):
+                total, weight = self._sum_and_weight(self._forward(batch), batch)
+                seen.append((total.detach(), weight))
+                self._backward_sum(total, weight, last=i == len(micro_batches) - 1)
+        except BaseException:
+            self.hooks.abandon()
+            raise
         self.last_step = self.step()
         return self._global_mean(seen)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Any]) -> Tensor:
         """The global mean loss without update, in eval mode; ranks run equally many micro-batches."""
-        training, keep_full = self.module.training, self.hooks.keep_full
-        self.module.eval()
-        self.hooks.keep_full = False
-        try:
+        with self._evaluating(keep_full=False):
             return self._global_mean([self._sum_and_weight(self._forward(b), b) for b in micro_batches])
-        finally:
-            self.hooks.keep_full = keep_full
-            self.module.train(training)
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, max_new_tokens: int = 20, keep_full: bool = True, **options: Any) -> Tensor:
@@ -250,10 +271,7 @@ class Engine:
         keep_full  keep units gathered until training goes on, so that ranks may generate different
                    lengths; False gathers per use, and ranks must then stay in lockstep
         """
-        before, training = self.hooks.keep_full, self.module.training
-        self.hooks.keep_full = keep_full
-        self.module.eval()
-        try:
+        with self._evaluating(keep_full):
             own = getattr(self.module, "generate", None)
             if own is None:
                 return _generate(self.module, input_ids.to(self.mesh.device), max_new_tokens, **options)
@@ -261,9 +279,19 @@ class Engine:
                 options["synced_gpus"] = True
             out: Tensor = own(input_ids.to(self.mesh.device), max_new_tokens=max_new_tokens, **options)
             return out
+
+    @contextmanager
+    def _evaluating(self, keep_full: bool) -> Iterator[None]:
+        """Eval mode; every module's own mode comes back on exit."""
+        before, modes = self.hooks.keep_full, {module: module.training for module in self.module.modules()}
+        self.hooks.keep_full = keep_full
+        self.module.eval()
+        try:
+            yield
         finally:
             self.hooks.keep_full = before
-            self.module.train(training)
+            for module, training in modes.items():
+                module.training = training
 
     def _forward(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
@@ -304,7 +332,7 @@ class Engine:
         """
         chosen = [modules] if isinstance(modules, nn.Module) else modules
         wanted = None if chosen is None else {p for module in chosen for p in module.parameters()}
-        opened = [u for u in self.units if wanted is None or any(p in wanted for p in u.params)]
+        opened = [u for u in self.units if wanted is None or any(p in wanted for p in u.weights.params)]
         nested = [u for u in opened if FULL_PARAMS in u.users]
         opened = [u for u in opened if u not in nested]
         for unit in opened:
@@ -326,9 +354,9 @@ class Engine:
             if flag:
                 unit.weights.share()
 
-    def release(self, after_step: bool = False) -> None:
+    def release(self) -> None:
         """Give back units that stayed gathered without grad."""
-        self.gathers.drop(lambda token: token == KEEP or (after_step and token == STEP))
+        self.gathers.drop(lambda token: token == KEEP)
 
     # --- checkpoints ----------------------------------------------------------------------------
 
@@ -338,7 +366,8 @@ class Engine:
 
     def load(self, directory: str | Path) -> None:
         """Continue from a checkpoint (or the newest in a directory of them), at any dp degree and stage."""
-        self.release()
+        if any(FULL_PARAMS in unit.users for unit in self.units):
+            raise ConfigError("load() inside full_params() would be undone on leaving it: leave the block first.")
         self.gathers.drop(lambda token: True)
         self.reductions.reset()
         self.boundary.reset()
@@ -396,13 +425,13 @@ class Engine:
         planned["padding"] = self._planned(lambda layout: layout.padding).total
         return [
             MemoryEntry(
-                held.category,
-                held.place,
-                ceil(planned[held.category]) if held.category in STATES else None,
-                held.bytes,
-                held.peak,
+                category,
+                self.arena.place,
+                ceil(planned[category]) if category in STATES else None,
+                ceil(self.arena.live(category)),
+                ceil(self.arena.peak(category)),
             )
-            for held in self.arena
+            for category in (*STATES, *TRANSIENT)
         ]
 
 
@@ -412,19 +441,22 @@ def _check(model: nn.Module, clip_norm: float | None, accumulate: int, exact: bo
         raise ConfigError("exact=True is not built yet: leave it out.")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"accumulate={accumulate!r}: pass the number of micro-batches per step, at least 1.")
-    if clip_norm is not None and not clip_norm > 0:
+    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
         raise ConfigError(f"clip_norm={clip_norm!r}: pass a positive norm, or None for no clipping.")
     parameters = dict(model.named_parameters())
     if is_guarded(model) or any(isinstance(p, DTensor) for p in parameters.values()):
         raise ConfigError(
-            f"this {type(model).__name__} is already sharded (by another Engine, FSDP or DTensor): "
-            "build a plain model and pass it to one Engine."
+            f"this {type(model).__name__} is already sharded (by another Engine, one that failed, FSDP or "
+            "DTensor): build a plain model and pass it to one Engine."
         )
     if not any(p.requires_grad for p in parameters.values()):
         raise ConfigError(
             f"none of the {len(parameters)} parameters of {type(model).__name__} requires a gradient: "
             "unfreeze what is to be trained with p.requires_grad_(True)."
         )
+    odd = [name for name, p in parameters.items() if p.dtype.is_complex]
+    if odd:
+        raise ConfigError(f"{len(odd)} parameters are complex, first {odd[0]!r}: store them as pairs of real numbers.")
     on_meta = [name for name, p in parameters.items() if p.is_meta]
     if on_meta:
         raise ConfigError(
@@ -451,8 +483,20 @@ def _at_least_fp32(loss: Tensor) -> Tensor:
     return loss if loss.dtype.itemsize >= 4 else loss.float()
 
 
-def _is_factory(scheduler: Any) -> bool:
-    return callable(scheduler) and not hasattr(scheduler, "step")
+def _bind(scheduler: Any, optimizer: Optimizer) -> Any:
+    """A scheduler on the engine's optimizer: built by a callable, or checked to be bound to it."""
+    if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
+        scheduler = scheduler(optimizer)
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau needs a metric that step() does not have: leave scheduler out and call it."
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ConfigError(
+            "the scheduler is bound to another optimizer than the engine's: pass scheduler=lambda optimizer: ..., or "
+            "the optimizer it was built on as optimizer=."
+        )
+    return scheduler
 
 
 def _generate(

@@ -21,7 +21,8 @@ MARK = "__reduce_ex__"
 
 def is_guarded(model: nn.Module) -> bool:
     """Whether an engine already owns this model or a part of it."""
-    return any(MARK in vars(module) for module in model.modules())
+    placeholders = (p.numel() > 1 and not any(p.stride()) for p in model.parameters())
+    return any(MARK in vars(module) for module in model.modules()) or any(placeholders)
 
 
 def guard(model: nn.Module, unit_of: Mapping[nn.Parameter, Unit], opened: Callable[[Unit], bool]) -> None:
@@ -32,6 +33,12 @@ def guard(model: nn.Module, unit_of: Mapping[nn.Parameter, Unit], opened: Callab
             unit = unit_of.get(p)
             if unit is not None and unit.weights.state is not State.FULL:
                 _refuse("state_dict()", name)
+
+    def detach_copies(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
+        for name, p in module.named_parameters(prefix.rstrip("."), recurse=False):
+            unit = unit_of.get(p)
+            if unit is not None and unit.weights.sharded and name in state:
+                state[name] = state[name].clone()  # what is taken inside full_params() must outlive it
 
     def refuse_write(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
         for name, p in module.named_parameters(prefix.rstrip("."), recurse=False):
@@ -48,6 +55,7 @@ def guard(model: nn.Module, unit_of: Mapping[nn.Parameter, Unit], opened: Callab
 
     for module in model.modules():
         module.register_state_dict_pre_hook(refuse_read)  # type: ignore[no-untyped-call]
+        module.register_state_dict_post_hook(detach_copies)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(refuse_write)  # type: ignore[no-untyped-call]
         setattr(module, MARK, refuse_copy)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -28,11 +29,16 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same nest with every tensor changed; parts in which nothing changed keep their identity."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         items = {key: map_tensors(item, change) for key, item in value.items()}
         if all(items[key] is value[key] for key in items):
             return value
-        return type(value)(items) if type(value) is not dict else items
+        if type(value) is dict:
+            return items
+        changed: Any = copy.copy(value)
+        for key, item in items.items():
+            changed[key] = item
+        return changed
     if isinstance(value, (list, tuple)):
         parts = [map_tensors(item, change) for item in value]
         if all(new is old for new, old in zip(parts, value, strict=True)):

@@ -8,13 +8,16 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero3d.errors import ConfigError
+
+# Their update mixes elements of a whole matrix (or needs closures): pieces of it would be wrong.
+NOT_ELEMENTWISE = {"Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "SparseAdam"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def choose_optimizer(
         )
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     if param_groups is None:
-        return OptimizerChoice(dict.fromkeys(names, 0), 1, lambda pieces: make(pieces[0] or [{"params": []}]))
+        return OptimizerChoice(dict.fromkeys(names, 0), 1, lambda pieces: make(pieces[0] or [torch.empty(0)]))
     for group in param_groups:
         if "match" not in group:
             raise ConfigError(
@@ -64,6 +67,14 @@ def choose_optimizer(
     return OptimizerChoice({name: index(name) for name in names}, len(options), build)
 
 
+def refuse_kind(optimizer: Optimizer) -> NoReturn:
+    """For optimizers that cannot update pieces of parameters."""
+    raise ConfigError(
+        f"{type(optimizer).__name__} is no element-wise optimizer, and ZeRO updates pieces of parameters: "
+        "use AdamW, Adam, SGD, RMSprop or another element-wise one."
+    )
+
+
 def fused_adamw(params: Any) -> Optimizer:
     """The default: torch's fused AdamW with its default learning rate 1e-3."""
     return torch.optim.AdamW(params, fused=True)
@@ -74,7 +85,16 @@ def _existing(model: nn.Module, optimizer: Optimizer) -> OptimizerChoice:
     if optimizer.state:
         raise ConfigError("the optimizer has taken steps already: build the Engine before the first step.")
     group_of_param = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    if type(optimizer).__name__ in NOT_ELEMENTWISE:
+        refuse_kind(optimizer)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    foreign = set(group_of_param) - set(model.parameters())
+    if foreign:
+        shapes = ", ".join(str(tuple(p.shape)) for p in list(foreign)[:3])
+        raise ConfigError(
+            f"{len(foreign)} parameters of the optimizer are not in {type(model).__name__} (shapes {shapes}): "
+            "make them parameters of the model, or give them an optimizer of their own."
+        )
     missing = [name for name, p in trainable.items() if p not in group_of_param]
     if missing:
         raise ConfigError(

@@ -115,6 +115,7 @@ class LossScale:
     def state(self) -> dict[str, float]:
         """JSON-able state for a checkpoint."""
         return {
+            "dynamic": self.dynamic,
             "value": self.value,
             "patience": self._patience,
             "steps": self._steps,
@@ -122,7 +123,9 @@ class LossScale:
         }
 
     def restore(self, state: dict[str, float]) -> None:
-        """Continue from `state()`."""
+        """Continue from `state()`; a scale means nothing to a precision without one, and the other way round."""
+        if not (self.dynamic and state["dynamic"]):
+            return
         self.value = float(state["value"])
         self._patience = int(state["patience"])
         self._steps = int(state["steps"])

@@ -52,8 +52,15 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
         same_class = len({type(child) for _, child in children}) == 1
         has_parts = all(next(child.children(), None) is not None and _owns(child) for _, child in children)
         if same_class and has_parts:
-            found |= {f"{name}.{key}" if name else key: child for key, child in children}
+            found |= dict(part for key, child in children for part in _called(f"{name}.{key}".lstrip("."), child))
     return found
+
+
+def _called(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The module itself, or what a mere container holds: the forward of a container never runs."""
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return [(name, module)] if _owns(module) else []
+    return [part for key, child in module.named_children() for part in _called(f"{name}.{key}", child)]
 
 
 def _owns(module: nn.Module) -> bool:
@@ -73,23 +80,26 @@ def find_owners(model: nn.Module, units: Sequence[type[nn.Module] | str] | None)
             and not any(name.startswith(b + ".") for b in blocks)
         }
         return blocks | outside
+    if not isinstance(units, (list, tuple)):
+        raise ConfigError(f"units={units!r}: pass a list of module classes or name patterns, such as [Block, 'head'].")
     owners: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if not name or any(name.startswith(owner + ".") for owner in owners):
-            continue
-        if any(fnmatch.fnmatchcase(name, u) if isinstance(u, str) else isinstance(module, u) for u in units):
-            owners[name] = module
-    for wanted in units:
-        if not any(
-            fnmatch.fnmatchcase(n, wanted) if isinstance(wanted, str) else isinstance(m, wanted)
-            for n, m in owners.items()
-        ):
-            label = wanted if isinstance(wanted, str) else wanted.__name__
+    named = dict(model.named_modules())
+    for name, module in named.items():
+        inside = any(name.startswith(owner + ".") for owner in owners)
+        if name and not inside and any(_matches(unit, name, module) for unit in units):
+            owners |= dict(_called(name, module))
+    for unit in units:
+        if not any(name and _matches(unit, name, module) for name, module in named.items()):
             raise ConfigError(
-                f"units={label!r} matches no module of {type(model).__name__}. Name a class or a pattern such as "
-                "'model.layers.*'; leave units out and the repeated blocks are found."
+                f"units={unit if isinstance(unit, str) else unit.__name__!r} matches no module of "
+                f"{type(model).__name__}. Name a class or a pattern such as 'model.layers.*'; leave units out and the "
+                "repeated blocks are found."
             )
     return owners
+
+
+def _matches(unit: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
+    return fnmatch.fnmatchcase(name, unit) if isinstance(unit, str) else isinstance(module, unit)
 
 
 def partition(

@@ -32,6 +32,12 @@ def export(
     Gathers one unit at a time; rank 0 writes files of at most FILE_BYTES, so its host memory
     holds one file and never the model. The folder appears whole or not at all.
     """
+    if hasattr(module, "peft_config"):
+        raise CheckpointError(
+            "export writes whole models, and this one is wrapped by PEFT: use `with engine.full_params(): "
+            "model.save_pretrained(directory)` for its adapters, or merge them before the Engine is built."
+        )
+    directory = directory.resolve()
     temporary = directory.with_name(f".{directory.name}.tmp")
     writer = _ExportWriter(temporary)
 
@@ -41,7 +47,7 @@ def export(
     on_rank_0(partial(_prepare_export, directory, temporary))
     for unit in units:
         with gathered(unit):
-            named = dict(zip((slot.name for slot in unit.layout.slots), unit.params, strict=True))
+            named = dict(zip((slot.name for slot in unit.layout.slots), unit.weights.params, strict=True))
             on_rank_0(partial(_add_unit, writer, module, named))
     on_rank_0(partial(_finish_export, writer, temporary, directory, module))
     return directory

@@ -11,10 +11,7 @@ A dry run sees all memory here, and no value-dependent branch but through `host_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from fractions import Fraction
-from math import ceil
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,15 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 STATES = ("parameters", "gradients", "optimizer", "padding")
 TRANSIENT = ("gathered", "bucket", "wire")
-
-
-class Held(NamedTuple):
-    """Bytes of one category at one place."""
-
-    category: str
-    place: str
-    bytes: int
-    peak: int
 
 
 class Arena:
@@ -108,10 +96,6 @@ class Arena:
     def reset_peaks(self) -> None:
         """Start measuring peaks anew."""
         self._peak = dict(self._live)
-
-    def __iter__(self) -> Iterator[Held]:
-        for category in (*STATES, *TRANSIENT):
-            yield Held(category, self.place, ceil(self.live(category)), ceil(self.peak(category)))
 
 
 def host_value(values: Tensor, assumed: list[float]) -> list[float]:

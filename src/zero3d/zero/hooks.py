@@ -30,11 +30,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from zero3d.nested import map_tensors, tensors_in
-from zero3d.zero.prefetch import TURN, Gathers, Reductions
+from zero3d.zero.prefetch import ROOT_TURN, TURN, Gathers, Reductions
 from zero3d.zero.unit import Unit
 
 KEEP = "keep"  # gathered without grad: stays until the next forward with grad, step or load
-ROOT_TURN = "root turn"
 
 
 class Clock(Protocol):
@@ -85,13 +84,13 @@ class Hooks:
                 self._hook_user(module, sharded)
         for unit in units:
             if unit.grads is not None:
-                for index, p in enumerate(unit.params):
+                for index, p in enumerate(unit.weights.params):
                     p.register_post_accumulate_grad_hook(self._taker(unit, index))  # type: ignore[no-untyped-call]
 
     # --- a unit's users -------------------------------------------------------------------------
 
     def _hook_user(self, module: nn.Module, units: list[Unit]) -> None:
-        needed_in_backward = not isinstance(module, nn.Embedding)  # Note 3
+        needed_in_backward = not _is_plain_embedding(module)  # Note 3
 
         def begins(module: nn.Module, args: Any, kwargs: Any) -> Any:
             call = next(self._calls)
@@ -139,7 +138,7 @@ class Hooks:
         def take(p: Tensor) -> None:
             grad, p.grad = p.grad, None
             if grad is not None:
-                self._reductions.take(unit, index, grad)
+                self._reductions.take(unit, index, grad.detach())
 
         return take
 
@@ -199,6 +198,10 @@ class Hooks:
 
 def _is(token: object, kind: str) -> bool:
     return isinstance(token, tuple) and token[0] == kind
+
+
+def _is_plain_embedding(module: nn.Module) -> bool:
+    return type(module).forward is nn.Embedding.forward and len(list(module.parameters())) == 1
 
 
 def _unleaf(t: Tensor) -> Tensor:

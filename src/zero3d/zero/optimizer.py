@@ -27,15 +27,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero3d.errors import ConfigError
+from zero3d.param_groups import NOT_ELEMENTWISE, refuse_kind
 from zero3d.zero.arena import Arena, host_value
 from zero3d.zero.collectives import Comm, Pending, same_memory
 from zero3d.zero.layout import Piece
 from zero3d.zero.prefetch import WINDOW
 from zero3d.zero.unit import Unit
-
-# Their update mixes elements of a whole matrix (or needs closures): pieces of it would be wrong.
-NOT_ELEMENTWISE = {"Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "SparseAdam"}
 
 
 class StepResult(NamedTuple):
@@ -97,10 +94,7 @@ class ShardedOptimizer:
         self._flat: dict[tuple[str, str], Tensor] = {}
         self.torch = build([[p.master for p in self.pieces if p.group == g] for g in range(groups)])
         if type(self.torch).__name__ in NOT_ELEMENTWISE:
-            raise ConfigError(
-                f"{type(self.torch).__name__} is no element-wise optimizer, and ZeRO updates pieces of parameters: "
-                "use AdamW, Adam, SGD, RMSprop or another element-wise one."
-            )
+            refuse_kind(self.torch)
         self._prefill()
 
     def _own(self, order: dict[str, int]) -> Iterator[OwnedPiece]:

@@ -25,7 +25,7 @@ from zero3d.zero.stages import TokenEvent
 from zero3d.zero.unit import State, Unit
 
 WINDOW = 2
-TURN = "turn"
+TURN, ROOT_TURN = "turn", "root turn"
 STEP = "step"  # release="every_step": from the first use to the end of the step
 
 
@@ -69,6 +69,7 @@ class Gathers:
         self._previous: list[Unit] = []
         self._current: list[Unit] = []
         self._on_track = True
+        self._recording = False  # between a training forward and the end of its backward
         self._ahead: list[Unit] = []
         self._turn: list[Unit] = []
         self._known: dict[str, Unit] = {}
@@ -81,7 +82,9 @@ class Gathers:
         self._note(unit, token, True)
         first = not unit.users
         unit.users.add(token)
-        if first:
+        if not first:
+            unit.weights.ready()
+        else:
             self._known[unit.name] = unit
             self._gather(unit)
             if self._every_step:
@@ -98,6 +101,8 @@ class Gathers:
             if not unit.users:
                 self._lane.note("free", unit.name)
                 unit.weights.release()
+            elif unit.users <= {TURN, ROOT_TURN, STEP}:
+                unit.weights.hold()
 
     def pass_turn(self, units: Sequence[Unit]) -> None:
         """The units used last in a forward stay gathered until others are used."""
@@ -113,12 +118,12 @@ class Gathers:
         self.pass_turn([])
         if self._current:
             self._previous, self._current = self._current, []
-        self._on_track = True
+        self._on_track = self._recording = True
 
     def drop(self, which: Callable[[object], bool]) -> None:
         """Release these tokens everywhere, and gathers that nobody came for."""
         if which(TURN):
-            self._turn = []
+            self._turn, self._recording = [], False
         for unit in list(self._known.values()):
             for token in [token for token in unit.users if which(token)]:
                 self.release(unit, token)
@@ -130,14 +135,19 @@ class Gathers:
 
     def _gather(self, unit: Unit) -> None:
         position = len(self._current)
-        self._current.append(unit)
-        if self._on_track and not (position < len(self._previous) and self._previous[position] is unit):
+        if self._recording:
+            self._current.append(unit)
+        if (
+            self._recording
+            and self._on_track
+            and not (position < len(self._previous) and self._previous[position] is unit)
+        ):
             self._on_track = False
             self._cancel_ahead(keep=unit)
         self._issue(unit)
         if unit in self._ahead:
             self._ahead.remove(unit)
-        if self._on_track:
+        if self._recording and self._on_track:
             self._look_ahead(position + 1)
         self._lane.join(unit.name)
         unit.weights.ready()
@@ -191,7 +201,7 @@ class Reductions:
         unit.gradients.take(index, grad)
         arrived = self._arrived.setdefault(unit, set())
         arrived.add(index)
-        if len(arrived) == len(unit.params) and unit not in self._completed:
+        if len(arrived) == len(unit.weights.params) and unit not in self._completed:
             self._completed.append(unit)
             if self.due:
                 self._drain()
@@ -228,9 +238,14 @@ class Reductions:
         while self._in_flight:
             self._finish_oldest()
 
+    @property
+    def pending(self) -> bool:
+        """There are local gradients that have not been reduced."""
+        return any(unit.gradients.state is State.FILLING for unit in self._order)
+
     def catch_up(self) -> None:
         """At the boundary: reduce gradients that no root forward announced."""
-        if any(unit.gradients.state is State.FILLING for unit in self._order):
+        if self.pending:
             self.due = True
             self.flush()
 

@@ -48,7 +48,7 @@ REDUCES = ("auto", "every_micro_batch", "every_step")
 
 def stage_row(number: int) -> Stage:
     """The row of the table, or a ConfigError that names the choices."""
-    if isinstance(number, bool) or number not in (0, 1, 2, 3):
+    if type(number) is not int or number not in (0, 1, 2, 3):
         raise ConfigError(f"ZeRO stage {number!r} does not exist: pass stage=0, 1, 2 or 3.")
     return STAGES[number]
 
@@ -142,9 +142,7 @@ def engine_bytes(
     k = k if optimizer is None else optimizer
     g = w if accumulate == 1 else a
     share = Fraction(1, n)
-    parameters = Fraction(w)
-    if row.shards_parameters:
-        parameters = w * share + (w if release == "every_step" else 0)
+    parameters = frozen_bytes(stage, n, w, release).parameters
     if stage == 0:
         gradients = Fraction(a)
     elif reduce == "every_step":
@@ -156,11 +154,8 @@ def engine_bytes(
 
 def frozen_bytes(stage: int, n: int, weight: int, release: str = "auto") -> StateBytes:
     """Bytes per *frozen* parameter: its weight, a shard of it at stage 3."""
-    row = stage_row(stage)
-    release, _ = resolve_policies(row, release, "auto")
-    share = Fraction(weight, n) if row.shards_parameters else Fraction(weight)
-    held = weight if row.shards_parameters and release == "every_step" else 0
-    return StateBytes(share + held, Fraction(0), Fraction(0))
+    sharded = Fraction(weight, n) + (weight if release == "every_step" else 0)
+    return NO_BYTES._replace(parameters=sharded if stage_row(stage).shards_parameters else Fraction(weight))
 
 
 # --- traffic ------------------------------------------------------------------------------------

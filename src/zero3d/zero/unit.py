@@ -6,7 +6,7 @@
     Gradients   full  [total]    local gradients of this rank, on their way to the reduction
                 shard [total/N]  reduced dtype   the sum over ranks of this rank's slice
 
-    parameters   SHARDED -> GATHERING -> FULL -> SHARDED
+    parameters   SHARDED -> GATHERING -> FULL (<-> HELD: gathered, but nobody's turn to read) -> SHARDED
     gradients    EMPTY -> FILLING -> REDUCING -> REDUCED (-> FILLING when more arrive) -> EMPTY
 
 Note 1, placeholders. While SHARDED a parameter's data is one NaN expanded to its shape: reading
@@ -46,6 +46,7 @@ class State(Enum):
     SHARDED = auto()
     GATHERING = auto()
     FULL = auto()
+    HELD = auto()
     EMPTY = auto()
     FILLING = auto()
     REDUCING = auto()
@@ -156,16 +157,21 @@ class Weights:
 
     def ready(self) -> None:
         """Complete a gather: parameters are views of `full`."""
-        if self.state is State.GATHERING:
-            self._pending.wait()
+        self._pending.wait()
+        if self.state in (State.GATHERING, State.HELD):
             self._point_at(self.views)
             self.state = State.FULL
+
+    def hold(self) -> None:
+        """Keep `full`, but let parameters read as NaN: a use now could not be followed into its backward."""
+        self.check()
+        self._point_at(self._placeholders)
+        self.state = State.HELD
 
     def release(self) -> None:
         """Back to placeholders; frees `full` (kept allocated, but stale, under release="every_step")."""
         self.ready()
-        self.check()
-        self._point_at(self._placeholders)
+        self.hold()
         if not self._keeps_full:
             self._setting.arena.drain("gathered", self.full, self._setting.policy.poison)
         self.state = State.SHARDED
@@ -176,9 +182,11 @@ class Weights:
 
     def check(self) -> None:
         """Raise LayoutError if a parameter was written or re-pointed behind the engine's back."""
-        targets = self._placeholders if self.state is State.SHARDED else self.views
+        targets = self.views if self.state is State.FULL else self._placeholders
         for slot, p, target, version in zip(self.layout.slots, self.params, targets, self._versions, strict=True):
-            if p._version != version:
+            if p.requires_grad != self.trainable:
+                what = "was frozen" if self.trainable else "was unfrozen"
+            elif p._version != version:
                 what = "was written in place" if same_memory(p, target) else "was replaced"
             elif not same_memory(p, target):
                 what = "has other data than its unit gave it"
@@ -187,7 +195,7 @@ class Weights:
             raise LayoutError(
                 f"parameter {slot.name!r} {what} outside engine.full_params(): the change would be lost. "
                 "Change weights inside `with engine.full_params():`, or before the Engine is built "
-                "(resize_token_embeddings, tie_weights, LoRA merges)."
+                "(requires_grad_, resize_token_embeddings, tie_weights, LoRA merges)."
             )
 
     # --- after an update ------------------------------------------------------------------------
@@ -219,9 +227,8 @@ class Weights:
         return written
 
     def share(self) -> None:
-        """Make every rank's `full` agree after writes: each slice's owner wins."""
-        if not self.sharded:
-            self._setting.comm.all_gather(self.full, self._setting.slot(self.full), self.name).wait()
+        """Make every rank's gathered parameters agree after writes: each slice's owner wins."""
+        self._setting.comm.all_gather(self.full, self.shard, self.name).wait()
 
 
 class Gradients:
@@ -230,6 +237,7 @@ class Gradients:
     def __init__(self, name: str, layout: UnitLayout, dtype: torch.dtype, setting: Setting) -> None:
         policy, arena = setting.policy, setting.arena
         self._name, self._layout, self._setting, self._arena, self._wide = name, layout, setting, arena, policy.master
+        self._wire = policy.wire if policy.wire.itemsize >= dtype.itemsize else policy.master
         self._transient = policy.reduce == "every_micro_batch"
         keep_wide = policy.accumulate > 1 or not policy.stage.shards_optimizer
         self._local = policy.master if keep_wide and not self._transient else dtype
@@ -293,9 +301,13 @@ class Gradients:
         self._use(wide.copy_(old))
         self._arena.free("gradients", old, layout.numel)
         self._local = self._wide
-        if not self._summed:  # otherwise the separate shard keeps this step's sum
-            self._arena.free("gradients", self.shard, layout.used_per_shard)
-            self.shard = self._setting.slot(wide)
+        if not self._summed:  # otherwise the separate shard keeps this step's sum until `reset`
+            self._move_shard(wide)
+
+    def _move_shard(self, full: Tensor) -> None:
+        """From a buffer of its own to this rank's slot of the wide local buffer."""
+        self._arena.free("gradients", self.shard, self._layout.used_per_shard)
+        self.shard = self._setting.slot(full)
 
     def reduce(self) -> None:
         """Start summing local gradients over the dp axis into what this rank owns.
@@ -310,8 +322,7 @@ class Gradients:
             if index not in self._filled:
                 view.zero_()
         add = self._summed and not self._in_place
-        wire = self._setting.policy.wire
-        self._pending = self._setting.comm.reduce_scatter(self.full, self.shard, self._name, wire, add)
+        self._pending = self._setting.comm.reduce_scatter(self.full, self.shard, self._name, self._wire, add)
         self.state = State.REDUCING
 
     def finish(self) -> None:
@@ -340,6 +351,8 @@ class Gradients:
         self._filled.clear()
         self._summed = False
         self.state = State.EMPTY
+        if self.full is not None and self.accumulates and not self._in_place:
+            self._move_shard(self.full)
 
     def _drop_stash(self) -> None:
         if self._stash is not None:
@@ -379,18 +392,13 @@ class Unit:
         assert self.grads is not None, f"{self.name} is frozen"
         return self.grads
 
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """In slot order."""
-        return self.weights.params
-
 
 def _views(full: Tensor, layout: UnitLayout) -> list[Tensor]:
     return [full[s.start : s.start + s.numel].view(s.shape) for s in layout.slots]
 
 
 def _placeholder(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
-    value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
+    value = float("nan") if dtype.is_floating_point else 0
     return torch.full((), value, dtype=dtype, device=device).expand(p.shape)
 
 

@@ -1,0 +1,34 @@
+"""Random states of a process as tensors and plain values."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+
+def rng_state() -> tuple[dict[str, Tensor], Any]:
+    """This process's random states: torch's and numpy's as tensors, Python's as JSON."""
+    tensors = {"torch": torch.get_rng_state()}
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None:
+        tensors["accelerator"] = torch.get_device_module(accelerator).get_rng_state()
+    kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+    tensors["numpy"] = torch.from_numpy(numpy.asarray(keys).astype(numpy.int64))
+    return tensors, {"python": random.getstate(), "numpy": [str(kind), int(position), int(has_gauss), float(gauss)]}
+
+
+def set_rng_state(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+    """Continue from `rng_state()`."""
+    torch.set_rng_state(tensors["torch"])
+    if "accelerator" in tensors and torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        torch.get_device_module(accelerator).set_rng_state(tensors["accelerator"])
+    version, keys, gauss = plain["python"]
+    random.setstate((version, tuple(keys), gauss))
+    kind, position, has_gauss, cached = plain["numpy"]
+    numpy.random.set_state((kind, tensors["numpy"].numpy().astype(numpy.uint32), position, has_gauss, cached))

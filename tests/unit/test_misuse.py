@@ -1,0 +1,405 @@
+"""What users do that nobody planned: the right result or an error by name, in one process at stage 3."""
+
+import warnings
+
+import pytest
+import torch
+from models import VOCAB, Block, adamw, batch, bits, build, loss_of
+from torch import nn
+
+import zero3d
+from zero3d.plain import plain, revive
+from zero3d.precision import LossScale, LossScaling, Precision
+
+
+def make(model="net", stage=3, **options):
+    model = build(model) if isinstance(model, str) else model
+    return zero3d.Engine(model, **({"stage": stage, "precision": "fp32", "optimizer": adamw} | options))
+
+
+def train(engine, *steps):
+    for step in steps:
+        engine.backward(loss_of(engine, batch(step)))
+        assert engine.step().applied
+
+
+def weights(engine):
+    with engine.full_params():
+        return bits(engine.module.parameters())
+
+
+def same_weights_at_all_stages(use, **options):
+    found = set()
+    for stage in range(4):
+        engine = make(stage=stage, **options)
+        use(engine)
+        found.add(weights(engine))
+    assert len(found) == 1
+
+
+def test_a_forward_that_is_never_propagated_leaves_no_old_weights_behind():
+    def use(engine):
+        train(engine, 0)
+        engine.backward(loss_of(engine, batch(1)))
+        engine(batch(2))
+        engine.step()
+        train(engine, 3)
+
+    same_weights_at_all_stages(use)
+
+
+def test_step_and_load_inside_full_params_are_refused(tmp_path):
+    engine = make()
+    train(engine, 0)
+    engine.save(tmp_path / "ck")
+    with engine.full_params():
+        with pytest.raises(zero3d.ConfigError, match="leave the block"):
+            engine.step()
+        with pytest.raises(zero3d.ConfigError, match="leave the block"):
+            engine.load(tmp_path / "ck")
+
+
+def test_a_state_dict_outlives_full_params():
+    engine = make()
+    plain_model = build("net")
+    with engine.full_params():
+        state = engine.module.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain_model.state_dict().items())
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Has a parameter of its own, which its backward needs."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.scale = nn.Parameter(torch.full((4,), 1.5))
+
+    def forward(self, ids):
+        return super().forward(ids) * self.scale[0]
+
+
+def test_subclasses_of_embedding_are_ordinary_users(poison):
+    def build_scaled():
+        model = build("net")
+        torch.manual_seed(9)
+        model.embed = ScaledEmbedding(VOCAB, 24)
+        return model
+
+    hashes = set()
+    for stage in (0, 3):
+        engine = make(build_scaled(), stage=stage)
+        train(engine, 0, 1)
+        hashes.add(weights(engine))
+    assert len(hashes) == 1
+
+
+def test_the_head_used_again_after_its_forward_is_nan_and_never_a_crash(poison):
+    engine = make()
+    out = engine(batch(0)).float()
+    again = out.square().mean() + (torch.ones(3, 24) @ engine.module.head.weight.T).square().mean()
+    assert again.isnan()
+    engine.backward(again)
+    assert not engine.step().applied
+    train(engine, 1)
+
+
+def test_runs_that_never_apply_a_step_say_so():
+    engine = make()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            engine.backward(loss_of(engine, batch(0)) * float("nan"))
+            engine.step()
+    assert [str(w.message)[:12] for w in told if "in a row" in str(w.message)] == ["5 steps in a"]
+
+
+def test_a_model_whose_engine_failed_is_refused_and_not_silently_nan():
+    model = build("net")
+    with pytest.raises(zero3d.ConfigError, match="element-wise"):
+        make(model, optimizer=lambda ps: torch.optim.LBFGS(ps))
+    with pytest.raises(zero3d.ConfigError, match="one that failed"):
+        make(model)
+
+
+def test_a_parameter_of_another_engine_is_refused():
+    first, second = build("net"), build("net")
+    second.head = first.head
+    make(first)
+    with pytest.raises(zero3d.ConfigError, match="already sharded"):
+        make(second)
+
+
+def test_the_loss_scale_of_one_precision_means_nothing_to_another():
+    fp16, bf16 = LossScale(Precision("fp16", LossScaling(initial=64.0))), LossScale(Precision("bf16"))
+    bf16.restore(fp16.state())
+    assert bf16.value == 1.0
+    fresh = LossScale(Precision("fp16"))
+    fresh.restore(bf16.state())
+    assert fresh.value == 2.0**16
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 4]),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, total_steps=10),
+        lambda o: torch.optim.lr_scheduler.SequentialLR(
+            o,
+            [torch.optim.lr_scheduler.ConstantLR(o, 0.1, 2), torch.optim.lr_scheduler.MultiStepLR(o, [1, 3])],
+            milestones=[2],
+        ),
+        torch.optim.lr_scheduler.ConstantLR,
+    ],
+    ids=["multi-step", "one-cycle", "sequential", "a class"],
+)
+def test_schedulers_resume_where_they_were(tmp_path, schedule):
+    def rates(engine, steps):
+        out = []
+        for step in steps:
+            engine.backward(loss_of(engine, batch(step)))
+            out.append(float(engine.step().lr))
+        return out
+
+    expected = rates(make(scheduler=schedule), range(6))
+    first = make(scheduler=schedule)
+    rates(first, range(3))
+    first.save(tmp_path)
+    second = make(scheduler=schedule)
+    second.load(tmp_path)
+    assert rates(second, range(3, 6)) == expected[3:]
+
+
+def test_schedulers_that_cannot_work_are_refused():
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(zero3d.ConfigError, match="another optimizer"):
+        make(scheduler=torch.optim.lr_scheduler.StepLR(other, 1))
+    with pytest.raises(zero3d.ConfigError, match="metric"):
+        make(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def test_plain_values_keep_their_types():
+    state = {"a": (1, 2.5), "b": {1: [True, None], 2: "x"}, "c": torch.tensor([1.0, 2.0])}
+    again = revive(plain(state), state)
+    assert again["a"] == (1, 2.5)
+    assert again["b"] == {1: [True, None], 2: "x"}
+    assert torch.equal(again["c"], state["c"])
+
+
+def test_a_backward_around_the_models_own_forward_is_named_or_right():
+    def around(engine):
+        model = engine.module
+        with engine.full_params():
+            loss = model.head(model.norm(model.layers[0](model.embed(batch(0))))).float().square().mean()
+            engine.backward(loss, last=True)
+        assert engine.step().applied
+
+    same_weights_at_all_stages(around)
+    engine = make()
+    with engine.full_params():
+        engine.backward(engine.module.head(torch.ones(1, 24)).square().mean())
+    with pytest.raises(zero3d.ConfigError, match="last=True"):
+        engine.step()
+
+
+def test_a_train_batch_that_fails_is_forgotten():
+    calls = []
+
+    def loss(output, ids):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("asked to fail")
+        return output.float().square().sum(), float(output.numel())
+
+    for stage in range(4):
+        calls.clear()
+        engine, fresh = make(stage=stage, loss=loss), make(stage=stage, loss=loss)
+        with pytest.raises(ValueError, match="asked to fail"):
+            engine.train_batch([batch(0), batch(1)])
+        assert float(engine.train_batch([batch(2)])) == float(fresh.train_batch([batch(2)]))
+        assert weights(engine) == weights(fresh)
+
+
+def test_evaluation_gives_every_module_its_own_mode_back():
+    engine = make("llama")
+    engine.module.train()
+    engine.module.model.layers[0].eval()
+    ids = batch(0)
+    engine.evaluate([{"input_ids": ids, "labels": ids}])
+    engine.generate(ids[:, :3], max_new_tokens=2)
+    assert engine.module.training
+    assert not engine.module.model.layers[0].training
+
+
+class Nested(nn.Module):
+    """Lists of lists of modules: the inner lists are never called."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.ModuleList([Block(16), nn.LayerNorm(16)]) for _ in range(3))
+
+    def forward(self, x):
+        for block, norm in self.layers:
+            x = norm(block(x))
+        return x
+
+
+@pytest.mark.parametrize("units", [None, ["layers"], ["layers.*"]])
+def test_lists_of_lists_of_modules(poison, units):
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    hashes = set()
+    for stage in (0, 3):
+        engine = make(Nested(), stage=stage, units=units)
+        engine.backward(engine(x).square().mean())
+        assert engine.step().applied
+        hashes.add(weights(engine))
+    assert len(hashes) == 1
+    assert any(unit.name == "layers.1.0" for unit in engine.units)
+
+
+def test_groups_that_do_not_match_are_refused_before_anything_is_written(tmp_path):
+    first = make(param_groups=[{"match": "*norm*", "weight_decay": 0.0}])
+    train(first, 0)
+    first.save(tmp_path)
+    second = make()
+    before = weights(second)
+    with pytest.raises(zero3d.CheckpointError, match="2 parameter groups, this engine 1"):
+        second.load(tmp_path)
+    assert weights(second) == before
+
+
+def test_going_back_to_a_checkpoint_without_momentum_forgets_it(tmp_path):
+    def sgd(params):
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+    engine = make(optimizer=sgd)
+    engine.save(tmp_path)
+    train(engine, 0, 1)
+    once = weights(engine)
+    engine.load(tmp_path)
+    train(engine, 0, 1)
+    assert weights(engine) == once
+
+
+def test_late_gradients_after_widening_leave_the_planned_memory():
+    engine = make(stage=1, precision="bf16")
+    for _ in range(2):
+        out = engine(batch(0)).float()
+        out.square().mean().backward(retain_graph=True)
+        out.sin().mean().backward(retain_graph=True)
+        out.cos().mean().backward()
+        engine.step()
+        planned = {entry.category: entry.planned for entry in engine.memory if entry.planned is not None}
+        assert {c: int(engine.arena.live(c)) for c in planned} == planned
+    assert engine.arena.live("bucket") == 0
+
+
+def test_create_graph_and_other_unusual_backwards():
+    hashes = set()
+    for stage in range(4):
+        engine = make(stage=stage)
+        loss_of(engine, batch(0)).backward(create_graph=True)
+        assert engine.step().applied
+        hashes.add(weights(engine))
+    assert len(hashes) == 1
+
+
+def test_optimizers_with_foreign_parameters_are_refused():
+    model = build("net")
+    extra = nn.Parameter(torch.zeros(5))
+    with pytest.raises(zero3d.ConfigError, match=r"shapes \(5,\)"):
+        make(model, optimizer=adamw([*model.parameters(), extra]))
+
+
+def test_unfreezing_after_construction_is_noticed():
+    model = build("net")
+    model.head.weight.requires_grad_(False)
+    engine = make(model)
+    model.head.weight.requires_grad_(True)
+    with pytest.raises(zero3d.LayoutError, match=r"'head\.weight' was unfrozen"):
+        engine(batch(0))
+
+
+def test_frozen_weights_are_cast_the_same_way_when_built_and_when_loaded(tmp_path):
+    def frozen():
+        model = build("net")
+        model.head.weight.data.fill_(1.00390625 + 0.00390625)  # a tie between two bf16 neighbours
+        model.head.weight.requires_grad_(False)
+        return model
+
+    make(frozen()).save(tmp_path)
+    built, loaded = make(frozen(), precision="bf16"), make(frozen(), precision="bf16")
+    loaded.load(tmp_path)
+    assert weights(built) == weights(loaded)
+
+
+class Statistics(nn.Module):
+    """A model with running statistics and a root parameter used outside any submodule."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.norm(self.first(x)) * self.scale.exp()
+
+
+@pytest.mark.parametrize("wrap", [dict, lambda **items: __import__("collections").defaultdict(list, items)])
+def test_buffers_and_mappings_as_inputs(tmp_path, wrap):
+    class Wrapped(Statistics):
+        def forward(self, inputs):
+            return super().forward(inputs["x"])
+
+    x = torch.randn(16, 8, dtype=torch.float64)
+    engine = make(Wrapped())
+    engine.backward(engine(wrap(x=x)).square().mean())
+    assert engine.step().applied
+    assert engine.module.norm.running_mean.abs().sum() > 0
+    engine.save(tmp_path)
+    other = make(Wrapped())
+    other.load(tmp_path)
+    assert torch.equal(engine.module.norm.running_mean, other.module.norm.running_mean)
+
+
+BAD = {
+    "stage 3.0": (lambda: make(stage=3.0), "stage=0, 1, 2 or 3"),
+    "clip text": (lambda: make(clip_norm="1"), "positive"),
+    "a class as units": (lambda: make(units=Block), "pass a list"),
+    "complex": (lambda: make(nn.Linear(2, 2, dtype=torch.complex64)), "complex"),
+    "adafactor built": (
+        lambda: make(m := build("net"), optimizer=torch.optim.Adafactor(m.parameters())),
+        "element-wise",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD))
+def test_more_bad_input(case):
+    build_it, words = BAD[case]
+    with pytest.raises(zero3d.ConfigError) as caught:
+        build_it()
+    assert words in str(caught.value)
+
+
+def test_lora_adapters_over_a_frozen_base_agree_at_all_stages():
+    peft = pytest.importorskip("peft")
+    hashes = set()
+    for stage in (0, 3):
+        for checkpointing in (None, False, True):
+            torch.manual_seed(3)
+            model = peft.get_peft_model(build("llama"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+            if checkpointing is not None:
+                model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+                model.enable_input_require_grads()
+            model.train()
+            engine = make(model, stage=stage, precision="bf16")
+            for step in range(2):
+                engine.backward(loss_of(engine, batch(step)))
+                assert engine.step().applied
+            hashes.add(weights(engine))
+    assert len(hashes) == 1
+    with pytest.raises(zero3d.CheckpointError, match="PEFT"):
+        engine.export("anywhere")
