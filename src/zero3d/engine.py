@@ -36,7 +36,15 @@ from zero3d.zero.hooks import KEEP, Hooks
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.optimizer import ShardedOptimizer, StepResult
 from zero3d.zero.prefetch import Gathers, Lane, Reductions
-from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
+from zero3d.zero.stages import (
+    NO_BYTES,
+    StateBytes,
+    UnitTraffic,
+    engine_bytes,
+    frozen_bytes,
+    resolve_policies,
+    stage_row,
+)
 from zero3d.zero.unit import Policy, Setting, Unit
 
 MANY_SKIPS = 5
@@ -63,7 +71,8 @@ class Engine:
 
     model         plain nn.Module or Hugging Face model; its parameters become views of unit storages
     precision     "fp32", "bf16", "fp16", "fp64", or a `zero3d.precision.Precision`
-    reduce_dtype  in which gradients travel: "fp32", or as narrow as the compute dtype
+    reduce_dtype  in which gradients are reduced: "fp32", or as narrow as the compute dtype; they
+                  travel in a narrower one where nothing is rounded by that
     optimizer     None (fused AdamW), a callable (parameters -> torch optimizer), or an optimizer
                   already built on the model's parameters
     scheduler     a callable (optimizer -> scheduler) or an object; stepped after applied steps
@@ -234,8 +243,9 @@ class Engine:
         self._skips = 0 if applied else self._skips + 1
         if self._skips == MANY_SKIPS and not self.precision.scales_loss and self.comm.rank == 0:
             warnings.warn(
-                f"{MANY_SKIPS} steps in a row were skipped because the gradient norm was not finite. If the loss is NaN "
-                "from the start at stage 3, a parameter is used outside its module's forward: see engine.full_params().",
+                f"{MANY_SKIPS} steps in a row were skipped because the gradient norm was not finite. If the loss is "
+                "NaN from the start at stage 3, a parameter is used outside its module's forward: see "
+                "engine.full_params().",
                 stacklevel=3,
             )
 
@@ -417,6 +427,17 @@ class Engine:
     def planned_bytes(self) -> StateBytes:
         """Model states per rank by formula, padding apart."""
         return self._planned(lambda layout: layout.numel)
+
+    @property
+    def traffic_units(self) -> list[UnitTraffic]:
+        """The units as `stages.step_traffic` wants them; its result equals what `traffic` gains in a step."""
+        reduced = self.policy.master.itemsize
+        return [
+            UnitTraffic(u.name, u.layout.total, u.dtype.itemsize, reduced, u.gradients.travels.itemsize, True)
+            if u.grads is not None
+            else UnitTraffic(u.name, u.layout.total, u.dtype.itemsize, 0, 0, False)
+            for u in self.units
+        ]
 
     @property
     def memory(self) -> list[MemoryEntry]:

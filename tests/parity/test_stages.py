@@ -5,7 +5,7 @@ import torch
 from models import adamw, batch, bits, build, clone, loss_of, train_engine
 
 import zero3d
-from zero3d.zero.stages import UnitTraffic, count_gathers, step_traffic
+from zero3d.zero.stages import count_gathers, step_traffic
 
 STEPS = 3
 
@@ -177,12 +177,8 @@ def account(model, stage, precision, micro_batches, reduce, release="auto"):
         for m in range(micro_batches):
             engine.backward(loss_of(engine, batch(step * 10 + m, rank)))
         engine.step()
-    units = [
-        UnitTraffic(u.name, u.layout.total, u.dtype.itemsize, max(4, u.dtype.itemsize), u.grads is not None)
-        for u in engine.units
-    ]
     gathers = count_gathers(engine.gathers.events)
-    planned = step_traffic(stage, units, engine.comm.size, gathers, micro_batches, reduce)
+    planned = step_traffic(stage, engine.traffic_units, engine.comm.size, gathers, micro_batches, reduce)
     measured = {(e.op, e.unit): (e.calls, e.elements, e.bytes) for e in engine.traffic}
     held = {e.category: e for e in engine.memory}
     arena = {

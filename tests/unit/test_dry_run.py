@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zero3d
-from zero3d.zero.stages import UnitTraffic, count_gathers, step_traffic
+from zero3d.zero.stages import count_gathers, step_traffic
 
 
 @pytest.fixture
@@ -32,7 +32,6 @@ def test_one_step_of_each_stage(world_of_64, stage, model):
     planned = engine.planned_bytes
     for category, wanted in zip(("parameters", "gradients", "optimizer"), planned, strict=True):
         assert engine.arena.live(category) == wanted
-    units = [UnitTraffic(u.name, u.layout.total, u.dtype.itemsize, 4, u.grads is not None) for u in engine.units]
-    moved = step_traffic(stage, units, 64, count_gathers(engine.gathers.events))
+    moved = step_traffic(stage, engine.traffic_units, 64, count_gathers(engine.gathers.events))
     measured = {(e.op, e.unit): tuple(e[3:]) for e in engine.traffic if e.op != "broadcast"}
     assert measured == {key: tuple(value) for key, value in moved.items()}

@@ -72,7 +72,7 @@ def test_token_order_gives_the_textbook_counts():
 
 
 def test_step_traffic_counts_frozen_units_and_policies():
-    units = [UnitTraffic("a", 100, 2, 4, True), UnitTraffic("b", 60, 2, 4, False)]
+    units = [UnitTraffic("a", 100, 2, 4, 4, True), UnitTraffic("b", 60, 2, 4, 4, False)]
     three = step_traffic(3, units, 4, {"a": 4, "b": 2}, micro_batches=2)
     assert three["all_gather", "a"] == (4, 300, 600)
     assert three["all_gather", "b"] == (2, 90, 180)

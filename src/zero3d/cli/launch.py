@@ -1,9 +1,9 @@
 """Workers of this machine through torch's elastic agent, and how a worker's failure is told once.
 
-    launcher    starts --ranks workers (this same command with RANK set), prints the first failure
-    worker 0    owns the terminal; the other workers' output goes to files that die with the run
-    failure     a worker leaves its exception in the agent's error file and exits with 2 for a
-                Zero3dError, else with 1
+launcher    starts --ranks workers (this same command with RANK set), prints the first failure
+worker 0    owns the terminal; the other workers' output goes to files that die with the run
+failure     a worker leaves its exception in the agent's error file and exits with 2 for a
+            Zero3dError, else with 1
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`zero3d VERB ...`: reads the command line and maps errors to exit codes.
 
-    0  done        1  a failure nobody raised on purpose        2  bad input: one line on stderr
+0  done        1  a failure nobody raised on purpose        2  bad input: one line on stderr
 """
 
 from __future__ import annotations

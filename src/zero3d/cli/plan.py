@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from zero3d.errors import ConfigError
-from zero3d.plan.theory import EXAMPLES, K, Breakdown, StageTheory, all_stages, breakdown
+from zero3d.plan.theory import EXAMPLES, Breakdown, K, StageTheory, all_stages, breakdown
 from zero3d.zero.stages import StateBytes
 
 MOST_PARAMS, MOST_DIGITS = 10**18, 9  # more is a typing error
@@ -148,8 +148,9 @@ def _mixed(params: int) -> Iterator[str]:
     yield from columns(rows, "<" + ">" * (1 + len(cases)))
     (large, large_psi), (small, small_psi) = EXAMPLES
     big, gpt2 = breakdown(large_psi), breakdown(small_psi)
-    sum_of_big = " + ".join(trim(part / 1e9) for part in (big.weights, big.gradients, big.optimizer))
-    yield f"   {large}: {sum_of_big} = {size(big.total)}. {small}: {size(gpt2.total)} against {size(gpt2.weights)} of weights."
+    terms = " + ".join(trim(part / 1e9) for part in (big.weights, big.gradients, big.optimizer))
+    yield f"   {large}: {terms} = {size(big.total)}."
+    yield f"   {small}: {size(gpt2.total)} to train what takes {size(gpt2.weights)} of weights."
 
 
 def _traffic(stages: Sequence[StageTheory], gpus: int) -> Iterator[str]:
@@ -173,8 +174,9 @@ def _traffic(stages: Sequence[StageTheory], gpus: int) -> Iterator[str]:
              size(row.bytes_engine))
         )  # fmt: skip
     yield from columns(rows, "<<<>>>>>")
-    yield f"   Multiples are of (N-1)/N Psi, which is {count(float(stages[0].elements) / baseline)} elements at N = {gpus}."
-    yield "   The engine's bytes: reductions in fp32, parameters in bf16."
+    unit = count(float(stages[0].elements) / baseline)
+    yield f"   Multiples are of (N-1)/N Psi, which is {unit} elements at N = {gpus}. The engine reduces gradients"
+    yield "   in fp32 and gathers parameters in bf16."
     yield "   Optimizer states never travel: each rank updates only the slice whose fp32 master, m and v it holds;"
     yield "   gradients come in, new parameters go out, and K stands in no traffic formula."
 

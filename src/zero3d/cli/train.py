@@ -11,7 +11,7 @@ from zero3d.cli.launch import as_worker, launch, quiet_environment
 from zero3d.errors import ConfigError
 from zero3d.zero.stages import stage_row
 
-STEPS, RANKS = 300, 2
+STEPS, RANKS = 400, 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,9 +49,9 @@ def check(arguments: argparse.Namespace, world: int | None) -> None:
         if value is not None and value < 1:
             raise ConfigError(f"{option} {value}: type a whole number from 1.")
     if world is not None and arguments.ranks not in (None, world):
-        raise ConfigError(f"--ranks {arguments.ranks}: the launcher has started {world} ranks already; leave --ranks out.")
+        raise ConfigError(f"--ranks {arguments.ranks}: the launcher has started {world} already; leave --ranks out.")
     if find_spec("transformers") is None:
-        raise ConfigError("zero3d train builds its model with transformers, which is missing: pip install 'zero3d[hf]'")
+        raise ConfigError("zero3d train needs transformers for its model: pip install 'zero3d[hf]'")
 
 
 def work(arguments: argparse.Namespace) -> None:

@@ -52,7 +52,7 @@ def as_png(losses: Sequence[float], held_out: float, title: str, path: Path) -> 
     steps = range(1, len(losses) + 1)
     axes.plot(steps, losses, color="#9ab8d8", linewidth=0.8, label="loss per step")
     axes.plot(steps, smooth(losses), color="#1f4e8c", linewidth=2, label="average")
-    axes.axhline(held_out, color="#c4512d", linewidth=1.2, linestyle="--", label=f"held out, at the end: {held_out:.3f}")
+    axes.axhline(held_out, color="#c4512d", linewidth=1.2, linestyle="--", label=f"held out at the end: {held_out:.3f}")
     axes.set(title=title, xlabel="step", ylabel="loss (nats per byte)")
     axes.margins(x=0.01)
     axes.grid(alpha=0.25)

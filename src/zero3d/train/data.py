@@ -67,7 +67,7 @@ def training_batch(corpus: Corpus, rank: int, step: int, size: int, length: int)
 def held_out_batches(corpus: Corpus, count: int, size: int, length: int) -> list[Batch]:
     """`count` batches of windows spread evenly over the held-out files."""
     starts = torch.linspace(0, corpus.held_out.numel() - length, count * size).long()
-    return [_windows(corpus.held_out, part, length) for part in starts.split(size)]
+    return [_windows(corpus.held_out, part, length) for part in torch.split(starts, size)]
 
 
 def _windows(text: Tensor, starts: Tensor, length: int) -> Batch:

@@ -1,9 +1,9 @@
 """The embedded demo: a byte-level Llama trained on the standard library's text, with everything measured.
 
-    model       LlamaForCausalLM from its config, 1.9 M parameters, no download
-    data        train/data.py: each rank draws its own windows
-    training    engine(**batch), engine.backward(loss), engine.step()
-    afterwards  held-out loss, a generated sample, a checkpoint, a Hugging Face folder that is loaded back
+model       LlamaForCausalLM from its config, 1.4 M parameters, no download
+data        train/data.py: each rank draws its own windows
+training    engine(**batch), engine.backward(loss), engine.step()
+afterwards  held-out loss, a generated sample, a checkpoint, a Hugging Face folder that is loaded back
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -42,8 +41,8 @@ from zero3d.train.progress import Progress
 from zero3d.zero.collectives import broadcast_ints
 
 FOLDER = "zero3d-demo"
-BATCH, LENGTH = 4, 256  # windows per rank and step, bytes per window
-PEAK_LR, FINAL_LR, WARM_UP = 3e-3, 3e-4, 20
+BATCH, LENGTH = 8, 128  # windows per rank and step, bytes per window
+PEAK_LR, FINAL_LR, WARM_UP = 1.5e-3, 1.5e-4, 20
 HELD_OUT_BATCHES = 8
 PROMPT, SAMPLE_LENGTH = "def ", 240
 
@@ -93,8 +92,9 @@ def build_model() -> nn.Module:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
-        max_position_embeddings=2 * LENGTH, bos_token_id=SEPARATOR, eos_token_id=SEPARATOR, pad_token_id=SEPARATOR,
+        vocab_size=VOCABULARY, hidden_size=192, intermediate_size=512, num_hidden_layers=3, num_attention_heads=6,
+        max_position_embeddings=4 * LENGTH, initializer_range=0.04,
+        bos_token_id=SEPARATOR, eos_token_id=SEPARATOR, pad_token_id=SEPARATOR,
     )  # fmt: skip
     model: nn.Module = LlamaForCausalLM(config)
     return model
@@ -129,13 +129,15 @@ def run(recipe: Recipe, progress: Progress) -> Result:
     """The whole demo on this rank; the result of rank 0 is the one to print."""
     engine, corpus = build_engine(recipe), read_corpus()
     folder = claim_folder(engine)
-    params = sum(unit.layout.numel for unit in engine.units)
+    ranks, rank = engine.comm.size, engine.comm.rank
     progress.say(
-        f"zero3d train: stage {recipe.stage}, {engine.comm.size} ranks on {engine.mesh.device.type}, {recipe.precision}; "
-        f"Llama with {params:,} parameters; {recipe.steps} steps of {engine.comm.size * BATCH * LENGTH:,} bytes "
-        f"from {corpus.files} files of the Python standard library"
+        f"zero3d train: stage {recipe.stage}, {recipe.precision}, {ranks} rank{'s' if ranks > 1 else ''} on "
+        f"{engine.mesh.device.type}; Llama with {count_params(engine):,} parameters"
     )
-    progress.say(f"writing to {folder}")
+    progress.say(
+        f"{recipe.steps} steps of {ranks * BATCH * LENGTH:,} bytes out of {corpus.files} files of the Python standard "
+        f"library; writing to {folder}"
+    )
     engine.traffic.reset()  # from here on it counts training only
     begun = time.monotonic()
     history, activations = train(engine, corpus, recipe.steps, folder, progress)
@@ -143,17 +145,23 @@ def run(recipe: Recipe, progress: Progress) -> Result:
     applied = sum(record.applied for record in history)
     memory = memory_rows(engine, engine.memory, activations)
     traffic = traffic_rows(engine, engine.traffic, applied, len(history) - applied)
-    progress.say("training is done; held-out loss, sample, checkpoint and export")
-    batches = held_out_batches(corpus, -(-HELD_OUT_BATCHES // engine.comm.size) * engine.comm.size, BATCH, LENGTH)
+    progress.say("trained; now the held-out loss, a sample, a checkpoint and the export")
+    batches = held_out_batches(corpus, -(-HELD_OUT_BATCHES // ranks) * ranks, BATCH, LENGTH)
     batches = [_to(batch, engine.mesh.device) for batch in batches]
-    held_out = float(engine.evaluate(batches[engine.comm.rank :: engine.comm.size]))
+    held_out = float(engine.evaluate(batches[rank::ranks]))
     sample = generate(engine)
-    checkpoint, export = engine.save(folder / "checkpoints"), engine.export(folder / "hf")
-    reloaded = reload_and_evaluate(export, batches) if engine.comm.rank == 0 else math.nan
+    checkpoint = engine.save(folder / "checkpoints")
+    engine.export(folder / "hf")
+    reloaded = reload_and_evaluate(folder / "hf", batches) if rank == 0 else math.nan
     return Result(
-        recipe, engine.comm.size, params, history, seconds, memory, traffic, held_out, reloaded, sample, folder,
-        checkpoint, export,
+        recipe, ranks, count_params(engine), history, seconds, memory, traffic, held_out, reloaded, sample, folder,
+        folder / "checkpoints" / checkpoint.name, folder / "hf",
     )  # fmt: skip
+
+
+def count_params(engine: Engine) -> int:
+    """Psi."""
+    return sum(unit.layout.numel for unit in engine.units)
 
 
 def claim_folder(engine: Engine) -> Path:
@@ -196,7 +204,10 @@ def train(
             history.append(StepRecord(step, *seen, rate, bool(done.applied)))
             progress.show(history[-1]._asdict())
             if metrics is not None:
-                metrics.write(json.dumps(history[-1]._asdict()) + "\n")
+                metrics.write(
+                    json.dumps({k: v if math.isfinite(v) else None for k, v in history[-1]._asdict().items()})
+                )
+                metrics.write("\n")
     return history, activations
 
 

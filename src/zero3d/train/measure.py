@@ -1,14 +1,14 @@
 """What a run measured beside what the formulas say: numbers only, `report.py` prints them.
 
-    consumer           measured                               formula
-    -----------------  -------------------------------------  -------------------------------------
-    parameters         held by the arena                      stages.engine_bytes, exact
-    gradients          held by the arena                      stages.engine_bytes, exact
-    optimizer states   held by the arena                      stages.engine_bytes, exact
-    padding            held by the arena                      from the layouts, exact
-    temporary buffers  most held at any instant, by kind      an upper bound from unit sizes
-    activations        what autograd saved in one forward     none
-    traffic            engine.traffic, per operation          stages.step_traffic x steps, exact
+consumer           measured                               formula
+-----------------  -------------------------------------  -------------------------------------
+parameters         held by the arena                      stages.engine_bytes, exact
+gradients          held by the arena                      stages.engine_bytes, exact
+optimizer states   held by the arena                      stages.engine_bytes, exact
+padding            held by the arena                      from the layouts, exact
+temporary buffers  most held at any instant, by kind      an upper bound from unit sizes
+activations        what autograd saved in one forward     none
+traffic            engine.traffic, per operation          stages.step_traffic x steps, exact
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zero3d.engine import Engine, MemoryEntry
 from zero3d.hf.blocks import ROOT
-from zero3d.precision import NAMES
 from zero3d.ledger import Entry
+from zero3d.precision import NAMES
 from zero3d.zero.prefetch import WINDOW
-from zero3d.zero.stages import Moved, UnitTraffic, count_gathers, step_traffic, token_order
+from zero3d.zero.stages import Moved, count_gathers, step_traffic, token_order
 from zero3d.zero.unit import Unit
 
 NOTHING = Moved(0, 0, 0)
@@ -101,12 +101,13 @@ def state_dtypes(engine: Engine) -> dict[str, str]:
     weights = [unit.weights for unit in engine.units]
     grads = [unit.grads for unit in engine.units if unit.grads is not None]
     buffers = [full for grad in grads for full in (grad.full, grad.shard) if full is not None]
-    masters = [w.master.dtype for w in weights if w.master is not None and w.master is not w.held]
+    masters = [w.master.dtype for w in weights if w.master is not w.held]
     states = [s.dtype for each in engine.optimizer.torch.state.values() for s in each.values() if s.dim() == 1]
     compute, reduced = {w.full.dtype for w in weights}, {buffer.dtype for buffer in buffers}
     gathered = compute if engine.policy.stage.shards_parameters else ()
     bucket = compute if engine.policy.reduce == "every_micro_batch" else ()
-    wire = (engine.policy.wire,) if engine.comm.size > 1 else ()
+    trainable = [unit for unit in engine.units if unit.grads is not None and engine.comm.size > 1]
+    wire = {unit.gradients.travels for unit in trainable}
     kinds = {"parameters": compute, "gradients": reduced, "optimizer": {*masters, *states},
              "gathered": gathered, "bucket": bucket, "wire": wire}  # fmt: skip
     return {category: _join(map(_name, kind)) for category, kind in kinds.items()} | {"padding": "of each"}
@@ -126,9 +127,9 @@ def transient_bounds(engine: Engine) -> dict[str, int]:
     moving = 0
     for unit in engine.units:
         if unit.grads is not None:
-            local = unit.dtype if policy.stage.shards_optimizer else policy.master
-            copies = 1 if local == policy.wire else 2
-            moving = max(moving, copies * unit.layout.total * policy.wire.itemsize * (n - 1) // n)
+            travels = unit.gradients.travels
+            copies = 1 if travels.itemsize <= unit.dtype.itemsize else 2
+            moving = max(moving, copies * unit.layout.total * travels.itemsize * (n - 1) // n)
     return {
         "gathered": full if policy.stage.shards_parameters else 0,
         "bucket": full if policy.reduce == "every_micro_batch" else 0,
@@ -162,11 +163,8 @@ def planned_traffic(engine: Engine, applied: int, skipped: int) -> dict[tuple[st
     names = [unit.name for unit in engine.units if unit.name != ROOT]  # in model order: embedding, layers, head
     gathers = count_gathers(token_order(names, root=ROOT, no_backward=names[:1]))
     policy = engine.policy
-    units = [
-        UnitTraffic(u.name, u.layout.total, u.dtype.itemsize, policy.master.itemsize, u.grads is not None)
-        for u in engine.units
-    ]
-    each = step_traffic(engine.stage, units, n, gathers, reduce=policy.reduce, wire=policy.wire.itemsize)
+    units = engine.traffic_units
+    each = step_traffic(engine.stage, units, n, gathers, reduce=policy.reduce)
     planned = {}
     for (op, unit), moved in each.items():
         every = op != "all_gather" or policy.stage.shards_parameters

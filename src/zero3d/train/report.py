@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -14,13 +14,6 @@ from rich.text import Text
 from zero3d.train.curve import as_png, as_text, smooth
 from zero3d.train.demo import PROMPT, Result
 
-MEANING = {
-    "all_gather": "weights, or at stage 0 gradients",
-    "reduce_scatter": "gradients",
-    "exchange": "norm, weights, orders",
-    "broadcast": "order of reductions, once",
-}
-
 
 def show(result: Result, console: Console) -> None:
     """Print everything and write loss.png."""
@@ -28,7 +21,7 @@ def show(result: Result, console: Console) -> None:
     for line in as_text(smooth([record.loss for record in result.history])):
         console.print(line, highlight=False, no_wrap=True)
     console.print(f"a sample that starts with {PROMPT!r}:", style="bold", highlight=False)
-    console.print(Text("\n".join(f"    {line}" for line in result.sample.splitlines())))
+    console.print(Text("\n".join(f"    {line}" for line in result.sample.splitlines())), soft_wrap=True)
     console.print()
     console.print(memory_table(result))
     console.print(traffic_table(result))
@@ -39,36 +32,36 @@ def show(result: Result, console: Console) -> None:
 
 def memory_table(result: Result) -> Table:
     """Bytes on rank 0 by consumer."""
-    title = f"memory of rank 0 of {result.ranks} in bytes, stage {result.recipe.stage}, {result.recipe.precision}"
-    table = _table(title, "consumer", "dtype", right=("formula", "measured"))
+    recipe = result.recipe
+    title = f"memory of rank 0 of {result.ranks}, stage {recipe.stage}, {recipe.precision}, in bytes"
+    table = _table(title, ("consumer", "dtype"), ("measured",))
     for row in result.memory:
-        formula = "-" if row.formula is None else f"{'at most ' if row.at_most else ''}{row.formula:,}"
-        table.add_row(row.consumer, row.dtype, formula, f"{row.measured:,}", _verdict(row.agrees, row.at_most))
-    table.caption = "temporary: most held at any instant; activations: what autograd saved in one forward"
+        formula = "" if row.formula is None else f"{row.formula:,}"
+        table.add_row(row.consumer, row.dtype, f"{row.measured:,}", _verdict(row.agrees, row.at_most), formula)
+    table.caption = "temporary: most held at an instant. activations: saved in one forward."
     return table
 
 
 def traffic_table(result: Result) -> Table:
     """What rank 0 sent in the whole run, by operation."""
     title = f"traffic of rank 0 of {result.ranks} in {len(result.history)} steps"
-    table = _table(title, "operation", "of", right=("calls", "elements", "bytes: formula", "bytes: measured"))
+    table = _table(title, ("operation",), ("calls", "elements", "bytes"))
     for row in result.traffic:
-        table.add_row(
-            row.op, MEANING[row.op], f"{row.measured.calls:,}", f"{row.measured.elements:,}",
-            f"{row.formula.bytes:,}", f"{row.measured.bytes:,}", _verdict(row.equal, False),
-        )  # fmt: skip
-    if not result.traffic:
-        table.add_row("none", "one rank", "0", "0", "0", "0", _verdict(True, False))
+        figures = (f"{figure:,}" for figure in row.measured)
+        table.add_row(row.op, *figures, _verdict(row.equal, at_most=False), f"{row.formula.bytes:,}")
+    table.caption = "the verdict is on calls, elements and bytes of every unit" if result.traffic else "one rank: none"
     return table
 
 
-def _table(title: str, *left: str, right: tuple[str, ...]) -> Table:
+def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    """Columns of text and of figures, then the verdict and the formula's figure."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", title_style="bold")
     for name in left:
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
     for name in right:
-        table.add_column(name, justify="right")
-    table.add_column("")
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("formula", justify="right", no_wrap=True)
     return table
 
 
@@ -76,14 +69,13 @@ def _verdict(agrees: bool | None, at_most: bool) -> Text:
     if agrees is None:
         return Text("")
     if agrees:
-        return Text("within" if at_most else "equal", style="green")
+        return Text("at most" if at_most else "equal", style="green")
     return Text("ABOVE" if at_most else "UNEQUAL", style="bold red")
 
 
 def summary(result: Result) -> Iterator[str]:
     """The losses and where everything is."""
-    tokens = math.fsum(1 / record.tokens_per_s for record in result.history)
-    yield f"trained {len(result.history)} steps in {result.seconds:.1f} s ({len(result.history) / tokens:,.0f} tokens/s)"
+    yield f"trained {len(result.history)} steps in {result.seconds:.1f} s"
     held_out, reloaded = result.held_out_loss, result.reloaded_loss
     yield f"held-out loss: {held_out:.6f} nats per byte ({held_out / math.log(2):.3f} bits; a guess costs 8)"
     same = "the same" if math.isclose(held_out, reloaded, rel_tol=1e-6) else "NOT the same"
@@ -93,8 +85,10 @@ def summary(result: Result) -> Iterator[str]:
 
 def write_png(result: Result) -> str:
     """Draw loss.png; the line that says so, or what to install."""
-    path = result.folder / "loss.png"
-    title = f"byte-level Llama on the standard library: stage {result.recipe.stage}, {result.ranks} ranks, {result.recipe.precision}"
+    path, recipe = result.folder / "loss.png", result.recipe
+    title = (
+        f"stage {recipe.stage}, {recipe.precision}, dp {result.ranks}: a byte-level Llama on Python's standard library"
+    )
     try:
         as_png([record.loss for record in result.history], result.held_out_loss, title, path)
     except ImportError:
@@ -103,7 +97,8 @@ def write_png(result: Result) -> str:
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """One object with all figures."""
+    """One object with all figures; what is not finite is null."""
+    curve = result.folder / "loss.png"
     return {
         "stage": result.recipe.stage,
         "precision": result.recipe.precision,
@@ -111,9 +106,9 @@ def as_json(result: Result) -> dict[str, Any]:
         "params": result.params,
         "steps": len(result.history),
         "seconds": result.seconds,
-        "losses": [record.loss for record in result.history],
-        "held_out_loss": result.held_out_loss,
-        "reloaded_loss": result.reloaded_loss,
+        "losses": [_finite(record.loss) for record in result.history],
+        "held_out_loss": _finite(result.held_out_loss),
+        "reloaded_loss": _finite(result.reloaded_loss),
         "sample": result.sample,
         "memory": [row._asdict() for row in result.memory],
         "traffic": [
@@ -121,10 +116,14 @@ def as_json(result: Result) -> dict[str, Any]:
             for row in result.traffic
         ],
         "paths": {
-            "folder": str(result.folder),
-            "checkpoint": str(result.checkpoint),
-            "export": str(result.export),
-            "metrics": str(result.folder / "metrics.jsonl"),
-            "loss_curve": str(result.folder / "loss.png"),
+            "folder": str(result.folder.resolve()),
+            "checkpoint": str(result.checkpoint.resolve()),
+            "export": str(result.export.resolve()),
+            "metrics": str((result.folder / "metrics.jsonl").resolve()),
+            "loss_curve": str(curve.resolve()) if curve.exists() else None,
         },
     }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -53,16 +53,11 @@ class Comm:
     """Collectives over one axis; `_order` holds a running hash of each kind of operation."""
 
     def __init__(self, axis: Axis, arena: Arena, ledger: Ledger, check_every_gather: bool = False) -> None:
-        self.axis, self.rank, self.size = axis.name, axis.rank, axis.size
+        self.axis, self.rank, self.size, self.device = axis.name, axis.rank, axis.size, arena.device
         self._axis, self._arena, self._ledger, self._check = axis, arena, ledger, check_every_gather
         self._last = "nothing yet"
         self._order = {"all_gather": 0, "reduce_scatter": 0}
         self.algorithm = choose_algorithm(axis.backend, axis.size)
-
-    @property
-    def device(self) -> torch.device:
-        """Where its buffers live."""
-        return self._arena.device
 
     # --- operations -----------------------------------------------------------------------------
 
@@ -88,8 +83,8 @@ class Comm:
         """Sum `full` [total] over ranks into `shard` [total/N], travelling as `wire`.
 
         `add` adds to the shard instead of overwriting it. The shard may be this rank's slot of
-        `full`. Moves (N-1)/N total elements per rank. Each part is cast to `wire` first, the sum
-        ((p0 + p1) + p2) + ... is taken in the shard's dtype.
+        `full`. Moves (N-1)/N total elements per rank; the sum ((p0 + p1) + p2) + ... is taken in
+        the shard's dtype.
         """
         slots = list(full.view(self.size, -1))
         if self.size == 1:
@@ -112,6 +107,10 @@ class Comm:
                 self._arena.give_back("wire", buffer)
 
         return Pending(finish)
+
+    def travels(self, local: torch.dtype, wire: torch.dtype) -> torch.dtype:
+        """The dtype on the way. Pairwise messages carry unsummed values: a narrower local dtype loses nothing."""
+        return local if self.algorithm == "pairwise" and local.itemsize < wire.itemsize else wire
 
     def exchange(self, values: Tensor) -> Tensor:
         """All-gather a float64 vector [k] into [N, k]; (N-1) k elements per rank."""
@@ -147,7 +146,7 @@ class Comm:
 
     def check_order(self) -> None:
         """Compare the hashes now. Raises OrderError."""
-        mine = torch.tensor(self.order_values(), dtype=torch.float64, device=self._arena.device)
+        mine = torch.tensor(self.order_values(), dtype=torch.float64, device=self.device)
         seen = self.exchange(mine)
         if host_value((seen != seen[0]).any()[None], [0.0])[0]:
             raise self.order_error()
@@ -170,21 +169,22 @@ class Comm:
         return [s if peer == self.rank else next(rows).copy_(s) for peer, s in enumerate(slots)], [buffer]
 
     def _sum(self, parts: list[Tensor], shard: Tensor, add: bool) -> None:
-        """shard (+)= ((p0 + p1) + p2) + ...; a part may be the shard itself, read before the last write."""
-        if len(parts) == 1:
-            if add:
-                shard.add_(parts[0])
-            elif not same_memory(shard, parts[0]):
-                shard.copy_(parts[0])
-            return
-        total = parts[0].to(shard.dtype)
-        for part in parts[1:-1]:
-            total = total + part
-        target = self._arena.borrow("wire", shard.numel(), shard.dtype) if add else shard
-        torch.add(total, parts[-1], out=target)
+        """shard (+)= ((p0 + p1) + p2) + ...; a part may be the shard itself."""
+        own = min(self.rank, len(parts) - 1)
         if add:
+            target = self._arena.borrow("wire", shard.numel(), shard.dtype)
+            self._sum(parts, target, add=False)
             shard.add_(target)
             self._arena.give_back("wire", target)
+        elif same_memory(parts[own], shard):  # what comes before is summed in a received buffer
+            for part in parts[1:own]:
+                parts[0].add_(part)
+            for part in (*parts[: min(own, 1)], *parts[own + 1 :]):
+                shard.add_(part)
+        else:
+            shard.copy_(parts[0])
+            for part in parts[1:]:
+                shard.add_(part)
 
     def _native_reduce_scatter(self, full: Tensor, shard: Tensor, unit: str, wire: torch.dtype, add: bool) -> Pending:
         sends = full if full.dtype == wire else self._arena.borrow("wire", full.numel(), wire).copy_(full)

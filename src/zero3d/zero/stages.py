@@ -220,12 +220,18 @@ def token_order(forward: Sequence[str], root: str | None = None, no_backward: It
 
 
 class UnitTraffic(NamedTuple):
-    """What the exact formulas need of a unit: padded elements and the width of a weight in bytes."""
+    """What the exact formulas need of a unit: padded elements, and bytes per element.
+
+    weight   of a compute weight
+    reduced  of a reduced gradient
+    wire     of a gradient on its way to the reduction
+    """
 
     name: str
     elements: int
     weight: int
     reduced: int
+    wire: int
     trainable: bool
 
 
@@ -245,13 +251,11 @@ def step_traffic(
     gathers: Mapping[str, int],
     micro_batches: int = 1,
     reduce: str = "auto",
-    wire: int | None = None,
 ) -> dict[tuple[str, str], Moved]:
     """Exact traffic of one applied step, by (operation, unit): the ledger must equal it.
 
     units    padded sizes, as laid out
     gathers  parameter gathers per unit and *step* at stage 3 (`count_gathers` of the token order)
-    wire     bytes per element of reductions (None: the reduced dtype)
     """
     row = stage_row(stage)
     _, reduce = resolve_policies(row, "auto", reduce)
@@ -269,7 +273,7 @@ def step_traffic(
             add("all_gather", unit, 1, unit.weight if row.shards_optimizer else unit.reduced)
         if unit.trainable:
             calls = micro_batches if reduce == "every_micro_batch" else 1
-            add("reduce_scatter", unit, calls, unit.reduced if wire is None else wire)
+            add("reduce_scatter", unit, calls, unit.wire)
     values = sum(EXCHANGES_PER_STEP) * (n - 1)
     moved["exchange", "-"] = Moved(len(EXCHANGES_PER_STEP), values, 8 * values)
     return moved

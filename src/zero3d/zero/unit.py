@@ -236,7 +236,8 @@ class Gradients:
 
     def __init__(self, name: str, layout: UnitLayout, dtype: torch.dtype, setting: Setting) -> None:
         policy, arena = setting.policy, setting.arena
-        self._name, self._layout, self._setting, self._arena, self._wide = name, layout, setting, arena, policy.master
+        self._name, self._layout, self._setting, self._arena = name, layout, setting, arena
+        self._wide = policy.master
         self._wire = policy.wire if policy.wire.itemsize >= dtype.itemsize else policy.master
         self._transient = policy.reduce == "every_micro_batch"
         keep_wide = policy.accumulate > 1 or not policy.stage.shards_optimizer
@@ -267,6 +268,11 @@ class Gradients:
     @property
     def _in_place(self) -> bool:
         return self.full is not None and same_memory(self.shard, self._setting.slot(self.full))
+
+    @property
+    def travels(self) -> torch.dtype:
+        """The dtype in which these gradients reach their owners."""
+        return self._setting.comm.travels(self._local, self._wire)
 
     def take(self, index: int, grad: Tensor) -> None:
         """Copy one parameter's gradient in, or add it to what came before."""
@@ -322,7 +328,8 @@ class Gradients:
             if index not in self._filled:
                 view.zero_()
         add = self._summed and not self._in_place
-        self._pending = self._setting.comm.reduce_scatter(self.full, self.shard, self._name, self._wire, add)
+        wire = self._setting.comm.travels(self.full.dtype, self._wire)
+        self._pending = self._setting.comm.reduce_scatter(self.full, self.shard, self._name, wire, add)
         self.state = State.REDUCING
 
     def finish(self) -> None:

@@ -1,0 +1,131 @@
+"""`zero3d train` as a user runs it: a fresh directory, two workers, everything measured equals its formula."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+COMMAND = [sys.executable, "-m", "zero3d.cli.main", "train"]
+
+
+def train(folder, *words, **environment):
+    return subprocess.run(
+        [*COMMAND, *words], cwd=folder, capture_output=True, text=True, timeout=240, env={**os.environ, **environment}
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One short run at stage 3: its folder, what it printed and its JSON."""
+    folder = tmp_path_factory.mktemp("demo")
+    done = train(folder, "--steps", "4", "--ranks", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    return folder, done.stderr, json.loads(done.stdout)
+
+
+def test_it_leaves_metrics_a_curve_a_checkpoint_and_a_model(run):
+    folder, _, result = run
+    out = folder / "zero3d-demo"
+    assert sorted(path.name for path in folder.iterdir()) == ["zero3d-demo"]
+    assert sorted(path.name for path in out.iterdir()) == ["checkpoints", "hf", "loss.png", "metrics.jsonl"]
+    assert (out / "checkpoints" / "step-4" / "manifest.json").is_file()
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["loss"] for line in lines] == result["losses"]
+    assert result["losses"][-1] < result["losses"][0]
+
+
+def test_memory_is_what_the_formulas_say(run):
+    rows = {row["consumer"]: row for row in run[2]["memory"]}
+    for consumer in ("parameters", "gradients", "optimizer states", "padding"):
+        assert rows[consumer]["measured"] == rows[consumer]["formula"] > 0
+    for consumer in ("temporary: gathered", "temporary: bucket", "temporary: wire"):
+        assert 0 < rows[consumer]["measured"] <= rows[consumer]["formula"]
+    assert rows["activations"]["measured"] > 0
+    assert all(row["agrees"] in (True, None) for row in rows.values())
+
+
+def test_traffic_is_what_the_formulas_say(run):
+    rows = {row["op"]: row for row in run[2]["traffic"]}
+    assert set(rows) == {"all_gather", "reduce_scatter", "exchange", "broadcast"}
+    for row in rows.values():
+        assert row["equal"]
+        assert row["measured"] == row["formula"]
+
+
+def test_the_exported_model_loads_and_has_the_same_held_out_loss(run):
+    from transformers import AutoModelForCausalLM
+
+    result = run[2]
+    assert result["reloaded_loss"] == pytest.approx(result["held_out_loss"], rel=1e-6)
+    model = AutoModelForCausalLM.from_pretrained(result["paths"]["export"], dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert sum(p.numel() for p in model.parameters()) == result["params"]
+
+
+def test_the_console_shows_progress_sample_and_tables(run):
+    text = run[1]
+    for expected in (
+        "step 4/4",
+        "grad norm",
+        "tokens/s",
+        "a sample",
+        "memory of rank 0",
+        "traffic of rank 0",
+        "the same",
+    ):
+        assert expected in text
+    assert "UNEQUAL" not in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "words", [["--stage", str(stage)] for stage in range(3)] + [["--precision", "fp32"], ["--ranks", "1"]]
+)
+def test_the_other_stages_precisions_and_degrees_agree_too(tmp_path, words):
+    (tmp_path / "zero3d-demo").mkdir()
+    done = train(tmp_path, "--steps", "3", "--json", *words)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert all(row["equal"] for row in result["traffic"])
+    assert all(row["agrees"] in (True, None) for row in result["memory"])
+    assert result["paths"]["folder"].endswith("zero3d-demo-2")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--stage", "7"], "stage=0, 1, 2 or 3"),
+        (["--stage", "three"], "--stage"),
+        (["--precision", "int4"], "fp32, bf16, fp16, fp64"),
+        (["--ranks", "0"], "--ranks 0"),
+        (["--steps", "-1"], "--steps -1"),
+        (["--frobnicate"], "--frobnicate"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_refused_once_before_anything_is_written(tmp_path, words, said):
+    done = train(tmp_path, *words)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("ConfigError: ")
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_workers_error_is_told_once_by_the_launcher(tmp_path):
+    (tmp_path / "library").mkdir()
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sysconfig\nsysconfig.get_path = lambda name, *_, **__: {str(tmp_path / 'library')!r}\n"
+    )
+    done = train(tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.startswith("DataError: ")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "zero3d-demo").exists()
