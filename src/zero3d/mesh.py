@@ -7,7 +7,9 @@ Only dp is built so far; the other degrees are 1.
 
 from __future__ import annotations
 
+import atexit
 import os
+import weakref
 from datetime import timedelta
 
 import torch
@@ -55,6 +57,7 @@ class Mesh:
             else:
                 second = dist.new_group(list(range(self.world)), timeout=_timeout(self.device))
                 self._axis = Axis("dp", self.rank, self.dp, dist.group.WORLD, second)
+                atexit.register(_close, weakref.ref(self._axis))
         return self._axis
 
 
@@ -106,10 +109,24 @@ def start_distributed() -> None:
         return
     device = default_device()
     backend = "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
+    atexit.register(_end)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def _close(axis: weakref.ref[Axis]) -> None:
+    """At exit, before `_end`: an engine's references would keep a destroyed group's threads running."""
+    alive = axis()
+    if alive is not None:
+        alive.close()
+
+
+def _end() -> None:
+    """At exit: what `start_distributed` began."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _timeout(device: torch.device) -> timedelta:

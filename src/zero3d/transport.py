@@ -16,7 +16,7 @@ from torch import Tensor
 from zero3d.errors import OrderError, Zero3dError
 
 
-@dataclass(frozen=True)
+@dataclass
 class Axis:
     """One mesh axis as this rank sees it: two groups over the same ranks, or none for degree 1."""
 
@@ -25,6 +25,10 @@ class Axis:
     size: int
     gathers: dist.ProcessGroup | None = None
     reductions: dist.ProcessGroup | None = None
+
+    def close(self) -> None:
+        """Drop the groups: their threads must end before the interpreter does."""
+        self.gathers = self.reductions = None
 
     @property
     def backend(self) -> str:

@@ -16,6 +16,7 @@ import sys
 import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
@@ -42,7 +43,7 @@ def launch(words: Sequence[str], ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it tells every failure twice
+    logging.disable(logging.CRITICAL)  # the agent would tell every failure in its own words, too
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -64,6 +65,7 @@ def launch(words: Sequence[str], ranks: int) -> int:
         except ChildFailedError as error:
             return tell(error.failures, Path(logs))
         except SignalException as stop:
+            print(f"stopped by {signal.Signals(stop.sigval).name}; all workers are stopped", file=sys.stderr)
             return 128 + int(stop.sigval)
     return 0
 
@@ -80,7 +82,8 @@ def tell(failures: Mapping[int, ProcessFailure], logs: Path) -> int:
         return 1
     print(f"rank {rank} died without an exception: {told}", file=sys.stderr)
     for path in logs.rglob(f"{failure.local_rank}/stderr.log"):
-        print("\n".join(path.read_text(errors="replace").splitlines()[-LAST_LINES:]), file=sys.stderr)
+        for line in path.read_text(errors="replace").splitlines()[-LAST_LINES:]:
+            print(line, file=sys.stderr)
     return 1
 
 
@@ -105,13 +108,14 @@ def as_worker(action: Callable[[], None]) -> NoReturn:
     code = 0
     try:
         action()
-    except Exception as error:  # noqa: BLE001 (told here or by the launcher)
+    except BaseException as error:  # noqa: BLE001 (told here or by the launcher)
         handler.record_exception(error)
         code = 2 if isinstance(error, Zero3dError) else 1
         if LAUNCHED not in os.environ:
             print(f"{type(error).__name__}: {error}" if code == 2 else traceback.format_exc(), file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads any more
+            stream.flush()
     os._exit(code)
 
 

@@ -11,7 +11,7 @@ from zero3d.cli.launch import as_worker, launch, quiet_environment
 from zero3d.errors import ConfigError
 from zero3d.zero.stages import stage_row
 
-STEPS, RANKS = 400, 2
+STEPS, RANKS = 500, 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -118,7 +118,7 @@ def transient_bounds(engine: Engine) -> dict[str, int]:
 
     gathered  stage 3: the root all the time, two units at a hand-over, WINDOW ahead
     bucket    stages 2, 3: the root's gradients all the time, two units filling, WINDOW being reduced
-    wire      WINDOW reductions: (N-1)/N of a unit received and, if narrower than the wire, cast to be sent
+    wire      WINDOW reductions: (N-1)/N of a unit received and, if it travels in another dtype, cast to be sent
     """
     sizes = [unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name != ROOT]
     root = sum(unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name == ROOT)
@@ -128,7 +128,8 @@ def transient_bounds(engine: Engine) -> dict[str, int]:
     for unit in engine.units:
         if unit.grads is not None:
             travels = unit.gradients.travels
-            copies = 1 if travels.itemsize <= unit.dtype.itemsize else 2
+            local = unit.dtype if policy.stage.shards_optimizer else policy.master
+            copies = 1 if travels == local else 2
             moving = max(moving, copies * unit.layout.total * travels.itemsize * (n - 1) // n)
     return {
         "gathered": full if policy.stage.shards_parameters else 0,

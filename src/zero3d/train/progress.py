@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress as Bar, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress as Bar, TaskID, TextColumn, TimeRemainingColumn
 
 LINES = 20  # printed over a run where there is no terminal
+SHORT = "loss {loss:5.3f}  norm {grad_norm:5.3f}  lr {lr:.1e}  {tokens_per_s:6,.0f} tok/s"  # 80 columns with the bar
 FIGURES = "loss {loss:6.4f}  grad norm {grad_norm:6.3f}  lr {lr:.2e}  {tokens_per_s:8,.0f} tokens/s"
 
 
@@ -32,9 +33,8 @@ class Progress:
             yield from steps
             return
         columns = (
-            SpinnerColumn(),
             TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(),
+            BarColumn(bar_width=8),
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(),
         )
@@ -45,8 +45,8 @@ class Progress:
 
     def show(self, record: Mapping[str, Any]) -> None:
         """One finished step."""
-        figures = FIGURES.format(**record)
         if self._bar is not None:
-            self._bar.update(self._task, completed=record["step"], figures=figures)
+            self._bar.update(self._task, completed=record["step"], figures=SHORT.format(**record))
         elif record["step"] % max(self._steps // LINES, 1) == 0 or record["step"] == 1:
-            self.say(f"step {record['step']:>{len(str(self._steps))}}/{self._steps}  {figures}")
+            step = f"{record['step']:>{len(str(self._steps))}}/{self._steps}"
+            self.say(f"step {step}  {FIGURES.format(**record)}")

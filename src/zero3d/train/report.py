@@ -17,14 +17,17 @@ from zero3d.train.demo import PROMPT, Result
 
 def show(result: Result, console: Console) -> None:
     """Print everything and write loss.png."""
-    console.print(Text("loss (nats per byte), running average", style="bold"))
-    for line in as_text(smooth([record.loss for record in result.history])):
-        console.print(line, highlight=False, no_wrap=True)
-    console.print(f"a sample that starts with {PROMPT!r}:", style="bold", highlight=False)
+    if console.encoding.startswith("utf"):
+        console.print(Text("\nloss (nats per byte), running average", style="bold"))
+        for line in as_text(smooth([record.loss for record in result.history])):
+            console.print(line, highlight=False, no_wrap=True)
+    console.print(f"\na sample that starts with {PROMPT!r}:", style="bold", highlight=False)
     console.print(Text("\n".join(f"    {line}" for line in result.sample.splitlines())), soft_wrap=True)
     console.print()
     console.print(memory_table(result))
+    console.print()
     console.print(traffic_table(result))
+    console.print()
     for line in summary(result):
         console.print(Text(line), soft_wrap=True)
     console.print(Text(write_png(result)), soft_wrap=True)
