@@ -43,6 +43,7 @@ class Boundary:
         self.count = 0
         self.weight: float | Tensor = 0.0
         self.reached = False
+        self._by_default = False  # the last micro-batch was counted by a plain backward
 
     abandon = reset
 
@@ -73,6 +74,10 @@ class Boundary:
         driven = self._driven or Driven()
         if fresh and not self._counted:
             self._count(driven)
+            self._by_default = self._driven is None
+        elif self._driven is not None and self._by_default:
+            self.weight = self.weight + driven.weight - 1.0  # a partial backward came first and counted 1
+            self._by_default = False
         if driven.last is not None:
             self.reached = driven.last
         return self._every_micro_batch or self.reached

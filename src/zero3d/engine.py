@@ -210,7 +210,7 @@ class Engine:
         Moves what `stages.step_traffic` says. Skips on all ranks when the gradient norm is not
         finite anywhere; raises OrderError when ranks ran different units.
         """
-        lr = torch.tensor(float(self.optimizer.torch.param_groups[0]["lr"]), dtype=torch.float64)
+        lr = float(self.optimizer.torch.param_groups[0]["lr"])
         if any(FULL_PARAMS in unit.users for unit in self.units):
             raise ConfigError("step() inside full_params() would be undone on leaving it: leave the block first.")
         if not self.boundary.reached:
@@ -219,8 +219,8 @@ class Engine:
                     "there are gradients, but no backward went through the model's own forward (only through "
                     "submodules), so no micro-batch was counted: call the model, or engine.backward(loss, last=True)."
                 )
-            nan = torch.full((), float("nan"), dtype=self.policy.master)
-            return StepResult(torch.tensor(False), nan, torch.tensor(self.loss_scale.value), lr)
+            nan = torch.full((), float("nan"), dtype=self.policy.master, device=self.mesh.device)
+            return self._result(False, nan, lr)
         self.reductions.catch_up()
         if self._steps == 0 and not self.reductions.adopted and self.comm.size > 1:
             self.reductions.adopt(broadcast_ints(self.comm, self.reductions.observed()))
@@ -236,7 +236,12 @@ class Engine:
             self._steps += 1
             if self._scheduler is not None:
                 self._scheduler.step()
-        return StepResult(torch.tensor(outcome.applied), outcome.norm, torch.tensor(self.loss_scale.value), lr)
+        return self._result(outcome.applied, outcome.norm, lr)
+
+    def _result(self, applied: bool, norm: Tensor, lr: float) -> StepResult:
+        scale = torch.tensor(self.loss_scale.value, device=norm.device)
+        rate = torch.tensor(lr, dtype=torch.float64, device=norm.device)
+        return StepResult(torch.tensor(applied, device=norm.device), norm, scale, rate)
 
     def _warn_of_skips(self, applied: bool) -> None:
         """A run that never applies a step should not look like one that trains."""

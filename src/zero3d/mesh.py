@@ -66,31 +66,17 @@ def resolve_degrees(world: int, dp: int | None, tp: int | None, pp: int | None) 
     for name, degree in (("dp", dp), ("tp", tp), ("pp", pp)):
         if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
             raise MeshError(f"{name}={degree!r} is no degree: pass a whole number from 1.")
-    given = [degree for degree in (dp, tp, pp) if degree is not None]
-    product = 1
-    for degree in given:
-        product *= degree
-    if dp is None:
-        if world % product:
-            raise MeshError(
-                f"{world} ranks cannot form pp={pp or 1} x dp x tp={tp or 1}: {world} / {product} is not whole. "
-                f"Start a multiple of {product} ranks or change the degrees."
-            )
-        dp = world // product
-    elif tp is None and pp is not None and world % product == 0:
-        tp = world // product
-    elif pp is None and tp is not None and world % product == 0:
-        pp = world // product
-    tp, pp = tp or 1, pp or 1
-    if dp * tp * pp != world:
-        fit = f"{world} / ({pp}*{tp}) = {world // (pp * tp)}" if world % (pp * tp) == 0 else "a divisor of the world"
+    if (tp or 1) > 1 or (pp or 1) > 1:
         raise MeshError(
-            f"{world} ranks cannot form pp={pp} x dp={dp} x tp={tp} (= {dp * tp * pp}). "
-            f"dp must be {fit}: leave dp out and it is computed."
+            f"pp={pp or 1} x tp={tp or 1}: pipeline and tensor parallelism are not built yet; leave them out or pass 1."
         )
-    if tp > 1 or pp > 1:
-        raise MeshError(f"pp={pp} x tp={tp}: pipeline and tensor parallelism are not built yet; pass tp=1, pp=1.")
-    return dp, tp, pp
+    dp = world if dp is None else dp
+    if dp != world:
+        raise MeshError(
+            f"{world} ranks cannot form pp=1 x dp={dp} x tp=1 (= {dp}). dp must be {world} / (1*1) = {world}: "
+            "leave dp out and it is computed."
+        )
+    return dp, 1, 1
 
 
 def default_device() -> torch.device:

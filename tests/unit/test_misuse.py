@@ -294,6 +294,22 @@ def test_late_gradients_after_widening_leave_the_planned_memory():
     assert engine.arena.live("bucket") == 0
 
 
+def test_a_partial_backward_before_the_driven_one_keeps_its_weight():
+    def loss(engine, look):
+        value = loss_of(engine, batch(0))
+        if look:
+            torch.autograd.grad(value, engine.module.head.weight, retain_graph=True)
+        return value
+
+    hashes = set()
+    for look in (False, True):
+        engine = make(clip_norm=None, stage=2, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1))
+        engine.backward(loss(engine, look), weight=10)
+        engine.step()
+        hashes.add(weights(engine))
+    assert len(hashes) == 1
+
+
 def test_create_graph_and_other_unusual_backwards():
     hashes = set()
     for stage in range(4):
