@@ -222,7 +222,7 @@ class Engine:
             nan = torch.full((), float("nan"), dtype=self.policy.master, device=self.mesh.device)
             return self._result(False, nan, lr)
         self.reductions.catch_up()
-        if self._steps == 0 and not self.reductions.adopted and self.comm.size > 1:
+        if not self.reductions.adopted and self.comm.size > 1:
             self.reductions.adopt(broadcast_ints(self.comm, self.reductions.observed()))
         try:
             outcome = self.optimizer.step(self.boundary.weight, self.loss_scale.value)

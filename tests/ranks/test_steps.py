@@ -260,6 +260,26 @@ def test_ranks_may_use_different_branches(ranks, stage, units):
     assert len({*hashes, *other}) == 1
 
 
+def uneven_contributions(stage, reduce):
+    """Two micro-batches by last=; rank 0 uses the branch in both, rank 1 in the second only; then a single one."""
+    rank = dist.get_rank()
+    engine = make(stage, Branches(), units=["left", "right"] if stage < 3 else [], precision="bf16", reduce=reduce)
+    for step in range(3):
+        for m in range(2 if step < 2 else 1):
+            use = ["left"] if rank == 1 and m == 0 and step < 2 else ["left", "right"]
+            engine.backward(engine(batch(10 * step + m, rank), use).float().square().mean(), last=m == 1 or step == 2)
+        assert engine.step().applied
+    return bits(weights_of(engine))
+
+
+def test_ranks_may_accumulate_different_parameters(ranks):
+    cases = [(0, "auto"), (1, "auto"), (2, "every_step"), (3, "every_step")]
+    assert (
+        len({h for stage, reduce in cases for h in ranks(2, uneven_contributions, stage, reduce, group_timeout=5.0)})
+        == 1
+    )
+
+
 # --- sizes ----------------------------------------------------------------------------------------
 
 

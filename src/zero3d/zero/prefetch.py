@@ -137,11 +137,7 @@ class Gathers:
         position = len(self._current)
         if self._recording:
             self._current.append(unit)
-        if (
-            self._recording
-            and self._on_track
-            and not (position < len(self._previous) and self._previous[position] is unit)
-        ):
+        if self._recording and self._on_track and self._previous[position : position + 1] != [unit]:
             self._on_track = False
             self._cancel_ahead(keep=unit)
         self._issue(unit)
@@ -188,9 +184,11 @@ class Reductions:
         self._completed: list[Unit] = []
         self.adopted = False  # rank 0's order is in use
         self.due = False  # this backward ends in a reduction
+        self._backwards = 0  # since the last reduction: the same on all ranks
 
     def begin(self) -> None:
         """A backward starts."""
+        self._backwards += 1
         self.due = False
         self._next = 0
         self._arrived.clear()
@@ -218,7 +216,7 @@ class Reductions:
         while len(self._in_flight) >= WINDOW:
             self._finish_oldest()
         with self._lane.issue(unit.name):
-            unit.gradients.reduce()
+            unit.gradients.reduce(single=self._backwards == 1)
         self._in_flight.append(unit)
 
     def _finish_oldest(self) -> None:
@@ -235,6 +233,7 @@ class Reductions:
             for unit in self._order:  # gradients that arrived after their unit had been reduced
                 if unit.gradients.state is State.FILLING:
                     self._reduce(unit)
+            self._backwards = 0
         while self._in_flight:
             self._finish_oldest()
 
@@ -253,6 +252,7 @@ class Reductions:
         """Forget the gradients of this step."""
         self._in_flight.clear()
         self.begin()
+        self._backwards = 0
         for unit in self._order:
             unit.gradients.reset()
 

@@ -58,8 +58,8 @@ class Policy:
     """How all units of an engine behave.
 
     master  dtype of masters and reduced gradients
-    wire    dtype in which gradients travel
-    poison  fill released storages with NaN before they are freed: finds early releases
+    wire    dtype in which gradients are reduced; they travel in a narrower one where nothing is rounded
+    poison  fill released storages with NaN: finds early releases
     """
 
     stage: Stage
@@ -242,6 +242,8 @@ class Gradients:
         self._transient = policy.reduce == "every_micro_batch"
         keep_wide = policy.accumulate > 1 or not policy.stage.shards_optimizer
         self._local = policy.master if keep_wide and not self._transient else dtype
+        # In which a single backward's gradients reach their owners: by plan, since ranks must agree on it.
+        self.travels = setting.comm.travels(self._local, self._wire)
         self.full: Tensor | None = None
         self._views: list[Tensor] = []
         if not self._transient:
@@ -268,11 +270,6 @@ class Gradients:
     @property
     def _in_place(self) -> bool:
         return self.full is not None and same_memory(self.shard, self._setting.slot(self.full))
-
-    @property
-    def travels(self) -> torch.dtype:
-        """The dtype in which these gradients reach their owners."""
-        return self._setting.comm.travels(self._local, self._wire)
 
     def take(self, index: int, grad: Tensor) -> None:
         """Copy one parameter's gradient in, or add it to what came before."""
@@ -315,12 +312,13 @@ class Gradients:
         self._arena.free("gradients", self.shard, self._layout.used_per_shard)
         self.shard = self._setting.slot(full)
 
-    def reduce(self) -> None:
+    def reduce(self, single: bool) -> None:
         """Start summing local gradients over the dp axis into what this rank owns.
 
         full  [Psi]    local dtype     consumed; parameters without a gradient count as zero
         shard [Psi/N]  reduced dtype   accumulated
-        Moves (N-1)/N Psi elements per rank in the wire dtype (reduce-scatter, ZeRO section 7).
+        single: they are one backward's, so that the narrow dtype they may travel in rounds no sum of
+        several. Moves (N-1)/N Psi elements per rank (reduce-scatter, ZeRO section 7).
         """
         self._open()
         assert self.full is not None
@@ -328,7 +326,7 @@ class Gradients:
             if index not in self._filled:
                 view.zero_()
         add = self._summed and not self._in_place
-        wire = self._setting.comm.travels(self.full.dtype, self._wire)
+        wire = self.travels if single else self._wire
         self._pending = self._setting.comm.reduce_scatter(self.full, self.shard, self._name, wire, add)
         self.state = State.REDUCING
 
