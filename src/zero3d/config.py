@@ -1,0 +1,182 @@
+"""What a run is: frozen dataclasses, one per section of the YAML file. No torch.
+
+    output, seed, precision, activations      of the whole run
+    model    data    train                    what is trained, on what, how long
+    optimizer    schedule    loss_scale       the update
+    zero    mesh                              who holds what
+    evaluate    checkpoint    log    profile  what is done on the way
+
+Every field says its meaning, range and choices in its metadata, from which `check`, `explain`
+and `schema` are made; nothing about a key is written twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+
+
+def key(
+    default: Any,
+    text: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+) -> Any:
+    """A field: its default, what it means, and what is allowed (`above` is an open bound, `least` a closed one)."""
+    metadata = {"text": text, "choices": choices, "least": least, "most": most, "above": above}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained."""
+
+    path: str = key("demo", "a Hugging Face folder, a config.json, a preset, or module:function that returns a module")
+    init: str = key("weights", "from the folder's weights, or random from its config", choices=("weights", "random"))
+    attn: str | None = key(None, "attention implementation passed to Hugging Face: eager, sdpa, flash_attention_2, ...")
+
+
+@dataclass(frozen=True)
+class Data:
+    """What it is trained on."""
+
+    train: list[str] = key(["stdlib"], "files or folders; stdlib is the text of Python's standard library")
+    validation: float | list[str] = key(
+        0.0, "files or folders, or the fraction of documents held out", least=0, most=0.5
+    )
+    format: str = key("auto", "what the files are", choices=("auto", "text", "jsonl", "npy", "parquet"))
+    tokenizer: str | None = key(None, "a tokenizer's folder, or bytes; by default the model's own")
+    length: int = key(1024, "tokens per sequence", least=2)
+    packing: bool = key(True, "put several documents into a sequence, none of which sees another")
+    shuffle: bool = key(True, "another order in every epoch")
+    skip_bad_lines: bool = key(False, "leave out lines that do not parse, and count them")
+    workers: int = key(0, "processes per rank that prepare batches", least=0)
+    cache: str | None = key(None, "where tokens are kept between runs; by default ~/.cache/zero3d")
+
+
+@dataclass(frozen=True)
+class Train:
+    """How long, and in which portions: batch = micro_batch x accumulate x dp, in sequences."""
+
+    steps: int | None = key(None, "optimizer steps; or give epochs", least=1)
+    epochs: float | None = key(None, "passes over the training data; by default 1 where steps are not given", above=0)
+    batch: int | None = key(None, "sequences per step over all ranks", least=1)
+    micro_batch: int | None = key(None, "sequences per rank in one forward", least=1)
+    accumulate: int | None = key(None, "micro-batches per rank and step", least=1)
+    compile: bool = key(False, "torch.compile the blocks")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW, its groups, and clipping."""
+
+    lr: float = key(3e-4, "peak learning rate", above=0)
+    betas: list[float] = key([0.9, 0.95], "decay of the two averages", least=0, most=1)
+    eps: float = key(1e-8, "added to the root of v", above=0)
+    weight_decay: float = key(0.1, "per step, times the learning rate", least=0)
+    no_decay: str = key("*norm*|*ln_*|*.bias", "parameters without weight decay, as name patterns")
+    clip_norm: float | None = key(1.0, "largest global gradient norm; null does not clip", above=0)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over the run."""
+
+    name: str = key("cosine", "its shape after warm-up", choices=("cosine", "linear", "constant"))
+    warmup: float = key(0.0, "steps of warm-up, or below 1 the fraction of all steps", least=0)
+    final: float = key(0.1, "the last learning rate as a fraction of the peak", least=0, most=1)
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """fp16 only."""
+
+    initial: float = key(65536.0, "first scale", above=0)
+    window: int = key(1000, "steps without overflow after which it doubles", least=1)
+    hysteresis: int = key(2, "overflows before it halves", least=1)
+    minimum: float = key(1.0, "it never falls below", above=0)
+
+
+@dataclass(frozen=True)
+class Zero:
+    """What the data-parallel ranks shard."""
+
+    stage: int = key(3, "0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters", least=0, most=3)
+    reduce_dtype: str = key("fp32", "in which gradients are reduced", choices=PRECISIONS)
+    release: str = key("auto", "when gathered parameters are given back", choices=("auto", "every_use", "every_step"))
+    reduce: str = key("auto", "when gradients are reduced", choices=("auto", "every_micro_batch", "every_step"))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Degrees; their product is the number of ranks."""
+
+    dp: int | None = key(None, "data-parallel degree; computed where left out", least=1)
+    tp: int | None = key(None, "tensor-parallel degree", least=1)
+    pp: int | None = key(None, "pipeline-parallel degree", least=1)
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """The held-out loss."""
+
+    every: int = key(0, "steps between evaluations; 0 evaluates at the end only", least=0)
+    batches: int | None = key(None, "micro-batches per rank; by default all of the held-out data", least=1)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What can be resumed, and what is left at the end."""
+
+    every: int = key(0, "steps between checkpoints; 0 saves at the end only", least=0)
+    keep: int = key(2, "how many of the last ones are kept", least=1)
+    best: bool = key(True, "keep also the one with the lowest held-out loss")
+    export: bool = key(True, "write the final weights as a Hugging Face folder")
+
+
+@dataclass(frozen=True)
+class Log:
+    """What people look at; metrics.jsonl is always written."""
+
+    every: int | None = key(
+        None, "steps between lines where there is no terminal; by default about 20 lines a run", least=1
+    )
+    tensorboard: bool = key(False, "write event files to OUTPUT/tensorboard")
+    wandb: str | None = key(None, "a Weights & Biases project")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A trace for chrome://tracing or Perfetto."""
+
+    steps: int = key(0, "steps that are traced", least=0)
+    after: int = key(2, "steps before them", least=0)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    output: str | None = key(None, "a new folder for everything the run writes; by default the first free zero3d-run-N")
+    seed: int = key(0, "of data order, dropout and random weights", least=0)
+    precision: str = key("bf16", "what the model computes in; masters are fp32", choices=PRECISIONS)
+    activations: str = key("none", "recomputation: none, full, every:K (segments of K blocks), selective (attention)")
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    train: Train = field(default_factory=Train)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    loss_scale: LossScale = field(default_factory=LossScale)
+    zero: Zero = field(default_factory=Zero)
+    mesh: Mesh = field(default_factory=Mesh)
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    log: Log = field(default_factory=Log)
+    profile: Profile = field(default_factory=Profile)
