@@ -29,8 +29,6 @@ def key(
 ) -> Any:
     """A field: its default, what it means, and what is allowed (`above` is an open bound, `least` a closed one)."""
     metadata = {"text": text, "choices": choices, "least": least, "most": most, "above": above}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -47,8 +45,8 @@ class Model:
 class Data:
     """What it is trained on."""
 
-    train: list[str] = key(["stdlib"], "files or folders; stdlib is the text of Python's standard library")
-    validation: float | list[str] = key(
+    train: tuple[str, ...] = key(("stdlib",), "files or folders; stdlib is the text of Python's standard library")
+    validation: float | tuple[str, ...] = key(
         0.0, "files or folders, or the fraction of documents held out", least=0, most=0.5
     )
     format: str = key("auto", "what the files are", choices=("auto", "text", "jsonl", "npy", "parquet"))
@@ -78,7 +76,7 @@ class Optimizer:
     """AdamW, its groups, and clipping."""
 
     lr: float = key(3e-4, "peak learning rate", above=0)
-    betas: list[float] = key([0.9, 0.95], "decay of the two averages", least=0, most=1)
+    betas: tuple[float, float] = key((0.9, 0.95), "decay of the two averages", least=0, most=1)
     eps: float = key(1e-8, "added to the root of v", above=0)
     weight_decay: float = key(0.1, "per step, times the learning rate", least=0)
     no_decay: str = key("*norm*|*ln_*|*.bias", "parameters without weight decay, as name patterns")
