@@ -25,6 +25,7 @@ from zero3d.errors import ConfigError
 from zero3d.guards import guard, is_guarded
 from zero3d.hf.blocks import UnitSpec, partition
 from zero3d.hf.export import export
+from zero3d.initial import Source, from_module, from_source, hollow
 from zero3d.ledger import Ledger
 from zero3d.mesh import Mesh
 from zero3d.nested import tensors_in
@@ -84,10 +85,14 @@ class Engine:
     release       "auto" | "every_use" | "every_step": gathered parameters at stage 3
     reduce        "auto" | "every_micro_batch" | "every_step": when gradients are reduced
 
+    weights       values of parameters on the meta device (`hf.load.open_model` gives both): every
+                  rank reads only what it holds
+
     Every rank must build it with the same arguments; rank 0's weights and buffers win. Costs one
-    broadcast of the model. Raises ConfigError, MeshError. A parameter without a gradient counts as
-    one with gradient zero (weight decay and momentum apply), as under data-parallel PyTorch. Writes
-    through `p.data` outside `full_params()` are not seen.
+    broadcast of the model (none with `weights`), below stage 3 also an all-gather. Raises
+    ConfigError, MeshError. A parameter without a gradient counts as one with gradient zero (weight
+    decay and momentum apply), as under data-parallel PyTorch. Writes through `p.data` outside
+    `full_params()` are not seen.
     """
 
     def __init__(
@@ -108,11 +113,14 @@ class Engine:
         release: str = "auto",
         reduce: str = "auto",
         exact: bool = False,
+        weights: Source | None = None,
     ) -> None:
         row = stage_row(stage)
         self.precision = Precision.of(precision)
         release, reduce = resolve_policies(row, release, reduce)
-        _check(model, clip_norm, accumulate, exact)
+        _check(model, clip_norm, accumulate, exact, weights)
+        if weights is not None:
+            hollow(model)
         choice = choose_optimizer(model, optimizer, param_groups)
         specs, uses = partition(model, units, self.precision.dtype)
         self.mesh = mesh if mesh is not None else Mesh()
@@ -127,7 +135,7 @@ class Engine:
         guard(model, self._unit_of, lambda unit: FULL_PARAMS in unit.users)  # first: a failure below must not go unseen
         self._move_buffers()
         self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
-        self.units = [self._build_unit(spec, choice) for spec in specs]
+        self.units = [self._build_unit(spec, choice, weights) for spec in specs]
         self._wire_up(uses, choice, clip_norm)
         self._scheduler = _bind(scheduler, self.optimizer.torch)
         self._steps = self._skips = 0
@@ -137,11 +145,16 @@ class Engine:
 
     # --- construction ---------------------------------------------------------------------------
 
-    def _build_unit(self, spec: UnitSpec, choice: OptimizerChoice) -> Unit:
+    def _build_unit(self, spec: UnitSpec, choice: OptimizerChoice, source: Source | None) -> Unit:
         parameters = [(name, tuple(p.shape), choice.group_of.get(name, 0)) for name, p in spec.params.items()]
         layout = UnitLayout(parameters, self.comm.size)
         setting = Setting(self.policy, self.comm, self.arena)
-        return Unit(spec.name, spec.params, layout, spec.dtype, setting, spec.deferred)
+        wide = self.policy.master if spec.dtype.is_floating_point else spec.dtype
+        if source is None:
+            values = from_module(layout, spec.params, self.comm, wide)
+        else:
+            values = from_source(source, layout, self.comm, wide)
+        return Unit(spec.name, spec.params, layout, spec.dtype, setting, values, spec.deferred)
 
     def _wire_up(
         self, uses: Mapping[nn.Module, Sequence[str]], choice: OptimizerChoice, clip_norm: float | None
@@ -461,7 +474,7 @@ class Engine:
         ]
 
 
-def _check(model: nn.Module, clip_norm: float | None, accumulate: int, exact: bool) -> None:
+def _check(model: nn.Module, clip_norm: float | None, accumulate: int, exact: bool, weights: Source | None) -> None:
     """Refuse what cannot be trained, before anything is allocated."""
     if exact:
         raise ConfigError("exact=True is not built yet: leave it out.")
@@ -484,9 +497,10 @@ def _check(model: nn.Module, clip_norm: float | None, accumulate: int, exact: bo
     if odd:
         raise ConfigError(f"{len(odd)} parameters are complex, first {odd[0]!r}: store them as pairs of real numbers.")
     on_meta = [name for name, p in parameters.items() if p.is_meta]
-    if on_meta:
+    if on_meta and weights is None:
         raise ConfigError(
-            f"{len(on_meta)} parameters have no data (meta device), first {on_meta[0]!r}: load weights first."
+            f"{len(on_meta)} parameters have no data (meta device), first {on_meta[0]!r}: load weights first, or pass "
+            "weights= with their values (zero3d.hf.load.open_model gives both)."
         )
 
 

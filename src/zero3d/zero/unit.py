@@ -87,8 +87,9 @@ class Weights:
     """Owns a unit's parameters: their storage, this rank's shard and its master."""
 
     def __init__(
-        self, name: str, params: list[nn.Parameter], layout: UnitLayout, dtype: torch.dtype, setting: Setting
-    ) -> None:
+        self, name: str, params: list[nn.Parameter], layout: UnitLayout, dtype: torch.dtype, setting: Setting,
+        values: Tensor,
+    ) -> None:  # fmt: skip
         self.name, self.params, self.layout, self._setting = name, params, layout, setting
         self.trainable = params[0].requires_grad
         self.sharded = setting.policy.stage.shards_parameters
@@ -106,7 +107,11 @@ class Weights:
             self.shard = setting.arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype)
         self.master = self.held
         self._placeholders = [_placeholder(p, dtype, self.full.device) for p in params]
-        self._fill_from_parameters(dtype)
+        self._adopt(values)
+        self._point_at(self.views)
+        self._versions = [p._version for p in self.params]
+        if self.sharded:
+            self.release()
 
     @property
     def held(self) -> Tensor:
@@ -126,23 +131,23 @@ class Weights:
         """The pieces of `held`, in slot order."""
         return self.whole_pieces() if self.updates_all else self.layout.pieces(rank)
 
-    def _fill_from_parameters(self, dtype: torch.dtype) -> None:
-        """Copy rank 0's values in; masters keep the precision the model came with."""
-        wide = self._setting.policy.master if dtype.is_floating_point else dtype
-        source = torch.zeros(self.layout.total, dtype=wide, device=self.full.device)
-        for view, p in zip(_views(source, self.layout), self.params, strict=True):
-            view.copy_(p.detach())
-        self._setting.comm.broadcast(source, "-")
-        to_compute(source, dtype, out=self.full)
-        if self.trainable and dtype != wide:
-            self.master = self._setting.arena.allocate("optimizer", self.held.numel(), self.used, wide)
-            self.master.copy_(source if self.updates_all else self._setting.slot(source))
-        if self.sharded:
-            self.shard.copy_(self._setting.slot(self.full))
-        self._point_at(self.views)
-        self._versions = [p._version for p in self.params]
-        if self.sharded:
-            self.release()
+    def _adopt(self, values: Tensor) -> None:
+        """Take this rank's slice [total/N] and, where more is held, the others' ((N-1)/N Psi elements).
+
+        Masters keep the precision the values came with.
+        """
+        comm, dtype = self._setting.comm, self.full.dtype
+        if self.trainable and dtype != values.dtype:
+            self.master = self._setting.arena.allocate("optimizer", self.held.numel(), self.used, values.dtype)
+            own = self._setting.slot(self.master) if self.updates_all else self.master
+            own.copy_(values)
+            if self.updates_all:
+                comm.all_gather(self.master, own, "-").wait()
+            to_compute(self.master, dtype, out=self.held)
+        else:
+            to_compute(values, dtype, out=self.shard)
+        if not self.sharded:
+            comm.all_gather(self.full, self.shard, "-").wait()
 
     # --- gather and release ---------------------------------------------------------------------
 
@@ -373,6 +378,7 @@ class Gradients:
 class Unit:
     """Parameters handled together: one dtype, all trainable or all frozen.
 
+    values    [total/N] this rank's slice of the first weights, in the master's dtype
     deferred  its gradients may come in several parts (root unit, tied parameters): reduced last
     users     tokens of whoever needs the full parameters now
     """
@@ -384,11 +390,12 @@ class Unit:
         layout: UnitLayout,
         dtype: torch.dtype,
         setting: Setting,
+        values: Tensor,
         deferred: bool = False,
     ) -> None:
         self.name, self.layout, self.dtype, self.deferred = name, layout, dtype, deferred
         self.users: set[object] = set()
-        self.weights = Weights(name, [params[slot.name] for slot in layout.slots], layout, dtype, setting)
+        self.weights = Weights(name, [params[slot.name] for slot in layout.slots], layout, dtype, setting, values)
         self.grads = Gradients(name, layout, dtype, setting) if self.weights.trainable else None
 
     @property

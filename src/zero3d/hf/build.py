@@ -1,0 +1,95 @@
+"""A Hugging Face model without its weights, and new weights for it.
+
+build         the module of a config: parameters on the meta device, buffers real
+RandomWeights a `Source` of freshly initialised parameters, the same for every dp degree
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero3d.errors import ConfigError
+from zero3d.hf.blocks import find_blocks
+
+
+def build(config: Any, attn: str | None = None) -> nn.Module:
+    """The causal language model of a transformers config, parameters on meta, tied as the config says.
+
+    Buffers are computed by the model's own constructor. Costs no memory to speak of and no download.
+    """
+    from transformers import AutoModelForCausalLM
+
+    options = {} if attn is None else {"attn_implementation": attn}
+    try:
+        with _parameters_on_meta():
+            model: nn.Module = AutoModelForCausalLM.from_config(config, **options)
+    except (ValueError, ImportError, KeyError) as error:
+        said = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{type(config).__name__} cannot be built with attn={attn!r}: {said}") from error
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters lose their data when a module registers them; initialisers then have nothing to do."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class RandomWeights:
+    """New weights for a model on meta, by its own `_init_weights`, one block (or embedding, or head) at a time.
+
+    The random stream of a block follows from `seed` and its name, so that the weights do not
+    depend on the dp degree, and no rank ever holds more than one block of them.
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._model, self._seed = copy.deepcopy(model), seed
+        blocks = find_blocks(model)
+        self._owner = {}
+        for name, _ in model.named_parameters():
+            inside = (block for block in blocks if name.startswith(block + "."))
+            self._owner[name] = next(inside, name.rpartition(".")[0])
+        self._made: tuple[str | None, dict[str, Tensor]] = (None, {})
+
+    def __call__(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the flattened parameter."""
+        owner = self._owner[name]
+        if self._made[0] != owner:
+            self._made = (owner, self._make(owner))
+        return self._made[1][name].view(-1)[start:stop]
+
+    def _make(self, owner: str) -> dict[str, Tensor]:
+        module = copy.deepcopy(self._model.get_submodule(owner)).to_empty(device="cpu")
+        digest = hashlib.sha256(f"{self._seed}:{owner}".encode()).digest()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int.from_bytes(digest[:7], "big"))
+            module.apply(self._initialiser(owner))
+        return {f"{owner}.{name}" if owner else name: p.detach() for name, p in module.named_parameters()}
+
+    def _initialiser(self, owner: str) -> Callable[[nn.Module], None]:
+        """`_init_weights` of the nearest model around `owner`."""
+        path = owner.split(".") if owner else []
+        for depth in range(len(path), -1, -1):
+            around = self._model.get_submodule(".".join(path[:depth]))
+            initialise: Callable[[nn.Module], None] | None = getattr(around, "_init_weights", None)
+            if initialise is not None:
+                return initialise
+        raise ConfigError(f"{type(self._model).__name__} has no _init_weights: pass a module with its own weights.")

@@ -1,0 +1,113 @@
+"""From what `model.path` says to a module and its weights.
+
+a folder with config.json     weights by slices out of its safetensors (hf/load.py), or new ones
+a config.json, a preset       new weights (hf/build.py)
+module:function               whatever nn.Module the function returns, with its own weights
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zero3d.config import Model
+from zero3d.errors import ConfigError
+from zero3d.hf.build import RandomWeights, build
+from zero3d.hf.load import FileWeights
+from zero3d.hf.presets import PRESETS
+from zero3d.initial import Source
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A module to be trained.
+
+    weights  values of its parameters, which are on meta; None if it has its own
+    folder   where it came from, when that may hold a tokenizer
+    notes    lines for people
+    """
+
+    module: nn.Module
+    weights: Source | None
+    folder: Path | None = None
+    notes: tuple[str, ...] = ()
+
+
+def open_model(model: Model, seed: int = 0) -> Opened:
+    """Build the module on this rank without its weights. Raises ConfigError."""
+    path = Path(model.path)
+    if path.is_dir():
+        module = build(read_config(path), model.attn)
+        if model.init == "random":
+            return Opened(module, RandomWeights(module, seed), path)
+        weights = FileWeights(path, module)
+        _read_generation_config(path, module)
+        unused = (
+            f"{len(weights.unused)} tensors of {path} are not used, first {weights.unused[0]}" if weights.unused else ""
+        )
+        return Opened(module, weights, path, (unused,) if unused else ())
+    if path.is_file() or model.path in PRESETS:
+        module = build(read_config(path) if path.is_file() else preset(model.path), model.attn)
+        return Opened(module, RandomWeights(module, seed), path.parent if path.is_file() else None)
+    if ":" in model.path:
+        return Opened(call(model.path), None)
+    near = difflib.get_close_matches(model.path, PRESETS, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(
+        f"model.path {model.path!r} is no folder, no config.json, no preset ({', '.join(PRESETS)}) and not "
+        f"module:function.{hint} zero3d downloads nothing: fetch a model first and give its folder."
+    )
+
+
+def preset(name: str) -> Any:
+    """The transformers config of a preset."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**PRESETS[name])
+
+
+def read_config(path: Path) -> Any:
+    """The transformers config of a folder or a config.json. Raises ConfigError."""
+    from transformers import AutoConfig
+
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        inside = sorted(entry.name for entry in path.iterdir())[:5]
+        raise ConfigError(
+            f"{path} has no config.json (it has {', '.join(inside) or 'nothing'}): give a folder written by "
+            "save_pretrained."
+        )
+    try:
+        return AutoConfig.from_pretrained(file, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        said = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{file} is no config that transformers knows: {said}") from error
+
+
+def _read_generation_config(folder: Path, module: nn.Module) -> None:
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        module.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+
+
+def call(path: str) -> nn.Module:
+    """The module that `module:function` returns; the current directory is searched, too. Raises ConfigError."""
+    name, _, function = path.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = getattr(import_module(name), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"model.path {path!r} cannot be imported from {here}: {error}") from error
+    module = found() if callable(found) else found
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"{path} returned {type(module).__name__}: it must return a torch.nn.Module.")
+    return module

@@ -1,0 +1,40 @@
+"""Models by name: shapes of well-known ones, with new weights. No download.
+
+demo         1.4 M   a Llama over bytes, of the embedded default
+gpt2         124 M   Radford et al. 2019, table 2
+qwen3-0.6b   0.6 B   tied embeddings
+llama-3-1b   1.2 B   Llama 3.2
+llama-3-8b   8.0 B   Grattafiori et al. 2024, table 3
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LLAMA_3 = {
+    "model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "bos_token_id": 128000, "eos_token_id": 128001,
+}  # fmt: skip
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "demo": {
+        "model_type": "llama", "vocab_size": 256, "hidden_size": 192, "intermediate_size": 512,
+        "num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 512, "initializer_range": 0.04,
+        "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+    },
+    "gpt2": {"model_type": "gpt2"},
+    "qwen3-0.6b": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 40960, "rope_theta": 1000000.0, "tie_word_embeddings": True,
+        "bos_token_id": 151643, "eos_token_id": 151645,
+    },
+    "llama-3-1b": {
+        **_LLAMA_3, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "head_dim": 64, "tie_word_embeddings": True,
+    },
+    "llama-3-8b": {
+        **_LLAMA_3, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "head_dim": 128,
+    },
+}  # fmt: skip

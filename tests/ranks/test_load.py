@@ -1,0 +1,92 @@
+"""Loading by slices on several ranks: the same bits as loading everything, in the memory of a shard."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from models import adamw, batch, hf, train_engine
+
+import zero3d
+from zero3d.config import Model
+from zero3d.hf.open import open_model
+
+
+def train_both(folder, stage, precision):
+    """Three steps of a model loaded whole and of one loaded by slices; losses, norms and weights of each."""
+    from transformers import AutoModelForCausalLM
+
+    batches = [batch(step) for step in range(3)]
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    opened = open_model(Model(path=str(folder)))
+    results = []
+    for module, weights in ((whole, None), (opened.module, opened.weights)):
+        engine = zero3d.Engine(module, stage=stage, precision=precision, optimizer=adamw, weights=weights)
+        results.append(train_engine(engine, batches, through_engine=True))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "stage", "precision"),
+    [
+        ("llama", 2, 3, "bf16"),
+        ("qwen3", 4, 1, "fp32"),
+        ("gpt2", 2, 0, "bf16"),
+        ("qwen3_moe", 2, 3, "fp32"),
+        ("qwen3_moe", 4, 2, "bf16"),
+        ("llama", 1, 0, "fp32"),
+    ],
+)
+def test_slices_train_like_the_whole_model(ranks, tmp_path, family, world, stage, precision):
+    hf(family).save_pretrained(tmp_path, max_shard_size="20KB")
+    for whole, slices in ranks(world, train_both, tmp_path, stage, precision):
+        assert slices == whole
+
+
+def new_weights(stage):
+    opened = open_model(Model(path="demo"), seed=5)
+    engine = zero3d.Engine(opened.module, stage=stage, precision="fp32", weights=opened.weights)
+    with engine.full_params():
+        return [float(p.detach().double().sum()) for p in engine.module.parameters()]
+
+
+def test_new_weights_are_the_same_for_every_dp_degree_and_stage(ranks):
+    assert ranks(1, new_weights, 0)[0] == ranks(2, new_weights, 3)[1]
+
+
+def status(what):
+    """A line of /proc/self/status in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+
+
+def load_and_measure(folder):
+    """Peak growth of resident memory while an engine is built at stage 3, what it then holds, its largest parameter."""
+    opened = open_model(Model(path=str(folder)))
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak restarts from what is resident now
+    before = status("VmRSS")
+    engine = zero3d.Engine(opened.module, stage=3, precision="bf16", weights=opened.weights)
+    peak = status("VmHWM") - before
+    held = sum(entry.measured for entry in engine.memory)
+    return peak, held, max(4 * p.numel() for p in engine.module.parameters())
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc to measure peaks")
+def test_no_rank_ever_holds_the_model(ranks, tmp_path):
+    """340 MB in fp32 on two ranks: the peak is what a rank keeps, a few tensors' worth, and a file's pages."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from zero3d.hf.load import REOPEN_BYTES
+
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=4096, hidden_size=768, intermediate_size=2048, num_hidden_layers=11,
+                         num_attention_heads=12, max_position_embeddings=64)  # fmt: skip
+    model = LlamaForCausalLM(config)
+    params = sum(p.numel() for p in model.parameters())
+    model.save_pretrained(tmp_path, max_shard_size="60MB")
+    del model
+    for peak, held, largest in ranks(2, load_and_measure, tmp_path):
+        beyond = 4 * largest + REOPEN_BYTES
+        assert peak < held + beyond
+        assert beyond < 2 * params / 2, "holding even the bf16 model's other half would be seen"

@@ -1,0 +1,162 @@
+"""Models without weights and weights by slices: exact, named when wrong, the same for every dp degree."""
+
+import copy
+import json
+
+import pytest
+import torch
+from models import hf
+from safetensors.torch import load_file, save_file
+
+from zero3d.config import Model
+from zero3d.errors import ConfigError
+from zero3d.hf.build import RandomWeights, build
+from zero3d.hf.load import FileWeights
+from zero3d.hf.open import open_model, read_config
+
+FAMILIES = ("llama", "qwen3", "gpt2", "qwen3_moe")
+
+
+@pytest.fixture(params=FAMILIES)
+def saved(request, tmp_path):
+    """A model and the folder it was saved to, in several files."""
+    model = hf(request.param)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    return model, tmp_path
+
+
+def test_every_range_of_every_parameter_is_read_as_it_was_saved(saved):
+    model, folder = saved
+    hollow = build(read_config(folder))
+    weights = FileWeights(folder, hollow)
+    expected = dict(model.named_parameters())
+    assert [name for name, _ in hollow.named_parameters()] == list(expected)
+    for name, p in hollow.named_parameters():
+        assert p.is_meta
+        flat, size = expected[name].detach().reshape(-1), p.numel()
+        for start, stop in ((0, size), (size // 3, size // 2 + 1), (size - 1, size), (1, size - 1)):
+            assert torch.equal(weights(name, start, stop), flat[start:stop]), (name, start, stop)
+    assert weights.unused == []
+
+
+def test_buffers_are_those_of_the_model(saved):
+    model, folder = saved
+    expected = dict(model.named_buffers())
+    built = dict(build(read_config(folder)).named_buffers())
+    assert list(built) == list(expected)
+    assert all(torch.equal(buffer, expected[name]) for name, buffer in built.items())
+
+
+def test_only_the_experts_that_are_asked_for_are_read(tmp_path):
+    hf("qwen3_moe").save_pretrained(tmp_path)
+    weights = FileWeights(tmp_path, build(read_config(tmp_path)))
+    read = []
+    tensor = weights._tensor
+    weights._tensor = lambda key: read.append(key) or tensor(key)
+    size = 4 * 48 * 32
+    weights("model.layers.0.mlp.experts.gate_up_proj", size // 4, size // 2)
+    assert sorted(read) == [f"model.layers.0.mlp.experts.1.{part}_proj.weight" for part in ("gate", "up")]
+
+
+def test_persistent_buffers_come_from_the_file(tmp_path):
+    model = hf("llama")
+    model.model.register_buffer("seen", torch.zeros(3))
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"model.seen": torch.tensor([1.0, 2.0, 3.0])}, tmp_path / "model.safetensors")
+    hollow = build(read_config(tmp_path))
+    hollow.model.register_buffer("seen", torch.zeros(3))
+    FileWeights(tmp_path, hollow)
+    assert hollow.model.seen.tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_weights_are_those_of_the_models_own_initialiser(family):
+    model = hf(family)
+    hollow = build(copy.deepcopy(model.config))
+    weights = RandomWeights(hollow, seed=3)
+    for name, p in model.named_parameters():
+        made = weights(name, 0, p.numel())
+        spread, expected = float(made.std()), float(p.detach().std())
+        assert spread == pytest.approx(expected, rel=0.3), name
+        assert (spread == 0) == (expected == 0)
+
+
+def test_new_weights_depend_on_the_seed_and_not_on_the_ranges_asked_for():
+    hollow = build(hf("llama").config)
+    name = "model.layers.1.mlp.up_proj.weight"
+    whole = RandomWeights(hollow, seed=3)(name, 0, 48 * 32)
+    other = RandomWeights(hollow, seed=3)
+    other("model.embed_tokens.weight", 5, 9)
+    assert torch.equal(other(name, 100, 200), whole[100:200])
+    assert not torch.equal(RandomWeights(hollow, seed=4)(name, 0, 48 * 32), whole)
+    blocks = [other(f"model.layers.{i}.mlp.up_proj.weight", 0, 9) for i in range(2)]
+    assert not torch.equal(*blocks)
+
+
+def damaged(tmp_path, how):
+    model = hf("llama")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    if how == "no weights":
+        file.unlink()
+    elif how == "only a pickle":
+        file.rename(tmp_path / "pytorch_model.bin")
+    elif how == "missing tensor":
+        del tensors["model.norm.weight"]
+        save_file(tensors, file)
+    elif how == "other shapes":
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    elif how == "cut off":
+        file.write_bytes(file.read_bytes()[:1000])
+    elif how == "no config":
+        (tmp_path / "config.json").unlink()
+    elif how == "unknown architecture":
+        (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("no weights", "model.init=random"),
+        ("only a pickle", "pytorch_model.bin"),
+        ("missing tensor", "model.norm.weight is in no file"),
+        ("other shapes", r"mlp.down_proj.weight: file \(32, 48\), model \(32, 40\)"),
+        ("cut off", "cannot be read as safetensors"),
+        ("no config", "has no config.json"),
+        ("unknown architecture", "no config that transformers knows"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_refused_by_name(tmp_path, how, said):
+    with pytest.raises(ConfigError, match=said):
+        open_model(Model(path=damaged(tmp_path, how)))
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("llama-3-8", "Did you mean 'llama-3-8b'"),
+        ("meta-llama/Llama-3.2-1B", "downloads nothing"),
+        ("no_such_module:build", "cannot be imported"),
+        ("json:dumps_", "cannot be imported"),
+        ("json:__name__", "must return a torch.nn.Module"),
+    ],
+)
+def test_a_model_path_that_leads_nowhere_says_what_may_stand_there(path, said):
+    with pytest.raises(ConfigError, match=said):
+        open_model(Model(path=path))
+
+
+def test_an_unknown_attention_is_refused(tmp_path):
+    hf("llama").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="attn='sdpaa'"):
+        open_model(Model(path=str(tmp_path), attn="sdpaa"))
+
+
+def test_presets_build_without_memory():
+    opened = open_model(Model(path="llama-3-8b"))
+    assert sum(p.numel() for p in opened.module.parameters()) == 8_030_261_248
+    assert all(p.is_meta for p in opened.module.parameters())
