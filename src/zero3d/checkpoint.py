@@ -16,10 +16,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy
 import torch
@@ -27,6 +27,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from zero3d.agree import agree
 from zero3d.boxes import Box, Shape, box_shape, boxes, intersect
 from zero3d.errors import CheckpointError
 from zero3d.plain import plain, revive
@@ -38,13 +39,11 @@ from zero3d.zero.unit import Unit
 
 FORMAT = 1
 MASTER, FROZEN = "master", "weight"
-_TEXT = 2000  # bytes of an error message that travel between ranks
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a checkpoint is made of; `about` is written for people."""
+    """What a checkpoint is made of; `about` is written for people, `loop` by the training loop for itself."""
 
     module: nn.Module
     units: Sequence[Unit]
@@ -54,6 +53,7 @@ class Parts:
     scheduler: Any
     step: int
     about: Mapping[str, Any]
+    loop: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ def save(directory: Path, parts: Parts) -> Path:
     """Write directory/step-N and return it. A crash at any instant leaves the older checkpoints whole."""
     final = directory / f"step-{parts.step}"
     temporary = directory / f".step-{parts.step}.tmp"
-    together(parts.comm, lambda: _prepare(directory, temporary) if parts.comm.rank == 0 else None)
-    index = together(parts.comm, lambda: _write_rank(temporary, parts))
+    agree(parts.comm, lambda: _prepare(directory, temporary) if parts.comm.rank == 0 else None)
+    index = agree(parts.comm, lambda: _write_rank(temporary, parts))
     part_file = temporary / f"rank-{parts.comm.rank:05d}.json"
-    together(parts.comm, lambda: write_json(part_file, index))
-    together(parts.comm, lambda: _commit(temporary, final, parts) if parts.comm.rank == 0 else None)
+    agree(parts.comm, lambda: write_json(part_file, index))
+    agree(parts.comm, lambda: _commit(temporary, final, parts) if parts.comm.rank == 0 else None)
     return final
 
 
@@ -173,6 +173,7 @@ def _commit(temporary: Path, final: Path, parts: Parts) -> None:
         },
         "scheduler": plain(parts.scheduler.state_dict()) if parts.scheduler is not None else None,
         "loss_scale": parts.loss_scale.state(),
+        "loop": parts.loop,
     }
     write_json(temporary / "manifest.json", manifest)
     sync(temporary)
@@ -225,15 +226,15 @@ def _digest(path: Path) -> str:
 # --- load ---------------------------------------------------------------------------------------
 
 
-def load(directory: Path, parts: Parts) -> int:
-    """Restore states from a checkpoint of any dp degree and stage; returns its step.
+def load(directory: Path, parts: Parts) -> tuple[int, Any]:
+    """Restore states from a checkpoint of any dp degree and stage; returns its step and what the loop had saved.
 
     Everything is checked before anything is written. Raises CheckpointError on all ranks.
     """
-    source, manifest = together(parts.comm, lambda: _open(directory, parts))
-    together(parts.comm, lambda: _verify_files(source, manifest, parts.comm))
-    together(parts.comm, lambda: _restore(source, manifest, parts))
-    return int(manifest["step"])
+    source, manifest = agree(parts.comm, lambda: _open(directory, parts))
+    agree(parts.comm, lambda: _verify_files(source, manifest, parts.comm))
+    agree(parts.comm, lambda: _restore(source, manifest, parts))
+    return int(manifest["step"]), manifest.get("loop")
 
 
 def find(directory: Path) -> Path:
@@ -410,26 +411,3 @@ def _restore_frozen(reader: _Reader, unit: Unit, rank: int) -> None:
         stored = torch.empty_like(part, dtype=wide if part.is_floating_point() else None)
         reader.fill(Segment(slot.name, FROZEN, slot.shape, piece.start, stored))
         to_compute(stored, part.dtype, out=part)
-
-
-def together(comm: Comm, action: Callable[[], T]) -> T:
-    """Run on every rank; if any fails, all raise the first failure, so that none goes on alone."""
-    failure: Exception | None = None
-    try:
-        result = action()
-    except Exception as error:  # noqa: BLE001 (passed on below)
-        failure = error
-    failed = [int(rank) for rank, bad in enumerate(_gather_numbers(comm, [float(failure is not None)])) if bad[0]]
-    if not failed:
-        return result
-    text = (f"{type(failure).__name__}: {failure}" if failure else "").encode()[:_TEXT]
-    texts = _gather_numbers(comm, [float(byte) for byte in text.ljust(_TEXT)])
-    if isinstance(failure, CheckpointError):
-        raise failure
-    said = bytes(int(byte) for byte in texts[failed[0]]).decode(errors="replace").strip()
-    raise CheckpointError(f"rank {failed[0]} failed: {said.removeprefix('CheckpointError: ')}") from failure
-
-
-def _gather_numbers(comm: Comm, values: list[float]) -> list[list[float]]:
-    table: list[list[float]] = comm.exchange(torch.tensor(values, dtype=torch.float64, device=comm.device)).tolist()
-    return table

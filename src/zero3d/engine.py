@@ -7,8 +7,9 @@ step       norm, clip, update of shards, refresh         (zero/optimizer.py)
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
@@ -126,6 +127,7 @@ class Engine:
         self.mesh = mesh if mesh is not None else Mesh()
         self.stage, self.module = stage, model
         self._accumulate, self._loss = accumulate, loss
+        self._takes = _names_taken(model)
         wide = torch.float64 if self.precision.name == "fp64" else torch.float32
         self.policy = Policy(row, release, reduce, accumulate, wide, _wire(reduce_dtype, self.precision))
         self.arena = Arena(self.mesh.device)
@@ -270,9 +272,10 @@ class Engine:
     def train_batch(self, micro_batches: Sequence[Any]) -> Tensor:
         """One step over a list of micro-batches; the global mean loss, on every rank.
 
-        Back-propagates the sum that `loss(output, batch) -> (sum, weight)` returns; without one
-        output.loss times the number of shifted labels that are not -100. The step is applied at
-        the end of the list, whatever `accumulate` says.
+        A mapping's entries that the model's forward does not take are left for the loss. Back-propagates
+        the sum that `loss(output, batch) -> (sum, weight)` returns; without one output.loss times the
+        number of shifted labels that are not -100. The step is applied at the end of the list, whatever
+        `accumulate` says.
         """
         seen = []
         try:
@@ -287,7 +290,7 @@ class Engine:
         return self._global_mean(seen)
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[Any]) -> Tensor:
+    def evaluate(self, micro_batches: Iterable[Any]) -> Tensor:
         """The global mean loss without update, in eval mode; ranks run equally many micro-batches."""
         with self._evaluating(keep_full=False):
             return self._global_mean([self._sum_and_weight(self._forward(b), b) for b in micro_batches])
@@ -323,7 +326,7 @@ class Engine:
 
     def _forward(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
-            return self(**batch)
+            return self(**{name: value for name, value in batch.items() if self._takes is None or name in self._takes})
         return self(*batch) if isinstance(batch, (list, tuple)) else self(batch)
 
     def _sum_and_weight(self, output: Any, batch: Any) -> tuple[Tensor, float | Tensor]:
@@ -336,15 +339,15 @@ class Engine:
                 "train_batch and evaluate need a loss: pass Engine(loss=lambda output, batch: (sum, weight)), or "
                 "batches with 'labels' for a model whose output has .loss."
             )
-        weight = int((labels[..., 1:] != -100).sum())
-        return loss * weight, float(weight)
+        weight = (labels[..., 1:] != -100).sum()
+        total = _at_least_fp32(loss) * weight
+        return torch.where(weight > 0, total, 0.0), weight  # a mean over no target is NaN, its sum is nothing
 
     def _global_mean(self, seen: Sequence[tuple[Tensor, float | Tensor]]) -> Tensor:
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         for total, weight in seen:
-            if isinstance(weight, Tensor) or weight:  # the mean over no target is NaN, its sum is nothing
-                sums[0] += total.detach().double()
-                sums[1] += weight
+            sums[0] += total.detach().double()
+            sums[1] += weight
         everywhere = self.comm.exchange(sums).sum(0)
         return everywhere[0] / everywhere[1]
 
@@ -388,18 +391,25 @@ class Engine:
 
     # --- checkpoints ----------------------------------------------------------------------------
 
-    def save(self, directory: str | Path) -> Path:
-        """Write `directory/step-N` atomically: masters, optimizer states, frozen weights, buffers, RNG."""
-        return checkpoint.save(Path(directory), self._parts())
+    def save(self, directory: str | Path, loop: Mapping[str, Any] | None = None) -> Path:
+        """Write `directory/step-N` atomically: masters, optimizer states, frozen weights, buffers, RNG.
 
-    def load(self, directory: str | Path) -> None:
-        """Continue from a checkpoint (or the newest in a directory of them), at any dp degree and stage."""
+        `loop` is what the training loop wants back from `load`: plain values, those of rank 0.
+        """
+        return checkpoint.save(Path(directory), self._parts(loop))
+
+    def load(self, directory: str | Path) -> Any:
+        """Continue from a checkpoint (or the newest in a directory of them), at any dp degree and stage.
+
+        Returns what was saved as `loop`.
+        """
         if any(FULL_PARAMS in unit.users for unit in self.units):
             raise ConfigError("load() inside full_params() would be undone on leaving it: leave the block first.")
         self.gathers.drop(lambda token: True)
         self.reductions.reset()
         self.boundary.reset()
-        self._steps = checkpoint.load(Path(directory), self._parts())
+        self._steps, loop = checkpoint.load(Path(directory), self._parts())
+        return loop
 
     def export(self, directory: str | Path) -> Path:
         """Write the weights as a Hugging Face folder, gathered unit by unit."""
@@ -413,11 +423,12 @@ class Engine:
         finally:
             self.gathers.release(unit, EXPORT)
 
-    def _parts(self) -> checkpoint.Parts:
+    def _parts(self, loop: Mapping[str, Any] | None = None) -> checkpoint.Parts:
         return checkpoint.Parts(
             self.module, self.units, self.optimizer, self.comm, self.loss_scale, self._scheduler, self._steps,
             {"stage": self.stage, "dp": self.comm.size, "precision": self.precision.name,
              "algorithm": self.comm.algorithm},
+            loop,
         )  # fmt: skip
 
     # --- accounting -----------------------------------------------------------------------------
@@ -517,6 +528,14 @@ def _wire(reduce_dtype: str, precision: Precision) -> torch.dtype:
             f"pass 'fp32' or {precision.name!r}."
         )
     return wire
+
+
+def _names_taken(model: nn.Module) -> frozenset[str] | None:
+    """Keywords that forward() takes; None when it takes any."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return frozenset(p.name for p in parameters)
 
 
 def _at_least_fp32(loss: Tensor) -> Tensor:

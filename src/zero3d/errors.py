@@ -15,7 +15,12 @@ A message says what was asked, what was found (with the arithmetic) and what to 
 
 
 class Zero3dError(Exception):
-    """Root of all errors raised on purpose; the command line turns each into exit code 2."""
+    """Root of all errors raised on purpose; the command line turns each into exit code 2.
+
+    from_rank  the rank that tells it, where another rank failed; None on the failing rank itself
+    """
+
+    from_rank: int | None = None
 
 
 class ConfigError(Zero3dError, ValueError):

@@ -17,7 +17,7 @@ SRC = ROOT / "src" / "zero3d"
 LAYERS = [
     ["errors", "boxes", "ledger", "plain", "rng", "config", "deepspeed_config", "zero.stages", "zero.layout", "plan"],
     ["mesh", "transport", "zero.collectives", "zero.arena"],
-    ["precision", "param_groups", "nested", "boundary", "guards", "initial", "zero.unit", "zero.hooks", "zero.prefetch",
+    ["precision", "param_groups", "nested", "boundary", "guards", "initial", "agree", "zero.unit", "zero.hooks", "zero.prefetch",
      "zero.optimizer", "tier"],
     ["activations", "tensor_parallel", "pipeline", "moe", "checkpoint", "hf"],
     ["engine"],

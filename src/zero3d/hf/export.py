@@ -12,7 +12,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from zero3d.checkpoint import sync, together, write_json
+from zero3d.agree import agree
+from zero3d.checkpoint import sync, write_json
 from zero3d.errors import CheckpointError
 from zero3d.zero.collectives import Comm
 from zero3d.zero.unit import Unit
@@ -42,7 +43,7 @@ def export(
     writer = _ExportWriter(temporary)
 
     def on_rank_0(action: Callable[[], None]) -> None:
-        together(comm, action if comm.rank == 0 else lambda: None)
+        agree(comm, action if comm.rank == 0 else lambda: None)
 
     on_rank_0(partial(_prepare_export, directory, temporary))
     for unit in units:
