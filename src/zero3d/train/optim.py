@@ -1,0 +1,58 @@
+"""AdamW's groups and the learning rate over a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from zero3d.config import Optimizer, Schedule
+
+
+def adamw(choice: Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
+    """Fused AdamW (Loshchilov and Hutter 2019) over what the engine gives it."""
+
+    def build(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            params, lr=choice.lr, betas=choice.betas, eps=choice.eps, weight_decay=choice.weight_decay, fused=True
+        )
+
+    return build
+
+
+def decay_groups(model: nn.Module, choice: Optimizer) -> list[dict[str, Any]]:
+    """Parameters without weight decay: those `no_decay` names, by default all of one dimension (norms and biases)."""
+    match = choice.no_decay
+    if match is None:
+        match = "|".join(name for name, p in model.named_parameters() if p.dim() < 2)
+    return [{"match": match, "weight_decay": 0.0}] if match else []
+
+
+def rate(choice: Schedule, steps: int) -> Callable[[int], float]:
+    """The factor on the peak learning rate at step 0, 1, ... of `steps`: a linear warm-up, then the named shape.
+
+    The last step has exactly `final`.
+    """
+    warm = round(choice.warmup * steps) if choice.warmup < 1 else int(choice.warmup)
+    shapes = {
+        "constant": lambda done: 1.0,
+        "linear": lambda done: 1.0 - (1.0 - choice.final) * done,
+        "cosine": lambda done: choice.final + (1.0 - choice.final) * 0.5 * (1.0 + math.cos(math.pi * done)),
+    }
+    shape = shapes[choice.name]
+
+    def factor(step: int) -> float:
+        if step < warm:
+            return (step + 1) / warm
+        return shape(min((step - warm + 1) / max(steps - warm, 1), 1.0))
+
+    return factor
+
+
+def scheduler(choice: Schedule, steps: int) -> Callable[[torch.optim.Optimizer], LambdaLR]:
+    """`rate` on the engine's optimizer."""
+    return lambda optimizer: LambdaLR(optimizer, rate(choice, steps))
