@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-LIKE = 0.6  # difflib's ratio from which two words are taken for the same
+LIKE = 0.7  # difflib's ratio from which two names are taken for the same; lora is not lr (0.67)
+LIKE_CHOICE = 0.5  # lower among few choices: float16 is fp16 (0.55)
 FOREIGN: Mapping[str, str] = MappingProxyType(  # names in DeepSpeed, Hugging Face and others -> what to write here
     {
         "attn_implementation": "model.attn",
@@ -15,6 +16,8 @@ FOREIGN: Mapping[str, str] = MappingProxyType(  # names in DeepSpeed, Hugging Fa
         "dataloader_num_workers": "data.workers",
         "dataset": "data.train",
         "dtype": "precision",
+        "eval": "evaluate",
+        "eval_every": "evaluate.every",
         "eval_steps": "evaluate.every",
         "fp16": "precision: fp16",
         "gradient_accumulation_steps": "train.accumulate",
@@ -31,9 +34,13 @@ FOREIGN: Mapping[str, str] = MappingProxyType(  # names in DeepSpeed, Hugging Fa
         "mixed_precision": "precision",
         "model_name_or_path": "model.path",
         "num_train_epochs": "train.epochs",
+        "optimizer.name": "always AdamW",
+        "optimizer.params": "optimizer, without a level between",
+        "optimizer.type": "always AdamW",
         "output_dir": "output",
         "per_device_train_batch_size": "train.micro_batch",
         "report_to": "log.tensorboard: true",
+        "save_every": "checkpoint.every",
         "save_steps": "checkpoint.every",
         "save_total_limit": "checkpoint.keep",
         "seq_len": "data.length",
@@ -52,7 +59,7 @@ FOREIGN: Mapping[str, str] = MappingProxyType(  # names in DeepSpeed, Hugging Fa
 )
 
 
-def nearest(word: str, known: Collection[str], cutoff: float = 0.4) -> str | None:
+def nearest(word: str, known: Collection[str], cutoff: float = LIKE_CHOICE) -> str | None:
     """The known word most like this one, if any is."""
     close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=cutoff)
     return close[0] if close else None
@@ -64,7 +71,7 @@ def unknown(name: str, keys: Collection[str], sections: Collection[str]) -> str:
         section, _, leaf = name.partition(".")
         return f"{name} is written as two levels in a file: {section}: {{{leaf}: ...}}"
     parent, _, leaf = name.rpartition(".")
-    other = FOREIGN.get(leaf.lower().replace("-", "_"))
+    other = FOREIGN.get(name) or FOREIGN.get(leaf.lower().replace("-", "_"))
     if other:
         return f"{name} is no key. Here it is {other}."
     if parent in keys:
@@ -81,7 +88,8 @@ def candidates(name: str, keys: Collection[str], sections: Collection[str]) -> l
 
     def score(known: str) -> tuple[float, float]:
         above, _, last = known.rpartition(".")
-        return _like(leaf, last), _like(parent, above)
+        flat = _like(name, known.replace(".", "_"))  # log_every
+        return max(flat, _like(leaf, last)), _like(parent, above)
 
     everything = [*keys, *sections]
     same = [known for known in everything if known.rpartition(".")[2] == leaf]

@@ -11,7 +11,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
 from zero3d.config.hints import nearest
-from zero3d.config.kinds import KINDS, convert, found
+from zero3d.config.kinds import KINDS, NULLS, convert, found
 from zero3d.config.sections import Config
 
 NUMBERS = (int, float, tuple[float, float])  # what bounds are about
@@ -38,7 +38,8 @@ class Key:
 
     def _words(self, each: Any) -> str:
         if self.choices:
-            return f"{', '.join(self.choices[:-1])} or {self.choices[-1]}"
+            unit = " (K a whole number from 1)" if any(":K" in choice for choice in self.choices) else ""
+            return f"{', '.join(self.choices[:-1])} or {self.choices[-1]}{unit}"
         return KINDS[each].words + (self._range() if each in NUMBERS else "")
 
     def _range(self) -> str:
@@ -77,7 +78,7 @@ class Key:
         return "|".join(re.escape(choice).replace(":K", ":[1-9][0-9]*") for choice in self.choices)
 
     def _refusal(self, value: Any) -> str:
-        near = nearest(value, self.choices) if isinstance(value, str) else None
+        near = nearest(value, self.choices) if isinstance(value, str) and value not in NULLS else None
         hint = f" Did you mean {near}?" if near else ""
         if str in self.types and not self.choices and isinstance(value, (bool, int, float)):
             hint = (

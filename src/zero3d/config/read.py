@@ -71,8 +71,10 @@ def check(config: Config) -> None:
     """Refuse a Config built in Python that `load` would not have returned. Raises ConfigError."""
     problems = list(_across(config))
     for name, key in KEYS.items():
+        value = value_of(config, name)
         try:
-            key.read(value_of(config, name))
+            if (read := key.read(value)) != value:
+                problems.append(Problem(name, f"{name} takes {key.wants}; write {read!r} instead of {value!r}."))
         except ValueError as error:
             problems.append(Problem(name, str(error)))
     _raise(problems)
@@ -85,7 +87,7 @@ def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
         first, rest = None, list(words)
     for word in rest:
         if "=" not in word:
-            raise ConfigError(f"{_no_value(word)} Only the first word may be a file.")
+            raise ConfigError(f"{_not_a_pair(word)} Only the first word may be a file.")
     return first, rest
 
 
@@ -109,8 +111,8 @@ def _override(word: str, given: dict[str, Given]) -> Iterator[Problem]:
     """Fill `given` from one dotted override."""
     name, equals, text = (part.strip() for part in word.partition("="))
     where = f"override {word!r}: "
-    if not equals:
-        yield Problem(name, _no_value(word))
+    if not equals or not name:
+        yield Problem(name, _not_a_pair(word))
     elif name in SECTIONS:
         example = next(key for key in KEYS if key.startswith(f"{name}."))
         yield Problem(name, f"{where}{name} is a section: type one of its keys, such as {example}=VALUE.")
@@ -118,8 +120,8 @@ def _override(word: str, given: dict[str, Given]) -> Iterator[Problem]:
         yield from _take(name, _listed(name, text), where, given)
 
 
-def _no_value(word: str) -> str:
-    return f"override {word!r} has no value: type {word if word in KEYS else 'KEY'}=VALUE, such as zero.stage=2."
+def _not_a_pair(word: str) -> str:
+    return f"override {word!r} is not KEY=VALUE: type {word if word in KEYS else 'KEY'}=VALUE, such as zero.stage=2."
 
 
 def _listed(name: str, text: str) -> Any:

@@ -13,25 +13,10 @@ from zero3d.config.kinds import found
 from zero3d.errors import ConfigError
 
 
-class Loader(yaml.SafeLoader):
-    """Plain values only, and no key twice in one mapping, where PyYAML would keep the last one in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        first: dict[str, int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            if key.value in first:
-                told = f"{key.value} is written twice, first in line {first[key.value]}: delete one"
-                raise yaml.constructor.ConstructorError(None, None, told, key.start_mark)
-            first[key.value] = key.start_mark.line + 1
-        return super().construct_mapping(node, deep)
-
-
 def read_yaml(path: Path) -> Mapping[Any, Any]:
     """The top mapping of a YAML (or JSON) file; an empty file is an empty mapping. Raises ConfigError."""
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader)
+        tree = _parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(_missing(path)) from None
     except IsADirectoryError:
@@ -48,6 +33,29 @@ def read_yaml(path: Path) -> Mapping[Any, Any]:
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{path} holds {found(tree)}; it should hold sections, such as zero: {{stage: 2}}.")
     return tree
+
+
+def _parse(text: str) -> Any:
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        _refuse_twice(node)
+        return None if node is None else loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _refuse_twice(node: yaml.Node | None, section: str = "") -> None:
+    """No key twice in one mapping, where PyYAML would keep the last one in silence; two levels are all there are."""
+    first: dict[str, int] = {}
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in first:
+                told = f"{section}{key.value} is written twice, first in line {first[key.value]}: delete one"
+                raise yaml.MarkedYAMLError(problem=told, problem_mark=key.start_mark)
+            first[key.value] = key.start_mark.line + 1
+            if not section:
+                _refuse_twice(value, f"{key.value}.")
 
 
 def _missing(path: Path) -> str:
