@@ -284,7 +284,18 @@ def test_the_words_of_a_command_line_are_told_apart(written):
 # --- out again ------------------------------------------------------------------------------------
 
 
-ODD = "a: [b] # c", "1", "yes", "1e-4", "é \N{SNOWMAN} \U0001f600", "two\nlines\t", "'\"", " x ", "x" * 300
+ODD = (
+    "a: [b] # c",
+    "1",
+    "yes",
+    "1e-4",
+    "é \N{SNOWMAN} \U0001f600",
+    "two\nlines\t",
+    "'\"",
+    " x ",
+    "many words " * 30,
+    "two\nlines",
+)
 
 
 @pytest.mark.parametrize("text", ODD)
@@ -298,6 +309,7 @@ def test_yaml_written_loads_back_equal(written, text):
     assert load(written(config.to_yaml(run))) == run
     assert load(written(config.to_yaml(run, mark=True))) == run
     assert load(config.to_dict(run)) == run
+    assert config.to_yaml(run).count("\n") == config.to_yaml(Config()).count("\n")
 
 
 def test_yaml_keeps_the_declared_order_and_marks_changes_only():
