@@ -244,6 +244,8 @@ def test_yaml_values_become_the_keys_type(written, key, written_as, value):
         ("data.train=a.txt,b.txt", ("a.txt", "b.txt")),
         ("data.train=[a.txt, 'b, c.txt']", ("a.txt", "b, c.txt")),
         ("data.train=a=b.txt", ("a=b.txt",)),
+        ("data.train=[a].txt", ("[a].txt",)),
+        ("data.train=[2020-13-45]", ("[2020-13-45]",)),
         ("data.validation=0.01", 0.01),
         ("data.validation=a.txt,b.txt", ("a.txt", "b.txt")),
         ("data.packing=no", False),

@@ -131,7 +131,7 @@ def _listed(name: str, text: str) -> Any:
     if text.startswith("["):
         try:
             return yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):  # a file may be named [a].txt
             return text
     return [part.strip() for part in text.split(",")] if "," in text else text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ def _missing(path: Path) -> str:
 
 def _hint(folder: Path, name: str) -> str:
     """The file that was probably meant."""
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    names: list[str] = []
+    with suppress(OSError):  # a folder that may be entered but not listed
+        names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     near = nearest(name, names) or next((each for each in names if each.endswith((".yaml", ".yml"))), None)
     return f" Did you mean {folder / near}?" if near else ""
