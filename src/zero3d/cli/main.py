@@ -14,6 +14,7 @@ from typing import NoReturn
 from zero3d.errors import ConfigError, Zero3dError
 
 VERBS = {
+    "config": "what a run would use (show), what a key means (explain), and a JSON Schema for editors (schema)",
     "plan": "memory and traffic of ZeRO stages 0-3 by formula; no GPU and no torch needed",
     "train": "train a small language model on this machine and measure what the formulas say",
 }

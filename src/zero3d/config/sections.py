@@ -1,4 +1,4 @@
-"""What a run is: frozen dataclasses, one per section of the YAML file. No torch.
+"""The frozen dataclasses, one per section of the YAML file.
 
     output, seed, precision, activations      of the whole run
     model    data    train                    what is trained, on what, how long
@@ -7,7 +7,8 @@
     evaluate    checkpoint    log    profile  what is done on the way
 
 Every field says its meaning, range and choices in its metadata, from which `check`, `explain`
-and `schema` are made; nothing about a key is written twice.
+and `schema` are made; nothing about a key is written twice. Building one checks nothing: `load`
+and `check` do.
 """
 
 from __future__ import annotations
@@ -26,9 +27,15 @@ def key(
     least: float | None = None,
     most: float | None = None,
     above: float | None = None,
+    below: float | None = None,
 ) -> Any:
-    """A field: its default, what it means, and what is allowed (`above` is an open bound, `least` a closed one)."""
-    metadata = {"text": text, "choices": choices, "least": least, "most": most, "above": above}
+    """A field: its default, what it means, and what is allowed.
+
+    least, most     closed bounds
+    above, below    open bounds
+    choices         the allowed words; K in "every:K" stands for a whole number from 1
+    """
+    metadata = {"text": text, "choices": choices, "least": least, "most": most, "above": above, "below": below}
     return field(default=default, metadata=metadata)
 
 
@@ -76,7 +83,7 @@ class Optimizer:
     """AdamW, its groups, and clipping."""
 
     lr: float = key(3e-4, "peak learning rate", above=0)
-    betas: tuple[float, float] = key((0.9, 0.95), "decay of the two averages", least=0, most=1)
+    betas: tuple[float, float] = key((0.9, 0.95), "decay of the two averages", least=0, below=1)
     eps: float = key(1e-8, "added to the root of v", above=0)
     weight_decay: float = key(0.1, "per step, times the learning rate", least=0)
     no_decay: str = key("*norm*|*ln_*|*.bias", "parameters without weight decay, as name patterns")
@@ -165,7 +172,11 @@ class Config:
     output: str | None = key(None, "a new folder for everything the run writes; by default the first free zero3d-run-N")
     seed: int = key(0, "of data order, dropout and random weights", least=0)
     precision: str = key("bf16", "what the model computes in; masters are fp32", choices=PRECISIONS)
-    activations: str = key("none", "recomputation: none, full, every:K (segments of K blocks), selective (attention)")
+    activations: str = key(
+        "none",
+        "recomputation in backward: every:K in segments of K blocks, selective of attention only",
+        choices=("none", "full", "selective", "every:K"),
+    )
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     train: Train = field(default_factory=Train)

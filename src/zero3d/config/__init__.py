@@ -1,0 +1,57 @@
+"""What a run is: typed sections, read from YAML and dotted overrides. No torch.
+
+sections    the dataclasses; each field says its meaning, range and choices
+kinds       one row per type: its words, its conversion, its JSON Schema
+keys        every dotted key with its type and range, made from the sections
+hints       the key or choice that was probably meant
+read        load and check: a YAML file or a dict, and overrides such as zero.stage=2
+batch       batch = micro_batch x accumulate x dp
+describe    a Config as a dict or YAML; the keys as text, markdown and JSON Schema
+"""
+
+from zero3d.config.batch import Batch, resolve_batch
+from zero3d.config.describe import as_markdown, explain, schema, to_dict, to_yaml
+from zero3d.config.read import check, load, split_words
+from zero3d.config.sections import (
+    PRECISIONS,
+    Checkpoint,
+    Config,
+    Data,
+    Evaluate,
+    Log,
+    LossScale,
+    Mesh,
+    Model,
+    Optimizer,
+    Profile,
+    Schedule,
+    Train,
+    Zero,
+)
+
+__all__ = [
+    "PRECISIONS",
+    "Batch",
+    "Checkpoint",
+    "Config",
+    "Data",
+    "Evaluate",
+    "Log",
+    "LossScale",
+    "Mesh",
+    "Model",
+    "Optimizer",
+    "Profile",
+    "Schedule",
+    "Train",
+    "Zero",
+    "as_markdown",
+    "check",
+    "explain",
+    "load",
+    "resolve_batch",
+    "schema",
+    "split_words",
+    "to_dict",
+    "to_yaml",
+]

@@ -1,0 +1,89 @@
+"""The batch equation: batch = micro_batch x accumulate x dp, in sequences per optimizer step.
+
+given                       computed
+nothing                     micro_batch 1, accumulate 1
+micro_batch                 accumulate 1
+accumulate                  micro_batch 1
+batch                       accumulate 1, micro_batch = batch / dp
+batch, accumulate           micro_batch = batch / (accumulate x dp)
+batch, micro_batch          accumulate = batch / (micro_batch x dp)
+micro_batch, accumulate     batch
+all three                   must be equal
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+
+from zero3d.config.sections import Train
+from zero3d.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences per step over all ranks, per rank and forward, forwards per rank and step, ranks."""
+
+    batch: int
+    micro_batch: int
+    accumulate: int
+    dp: int
+
+    @property
+    def equation(self) -> str:
+        """One line with the numbers."""
+        product = f"micro_batch {self.micro_batch} x accumulate {self.accumulate} x dp {self.dp}"
+        return f"batch {self.batch} = {product} (sequences per step)"
+
+
+def resolve_batch(train: Train, dp: int) -> Batch:
+    """Fill in what `train` leaves out, for `dp` data-parallel ranks. Raises ConfigError."""
+    batch, micro, accumulate = train.batch, train.micro_batch, train.accumulate
+    if batch is None:
+        micro, accumulate = micro or 1, accumulate or 1
+        return Batch(micro * accumulate * dp, micro, accumulate, dp)
+    if micro is not None and accumulate is not None:
+        if batch != micro * accumulate * dp:
+            raise ConfigError(_unequal(batch, micro, accumulate, dp))
+    elif micro is not None:
+        accumulate = _divide(batch, "micro_batch", micro, dp)
+    else:
+        accumulate = accumulate or 1
+        micro = _divide(batch, "accumulate", accumulate, dp)
+    return Batch(batch, micro, accumulate, dp)
+
+
+def _divide(batch: int, name: str, given: int, dp: int) -> int:
+    """batch / (given x dp). Raises ConfigError when it is not whole."""
+    portion = given * dp
+    if batch % portion == 0:
+        return batch // portion
+    low = batch // portion * portion
+    ways = [f"train.batch={near}" for near in (low, low + portion) if near]
+    if batch % dp == 0:
+        ways += [f"train.{name}={near}" for near in _divisors_around(batch // dp, given)]
+    shown = f"{name} {given} x dp {dp}" if given > 1 or name == "micro_batch" else f"dp {dp}"
+    raise ConfigError(
+        f"train.batch {batch} is not a multiple of {shown} = {portion}: {batch} / {portion} = {batch / portion:.4g}. "
+        f"Type {' or '.join(ways)}."
+    )
+
+
+def _divisors_around(number: int, given: int) -> list[int]:
+    """The nearest divisors of `number` below and above `given`."""
+    small = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
+    divisors = sorted({*small, *(number // each for each in small)})
+    return [each for each in divisors if each < given][-1:] + [each for each in divisors if each > given][:1]
+
+
+def _unequal(batch: int, micro: int, accumulate: int, dp: int) -> str:
+    product = micro * accumulate * dp
+    ways = [f"train.batch={product}"]
+    if batch % (micro * dp) == 0:
+        ways.append(f"train.accumulate={batch // (micro * dp)}")
+    if batch % (accumulate * dp) == 0:
+        ways.append(f"train.micro_batch={batch // (accumulate * dp)}")
+    return (
+        f"train.batch {batch} is not micro_batch {micro} x accumulate {accumulate} x dp {dp} = {product}. "
+        f"Type {' or '.join(ways)}; one of the three may be null."
+    )

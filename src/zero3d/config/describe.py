@@ -1,0 +1,147 @@
+"""A Config as a dict or YAML, and the keys themselves as text, markdown and JSON Schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import NoneType
+from typing import Any
+
+import yaml
+
+from zero3d.config.hints import unknown
+from zero3d.config.keys import KEYS, SECTIONS, Key, value_of
+from zero3d.config.kinds import KINDS
+from zero3d.config.sections import Config
+from zero3d.errors import ConfigError
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Nested plain values in declared order; tuples become lists."""
+    tree: dict[str, Any] = {}
+    for name in KEYS:
+        section, _, leaf = name.rpartition(".")
+        branch = tree.setdefault(section, {}) if section else tree
+        branch[leaf] = _plain(value_of(config, name))
+    return tree
+
+
+def to_yaml(config: Config, *, mark: bool = False) -> str:
+    """YAML text that loads back to an equal Config.
+
+    mark    put `# default: VALUE` behind what differs from its default
+    """
+    lines, last = [], ""
+    for name, key in KEYS.items():
+        section, _, leaf = name.rpartition(".")
+        if section != last:
+            lines.append(f"{section}:")
+            last = section
+        value = value_of(config, name)
+        note = f"  # default: {scalar(key.default)}" if mark and value != key.default else ""
+        lines.append(f"{'  ' if section else ''}{leaf}: {scalar(value)}{note}")
+    return "\n".join(lines) + "\n"
+
+
+def scalar(value: Any) -> str:
+    """One value as YAML on one line, quoted where it must be."""
+    texts = value if isinstance(value, tuple) else (value,)
+    quoted = any(isinstance(text, str) and not text.isprintable() for text in texts)
+    style = '"' if quoted else None  # the other styles fold lines
+    text: str = yaml.safe_dump(
+        [_plain(value)], default_flow_style=True, default_style=style, allow_unicode=True, width=2**31
+    )
+    return text.strip()[1:-1]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+# --- text ---------------------------------------------------------------------------------------
+
+
+def explain(name: str | None = None) -> str:
+    """A key, the keys of a section, or with None all of them, as text. Raises ConfigError for an unknown name."""
+    if name is None:
+        return "\n".join(_lines(""))
+    if name in KEYS:
+        return "\n".join(_key_text(KEYS[name]))
+    if name in SECTIONS:
+        return "\n".join([f"{name}: {_about(name)}", "", *_lines(f"{name}.")])
+    raise ConfigError(unknown(name, KEYS, SECTIONS))
+
+
+def _key_text(key: Key) -> Iterator[str]:
+    section, _, leaf = key.name.rpartition(".")
+    yield f"{key.name}: {key.text}"
+    yield f"  takes    {key.wants}"
+    yield f"  default  {scalar(key.default)}"
+    yield f"  in YAML  {section}: {{{leaf}: VALUE}}" if section else f"  in YAML  {leaf}: VALUE"
+    yield f"  typed    {key.name}=VALUE"
+
+
+def _lines(prefix: str) -> Iterator[str]:
+    keys = [key for name, key in KEYS.items() if name.startswith(prefix)]
+    names = max(len(key.name) for key in keys)
+    defaults = max(len(scalar(key.default)) for key in keys)
+    for key in keys:
+        yield f"{key.name:{names}}  {scalar(key.default):{defaults}}  {key.text}"
+
+
+def _about(section: str) -> str:
+    return (SECTIONS[section].__doc__ or "").strip()
+
+
+def as_markdown() -> str:
+    """Tables of all keys, one per section: docs/config.md holds them."""
+    lines: list[str] = []
+    for section in ("", *SECTIONS):
+        about = _about(section) if section else "Of the whole run."
+        lines += [f"### {f'`{section}`' if section else 'Top level'}", "", about, ""]
+        lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]
+        for key in (key for name, key in KEYS.items() if name.rpartition(".")[0] == section):
+            cells = (f"`{key.name}`", key.wants, f"`{scalar(key.default)}`", key.text)
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+# --- JSON Schema ----------------------------------------------------------------------------------
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of the file, for editors."""
+    tree = _object("What a zero3d run is.")
+    tree = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "zero3d configuration", **tree}
+    for name, key in KEYS.items():
+        section, _, leaf = name.rpartition(".")
+        properties = tree["properties"]
+        if section:
+            properties = properties.setdefault(section, _object(_about(section)))["properties"]
+        properties[leaf] = key_schema(key)
+    return tree
+
+
+def _object(description: str) -> dict[str, Any]:
+    return {"type": "object", "description": description, "additionalProperties": False, "properties": {}}
+
+
+def key_schema(key: Key) -> dict[str, Any]:
+    """The JSON Schema of one key."""
+    forms = [_form(key, each) for each in key.types]
+    form = forms[0] if len(forms) == 1 else {"anyOf": forms}
+    return {"description": key.text, "default": _plain(key.default), **form}
+
+
+def _form(key: Key, each: Any) -> dict[str, Any]:
+    if each is NoneType:
+        return {"type": "null"}
+    form = dict(KINDS[each].schema)
+    if each is str and key.choices:
+        templates = any(":K" in choice for choice in key.choices)
+        return form | ({"pattern": f"^({key.pattern})$"} if templates else {"enum": list(key.choices)})
+    names = {"minimum": key.least, "maximum": key.most, "exclusiveMinimum": key.above, "exclusiveMaximum": key.below}
+    bounds = {name: bound for name, bound in names.items() if bound is not None}
+    if each in (int, float):
+        return form | bounds
+    return form | {"items": form["items"] | bounds} if each == tuple[float, float] else form

@@ -1,0 +1,103 @@
+"""The key or choice that was probably meant: a key elsewhere, another trainer's name for it, a typing error."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+
+LIKE = 0.7  # difflib's ratio from which two names are taken for the same; lora is not lr (0.67)
+LIKE_CHOICE = 0.5  # lower among few choices: float16 is fp16 (0.55)
+FOREIGN: Mapping[str, str] = MappingProxyType(  # names in DeepSpeed, Hugging Face and others -> what to write here
+    {
+        "attn_implementation": "model.attn",
+        "bf16": "precision: bf16",
+        "block_size": "data.length",
+        "dataloader_num_workers": "data.workers",
+        "dataset": "data.train",
+        "dtype": "precision",
+        "eval": "evaluate",
+        "eval_every": "evaluate.every",
+        "eval_steps": "evaluate.every",
+        "fp16": "precision: fp16",
+        "gradient_accumulation_steps": "train.accumulate",
+        "gradient_checkpointing": "activations: full",
+        "gradient_clipping": "optimizer.clip_norm",
+        "hidden_size": "model.path, whose config.json has it",
+        "learning_rate": "optimizer.lr",
+        "logging_steps": "log.every",
+        "lr_scheduler_type": "schedule.name",
+        "max_grad_norm": "optimizer.clip_norm",
+        "max_length": "data.length",
+        "max_seq_length": "data.length",
+        "max_steps": "train.steps",
+        "mixed_precision": "precision",
+        "model_name_or_path": "model.path",
+        "num_train_epochs": "train.epochs",
+        "optimizer.name": "always AdamW",
+        "optimizer.params": "optimizer, without a level between",
+        "optimizer.type": "always AdamW",
+        "output_dir": "output",
+        "per_device_train_batch_size": "train.micro_batch",
+        "report_to": "log.tensorboard: true",
+        "save_every": "checkpoint.every",
+        "save_steps": "checkpoint.every",
+        "save_total_limit": "checkpoint.keep",
+        "seq_len": "data.length",
+        "sequence_length": "data.length",
+        "steps_per_print": "log.every",
+        "tensor_parallel": "mesh.tp",
+        "torch_compile": "train.compile",
+        "torch_dtype": "precision",
+        "train_batch_size": "train.batch",
+        "train_micro_batch_size_per_gpu": "train.micro_batch",
+        "warmup_ratio": "schedule.warmup, which below 1 is a fraction",
+        "warmup_steps": "schedule.warmup",
+        "world_size": "mesh.dp, which is computed where left out",
+        "zero_optimization": "zero",
+    }
+)
+
+
+def nearest(word: str, known: Collection[str], cutoff: float = LIKE_CHOICE) -> str | None:
+    """The known word most like this one, if any is."""
+    close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=cutoff)
+    return close[0] if close else None
+
+
+def unknown(name: str, keys: Collection[str], sections: Collection[str]) -> str:
+    """The message for a dotted key that does not exist."""
+    if name in keys:  # written with its dot inside a file
+        section, _, leaf = name.partition(".")
+        return f"{name} is written as two levels in a file: {section}: {{{leaf}: ...}}"
+    parent, _, leaf = name.rpartition(".")
+    other = FOREIGN.get(name) or FOREIGN.get(leaf.lower().replace("-", "_"))
+    if other:
+        return f"{name} is no key. Here it is {other}."
+    if parent in keys:
+        return f"{name} is no key: {parent} is a value, not a section."
+    meant = candidates(name, keys, sections)
+    if meant:
+        return f"{name} is no key. Did you mean {' or '.join(meant)}?"
+    return f"{name} is no key. See all keys: zero3d config explain"
+
+
+def candidates(name: str, keys: Collection[str], sections: Collection[str]) -> list[str]:
+    """Up to three keys or sections: those of that last name wherever they are, else the nearest one."""
+    parent, _, leaf = name.lower().rpartition(".")
+
+    def score(known: str) -> tuple[float, float]:
+        above, _, last = known.rpartition(".")
+        flat = _like(name, known.replace(".", "_"))  # log_every
+        return max(flat, _like(leaf, last)), _like(parent, above)
+
+    everything = [*keys, *sections]
+    same = [known for known in everything if known.rpartition(".")[2] == leaf]
+    if same:
+        return sorted(same, key=lambda known: -score(known)[1])[:3]
+    likely = [known for known in everything if score(known)[0] >= LIKE]
+    return [max(likely, key=lambda known: score(known)[0] + score(known)[1] / 2)] if likely else []
+
+
+def _like(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()

@@ -1,0 +1,112 @@
+"""Every key of the configuration by its dotted name, with its type and range, made from the sections."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, get_args, get_type_hints
+
+from zero3d.config.hints import nearest
+from zero3d.config.kinds import KINDS, NULLS, convert, found
+from zero3d.config.sections import Config
+
+NUMBERS = (int, float, tuple[float, float])  # what bounds are about
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting."""
+
+    name: str  # dotted: zero.stage
+    types: tuple[Any, ...]  # the members of its union, rows of KINDS or NoneType
+    default: Any
+    text: str
+    choices: tuple[str, ...]
+    least: float | None
+    most: float | None
+    above: float | None
+    below: float | None
+
+    @property
+    def wants(self) -> str:
+        """What it takes, in words: a whole number from 0 to 3."""
+        return ", or ".join("null" if each is NoneType else self._words(each) for each in self.types)
+
+    def _words(self, each: Any) -> str:
+        if self.choices:
+            unit = " (K a whole number from 1)" if any(":K" in choice for choice in self.choices) else ""
+            return f"{', '.join(self.choices[:-1])} or {self.choices[-1]}{unit}"
+        return KINDS[each].words + (self._range() if each in NUMBERS else "")
+
+    def _range(self) -> str:
+        bounds = ((" from", self.least), (" above", self.above), (" to", self.most), (" and below", self.below))
+        return "".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+
+    def read(self, value: Any) -> Any:
+        """The value converted to the key's type and checked. Raises ValueError with the whole message."""
+        try:
+            read = convert(value, self.types)
+        except ValueError:
+            raise ValueError(self._refusal(value)) from None
+        if not self._allows(read):
+            raise ValueError(self._refusal(value))
+        return read
+
+    def _allows(self, value: Any) -> bool:
+        if value is None or isinstance(value, bool):
+            return True
+        if isinstance(value, str):
+            return not self.choices or re.fullmatch(self.pattern, value) is not None
+        numbers = value if isinstance(value, tuple) else (value,)
+        return all(self._within(number) for number in numbers if not isinstance(number, str))
+
+    def _within(self, number: float) -> bool:
+        return (
+            (self.least is None or number >= self.least)
+            and (self.most is None or number <= self.most)
+            and (self.above is None or number > self.above)
+            and (self.below is None or number < self.below)
+        )
+
+    @property
+    def pattern(self) -> str:
+        """The choices as a regular expression that needs to match as a whole."""
+        return "|".join(re.escape(choice).replace(":K", ":[1-9][0-9]*") for choice in self.choices)
+
+    def _refusal(self, value: Any) -> str:
+        near = nearest(value, self.choices) if isinstance(value, str) and value not in NULLS else None
+        hint = f" Did you mean {near}?" if near else ""
+        if str in self.types and not self.choices and isinstance(value, (bool, int, float)):
+            hint = (
+                f" Put it in quotes, for YAML reads it as a {'truth value' if isinstance(value, bool) else 'number'}."
+            )
+        return f"{self.name} takes {self.wants}; found {found(value)}.{hint}"
+
+
+def _keys() -> Iterator[Key]:
+    for prefix, section in (("", Config), *((f"{name}.", section) for name, section in SECTIONS.items())):
+        hints = get_type_hints(section)
+        for field in dataclasses.fields(section):
+            if field.name not in SECTIONS or prefix:
+                hint = hints[field.name]
+                types = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+                yield Key(f"{prefix}{field.name}", types, field.default, **field.metadata)
+
+
+SECTIONS: Mapping[str, type[Any]] = MappingProxyType(
+    {
+        name: hint
+        for name, hint in get_type_hints(Config).items()
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint)
+    }
+)
+KEYS: Mapping[str, Key] = MappingProxyType({key.name: key for key in _keys()})
+
+
+def value_of(config: Config, name: str) -> Any:
+    """The value of a dotted key."""
+    return attrgetter(name)(config)

@@ -1,0 +1,120 @@
+"""One row per type that a key may have: its words, how a written value becomes one, its JSON Schema.
+
+    type                  also accepted
+    int                   "3", 1e3, 1000.0
+    float                 3, "1e-4" (which YAML 1.1 reads as text)
+    bool                  "true", "false", "yes", "no", "on", "off"
+    str
+    tuple[str, ...]       one text
+    tuple[float, float]   a list of two numbers
+    None                  "null", "none", "~", "" (where the key may be null)
+
+A union takes the first of its types that fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, NoneType
+from typing import Any, NamedTuple
+
+SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+NULLS = ("null", "none", "~", "")
+
+
+class Kind(NamedTuple):
+    """A type as people, Python and JSON Schema see it."""
+
+    words: str
+    convert: Callable[[Any], Any]  # raises ValueError, TypeError or OverflowError
+    schema: Mapping[str, Any]
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:  # 1e3
+            value = float(value)
+    if isinstance(value, bool) or value != int(value):
+        raise ValueError
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not math.isfinite(number := float(value)):
+        raise ValueError
+    return number
+
+
+def _switch(value: Any) -> bool:
+    if isinstance(value, str) and value.lower() in SWITCHES:
+        return SWITCHES[value.lower()]
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else ()
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError
+    return texts
+
+
+def _pair(value: Any) -> tuple[float, float]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError
+    first, second = value
+    return _number(first), _number(second)
+
+
+KINDS: Mapping[Any, Kind] = MappingProxyType(
+    {
+        int: Kind("a whole number", _whole, {"type": "integer"}),
+        float: Kind("a number", _number, {"type": "number"}),
+        bool: Kind("true or false", _switch, {"type": "boolean"}),
+        str: Kind("text", _text, {"type": "string"}),
+        tuple[str, ...]: Kind(
+            "a text or a list of texts",
+            _texts,
+            {"type": ["string", "array"], "minLength": 1, "minItems": 1, "items": {"type": "string", "minLength": 1}},
+        ),
+        tuple[float, float]: Kind(
+            "two numbers", _pair, {"type": "array", "minItems": 2, "maxItems": 2, "items": {"type": "number"}}
+        ),
+    }
+)
+
+
+def convert(value: Any, types: tuple[Any, ...]) -> Any:
+    """The value as the first of `types` that fits; NoneType among them allows null. Raises ValueError."""
+    if NoneType in types and (value is None or (isinstance(value, str) and value.strip().lower() in NULLS)):
+        return None
+    for kind in (KINDS[each] for each in types if each is not NoneType):
+        try:
+            return kind.convert(value)
+        except (ValueError, TypeError, OverflowError):
+            continue
+    raise ValueError
+
+
+def found(value: Any) -> str:
+    """The value in an error message: short, and with its type where that is the mistake."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return f"the text {value!r}" if len(value) <= 60 else f"the text {value[:60]!r}..."
+    if isinstance(value, Mapping):
+        return "a mapping with " + (", ".join(map(str, list(value)[:3])) or "no keys")
+    if isinstance(value, (list, tuple)):
+        short = len(value) <= 4 and all(isinstance(item, (str, int, float)) for item in value)
+        return str(list(value)) if short else f"a list of {len(value)}"
+    return f"{value}"

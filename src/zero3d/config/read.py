@@ -1,0 +1,168 @@
+"""A Config from a YAML file or a dict, and from dotted overrides.
+
+    file or dict --flatten--> {"zero.stage": 2, ...} <--parse-- "zero.stage=2"
+                                     |
+                          Key.read: type and range of each
+                                     |
+                          Config, then checks across keys
+
+Problems are collected; one ConfigError tells the first and names the keys of the others.
+Relative paths stay as they are written, relative to the current directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from zero3d.config.hints import unknown
+from zero3d.config.keys import KEYS, SECTIONS, value_of
+from zero3d.config.sections import Config
+from zero3d.config.yaml_file import read_yaml
+from zero3d.errors import ConfigError
+
+
+class Problem(NamedTuple):
+    """What is wrong with one key."""
+
+    key: str
+    text: str
+
+
+class Given(NamedTuple):
+    """A value as it was written, and where."""
+
+    value: Any
+    where: str  # put before a message about it
+
+
+def load(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
+    """Read and check a configuration. Raises ConfigError.
+
+    source       a YAML file, a dict of the same form, or None for the defaults
+    overrides    such as zero.stage=2, data.train=a.txt,b.txt, data.train=[a.txt], optimizer.clip_norm=null;
+                 they win over the source, and the last one of a key wins
+    """
+    given: dict[str, Given] = {}
+    problems: list[Problem] = []
+    if source is not None:
+        tree = source if isinstance(source, Mapping) else read_yaml(Path(source))
+        where = "" if isinstance(source, Mapping) else f"{source}: "
+        problems += _flatten(tree, where, given)
+    for override in overrides:
+        problems += _override(override, given)
+    values: dict[str, Any] = {}
+    for name, (value, where) in given.items():
+        try:
+            values[name] = KEYS[name].read(value)
+        except ValueError as error:
+            problems.append(Problem(name, f"{where}{error}"))
+    config = _build(values)
+    for key, text in _across(config):
+        problems.append(Problem(key, f"{given[key].where}{text}"))
+    _raise(problems)
+    return config
+
+
+def check(config: Config) -> None:
+    """Refuse a Config built in Python that `load` would not have returned. Raises ConfigError."""
+    problems = list(_across(config))
+    for name, key in KEYS.items():
+        value = value_of(config, name)
+        try:
+            if (read := key.read(value)) != value:
+                problems.append(Problem(name, f"{name} takes {key.wants}; write {read!r} instead of {value!r}."))
+        except ValueError as error:
+            problems.append(Problem(name, str(error)))
+    _raise(problems)
+
+
+def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The words of a command line, [CONFIG] [overrides...], apart. Raises ConfigError."""
+    first, rest = (words[0], list(words[1:])) if words else (None, [])
+    if first is not None and "=" in first and not Path(first).is_file():
+        first, rest = None, list(words)
+    for word in rest:
+        if "=" not in word:
+            raise ConfigError(f"{_not_a_pair(word)} Only the first word may be a file.")
+    return first, rest
+
+
+def _flatten(tree: Mapping[Any, Any], where: str, given: dict[str, Given]) -> Iterator[Problem]:
+    """Fill `given` from nested mappings; what is no key is yielded."""
+    for name, value in tree.items():
+        if name in KEYS and "." in name:
+            yield Problem(name, where + unknown(name, KEYS, SECTIONS))
+        elif name not in SECTIONS:
+            yield from _take(str(name), value, where, given)
+        elif isinstance(value, Mapping):
+            for leaf, inner in value.items():
+                yield from _take(f"{name}.{leaf}", inner, where, given)
+        elif value is not None:  # a section whose keys are all commented out is null
+            example = next(key for key in KEYS if key.startswith(f"{name}."))
+            text = f"{name} is a section: write keys under it, such as {example}. All: zero3d config explain {name}"
+            yield Problem(name, where + text)
+
+
+def _override(word: str, given: dict[str, Given]) -> Iterator[Problem]:
+    """Fill `given` from one dotted override."""
+    name, equals, text = (part.strip() for part in word.partition("="))
+    where = f"override {word!r}: "
+    if not equals or not name:
+        yield Problem(name, _not_a_pair(word))
+    elif name in SECTIONS:
+        example = next(key for key in KEYS if key.startswith(f"{name}."))
+        yield Problem(name, f"{where}{name} is a section: type one of its keys, such as {example}=VALUE.")
+    else:
+        yield from _take(name, _listed(name, text), where, given)
+
+
+def _not_a_pair(word: str) -> str:
+    return f"override {word!r} is not KEY=VALUE: type {word if word in KEYS else 'KEY'}=VALUE, such as zero.stage=2."
+
+
+def _listed(name: str, text: str) -> Any:
+    """Commas and brackets make lists, where the key takes one; all else stays text, for the key's type to read."""
+    if name not in KEYS or not any(isinstance(each, type(tuple[str, ...])) for each in KEYS[name].types):
+        return text
+    if text.startswith("["):
+        try:
+            return yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError, RecursionError):  # a file may be named [a].txt
+            return text
+    return [part.strip() for part in text.split(",")] if "," in text else text
+
+
+def _take(name: str, value: Any, where: str, given: dict[str, Given]) -> Iterator[Problem]:
+    if name in KEYS:
+        given[name] = Given(value, where)
+    else:
+        yield Problem(name, where + unknown(name, KEYS, SECTIONS))
+
+
+def _build(values: Mapping[str, Any]) -> Config:
+    """The Config of checked values by dotted name."""
+    top = {name: value for name, value in values.items() if "." not in name}
+    for section, kind in SECTIONS.items():
+        own = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{section}.")}
+        top[section] = kind(**own)
+    return Config(**top)
+
+
+def _across(config: Config) -> Iterator[Problem]:
+    """What no key shows alone; the key of each problem is one that was given."""
+    if config.train.steps is not None and config.train.epochs is not None:
+        steps, epochs = config.train.steps, config.train.epochs
+        text = f"train.steps {steps} and train.epochs {epochs:g} both say how long: leave one out, or set it to null."
+        yield Problem("train.epochs", text)
+
+
+def _raise(problems: Sequence[Problem]) -> None:
+    if not problems:
+        return
+    others = list(dict.fromkeys(problem.key for problem in problems[1:]))
+    more = f" And {len(others)} more problem{'s' * (len(others) > 1)}: {', '.join(others)}." if others else ""
+    raise ConfigError(problems[0].text + more)
