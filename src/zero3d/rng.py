@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -32,3 +32,16 @@ def set_rng_state(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> No
     random.setstate((version, tuple(keys), gauss))
     kind, position, has_gauss, cached = plain["numpy"]
     numpy.random.set_state((kind, tensors["numpy"].numpy().astype(numpy.uint32), position, has_gauss, cached))
+
+
+def torch_rng(device: torch.device) -> tuple[Tensor, ...]:
+    """torch's random state on the CPU, and on `device` where it is another."""
+    states = (torch.get_rng_state(),)
+    return states if device.type == "cpu" else (*states, torch.get_device_module(device).get_rng_state(device))
+
+
+def set_torch_rng(device: torch.device, states: Sequence[Tensor]) -> None:
+    """Continue from `torch_rng(device)`."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.get_device_module(device).set_rng_state(state, device)

@@ -1,0 +1,141 @@
+"""What is kept of a model's blocks between forward and backward, and whether they are compiled.
+
+    none        all of it
+    full        each block's inputs; its interior is computed again in the backward
+    every:K     the input of each segment of K blocks (`segments.py`)
+    selective   all but the interior of each block's attention
+
+Called before the Engine is built; the wrappers sit around `forward`, inside the module's hooks:
+
+    block.__call__:  engine's hooks [ recomputation [ torch.compile [ the block's own forward ]]]
+
+So a recomputed block finds its weights gathered and costs no gather of its own (but every:K, whose
+earlier blocks of a segment are gathered once more), and compiled code holds no hook. Losses and
+gradients equal those of `none` bit for bit, dropout included. Without grad and in eval mode
+a wrapper is the plain forward. `plan/recompute.py` has the arithmetic.
+
+Selective is Korthikanti et al. 2022, section 5, one step coarser: attention's projections are
+recomputed too, which is what can be told from outside a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from zero3d.errors import ConfigError
+from zero3d.hf.blocks import find_blocks
+from zero3d.plan.recompute import Policy
+from zero3d.segments import Recorder
+
+Blocks = Mapping[str, nn.Module]
+
+
+def prepare_blocks(
+    model: nn.Module, activations: str = "none", compile: str | None = None, blocks: Blocks | None = None
+) -> None:
+    """`compile_blocks` (compile: a torch.compile backend such as "inductor") and `recompute`, in the right order."""
+    if compile is not None:
+        compile_blocks(model, blocks, backend=compile)
+    recompute(model, activations, blocks)
+
+
+def recompute(model: nn.Module, policy: str, blocks: Blocks | None = None) -> None:
+    """Recompute what `policy` says (none, full, every:K, selective) of the model's blocks.
+
+    blocks   by name; found where left out. Changes their `forward` in place, once per model and
+             after `compile_blocks`.
+    Errors: an unknown policy, no blocks, no attention in any of them (ConfigError).
+    A key-value cache that Hugging Face models make in training is left out, since a recomputed block
+    would write to it twice; one that holds something is refused.
+    """
+    asked = Policy.of(policy)
+    if asked.kind == "none":
+        return
+    found = _blocks(model, blocks, f"activations={policy}")
+    if asked.kind == "selective":
+        found = _attentions(found)
+    recorder = Recorder(asked.every) if asked.every and asked.every > 1 else None
+    for name, module in found.items():
+        if isinstance(module.forward, Recomputed):
+            raise ConfigError(f"{name} is recomputed already: call recompute() once, with one policy.")
+    for name, module in found.items():
+        module.forward = Recomputed(name, module, recorder)
+
+
+def compile_blocks(model: nn.Module, blocks: Blocks | None = None, **options: Any) -> None:
+    """torch.compile each block's own forward: blocks of one kind share one graph. Before `recompute`.
+
+    options   of torch.compile, such as backend
+    """
+    for name, block in _blocks(model, blocks, "compile").items():
+        if isinstance(block.forward, Recomputed):
+            raise ConfigError(f"{name} is recomputed already: call compile_blocks() first, or prepare_blocks().")
+        block.forward = torch.compile(block.forward, **options)
+
+
+class Recomputed:
+    """A module's forward whose interior is dropped, and computed again when the backward needs it.
+
+    recorder   cuts calls into segments; None where each call is recomputed by itself
+    """
+
+    def __init__(self, name: str, module: nn.Module, recorder: Recorder | None) -> None:
+        self._name, self._module, self._recorder = name, module, recorder
+        self._forward = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        replaying = self._recorder is not None and self._recorder.replaying
+        if not replaying and not (torch.is_grad_enabled() and self._module.training):
+            return self._forward(*args, **kwargs)
+        args = tuple(self._without_cache(value) for value in args)
+        kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
+        if self._recorder is not None:
+            return self._recorder(self._name, self._module, self._forward, args, kwargs)
+        return checkpoint(self._forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+
+    def _without_cache(self, value: Any) -> Any:
+        if not hasattr(value, "get_seq_length"):  # what tells a Hugging Face cache
+            return value
+        length = int(value.get_seq_length())
+        if length > 0:
+            raise ConfigError(
+                f"{self._name} was given a cache of {length} keys in training, which recomputation would write to "
+                "twice: pass use_cache=False, or activations=none."
+            )
+        return None
+
+
+def _blocks(model: nn.Module, blocks: Blocks | None, asked: str) -> Blocks:
+    found = find_blocks(model) if blocks is None else blocks
+    if not found:
+        raise ConfigError(
+            f"{asked} needs the model's repeated blocks, and {type(model).__name__} has no list of two or more modules "
+            "of one class: pass blocks={'name': module, ...}, or activations=none."
+        )
+    return found
+
+
+def _attentions(blocks: Blocks) -> Blocks:
+    """The outermost attention modules of each block, by name. Blocks may lack one, but not all."""
+    found = {f"{name}.{inner}": module for name, block in blocks.items() for inner, module in _attentions_in(block)}
+    if not found:
+        name, block = next(iter(blocks.items()))
+        parts = ", ".join(dict(block.named_children())) or "no parts"
+        raise ConfigError(
+            "activations=selective recomputes attention, and no block has a module whose class ends in Attention or "
+            f"whose name ends in attn or attention: {name} has {parts}. Pass activations=full or every:K."
+        )
+    return found
+
+
+def _attentions_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if type(child).__name__.endswith("Attention") or name.endswith(("attn", "attention")):
+            yield name, child
+        else:
+            yield from ((f"{name}.{inner}", found) for inner, found in _attentions_in(child))
