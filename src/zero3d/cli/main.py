@@ -16,6 +16,7 @@ from zero3d.errors import ConfigError, Zero3dError
 VERBS = {
     "plan": "memory and traffic of ZeRO stages 0-3 by formula; no GPU and no torch needed",
     "train": "train a small language model on this machine and measure what the formulas say",
+    "launch": "print what starts a run on a cluster: slurm, k8s or torchrun",
 }
 
 
