@@ -47,7 +47,10 @@ def test_a_list_without_nodes_is_refused(nodes):
     [
         (SRUN, JOINED),
         (SRUN | {"SLURM_STEP_ID": "3"}, JOINED | {"MASTER_PORT": str(15000 + 1234570 % 15000)}),
-        (SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "29500"}, JOINED | {"MASTER_ADDR": "head", "MASTER_PORT": "29500"}),
+        (
+            SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "29500"},
+            JOINED | {"MASTER_ADDR": "head", "MASTER_PORT": "29500"},
+        ),
         (without("SLURM_STEP_NODELIST"), JOINED | {"MASTER_ADDR": "gpu07"}),
     ],
     ids=["srun", "a later step", "the user's address", "an old Slurm"],
