@@ -27,15 +27,15 @@ class Launcher:
 
     def __init__(self, folder):
         self.folder = folder
-        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        environment["TMPDIR"] = str(folder)
-        environment["PYTHONPATH"] = os.pathsep.join([str(HERE), environment.get("PYTHONPATH", "")])
+        self.environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        self.environment["TMPDIR"] = str(folder)
+        self.environment["PYTHONPATH"] = os.pathsep.join([str(HERE), self.environment.get("PYTHONPATH", "")])
         for fifo in ("events", "go-0", "go-1"):
             os.mkfifo(folder / fifo)
         self.events = os.open(folder / "events", os.O_RDWR)  # for writing, too: it never ends
         self.process = subprocess.Popen(
             [sys.executable, HERE / "stopping.py", folder],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.environment, start_new_session=True,
         )  # fmt: skip
         assert line(self.process.stdout.fileno()) == "up"
 
@@ -123,6 +123,47 @@ def test_a_worker_that_is_killed_ends_the_others_and_is_named_with_its_last_word
 def test_workers_whose_launcher_was_killed_save_and_stop(launcher):
     launcher.start("trains")
     launcher.both("ready")
-    launcher.process.kill()  # nobody is there for the next test: keep this the last one
+    launcher.process.kill()  # nobody is there for another start: keep this the last to need it
     launcher.both("asked")
     assert launcher.release() == ["[15]", "[15]"]
+
+
+@pytest.mark.long
+def test_under_torchrun_each_worker_gets_one_sigterm_and_time_to_save(launcher):
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "stopping"]
+    with (launcher.folder / "torchrun").open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *torchrun, "trains", launcher.folder],
+            env=launcher.environment, stdout=output, stderr=output,
+        )  # fmt: skip
+    launcher.both("ready")
+    process.terminate()
+    launcher.both("asked")
+    assert launcher.release() == ["[15]", "[15]"]
+    assert process.wait(timeout=60) == 1  # torchrun's own code for a signal
+    said = (launcher.folder / "torchrun").read_text()
+    assert said.count("stopped by SIGTERM: step 3 is saved in out; --resume auto continues\n") == 1
+
+
+@pytest.mark.long
+def test_two_tasks_of_srun_form_one_world(tmp_path):
+    script = """
+from zero3d.cli.cluster import join_environment
+assert join_environment()
+import torch, zero3d
+mesh = zero3d.Mesh(dp=2)
+total = torch.tensor(10 ** mesh.rank)
+torch.distributed.all_reduce(total)
+print(mesh.rank, int(total))
+"""
+    slurm = {
+        "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost",
+    }  # fmt: skip
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script], text=True, stdout=subprocess.PIPE,
+            env=os.environ | slurm | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    assert [task.communicate(timeout=120)[0] for task in tasks] == ["0 11\n", "1 11\n"]
