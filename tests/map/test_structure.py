@@ -152,10 +152,13 @@ def test_no_python_file_is_empty():
     "command", [["--help"], ["plan", "--theory", "--params", "7.5e9", "--gpus", "64"], ["config", "schema"]]
 )
 def test_help_and_theory_import_no_torch(command):
+@pytest.mark.parametrize("command", [["--help"], ["plan", "--theory", "--params", "7.5e9", "--gpus", "64"],
+                                     ["launch", "k8s", "pyproject.toml"]])  # fmt: skip
+def test_help_theory_and_launch_import_no_torch(command):
     script = f"import sys; sys.argv = ['zero3d', *{command!r}]\nfrom zero3d.cli.main import main\n" + (
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\nassert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,132 +1,185 @@
-"""Workers of this machine through torch's elastic agent, and how a worker's failure is told once.
+"""`zero3d launch TARGET CONFIG`: prints what starts `zero3d train CONFIG` on a cluster; starts nothing.
 
-launcher    starts --ranks workers (this same command with RANK set), prints the first failure
-worker 0    owns the terminal; the other workers' output goes to files that die with the run
-failure     a worker leaves its exception in the agent's error file and exits with 2 for a
-            Zero3dError, else with 1
+slurm      a batch script: one task of srun per GPU, which zero3d joins by itself
+k8s        a manifest: an indexed Job with one pod per node, torchrun in each, and a headless Service
+torchrun   the command line, for one node or the same on each of several
+
+What is trained stays in CONFIG and its overrides; the text carries nodes and processes only.
 """
 
 from __future__ import annotations
 
-import ctypes
-import logging
-import os
-import signal
-import sys
-import traceback
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NoReturn
 
-from zero3d.errors import Zero3dError
+import yaml
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from zero3d.errors import ConfigError
 
-LAUNCHED = "ZERO3D_LAUNCHED"  # set for workers whose launcher tells their failure
-LAST_LINES = 20  # shown of a worker that died without an exception
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc malloc.h
-MMAP_BYTES, TRIM_BYTES = 32 << 20, 1 << 30  # 32 MiB is the most that glibc accepts for mmap
+GPUS = 8  # per node, unless said otherwise
+PORT = 29500  # of torchrun's rendezvous
+GRACE = 300  # seconds between SIGTERM and SIGKILL, for the step at hand and its checkpoint
 
 
-def quiet_environment() -> None:
-    """Keep notes of torch's C++ side off the terminal; call before torch is imported."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+@dataclass(frozen=True)
+class Job:
+    """What is started, and on how much."""
+
+    config: str
+    overrides: tuple[str, ...]
+    nodes: int
+    gpus: int
+
+    @property
+    def name(self) -> str:
+        """The config's name as Kubernetes and Slurm accept it: letters, digits, "-"; at most 40."""
+        return re.sub(r"[^a-z0-9]+", "-", f"zero3d-{Path(self.config).stem.lower()}")[:40].strip("-")
+
+    @property
+    def command(self) -> str:
+        """Quoted for the shell; --resume auto starts afresh where there is nothing to resume."""
+        return shlex.join(["zero3d", "train", self.config, *self.overrides, "--resume", "auto"])
 
 
-def launch(words: Sequence[str], ranks: int) -> int:
-    """Run `zero3d WORDS` on `ranks` workers of this machine; the exit code."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    parser.add_argument("target", metavar="TARGET", help="slurm, k8s or torchrun")
+    parser.add_argument("config", metavar="CONFIG", help="the YAML file that `zero3d train` takes")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings in place of the file's")
+    parser.add_argument("--nodes", type=int, default=1, help="machines (default %(default)s)")
+    parser.add_argument("--gpus-per-node", type=int, default=GPUS, help="processes on each (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with the text in it")
 
-    logging.disable(logging.CRITICAL)  # the agent would tell every failure in its own words, too
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ[LAUNCHED] = "1"
-    with TemporaryDirectory(prefix="zero3d-") as logs:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(logs, redirects=dict.fromkeys(range(1, ranks), Std.ALL)),
-        )
-        try:
-            elastic_launch(config, sys.executable)("-m", "zero3d.cli.main", *words)
-        except ChildFailedError as error:
-            return tell(error.failures, Path(logs))
-        except SignalException as stop:
-            print(f"stopped by {signal.Signals(stop.sigval).name}; all workers are stopped", file=sys.stderr)
-            return 128 + int(stop.sigval)
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the text. Raises ConfigError."""
+    target = check_target(arguments.target)
+    job = Job(arguments.config, tuple(arguments.overrides), arguments.nodes, arguments.gpus_per_node)
+    check(job)
+    text = TARGETS[target](job)
+    if arguments.json:
+        text = json.dumps({"target": target, "nodes": job.nodes, "gpus_per_node": job.gpus, "text": text}) + "\n"
+    print(text, end="")
     return 0
 
 
-def tell(failures: Mapping[int, ProcessFailure], logs: Path) -> int:
-    """Print the first failure on stderr; the exit code."""
-    rank, failure = min(failures.items(), key=lambda item: _moment(item[1]))
-    told = failure.message
-    if isinstance(told, dict) and failure.exitcode == 2:
-        print(told["message"], file=sys.stderr)
-        return 2
-    if isinstance(told, dict):
-        print(f"rank {rank} failed:\n{told['extraInfo']['py_callstack'].rstrip()}", file=sys.stderr)
-        return 1
-    print(f"rank {rank} died without an exception: {told}", file=sys.stderr)
-    for path in logs.rglob(f"{failure.local_rank}/stderr.log"):
-        for line in path.read_text(errors="replace").splitlines()[-LAST_LINES:]:
-            print(line, file=sys.stderr)
-    return 1
+def check_target(name: str) -> str:
+    """The target's name. Raises ConfigError with the nearest one."""
+    if name not in TARGETS:
+        near = get_close_matches(name, TARGETS, 1, cutoff=0.4)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"zero3d launch knows {', '.join(TARGETS)}, not {name!r}.{meant}")
+    return name
 
 
-def _moment(failure: ProcessFailure) -> tuple[bool, float]:
-    """Sorts the cause before its consequences: deaths by a signal (but the agent's own SIGTERM), then by time."""
-    killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
-    file = Path(failure.error_file)
-    return not killed, file.stat().st_mtime if file.is_file() else float("inf")
+def check(job: Job) -> None:
+    """Refuse what cannot be started. Raises ConfigError."""
+    if not Path(job.config).is_file():
+        raise ConfigError(f"{job.config} is no file: type the path of the YAML file that `zero3d train` takes.")
+    for option, value in (("--nodes", job.nodes), ("--gpus-per-node", job.gpus)):
+        if value < 1:
+            raise ConfigError(f"{option} {value}: type a whole number from 1.")
+    for word in job.overrides:
+        if "=" not in word:
+            raise ConfigError(f"{word!r} is no setting: type KEY=VALUE, such as zero.stage=2.")
 
 
-def as_worker(action: Callable[[], None]) -> NoReturn:
-    """Run one rank's work, leave its exception where the agent looks for it, and exit.
+def slurm(job: Job) -> str:
+    """A script for sbatch."""
+    return f"""\
+#!/bin/bash
+#SBATCH --job-name={job.name}
+#SBATCH --nodes={job.nodes}
+#SBATCH --ntasks-per-node={job.gpus}
+#SBATCH --gpus-per-node={job.gpus}
+#SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=TERM@{GRACE}
 
-    The exit runs no destructors: they would wait for peers that may be gone, and a gloo thread that
-    drops a tensor while the interpreter shuts down aborts the process.
-    """
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    raise_malloc_thresholds()
-    handler = get_error_handler()
-    handler.initialize()
-    code = 0
-    try:
-        action()
-    except BaseException as error:  # noqa: BLE001 (told here or by the launcher)
-        handler.record_exception(error)
-        code = 2 if isinstance(error, Zero3dError) else 1
-        if LAUNCHED not in os.environ:
-            print(f"{type(error).__name__}: {error}" if code == 2 else traceback.format_exc(), file=sys.stderr)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads any more
-            stream.flush()
-    os._exit(code)
+# Submit with your account, partition and time limit: sbatch --time=24:00:00 THIS_FILE
+# {GRACE} seconds before the limit all ranks get SIGTERM, save and stop; submitted again, the run continues.
+srun --kill-on-bad-exit=1 {job.command}
+"""
 
 
-def raise_malloc_thresholds() -> None:
-    """Let glibc keep freed unit storages instead of giving their pages back and faulting them in again.
+def torchrun(job: Job) -> str:
+    """A shell command."""
+    if job.nodes == 1:
+        return f"torchrun --standalone --nproc-per-node={job.gpus} --no-python {job.command}\n"
+    return f"""\
+# The same on each of the {job.nodes} nodes; HEAD_NODE is the name of one of them, reachable from all.
+torchrun --nnodes={job.nodes} --nproc-per-node={job.gpus} --rdzv-backend=c10d --rdzv-id={job.name} \\
+  --rdzv-endpoint="${{HEAD_NODE:?}}:{PORT}" --no-python {job.command}
+"""
 
-    Affects storages of up to 32 MiB on the CPU; without glibc it does nothing.
-    """
-    if sys.platform != "linux":
-        return
-    library = ctypes.CDLL(None)
-    if hasattr(library, "gnu_get_libc_version"):
-        library.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
-        library.mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)
+
+def k8s(job: Job) -> str:
+    """A manifest for kubectl apply."""
+    comment = """\
+# Set the image (with zero3d and CONFIG's folder as working directory) and the claim of a volume that
+# all pods can write; CONFIG's output belongs on that volume, /data.
+"""
+    return comment + yaml.safe_dump_all([service(job), indexed_job(job)], sort_keys=False, width=1000)
+
+
+def service(job: Job) -> dict[str, object]:
+    """The headless Service by which pods find the first one."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": job.name},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"job-name": job.name},
+            "ports": [{"name": "rendezvous", "port": PORT}],
+        },
+    }
+
+
+def indexed_job(job: Job) -> dict[str, object]:
+    """The Job: pod i has the host name NAME-i in the Service's domain; a pod that fails is started again."""
+    script = (
+        f"exec torchrun --nnodes={job.nodes} --nproc-per-node={job.gpus} --node-rank=$JOB_COMPLETION_INDEX "
+        f"--master-addr={job.name}-0.{job.name} --master-port={PORT} --no-python {job.command}"
+    )
+    container = {
+        "name": "train",
+        "image": "IMAGE",
+        "command": ["sh", "-c", script.replace("$(", "$$(")],  # Kubernetes itself expands $(NAME)
+        # torchrun kills workers so long after SIGTERM; heeded from torch 2.12, before it was always 30
+        "env": [{"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(GRACE)}],
+        "resources": {"limits": {"nvidia.com/gpu": job.gpus}},
+        "volumeMounts": [{"name": "data", "mountPath": "/data"}, {"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    pod = {
+        "subdomain": job.name,
+        "restartPolicy": "OnFailure",
+        "terminationGracePeriodSeconds": GRACE + 30,
+        "containers": [container],
+        "volumes": [
+            {"name": "data", "persistentVolumeClaim": {"claimName": "CLAIM"}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": job.name},
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": job.nodes,
+            "parallelism": job.nodes,
+            "template": {"spec": pod},
+        },
+    }
+
+
+TARGETS: dict[str, Callable[[Job], str]] = {"slurm": slurm, "k8s": k8s, "torchrun": torchrun}

@@ -7,11 +7,11 @@ import json
 import os
 from importlib.util import find_spec
 
-from zero3d.cli.launch import as_worker, launch, quiet_environment
+from zero3d.cli.workers import RANKS, as_worker, launch, quiet_environment
 from zero3d.errors import ConfigError
 from zero3d.zero.stages import stage_row
 
-STEPS, RANKS = 500, 2
+STEPS = 500
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,81 @@
+"""Is this process one of a launcher's workers? What RANK, WORLD_SIZE and the rest are then.
+
+RANK is set                                   torchrun, Kubernetes, Ray, our own launcher: join
+srun with several tasks                       join: RANK and the rest are made from SLURM_*
+srun with one task, a batch script, salloc    a bare machine: start workers
+
+srun numbers its steps from 0. A batch script and salloc's shell have SLURM_PROCID and SLURM_NTASKS,
+too, but no step number or one of Slurm's special ones, and nobody to wait for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+
+from zero3d.errors import ConfigError
+
+FIRST_PORT, PORTS = 15000, 15000  # below Linux's ephemeral ports (32768) and Kubernetes' (30000)
+SPECIAL_STEP = 0xFFFFFFF0  # batch, interactive, external and pending steps lie above
+NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # with RANK
+
+
+def join_environment() -> bool:
+    """True when this process is a launcher's worker; its variables are then complete in os.environ.
+
+    Raises ConfigError when RANK comes without the others.
+    """
+    if "RANK" not in os.environ:
+        made = from_slurm(os.environ)
+        os.environ.update(made)
+        return bool(made)
+    missing = [name for name in NEEDED if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"RANK={os.environ['RANK']} is set, but not {', '.join(missing)}: "
+            "start with torchrun or srun, or unset RANK to train on this machine alone."
+        )
+    return True
+
+
+def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of a task of srun; nothing for all others."""
+    step, tasks = (_number(environment, f"SLURM_STEP_{name}") for name in ("ID", "NUM_TASKS"))
+    rank, local = (_number(environment, f"SLURM_{name}") for name in ("PROCID", "LOCALID"))
+    if step is None or step >= SPECIAL_STEP or tasks is None or tasks < 2 or rank is None or local is None:
+        return {}
+    job = _number(environment, "SLURM_JOB_ID") or 0
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": str(local),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or hosts(nodes)[0],
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(FIRST_PORT + (job + step) % PORTS),
+    }
+
+
+def hosts(nodes: str) -> list[str]:
+    """The names in Slurm's short form: "a[01-02,7],b" -> a01, a02, a7, b. Raises ConfigError when there are none."""
+    names = [name for entry in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodes) for name in _expand(entry)]
+    if not names:
+        raise ConfigError(f"Slurm's node list {nodes!r} names no nodes: set MASTER_ADDR to the first one.")
+    return names
+
+
+def _expand(entry: str) -> Iterator[str]:
+    """One entry, which may have several brackets: rack[1-2]node[1-2]."""
+    before, bracket, rest = entry.partition("[")
+    if not bracket:
+        yield entry
+        return
+    ranges, _, after = rest.partition("]")
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", ranges):
+        for number in range(int(first), int(last or first) + 1):
+            yield from _expand(f"{before}{number:0{len(first)}}{after}")
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    value = environment.get(name, "")
+    return int(value) if value.isdecimal() else None

@@ -1,0 +1,283 @@
+"""Workers of this machine: started, stopped, waited for, and a worker's failure told once.
+
+launcher    starts --ranks workers (this same command with RANK set) and hosts their store
+worker 0    owns the terminal; the other workers' output goes to files that die with the run
+failure     a worker leaves its exception in its error file and exits with 2 for a Zero3dError,
+            else with 1; the launcher ends the others, which cannot go on without it
+stop        SIGTERM, Ctrl-C or a hang-up at the launcher: one SIGTERM to each worker, which takes
+            the time it needs to save and exits with 128 + 15; Ctrl-C again kills them
+
+Why not torch's elastic agent: docs/decisions/0009-our-own-workers.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NoReturn
+
+from zero3d.errors import Zero3dError
+from zero3d.train.stop import SIGNALS, Stopped, StopRequest
+
+LAUNCHED = "ZERO3D_LAUNCHED"  # set for workers whose launcher tells their failure
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the name by which torchrun passes it, too
+RANKS = 2  # workers of a machine without accelerators
+POLL = 0.05  # seconds between two looks at the workers
+LAST_WORDS = 1.0  # seconds in which workers may end on their own, and say why, after one has failed
+LAST_LINES = 20  # shown of a worker that died without an exception
+STOPPED = frozenset(128 + number for number in SIGNALS)  # exit codes of workers that saved and left
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc malloc.h
+MMAP_BYTES, TRIM_BYTES = 32 << 20, 1 << 30  # 32 MiB is the most that glibc accepts for mmap
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def quiet_environment() -> None:
+    """Keep notes of torch's C++ side off the terminal; call before torch is imported."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def ranks_here(dp: int | None, tp: int | None, pp: int | None) -> int:
+    """How many workers a bare machine gets: the mesh's product where dp is given, else one per accelerator, else 2."""
+    if dp is not None:
+        return dp * (tp or 1) * (pp or 1)
+    import torch
+
+    return torch.accelerator.device_count() or RANKS
+
+
+# --- the launcher -------------------------------------------------------------------------------
+
+
+@dataclass
+class Worker:
+    """One process and the folder of what it leaves behind."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, negative for a death by a signal; None while it runs."""
+        return self.process.poll()
+
+    @property
+    def failed(self) -> bool:
+        return self.code not in (None, 0, *STOPPED)
+
+
+def launch(words: Sequence[str], ranks: int, *, module: str = "zero3d.cli.main") -> int:
+    """Run `python -m module WORDS` on `ranks` workers of this machine and wait for them.
+
+    Returns 0, a failure's exit code (1, or 2 for a Zero3dError), or 128 + the signal that stopped the run.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with StopRequest() as request, TemporaryDirectory(prefix="zero3d-") as folder:
+        command = [sys.executable, "-m", module, *words]
+        try:
+            with started(command, environment(ranks, store.port), Path(folder)) as workers:
+                failed = supervise(workers, request)
+        except KeyboardInterrupt:
+            print("killed by a second Ctrl-C; what was saved before is still there", file=sys.stderr)
+            return 128 + signal.SIGINT
+        return conclude(workers, failed, request.asked, words)
+
+
+def environment(ranks: int, port: int) -> dict[str, str]:
+    """What all workers share; the store is the launcher's, so no port can be taken in between."""
+    shared = {
+        **os.environ,
+        LAUNCHED: "1",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    shared.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores
+    if sys.platform == "linux":
+        shared.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return shared
+
+
+@contextmanager
+def started(command: Sequence[str], shared: dict[str, str], folder: Path) -> Iterator[list[Worker]]:
+    """The workers; whatever happens, none of them is left running."""
+    workers: list[Worker] = []
+    try:
+        for rank in range(int(shared["WORLD_SIZE"])):
+            workers.append(start(rank, command, shared, folder / str(rank)))
+        yield workers
+    finally:
+        for worker in workers:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(worker.process.pid, signal.SIGKILL)  # with its data workers
+        for worker in workers:
+            worker.process.wait()
+
+
+def start(rank: int, command: Sequence[str], shared: dict[str, str], folder: Path) -> Worker:
+    """One worker in a session of its own: what the terminal sends is for the launcher alone."""
+    folder.mkdir()
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(folder / "error.json")}
+    if rank == 0:
+        process = subprocess.Popen(command, env=shared | own, start_new_session=True)
+    else:
+        with (folder / "output").open("wb") as output:
+            process = subprocess.Popen(command, env=shared | own, start_new_session=True, stdout=output, stderr=output)
+    return Worker(rank, process, folder)
+
+
+def supervise(workers: Sequence[Worker], request: StopRequest) -> list[Worker]:
+    """Wait for all workers, pass a request to stop on to each once; those that failed."""
+    told = False
+    while any(worker.code is None for worker in workers) and not any(worker.failed for worker in workers):
+        if request.asked is not None and not told:
+            told = True
+            for worker in workers:
+                worker.process.terminate()
+        time.sleep(POLL)
+    if any(worker.failed for worker in workers):
+        end = time.monotonic() + LAST_WORDS
+        while any(worker.code is None for worker in workers) and time.monotonic() < end:
+            time.sleep(POLL)
+    return [worker for worker in workers if worker.failed]
+
+
+def conclude(workers: Sequence[Worker], failed: Sequence[Worker], asked: int | None, words: Sequence[str]) -> int:
+    """Say on stderr how the run ended, unless it is done; the exit code."""
+    stopped = any(worker.code in STOPPED for worker in workers)
+    asked = signal.SIGTERM if asked is None and stopped else asked  # or somebody signalled the workers themselves
+    if asked is not None and any(worker.code == -signal.SIGTERM for worker in failed):
+        print(
+            f"stopped by {signal.Signals(asked).name} outside of training; no checkpoint was made for it",
+            file=sys.stderr,
+        )
+        return 128 + asked
+    if failed:
+        return tell(failed)
+    if asked is None or not stopped:
+        return 0
+    print(f"stopped by {signal.Signals(asked).name}; resume with: {resume_line(words)}", file=sys.stderr)
+    return 128 + asked
+
+
+def resume_line(words: Sequence[str]) -> str:
+    """The command that continues the run of `zero3d WORDS`."""
+    kept, rest = [], iter(words)
+    for word in rest:
+        if word == "--resume":
+            next(rest, None)
+        elif not word.startswith("--resume="):
+            kept.append(word)
+    return shlex.join(["zero3d", *kept, "--resume", "auto"])
+
+
+def tell(failed: Sequence[Worker]) -> int:
+    """Print the first failure on stderr; the exit code."""
+    first = min(failed, key=_moment)
+    error = first.folder / "error.json"
+    if error.is_file():
+        told = json.loads(error.read_text())["message"]
+        callstack = told["extraInfo"]["py_callstack"].rstrip()
+        print(told["message"] if first.code == 2 else f"rank {first.rank} failed:\n{callstack}", file=sys.stderr)
+        return 2 if first.code == 2 else 1
+    assert first.code is not None
+    how = f"exit code {first.code}" if first.code > 0 else f"killed by {signal.Signals(-first.code).name}"
+    print(f"rank {first.rank} died without an exception: {how}", file=sys.stderr)
+    if first.rank > 0:
+        for line in (first.folder / "output").read_text(errors="replace").splitlines()[-LAST_LINES:]:
+            print(line, file=sys.stderr)
+    return 1
+
+
+def _moment(worker: Worker) -> tuple[bool, float]:
+    """Sorts the cause before its consequences: deaths by a signal, then exceptions by time."""
+    file = worker.folder / "error.json"
+    killed = worker.code is not None and worker.code < 0
+    return not killed, file.stat().st_mtime if file.is_file() else float("inf")
+
+
+# --- a worker -----------------------------------------------------------------------------------
+
+
+def as_worker(action: Callable[[], None]) -> NoReturn:
+    """Run one rank's work, leave its exception where its launcher looks for it, and exit.
+
+    The exit runs no destructors: they would wait for peers that may be gone, and a gloo thread that
+    drops a tensor while the interpreter shuts down aborts the process.
+    """
+    if LAUNCHED in os.environ:
+        follow_launcher()
+    faulthandler.enable()
+    raise_malloc_thresholds()
+    try:
+        action()
+        code = 0
+    except Stopped as stop:
+        for number in SIGNALS:  # the peers leave, too, and launchers then signal those that remain
+            signal.signal(number, signal.SIG_IGN)
+        code = 128 + stop.signal
+        if os.environ.get("RANK", "0") == "0":
+            print(describe(stop), file=sys.stderr)
+    except BaseException as error:  # noqa: BLE001 (told here or by the launcher)
+        code = leave_exception(error)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads any more
+            stream.flush()
+    os._exit(code)
+
+
+def describe(stop: Stopped) -> str:
+    """What is kept; our launcher says the rest."""
+    if LAUNCHED in os.environ:
+        return str(stop)
+    return f"stopped by {signal.Signals(stop.signal).name}: {stop}; --resume auto continues"
+
+
+def leave_exception(error: BaseException) -> int:
+    """Write it in the error file, or for want of our launcher on stderr as well; the exit code."""
+    code = 2 if isinstance(error, Zero3dError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+    summary, callstack = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    if ERROR_FILE in os.environ:
+        told = {"message": summary, "extraInfo": {"py_callstack": callstack, "timestamp": str(int(time.time()))}}
+        with suppress(OSError):  # the disk may be what is full
+            Path(os.environ[ERROR_FILE]).write_text(json.dumps({"message": told}))
+    if LAUNCHED not in os.environ and code != 130:
+        print(summary if code == 2 else callstack, file=sys.stderr)
+    return code
+
+
+def follow_launcher() -> None:
+    """Leave Ctrl-C to the launcher, and stop as if asked to when it is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def raise_malloc_thresholds() -> None:
+    """Let glibc keep freed unit storages instead of giving their pages back and faulting them in again.
+
+    Affects storages of up to 32 MiB on the CPU; without glibc it does nothing.
+    """
+    if sys.platform != "linux":
+        return
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version"):
+        library.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
+        library.mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)

@@ -1,0 +1,71 @@
+"""Stopping well: a signal becomes a request that the training loop answers after its step.
+
+    with StopRequest() as request:
+        for step in ...:
+            train(step)
+            if asked_on_any_rank(request.asked):       # ranks agree first: all save, or none
+                save()
+                raise Stopped(request.asked, "step 120 is saved in OUT/checkpoints/step-120")
+
+SIGTERM, SIGHUP   a request, however often they come: schedulers send theirs to every process of a
+                  job, timeout(1) sends it twice, and launchers pass on what reached the workers too
+SIGINT            a request; after any request it raises KeyboardInterrupt (Ctrl-C pressed again)
+ignored signals   stay ignored: nohup, background jobs, and workers whose launcher has the terminal
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Stopped(BaseException):
+    """The run ended early because it was asked to, with a checkpoint; the exit code is 128 + `signal`.
+
+    signal  the number of the signal that asked, the same on all ranks
+    where   what is kept and where, as one phrase: rank 0 shows it
+
+    No Exception, so that no handler of training errors takes it for one.
+    """
+
+    def __init__(self, signal: int, where: str) -> None:
+        super().__init__(where)
+        self.signal = signal
+
+
+class StopRequest:
+    """Notes signals while the context is open; `asked` is the first one's number, else None.
+
+    Enter it on the main thread. Old handlers come back at the end.
+    """
+
+    def __init__(self) -> None:
+        self.asked: int | None = None
+        self._old: dict[signal.Signals, Any] = {}
+        self._process = os.getpid()
+
+    def __enter__(self) -> Self:
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._old[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        self._old.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a forked data worker: it has nothing to save
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif self.asked is None:
+            self.asked = number
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt

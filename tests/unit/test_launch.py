@@ -1,0 +1,154 @@
+"""`zero3d launch`: scripts that a shell reads, a manifest that is YAML, and the page that shows them."""
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from zero3d.cli.main import main
+from zero3d.cli.workers import RANKS, ranks_here, resume_line
+
+DOCS = Path(__file__).parents[2] / "docs" / "cluster.md"
+NASTY = ["data.train=my files/it's; touch spilt", "output=$(whoami)/`id`/$HOME"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").touch()
+    return tmp_path
+
+
+def launch(capsys, *words):
+    assert main(["launch", *words]) == 0
+    return capsys.readouterr().out
+
+
+def words_that_reach(folder, script, name):
+    """What `name` is given when a shell runs the script; the program only writes its words down."""
+    program = folder / name
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > words\n')
+    program.chmod(0o755)
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "HEAD_NODE": "head", "JOB_COMPLETION_INDEX": "1"}
+    subprocess.run(["bash", "-e", "-c", script], cwd=folder, env=environment, check=True)
+    return (folder / "words").read_text().splitlines()
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize(("target", "program"), [("slurm", "srun"), ("torchrun", "torchrun"), ("k8s", "torchrun")])
+def test_the_shell_hands_over_config_and_overrides_untouched(folder, capsys, target, program, nodes):
+    text = launch(capsys, target, "run.yaml", *NASTY, "--nodes", str(nodes))
+    if target == "k8s":
+        shell, option, text = list(yaml.safe_load_all(text))[1]["spec"]["template"]["spec"]["containers"][0]["command"]
+        assert (shell, option) == ("sh", "-c")
+        text = text.replace("$$(", "$(")  # as Kubernetes does
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    words = words_that_reach(folder, text, program)
+    assert words[words.index("zero3d") :] == ["zero3d", "train", "run.yaml", *NASTY, "--resume", "auto"]
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize("target", ["torchrun", "k8s"])
+def test_torchrun_takes_its_options(folder, capsys, target, nodes):
+    from torch.distributed.run import get_args_parser
+
+    text = launch(capsys, target, "run.yaml", "--nodes", str(nodes), "--gpus-per-node", "4")
+    if target == "k8s":
+        text = list(yaml.safe_load_all(text))[1]["spec"]["template"]["spec"]["containers"][0]["command"][2]
+    options = get_args_parser().parse_args(words_that_reach(folder, text, "torchrun"))
+    assert (options.nnodes, options.nproc_per_node) == (str(nodes) if nodes > 1 or target == "k8s" else "1:1", "4")
+    assert (options.no_python, options.training_script) == (True, "zero3d")
+    assert options.standalone is (target == "torchrun" and nodes == 1)
+
+
+def test_slurm_starts_one_task_per_gpu_and_warns_before_the_limit(folder, capsys):
+    text = launch(capsys, "slurm", "run.yaml", "--nodes", "4", "--gpus-per-node", "2")
+    assert set(re.findall(r"^#SBATCH (.+)$", text, flags=re.MULTILINE)) >= {
+        "--nodes=4", "--ntasks-per-node=2", "--gpus-per-node=2", "--signal=TERM@300", "--requeue",
+    }  # fmt: skip
+
+
+def test_kubernetes_pods_find_the_first_one_and_have_time_to_save(folder, capsys):
+    service, job = yaml.safe_load_all(launch(capsys, "k8s", "run.yaml", "--nodes", "4", "--gpus-per-node", "2"))
+    name, spec = job["metadata"]["name"], job["spec"]
+    pod = spec["template"]["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 4, 4)
+    assert (service["spec"]["clusterIP"], service["spec"]["selector"]) == ("None", {"job-name": name})
+    assert pod["subdomain"] == service["metadata"]["name"] == name
+    (container,) = pod["containers"]
+    assert f"--master-addr={name}-0.{name} " in container["command"][2]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 2}
+    assert pod["terminationGracePeriodSeconds"] > int(container["env"][0]["value"])
+
+
+@pytest.mark.parametrize("config", ["Größe 7B (v2).yaml", "x" * 80 + ".yaml", "llama_text.v1.yaml"])
+def test_names_are_what_kubernetes_accepts(folder, capsys, config):
+    (folder / config).touch()
+    service, _ = yaml.safe_load_all(launch(capsys, "k8s", config))
+    assert re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", service["metadata"]["name"])
+
+
+def test_json_holds_the_same_text(folder, capsys):
+    answer = json.loads(launch(capsys, "slurm", "run.yaml", "--nodes", "2", "--json"))
+    assert answer["text"] == launch(capsys, "slurm", "run.yaml", "--nodes", "2")
+    assert (answer["target"], answer["nodes"], answer["gpus_per_node"]) == ("slurm", 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["slrm", "run.yaml"], "Did you mean slurm?"),
+        (["torch", "run.yaml"], "Did you mean torchrun?"),
+        (["pbs", "run.yaml"], "slurm, k8s, torchrun, not 'pbs'."),
+        (["slurm", "absent.yaml"], "absent.yaml is no file"),
+        (["slurm", "."], ". is no file"),
+        (["slurm", "run.yaml", "zero.stage"], "'zero.stage' is no setting"),
+        (["slurm", "run.yaml", "--nodes", "0"], "--nodes 0"),
+        (["slurm", "run.yaml", "--gpus-per-node", "-1"], "--gpus-per-node -1"),
+        (["slurm"], "CONFIG"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_what_cannot_be_started_is_refused_in_one_line(folder, capsys, words, said):
+    assert main(["launch", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ConfigError: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_the_page_on_clusters_shows_what_launch_prints(folder, capsys):
+    blocks = re.findall(
+        r"^```console\n\$ zero3d (launch [^\n]+)\n(.+?)^```", DOCS.read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert {shlex.split(line)[1] for line, _ in blocks} == {"slurm", "k8s", "torchrun"}
+    for line, shown in blocks:
+        assert launch(capsys, *shlex.split(line)[1:]) == shown
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["train", "a b.yaml", "zero.stage=2"], "zero3d train 'a b.yaml' zero.stage=2 --resume auto"),
+        (["train", "a.yaml", "--resume", "auto", "--json"], "zero3d train a.yaml --json --resume auto"),
+        (["train", "--resume=old", "a.yaml"], "zero3d train a.yaml --resume auto"),
+    ],
+)
+def test_a_stopped_run_says_how_it_goes_on(words, line):
+    assert resume_line(words) == line
+
+
+def test_a_bare_machine_gets_as_many_workers_as_the_mesh_or_its_accelerators(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    assert ranks_here(None, None, None) == RANKS == 2
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    assert ranks_here(None, 2, None) == 8
+    assert ranks_here(2, None, None) == 2
+    assert ranks_here(2, 2, 3) == 12

@@ -1,0 +1,85 @@
+"""Signals as requests in one process, and the exit of a worker that another launcher started."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from zero3d.train.stop import SIGNALS, Stopped, StopRequest
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_is_a_request_and_handlers_come_back(number):
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with StopRequest() as request:
+        assert request.asked is None
+        signal.raise_signal(number)
+        assert request.asked == number
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+
+
+def test_sigterm_may_come_many_times_but_ctrl_c_after_a_request_interrupts():
+    with StopRequest() as request:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+        assert request.asked == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_an_ignored_signal_stays_ignored():
+    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopRequest() as request:
+            signal.raise_signal(signal.SIGINT)
+            assert request.asked is None
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, old)
+
+
+def test_a_forked_child_dies_of_the_signal():
+    script = """
+import os, signal
+from zero3d.train.stop import StopRequest
+with StopRequest() as request:
+    child = os.fork()
+    if child == 0:
+        signal.raise_signal(signal.SIGTERM)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert request.asked is None
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_no_handler_of_errors_takes_a_stop_for_one():
+    assert not issubclass(Stopped, Exception)
+
+
+@pytest.mark.parametrize(
+    ("rank", "raised", "code", "said"),
+    [
+        ("0", "Stopped(15, 'step 3 is saved')", 143, "stopped by SIGTERM: step 3 is saved; --resume auto continues\n"),
+        ("1", "Stopped(15, 'step 3 is saved')", 143, ""),
+        ("0", "Stopped(1, 'step 3 is saved')", 129, "stopped by SIGHUP: step 3 is saved; --resume auto continues\n"),
+        ("0", "KeyboardInterrupt", 130, ""),
+        ("1", "DataError('no such file')", 2, "DataError: no such file\n"),
+    ],
+)
+def test_a_worker_of_another_launcher_says_itself_how_it_ended(rank, raised, code, said):
+    script = f"""
+from zero3d.cli.workers import as_worker
+from zero3d.errors import DataError
+from zero3d.train.stop import Stopped
+def act():
+    raise {raised}
+as_worker(act)
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "ZERO3D"))}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment | {"RANK": rank}, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (code, said)
