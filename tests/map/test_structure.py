@@ -19,7 +19,7 @@ LAYERS = [
     ["mesh", "transport", "zero.collectives", "zero.arena"],
     ["precision", "param_groups", "nested", "boundary", "guards", "zero.unit", "zero.hooks", "zero.prefetch",
      "zero.optimizer", "tier"],
-    ["activations", "tensor_parallel", "pipeline", "moe", "checkpoint", "hf"],
+    ["activations", "tensor_parallel", "pipeline", "moe", "checkpoint", "hf", "data"],
     ["engine"],
     ["train", "sim"],
     ["doctor", "integrations", "cli"],
