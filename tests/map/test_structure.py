@@ -20,6 +20,7 @@ LAYERS = [
     ["precision", "param_groups", "nested", "boundary", "guards", "initial", "agree", "zero.unit", "zero.hooks", "zero.prefetch",
      "zero.optimizer", "tier"],
     ["activations", "segments", "tensor_parallel", "pipeline", "moe", "checkpoint", "hf"],
+    ["activations", "tensor_parallel", "pipeline", "moe", "checkpoint", "hf", "data"],
     ["engine"],
     ["train", "sim"],
     ["doctor", "integrations", "cli"],

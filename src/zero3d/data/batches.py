@@ -1,0 +1,197 @@
+"""Who gets which sequence when: an endless stream of samples, cut into batches, shared among ranks.
+
+    epoch 0 in its order      epoch 1 in its order
+    | . . . . . . . . . . . | . . . . . . . . . . . | ...
+    |  step 0 |  step 1 |  step 2 |                        `batch` samples each
+    |r0  |r1  |r0  |r1  |                                  each dp rank a contiguous part,
+                                                           cut into `accumulate` micro-batches
+
+An epoch's order depends on (seed, epoch) alone and a position is the number of samples taken, so a
+run goes on exactly where it was, with any dp, batch and number of workers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset
+
+from zero3d.data.sequences import Batch, Sample, Sequences
+from zero3d.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Portions:
+    """batch = micro_batch x accumulate x dp, in sequences per step."""
+
+    batch: int
+    micro_batch: int
+    accumulate: int
+    dp: int
+
+    def __post_init__(self) -> None:
+        product = self.micro_batch * self.accumulate * self.dp
+        if self.batch != product:
+            raise ConfigError(
+                f"train.batch={self.batch} is not micro_batch {self.micro_batch} x accumulate {self.accumulate} "
+                f"x dp {self.dp} = {product}: leave one of them out."
+            )
+
+
+class Order:
+    """The endless stream of sequence indices."""
+
+    def __init__(self, count: int, seed: int, shuffle: bool) -> None:
+        self.count = count
+        self.seed = seed
+        self._shuffle = shuffle
+        self._epochs: dict[int, NDArray[Any]] = {}
+
+    def samples(self, start: int, stop: int) -> list[int]:
+        """Those at these places of the stream."""
+        return [int(self._epoch(place // self.count)[place % self.count]) for place in range(start, stop)]
+
+    def _epoch(self, epoch: int) -> NDArray[Any]:
+        if epoch not in self._epochs:
+            generator = numpy.random.default_rng([self.seed, epoch])
+            order = generator.permutation(self.count) if self._shuffle else numpy.arange(self.count)
+            self._epochs = {old: kept for old, kept in self._epochs.items() if old == epoch - 1} | {epoch: order}
+        return self._epochs[epoch]
+
+
+class BatchStream:
+    """Iterate: each step this rank's `accumulate` micro-batches [micro_batch, length]. It never ends.
+
+    `workers` processes read ahead; the batches are the same with any number. Call `close` at the end.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        portions: Portions,
+        *,
+        rank: int = 0,
+        seed: int = 0,
+        shuffle: bool = True,
+        workers: int = 0,
+    ) -> None:
+        if not len(sequences):
+            raise DataError("there is no sequence to train on: every document was too short or without a target.")
+        self._sequences = sequences
+        self._portions = portions
+        self._rank = rank
+        self._workers = workers
+        self._order = Order(len(sequences), seed, shuffle)
+        self._taken = 0  # samples of the whole stream that were handed out, on all ranks
+        self._batches: Iterator[Batch] | None = None
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        if self._batches is None:
+            self._batches = _load(self._sequences, self._micro_batches(self._taken), self._workers)
+            atexit.register(self.close)
+        step = [next(self._batches) for _ in range(self._portions.accumulate)]
+        self._taken += self._portions.batch
+        return step
+
+    def _micro_batches(self, taken: int) -> Iterator[list[int]]:
+        """This rank's, as indices of sequences, from a place of the stream on."""
+        own, size = self._portions.batch // self._portions.dp, self._portions.micro_batch
+        while True:
+            start = taken + self._rank * own
+            for first in range(start, start + own, size):
+                yield self._order.samples(first, first + size)
+            taken += self._portions.batch
+
+    def state(self) -> dict[str, int]:
+        """The place after the last batch handed out, whatever workers have read ahead; the same on all ranks."""
+        epoch, index = divmod(self._taken, self._order.count)
+        return {"epoch": epoch, "index": index, "seed": self._order.seed, "sequences": self._order.count}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Go on at a saved place. Raises DataError where the order is not the one that was saved."""
+        for name, now in (("sequences", self._order.count), ("seed", self._order.seed)):
+            if state[name] != now:
+                raise DataError(
+                    f"the data are not those of the checkpoint: {name} was {state[name]:,} and is now {now:,}. "
+                    f"Give the same {'seed' if name == 'seed' else 'data, length and packing'}, or start a new run."
+                )
+        self.close()
+        self._taken = state["epoch"] * self._order.count + state["index"]
+
+    def close(self) -> None:
+        """End the workers. Iterating again starts new ones."""
+        atexit.unregister(self.close)
+        self._batches = None  # a loader's iterator ends its workers when it goes
+
+
+class _Rows(Dataset[Sample]):
+    def __init__(self, sequences: Sequences) -> None:
+        self._sequences = sequences
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._sequences[index]
+
+
+class _Endless:
+    """A generator as torch's batch sampler."""
+
+    def __init__(self, batches: Iterator[list[int]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._batches
+
+
+def _load(sequences: Sequences, batches: Iterator[list[int]], workers: int) -> Iterator[Batch]:
+    """Read micro-batches in this order.
+
+    Workers are spawned: a fork would copy held locks of gloo, CUDA and tokenizers. The generator is
+    private: DataLoader draws a number from it, and the global one belongs to dropout.
+    """
+    loader: DataLoader[Any] = DataLoader(
+        _Rows(sequences),
+        batch_sampler=_Endless(batches),  # it has no length, and needs none
+        collate_fn=sequences.stack,
+        num_workers=workers,
+        multiprocessing_context="spawn" if workers else None,
+        worker_init_fn=_start_worker if workers else None,
+        generator=torch.Generator(),
+    )
+    return iter(loader)
+
+
+def _start_worker(_: int) -> None:
+    """Signals to the process group are for the rank, which saves a checkpoint and then closes its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def validation_batches(
+    sequences: Sequences, micro_batch: int, *, dp: int = 1, rank: int = 0, limit: int | None = None
+) -> Iterator[Batch]:
+    """This rank's micro-batches over all sequences, or `limit` of them at most: as many on every rank.
+
+    Missing rows are padding whose labels are all -100. Weigh each micro-batch's mean with its targets,
+    and leave out one that has none (its mean is 0/0): the sum over ranks is exact.
+    """
+    count = math.ceil(len(sequences) / (micro_batch * dp))
+    for step in range(count if limit is None else min(count, limit)):
+        first = (step * dp + rank) * micro_batch
+        rows = (min(index, len(sequences)) for index in range(first, first + micro_batch))
+        yield sequences.stack([sequences[index] for index in rows])
+
+
+def steps_of(epochs: float, sequences: int, batch: int) -> int:
+    """Steps of `batch` sequences that make so many passes; the last one may reach into the next pass."""
+    return math.ceil(epochs * sequences / batch)

@@ -1,0 +1,75 @@
+"""Conversations to tokens: the tokenizer's template, and which tokens the assistant wrote.
+
+    template with {% generation %}   it says itself what the assistant wrote
+    any other                        rendered up to each answer:
+                                     |<-- m[:i] + generation prompt -->|<-- the answer: targets -->|
+                                     |<------------- m[:i+1] ------------------------------------->| ...
+                                     each must be a prefix of the next, or nobody knows where an answer is
+
+Tokens are made from the whole text at once, so that they are those the model will see.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from zero3d.data.tokenizers import HfTokenizer, Tokenizer
+from zero3d.errors import ConfigError, DataError
+
+Tokens = tuple[list[int], list[int]]  # ids, and 1 where a token is a target
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ChatTemplate:
+    """The template of one tokenizer. Raises ConfigError where it has none."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        if not isinstance(tokenizer, HfTokenizer) or not tokenizer.inner.chat_template:
+            raise ConfigError(
+                f"the data are chat messages, and the tokenizer {tokenizer.name} has no chat template: "
+                "set data.tokenizer to that of a chat model."
+            )
+        if not tokenizer.inner.is_fast:
+            raise ConfigError(f"chat messages need a fast tokenizer (tokenizer.json), and {tokenizer.name} is none.")
+        self._name = tokenizer.name
+        self._inner = tokenizer.inner
+        self._marked = bool(GENERATION.search(tokenizer.inner.get_chat_template()))
+
+    def encode(self, messages: Sequence[dict[str, Any]]) -> Tokens:
+        """Ids and targets of one conversation. Raises ValueError where the template refuses it."""
+        from jinja2 import TemplateError
+
+        try:
+            return self._by_marks(messages) if self._marked else self._by_prefixes(messages)
+        except (TemplateError, TypeError, KeyError) as error:
+            raise ValueError(f"the chat template refuses it: {error}") from error
+
+    def _by_marks(self, messages: Sequence[dict[str, Any]]) -> Tokens:
+        found = self._inner.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return list(found["input_ids"]), list(found["assistant_masks"])
+
+    def _by_prefixes(self, messages: Sequence[dict[str, Any]]) -> Tokens:
+        whole = self._render(messages)
+        answers = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            if index == 0:
+                raise ValueError("it starts with the assistant, and the template shows no prompt before that")
+            prompt = self._render(messages[:index], add_generation_prompt=True)
+            answered = self._render(messages[: index + 1])
+            if not (answered.startswith(prompt) and whole.startswith(answered)):
+                raise DataError(
+                    f"the chat template of {self._name} does not only append: message {index} changes what was "
+                    "rendered before it, so the assistant's tokens are unknown. Put {% generation %} and "
+                    "{% endgeneration %} around the answer in the template."
+                )
+            answers.append((len(prompt), len(answered)))
+        found = self._inner(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        targets = [int(any(a <= start < b for a, b in answers)) for start, _ in found["offset_mapping"]]
+        return list(found["input_ids"]), targets
+
+    def _render(self, messages: Sequence[dict[str, Any]], **options: bool) -> str:
+        return str(self._inner.apply_chat_template(messages, tokenize=False, **options))

@@ -1,0 +1,131 @@
+"""Records to documents of tokens, many at once: a fast tokenizer uses all cores for one call.
+
+Text        [what starts a text] text EOS                   all are targets
+Completion  [what starts a text] prompt | completion EOS    those right of |
+Chat        what the template makes of it                   the assistant's
+Row         its ids                                         all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy
+from numpy.typing import NDArray
+
+from zero3d.data.chat import ChatTemplate
+from zero3d.data.records import BadRecord, Chat, Completion, Record, Row, Text
+from zero3d.data.tokenizers import Tokenizer
+from zero3d.errors import ConfigError, DataError
+
+RECORDS, CHARACTERS = 1024, 4 << 20  # tokenized at once: as many records, or fewer if they are long
+
+
+class Encoded(NamedTuple):
+    """A document, or a piece of one that `last` says has more to come.
+
+    ids      [n]   token ids
+    targets  [n]   1 where a token is learnt; None where all are
+    example  it is to be kept whole, not cut into sequences
+    """
+
+    ids: NDArray[Any]
+    targets: NDArray[numpy.uint8] | None
+    example: bool
+    last: bool
+
+
+class Encoder:
+    """Encodes records; counts those it left out because `skip` allowed it (otherwise they are a DataError)."""
+
+    def __init__(self, tokenizer: Tokenizer | None, skip: bool = False) -> None:
+        self.skipped = 0
+        self._given = tokenizer
+        self._skip = skip
+        self._template: ChatTemplate | None = None
+
+    def documents(self, records: Iterable[Record]) -> Iterator[Encoded]:
+        """In the records' order."""
+        for batch in _batches(records):
+            texts = iter(self._encode((text for text, starts in _texts(batch) if starts), starts=True))
+            others = iter(self._encode((text for text, starts in _texts(batch) if not starts), starts=False))
+            for record in batch:
+                match record:
+                    case Text():
+                        ids = next(texts if record.first else others) + (self._end() if record.last else [])
+                        yield Encoded(_ids(ids), None, example=False, last=record.last)
+                    case Completion():
+                        yield _completion(next(texts), next(others) + self._end())
+                    case Row():
+                        yield Encoded(record.ids, None, example=not record.stream, last=record.last)
+                    case Chat():
+                        yield from self._chat(record)
+                    case BadRecord():
+                        self._leave_out(record)
+
+    def _encode(self, texts: Iterable[str], starts: bool) -> list[list[int]]:
+        listed = list(texts)
+        return self._tokenizer.encode(listed, starts) if listed else []
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        if self._given is None:
+            raise ConfigError("the data are text and need a tokenizer: set data.tokenizer to a folder, or to bytes.")
+        return self._given
+
+    def _end(self) -> list[int]:
+        return [] if self._tokenizer.eos is None else [self._tokenizer.eos]
+
+    def _chat(self, record: Chat) -> Iterator[Encoded]:
+        if self._template is None:
+            self._template = ChatTemplate(self._tokenizer)
+        try:
+            ids, targets = self._template.encode(record.messages)
+        except DataError as error:
+            raise DataError(f"{record.place}: {error}") from error
+        except ValueError as error:
+            self._leave_out(BadRecord(str(error), record.place))
+        else:
+            yield Encoded(_ids(ids), numpy.asarray(targets, numpy.uint8), example=True, last=True)
+
+    def _leave_out(self, bad: BadRecord) -> None:
+        if not self._skip:
+            raise DataError(
+                f"{bad.place}: {bad.why.removesuffix('.')}. "
+                "Correct it, or leave such records out with data.skip_bad_lines=true."
+            )
+        self.skipped += 1
+
+
+def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+    batch: list[Record] = []
+    characters = 0
+    for record in records:
+        batch.append(record)
+        characters += sum(len(text) for text, _ in _texts([record]))
+        if len(batch) == RECORDS or characters >= CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _texts(batch: Iterable[Record]) -> Iterator[tuple[str, bool]]:
+    """What is tokenized, and whether it starts a document."""
+    for record in batch:
+        if isinstance(record, Text):
+            yield record.text, record.first
+        elif isinstance(record, Completion):
+            yield record.prompt, True
+            yield record.completion, False
+
+
+def _completion(prompt: list[int], completion: list[int]) -> Encoded:
+    targets = numpy.zeros(len(prompt) + len(completion), numpy.uint8)
+    targets[len(prompt) :] = 1
+    return Encoded(_ids(prompt + completion), targets, example=True, last=True)
+
+
+def _ids(ids: list[int]) -> NDArray[Any]:
+    return numpy.asarray(ids, numpy.int64)

@@ -1,0 +1,93 @@
+"""Does a model keep packed documents apart? Refused where it does not, because nobody would notice.
+
+Hugging Face (transformers 5.17-5.23, masking_utils) makes the mask from position_ids alone, wherever
+they do not rise by one, if all of this holds (measured: changing a token of A changes no bit of B):
+
+    attention_mask is None and there is no cache      a model's default is use_cache=True, and then
+                                                      documents see each other: pass `forward_options`
+    attention is eager, sdpa or flex_attention        flash attention looks at position_ids only
+                                                      when the micro-batch is one sequence
+    the model passes position_ids on to its mask      GraniteMoE hybrids, Falcon, Bloom ... do not
+    every layer is attention                          convolutions and recurrences run across
+
+A module that is not from Hugging Face promises the same by taking position_ids.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+from torch import nn
+
+from zero3d.errors import ConfigError
+
+MASKED = ("eager", "sdpa", "flex_attention")
+ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
+
+
+def check_packing(model: nn.Module, micro_batch: int) -> None:
+    """Raise ConfigError where packed documents would see each other."""
+    if why := _leak(model, micro_batch):
+        raise ConfigError(f"data.packing=true cannot be used: {why}. Set data.packing=false.")
+
+
+def forward_options(model: nn.Module) -> dict[str, Any]:
+    """What training must pass to `model` beside the batch: no cache, where it has one."""
+    return {"use_cache": False} if "use_cache" in _parameters(model) else {}
+
+
+def _leak(model: nn.Module, micro_batch: int) -> str | None:
+    name = type(_inner(model)).__name__
+    if "position_ids" not in _parameters(model):
+        return f"{name}.forward takes no position_ids, from which documents are told apart"
+    config: Any = getattr(_inner(model), "config", None)
+    if not hasattr(config, "_attn_implementation"):
+        return None
+    text = config.get_text_config()
+    attention = text._attn_implementation
+    if attention not in MASKED and micro_batch > 1:
+        return f"attention {attention} keeps documents apart only with train.micro_batch=1, and it is {micro_batch}"
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION))
+    if others or any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return f"{name} has layers that run across documents ({', '.join(others) or 'convolutions'})"
+    verdicts = [found for kind in {type(module) for module in model.modules()} if (found := _masks(kind)) is not None]
+    if not verdicts or not all(verdicts):
+        return f"{name} does not make its attention mask from position_ids"
+    return None
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The model inside a PEFT wrapper, whose own forward says nothing."""
+    inner: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return inner
+
+
+def _parameters(model: nn.Module) -> set[str]:
+    return set(inspect.signature(_inner(model).forward).parameters)
+
+
+def _masks(kind: type[nn.Module]) -> bool | None:
+    """Whether all masks that this class's forward makes get position_ids; None if it makes none."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) & set(MASKS)]
+    if not calls:
+        return None
+    collected = any(isinstance(node, ast.Constant) and node.value == "position_ids" for node in ast.walk(tree))
+    return all(_passes_positions(call, collected) for call in calls)
+
+
+def _called(call: ast.Call) -> set[str]:
+    """Names in the called expression: a plain function, or one chosen from several."""
+    return {node.id for node in ast.walk(call.func) if isinstance(node, ast.Name)}
+
+
+def _passes_positions(call: ast.Call, collected: bool) -> bool:
+    """By name, or in `**options` that were put together before."""
+    return any(word.arg == "position_ids" or (word.arg is None and collected) for word in call.keywords)

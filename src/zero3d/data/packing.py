@@ -1,0 +1,184 @@
+"""Which tokens make which sequence: a table of segments, made with numpy. No torch.
+
+    text, packed      documents one after another, cut every `length` tokens; nothing is lost
+                      | A A A A A B B B | B B C C C C D D | D D D . . . . . |
+    examples, packed  whole ones into the fullest sequence that has room (best fit, longest first);
+                      longer ones are truncated
+    not packed        one document, or piece of one, per sequence
+
+A segment is tokens of one document that see only each other. It starts without its past, so its first
+token is no target; sequences in which nothing is left to learn are dropped (their loss would be 0/0).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import Any, NamedTuple
+
+import numpy
+from numpy.typing import NDArray
+
+from zero3d.errors import ConfigError
+
+Ints = NDArray[numpy.int64]
+COUNTED = 1 << 12  # segments whose targets are counted at once: their tokens are in memory
+
+
+class Documents(NamedTuple):
+    """Where documents lie among the tokens: ascending `starts`, `stops` [documents], and which are examples."""
+
+    starts: Ints
+    stops: Ints
+    examples: NDArray[numpy.bool_]
+
+    def some(self, chosen: NDArray[Any]) -> Documents:
+        """Those at these indices, or where this mask is true."""
+        return Documents(self.starts[chosen], self.stops[chosen], self.examples[chosen])
+
+
+class Plan(NamedTuple):
+    """Sequence i is the segments [pointers[i], pointers[i + 1])."""
+
+    segments: Ints  # [R, 2] start and stop
+    pointers: Ints  # [S + 1]
+    truncated: int  # examples longer than a sequence
+    dropped: int  # sequences, or examples, without a target
+
+
+def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Documents, str]:
+    """Split off a fraction for validation, the same in every run; also the line that says how.
+
+    Documents are chosen at even distances, at least one. Of a single text the end is held out.
+    """
+    count = len(documents.starts)
+    if count == 1:
+        return _hold_out_end(documents, fraction)
+    chosen = numpy.zeros(count, bool)
+    wanted = min(max(1, round(count * fraction)), count - 1)
+    chosen[((numpy.arange(wanted) + 0.5) * count / wanted).astype(numpy.int64)] = True
+    return documents.some(~chosen), documents.some(chosen), f"{wanted:,} of {count:,} documents held out"
+
+
+def _hold_out_end(documents: Documents, fraction: float) -> tuple[Documents, Documents, str]:
+    starts, stops, examples = documents
+    tokens = int(stops[0] - starts[0])
+    wanted = max(2, round(tokens * fraction))
+    if examples[0] or tokens - wanted < 2:
+        raise ConfigError(
+            f"data.validation={fraction:g} of one document of {tokens:,} tokens leaves nothing: name files instead."
+        )
+    cut = stops - wanted
+    note = f"the last {wanted:,} of {tokens:,} tokens held out (there is one document)"
+    return Documents(starts, cut, examples), Documents(cut, stops, examples), note
+
+
+def plan(documents: Documents, length: int, packing: bool, targets: NDArray[numpy.uint8] | None) -> Plan:
+    """The segment table. `targets` marks what is learnt, None if all is."""
+    if packing and not documents.examples.any():
+        return _stream(documents, length)
+    segments, truncated = _pieces(documents, length)
+    kept = count_targets(segments, targets) > 0
+    dropped = int(len(kept) - kept.sum())
+    segments = segments[kept]
+    if not packing:
+        return Plan(segments, numpy.arange(len(segments) + 1), truncated, dropped)
+    order, pointers = best_fit(segments[:, 1] - segments[:, 0], length)
+    return Plan(segments[order], pointers, truncated, dropped)
+
+
+def _stream(documents: Documents, length: int) -> Plan:
+    """Cut at every document's end and every `length` tokens of the concatenation."""
+    ends = numpy.cumsum(documents.stops - documents.starts)
+    total = int(ends[-1]) if len(ends) else 0
+    stops = numpy.union1d(ends, numpy.arange(length, total, length))
+    starts = numpy.concatenate([[0], stops[:-1]]).astype(numpy.int64)
+    owner = numpy.searchsorted(ends, starts, side="right")
+    moved = documents.stops[owner] - ends[owner]  # from a place in the concatenation to one in the store
+    segments = numpy.stack([starts + moved, stops + moved], axis=1)
+    sequence = starts // length
+    learnt = numpy.bincount(sequence, weights=stops - starts - 1) > 0  # every token but the first of a segment
+    kept = learnt[sequence]
+    counts = numpy.bincount(sequence)[learnt]
+    return Plan(segments[kept], _pointers(counts), 0, int(len(learnt) - learnt.sum()))
+
+
+def _pieces(documents: Documents, length: int) -> tuple[Ints, int]:
+    """Segments of at most `length` tokens: texts cut, examples truncated; and how many of these."""
+    sizes = documents.stops - documents.starts
+    parts = numpy.where(documents.examples, 1, -(-sizes // length))
+    owner = numpy.repeat(numpy.arange(len(sizes)), parts)
+    place = numpy.arange(len(owner)) - numpy.repeat(numpy.cumsum(parts) - parts, parts)
+    starts = documents.starts[owner] + place * length
+    stops = numpy.minimum(starts + length, documents.stops[owner])
+    truncated = int((documents.examples & (sizes > length)).sum())
+    return numpy.stack([starts, stops], axis=1), truncated
+
+
+def count_targets(segments: Ints, targets: NDArray[numpy.uint8] | None) -> Ints:
+    """Targets of each segment, the first token not counted. Segments ascend."""
+    if targets is None:
+        return segments[:, 1] - segments[:, 0] - 1
+    counts = numpy.zeros(len(segments), numpy.int64)
+    for first in range(0, len(segments), COUNTED):
+        part = segments[first : first + COUNTED]
+        low, high = int(part[0, 0]), int(part[-1, 1])
+        sums = numpy.concatenate([[0], numpy.cumsum(targets[low:high], dtype=numpy.int64)])
+        counts[first : first + COUNTED] = sums[part[:, 1] - low] - sums[part[:, 0] + 1 - low]
+    return counts
+
+
+def best_fit(sizes: Ints, length: int) -> tuple[Ints, Ints]:
+    """Pack items of 1..length into bins of `length`: their order, and the bins' pointers into it.
+
+    Longest first, each into the fullest bin that has room. All items of a size are placed together into
+    all bins with the same room, so the work grows with the distinct (size, room) pairs, not with the items.
+    Bins are in the order of their first item, items inside in their own.
+    """
+    if not len(sizes):
+        return numpy.zeros(0, numpy.int64), numpy.zeros(1, numpy.int64)
+    bin_of = numpy.empty(len(sizes), numpy.int64)
+    by_size = numpy.argsort(-sizes, kind="stable")
+    bounds = numpy.flatnonzero(numpy.diff(sizes[by_size])) + 1
+    rooms: dict[int, list[Ints]] = {}  # bins by the room they have left
+    known: list[int] = []  # the same rooms, ascending
+    bins = 0
+    for items in numpy.split(by_size, bounds):
+        size = int(sizes[items[0]])
+        while len(items):
+            at = bisect_left(known, size)
+            if at == len(known):
+                fresh = -(-len(items) // (length // size))
+                room, group = length, numpy.arange(bins, bins + fresh)
+                bins += fresh
+            else:
+                room = known.pop(at)
+                group = numpy.concatenate(rooms.pop(room))
+            each = room // size
+            used = min(len(group), -(-len(items) // each))
+            placed = min(used * each, len(items))
+            bin_of[items[:placed]] = numpy.repeat(group[:used], each)[:placed]
+            full = placed // each  # the last bin used may have got fewer
+            left = [(room - each * size, group[:full]), (room, group[used:])]
+            left.append((room - (placed - full * each) * size, group[full:used]))
+            for rest, some in left:
+                if len(some) and rest:
+                    if rest not in rooms:
+                        insort(known, rest)
+                    rooms.setdefault(rest, []).append(some)
+            items = items[placed:]
+    return _in_order(bin_of, bins)
+
+
+def _in_order(bin_of: Ints, bins: int) -> tuple[Ints, Ints]:
+    """Items sorted by bin, bins by their first item."""
+    order = numpy.argsort(bin_of, kind="stable")
+    counts = numpy.bincount(bin_of, minlength=bins)
+    pointers = _pointers(counts)
+    firsts = numpy.argsort(order[pointers[:-1]], kind="stable")  # bins in their new order
+    rank = numpy.empty(bins, numpy.int64)
+    rank[firsts] = numpy.arange(bins)
+    return numpy.argsort(rank[bin_of], kind="stable"), _pointers(counts[firsts])
+
+
+def _pointers(counts: Ints) -> Ints:
+    return numpy.concatenate([[0], numpy.cumsum(counts)]).astype(numpy.int64)

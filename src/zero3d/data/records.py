@@ -1,0 +1,223 @@
+"""Files to records: what a document is before it has tokens.
+
+    Text        the whole file, or the key `text`           every token is a target
+    Completion  the keys `prompt` and `completion`          the completion's tokens are
+    Chat        the key `messages`: [{role, content}, ...]  the assistant's tokens are
+    Row         an array of token ids                       every token is
+
+A record that cannot be used is a BadRecord, which says file and line; whoever reads decides whether
+it ends the run. Nothing here holds more than one piece of a file.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+from numpy.typing import NDArray
+
+from zero3d.data.files import Source
+from zero3d.errors import ConfigError, DataError
+
+PIECE = 8 << 20  # characters of a text file that are tokenized at once
+ROWS = 1 << 20  # tokens of an array that are read at once
+KEYS = ("text", "prompt", "completion", "messages")
+
+
+class Text(NamedTuple):
+    """A document, or a piece of a long one."""
+
+    text: str
+    place: str
+    first: bool = True
+    last: bool = True
+
+
+class Completion(NamedTuple):
+    prompt: str
+    completion: str
+    place: str
+
+
+class Chat(NamedTuple):
+    messages: list[dict[str, Any]]
+    place: str
+
+
+class Row(NamedTuple):
+    """Ids of a 2-D array's row (a whole document), or a piece of a 1-D array's stream."""
+
+    ids: NDArray[Any]
+    place: str
+    stream: bool
+    last: bool = True
+
+
+class BadRecord(NamedTuple):
+    """Why this one cannot be used."""
+
+    why: str
+    place: str
+
+
+Record = Text | Completion | Chat | Row | BadRecord
+
+
+def read(source: Source) -> Iterator[Record]:
+    """The records of one file. Raises DataError for what no line is to blame for."""
+    reader = {"text": _text, "jsonl": _lines, "npy": _array, "parquet": _parquet}[source.format]
+    try:
+        yield from reader(source.path)
+    except OSError as error:
+        raise DataError(f"{source.path} cannot be read: {error.strerror or error}.") from error
+
+
+def _text(path: Path) -> Iterator[Record]:
+    """A file is a document. Long ones come in pieces that end with a line."""
+    with path.open(encoding="utf-8", newline="") as file:
+        try:
+            piece, first = file.read(PIECE) + file.readline(PIECE), True
+            while piece:
+                ahead = file.read(PIECE) + file.readline(PIECE)
+                yield Text(piece, str(path), first, last=not ahead)
+                piece, first = ahead, False
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}:{_undecodable_line(path)} is not UTF-8 text: {error.reason}.") from None
+
+
+def _undecodable_line(path: Path) -> int:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                raw.decode("utf-8")
+            except UnicodeDecodeError:
+                return number
+    return 0
+
+
+def _lines(path: Path) -> Iterator[Record]:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            place = f"{path}:{number}"
+            raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+            if raw.strip():
+                yield _line(raw, place)
+
+
+def _line(raw: bytes, place: str) -> Record:
+    try:
+        value = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return BadRecord(f"not UTF-8: {error.reason} at byte {error.start} of the line", place)
+    except json.JSONDecodeError as error:
+        return BadRecord(f"not JSON: {error.msg} at column {error.colno}", place)
+    except RecursionError:
+        return BadRecord("not a record: nested too deeply", place)
+    if not isinstance(value, dict):
+        return BadRecord(f"one JSON object a line is wanted, and this is a {type(value).__name__}", place)
+    return record_of(value, place)
+
+
+def _parquet(path: Path) -> Iterator[Record]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise ConfigError(f"{path}: reading parquet needs pyarrow: type pip install 'zero3d[data]'.") from None
+    try:
+        file = parquet.ParquetFile(path)
+        columns = [name for name in file.schema_arrow.names if name in KEYS]
+        if not columns:
+            raise DataError(f"{path}: {_wanted(file.schema_arrow.names)}")
+        number = 0
+        for batch in file.iter_batches(batch_size=1024, columns=columns):
+            for value in batch.to_pylist():
+                number += 1
+                yield record_of(value, f"{path}:row {number}")
+    except ArrowException as error:
+        raise DataError(f"{path} is not a parquet file that can be read: {error}") from error
+
+
+def _array(path: Path) -> Iterator[Record]:
+    array = _open_array(path)
+    if array.ndim == 1:
+        for start in range(0, len(array), ROWS):
+            yield Row(array[start : start + ROWS], str(path), stream=True, last=start + ROWS >= len(array))
+    else:
+        for number, row in enumerate(array, 1):
+            yield Row(row, f"{path}:row {number}", stream=False)
+
+
+def _open_array(path: Path) -> NDArray[Any]:
+    try:
+        array: NDArray[Any] = numpy.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise DataError(f"{path} is not an npy array that can be read: {error}") from error
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
+        raise DataError(
+            f"{path} holds {array.dtype} of shape {list(array.shape)}; token ids are integers, "
+            "one stream [tokens] or one sequence per row [rows, tokens]."
+        )
+    return array
+
+
+def check_rows(sources: Sequence[Source], length: int) -> None:
+    """Refuse arrays whose rows are longer than a sequence: nobody cut them to be cut again."""
+    for source in sources:
+        if source.format == "npy":
+            shape = _open_array(source.path).shape
+            if len(shape) == 2 and shape[1] > length:
+                raise DataError(
+                    f"{source.path} has rows of {shape[1]:,} tokens, which do not fit data.length={length:,}: "
+                    f"set data.length={shape[1]}, or give one stream [tokens]."
+                )
+
+
+def record_of(value: Mapping[str, Any], place: str) -> Record:
+    """The record in an object with known keys; keys that are null do not count."""
+    value = {key: found for key, found in value.items() if found is not None}
+    if "messages" in value:
+        why = _bad_messages(value["messages"])
+        return BadRecord(why, place) if why else Chat(value["messages"], place)
+    keys = ("prompt", "completion") if "prompt" in value and "completion" in value else ("text",)
+    if keys[0] not in value:
+        return BadRecord(_wanted(value), place)
+    for key in keys:
+        if why := _bad_text(value[key]):
+            return BadRecord(f"{key} {why}", place)
+    if keys == ("text",):
+        return Text(value["text"], place)
+    return Completion(value["prompt"], value["completion"], place)
+
+
+def _wanted(keys: Any) -> str:
+    listed = ", ".join(map(str, keys)) or "none"
+    return f"the keys are {listed}; wanted is text, or prompt and completion, or messages."
+
+
+def _bad_text(value: Any) -> str | None:
+    if not isinstance(value, str):
+        return f"is a {type(value).__name__}, not a string"
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return "holds half a surrogate pair, which no text has"
+    return None
+
+
+def _bad_messages(messages: Any) -> str | None:
+    if not isinstance(messages, list) or not messages:
+        return "messages is not a list of {role, content}"
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return f"message {index} has no role"
+        content = message.get("content")
+        if why := _bad_text(content) if content is not None or "tool_calls" not in message else None:
+            return f"content of message {index} {why}"
+    if not any(message["role"] == "assistant" for message in messages):
+        return "no message is the assistant's, so there is nothing to learn"
+    return None

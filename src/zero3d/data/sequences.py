@@ -1,0 +1,85 @@
+"""Sequences of tokens as tensors: what a model gets, one at a time and stacked.
+
+    tokens           A A A A B B | B C C . .     two sequences of 6, packed
+    input_ids        a b c d e f | g h i p p p
+    position_ids     0 1 2 3 0 1 | 0 0 1 0 1 2   start again in every segment, and in the padding
+    labels           - b c d - f | - - i - - -   - is -100: a segment's first token would be predicted
+                                                 from another document; padding; what is no target
+
+Labels stand where their token stands: Hugging Face models shift them. Without packing there is one
+segment per sequence, no position_ids, and a micro-batch is padded on the right to its longest: causal
+attention never looks right, so padding needs no attention mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listed
+
+import numpy
+import torch
+from torch import Tensor
+
+from zero3d.data.packing import Documents, count_targets, plan
+from zero3d.data.store import TokenStore
+
+IGNORED = -100
+Sample = dict[str, Tensor]  # int64 [tokens] each
+Batch = dict[str, Tensor]  # int64 [micro_batch, tokens] each
+
+
+class Sequences:
+    """The sequences of a set of documents. Only numpy arrays and a path travel to a worker."""
+
+    def __init__(self, store: TokenStore, documents: Documents, length: int, packing: bool, pad: int) -> None:
+        self.length = length
+        self.packing = packing
+        self.documents = len(documents.starts)
+        self._store = store
+        self._pad = pad
+        made = plan(documents, length, packing, store.targets)
+        self._segments, self._pointers = made.segments, made.pointers
+        self.truncated = made.truncated
+        self.dropped = made.dropped
+
+    def __len__(self) -> int:
+        return len(self._pointers) - 1
+
+    def count(self) -> tuple[int, int]:
+        """Tokens and targets of all sequences."""
+        ascending = self._segments[numpy.argsort(self._segments[:, 0])]
+        tokens = int((ascending[:, 1] - ascending[:, 0]).sum())
+        return tokens, int(count_targets(ascending, self._store.targets).sum())
+
+    def __getitem__(self, index: int) -> Sample:
+        """input_ids, labels and, when packing, position_ids: [length] when packing, else as long as the document.
+
+        Index len(self) is a sequence of padding, which has no target.
+        """
+        segments = self._segments[self._pointers[index] : self._pointers[index + 1]] if index < len(self) else ()
+        used = sum(int(stop - start) for start, stop in segments)
+        size = self.length if self.packing else max(used, 1)
+        ids = numpy.full(size, self._pad, numpy.int64)
+        labels = numpy.full(size, IGNORED, numpy.int64)
+        positions = numpy.arange(size)
+        at = 0
+        for start, stop in segments:
+            end = at + int(stop - start)
+            ids[at:end] = self._store.tokens[start:stop]
+            labels[at + 1 : end] = ids[at + 1 : end]
+            if self._store.targets is not None:
+                labels[at + 1 : end][self._store.targets[start + 1 : stop] == 0] = IGNORED
+            positions[at:end] -= at
+            at = end
+        positions[at:] -= at
+        sample = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+        return sample | {"position_ids": torch.from_numpy(positions)} if self.packing else sample
+
+    def stack(self, samples: Listed[Sample]) -> Batch:
+        """A micro-batch, padded on the right to its longest sample."""
+        longest = max(len(sample["input_ids"]) for sample in samples)
+        fill = {"input_ids": self._pad, "labels": IGNORED, "position_ids": 0}
+
+        def row(values: Tensor, name: str) -> Tensor:
+            return torch.nn.functional.pad(values, (0, longest - len(values)), value=fill[name])
+
+        return {name: torch.stack([row(sample[name], name) for sample in samples]) for name in samples[0]}

@@ -1,0 +1,230 @@
+"""Tokens on disk, made once and memory-mapped by everybody: a folder of the cache.
+
+    CACHE/<key>/
+      tokens      uint16 or uint32 [tokens]     all documents, one after another
+      targets     uint8 [tokens]                1 where a token is learnt; absent where all are
+      offsets     int64 [documents + 1]         where each document starts
+      examples    uint8 [documents]             1: kept whole; 0: text, cut into sequences
+      meta.json   counts
+
+The key is a hash of the files (path, size, time), the tokenizer and the settings, so changed data are
+tokenized again. A folder is written under a name of its own (`*.tmp`) and renamed when complete: a
+killed build blocks nobody, and of two builders one wins. Building streams: memory does not grow with the data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy
+from numpy.typing import NDArray
+
+from zero3d.data.encode import Encoded, Encoder
+from zero3d.data.files import Source
+from zero3d.data.packing import Documents
+from zero3d.data.records import read
+from zero3d.data.tokenizers import Tokenizer
+from zero3d.errors import DataError
+
+VERSION = 1
+CACHE = "~/.cache/zero3d"
+BACKFILL = 1 << 20  # target marks written at once
+
+
+@dataclass
+class Meta:
+    """Counts of a store. `skipped` are bad records, `empty` documents without a token, `highest` a token id."""
+
+    dtype: str
+    files: int
+    documents: int = 0
+    tokens: int = 0
+    targets: int = 0
+    skipped: int = 0
+    empty: int = 0
+    highest: int = -1
+
+
+class TokenStore:
+    """A complete folder, memory-mapped. Pickling carries the path: a worker maps it again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.meta = Meta(**json.loads((folder / "meta.json").read_text()))
+        self.tokens = _map(folder / "tokens", self.meta.dtype, self.meta.tokens)
+        marks = folder / "targets"
+        self.targets = _map(marks, "uint8", self.meta.tokens) if marks.exists() else None
+
+    def __reduce__(self) -> tuple[type[TokenStore], tuple[Path]]:
+        return TokenStore, (self.folder,)
+
+    def documents(self) -> Documents:
+        """Where each document lies."""
+        offsets = _map(self.folder / "offsets", "int64", self.meta.documents + 1)
+        examples = _map(self.folder / "examples", "uint8", self.meta.documents)
+        return Documents(numpy.asarray(offsets[:-1]), numpy.asarray(offsets[1:]), examples.astype(bool))
+
+
+def _map(path: Path, dtype: str, count: int) -> NDArray[Any]:
+    return numpy.memmap(path, dtype, "r", shape=(count,))
+
+
+def prepare(
+    sources: Sequence[Source],
+    tokenizer: Tokenizer | None,
+    *,
+    cache: str | None = None,
+    skip: bool = False,
+    vocabulary: int | None = None,
+) -> TokenStore:
+    """The tokens of `sources`: found in the cache, or made. Every call with the same data finds the same folder.
+
+    `vocabulary` (else the tokenizer's size) says how wide a token is. Raises DataError.
+    """
+    root = Path(cache or CACHE).expanduser()
+    size = max(vocabulary or 0, tokenizer.size if tokenizer else 0) or 1 << 32
+    dtype = "uint16" if size <= 1 << 16 else "uint32"
+    folder = root / _key(sources, tokenizer, dtype, skip)
+    if not (store := _open(folder)):
+        with _cache_errors(root):
+            root.mkdir(parents=True, exist_ok=True)
+            building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=root))
+        try:
+            _build(building, sources, Encoder(tokenizer, skip), dtype)
+            with _cache_errors(root):
+                _commit(building, folder)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+        store = _open(folder)
+    if store is None:
+        raise DataError(f"{folder} was removed or damaged while it was written: start again, or set data.cache.")
+    return store
+
+
+def _key(sources: Sequence[Source], tokenizer: Tokenizer | None, dtype: str, skip: bool) -> str:
+    files = []
+    for path, format in sources:
+        stat = path.stat()
+        files.append([str(path), format, stat.st_size, stat.st_mtime_ns])
+    parts = [VERSION, files, tokenizer.fingerprint if tokenizer else None, dtype, skip]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _open(folder: Path) -> TokenStore | None:
+    """The store, unless it is absent or its files are not as long as they should be."""
+    try:
+        store = TokenStore(folder)
+        store.documents()
+    except (OSError, ValueError, TypeError):
+        return None
+    return store
+
+
+def _build(folder: Path, sources: Sequence[Source], encoder: Encoder, dtype: str) -> None:
+    root = folder.parent
+    with ExitStack() as stack:
+        with _cache_errors(root):
+            writer = stack.enter_context(_Writer(folder, Meta(dtype, files=len(sources))))
+        for source in sources:
+            for document in encoder.documents(read(source)):
+                with _cache_errors(root):
+                    writer.add(document, source.path)
+        writer.meta.skipped = encoder.skipped
+        if not writer.meta.tokens:
+            names = ", ".join(str(source.path) for source in sources[:3]) + (", ..." if len(sources) > 3 else "")
+            left_out = f", {encoder.skipped:,} bad records left out" if encoder.skipped else ""
+            raise DataError(f"no document: {names} hold nothing to train on{left_out}.")
+        with _cache_errors(root):
+            writer.finish()
+
+
+def _commit(building: Path, folder: Path) -> None:
+    try:
+        building.rename(folder)
+    except OSError:
+        if _open(folder) is None:  # neither ours nor another builder's: what lies there is damaged
+            shutil.rmtree(folder, ignore_errors=True)
+            building.rename(folder)
+
+
+@contextmanager
+def _cache_errors(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"tokens cannot be kept in {root}: {error.strerror or error}. Set data.cache to a folder with room."
+        ) from error
+
+
+class _Writer:
+    """Appends documents to the files of a store."""
+
+    def __init__(self, folder: Path, meta: Meta) -> None:
+        self.meta = meta
+        self._folder = folder
+        self._most = numpy.iinfo(meta.dtype).max
+        self._targets: BinaryIO | None = None
+        self._started = 0  # the token at which the present document starts
+
+    def __enter__(self) -> _Writer:
+        self._files = ExitStack()
+        self._tokens, self._offsets, self._examples = map(self._create, ("tokens", "offsets", "examples"))
+        self._offsets.write(numpy.int64(0).tobytes())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # a full disk fails here again; finish() is where it counts
+            self._files.close()
+
+    def _create(self, name: str) -> BinaryIO:
+        return self._files.enter_context((self._folder / name).open("wb"))
+
+    def add(self, document: Encoded, path: Path) -> None:
+        """Append a document, or the next piece of one. Raises DataError for an id that is none."""
+        ids, meta = document.ids, self.meta
+        if len(ids):
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high > self._most:
+                raise DataError(f"{path} holds the token id {low if low < 0 else high}, which no vocabulary has here.")
+            meta.highest = max(meta.highest, high)
+            self._tokens.write(ids.astype(meta.dtype).tobytes())
+            self._mark(document)
+            meta.tokens += len(ids)
+        if document.last:
+            self._end(document.example)
+
+    def _mark(self, document: Encoded) -> None:
+        marks = document.targets
+        if marks is None:
+            self.meta.targets += len(document.ids)
+        else:
+            self.meta.targets += int(marks.sum(dtype=numpy.int64))
+        if marks is not None and self._targets is None:
+            self._targets = self._create("targets")
+            for start in range(0, self.meta.tokens, BACKFILL):
+                self._targets.write(b"\1" * min(BACKFILL, self.meta.tokens - start))
+        if self._targets is not None:
+            self._targets.write(b"\1" * len(document.ids) if marks is None else marks.tobytes())
+
+    def _end(self, example: bool) -> None:
+        if self.meta.tokens == self._started:
+            self.meta.empty += 1
+            return
+        self._started = self.meta.tokens
+        self.meta.documents += 1
+        self._offsets.write(numpy.int64(self._started).tobytes())
+        self._examples.write(bytes([example]))
+
+    def finish(self) -> None:
+        """Write what makes the folder complete."""
+        self._files.close()
+        (self._folder / "meta.json").write_text(json.dumps(asdict(self.meta)))

@@ -1,0 +1,130 @@
+"""Text to token ids and back: one small interface over bytes and Hugging Face tokenizers.
+
+    ByteTokenizer   a token is a byte; byte 0, which text does not contain, ends a document
+    HfTokenizer     any folder that AutoTokenizer loads; nothing is ever downloaded
+
+Both answer `encode`, `decode`, `eos`, `pad`, `size`, `fingerprint` and `save`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zero3d.errors import ConfigError, DataError
+
+BYTES = "bytes"
+FILES = ("*token*", "vocab*", "merges*", "added_tokens.json", "special_tokens_map.json", "chat_template*", "*.model")
+
+
+class ByteTokenizer:
+    """Bytes as tokens; 0 is the end of a document and the padding."""
+
+    name = BYTES
+    eos: int | None = 0
+    pad = 0
+    size = 256
+    fingerprint = BYTES
+
+    def encode(self, texts: Sequence[str], start: bool = True) -> list[list[int]]:
+        """Ids of each text. There is no token that starts one."""
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Printable text; what cannot be shown becomes a replacement character."""
+        text = bytes(token for token in ids if 0 < token < self.size).decode(errors="replace")
+        return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+    def save(self, folder: Path) -> None:
+        """Nothing to write: it has no files."""
+
+
+class HfTokenizer:
+    """A Hugging Face tokenizer, `inner`."""
+
+    def __init__(self, inner: Any, name: str, fingerprint: str) -> None:
+        self.inner = inner
+        self.name = name
+        self.fingerprint = fingerprint
+        self.eos: int | None = inner.eos_token_id
+        self.pad: int = next((i for i in (inner.pad_token_id, inner.eos_token_id) if i is not None), 0)
+        self.size = len(inner)
+
+    def encode(self, texts: Sequence[str], start: bool = True) -> list[list[int]]:
+        """Ids of each text, with the special tokens that the tokenizer itself adds if `start`; never EOS at the end."""
+        found = self.inner(list(texts), add_special_tokens=start, verbose=False)["input_ids"]
+        if not start or self.eos is None:
+            return list(found)
+        return [ids[:-1] if ids and ids[-1] == self.eos else ids for ids in found]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        return str(self.inner.decode(list(ids), skip_special_tokens=True))
+
+    def save(self, folder: Path) -> None:
+        """The tokenizer's files, so that the folder loads with AutoTokenizer."""
+        self.inner.save_pretrained(folder)
+
+
+Tokenizer = ByteTokenizer | HfTokenizer
+
+
+def load_tokenizer(asked: str | None, model: str | None = None) -> Tokenizer:
+    """The tokenizer `asked` for (bytes or a folder), else that of the model's folder.
+
+    Raises ConfigError where there is none: nothing is downloaded.
+    """
+    if asked == BYTES:
+        return ByteTokenizer()
+    name = asked if asked is not None else model
+    folder = Path(name).expanduser() if name is not None else None
+    key = f"data.tokenizer={asked}" if asked is not None else f"the model {model} brings no tokenizer"
+    if folder is None or not folder.is_dir():
+        raise ConfigError(
+            f"{key}: no folder of that name, and zero3d does not download: "
+            "set data.tokenizer to a folder with tokenizer.json, or to bytes."
+        )
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ConfigError(f"{key}: a tokenizer needs transformers: type pip install 'zero3d[hf]'.") from None
+    try:
+        inner = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # every kind of broken folder fails in its own way
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"{folder} holds no tokenizer that can be loaded ({why}): set data.tokenizer.") from error
+    return HfTokenizer(inner, str(folder), _fingerprint(folder))
+
+
+def _fingerprint(folder: Path) -> str:
+    """A hash of the tokenizer's files."""
+    digest = hashlib.sha256()
+    names = {path for pattern in FILES for path in folder.glob(pattern) if path.is_file()}
+    for path in sorted(names):
+        digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:32]
+
+
+def check_vocabulary(tokenizer: Tokenizer | None, vocabulary: int, highest: int | None = None) -> None:
+    """Refuse a tokenizer, or data whose `highest` id is known, with ids that the model's embedding has no row for."""
+    if tokenizer is not None and tokenizer.size > vocabulary:
+        raise ConfigError(
+            f"tokenizer and vocabulary disagree: {tokenizer.name} has {tokenizer.size:,} tokens, "
+            f"the model's vocabulary {vocabulary:,}. Set data.tokenizer to the model's own."
+        )
+    if highest is not None and highest >= vocabulary:
+        raise DataError(
+            f"data and vocabulary disagree: the highest token id is {highest:,}, and the model's vocabulary of "
+            f"{vocabulary:,} ends at {vocabulary - 1:,}. The data were made with another tokenizer."
+        )
+
+
+def check_length(length: int, positions: int | None) -> None:
+    """Refuse sequences longer than the model's positions (None: it has no limit)."""
+    if positions is not None and length > positions:
+        raise ConfigError(
+            f"data.length={length:,} is more than the model's {positions:,} positions: "
+            f"set data.length={positions} or less."
+        )
