@@ -1,13 +1,15 @@
-"""Step time and memory of zero3d's stages beside FSDP2, DDP and plain PyTorch.
+"""Step time and memory of zero3d's stages beside FSDP2, DDP, DeepSpeed and plain PyTorch.
 
     python benchmarks/engines.py --engines zero3d,fsdp2,ddp,plain --stages 0,1,2,3 --ranks 2 --json out.json
+    python benchmarks/engines.py --engines zero3d,deepspeed       (pip install 'zero3d[bench]')
 
 Like for like. All variants train the same model from the same weights on the same batches with
-the same dtypes, optimizer and clipping (`peers.py`); their losses must agree. For times they live
-in the same processes, one thread per rank, and take turns step by step: after a barrier one
-variant takes one step, and a step's time is that of the slowest rank. The order changes from
-round to round so that every variant follows every other equally often (`turn_order`). Two rounds
-are warm-up. Process memory is measured apart, each variant alone in fresh processes
+the same dtypes, optimizer and clipping (`peers.py`, `deepspeed_peer.py`); their losses must agree.
+For times they take turns step by step, one thread per rank: after a barrier one variant takes one
+step, and a step's time is that of the slowest rank. They live in the same processes, each stage of
+DeepSpeed in its own, which sleep until it is their turn (`turns.py`, `crews.py`). The order changes
+from round to round so that every variant follows every other equally often (`turn_order`). Two
+rounds are warm-up. Process memory is measured apart, each variant alone in fresh processes
 (`memory.py`). Without a card for every rank all runs on the CPU over gloo, else over NCCL.
 
 On the CPU glibc gives large freed blocks back to the system at once and pays page faults to get
@@ -26,24 +28,22 @@ import json
 import os
 import platform
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from memory import Data, measure_memory, merge
-from model import Shape, batch, build_gpt
-from peers import Setting, build_variant
-from ranks import Start, over_ranks, run_ranks, synchronize
+from deepspeed_peer import installed, private_extensions
+from memory import measure_memory, merge
+from model import Shape, build_gpt
+from ranks import Start, run_ranks
 from report import agreement, compare, show, variant_names
+from turns import prepare, time_variants
 
-ENGINES = ("zero3d", "fsdp2", "ddp", "plain")
-WARM_UP = 2
+ENGINES = ("zero3d", "fsdp2", "ddp", "plain", "deepspeed")
+DEFAULT_ENGINES = ("zero3d", "fsdp2", "ddp", "plain")  # DeepSpeed is an extra
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,22 +51,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = "cuda" if torch.cuda.device_count() >= arguments.ranks else "cpu"
     start = Start(arguments.ranks, "nccl" if device == "cuda" else "gloo", device, arguments.malloc)
     names = variant_names(arguments.engines, arguments.stages)
-    variants: dict[str, dict[str, Any]] = run_ranks(start, time_variants, arguments, names)
-    if arguments.memory_steps:
-        for name in names:
-            chosen = run_ranks(start, memory_of, arguments, name, False)
-            exact = run_ranks(replace(start, malloc="map"), memory_of, arguments, name, True)
-            variants[name]["memory"] = merge(chosen, exact)
+    with private_extensions():
+        variants = time_variants(start, arguments, names)
+        if arguments.memory_steps:
+            for name in names:
+                chosen = run_ranks(start, memory_of, arguments, name, False)
+                exact = run_ranks(replace(start, malloc="map"), memory_of, arguments, name, True)
+                variants[name]["memory"] = merge(chosen, exact)
     result = {
         "torch": torch.__version__,
+        "deepspeed": version("deepspeed") if "deepspeed" in arguments.engines else None,
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "parameters": sum(p.numel() for p in build_gpt(arguments.model).parameters()),
         "arguments": {**vars(arguments), "model": vars(arguments.model), "json": str(arguments.json)},
         "variants": variants,
-        "ratios": compare(arguments.ranks, variants),
-        "losses": agreement(arguments.ranks, variants),
+        "ratios": compare(arguments.ranks, arguments.precision, variants),
+        "losses": agreement(arguments.ranks, arguments.precision, variants),
     }
     print(headline(result))
     print(show(result))
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; bad input exits with code 2."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--engines", type=choices(ENGINES), default=list(ENGINES), metavar=",".join(ENGINES))
+    parser.add_argument("--engines", type=choices(ENGINES), default=list(DEFAULT_ENGINES), metavar=",".join(ENGINES))
     parser.add_argument("--stages", type=choices((0, 1, 2, 3)), default=[0, 1, 2, 3], metavar="0,1,2,3")
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--model", type=shape, default=Shape(), metavar="layers=8,d=512,vocab=8192")
@@ -95,6 +97,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--precision fp32 cannot reduce in bf16: leave --reduce-dtype out")
     if arguments.memory_steps < 0:
         parser.error(f"--memory-steps {arguments.memory_steps} is negative: 0 leaves memory out")
+    if "deepspeed" in arguments.engines and not installed():
+        parser.error("--engines deepspeed needs DeepSpeed: pip install 'zero3d[bench]'")
     return arguments
 
 
@@ -126,61 +130,10 @@ def shape(text: str) -> Shape:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-# --- on every rank ------------------------------------------------------------------------------
-
-
-def time_variants(device: torch.device, arguments: argparse.Namespace, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Seconds of every counted step and the loss after the last, by variant."""
-    setting, data = prepare(device, arguments)
-    variants = {name: build_variant(name, setting) for name in names}
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(WARM_UP + arguments.rounds):
-        tokens = data(turn)
-        for index in turn_order(len(names), turn):
-            name = names[index]
-            dist.barrier()
-            synchronize(device)
-            begun = time.perf_counter()
-            variants[name].step(*tokens)
-            synchronize(device)
-            seconds[name].append(time.perf_counter() - begun)
-    out = {}
-    for name, variant in variants.items():
-        slowest = over_ranks(seconds[name], dist.ReduceOp.MAX, device)[WARM_UP:]
-        loss = float(variant.evaluate(*data(0)))
-        mean = over_ranks([loss], dist.ReduceOp.SUM, device)[0] / arguments.ranks
-        out[name] = {"min": min(slowest), "median": median(slowest), "times": slowest, "loss": mean}
-    return out
-
-
 def memory_of(device: torch.device, arguments: argparse.Namespace, name: str, exact: bool) -> dict[str, Any]:
     """Bytes of one variant, the only one in its processes."""
     setting, data = prepare(device, arguments)
     return measure_memory(name, setting, data, arguments.memory_steps, exact)
-
-
-def prepare(device: torch.device, arguments: argparse.Namespace) -> tuple[Setting, Data]:
-    """What every variant is built from, and the batch of each step on this rank."""
-    setting = Setting(partial(build_gpt, arguments.model), device, arguments.precision, arguments.reduce_dtype)
-
-    def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        seed = step * dist.get_world_size() + dist.get_rank()
-        return batch(seed, arguments.micro_batch, arguments.seq, arguments.model.vocab, device)
-
-    return setting, data
-
-
-def turn_order(count: int, turn: int) -> list[int]:
-    """Who goes when: a Williams design, in which each follows each other equally often.
-
-    0, n-1, 1, n-2, ... shifted by one every round; for odd n every other cycle runs backwards.
-
-    >>> [turn_order(4, turn) for turn in range(4)]
-    [[0, 3, 1, 2], [1, 0, 2, 3], [2, 1, 3, 0], [3, 2, 0, 1]]
-    """
-    zigzag = [position // 2 if position % 2 == 0 else count - 1 - position // 2 for position in range(count)]
-    order = [(index + turn) % count for index in zigzag]
-    return order[::-1] if count % 2 and turn // count % 2 else order
 
 
 def headline(result: dict[str, Any]) -> str:

@@ -82,6 +82,10 @@ def build_variant(name: str, setting: Setting) -> Variant:
         return Zero3d(setting, int(name.removeprefix("zero3d-")))
     if name.startswith("fsdp2-"):
         return Fsdp2(setting, reshard=name == "fsdp2-reshard")
+    if name.startswith("deepspeed-"):
+        from deepspeed_peer import DeepSpeed  # it builds on this module, and is an extra
+
+        return DeepSpeed(setting, int(name.removeprefix("deepspeed-")))
     return Ddp(setting) if name == "ddp" else Plain(setting)
 
 

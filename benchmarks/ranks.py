@@ -8,14 +8,15 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from zero3d.cli.workers import raise_malloc_thresholds
 
@@ -66,6 +67,14 @@ def run_ranks(start: Start, function: Callable[..., Any], *arguments: Any) -> An
 
     Raises what a rank raised, with its traceback, or TimeoutError.
     """
+    with started(start, function, *arguments) as (context, folder):
+        wait_for(context, function.__name__, start)
+        return json.loads((folder / "result.json").read_text())
+
+
+@contextmanager
+def started(start: Start, function: Callable[..., Any], *arguments: Any) -> Iterator[tuple[ProcessContext, Path]]:
+    """Fresh processes that run `function`, and the folder for rank 0's result; none outlives the block."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -73,16 +82,20 @@ def run_ranks(start: Start, function: Callable[..., Any], *arguments: Any) -> An
         context = start_processes(
             _run_rank, (start, folder, function, arguments), nprocs=start.ranks, join=False, start_method="spawn"
         )
-        deadline = time.monotonic() + start.timeout_s
         try:
-            while not context.join(timeout=5):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{function.__name__} on {start.ranks} ranks took over {start.timeout_s:g} s")
+            yield context, Path(folder)
         finally:
             for process in context.processes:
                 if process.is_alive():
                     process.kill()
-        return json.loads((Path(folder) / "result.json").read_text())
+
+
+def wait_for(context: ProcessContext, what: str, start: Start) -> None:
+    """Wait until all ranks have ended; raises as `run_ranks` does."""
+    deadline = time.monotonic() + start.timeout_s
+    while not context.join(timeout=5):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} on {start.ranks} ranks took over {start.timeout_s:g} s")
 
 
 def _run_rank(rank: int, start: Start, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
