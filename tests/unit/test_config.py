@@ -306,7 +306,7 @@ def test_yaml_written_loads_back_equal(written, text):
         output=text,
         activations="every:2",
         data=Data(train=(text, "b"), validation=("0.01",)),
-        optimizer=Optimizer(lr=1e-12, betas=(0.0, 0.999), clip_norm=None, no_decay=""),
+        optimizer=Optimizer(lr=1e-12, betas=(0.0, 0.999), clip_norm=None, no_decay="*.bias"),
     )
     assert load(written(config.to_yaml(run))) == run
     assert load(written(config.to_yaml(run, mark=True))) == run

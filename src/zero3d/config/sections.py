@@ -86,7 +86,9 @@ class Optimizer:
     betas: tuple[float, float] = key((0.9, 0.95), "decay of the two averages", least=0, below=1)
     eps: float = key(1e-8, "added to the root of v", above=0)
     weight_decay: float = key(0.1, "per step, times the learning rate", least=0)
-    no_decay: str = key("*norm*|*ln_*|*.bias", "parameters without weight decay, as name patterns")
+    no_decay: str | None = key(
+        None, "parameters without weight decay, as name patterns; by default those of one dimension: norms and biases"
+    )
     clip_norm: float | None = key(1.0, "largest global gradient norm; null does not clip", above=0)
 
 
@@ -134,6 +136,7 @@ class Evaluate:
 
     every: int = key(0, "steps between evaluations; 0 evaluates at the end only", least=0)
     batches: int | None = key(None, "micro-batches per rank; by default all of the held-out data", least=1)
+    prompt: str | None = key(None, "a text that the trained model continues at the end")
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,7 @@ class Checkpoint:
     keep: int = key(2, "how many of the last ones are kept", least=1)
     best: bool = key(True, "keep also the one with the lowest held-out loss")
     export: bool = key(True, "write the final weights as a Hugging Face folder")
+    verify: bool = key(False, "load that folder with transformers on one rank and compare the held-out loss")
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,9 @@ class Profile:
 class Config:
     """A whole run."""
 
-    output: str | None = key(None, "a new folder for everything the run writes; by default the first free zero3d-run-N")
+    output: str | None = key(
+        None, "a new folder for everything the run writes; by default the first free zero3d-NAME-N"
+    )
     seed: int = key(0, "of data order, dropout and random weights", least=0)
     precision: str = key("bf16", "what the model computes in; masters are fp32", choices=PRECISIONS)
     activations: str = key(

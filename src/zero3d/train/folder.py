@@ -1,11 +1,11 @@
 """A run's output folder: claimed once, never written over by accident.
 
-    OUTPUT/
-      config.yaml     what was run; `zero3d train OUTPUT/config.yaml` runs it again
-      metrics.jsonl   one line per step
-      checkpoints/    step-N: the last few and the best; best -> step-N
-      hf/             the final weights, for from_pretrained
-      loss.png, trace-rank-0.json, tensorboard/
+OUTPUT/
+  config.yaml     what was run; `zero3d train OUTPUT/config.yaml` runs it again
+  metrics.jsonl   one line per step
+  checkpoints/    step-N: the last few and the best; best -> step-N
+  hf/             the final weights, for from_pretrained
+  loss.png, trace-rank-0.json, tensorboard/
 """
 
 from __future__ import annotations

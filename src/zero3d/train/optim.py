@@ -38,12 +38,12 @@ def rate(choice: Schedule, steps: int) -> Callable[[int], float]:
     The last step has exactly `final`.
     """
     warm = round(choice.warmup * steps) if choice.warmup < 1 else int(choice.warmup)
-    shapes = {
-        "constant": lambda done: 1.0,
-        "linear": lambda done: 1.0 - (1.0 - choice.final) * done,
-        "cosine": lambda done: choice.final + (1.0 - choice.final) * 0.5 * (1.0 + math.cos(math.pi * done)),
-    }
-    shape = shapes[choice.name]
+
+    def shape(done: float) -> float:
+        if choice.name == "constant":
+            return 1.0
+        left = 1.0 - done if choice.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return choice.final + (1.0 - choice.final) * left
 
     def factor(step: int) -> float:
         if step < warm:
