@@ -10,6 +10,8 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -59,6 +61,24 @@ class Mesh:
                 self._axis = Axis("dp", self.rank, self.dp, dist.group.WORLD, second)
                 atexit.register(_close, weakref.ref(self._axis))
         return self._axis
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its machine, as the launcher says."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @contextmanager
+    def waiting_room(self) -> Iterator[Axis]:
+        """All ranks, on the host, with a day's patience: for work that one rank does while the others wait."""
+        if self.world == 1:
+            yield Axis("world", 0, 1)
+            return
+        group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        axis = Axis("world", self.rank, self.world, group, group)
+        try:
+            yield axis
+        finally:
+            axis.close()
 
 
 def resolve_degrees(world: int, dp: int | None, tp: int | None, pp: int | None) -> tuple[int, int, int]:

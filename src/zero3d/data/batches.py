@@ -16,7 +16,6 @@ import atexit
 import math
 import signal
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -24,26 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
+from zero3d.config import Batch as Portions
 from zero3d.data.sequences import Batch, Sample, Sequences
 from zero3d.errors import ConfigError, DataError
-
-
-@dataclass(frozen=True)
-class Portions:
-    """batch = micro_batch x accumulate x dp, in sequences per step."""
-
-    batch: int
-    micro_batch: int
-    accumulate: int
-    dp: int
-
-    def __post_init__(self) -> None:
-        product = self.micro_batch * self.accumulate * self.dp
-        if self.batch != product:
-            raise ConfigError(
-                f"train.batch={self.batch} is not micro_batch {self.micro_batch} x accumulate {self.accumulate} "
-                f"x dp {self.dp} = {product}: leave one of them out."
-            )
 
 
 class Order:
@@ -86,7 +68,7 @@ class BatchStream:
         if not len(sequences):
             raise DataError("there is no sequence to train on: every document was too short or without a target.")
         self._sequences = sequences
-        self._portions = portions
+        self.portions = portions
         self._rank = rank
         self._workers = workers
         self._order = Order(len(sequences), seed, shuffle)
@@ -100,18 +82,18 @@ class BatchStream:
         if self._batches is None:
             self._batches = _load(self._sequences, self._micro_batches(self._taken), self._workers)
             atexit.register(self.close)
-        step = [next(self._batches) for _ in range(self._portions.accumulate)]
-        self._taken += self._portions.batch
+        step = [next(self._batches) for _ in range(self.portions.accumulate)]
+        self._taken += self.portions.batch
         return step
 
     def _micro_batches(self, taken: int) -> Iterator[list[int]]:
         """This rank's, as indices of sequences, from a place of the stream on."""
-        own, size = self._portions.batch // self._portions.dp, self._portions.micro_batch
+        own, size = self.portions.batch // self.portions.dp, self.portions.micro_batch
         while True:
             start = taken + self._rank * own
             for first in range(start, start + own, size):
                 yield self._order.samples(first, first + size)
-            taken += self._portions.batch
+            taken += self.portions.batch
 
     def state(self) -> dict[str, int]:
         """The place after the last batch handed out, whatever workers have read ahead; the same on all ranks."""

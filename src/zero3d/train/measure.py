@@ -13,24 +13,25 @@ traffic            engine.traffic, per operation          stages.step_traffic x 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from zero3d.activations import Recomputed
 from zero3d.engine import Engine, MemoryEntry
 from zero3d.hf.blocks import ROOT
-from zero3d.ledger import Entry
+from zero3d.nested import tensors_in
 from zero3d.precision import NAMES
 from zero3d.zero.prefetch import WINDOW
-from zero3d.zero.stages import Moved, count_gathers, step_traffic, token_order
-from zero3d.zero.unit import Unit
+from zero3d.zero.stages import Moved, count_gathers, step_traffic
 
 NOTHING = Moved(0, 0, 0)
+LOSS_VALUES = 2  # of train_batch's exchange: sum of losses, sum of weights
 
 
 class MemoryRow(NamedTuple):
@@ -56,30 +57,50 @@ class TrafficRow(NamedTuple):
 # --- activations --------------------------------------------------------------------------------
 
 
-@contextmanager
-def activation_meter(units: Sequence[Unit]) -> Iterator[dict[str, int]]:
-    """Bytes by dtype that autograd saves inside; distinct storages once, parameters left out.
+class Activations:
+    """Bytes by dtype that the first forward keeps for its backward: distinct storages once, parameters left out.
 
-    A view of a parameter lies in its unit's storage, which keeps its identity for ever.
+    What autograd saves, and the inputs of recomputed blocks. A view of a parameter lies in its
+    unit's storage, which keeps its identity for ever.
     """
-    seen = {unit.weights.full.untyped_storage()._cdata for unit in units}
-    saved: dict[str, int] = defaultdict(int)
 
-    def pack(tensor: Tensor) -> Tensor:
+    def __init__(self, engine: Engine) -> None:
+        self.bytes: dict[str, int] = defaultdict(int)
+        self._seen = {unit.weights.full.untyped_storage()._cdata for unit in engine.units}
+        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        root = engine.module
+        self._handles = [root.register_forward_pre_hook(self._begin), root.register_forward_hook(self._end)]
+        for module in root.modules():
+            if isinstance(module.forward, Recomputed):
+                self._handles.append(module.register_forward_pre_hook(self._inputs, with_kwargs=True))
+
+    def _begin(self, *_: Any) -> None:
+        self._hooks.__enter__()
+
+    def _end(self, *_: Any) -> None:
+        self._hooks.__exit__()
+        for handle in self._handles:
+            handle.remove()
+
+    def _inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.requires_grad:
+                self._pack(tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            saved[_name(tensor.dtype)] += storage.nbytes()
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self.bytes[_name(tensor.dtype)] += storage.nbytes()
         return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield saved
 
 
 # --- memory -------------------------------------------------------------------------------------
 
 
-def memory_rows(engine: Engine, held: Iterable[MemoryEntry], activations: Mapping[str, int]) -> list[MemoryRow]:
+def memory_rows(
+    engine: Engine, held: Iterable[MemoryEntry], activations: Mapping[str, int], micro_batches: int
+) -> list[MemoryRow]:
     """ZeRO's five consumers, padding apart. `held` is engine.memory right after training."""
     entries = {entry.category: entry for entry in held}
     dtypes = state_dtypes(engine)
@@ -89,7 +110,7 @@ def memory_rows(engine: Engine, held: Iterable[MemoryEntry], activations: Mappin
         entry = entries[category]
         equal = entry.planned == entry.measured
         rows.append(MemoryRow(label, dtypes[category], entry.planned, False, entry.measured, equal))
-    for category, bound in transient_bounds(engine).items():
+    for category, bound in transient_bounds(engine, micro_batches).items():
         peak = entries[category].peak
         rows.append(MemoryRow(f"temporary: {category}", dtypes[category], bound, True, peak, peak <= bound))
     rows.append(MemoryRow("activations", _join(activations), None, False, sum(activations.values()), None))
@@ -113,38 +134,93 @@ def state_dtypes(engine: Engine) -> dict[str, str]:
     return {category: _join(map(_name, kind)) for category, kind in kinds.items()} | {"padding": "of each"}
 
 
-def transient_bounds(engine: Engine) -> dict[str, int]:
+def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     """Upper bounds of temporary buffers, in bytes.
 
     gathered  stage 3: the root all the time, two units at a hand-over, WINDOW ahead
-    bucket    stages 2, 3: the root's gradients all the time, two units filling, WINDOW being reduced
-    wire      WINDOW reductions: (N-1)/N of a unit received and, if it travels in another dtype, cast to be sent
+    bucket    stages 2, 3: the root's gradients all the time, two units filling, WINDOW being reduced; parts of
+              tied parameters' gradients are summed in the reduced dtype
+    wire      WINDOW reductions: (N-1)/N of a unit received and, if it travels in another dtype, cast to be sent;
+              from the second micro-batch on, a shard that is added to the sum
     """
     sizes = [unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name != ROOT]
     root = sum(unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name == ROOT)
     full = root + (2 + WINDOW) * max(sizes, default=0)
     policy, n = engine.policy, engine.comm.size
-    moving = 0
+    moving, shard, tied = 0, 0, 0
     for unit in engine.units:
         if unit.grads is not None:
             travels = unit.gradients.travels
             local = unit.dtype if policy.stage.shards_optimizer else policy.master
             copies = 1 if travels == local else 2
             moving = max(moving, copies * unit.layout.total * travels.itemsize * (n - 1) // n)
+            shard = max(shard, unit.layout.shard * policy.master.itemsize)
+            tied += unit.layout.total * policy.master.itemsize if unit.deferred else 0
     return {
         "gathered": full if policy.stage.shards_parameters else 0,
-        "bucket": full if policy.reduce == "every_micro_batch" else 0,
-        "wire": WINDOW * moving,
+        "bucket": full + tied if policy.reduce == "every_micro_batch" else 0,
+        "wire": WINDOW * moving + (shard if micro_batches > 1 else 0),
     }
 
 
 # --- traffic ------------------------------------------------------------------------------------
 
 
-def traffic_rows(engine: Engine, ledger: Iterable[Entry], applied: int, skipped: int) -> list[TrafficRow]:
-    """The whole run per operation. `ledger` is engine.traffic right after training."""
-    measured = {(e.op, e.unit): Moved(e.calls, e.elements, e.bytes) for e in ledger}
-    planned = planned_traffic(engine, applied, skipped)
+class Traffic:
+    """The ledger's part that training moved: evaluations and checkpoints are taken out.
+
+    gathers  parameter gathers per unit and step, from the tokens of the first step
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.gathers: Mapping[str, int] = {}
+        self._ledger, self._tokens = engine.traffic, engine.gathers
+        self._apart: Counter[tuple[str, str, str]] = Counter()
+        self._last = 0
+        engine.traffic.reset()
+        engine.gathers.events = []
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is moved inside is no training."""
+        before = self._rows()
+        yield
+        self._apart.update({key: figure - before[key] for key, figure in self._rows().items()})
+
+    def last_step(self) -> int:
+        """Bytes since it was asked last."""
+        if self._tokens.events is not None:
+            self.gathers, self._tokens.events = count_gathers(self._tokens.events), None
+        total = sum(entry.moved.bytes for entry in self.entries())
+        self._last, last = total, self._last
+        return total - last
+
+    def entries(self) -> list[TrafficEntry]:
+        """Training's traffic by operation and unit."""
+        left = self._rows() - self._apart
+        names = dict.fromkeys((op, unit) for op, unit, _ in left)
+        return [TrafficEntry(op, unit, Moved(*(left[op, unit, f] for f in Moved._fields))) for op, unit in names]
+
+    def _rows(self) -> Counter[tuple[str, str, str]]:
+        rows: Counter[tuple[str, str, str]] = Counter()
+        for entry in self._ledger:
+            for name in Moved._fields:
+                rows[entry.op, entry.unit, name] += getattr(entry, name)
+        return rows
+
+
+class TrafficEntry(NamedTuple):
+    """What one operation moved on one unit."""
+
+    op: str
+    unit: str
+    moved: Moved
+
+
+def traffic_rows(engine: Engine, traffic: Traffic, applied: int, skipped: int, micro_batches: int) -> list[TrafficRow]:
+    """The whole session per operation."""
+    measured = {(entry.op, entry.unit): entry.moved for entry in traffic.entries()}
+    planned = planned_traffic(engine, traffic.gathers, applied, skipped, micro_batches)
     rows = []
     for op in dict.fromkeys(op for op, _ in [*planned, *measured]):
         ours = {unit: moved for (kind, unit), moved in measured.items() if kind == op}
@@ -153,19 +229,21 @@ def traffic_rows(engine: Engine, ledger: Iterable[Entry], applied: int, skipped:
     return rows
 
 
-def planned_traffic(engine: Engine, applied: int, skipped: int) -> dict[tuple[str, str], Moved]:
-    """By (operation, unit): step_traffic times steps, and once the order of reductions.
+def planned_traffic(
+    engine: Engine, gathers: Mapping[str, int], applied: int, skipped: int, micro_batches: int
+) -> dict[tuple[str, str], Moved]:
+    """By (operation, unit): step_traffic times steps, the mean loss of each, and once the order of reductions.
 
     A skipped step (fp16 overflow) updates nothing, so stages 0-2 gather nothing after it.
     """
     n = engine.comm.size
     if n == 1:
         return {}
-    names = [unit.name for unit in engine.units if unit.name != ROOT]  # in model order: embedding, layers, head
-    gathers = count_gathers(token_order(names, root=ROOT, no_backward=names[:1]))
-    policy = engine.policy
-    units = engine.traffic_units
-    each = step_traffic(engine.stage, units, n, gathers, reduce=policy.reduce)
+    policy, units = engine.policy, engine.traffic_units
+    each = step_traffic(engine.stage, units, n, gathers, micro_batches, policy.reduce)
+    calls, values, size = each["exchange", "-"]
+    loss = LOSS_VALUES * (n - 1)
+    each["exchange", "-"] = Moved(calls + 1, values + loss, size + 8 * loss)
     planned = {}
     for (op, unit), moved in each.items():
         every = op != "all_gather" or policy.stage.shards_parameters

@@ -10,27 +10,30 @@ from rich.progress import BarColumn, Progress as Bar, TaskID, TextColumn, TimeRe
 
 LINES = 20  # printed over a run where there is no terminal
 SHORT = "loss {loss:5.3f}  norm {grad_norm:5.3f}  lr {lr:.1e}  {tokens_per_s:6,.0f} tok/s"  # 80 columns with the bar
-FIGURES = "loss {loss:6.4f}  grad norm {grad_norm:6.3f}  lr {lr:.2e}  {tokens_per_s:8,.0f} tokens/s"
 
 
 class Progress:
-    """Says what happens. The console of every rank but the first is quiet."""
+    """Says what happens. The console of every rank but the first is quiet.
 
-    def __init__(self, console: Console) -> None:
+    every  steps between lines where there is no terminal; None prints about LINES in a run
+    """
+
+    def __init__(self, console: Console, every: int | None = None) -> None:
         self._console = console
         self._bar: Bar | None = None
         self._task = TaskID(0)
         self._steps = 0
+        self._every = every
 
     def say(self, text: str) -> None:
         """One line."""
-        self._console.print(text, highlight=False, soft_wrap=not self._console.is_terminal)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=not self._console.is_terminal)
 
-    def track(self, steps: range) -> Iterator[int]:
-        """Yield the steps while the bar is shown."""
-        self._steps = len(steps)
+    def track(self, first: int, last: int) -> Iterator[int]:
+        """Yield the steps first .. last while the bar is shown."""
+        self._steps = last
         if self._console.quiet or not self._console.is_terminal:
-            yield from steps
+            yield from range(first, last + 1)
             return
         columns = (
             TextColumn("step {task.completed}/{task.total}"),
@@ -39,14 +42,41 @@ class Progress:
             TimeRemainingColumn(),
         )
         with Bar(*columns, console=self._console) as self._bar:
-            self._task = self._bar.add_task("", total=len(steps), figures="")
-            yield from steps
+            self._task = self._bar.add_task("", total=last, completed=first - 1, figures="")
+            yield from range(first, last + 1)
         self._bar = None
 
     def show(self, record: Mapping[str, Any]) -> None:
         """One finished step."""
+        step, every = record["step"], self._every or max(self._steps // LINES, 1)
         if self._bar is not None:
-            self._bar.update(self._task, completed=record["step"], figures=SHORT.format(**record))
-        elif record["step"] % max(self._steps // LINES, 1) == 0 or record["step"] == 1:
-            step = f"{record['step']:>{len(str(self._steps))}}/{self._steps}"
-            self.say(f"step {step}  {FIGURES.format(**record)}")
+            self._bar.update(self._task, completed=step, figures=SHORT.format(**record))
+        elif step % every == 0 or step in (1, self._steps):
+            self.say(f"step {step:>{len(str(self._steps))}}/{self._steps}  {figures(record)}")
+
+    def show_held_out(self, record: Mapping[str, Any]) -> None:
+        """An evaluation."""
+        self.say(
+            f"step {record['step']}: held-out loss {record['validation_loss']:.6f}, "
+            f"perplexity {record['perplexity']:,.3f}"
+        )
+
+
+def figures(record: Mapping[str, Any]) -> str:
+    """Everything that a line tells of a step."""
+    told = [
+        "loss {loss:6.4f}  grad norm {grad_norm:6.3f}  lr {lr:.2e}  {tokens_per_s:8,.0f} tokens/s".format(**record),
+        f"MFU {record['mfu']:.1%}" if "mfu" in record else "",
+        f"{size(record['memory_bytes'])} held",
+        f"{size(record['traffic_bytes'])} sent" if record["traffic_bytes"] else "",
+        f"{record['skipped']} skipped" if record["skipped"] else "",
+    ]
+    return "  ".join(part for part in told if part)
+
+
+def size(count: int) -> str:
+    """Bytes with the unit that suits them."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} B"

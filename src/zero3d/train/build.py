@@ -1,0 +1,171 @@
+"""From a configuration to an engine and its data, on this rank."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zero3d.activations import prepare_blocks
+from zero3d.agree import agree
+from zero3d.config import Batch, Config, load, resolve_batch, to_dict
+from zero3d.data.batches import steps_of
+from zero3d.data.dataset import DataSet, needs_tokenizer, open_data
+from zero3d.data.masking import check_packing
+from zero3d.data.tokenizers import Tokenizer, check_length, load_tokenizer
+from zero3d.engine import Engine
+from zero3d.errors import ConfigError
+from zero3d.hf.open import Opened, open_model
+from zero3d.ledger import Ledger
+from zero3d.mesh import Mesh
+from zero3d.precision import LossScaling, Precision
+from zero3d.train.optim import adamw, decay_groups, scheduler
+from zero3d.zero.arena import Arena
+from zero3d.zero.collectives import Comm
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run is made of before anything large is allocated."""
+
+    mesh: Mesh
+    opened: Opened
+    data: DataSet
+    batch: Batch
+    steps: int
+
+
+def open_inputs(config: Config) -> Inputs:
+    """Check everything that can be checked, read headers, tokenize. Raises the same Zero3dError on all ranks.
+
+    One rank of each machine tokenizes; the others wait for it as long as it takes.
+    """
+    mesh = Mesh(config.mesh.dp, config.mesh.tp, config.mesh.pp)
+    with mesh.waiting_room() as everyone:
+        comm = Comm(everyone, Arena(torch.device("cpu")), Ledger())
+        batch, opened, tokenizer = agree(comm, lambda: _open(config, mesh.dp))
+        vocabulary = _of_config(opened.module, "vocab_size")
+
+        def read() -> DataSet:
+            return open_data(config.data, tokenizer, vocabulary)
+
+        agree(comm, lambda: read() if mesh.local_rank == 0 else None)
+        data = agree(comm, read)
+    return Inputs(mesh, opened, data, batch, steps_of_run(config, data, batch))
+
+
+def _open(config: Config, dp: int) -> tuple[Batch, Opened, Tokenizer | None]:
+    """Everything but the data."""
+    batch = resolve_batch(config.train, dp)
+    _check_packages(config)
+    opened = open_model(config.model, config.seed)
+    _check_forward(opened.module)
+    check_length(config.data.length, _of_config(opened.module, "max_position_embeddings"))
+    if config.data.packing:
+        check_packing(opened.module, batch.micro_batch)
+    folder = None if opened.folder is None else str(opened.folder)
+    wanted = needs_tokenizer(config.data) or config.data.tokenizer is not None
+    return batch, opened, load_tokenizer(config.data.tokenizer, folder) if wanted else None
+
+
+def _of_config(model: nn.Module, name: str) -> int | None:
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, name, None)
+
+
+def _check_packages(config: Config) -> None:
+    """Refuse now what would fail after hours."""
+    wanted = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb is not None}
+    for package in (name for name, asked in wanted.items() if asked):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise ConfigError(f"log.{package} needs {package}: pip install 'zero3d[{package}]'.") from error
+
+
+def _check_forward(model: nn.Module) -> None:
+    parameters = inspect.signature(model.forward).parameters
+    if "input_ids" not in parameters:
+        raise ConfigError(
+            f"{type(model).__name__}.forward takes ({', '.join(parameters)}), and a batch is passed by name: call its "
+            "first argument input_ids, and if it wants them add position_ids and labels."
+        )
+
+
+def steps_of_run(config: Config, data: DataSet, batch: Batch) -> int:
+    """train.steps, or those of train.epochs (1 where neither is given)."""
+    if config.train.steps is not None:
+        return config.train.steps
+    return steps_of(config.train.epochs or 1.0, len(data.train), batch.batch)
+
+
+# --- the engine ---------------------------------------------------------------------------------
+
+
+def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, steps: int) -> Engine:
+    """The engine of a configuration, for a run of `steps` steps. Consumes `opened`."""
+    model = opened.module
+    torch.manual_seed(config.seed * 1_000_003 + mesh.rank)  # dropout differs between ranks
+    prepare_blocks(model, config.activations, compile="inductor" if config.train.compile else None)
+    return Engine(
+        model,
+        stage=config.zero.stage,
+        mesh=mesh,
+        precision=precision_of(config),
+        reduce_dtype=config.zero.reduce_dtype,
+        optimizer=adamw(config.optimizer),
+        scheduler=scheduler(config.schedule, steps),
+        param_groups=decay_groups(model, config.optimizer),
+        clip_norm=config.optimizer.clip_norm,
+        accumulate=accumulate,
+        loss=None if "labels" in inspect.signature(model.forward).parameters else next_token_loss,
+        release=config.zero.release,
+        reduce=config.zero.reduce,
+        weights=opened.weights,
+    )
+
+
+def precision_of(config: Config) -> Precision:
+    """With the loss scaling that fp16 uses."""
+    scale = config.loss_scale
+    return Precision(config.precision, LossScaling(scale.initial, scale.window, scale.hysteresis, scale.minimum))
+
+
+def next_token_loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """For modules that return logits [batch, length, vocabulary] (or something with .logits): sum and targets."""
+    logits, labels = getattr(output, "logits", output)[:, :-1], batch["labels"][:, 1:]
+    total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total, (labels != IGNORED).sum()
+
+
+def from_config(source: str | Path | Mapping[str, Any], **overrides: Any) -> Engine:
+    """The engine that `zero3d train` would build for this file (or mapping), with `section={"key": ...}` replaced.
+
+    Reads the data only where the number of steps, which the learning rate needs, follows from epochs.
+    Raises ConfigError, DataError, MeshError.
+    """
+    tree = to_dict(load(source))
+    for name, value in overrides.items():
+        tree[name] = {**tree[name], **value} if isinstance(value, Mapping) and name in tree else value
+    config = load(tree)
+    if config.train.steps is None:
+        inputs = open_inputs(config)
+        return build_engine(config, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
+    mesh = Mesh(config.mesh.dp, config.mesh.tp, config.mesh.pp)
+    accumulate = resolve_batch(config.train, mesh.dp).accumulate
+    return build_engine(config, open_model(config.model, config.seed), mesh, accumulate, config.train.steps)
+
+
+def with_output(config: Config, output: Path) -> Config:
+    """The configuration as it is written into its folder."""
+    return replace(config, output=str(output))

@@ -1,0 +1,189 @@
+"""The training loop: steps, evaluations, checkpoints, and stopping when asked to.
+
+    batch -> engine.train_batch -> record -> (evaluation) -> (checkpoint) -> (stop)
+
+A step is one batch, applied or skipped. What a checkpoint holds of the loop is `Progressed`: with
+the engine's own states, the run goes on as if it had not been interrupted.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from zero3d.config import Config
+from zero3d.data.batches import BatchStream, validation_batches
+from zero3d.data.sequences import Sequences
+from zero3d.engine import Engine
+from zero3d.train.flops import flops_per_token, peak_flops
+from zero3d.train.folder import Folder
+from zero3d.train.measure import Traffic
+from zero3d.train.metrics import Metrics, Record
+from zero3d.train.progress import Progress
+from zero3d.train.stop import Stopped, StopRequest
+from zero3d.train.trace import Tracer
+
+
+@dataclass(frozen=True)
+class Progressed:
+    """How far a run is.
+
+    step  batches so far; skipped of them changed nothing    tokens  all ranks together
+    best  [applied steps, held-out loss] of the checkpoint with the lowest held-out loss
+    """
+
+    step: int = 0
+    skipped: int = 0
+    tokens: int = 0
+    best: tuple[int, float] | None = None
+    position: Mapping[str, int] = field(default_factory=dict)
+
+
+class Loop:
+    """Trains `engine` on `stream` up to `steps`.
+
+    options     passed to every forward beside the batch
+    validation  sequences held out, or None
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        stream: BatchStream,
+        validation: Sequences | None,
+        folder: Folder,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.config, self.engine, self.stream, self.folder = config, engine, stream, folder
+        self.history: list[Record] = []
+        self.done = Progressed()
+        self.traffic = Traffic(engine)
+        self.checkpoint = folder.checkpoints
+        self._validation, self._options = validation, options
+        self._saved_at = -1
+        self._flops = flops_per_token(engine.module, config.data.length)
+        device = engine.mesh.device
+        self._name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `save` had stored."""
+        best = saved["best"]
+        self.done = Progressed(**{**saved, "best": None if best is None else (int(best[0]), float(best[1]))})
+        self.stream.restore(self.done.position)
+
+    def run(self, steps: int, metrics: Metrics, progress: Progress) -> None:
+        """Steps done + 1 .. steps. Raises Stopped, after a checkpoint, when a signal asks for it."""
+        tracer = Tracer(self.config.profile, self.folder.root, self.engine.comm.rank)
+        with StopRequest() as request, tracer:
+            for step in progress.track(self.done.step + 1, steps):
+                record = self.step()
+                asked = self._finish(record, request)
+                last = step == steps
+                if self._validation is not None and (last or _due(step, self.config.evaluate.every)):
+                    record |= self.evaluate()
+                    progress.show_held_out(record)
+                self.history.append(record)
+                metrics.write(record)
+                progress.show(record)
+                tracer.step()
+                if last or asked or _due(step, self.config.checkpoint.every) or self._best_is_new(record):
+                    self.save(record)
+                if asked and not last:
+                    raise Stopped(asked, f"step {step} of {steps} is saved in {self.checkpoint}")
+
+    # --- one step -----------------------------------------------------------------------------------
+
+    def step(self) -> Record:
+        """Train on the next batch; what this rank saw of it."""
+        begun = time.monotonic()
+        batches = [self.on_device(batch) for batch in next(self.stream)]
+        tokens = sum(batch["input_ids"].numel() for batch in batches)
+        loss = self.engine.train_batch(batches)
+        done = self.engine.last_step
+        assert done is not None
+        record = {
+            "step": self.done.step + 1,
+            "loss": float(loss),
+            "grad_norm": float(done.grad_norm),
+            "lr": float(done.lr),
+            "loss_scale": float(done.loss_scale),
+            "applied": bool(done.applied),
+            "tokens": tokens,
+        }
+        return record | {"seconds": time.monotonic() - begun}
+
+    def _finish(self, record: Record, request: StopRequest) -> int:
+        """Add what all ranks know together; the signal that asks them to stop, or 0."""
+        mine = torch.tensor([float(request.asked or 0), float(record["tokens"])], dtype=torch.float64)
+        with self.traffic.apart():
+            seen = self.engine.comm.exchange(mine.to(self.engine.mesh.device)).cpu()
+        tokens, world = int(seen[:, 1].sum()), self.engine.mesh.world
+        self.done = replace(
+            self.done, step=record["step"], skipped=self.done.skipped + (not record["applied"]),
+            tokens=self.done.tokens + tokens, position=self.stream.state(),
+        )  # fmt: skip
+        rate = tokens / record["seconds"]
+        peak = peak_flops(self._name)
+        record |= {"tokens": self.done.tokens, "tokens_per_s": rate, "skipped": self.done.skipped}
+        record |= {"mfu": rate * self._flops / (peak * world)} if peak else {}
+        record |= {"memory_bytes": memory_bytes(self.engine), "traffic_bytes": self.traffic.last_step()}
+        record["epoch"] = self.done.position["epoch"] + self.done.position["index"] / self.done.position["sequences"]
+        return int(seen[:, 0].max())
+
+    def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """A batch where the engine computes, with the options every forward gets."""
+        moved = {name: tensor.to(self.engine.mesh.device, non_blocking=True) for name, tensor in batch.items()}
+        return {**moved, **self._options}
+
+    # --- the held-out part --------------------------------------------------------------------------
+
+    def held_out(self) -> Iterator[dict[str, Any]]:
+        """This rank's micro-batches of the held-out part."""
+        assert self._validation is not None
+        comm, micro = self.engine.comm, self.stream.portions.micro_batch
+        limit = self.config.evaluate.batches
+        for batch in validation_batches(self._validation, micro, dp=comm.size, rank=comm.rank, limit=limit):
+            yield self.on_device(batch)
+
+    def evaluate(self) -> Record:
+        """Mean loss per target and perplexity."""
+        with self.traffic.apart():
+            loss = float(self.engine.evaluate(self.held_out()))
+        return {"validation_loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+
+    # --- checkpoints --------------------------------------------------------------------------------
+
+    def _best_is_new(self, record: Record) -> bool:
+        loss = record.get("validation_loss", math.nan)
+        if not self.config.checkpoint.best or not math.isfinite(loss):
+            return False
+        return self.done.best is None or loss < self.done.best[1]
+
+    def save(self, record: Record) -> None:
+        """A checkpoint of this step; older ones go, but the best."""
+        if self._best_is_new(record):
+            self.done = replace(self.done, best=(self.engine.steps, record["validation_loss"]))
+        with self.traffic.apart():
+            self.checkpoint = self.engine.save(self.folder.checkpoints, asdict(self.done))
+        if self.engine.comm.rank == 0:
+            self.folder.prune(self.config.checkpoint.keep, None if self.done.best is None else self.done.best[0])
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def memory_bytes(engine: Engine) -> int:
+    """The most this rank's device has held; on the CPU what the process holds now."""
+    device = engine.mesh.device
+    if device.type == "cpu":
+        return int(psutil.Process().memory_info().rss)
+    return int(torch.get_device_module(device).max_memory_allocated(device))

@@ -1,0 +1,116 @@
+"""Where a step's record goes: metrics.jsonl always, TensorBoard and Weights & Biases when asked. Rank 0 only."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol, Self
+
+from zero3d.config import Config, to_dict
+from zero3d.errors import CheckpointError
+from zero3d.train.folder import Folder
+
+Record = dict[str, Any]
+
+
+class Sink(Protocol):
+    """Takes one record per step."""
+
+    def write(self, record: Record) -> None:
+        """`record` has plain numbers; what is not finite is null."""
+
+    def close(self) -> None:
+        """No more records."""
+
+
+class JsonLines:
+    """metrics.jsonl, one line per step, flushed."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._file = folder.metrics.open("a")
+
+    def write(self, record: Record) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars by the record's names."""
+
+    def __init__(self, folder: Folder) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder.root / "tensorboard"))  # type: ignore[no-untyped-call]
+
+    def write(self, record: Record) -> None:
+        for name, value in record.items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(name, value, record["step"])  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+class Wandb:
+    """A Weights & Biases run; offline where WANDB_MODE says so."""
+
+    def __init__(self, folder: Folder, project: str, config: Config) -> None:
+        import wandb
+
+        self._run = wandb.init(project=project, dir=str(folder.root), config=to_dict(config), resume="allow")
+
+    def write(self, record: Record) -> None:
+        self._run.log({k: v for k, v in record.items() if v is not None}, step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Metrics:
+    """All sinks of a run; none on other ranks than 0."""
+
+    def __init__(self, folder: Folder, config: Config, rank: int) -> None:
+        self._sinks: Sequence[Sink] = ()
+        if rank == 0:
+            sinks: list[Sink] = [JsonLines(folder)]
+            if config.log.tensorboard:
+                sinks.append(TensorBoard(folder))
+            if config.log.wandb is not None:
+                sinks.append(Wandb(folder, config.log.wandb, config))
+            self._sinks = sinks
+        self._folder = folder
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with ExitStack() as stack:
+            for sink in self._sinks:
+                stack.callback(sink.close)
+
+    def write(self, record: Record) -> None:
+        """Raises CheckpointError when the disk does not take it."""
+        plain = {k: finite(v) if isinstance(v, float) else v for k, v in record.items()}
+        try:
+            for sink in self._sinks:
+                sink.write(plain)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write to {self._folder.root} at step {record['step']}: {error.strerror}. Make room, then go on "
+                "from the last checkpoint with --resume auto."
+            ) from error
+
+
+def finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def losses(history: Sequence[Mapping[str, Any]], name: str = "loss") -> list[float]:
+    """One field of all records; NaN where it is missing."""
+    return [math.nan if record.get(name) is None else float(record[name]) for record in history]

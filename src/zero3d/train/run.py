@@ -1,0 +1,224 @@
+"""A whole run: open, train, evaluate, save, export, and say what was measured."""
+
+from __future__ import annotations
+
+import gc
+import math
+import resource
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero3d.agree import agree
+from zero3d.config import Batch, Config, resolve_batch, to_yaml
+from zero3d.data.batches import BatchStream, validation_batches
+from zero3d.data.dataset import DataSet
+from zero3d.data.masking import forward_options
+from zero3d.data.tokenizers import Tokenizer
+from zero3d.engine import Engine
+from zero3d.errors import ConfigError
+from zero3d.hf.blocks import find_blocks
+from zero3d.train.build import Inputs, build_engine, open_inputs, with_output
+from zero3d.train.folder import AUTO, Folder, first_free, numbered
+from zero3d.train.loop import Loop, memory_bytes
+from zero3d.train.measure import Activations, MemoryRow, TrafficRow, memory_rows, traffic_rows
+from zero3d.train.metrics import Metrics, Record, losses
+from zero3d.train.progress import Progress
+from zero3d.zero.collectives import broadcast_ints
+
+SAMPLE_LENGTH, TEMPERATURE, TOP_K = 240, 0.7, 40
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run begins.
+
+    name       of the output folder where the configuration gives none: zero3d-NAME, zero3d-NAME-2, ...
+    resume     a checkpoint, or `auto`: the newest of the output folder, if there is one
+    overwrite  remove what an earlier run wrote there
+    """
+
+    name: str = "run"
+    resume: str | None = None
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run found out, as seen by rank 0. Bytes and traffic are those of rank 0, in this session."""
+
+    config: Config
+    ranks: int
+    params: int
+    layers: int
+    batch: Batch
+    history: Sequence[Record]
+    session: int
+    seconds: float
+    memory: Sequence[MemoryRow]
+    traffic: Sequence[TrafficRow]
+    peak_memory: int
+    held_out_loss: float
+    reloaded_loss: float
+    sample: str
+    folder: Folder
+    checkpoint: Path
+
+    @property
+    def steps(self) -> Sequence[Record]:
+        """Records of this session."""
+        return self.history[len(self.history) - self.session :]
+
+
+def run(config: Config, start: Start, progress: Progress) -> Result:
+    """Train as `config` says; the result of rank 0 is the one to print.
+
+    Raises Zero3dError (bad input) before anything is written, and Stopped after a checkpoint.
+    """
+    inputs = open_inputs(config)
+    options, layers = forward_options(inputs.opened.module), len(find_blocks(inputs.opened.module))
+    notes, data = inputs.opened.notes, inputs.data
+    engine = build_engine(config, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
+    folder, found = open_folder(config, start, engine)
+    config = with_output(config, folder.root)
+    for line in (*introduction(config, inputs, engine, folder), *notes, *data.notes):
+        progress.say(line)
+    loop = Loop(config, engine, _stream(config, inputs, engine), data.validation, folder, options)
+    earlier = _resume(loop, found, progress)
+    activations = Activations(engine)
+    with Metrics(folder, config, engine.comm.rank) as metrics:
+        loop.run(inputs.steps, metrics, progress)
+    loop.stream.close()
+    m = inputs.batch.accumulate
+    applied = sum(record["applied"] for record in loop.history)
+    memory = memory_rows(engine, engine.memory, activations.bytes, m)
+    traffic = traffic_rows(engine, loop.traffic, applied, len(loop.history) - applied, m)
+    peak = int(engine.comm.exchange(torch.tensor([float(memory_peak(engine))], dtype=torch.float64)).max())
+    history = [*earlier, *loop.history]
+    held_out = losses(history, "validation_loss")[-1] if history else math.nan
+    sample = generate(engine, config.evaluate.prompt, data.tokenizer)
+    reloaded = _export(config, engine, folder, data)
+    return Result(
+        config, engine.comm.size, count_params(engine), layers, inputs.batch, history, len(loop.history),
+        sum(record["seconds"] for record in loop.history), memory, traffic, peak, held_out, reloaded, sample, folder,
+        loop.checkpoint,
+    )  # fmt: skip
+
+
+# --- beginning ----------------------------------------------------------------------------------
+
+
+def open_folder(config: Config, start: Start, engine: Engine) -> tuple[Folder, Path | None]:
+    """Claim the output folder on rank 0; the folder, and the checkpoint to go on from."""
+    first = engine.comm.rank == 0
+    if config.output is None:
+        if start.resume == AUTO:
+            raise ConfigError("--resume auto looks in the run's own folder: name it with output=FOLDER.")
+        stem = f"zero3d-{start.name}"
+        number = agree(engine.comm, lambda: first_free(stem) if first else 0)
+        folder = Folder(numbered(stem, broadcast_ints(engine.comm, [number])[0]))
+    else:
+        folder = Folder(Path(config.output))
+        agree(engine.comm, lambda: folder.claim(start.resume, start.overwrite) if first else None)
+    found = agree(engine.comm, lambda: folder.resume_from(start.resume))
+    if first:
+        folder.config.write_text(to_yaml(with_output(config, folder.root)))
+    return folder, found
+
+
+def introduction(config: Config, inputs: Inputs, engine: Engine, folder: Folder) -> list[str]:
+    """What is about to happen, in lines."""
+    ranks = engine.comm.size
+    kind = type(engine.module).__name__
+    parts = [f"stage {config.zero.stage}", config.precision, f"{ranks} rank{'s' if ranks > 1 else ''} on "
+             f"{engine.mesh.device.type}"]  # fmt: skip
+    parts += [f"activations {config.activations}"] if config.activations != "none" else []
+    return [
+        f"zero3d train: {', '.join(parts)}; {kind} with {count_params(engine):,} parameters",
+        f"{inputs.batch.equation}; {inputs.steps:,} steps; writing to {folder.root}",
+    ]
+
+
+def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
+    return BatchStream(
+        inputs.data.train, inputs.batch, rank=engine.comm.rank, seed=config.seed, shuffle=config.data.shuffle,
+        workers=config.data.workers,
+    )  # fmt: skip
+
+
+def _resume(loop: Loop, found: Path | None, progress: Progress) -> list[Record]:
+    """Load a checkpoint; the records of the steps before it."""
+    if found is None:
+        return []
+    saved = loop.engine.load(found)
+    if saved is None:
+        raise ConfigError(
+            f"{found} was saved by engine.save, not by zero3d train: it does not say how far the data is."
+        )
+    loop.restore(saved)
+    progress.say(f"going on from {found}, after step {loop.done.step}")
+    return loop.folder.keep_metrics(loop.done.step) if loop.engine.comm.rank == 0 else []
+
+
+def count_params(engine: Engine) -> int:
+    """Psi."""
+    return sum(unit.layout.numel for unit in engine.units)
+
+
+# --- the end ------------------------------------------------------------------------------------
+
+
+def memory_peak(engine: Engine) -> int:
+    """The most memory this rank ever had: of its device, or on the CPU of its process."""
+    if engine.mesh.device.type != "cpu":
+        return memory_bytes(engine)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def generate(engine: Engine, prompt: str | None, tokenizer: Tokenizer | None) -> str:
+    """A sampled continuation of the prompt, the same on all ranks."""
+    if prompt is None or tokenizer is None:
+        return ""
+    torch.manual_seed(0)
+    ids = torch.tensor(tokenizer.encode([prompt]))
+    made = engine.generate(ids, SAMPLE_LENGTH, do_sample=True, temperature=TEMPERATURE, top_k=TOP_K)
+    return tokenizer.decode(made[0].tolist())
+
+
+def _export(config: Config, engine: Engine, folder: Folder, data: DataSet) -> float:
+    """Write the Hugging Face folder; with checkpoint.verify its held-out loss, else NaN."""
+    if not config.checkpoint.export:
+        return math.nan
+    if engine.comm.rank == 0 and folder.export.exists():  # of the session before this one
+        shutil.rmtree(folder.export)
+    engine.export(folder.export)
+    if engine.comm.rank != 0:
+        return math.nan
+    if data.tokenizer is not None:
+        data.tokenizer.save(folder.export)
+    return verify(config, engine, folder.export, data) if config.checkpoint.verify and data.validation else math.nan
+
+
+def verify(config: Config, engine: Engine, export: Path, data: DataSet) -> float:
+    """The held-out loss of the exported model as anybody would load it, on rank 0 alone."""
+    from transformers import AutoModelForCausalLM
+
+    gc.collect()
+    device, ranks = engine.mesh.device, engine.comm.size
+    model = AutoModelForCausalLM.from_pretrained(export, dtype="auto", local_files_only=True).to(device).eval()
+    assert data.validation is not None
+    total, targets = 0.0, 0
+    rows = resolve_batch(config.train, ranks).micro_batch * ranks
+    for batch in validation_batches(data.validation, rows, limit=config.evaluate.batches):
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        count = int((batch["labels"][:, 1:] != -100).sum())
+        with torch.no_grad():
+            loss = float(model(**batch, **forward_options(model)).loss)
+        total, targets = total + (loss * count if count else 0.0), targets + count
+    return total / targets
