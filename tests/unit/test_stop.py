@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from zero3d.cli.workers import Worker, supervise
 from zero3d.train.stop import SIGNALS, Stopped, StopRequest
 
 
@@ -53,6 +55,37 @@ with StopRequest() as request:
     assert request.asked is None
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+class Saving:
+    """A process that takes a while to save and then leaves with `code`; with None it never does."""
+
+    def __init__(self, code):
+        self.code, self.looks, self.told = code, 0, 0
+
+    def poll(self):
+        self.looks += 1
+        return self.code if self.looks > 20 else None
+
+    def terminate(self):
+        self.told += 1
+
+
+def test_workers_are_told_once_however_long_they_save(monkeypatch):
+    monkeypatch.setattr("zero3d.cli.workers.POLL", 0)
+    workers = [Worker(rank, Saving(143), Path()) for rank in range(2)]
+    request = StopRequest()
+    request.asked = signal.SIGTERM
+    assert supervise(workers, request) == []
+    assert [worker.process.told for worker in workers] == [1, 1]
+
+
+def test_a_failed_worker_is_reported_while_others_hang(monkeypatch):
+    monkeypatch.setattr("zero3d.cli.workers.POLL", 0)
+    monkeypatch.setattr("zero3d.cli.workers.LAST_WORDS", 0)
+    workers = [Worker(0, Saving(None), Path()), Worker(1, Saving(1), Path())]
+    assert supervise(workers, StopRequest()) == workers[1:]
+    assert [worker.process.told for worker in workers] == [0, 0]
 
 
 def test_no_handler_of_errors_takes_a_stop_for_one():
