@@ -45,6 +45,7 @@ def test_the_shell_hands_over_config_and_overrides_untouched(folder, capsys, tar
     if target == "k8s":
         shell, option, text = list(yaml.safe_load_all(text))[1]["spec"]["template"]["spec"]["containers"][0]["command"]
         assert (shell, option) == ("sh", "-c")
+        assert "$(" not in text.replace("$$(", "")  # Kubernetes would put a variable's value there
         text = text.replace("$$(", "$(")  # as Kubernetes does
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     words = words_that_reach(folder, text, program)

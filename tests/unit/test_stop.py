@@ -1,12 +1,15 @@
 """Signals as requests in one process, and the exit of a worker that another launcher started."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from zero3d.cli.workers import Worker, conclude, supervise
 from zero3d.train.stop import SIGNALS, Stopped, StopRequest
 
 
@@ -53,6 +56,82 @@ with StopRequest() as request:
     assert request.asked is None
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+class Ended:
+    """A process that is over."""
+
+    def __init__(self, code):
+        self.code = code
+
+    def poll(self):
+        return self.code
+
+
+RESUME = "resume with: zero3d train a.yaml --resume auto\n"
+FULL = ("CheckpointError: disk full", "a traceback")
+LOST = ("OrderError: rank 0 left", "its traceback")
+
+
+@pytest.mark.parametrize(
+    ("codes", "errors", "asked", "code", "said"),
+    [
+        ((0, 0), {}, None, 0, ""),
+        ((0, 0), {}, 15, 0, ""),
+        ((143, 143), {}, 2, 130, f"stopped by SIGINT; {RESUME}"),
+        ((143, 143), {}, None, 143, f"stopped by SIGTERM; {RESUME}"),
+        ((143, -15), {}, 1, 129, "stopped by SIGHUP outside of training; no checkpoint was made for it\n"),
+        ((2, 143), {0: FULL}, 15, 2, "CheckpointError: disk full\n"),
+        ((1, 0), {0: FULL}, None, 1, "rank 0 failed:\na traceback\n"),
+        ((2, 2), {1: FULL, 0: LOST}, None, 2, "CheckpointError: disk full\n"),
+        ((-9, 2), {1: LOST}, None, 1, "rank 0 died without an exception: killed by SIGKILL\n"),
+        ((-15, 0), {}, None, 1, "rank 0 died without an exception: killed by SIGTERM\n"),
+        ((3, 0), {}, None, 1, "rank 0 died without an exception: exit code 3\n"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, tuple) else "",
+)
+def test_how_workers_end_becomes_one_exit_code_and_one_message(tmp_path, capsys, codes, errors, asked, code, said):
+    workers = [Worker(rank, Ended(each), tmp_path / str(rank)) for rank, each in enumerate(codes)]
+    for worker in workers:
+        worker.folder.mkdir()
+    for moment, (rank, (message, callstack)) in enumerate(errors.items()):
+        told = {"message": {"message": message, "extraInfo": {"py_callstack": callstack}}}
+        (tmp_path / str(rank) / "error.json").write_text(json.dumps(told))
+        os.utime(tmp_path / str(rank) / "error.json", (moment, moment))
+    failed = [worker for worker in workers if worker.failed]
+    assert conclude(workers, failed, asked, ["train", "a.yaml"]) == code
+    assert capsys.readouterr().err == said
+
+
+class Saving:
+    """A process that takes a while to save and then leaves with `code`; with None it never does."""
+
+    def __init__(self, code):
+        self.code, self.looks, self.told = code, 0, 0
+
+    def poll(self):
+        self.looks += 1
+        return self.code if self.looks > 20 else None
+
+    def terminate(self):
+        self.told += 1
+
+
+def test_workers_are_told_once_however_long_they_save(monkeypatch):
+    monkeypatch.setattr("zero3d.cli.workers.POLL", 0)
+    workers = [Worker(rank, Saving(143), Path()) for rank in range(2)]
+    request = StopRequest()
+    request.asked = signal.SIGTERM
+    assert supervise(workers, request) == []
+    assert [worker.process.told for worker in workers] == [1, 1]
+
+
+def test_a_failed_worker_is_reported_while_others_hang(monkeypatch):
+    monkeypatch.setattr("zero3d.cli.workers.POLL", 0)
+    monkeypatch.setattr("zero3d.cli.workers.LAST_WORDS", 0)
+    workers = [Worker(0, Saving(None), Path()), Worker(1, Saving(1), Path())]
+    assert supervise(workers, StopRequest()) == workers[1:]
+    assert [worker.process.told for worker in workers] == [0, 0]
 
 
 def test_no_handler_of_errors_takes_a_stop_for_one():

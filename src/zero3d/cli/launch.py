@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     parser.add_argument("target", metavar="TARGET", help="slurm, k8s or torchrun")
     parser.add_argument("config", metavar="CONFIG", help="the YAML file that `zero3d train` takes")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings in place of the file's")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="settings in place of the file's, right after CONFIG"
+    )
     parser.add_argument("--nodes", type=int, default=1, help="machines (default %(default)s)")
     parser.add_argument("--gpus-per-node", type=int, default=GPUS, help="processes on each (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object with the text in it")
