@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         Zero3dError as Zero3dError,
     )
     from zero3d.mesh import Mesh as Mesh
+    from zero3d.train.build import from_config as from_config
     from zero3d.zero.optimizer import StepResult as StepResult
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Engine": "engine",
     "Mesh": "mesh",
+    "from_config": "train.build",
     "StepResult": "zero.optimizer",
     "Zero3dError": "errors",
     "ConfigError": "errors",

@@ -1,74 +1,117 @@
-"""`zero3d train`: the embedded demo, on workers it starts itself or inside those that exist."""
+"""`zero3d train [CONFIG] [KEY=VALUE ...]`: on workers it starts itself, or as one of a launcher's."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+from importlib.resources import files
 from importlib.util import find_spec
+from pathlib import Path
 
-from zero3d.cli.workers import RANKS, as_worker, launch, quiet_environment
+from zero3d.cli.cluster import join_environment
+from zero3d.cli.workers import as_worker, launch, quiet_environment, ranks_here
+from zero3d.config import Config, load, split_words
 from zero3d.errors import ConfigError
-from zero3d.zero.stages import stage_row
 
-STEPS = 500
+DEMO = "demo"
+SHORT = {"stage": "zero.stage", "steps": "train.steps", "precision": "precision"}  # options for single keys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    parser.add_argument("--stage", type=int, default=3, help="ZeRO stage 0, 1, 2 or 3 (default %(default)s)")
-    parser.add_argument("--ranks", type=int, help=f"processes to start on this machine (default {RANKS})")
-    parser.add_argument("--steps", type=int, default=STEPS, help="training steps (default %(default)s)")
-    parser.add_argument("--precision", default="bf16", help="fp32, bf16, fp16 or fp64 (default %(default)s)")
+    parser.add_argument(
+        "words", nargs="*", metavar="CONFIG KEY=VALUE", help="a YAML file (default: the demo), overrides"
+    )
+    parser.add_argument(
+        "--resume", metavar="auto|PATH", help="go on from the output's newest checkpoint, or from this one"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="remove what an earlier run wrote to the output folder"
+    )
+    parser.add_argument("--ranks", type=int, help="processes to start on this machine (default: one per GPU; CPU: 2)")
+    parser.add_argument("--stage", help="short for zero.stage=")
+    parser.add_argument("--steps", help="short for train.steps=")
+    parser.add_argument("--precision", help="short for precision=")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, progress on stderr")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Validate once, then join the workers of a launcher (RANK is set) or start workers."""
+    """Check once, then join a launcher's workers or start workers."""
     quiet_environment()
-    joins = "RANK" in os.environ
+    joins = join_environment()
     try:
-        check(arguments, int(os.environ["WORLD_SIZE"]) if joins else None)
+        name, config = read(arguments)
+        check(arguments, config, int(os.environ["WORLD_SIZE"]) if joins else None)
     except ConfigError:
         if joins and os.environ["RANK"] != "0":
             return 2  # rank 0 says it
         raise
     if joins:
-        as_worker(lambda: work(arguments))
-    words = ["train", f"--stage={arguments.stage}", f"--steps={arguments.steps}", f"--precision={arguments.precision}"]
-    return launch(words + ["--json"] * arguments.json, RANKS if arguments.ranks is None else arguments.ranks)
+        as_worker(lambda: work(arguments, name, config))
+    ranks = arguments.ranks
+    if ranks is None:
+        ranks = ranks_here(config.mesh.dp, config.mesh.tp, config.mesh.pp)
+    return launch(["train", *as_words(arguments)], ranks)
 
 
-def check(arguments: argparse.Namespace, world: int | None) -> None:
+def read(arguments: argparse.Namespace) -> tuple[str, Config]:
+    """The run's name and its configuration: the demo's where no file is given. Raises ConfigError."""
+    file, overrides = split_words(arguments.words)
+    overrides += [
+        f"{key}={value}" for option, key in SHORT.items() if (value := getattr(arguments, option)) is not None
+    ]
+    if file is None:
+        return DEMO, load(Path(str(files("zero3d.train") / "demo.yaml")), overrides)
+    return Path(file).stem, load(file, overrides)
+
+
+def as_words(arguments: argparse.Namespace) -> list[str]:
+    """The command line of a worker."""
+    words = list(arguments.words)
+    for option in (*SHORT, "resume"):
+        value = getattr(arguments, option)
+        words += [] if value is None else [f"--{option}={value}"]
+    return words + ["--overwrite"] * arguments.overwrite + ["--json"] * arguments.json
+
+
+def check(arguments: argparse.Namespace, config: Config, world: int | None) -> None:
     """Refuse what cannot run, before anything is started or written. Raises ConfigError."""
-    from zero3d.precision import Precision
-
-    stage_row(arguments.stage)
-    Precision.of(arguments.precision)
-    for option, value in (("--ranks", arguments.ranks), ("--steps", arguments.steps)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{option} {value}: type a whole number from 1.")
+    if arguments.ranks is not None and arguments.ranks < 1:
+        raise ConfigError(f"--ranks {arguments.ranks}: type a whole number from 1.")
     if world is not None and arguments.ranks not in (None, world):
         raise ConfigError(f"--ranks {arguments.ranks}: the launcher has started {world} already; leave --ranks out.")
-    if find_spec("transformers") is None:
+    if arguments.overwrite and arguments.resume is not None:
+        raise ConfigError("--overwrite removes what --resume goes on from: give one of them.")
+    if find_spec("transformers") is None and ":" not in config.model.path:
         raise ConfigError("zero3d train needs transformers for its model: pip install 'zero3d[hf]'")
 
 
-def work(arguments: argparse.Namespace) -> None:
+def work(arguments: argparse.Namespace, name: str, config: Config) -> None:
     """One rank's part; rank 0 prints."""
     from rich.console import Console
-    from transformers.utils import logging
 
-    from zero3d.train.demo import Recipe, run as run_demo
     from zero3d.train.progress import Progress
     from zero3d.train.report import as_json, show
+    from zero3d.train.run import Start, run as run_training
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_libraries()
     first = os.environ["RANK"] == "0"
     console = Console(stderr=arguments.json, quiet=not first)
-    result = run_demo(Recipe(arguments.stage, arguments.precision, arguments.steps), Progress(console))
+    start = Start(name, arguments.resume, arguments.overwrite)
+    result = run_training(config, start, Progress(console, config.log.every))
     if first:
         show(result, console)
         if arguments.json:
             print(json.dumps(as_json(result)))
+
+
+def quiet_libraries() -> None:
+    """No bars and notes of others between ours, and no attempt to reach a hub."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    if find_spec("transformers") is not None:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from zero3d.config import Batch as Portions
 from zero3d.data.sequences import Batch, Sample, Sequences
-from zero3d.errors import ConfigError, DataError
+from zero3d.errors import DataError
 
 
 class Order:

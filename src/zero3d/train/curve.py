@@ -41,19 +41,21 @@ def as_text(values: Sequence[float], width: int = 64, height: int = 10) -> Itera
     yield f"{'':8}1{len(values):>{width - 1}}"
 
 
-def as_png(losses: Sequence[float], held_out: float, title: str, path: Path) -> None:
-    """Write the curve, its average and the held-out loss. Raises ImportError without matplotlib."""
+def as_png(values: Sequence[float], held_out: Sequence[tuple[int, float]], title: str, path: Path) -> None:
+    """Write the losses, their average and the held-out losses by step. Raises ImportError without matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    steps = range(1, len(losses) + 1)
-    axes.plot(steps, losses, color="#9ab8d8", linewidth=0.8, label="loss per step")
-    axes.plot(steps, smooth(losses), color="#1f4e8c", linewidth=2, label="average")
-    axes.axhline(held_out, color="#c4512d", linewidth=1.2, linestyle="--", label=f"held out at the end: {held_out:.3f}")
-    axes.set(title=title, xlabel="step", ylabel="loss (nats per byte)")
+    steps = range(1, len(values) + 1)
+    axes.plot(steps, values, color="#9ab8d8", linewidth=0.8, label="loss per step")
+    axes.plot(steps, smooth(values), color="#1f4e8c", linewidth=2, label="average")
+    if held_out:
+        label = f"held out, at the end {held_out[-1][1]:.3f}"
+        axes.plot(*zip(*held_out, strict=True), color="#c4512d", linewidth=1.2, marker="o", markersize=4, label=label)
+    axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
     axes.margins(x=0.01)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

@@ -45,15 +45,15 @@ class TensorBoard:
     def __init__(self, folder: Folder) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder.root / "tensorboard"))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder.root / "tensorboard"))
 
     def write(self, record: Record) -> None:
         for name, value in record.items():
             if name != "step" and value is not None:
-                self._writer.add_scalar(name, value, record["step"])  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class Wandb:
@@ -101,8 +101,8 @@ class Metrics:
                 sink.write(plain)
         except OSError as error:
             raise CheckpointError(
-                f"cannot write to {self._folder.root} at step {record['step']}: {error.strerror}. Make room, then go on "
-                "from the last checkpoint with --resume auto."
+                f"cannot write to {self._folder.root} at step {record['step']} ({error.strerror}): make room, then go "
+                "on from the last checkpoint with --resume auto."
             ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,18 +12,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from zero3d.config import to_dict
 from zero3d.train.curve import as_png, as_text, smooth
-from zero3d.train.demo import PROMPT, Result
+from zero3d.train.metrics import finite, losses
+from zero3d.train.progress import size
+from zero3d.train.run import Result
 
 
 def show(result: Result, console: Console) -> None:
     """Print everything and write loss.png."""
-    if console.encoding.startswith("utf"):
-        console.print(Text("\nloss (nats per byte), running average", style="bold"))
-        for line in as_text(smooth([record.loss for record in result.history])):
+    if console.encoding.startswith("utf") and len(result.history) > 1:
+        console.print(Text("\nloss (nats per token), running average", style="bold"))
+        for line in as_text(smooth(losses(result.history))):
             console.print(line, highlight=False, no_wrap=True)
-    console.print(f"\na sample that starts with {PROMPT!r}:", style="bold", highlight=False)
-    console.print(Text("\n".join(f"    {line}" for line in result.sample.splitlines())), soft_wrap=True)
+    if result.sample:
+        prompt = result.config.evaluate.prompt
+        console.print(Text(f"\na sample that starts with {prompt!r}:", style="bold"))
+        console.print(Text("\n".join(f"    {line}" for line in result.sample.splitlines())), soft_wrap=True)
     console.print()
     console.print(memory_table(result))
     console.print()
@@ -35,19 +41,19 @@ def show(result: Result, console: Console) -> None:
 
 def memory_table(result: Result) -> Table:
     """Bytes on rank 0 by consumer."""
-    recipe = result.recipe
-    title = f"memory of rank 0 of {result.ranks}, stage {recipe.stage}, {recipe.precision}, in bytes"
+    config = result.config
+    title = f"memory of rank 0 of {result.ranks}, stage {config.zero.stage}, {config.precision}, in bytes"
     table = _table(title, ("consumer", "dtype"), ("measured",))
     for row in result.memory:
         formula = "" if row.formula is None else f"{row.formula:,}"
         table.add_row(row.consumer, row.dtype, f"{row.measured:,}", _verdict(row.agrees, row.at_most), formula)
-    table.caption = "temporary: most held at an instant. activations: saved in one forward."
+    table.caption = "temporary: most held at an instant. activations: kept by one forward."
     return table
 
 
 def traffic_table(result: Result) -> Table:
-    """What rank 0 sent in the whole run, by operation."""
-    title = f"traffic of rank 0 of {result.ranks} in {len(result.history)} steps"
+    """What rank 0 sent in the whole session, by operation."""
+    title = f"traffic of rank 0 of {result.ranks} in {len(result.steps)} steps"
     table = _table(title, ("operation",), ("calls", "elements", "bytes"))
     for row in result.traffic:
         figures = (f"{figure:,}" for figure in row.measured)
@@ -78,55 +84,65 @@ def _verdict(agrees: bool | None, at_most: bool) -> Text:
 
 def summary(result: Result) -> Iterator[str]:
     """The losses and where everything is."""
-    yield f"trained {len(result.history)} steps in {result.seconds:.1f} s"
+    yield f"trained {len(result.steps)} steps in {result.seconds:.1f} s; at most {size(result.peak_memory)} held by a rank"
     held_out, reloaded = result.held_out_loss, result.reloaded_loss
-    yield f"held-out loss: {held_out:.6f} nats per byte ({held_out / math.log(2):.3f} bits; a guess costs 8)"
-    same = "the same" if math.isclose(held_out, reloaded, rel_tol=1e-6) else "NOT the same"
-    yield f"{result.export} loaded with AutoModelForCausalLM.from_pretrained: {reloaded:.6f}, {same}"
-    yield f"checkpoint: {result.checkpoint}    metrics: {result.folder / 'metrics.jsonl'}"
+    if math.isfinite(held_out):
+        yield f"held-out loss: {held_out:.6f} nats per token, perplexity {math.exp(min(held_out, 700.0)):,.3f}"
+    if result.config.checkpoint.export:
+        line = str(result.folder.export)
+        if math.isfinite(reloaded):
+            same = "the same" if math.isclose(held_out, reloaded, rel_tol=1e-6) else "NOT the same"
+            line += f" loaded with AutoModelForCausalLM.from_pretrained: {reloaded:.6f}, {same}"
+        yield f"exported: {line}"
+    yield f"checkpoint: {result.checkpoint}    metrics: {result.folder.metrics}"
 
 
 def write_png(result: Result) -> str:
     """Draw loss.png; the line that says so, or what to install."""
-    path, recipe = result.folder / "loss.png", result.recipe
-    title = (
-        f"stage {recipe.stage}, {recipe.precision}, dp {result.ranks}: a byte-level Llama on Python's standard library"
-    )
+    config = result.config
+    held_out = [(r["step"], r["validation_loss"]) for r in result.history if r.get("validation_loss") is not None]
+    title = f"{config.model.path}: stage {config.zero.stage}, {config.precision}, dp {result.ranks}"
     try:
-        as_png([record.loss for record in result.history], result.held_out_loss, title, path)
+        as_png(losses(result.history), held_out, title, result.folder.curve)
     except ImportError:
         return "no loss.png: matplotlib is missing, type pip install 'zero3d[plot]'"
-    return f"loss curve: {path}"
+    return f"loss curve: {result.folder.curve}"
 
 
 def as_json(result: Result) -> dict[str, Any]:
     """One object with all figures; what is not finite is null."""
-    curve = result.folder / "loss.png"
+    folder, config, steps = result.folder, result.config, result.steps
+    settled = steps[1:] or steps  # the first step also allocates
+    seconds = statistics.median(record["seconds"] for record in settled) if settled else None
+    curve = folder.curve
     return {
-        "stage": result.recipe.stage,
-        "precision": result.recipe.precision,
+        "stage": config.zero.stage,
+        "precision": config.precision,
         "ranks": result.ranks,
         "params": result.params,
+        "layers": result.layers,
+        "batch": vars(result.batch),
         "steps": len(result.history),
         "seconds": result.seconds,
-        "losses": [_finite(record.loss) for record in result.history],
-        "held_out_loss": _finite(result.held_out_loss),
-        "reloaded_loss": _finite(result.reloaded_loss),
+        "step_seconds": seconds,
+        "samples_per_s": result.batch.batch / seconds if seconds else None,
+        "losses": [finite(loss) for loss in losses(result.history)],
+        "held_out_loss": finite(result.held_out_loss),
+        "reloaded_loss": finite(result.reloaded_loss),
+        "skipped": result.history[-1]["skipped"] if result.history else 0,
         "sample": result.sample,
+        "peak_memory": result.peak_memory,
         "memory": [row._asdict() for row in result.memory],
         "traffic": [
             {"op": row.op, "formula": row.formula._asdict(), "measured": row.measured._asdict(), "equal": row.equal}
             for row in result.traffic
         ],
+        "config": to_dict(config),
         "paths": {
-            "folder": str(result.folder.resolve()),
+            "folder": str(folder.root.resolve()),
             "checkpoint": str(result.checkpoint.resolve()),
-            "export": str(result.export.resolve()),
-            "metrics": str((result.folder / "metrics.jsonl").resolve()),
+            "export": str(folder.export.resolve()) if config.checkpoint.export else None,
+            "metrics": str(folder.metrics.resolve()),
             "loss_curve": str(curve.resolve()) if curve.exists() else None,
         },
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
