@@ -19,8 +19,8 @@ def agree(comm: Comm, action: Callable[[], T]) -> T:
     """Run on every rank; if any fails, all raise the first failure, so that none goes on alone.
 
     The failing rank raises its own error; on the others it carries `from_rank`, so that it is told
-    once. What is no Zero3dError becomes a CheckpointError that names the rank. Moves 8 bytes per
-    rank, and the message after a failure.
+    once. What is no Zero3dError becomes a CheckpointError that names the rank and the cause. Moves
+    8 bytes per rank, and the message after a failure.
     """
     failure: Exception | None = None
     try:
@@ -39,7 +39,7 @@ def agree(comm: Comm, action: Callable[[], T]) -> T:
     known = isinstance(kind, type) and issubclass(kind, Zero3dError)
     raised: Zero3dError
     raised = kind(message) if known else CheckpointError(f"rank {failed[0]} failed: {name}: {message}")
-    raised.from_rank = failed[0]
+    raised.from_rank = None if comm.rank == failed[0] else failed[0]
     raise raised from failure
 
 

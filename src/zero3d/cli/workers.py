@@ -195,7 +195,7 @@ def tell(failed: Sequence[Worker]) -> int:
     if error.is_file():
         told = json.loads(error.read_text())["message"]
         callstack = told["extraInfo"]["py_callstack"].rstrip()
-        print(told["message"] if first.code == 2 else f"rank {first.rank} failed:\n{callstack}", file=sys.stderr)
+        print(f"rank {first.rank} failed:\n{callstack}" if callstack else told["message"], file=sys.stderr)
         return 2 if first.code == 2 else 1
     assert first.code is not None
     how = f"exit code {first.code}" if first.code > 0 else f"killed by {signal.Signals(-first.code).name}"
@@ -251,15 +251,24 @@ def describe(stop: Stopped) -> str:
 
 
 def leave_exception(error: BaseException) -> int:
-    """Write it in the error file, or for want of our launcher on stderr as well; the exit code."""
-    code = 2 if isinstance(error, Zero3dError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+    """Write it in the error file, or for want of our launcher on stderr as well; the exit code.
+
+    2 is for what the user asked; an error on purpose that a failing machine caused is told as shortly, with 1.
+    An error that another rank raised is told there.
+    """
+    clear = isinstance(error, Zero3dError)
+    code = (
+        2 if clear and not isinstance(error.__cause__, OSError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+    )
+    if isinstance(error, Zero3dError) and error.from_rank is not None:
+        return code
     summary, callstack = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
     if ERROR_FILE in os.environ:
-        told = {"message": summary, "extraInfo": {"py_callstack": callstack, "timestamp": str(int(time.time()))}}
+        extra = {"py_callstack": "" if clear else callstack, "timestamp": str(int(time.time()))}
         with suppress(OSError):  # the disk may be what is full
-            Path(os.environ[ERROR_FILE]).write_text(json.dumps({"message": told}))
+            Path(os.environ[ERROR_FILE]).write_text(json.dumps({"message": {"message": summary, "extraInfo": extra}}))
     if LAUNCHED not in os.environ and code != 130:
-        print(summary if code == 2 else callstack, file=sys.stderr)
+        print(summary if clear else callstack, file=sys.stderr)
     return code
 
 
