@@ -18,13 +18,15 @@ Note 2, ownership. A graph owns its Blanks, they own the segment; the recorder o
 is never run backward dies with its graph.
 Note 3, kept tensors are saved by a node of autograd: a later write in place is an error there, and
 saved-tensor hooks around the model (offload, meters) see them.
+Note 4, hooks live as long as the graph that was made under them: what a hook holds must not hold that
+graph, or nobody ever frees it.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -178,32 +180,39 @@ class Recorder:
             with torch.enable_grad(), _rng_put_back(blank.segment.calls):
                 outputs: list[Tensor] = []
                 for call in blank.segment.calls:
-                    outputs = self._again(call, outputs)
+                    outputs = self._again(call, outputs, last=call is blank.segment.calls[-1])
         if blank.value is None:
             raise ConfigError("A block raised in the forward of this loss, so its backward has nothing to recompute.")
         return blank.value
 
-    def _again(self, call: Call, outputs: list[Tensor]) -> list[Tensor]:
+    def _again(self, call: Call, outputs: list[Tensor], last: bool) -> list[Tensor]:
         args, kwargs = call.arguments(outputs)
-        self._replay = Replay(call, args, kwargs)
+        self._replay = replay = Replay(call, args, kwargs, last)
         try:
             with ExitStack() as stack:
+                stack.enter_context(suppress(Enough))
                 for kind, dtype, enabled in call.autocast:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
                 set_torch_rng(call.device, call.rng)
                 call.block(*args, **kwargs)  # Note 1
-            return self._replay.outputs
+            return replay.outputs
         finally:
             self._replay = None
+            replay.outputs = []  # Note 4
+
+
+class Enough(Exception):
+    """Every blank of a segment is filled: its last multiplication need not run (a fifth of a Llama block's)."""
 
 
 @dataclass
 class Replay:
-    """One call, run again to fill its blanks."""
+    """One call, run again to fill its blanks. last: of its segment, so nobody needs its outputs."""
 
     call: Call
     args: Any
     kwargs: Any
+    last: bool
     outputs: list[Tensor] = field(default_factory=list)
     saved: int = 0
 
@@ -224,6 +233,8 @@ class Replay:
                 if blank.meta != Meta.of(t):
                     raise self._differs(str(blank.meta), str(Meta.of(t)))
                 blank.value = t.detach()
+        if self.last and self.saved == len(self.call.blanks):
+            raise Enough
         return t.detach()
 
     def _differs(self, first: str, second: str) -> ConfigError:
