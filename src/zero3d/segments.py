@@ -8,8 +8,8 @@
                a node that has run drops its Blanks; the last one drops x0
 
 The model's own loop calls the blocks, so there is no function to wrap: a segment grows call by
-call. A call joins the open segment if it is given the very tensor (by identity) that the last call
-returned; else, and after K calls, a new segment begins. A model that does something between
+call. A call joins the open segment if it is given the very tensor (by identity and version) that the
+last call returned; else, and after K calls, a new segment begins. A model that does something between
 two blocks therefore gets shorter segments, never wrong ones.
 
 Note 1, two calls. A replay goes through the block's `__call__`, for an engine's hooks gather its
@@ -107,14 +107,15 @@ class Call:
 
 @dataclass
 class Segment:
-    """Calls that are recomputed together. last: the outputs of the last one."""
+    """Calls that are recomputed together. last: the outputs of the last one, and their versions."""
 
     calls: list[Call] = field(default_factory=list)
-    last: list[weakref.ref[Tensor]] = field(default_factory=list)
+    last: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
 
     def outputs(self) -> dict[int, int]:
-        """id of each tensor the last call returned, while somebody else holds it, to its position."""
-        return {id(t): i for i, t in enumerate(ref() for ref in self.last) if t is not None}
+        """id of each tensor the last call returned, if it is alive and nobody has written to it, to its position."""
+        last = ((ref(), version) for ref, version in self.last)
+        return {id(t): i for i, (t, version) in enumerate(last) if t is not None and t._version == version}
 
 
 def record(name: str, block: nn.Module, args: Any, kwargs: Any, outputs: Mapping[int, int]) -> Call:
@@ -170,7 +171,7 @@ class Recorder:
         with saved_tensors_hooks(pack, self._unpack):
             output = forward(*args, **kwargs)
         segment.calls.append(call)
-        segment.last = [weakref.ref(t) for t in tensors_in(output)]
+        segment.last = [(weakref.ref(t), t._version) for t in tensors_in(output)]
         if len(segment.calls) < self._length:
             self._open = weakref.ref(segment)
         return output

@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import VOCAB, Net, batch, bits, clone, net
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
@@ -147,19 +148,25 @@ def test_a_block_called_several_times_and_an_early_exit():
         assert train(recomputed(model, policy)) == train(clone(model))
 
 
-class Between(Net):
-    """Scales between blocks, from the blocks' point of view a break in the chain; draws random numbers there too."""
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for i, layer in enumerate(self.layers):
-            x = layer(x)
-            if i == 1:
-                x = F.dropout(x * 1.5, 0.1)
-        return self.head(x)
+def drop(x):
+    return F.dropout(x * 1.5, 0.1)
 
 
-def test_what_a_model_does_between_blocks_only_ends_a_segment():
+def write(x):
+    return x.mul_(1.5)
+
+
+@pytest.mark.parametrize("between", [drop, write])
+def test_what_a_model_does_between_blocks_only_ends_a_segment(between):
+    class Between(Net):
+        def forward(self, ids):
+            x = self.embed(ids)
+            for i, layer in enumerate(self.layers):
+                x = layer(x)
+                if i == 1:
+                    x = between(x)
+            return self.head(x)
+
     torch.manual_seed(1)
     model = Between(layers=5, dropout=0.2)
     assert train(recomputed(model, "every:4")) == train(clone(model))
@@ -219,6 +226,16 @@ def test_autocast_is_the_same_in_the_recomputation(policy):
 
     model = deep("net")
     assert train(recomputed(model, policy), loss) == train(clone(model), loss)
+
+
+@pytest.mark.parametrize("policy", ["full", "every:2"])
+def test_a_dry_run_recomputes_without_data(policy):
+    with FakeTensorMode():
+        model = deep("llama")
+        recompute(model, policy)
+        engine = zero3d.Engine(model, stage=3, precision="bf16")
+        engine.backward(loss_of(engine, torch.randint(0, VOCAB, (2, 9))))
+        assert engine.step().applied.numel() == 1
 
 
 # --- what is kept -----------------------------------------------------------------------------------
