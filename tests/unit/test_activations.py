@@ -1,72 +1,19 @@
-"""Recomputation on the blocks changes no bit, keeps what the arithmetic says and leaves nothing behind."""
-
-import gc
-import random
-import weakref
-from fractions import Fraction
+"""Recomputation on the blocks changes no bit."""
 
 import pytest
 import torch
-from models import VOCAB, Net, batch, bits, clone, net
+from deep import deep, kept_inputs, recomputed, train
+from models import VOCAB, Net, batch, bits, clone, loss_of, net
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 import zero3d
 from zero3d.activations import compile_blocks, prepare_blocks, recompute
 from zero3d.errors import ConfigError
-from zero3d.plan.recompute import Policy, best_segment, recompute_arithmetic, replayed
-from zero3d.zero.stages import count_gathers, token_order
 
 POLICIES = ["full", "every:1", "every:2", "every:3", "selective"]
 MODELS = ["net", "llama", "gpt2", "qwen3", "moe"]
-LAYERS = 5
-
-
-def deep(name, layers=LAYERS):
-    """A tiny model of five blocks in training mode; net and gpt2 with dropout."""
-    if name == "net":
-        return net(layers=layers, dropout=0.2).train()
-    import transformers as t
-
-    torch.manual_seed(7)
-    common = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}
-    common |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    common |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "use_cache": False}
-    if name == "llama":
-        model = t.LlamaForCausalLM(t.LlamaConfig(**common, attention_dropout=0.1))
-    elif name == "qwen3":
-        model = t.Qwen3ForCausalLM(t.Qwen3Config(**common, head_dim=8, tie_word_embeddings=True))
-    elif name == "moe":
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-        model = t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**common, **experts))
-    else:
-        sizes = {"n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 64, "use_cache": False}
-        model = t.GPT2LMHeadModel(t.GPT2Config(vocab_size=VOCAB, bos_token_id=0, eos_token_id=1, **sizes))
-    return model.train()
-
-
-def loss_of(model, ids):
-    output = model(ids)
-    logits = getattr(output, "logits", output)
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
-def train(model, loss=loss_of):
-    """Losses and gradients of two micro-batches, and the random number drawn after them."""
-    torch.manual_seed(0)
-    losses = [loss(model, batch(step)) for step in range(2)]
-    for value in losses:
-        value.backward()
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    return bits(losses), len(grads), bits(grads), float(torch.rand(()))
-
-
-def recomputed(model, policy, **options):
-    copy = clone(model)
-    recompute(copy, policy, **options)
-    return copy
 
 
 # --- equal to none --------------------------------------------------------------------------------
@@ -238,90 +185,6 @@ def test_a_dry_run_recomputes_without_data(policy):
         assert engine.step().applied.numel() == 1
 
 
-# --- what is kept -----------------------------------------------------------------------------------
-
-
-def kept_inputs(model):
-    """(block inputs saved, all bytes saved) by one forward, parameters left out; distinct storages."""
-    weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    saved = {}
-
-    def pack(t):
-        saved[t.untyped_storage()._cdata] = t
-        return t
-
-    inputs = []
-    blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
-    for block in blocks:
-        block.register_forward_pre_hook(lambda _, args: inputs.append(args[0].untyped_storage()))
-    torch.manual_seed(0)
-    with saved_tensors_hooks(pack, lambda t: t):
-        loss = loss_of(model, batch(0))
-    loss.backward()
-    count = len({s._cdata for s in inputs if s._cdata in saved})
-    return count, sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in weights)
-
-
-@pytest.mark.parametrize("policy", ["full", "every:1", "every:2", "every:3", "every:9"])
-def test_as_many_inputs_are_kept_as_the_arithmetic_says(policy):
-    assert kept_inputs(recomputed(deep("llama"), policy))[0] == recompute_arithmetic(LAYERS, policy).kept_inputs
-
-
-def test_the_more_is_recomputed_the_fewer_bytes_are_saved():
-    saved = [kept_inputs(recomputed(deep("llama"), p))[1] for p in ("none", "selective", "full", "every:2", "every:5")]
-    assert saved == sorted(saved, reverse=True)
-    assert len(set(saved)) == len(saved)
-
-
-def test_a_blocks_interior_is_let_go_as_its_backward_goes_on():
-    class Watch(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x.clone())
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            (saved,) = ctx.saved_tensors
-            alive.append(sum(ref() is not None for ref in seen))
-            seen.append(weakref.ref(saved))
-            return grad
-
-    seen, alive = [], []
-
-    class Watched(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return Watch.apply(self.linear(x))
-
-    model = nn.Sequential(*(Watched() for _ in range(6)))
-    recompute(model, "every:3")
-    model(torch.randn(2, 8)).sum().backward()
-    assert alive == [0] * 6
-
-
-@pytest.mark.parametrize("policy", ["full", "every:2", "every:3"])
-def test_nothing_is_left_after_a_backward_or_a_dropped_forward(policy):
-    model = recomputed(deep("net"), policy)
-    refs = []
-    for block in model.layers:
-        block.register_forward_hook(lambda m, args, out: refs.append(weakref.ref(out.untyped_storage())))
-    gc.collect()
-    gc.disable()  # reference counting alone must do
-    try:
-        loss_of(model, batch(0)).backward()
-        loss_of(model, batch(0))
-        if policy == "full":  # torch's checkpoint leaves a cycle
-            gc.collect()
-        assert len(refs) >= 2 * LAYERS
-        assert all(ref() is None for ref in refs)
-    finally:
-        gc.enable()
-
-
 # --- forwards that are not recorded ----------------------------------------------------------------
 
 
@@ -419,16 +282,6 @@ def test_an_input_changed_in_place_is_an_error():
 # --- bad input ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("policy", "message"), [
-    ("ful", "Did you mean 'full'"), ("selectiv", "Did you mean 'selective'"), ("evry:2", "Did you mean 'every:K'"),
-    ("every:0", "whole number from 1"), ("every", "whole number from 1"), ("every:-1", "whole number"),
-    ("full:2", "unknown"), ("", "pass one of none, full"),
-])  # fmt: skip
-def test_an_unknown_policy_is_refused_with_the_nearest(policy, message):
-    with pytest.raises(ConfigError, match=message):
-        recompute(net(), policy)
-
-
 def test_models_without_blocks_or_attention_are_refused():
     with pytest.raises(ConfigError, match="no list of two or more modules"):
         recompute(nn.Linear(2, 2), "full")
@@ -460,37 +313,3 @@ def test_compiled_blocks_share_one_graph_without_a_break_and_draw_the_same_dropo
     assert train(other) == train(clone(model))
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
-
-
-# --- arithmetic --------------------------------------------------------------------------------------
-
-
-def test_one_more_forward_is_a_third_of_a_step():
-    assert recompute_arithmetic(24, "none") == (0, 24, 24, 0)
-    assert recompute_arithmetic(24, "full") == (24, 1, 1, Fraction(1, 3))
-    assert recompute_arithmetic(24, "every:5") == (5, 5, 5, Fraction(1, 3))
-    assert recompute_arithmetic(3, "every:8") == (1, 3, 3, Fraction(1, 3))
-    assert recompute_arithmetic(24, "selective") == (24, 24, 1, None)
-    assert recompute_arithmetic(24, "selective", Fraction(3, 10)).extra_forward == Fraction(1, 10)
-
-
-def test_the_best_segment_is_near_the_square_root():
-    for layers in (1, 4, 16, 36, 64, 100):
-        best = best_segment(layers)
-        at_best = recompute_arithmetic(layers, f"every:{best}")
-        assert best == round(layers**0.5)
-        assert at_best.kept_inputs + at_best.interiors == 2 * best
-    assert best_segment(64, interior=16) == 2
-    assert Policy.of("every:12").every == 12
-
-
-def test_a_replay_gathers_all_but_the_last_unit_of_a_segment_once_more():
-    names = [f"layers.{i}" for i in range(5)]
-    plain = token_order(["embed", *names, "head"], root="root", no_backward=["embed"])
-    segments = [names[:2], names[2:4], names[4:]]
-    gathers = count_gathers(replayed(plain, segments))
-    assert [gathers[name] for name in names] == [3, 2, 3, 2, 2]
-    engine = zero3d.Engine(recomputed(deep("net"), "every:2"), stage=3, precision="fp32")
-    engine.gathers.events = []
-    engine.backward(loss_of(engine, batch(random.Random(0).randrange(9))))
-    assert count_gathers(engine.gathers.events) == gathers
