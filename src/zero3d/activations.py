@@ -49,15 +49,18 @@ def recompute(model: nn.Module, policy: str, blocks: Blocks | None = None) -> No
 
     blocks   by name; found where left out. Changes their `forward` in place, once per model and
              after `compile_blocks`.
-    Errors: an unknown policy, no blocks, no attention in any of them (ConfigError).
-    A key-value cache that Hugging Face models make in training is left out, since a recomputed block
-    would write to it twice; one that holds something is refused.
+    Errors: an unknown policy, no blocks, no attention in any of them, selective on compiled blocks
+    (ConfigError).
+    Hugging Face models make a key-value cache unless use_cache=False is passed. Recomputed blocks do not
+    get it, since they would write to it twice; one that holds something is refused. Pass use_cache=False
+    with every policy: the cache changes strides, and with them the last bits of GPT-2's gradients.
     """
     asked = Policy.of(policy)
     if asked.kind == "none":
         return
     found = _blocks(model, blocks, f"activations={policy}")
     if asked.kind == "selective":
+        _refuse_compiled(found)
         found = _attentions(found)
     recorder = Recorder(asked.every) if asked.every and asked.every > 1 else None
     for name, module in found.items():
@@ -75,7 +78,17 @@ def compile_blocks(model: nn.Module, blocks: Blocks | None = None, **options: An
     for name, block in _blocks(model, blocks, "compile").items():
         if isinstance(block.forward, Recomputed):
             raise ConfigError(f"{name} is recomputed already: call compile_blocks() first, or prepare_blocks().")
-        block.forward = torch.compile(block.forward, **options)
+        block.forward = Compiled(block, options)
+
+
+class Compiled:
+    """A module's own forward, compiled."""
+
+    def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:
+        self._forward = torch.compile(module.forward, **options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
 
 
 class Recomputed:
@@ -118,6 +131,16 @@ def _blocks(model: nn.Module, blocks: Blocks | None, asked: str) -> Blocks:
             "of one class: pass blocks={'name': module, ...}, or activations=none."
         )
     return found
+
+
+def _refuse_compiled(blocks: Blocks) -> None:
+    """torch.compile would trace attention's recomputation, and its "eager" backend then draws other dropout."""
+    for name, block in blocks.items():
+        if isinstance(block.forward, Compiled):
+            raise ConfigError(
+                f"activations=selective recomputes inside {name}, which is compiled as a whole: pass activations=full "
+                "or every:K, or do not compile."
+            )
 
 
 def _attentions(blocks: Blocks) -> Blocks:
