@@ -49,7 +49,7 @@ def net(**options):
 
 
 def hf(name):
-    """A tiny Hugging Face model: llama, qwen3 (tied) or gpt2 (tied, fused projections, dropout off)."""
+    """A tiny Hugging Face model: llama, qwen3 (tied), qwen3_moe or gpt2 (tied, fused projections, dropout off)."""
     import transformers as t
 
     torch.manual_seed(7)
@@ -60,6 +60,9 @@ def hf(name):
         return t.LlamaForCausalLM(t.LlamaConfig(**common, **heads, **ends))
     if name == "qwen3":
         return t.Qwen3ForCausalLM(t.Qwen3Config(**common, **heads, **ends, head_dim=8, tie_word_embeddings=True))
+    if name == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        return t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**common, **heads, **ends, **experts, head_dim=8))
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return t.GPT2LMHeadModel(
         t.GPT2Config(

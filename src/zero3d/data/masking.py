@@ -76,16 +76,23 @@ def _masks(kind: type[nn.Module]) -> bool | None:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
     except (OSError, TypeError, SyntaxError):
         return None
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) & set(MASKS)]
+    makers = set(MASKS)  # and the local names that one of them was given
+    makers |= {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Call) and _names(node.value) & makers
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _names(node.func) & makers]
     if not calls:
         return None
     collected = any(isinstance(node, ast.Constant) and node.value == "position_ids" for node in ast.walk(tree))
     return all(_passes_positions(call, collected) for call in calls)
 
 
-def _called(call: ast.Call) -> set[str]:
-    """Names in the called expression: a plain function, or one chosen from several."""
-    return {node.id for node in ast.walk(call.func) if isinstance(node, ast.Name)}
+def _names(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def _passes_positions(call: ast.Call, collected: bool) -> bool:
