@@ -1,6 +1,8 @@
 """The stream of batches: one order for every dp, exact positions, workers that change nothing."""
 
 import multiprocessing
+import os
+import signal
 from itertools import chain, islice
 
 import pytest
@@ -94,11 +96,13 @@ def test_reading_ahead_neither_moves_the_position_nor_draws_random_numbers(seque
 
 
 @pytest.mark.long
-def test_workers_give_the_same_batches_and_end(sequences):
+def test_workers_give_the_same_batches_outlive_a_signal_to_the_job_and_end(sequences):
     alone = BatchStream(sequences, Portions(4, 2, 2, 1))
     helped = BatchStream(sequences, Portions(4, 2, 2, 1), workers=2)
     try:
         for expected, found in islice(zip(alone, helped, strict=True), 4):
+            for worker in multiprocessing.active_children():
+                os.kill(worker.pid, signal.SIGTERM)  # as a scheduler does to every process of a job
             for one, other in zip(expected, found, strict=True):
                 assert one.keys() == other.keys()
                 assert all(torch.equal(one[name], other[name]) for name in one)

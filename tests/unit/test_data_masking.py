@@ -131,6 +131,45 @@ def test_a_model_whose_mask_ignores_positions_is_refused():
         check_packing(falcon, micro_batch=1)
 
 
+def test_a_model_that_hides_its_cache_behind_keywords_gets_none():
+    from transformers import GptOssConfig, GptOssForCausalLM, GraniteMoeConfig, GraniteMoeForCausalLM
+
+    small = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    model = GraniteMoeForCausalLM(GraniteMoeConfig(**small, num_local_experts=4))
+    assert forward_options(model) == {"use_cache": False}
+    ids, positions = three_documents()
+    other = ids.clone()
+    other[:, 3] = (other[:, 3] + 1) % VOCAB
+    assert torch.equal(logits(model, ids, positions)[:, B], logits(model, other, positions)[:, B])
+    with torch.device("meta"), pytest.raises(ConfigError, match="GptOssForCausalLM does not make its attention mask"):
+        check_packing(GptOssForCausalLM(GptOssConfig(**small, num_local_experts=4)), micro_batch=1)
+
+
+def test_masks_made_through_a_local_name_or_a_table_are_recognised():
+    from transformers import ExaoneMoeConfig, ExaoneMoeForCausalLM, Gemma2Config, Gemma2ForCausalLM
+
+    small = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    with torch.device("meta"):
+        for model in (
+            ExaoneMoeForCausalLM(ExaoneMoeConfig(**small)),
+            Gemma2ForCausalLM(Gemma2Config(**small)),
+            hf("qwen3_moe"),
+        ):
+            check_packing(model, micro_batch=2)
+
+
 def test_a_lora_wrapper_is_looked_through():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(hf("llama"), peft.LoraConfig(target_modules=["q_proj"], r=2))
