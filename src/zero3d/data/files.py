@@ -40,7 +40,7 @@ class Source(NamedTuple):
 def find_sources(paths: Sequence[str], format: str = "auto") -> list[Source]:
     """All files behind `paths`, each folder's sorted. Raises DataError where there are none."""
     if not paths:
-        raise DataError("no data: data.train names no file or folder.")
+        raise DataError("no data: give data.train files or folders.")
     return [source for path in paths for source in _find(path, format)]
 
 

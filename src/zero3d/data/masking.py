@@ -1,15 +1,17 @@
 """Does a model keep packed documents apart? Refused where it does not, because nobody would notice.
 
-Hugging Face (transformers 5.17-5.23, masking_utils) makes the mask from position_ids alone, wherever
-they do not rise by one, if all of this holds (measured: changing a token of A changes no bit of B):
+Hugging Face (masking_utils, transformers 5.17-5.23) makes the mask from position_ids alone, wherever
+they do not rise by one, if all of this holds:
 
-    attention_mask is None and there is no cache      a model's default is use_cache=True, and then
-                                                      documents see each other: pass `forward_options`
-    attention is eager, sdpa or flex_attention        flash attention looks at position_ids only
-                                                      when the micro-batch is one sequence
-    the model passes position_ids on to its mask      GraniteMoE hybrids, Falcon, Bloom ... do not
-    every layer is attention                          convolutions and recurrences run across
+    attention_mask is None and there is no cache     use_cache=True is the default, also in training,
+                                                     and makes documents visible: `forward_options`
+    attention is eager, sdpa or flex_attention       flash attention looks at position_ids only
+                                                     when the micro-batch is one sequence
+    the model passes position_ids to its mask        gpt-oss, Falcon, Bloom, OPT do not
+    every layer is attention                         convolutions and recurrences run across
 
+Measured on 2026-11-21 with transformers 5.23, all causal families that could be made tiny, sdpa: in each of
+the 92 that pass, another token in one document changed no logit of the others; none that leaks passed.
 A module that is not from Hugging Face promises the same by taking position_ids.
 """
 
@@ -37,7 +39,11 @@ def check_packing(model: nn.Module, micro_batch: int) -> None:
 
 def forward_options(model: nn.Module) -> dict[str, Any]:
     """What training must pass to `model` beside the batch: no cache, where it has one."""
-    return {"use_cache": False} if "use_cache" in _parameters(model) else {}
+    inner = _inner(model)
+    parameters = inspect.signature(inner.forward).parameters
+    passed_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    caches = "use_cache" in parameters or (passed_on and hasattr(getattr(inner, "config", None), "use_cache"))
+    return {"use_cache": False} if caches else {}
 
 
 def _leak(model: nn.Module, micro_batch: int) -> str | None:
@@ -76,16 +82,27 @@ def _masks(kind: type[nn.Module]) -> bool | None:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
     except (OSError, TypeError, SyntaxError):
         return None
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) & set(MASKS)]
+    makers = set(MASKS)  # and the local names that one of them was given
+    makers |= {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and (_names(node.value) - _called(node.value)) & makers
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _names(node.func) & makers]
     if not calls:
         return None
     collected = any(isinstance(node, ast.Constant) and node.value == "position_ids" for node in ast.walk(tree))
     return all(_passes_positions(call, collected) for call in calls)
 
 
-def _called(call: ast.Call) -> set[str]:
-    """Names in the called expression: a plain function, or one chosen from several."""
-    return {node.id for node in ast.walk(call.func) if isinstance(node, ast.Name)}
+def _names(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def _called(tree: ast.AST) -> set[str]:
+    return {name for node in ast.walk(tree) if isinstance(node, ast.Call) for name in _names(node.func)}
 
 
 def _passes_positions(call: ast.Call, collected: bool) -> bool:

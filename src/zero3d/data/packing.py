@@ -87,31 +87,34 @@ def plan(documents: Documents, length: int, packing: bool, targets: NDArray[nump
 
 
 def _stream(documents: Documents, length: int) -> Plan:
-    """Cut at every document's end and every `length` tokens of the concatenation."""
+    """Documents one after another, cut every `length` tokens."""
     ends = numpy.cumsum(documents.stops - documents.starts)
-    total = int(ends[-1]) if len(ends) else 0
-    stops = numpy.union1d(ends, numpy.arange(length, total, length))
-    starts = numpy.concatenate([[0], stops[:-1]]).astype(numpy.int64)
-    owner = numpy.searchsorted(ends, starts, side="right")
-    moved = documents.stops[owner] - ends[owner]  # from a place in the concatenation to one in the store
-    segments = numpy.stack([starts + moved, stops + moved], axis=1)
+    begins = ends - (documents.stops - documents.starts)
+    owner, starts, stops = _cut(begins, ends, length)
     sequence = starts // length
-    learnt = numpy.bincount(sequence, weights=stops - starts - 1) > 0  # every token but the first of a segment
-    kept = learnt[sequence]
-    counts = numpy.bincount(sequence)[learnt]
-    return Plan(segments[kept], _pointers(counts), 0, int(len(learnt) - learnt.sum()))
+    targets = numpy.bincount(sequence, weights=stops - starts - 1)  # every token but the first of a segment
+    kept = targets > 0
+    moved = (documents.starts - begins)[owner]  # from a place in the concatenation to one in the store
+    segments = numpy.stack([starts + moved, stops + moved], axis=1)[kept[sequence]]
+    return Plan(segments, _pointers(numpy.bincount(sequence)[kept]), 0, int(len(kept) - kept.sum()))
 
 
 def _pieces(documents: Documents, length: int) -> tuple[Ints, int]:
     """Segments of at most `length` tokens: texts cut, examples truncated; and how many of these."""
     sizes = documents.stops - documents.starts
-    parts = numpy.where(documents.examples, 1, -(-sizes // length))
-    owner = numpy.repeat(numpy.arange(len(sizes)), parts)
-    place = numpy.arange(len(owner)) - numpy.repeat(numpy.cumsum(parts) - parts, parts)
-    starts = documents.starts[owner] + place * length
-    stops = numpy.minimum(starts + length, documents.stops[owner])
-    truncated = int((documents.examples & (sizes > length)).sum())
-    return numpy.stack([starts, stops], axis=1), truncated
+    used = numpy.where(documents.examples, numpy.minimum(sizes, length), sizes)
+    owner, starts, stops = _cut(numpy.zeros_like(used), used, length)
+    moved = documents.starts[owner]
+    return numpy.stack([starts + moved, stops + moved], axis=1), int((used < sizes).sum())
+
+
+def _cut(begins: Ints, ends: Ints, length: int) -> tuple[Ints, Ints, Ints]:
+    """Cut ranges at the multiples of `length`: the range each part is of, and the part's start and stop."""
+    first = begins // length
+    parts = (ends - 1) // length - first + 1
+    owner = numpy.repeat(numpy.arange(len(parts)), parts)
+    cell = numpy.arange(len(owner)) + (first - (numpy.cumsum(parts) - parts))[owner]
+    return owner, numpy.maximum(begins[owner], cell * length), numpy.minimum(ends[owner], (cell + 1) * length)
 
 
 def count_targets(segments: Ints, targets: NDArray[numpy.uint8] | None) -> Ints:

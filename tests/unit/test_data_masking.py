@@ -1,0 +1,177 @@
+"""Packed documents do not see each other in Hugging Face models, and those where they would are refused."""
+
+import pytest
+import torch
+from corpora import opened, write_lines
+from models import VOCAB, Net, hf
+from torch import nn
+from torch.nn import functional as F
+
+from zero3d.data.masking import check_packing, forward_options
+from zero3d.errors import ConfigError
+
+FAMILIES = ("llama", "qwen3", "gpt2", "qwen3_moe")
+A, B, C = slice(0, 7), slice(7, 16), slice(16, 20)
+POSITIONS = torch.cat([torch.arange(part.stop - part.start) for part in (A, B, C)])
+
+
+def family(name, attention):
+    model = hf(name)
+    model.set_attn_implementation(attention)
+    return model.train()
+
+
+def logits(model, ids, positions=None, **options):
+    options = forward_options(model) | options
+    with torch.no_grad():
+        return model(input_ids=ids, position_ids=positions, **options).logits
+
+
+def three_documents(rows=2):
+    ids = torch.randint(3, VOCAB, (rows, 20), generator=torch.Generator().manual_seed(1))
+    return ids, POSITIONS.expand(rows, -1)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_another_token_in_one_document_changes_no_bit_of_the_others(name, attention):
+    model = family(name, attention)
+    check_packing(model, micro_batch=2)
+    ids, positions = three_documents()
+    other = ids.clone()
+    other[:, 10] = (other[:, 10] + 1) % VOCAB
+    before, after = logits(model, ids, positions), logits(model, other, positions)
+    for document in (A, C):
+        assert torch.equal(before[:, document], after[:, document])
+    assert not torch.equal(before[:, B], after[:, B])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_with_a_cache_documents_would_see_each_other(name):
+    """The reason for `forward_options`: if this fails, transformers has become safer."""
+    model = family(name, "sdpa")
+    ids, positions = three_documents()
+    other = ids.clone()
+    other[:, 3] = (other[:, 3] + 1) % VOCAB
+    before, after = (logits(model, some, positions, use_cache=True) for some in (ids, other))
+    assert not torch.equal(before[:, B], after[:, B])
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_packed_loss_is_the_token_weighted_loss_of_separate_documents(tmp_path, name, attention):
+    model = family(name, attention)
+    texts = ["\x05\x06\x07\x08", "\x09\x0a\x0b\x0c\x0d\x0e\x0f", "\x10\x11", "\x12\x13\x14\x15\x16\x17\x18\x19"]
+    train = opened(tmp_path, write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts]), length=32).train
+    batch = train.stack([train[0]])
+    packed = float(model(**batch, **forward_options(model)).loss.detach())
+    total = count = 0
+    for text in texts:
+        ids = torch.tensor([[*text.encode(), 0]])
+        total += float(F.cross_entropy(logits(model, ids)[0, :-1], ids[0, 1:], reduction="sum"))
+        count += ids.shape[1] - 1
+    assert packed == pytest.approx(total / count, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padding_on_the_right_is_invisible(name):
+    model = family(name, "sdpa")
+    ids, _ = three_documents()
+    padded = torch.cat([ids, torch.zeros(2, 5, dtype=torch.int64)], dim=1)
+    assert torch.allclose(logits(model, padded)[:, :20], logits(model, ids), atol=1e-6)
+
+
+def test_a_module_without_position_ids_is_refused():
+    with pytest.raises(ConfigError, match=r"Net\.forward takes no position_ids.*Set data\.packing=false"):
+        check_packing(Net(), micro_batch=1)
+
+
+def test_a_module_of_one_s_own_that_takes_position_ids_is_trusted():
+    class Own(nn.Module):
+        def forward(self, input_ids, labels, position_ids):
+            return input_ids
+
+    check_packing(Own(), micro_batch=4)
+    assert forward_options(Own()) == {}
+
+
+def test_flash_attention_is_refused_for_more_than_one_sequence():
+    model = hf("llama")
+    model.config._attn_implementation = "flash_attention_2"
+    check_packing(model, micro_batch=1)
+    with pytest.raises(ConfigError, match=r"flash_attention_2 keeps .* only with train\.micro_batch=1, and it is 2"):
+        check_packing(model, micro_batch=2)
+
+
+def test_layers_that_run_across_documents_are_refused():
+    from transformers import MambaConfig, MambaForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+
+    small = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
+    linear = Qwen3NextConfig(
+        **small,
+        layer_types=["linear_attention", "full_attention"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    )
+    with torch.device("meta"):
+        for model in (Qwen3NextForCausalLM(linear), MambaForCausalLM(MambaConfig(**small))):
+            with pytest.raises(ConfigError, match=r"data\.packing=true cannot be used"):
+                check_packing(model, micro_batch=1)
+
+
+def test_a_model_whose_mask_ignores_positions_is_refused():
+    from transformers import FalconConfig, FalconForCausalLM
+
+    with torch.device("meta"):
+        falcon = FalconForCausalLM(
+            FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+        )
+    with pytest.raises(ConfigError, match="FalconForCausalLM does not make its attention mask from position_ids"):
+        check_packing(falcon, micro_batch=1)
+
+
+def test_a_model_that_hides_its_cache_behind_keywords_gets_none():
+    from transformers import GptOssConfig, GptOssForCausalLM, GraniteMoeConfig, GraniteMoeForCausalLM
+
+    small = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    model = GraniteMoeForCausalLM(GraniteMoeConfig(**small, num_local_experts=4))
+    assert forward_options(model) == {"use_cache": False}
+    ids, positions = three_documents()
+    other = ids.clone()
+    other[:, 3] = (other[:, 3] + 1) % VOCAB
+    assert torch.equal(logits(model, ids, positions)[:, B], logits(model, other, positions)[:, B])
+    with torch.device("meta"), pytest.raises(ConfigError, match="GptOssForCausalLM does not make its attention mask"):
+        check_packing(GptOssForCausalLM(GptOssConfig(**small, num_local_experts=4)), micro_batch=1)
+
+
+def test_masks_made_through_a_local_name_or_a_table_are_recognised():
+    from transformers import ExaoneMoeConfig, ExaoneMoeForCausalLM, Gemma2Config, Gemma2ForCausalLM
+
+    small = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    with torch.device("meta"):
+        for model in (
+            ExaoneMoeForCausalLM(ExaoneMoeConfig(**small)),
+            Gemma2ForCausalLM(Gemma2Config(**small)),
+            hf("qwen3_moe"),
+        ):
+            check_packing(model, micro_batch=2)
+
+
+def test_a_lora_wrapper_is_looked_through():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(hf("llama"), peft.LoraConfig(target_modules=["q_proj"], r=2))
+    check_packing(model, micro_batch=2)
+    assert forward_options(model) == {"use_cache": False}

@@ -1,0 +1,228 @@
+"""Files to records: formats, and one clear error for each kind of bad input."""
+
+import json
+import os
+
+import numpy
+import pytest
+from corpora import opened, tiny_tokenizer, write_lines
+
+from zero3d.config import Data
+from zero3d.data import records
+from zero3d.data.dataset import needs_tokenizer, open_data
+from zero3d.data.files import find_sources
+from zero3d.data.tokenizers import ByteTokenizer, check_length, check_vocabulary, load_tokenizer
+from zero3d.errors import ConfigError, DataError
+
+
+def texts(path, format="auto"):
+    return [r.text for source in find_sources([str(path)], format) for r in records.read(source)]
+
+
+def test_a_folder_is_read_with_everything_below_it_in_sorted_order_without_hidden_files(tmp_path):
+    for name in ("b.txt", "a/z.md", "a/.hidden.txt", ".git/x.txt", "c.bin", "a/b.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert texts(tmp_path) == ["a/b.py", "a/z.md", "b.txt"]
+    assert texts(tmp_path, "text") == ["a/b.py", "a/z.md", "b.txt", "c.bin"]
+
+
+def test_the_standard_library_is_text_without_its_tests():
+    sources = find_sources(["stdlib"])
+    assert len(sources) > 100
+    assert {source.format for source in sources} == {"text"}
+    assert not any("test" in source.path.parts[-3:-1] for source in sources)
+
+
+def test_a_long_text_comes_in_pieces_that_join_to_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "PIECE", 10)
+    text = "".join(f"line {n}\n" for n in range(9)) + "no end"
+    (tmp_path / "a.txt").write_text(text)
+    pieces = list(records.read(find_sources([str(tmp_path)])[0]))
+    assert "".join(piece.text for piece in pieces) == text
+    assert [piece.first for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    data = opened(tmp_path, tmp_path / "a.txt", length=128)
+    assert data.train.documents == 1
+    assert bytes(data.train[0]["input_ids"][: len(text) + 1].tolist()) == text.encode() + b"\0"
+
+
+def test_jsonl_keys_choose_what_is_learnt(tmp_path):
+    lines = [
+        {"text": "ab"},
+        {"prompt": "abc", "completion": "de", "other": 1},
+        {"text": None, "prompt": "x", "completion": "y"},
+    ]
+    data = opened(tmp_path, write_lines(tmp_path / "a.jsonl", lines), packing=False)
+    learnt = [[label for label in data.train[i]["labels"].tolist() if label >= 0] for i in range(3)]
+    assert learnt == [[ord("b"), 0], [ord("d"), ord("e"), 0], [ord("y"), 0]]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{oops", "not JSON"),
+        ("[1, 2]", "this is a list"),
+        ('{"txt": "a"}', "the keys are txt; wanted is text"),
+        ('{"prompt": "a"}', "the keys are prompt; wanted is text"),
+        ('{"text": 3}', "text is a int, not a string"),
+        ('{"text": "\\ud800"}', "surrogate"),
+        ('{"messages": []}', "not a list of"),
+        ('{"messages": [{"content": "a"}]}', "message 0 has no role"),
+        ('{"messages": [{"role": "assistant", "content": 7}]}', "content of message 0 is a int"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "no message is the assistant's"),
+        (b'{"text": "\xff"}', "not UTF-8"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_file_or_left_out_and_counted_if_asked(tmp_path, line, why):
+    path = tmp_path / "a.jsonl"
+    good = b'{"text": "hello"}\n\n'
+    path.write_bytes(good + (line if isinstance(line, bytes) else line.encode()) + b"\n" + good)
+    with pytest.raises(DataError, match=rf"a\.jsonl:3: .*{why}.*skip_bad_lines"):
+        opened(tmp_path, path)
+    data = opened(tmp_path, path, skip_bad_lines=True)
+    assert data.train.documents == 2
+    assert any("1 bad record left out" in note for note in data.notes)
+
+
+def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"fine\nfine\nb\xe4d\n")
+    with pytest.raises(DataError, match=r"a\.txt:3 is not UTF-8"):
+        opened(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "why"),
+    [
+        ("corpus.tx", {}, r"corpus\.tx does not exist\. Did you mean .*corpus\.txt"),
+        ("nowhere/corpus.txt", {}, r"Neither does its folder"),
+        ("odd.xyz", {}, r"suffix \.xyz is none of \.txt .*set data\.format"),
+        ("empty", {}, r"holds 0 files"),
+        ("empty.txt", {}, r"no document"),
+        ("empty.jsonl", {}, r"no document"),
+        ("corpus.txt", {"validation": 0.5}, r"one document of 3 tokens leaves nothing"),
+        ("one.jsonl", {}, r"nothing to learn: 1 documents make no sequence with a target"),
+    ],
+)
+def test_missing_and_empty_data_are_refused(tmp_path, path, options, why):
+    (tmp_path / "corpus.txt").write_text("ab")
+    (tmp_path / "odd.xyz").write_text("ab")
+    (tmp_path / "one.jsonl").write_text('{"text": ""}')
+    (tmp_path / "empty").mkdir()
+    for name in ("empty.txt", "empty.jsonl"):
+        (tmp_path / name).touch()
+    with pytest.raises((DataError, ConfigError), match=why):
+        opened(tmp_path, tmp_path / path, **options)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_file_that_may_not_be_read_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("ab")
+    (tmp_path / "a.txt").chmod(0)
+    with pytest.raises(DataError, match=r"a\.txt cannot be read: Permission denied"):
+        opened(tmp_path, tmp_path)
+
+
+def test_arrays_are_one_stream_or_a_sequence_per_row(tmp_path):
+    numpy.save(tmp_path / "stream.npy", numpy.arange(20, dtype=numpy.uint16))
+    numpy.save(tmp_path / "rows.npy", numpy.arange(12, dtype=numpy.int64).reshape(3, 4))
+    whole = opened(tmp_path, tmp_path / "stream.npy").train
+    assert [whole[i]["input_ids"].tolist() for i in range(3)] == [
+        list(range(8)),
+        list(range(8, 16)),
+        [16, 17, 18, 19, 0, 0, 0, 0],
+    ]
+    rows = opened(tmp_path, tmp_path / "rows.npy", packing=False).train
+    assert [rows[i]["input_ids"].tolist() for i in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    data = Data(train=(str(tmp_path / "stream.npy"),), length=8, cache=str(tmp_path / "cache"))
+    assert not needs_tokenizer(data)
+    assert len(open_data(data, None).train) == 3
+
+
+@pytest.mark.parametrize(
+    ("array", "why"),
+    [
+        (numpy.zeros(4), "holds float64"),
+        (numpy.zeros((2, 2, 2), int), r"shape \[2, 2, 2\]"),
+        (numpy.zeros((2, 9), int), r"rows of 9 tokens, which do not fit data\.length=8"),
+        (numpy.array([3, -1]), "token id -1"),
+        (numpy.array([3, 70_000]), "token id 70000"),
+        (numpy.array([3, 300]), r"highest token id is 300, and the model's vocabulary of 256"),
+        (numpy.array([{}, 1]), "not an npy array"),
+    ],
+)
+def test_arrays_that_are_no_token_ids_are_refused(tmp_path, array, why):
+    numpy.save(tmp_path / "a.npy", array)
+    with pytest.raises(DataError, match=why):
+        opened(tmp_path, tmp_path / "a.npy", vocabulary=256)
+
+
+def test_parquet_has_the_keys_of_jsonl(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    from pyarrow import Table
+
+    lines = [{"text": "ab", "id": 1}, {"text": "cde", "id": 2}]
+    parquet.write_table(Table.from_pylist(lines), tmp_path / "a.parquet")
+    write_lines(tmp_path / "a.jsonl", lines)
+    one, other = (opened(tmp_path, tmp_path / name).train for name in ("a.parquet", "a.jsonl"))
+    assert one[0]["input_ids"].tolist() == other[0]["input_ids"].tolist()
+    parquet.write_table(Table.from_pylist([{"txt": "ab"}]), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match="the keys are txt"):
+        opened(tmp_path, tmp_path / "b.parquet")
+    (tmp_path / "c.parquet").write_bytes(b"no")
+    with pytest.raises(DataError, match=r"c\.parquet is not a parquet file"):
+        opened(tmp_path, tmp_path / "c.parquet")
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    (tmp_path / "a.parquet").touch()
+    with pytest.raises(ConfigError, match=r"pip install 'zero3d\[data\]'"):
+        opened(tmp_path, tmp_path / "a.parquet")
+
+
+def test_text_gets_the_start_the_tokenizer_adds_and_one_end(tmp_path):
+    write_lines(tmp_path / "a.jsonl", [{"text": "one and two"}, {"prompt": "one", "completion": "two"}])
+    for adds_start in (True, False):
+        tokenizer = tiny_tokenizer(tmp_path / f"tokenizer{adds_start}", adds_start=adds_start)
+        data = opened(tmp_path, tmp_path / "a.jsonl", tokenizer=tokenizer, packing=False)
+        starts = ["<s>"] if adds_start else []
+        words = [tokenizer.inner.convert_ids_to_tokens(data.train[i]["input_ids"].tolist()) for i in range(2)]
+        assert words == [[*starts, "one", "and", "two", "</s>"], [*starts, "one", "two", "</s>"]]
+
+
+def test_a_tokenizer_that_is_no_folder_is_refused_without_a_download(tmp_path):
+    for asked, model in (("gpt2", None), (None, None), (None, "demo"), (str(tmp_path / "none"), None)):
+        with pytest.raises(ConfigError, match="zero3d does not download"):
+            load_tokenizer(asked, model)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"holds no tokenizer that can be loaded"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_saved_tokenizer_loads_again(tmp_path):
+    tokenizer = tiny_tokenizer(tmp_path / "a")
+    tokenizer.save(tmp_path / "b")
+    again = load_tokenizer(None, str(tmp_path / "b"))
+    assert again.encode(["one and two"]) == tokenizer.encode(["one and two"])
+    assert again.decode(again.encode(["one and two"])[0]) == "one and two"
+    assert ByteTokenizer().decode([104, 105, 0, 195, 164, 7]) == "hi\u00e4\N{REPLACEMENT CHARACTER}"
+
+
+def test_numbers_that_disagree_are_both_said(tmp_path):
+    with pytest.raises(ConfigError, match=r"bytes has 256 tokens, the model's vocabulary 61"):
+        check_vocabulary(ByteTokenizer(), 61)
+    with pytest.raises(DataError, match=r"highest token id is 61, .* vocabulary of 61"):
+        check_vocabulary(None, 61, 61)
+    with pytest.raises(ConfigError, match=r"data\.length=4,096 is more than the model's 2,048 positions"):
+        check_length(4096, 2048)
+    check_vocabulary(ByteTokenizer(), 256, 255)
+    check_length(4096, None)
+
+
+def test_data_without_text_need_a_tokenizer_only_for_text(tmp_path):
+    write_lines(tmp_path / "a.jsonl", [json.dumps({"text": "a b"})])
+    data = Data(train=(str(tmp_path / "a.jsonl"),), length=8, cache=str(tmp_path / "cache"))
+    assert needs_tokenizer(data)
+    with pytest.raises(ConfigError, match=r"need a tokenizer: set data\.tokenizer"):
+        open_data(data, None)
