@@ -3,7 +3,8 @@
 DeepSpeed replaces parts of torch for the whole process (stage 3: `nn.functional.linear`) and makes
 process groups of its own, so every stage of it lives in its own processes (`crews.py`).
 
-    weights       bf16, fp32 masters; fp32: the weights are the masters
+    weights       bf16, fp32 masters that start from the bf16 weights (`build_gpt` makes weights that bf16
+                  can hold, so that all engines start from the same); fp32: the weights are the masters
     optimizer     the others' `adamw`: torch's fused AdamW, over the stage's flat fp32 partition
                   (bf16 stage 0: over one fp32 master per parameter)
     reduced in    `communication_data_type`: the setting's reduce dtype, what gloo's all-reduce sums in
@@ -25,9 +26,11 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
+from io import StringIO
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -65,6 +68,12 @@ def settings(setting: Setting, stage: int) -> dict[str, Any]:
     }
 
 
+def quiet() -> None:
+    """Keep DeepSpeed's notes, and torch's about the collectives that DeepSpeed calls, off the terminal."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, message=".*torch.distributed.*deprecated")
+
+
 class DeepSpeed:
     """DeepSpeed's engine."""
 
@@ -73,12 +82,13 @@ class DeepSpeed:
             os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed
 
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        quiet()
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         model = setting.build().to(setting.device)
-        self.engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=list(model.parameters()), optimizer=adamw, config=settings(setting, stage)
-        )
+        with redirect_stdout(StringIO()):  # it prints what it holds
+            self.engine, *_ = deepspeed.initialize(
+                model=model, model_parameters=list(model.parameters()), optimizer=adamw, config=settings(setting, stage)
+            )
 
     def step(self, ids: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.engine(ids, targets)

@@ -90,9 +90,15 @@ class GPT(nn.Module):
 
 
 def build_gpt(shape: Shape) -> GPT:
-    """The same fp32 weights wherever it is called."""
+    """The same fp32 weights wherever it is called.
+
+    Each is a bf16 number, so that masters are the same whether they are made before or after the cast.
+    """
     torch.manual_seed(0)
-    return GPT(shape)
+    model = GPT(shape)
+    for weight in model.parameters():
+        weight.data = weight.data.bfloat16().float()
+    return model
 
 
 def batch(seed: int, size: int, length: int, vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,173 @@
+"""How fast a Hugging Face folder becomes a sharded engine, beside a raw read of the same bytes.
+
+    python benchmarks/loading.py --ranks 2 --megabytes 500 --rounds 5 --json out.json
+
+    raw     every rank reads its share of the files' bytes, end to end, into memory of its own
+    load    every rank: `open_model(folder)`, then `Engine(model, weights=weights, stage=3)`
+
+The folder is a random Llama in bf16, saved by `save_pretrained` in several files. A round measures
+both after a barrier, in turns the one and the other first; a time is that of the slowest rank, MB/s
+are the folder's bytes over it. What a file costs depends on where it lies, so both find the same:
+
+    cold    every file has been dropped from the page cache (`posix_fadvise`): the disk decides
+    warm    every file has just been read: copying decides, and the load also casts and makes masters
+
+Memory for the result is allocated within the time, in both. Code is warmed up by one uncounted round.
+Target: the load is at least 0.8x as fast as the raw read. The exit code is 0 whether it is met or not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import Start, over_ranks, run_ranks
+from torch import Tensor
+
+from zero3d import Engine, Mesh
+
+TARGET = 0.8
+MB = 10**6
+LAYER = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "vocab_size": 8192}
+FILES = 3
+CACHES = ("cold", "warm")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    with tempfile.TemporaryDirectory(prefix="zero3d-loading-", dir=arguments.scratch) as scratch:
+        folder = Path(scratch)
+        make_folder(folder, arguments.megabytes)
+        files = [str(path) for path in sorted(folder.glob("*.safetensors"))]
+        total = sum(Path(file).stat().st_size for file in files)
+        seconds = run_ranks(Start(arguments.ranks), measure, str(folder), files, arguments.rounds)
+    result = {"ranks": arguments.ranks, "bytes": total, "files": len(files), "seconds": seconds}
+    result["ratios"] = {cache: median(seconds[cache]["raw"]) / median(seconds[cache]["load"]) for cache in CACHES}
+    print(show(result))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; bad input exits with code 2."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--megabytes", type=int, default=500, help="size of the model's files")
+    parser.add_argument("--rounds", type=int, default=5, help="counted measurements of each")
+    parser.add_argument("--scratch", type=Path, help="where the folder is made; it should lie on a disk")
+    parser.add_argument("--json", type=Path, help="file for everything measured")
+    arguments = parser.parse_args(argv)
+    if min(arguments.ranks, arguments.megabytes, arguments.rounds) < 1:
+        parser.error("--ranks, --megabytes and --rounds are whole numbers from 1")
+    return arguments
+
+
+def make_folder(folder: Path, megabytes: int) -> None:
+    """A random bf16 Llama of about this size in at least two files, written through to the disk."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    h, ffn, vocab = LAYER["hidden_size"], LAYER["intermediate_size"], LAYER["vocab_size"]
+    per_layer, outside = 2 * (4 * h * h + 3 * h * ffn), 2 * 2 * vocab * h  # bytes: 2 per parameter
+    layers = max(round((megabytes * MB - outside) / per_layer), 1)
+    model = LlamaForCausalLM(LlamaConfig(**LAYER, num_hidden_layers=layers)).bfloat16()
+    model.save_pretrained(folder, max_shard_size=(layers * per_layer + outside) // FILES + MB)
+    os.sync()  # only clean pages can be dropped from the cache
+
+
+# --- on every rank ------------------------------------------------------------------------------
+
+
+def measure(device: torch.device, folder: str, files: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of the slowest rank by cache state and way, one per counted round."""
+    mesh = Mesh(device=device)
+    ways: dict[str, Callable[[], object]] = {
+        "raw": lambda: read_share(files, dist.get_rank(), dist.get_world_size()),
+        "load": lambda: load(folder, mesh),
+    }
+    seconds: dict[str, dict[str, list[float]]] = {cache: {way: [] for way in ways} for cache in CACHES}
+    for turn in range(1 + rounds):
+        for cache in CACHES:
+            for way in sorted(ways, reverse=bool(turn % 2)):
+                seconds[cache][way].append(timed(ways[way], files, cache, device))
+    return {cache: {way: times[1:] for way, times in by_way.items()} for cache, by_way in seconds.items()}
+
+
+def timed(way: Callable[[], object], files: list[str], cache: str, device: torch.device) -> float:
+    """Seconds of the slowest rank; what was read is freed again."""
+    gc.collect()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for file in files:
+            drop(file) if cache == "cold" else Path(file).read_bytes()
+    dist.barrier()
+    begun = time.perf_counter()
+    loaded = way()
+    took = time.perf_counter() - begun
+    del loaded
+    return over_ranks([took], dist.ReduceOp.MAX, device)[0]
+
+
+def drop(file: str) -> None:
+    """Forget a file's pages: the next read comes from the disk."""
+    handle = os.open(file, os.O_RDONLY)
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(handle)
+
+
+def read_share(files: list[str], rank: int, ranks: int) -> list[Tensor]:
+    """The rank-th part of all files' bytes laid end to end."""
+    sizes = [Path(file).stat().st_size for file in files]
+    total, begin = sum(sizes), 0
+    first, last = rank * total // ranks, (rank + 1) * total // ranks
+    parts = []
+    for file, size in zip(files, sizes, strict=True):
+        start, stop = max(first - begin, 0), min(last - begin, size)
+        if start < stop:
+            part = torch.empty(stop - start, dtype=torch.uint8)
+            with open(file, "rb", buffering=0) as handle:
+                handle.seek(start)
+                fill(handle, memoryview(part.numpy()))
+            parts.append(part)
+        begin += size
+    return parts
+
+
+def fill(handle: Any, memory: memoryview) -> None:
+    """Read until `memory` is full: one call reads 2 GiB at most."""
+    done = 0
+    while done < len(memory):
+        done += handle.readinto(memory[done:])
+
+
+def load(folder: str, mesh: Mesh) -> Engine:
+    """The folder as an engine at stage 3."""
+    from zero3d.hf.load import open_model
+
+    model, weights = open_model(folder)
+    return Engine(model, weights=weights, stage=3, mesh=mesh)
+
+
+def show(result: dict[str, Any]) -> str:
+    """The result as text."""
+    head = f"{result['bytes'] / MB:.0f} MB in {result['files']} files, {result['ranks']} ranks, medians"
+    lines = [head, f"{'cache':<8}{'raw MB/s':>10}{'load MB/s':>11}{'load / raw':>12}{'>= ' + str(TARGET):>9}"]
+    for cache, ratio in result["ratios"].items():
+        raw, loaded = (result["bytes"] / MB / median(result["seconds"][cache][way]) for way in ("raw", "load"))
+        lines.append(f"{cache:<8}{raw:>10.0f}{loaded:>11.0f}{ratio:>12.2f}{'yes' if ratio >= TARGET else 'NO':>9}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""What `zero3d train` adds to a step: its loop beside a bare loop over the same batches.
+
+    python benchmarks/loop_overhead.py --ranks 2 --steps 40 --rounds 3 --json out.json
+
+    loop    `zero3d.train.run.run(config)` at the demo's size: data, schedule, metrics, progress
+    bare    `engine.train_batch(micro_batches)` on the engine and the batches of that run, nothing else
+
+Both are watched in the same way: when `Engine.train_batch` is entered and left. A step lasts from
+one entry to the next; what lies between leaving and entering is outside the engine.
+
+    outside    of the loop's time, the part outside the engine: the target is at most 3 %
+    step       median step of the loop over that of the bare loop: shows what the loop slows down
+               inside the engine, too, but carries the machine's noise
+
+Loop and bare loop alternate, `--rounds` times; the first steps of each are not counted. Evaluation
+and checkpoints happen after the last step and are not part of it. The exit code is 0 whether the
+target is met or not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import Start, run_ranks
+
+from zero3d import Engine
+from zero3d.config import Config, Data, Train, Zero
+from zero3d.train.demo import BATCH, LENGTH
+
+TARGET = 0.03
+WARM_UP = 3
+
+
+@dataclass
+class Watch:
+    """Calls of `train_batch`: the engine, its batches, and when each began and ended (s)."""
+
+    engine: Engine | None = None
+    batches: list[Any] = field(default_factory=list)
+    begun: list[float] = field(default_factory=list)
+    ended: list[float] = field(default_factory=list)
+
+    def times(self) -> dict[str, list[float]]:
+        """By counted step: seconds from entry to entry, and the part of them outside the engine."""
+        steps = list(zip(self.begun, self.ended, self.begun[1:], strict=False))[WARM_UP:]
+        return {
+            "step": [after - begun for begun, _, after in steps],
+            "outside": [after - end for _, end, after in steps],
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    with tempfile.TemporaryDirectory(prefix="zero3d-loop-") as scratch:
+        times = run_ranks(Start(arguments.ranks), measure, scratch, arguments.stage, arguments.steps, arguments.rounds)
+    result = {"arguments": {**vars(arguments), "json": str(arguments.json)}, "times": times, **ratios(times)}
+    print(show(result))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; bad input exits with code 2."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--stage", type=int, choices=range(4), default=3)
+    parser.add_argument("--steps", type=int, default=40, help="steps of one run of either loop")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of either loop")
+    parser.add_argument("--json", type=Path, help="file for everything measured")
+    arguments = parser.parse_args(argv)
+    if arguments.ranks < 1 or arguments.rounds < 1:
+        parser.error("--ranks and --rounds are whole numbers from 1")
+    if arguments.steps < WARM_UP + 2:
+        parser.error(f"--steps {arguments.steps} leaves nothing to count: {WARM_UP} warm up, so at least {WARM_UP + 2}")
+    return arguments
+
+
+# --- on every rank ------------------------------------------------------------------------------
+
+
+def measure(
+    device: torch.device, scratch: str, stage: int, steps: int, rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    """Times of all counted steps, by loop."""
+    times: dict[str, dict[str, list[float]]] = {name: {"step": [], "outside": []} for name in ("loop", "bare")}
+    for turn in range(rounds):
+        with watched() as loop:
+            train(Path(scratch) / f"run-{turn}", stage, steps)
+        if loop.engine is None:
+            raise RuntimeError("the loop never called Engine.train_batch, by which this script tells its steps")
+        dist.barrier()
+        with watched() as bare:
+            for micro_batches in loop.batches:
+                loop.engine.train_batch(micro_batches)
+        for name, watch in (("loop", loop), ("bare", bare)):
+            for what, values in watch.times().items():
+                times[name][what] += values
+    return times
+
+
+def train(folder: Path, stage: int, steps: int) -> None:
+    """`zero3d train` at the demo's size, as it writes to a file instead of a terminal."""
+    from zero3d.train.run import run
+
+    config = Config(
+        output=str(folder),
+        data=Data(length=LENGTH),
+        train=Train(steps=steps, micro_batch=BATCH),
+        zero=Zero(stage=stage),
+    )
+    with (folder.parent / f"output-{dist.get_rank()}").open("a") as log, redirect_stdout(log):
+        run(config)
+
+
+@contextmanager
+def watched() -> Iterator[Watch]:
+    """Note every `train_batch` of any engine inside the block."""
+    watch, original = Watch(), Engine.train_batch
+
+    def train_batch(engine: Engine, micro_batches: Any) -> Any:
+        kept = list(micro_batches)
+        watch.engine = engine
+        watch.batches.append(kept)
+        watch.begun.append(time.perf_counter())
+        loss = original(engine, kept)
+        watch.ended.append(time.perf_counter())
+        return loss
+
+    Engine.train_batch = train_batch  # type: ignore[method-assign]
+    try:
+        yield watch
+    finally:
+        Engine.train_batch = original  # type: ignore[method-assign]
+
+
+# --- the result ---------------------------------------------------------------------------------
+
+
+def ratios(times: dict[str, dict[str, list[float]]]) -> dict[str, float]:
+    """Part of the loop's time outside the engine, and its median step over the bare loop's."""
+    loop, bare = times["loop"], times["bare"]
+    return {"outside": sum(loop["outside"]) / sum(loop["step"]), "step": median(loop["step"]) / median(bare["step"])}
+
+
+def show(result: dict[str, Any]) -> str:
+    """The result as text."""
+    lines = [f"{'':<6}{'steps':>7}{'median step ms':>16}{'median outside ms':>19}"]
+    for name, times in result["times"].items():
+        step, outside = 1e3 * median(times["step"]), 1e3 * median(times["outside"])
+        lines.append(f"{name:<6}{len(times['step']):>7}{step:>16.2f}{outside:>19.3f}")
+    met = "met" if result["outside"] <= TARGET else "MISSED"
+    lines.append(f"outside the engine: {result['outside']:.2%} of the loop's time (at most {TARGET:.0%}: {met})")
+    lines.append(f"a step of the loop takes {result['step']:.3f}x a step of the bare loop")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
