@@ -34,10 +34,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import Start, run_ranks
+from zero3d.train.demo import BATCH, LENGTH
 
 from zero3d import Engine
 from zero3d.config import Config, Data, Train, Zero
-from zero3d.train.demo import BATCH, LENGTH
 
 TARGET = 0.03
 WARM_UP = 3

@@ -10,7 +10,7 @@ import torch
 from corpora import opened, stream
 
 from zero3d.data.batches import BatchStream, Portions, steps_of, validation_batches
-from zero3d.errors import ConfigError, DataError
+from zero3d.errors import DataError
 
 
 @pytest.fixture
@@ -79,11 +79,6 @@ def test_other_data_or_another_seed_are_no_continuation(sequences):
         each.restore(each.state() | {"sequences": 12})
     with pytest.raises(DataError, match="seed was 7 and is now 0"):
         each.restore(each.state() | {"seed": 7})
-
-
-def test_a_batch_that_is_no_product_is_refused():
-    with pytest.raises(ConfigError, match=r"train\.batch=10 is not micro_batch 2 x accumulate 2 x dp 2 = 8"):
-        Portions(10, 2, 2, 2)
 
 
 def test_reading_ahead_neither_moves_the_position_nor_draws_random_numbers(sequences):

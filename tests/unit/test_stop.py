@@ -69,8 +69,9 @@ class Ended:
 
 
 RESUME = "resume with: zero3d train a.yaml --resume auto\n"
-FULL = ("CheckpointError: disk full", "a traceback")
-LOST = ("OrderError: rank 0 left", "its traceback")
+FULL = ("CheckpointError: disk full", "")  # raised on purpose: told without a traceback
+BUG = ("ValueError: x", "a traceback")
+LOST = ("OrderError: rank 0 left", "")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,8 @@ LOST = ("OrderError: rank 0 left", "its traceback")
         ((143, 143), {}, None, 143, f"stopped by SIGTERM; {RESUME}"),
         ((143, -15), {}, 1, 129, "stopped by SIGHUP outside of training; no checkpoint was made for it\n"),
         ((2, 143), {0: FULL}, 15, 2, "CheckpointError: disk full\n"),
-        ((1, 0), {0: FULL}, None, 1, "rank 0 failed:\na traceback\n"),
+        ((1, 0), {0: BUG}, None, 1, "rank 0 failed:\na traceback\n"),
+        ((1, 1), {0: FULL}, None, 1, "CheckpointError: disk full\n"),
         ((2, 2), {1: FULL, 0: LOST}, None, 2, "CheckpointError: disk full\n"),
         ((-9, 2), {1: LOST}, None, 1, "rank 0 died without an exception: killed by SIGKILL\n"),
         ((-15, 0), {}, None, 1, "rank 0 died without an exception: killed by SIGTERM\n"),

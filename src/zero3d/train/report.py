@@ -84,7 +84,8 @@ def _verdict(agrees: bool | None, at_most: bool) -> Text:
 
 def summary(result: Result) -> Iterator[str]:
     """The losses and where everything is."""
-    yield f"trained {len(result.steps)} steps in {result.seconds:.1f} s; at most {size(result.peak_memory)} held by a rank"
+    most = size(result.peak_memory)
+    yield f"trained {len(result.steps)} steps in {result.seconds:.1f} s; no rank ever held more than {most}"
     held_out, reloaded = result.held_out_loss, result.reloaded_loss
     if math.isfinite(held_out):
         yield f"held-out loss: {held_out:.6f} nats per token, perplexity {math.exp(min(held_out, 700.0)):,.3f}"
