@@ -39,25 +39,28 @@ from zero3d.train.stop import StopRequest
 from zero3d.train.variants import QUIET, Axis, Variant, check_variants, split_axes, variants
 
 POLL = 0.1  # seconds between two looks at a run
+WIDTH = 100  # of tables in a file or pipe, at least
 LAST_LINES, LAST_BYTES = 20, 8192  # shown of a run that failed
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared. words: a CONFIG, or none, and the overrides of every run."""
+    """What is compared. common: the overrides of every run."""
 
     name: str
+    file: str | None
     axes: tuple[Axis, ...]
     variants: Sequence[Variant]
-    words: Sequence[str]
+    common: Sequence[str]
     ranks: int | None
     output: Path
 
     def command(self, variant: Variant) -> list[str]:
         """What runs a variant."""
-        ranks = [] if self.ranks is None else [f"--ranks={self.ranks}"]
-        output = f"output={self.output / variant.folder}"
-        return [sys.executable, "-m", "zero3d.cli.main", "train", "--json", *ranks, *self.words, *variant.words, output]
+        options = ["--json"] if self.ranks is None else ["--json", f"--ranks={self.ranks}"]
+        file = [] if self.file is None else [self.file]
+        words = [*file, *self.common, *variant.words, f"output={self.output / variant.folder}"]
+        return [sys.executable, "-m", "zero3d.cli.main", "train", *options, *words]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,9 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("zero3d compare starts its runs itself, on this machine: call it without torchrun or srun.")
     plan = read(arguments)
     console = Console(stderr=arguments.json)
-    several = f"{len(plan.variants)} variant{'s' if len(plan.variants) > 1 else ''}"
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
     axes = " ".join(f"{axis.key}={','.join(axis.values)}" for axis in plan.axes)
-    _say(console, f"zero3d compare: {several} of {plan.name}: {axes}; writing to {plan.output}")
+    _say(console, f"zero3d compare: {len(plan.variants)} runs of {plan.name}: {axes}; writing to {plan.output}")
     results: list[dict[str, Any]] = []
     with StopRequest() as request:
         for variant in plan.variants:
@@ -105,16 +109,14 @@ def read(arguments: argparse.Namespace) -> Plan:
     found, common = variants(axes), [*QUIET, *common]
     config = check_variants(found, source, common)[0]
     asked = [word for word in overrides if word.partition("=")[0].strip() == "output"]
-    words = [*([] if file is None else [file]), *common]
     output = claim(config.output, f"zero3d-compare-{name}", bool(asked))
-    return Plan(name, axes, found, words, arguments.ranks, output)
+    return Plan(name, file, axes, found, common, arguments.ranks, output)
 
 
 def claim(output: str | None, default: str, asked: bool) -> Path:
     """OUTPUT: what was typed, unused; else the first free one beside the file's output, or of the default name."""
     if output is None or not asked:
         stem = default if output is None else f"{output}-compare"
-        Path(stem).absolute().parent.mkdir(parents=True, exist_ok=True)
         return numbered(stem, first_free(stem))
     folder = Folder(Path(output))
     if folder.used:
@@ -193,7 +195,7 @@ def told(plan: Plan, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "name": plan.name,
         "axes": {axis.key: list(axis.values) for axis in plan.axes},
-        "overrides": [word for word in plan.words if "=" in word],
+        "overrides": list(plan.common),
         "runs": as_json(plan.variants[: len(results)], results),
         "paths": {
             "folder": str(plan.output.resolve()),

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zero3d.train.compare import CATEGORIES, Figure, Recompute, Row, square_root
+from zero3d.train.progress import size
 from zero3d.train.variants import Axis
 
 UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("bytes", 1))
@@ -44,12 +45,10 @@ def memory_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
     unit, scale = unit_of(figure.measured for row in rows for figure in row.memory.values())
     table = _table(axes, f"memory of rank 0 in {unit}", [SHORT.get(name, name) for name in CATEGORIES] + ["peak"])
     for row in rows:
-        _two_lines(
-            table, row, row.memory, CATEGORIES, scale, f"{row.peak / scale:,.3f}" if scale > 1 else f"{row.peak:,}"
-        )
+        _two_lines(table, row, row.memory, CATEGORIES, scale, size(row.peak))
     table.caption = (
-        "temporary: most held at an instant, kind by kind. activations: kept by one forward.\n"
-        "peak: most that any rank's device ever held; on the CPU its process, libraries included."
+        "temporary: most held at an instant, by kind. activations: kept by a forward.\n"
+        "peak: most ever held by a rank's device, or on the CPU by its whole process."
     )
     return table
 
@@ -59,7 +58,7 @@ def traffic_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
     operations = tuple(dict.fromkeys(name for row in rows for name in row.traffic))
     unit, scale = unit_of(row.sent for row in rows)
     columns = [NAMES.get(name, name) for name in operations]
-    table = _table(axes, f"traffic of rank 0 in {unit} per step", [*columns, "together", "of the first"])
+    table = _table(axes, f"traffic of rank 0 in {unit} per step", [*columns, "together", "against first"])
     for row in rows:
         ratio = f"{row.sent / rows[0].sent:.2f}x" if rows[0].sent else ""
         _two_lines(table, row, row.traffic, operations, scale, _bytes(row.sent, scale), ratio)
@@ -69,7 +68,7 @@ def traffic_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
 
 def speed_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
     """Batch, time and losses; differences are to the first run."""
-    columns = ["batch per rank", "s per step", "samples/s", "loss", "to the first", "held-out loss", "to the first"]
+    columns = ["batch per rank", "s per step", "samples/s", "loss", "against first", "held-out loss", "against first"]
     table = _table(axes, "speed and loss", columns)
     for row in rows:
         first = row is rows[0]
@@ -78,7 +77,7 @@ def speed_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
             f"{row.samples_per_s:,.1f}", _loss(row.loss), "" if first else _difference(row, row.loss_difference),
             _loss(row.held_out_loss), "" if first else _difference(row, row.held_out_difference),
         )  # fmt: skip
-    table.caption = "batch per rank: micro_batch x accumulate. s per step: median without the first step."
+    table.caption = "batch: micro_batch x accumulate. s per step: the median without the first step."
     return table
 
 
@@ -93,8 +92,8 @@ def recompute_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
             kept = _bytes(row.memory["activations"].measured, scale)
             table.add_row(", ".join(row.values), *_arithmetic(row.recompute), kept)
     table.caption = (
-        "in blocks. extra forward: a third of a step's compute; a step: in those of the first run\n"
-        "with the same other values. activations: kept by one forward, live interiors come on top."
+        "kept and live: in blocks. step: in those of the first run with the same other\n"
+        "values. activations: kept by a forward; live interiors come on top in backward."
     )
     return table
 
@@ -133,11 +132,11 @@ def _table(axes: Sequence[Axis], title: str, columns: Sequence[str]) -> Table:
     """A column of labels, headed by the keys, then columns of figures."""
     table = Table(
         title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", title_style="bold",
-        padding=(0, 1, 0, 0), pad_edge=False,
+        padding=(0, 1, 0, 0), pad_edge=False, show_edge=False,
     )  # fmt: skip
     table.add_column("\n".join(axis.key.replace(".", ".\n") for axis in axes), vertical="bottom")
     for name in columns:
-        table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True, vertical="bottom")
+        table.add_column("\n".join(name.rsplit(" ", 1)), justify="right", no_wrap=True, vertical="bottom")
     return table
 
 
@@ -147,7 +146,7 @@ def _two_lines(
     """Measured, then the formula where there is one."""
     found = [figures.get(name) for name in names]
     table.add_row(", ".join(row.values), *(_bytes(each.measured, scale) if each else "" for each in found), *more)
-    table.add_row(Text("  formula", style="dim"), *(Text(_formula(each, scale), style=_style(each)) for each in found))
+    table.add_row(Text("formula", style="dim"), *(Text(_formula(each, scale), style=_style(each)) for each in found))
 
 
 def _style(figure: Figure | None) -> str:
@@ -167,7 +166,9 @@ def unit_of(counts: Iterator[float]) -> tuple[str, int]:
 
 
 def _bytes(count: float, scale: int) -> str:
-    return f"{count / scale:,.3f}" if scale > 1 else f"{count:,.0f}"
+    if scale == 1:
+        return f"{count:,.0f}"
+    return "< 0.001" if 0 < count < scale / 2000 else f"{count / scale:,.3f}"
 
 
 def _loss(value: float | None) -> str:

@@ -128,11 +128,11 @@ def _parse(line: str) -> dict[str, float] | None:
 
 
 def first_free(stem: str) -> int:
-    """Make the first free one of STEM, STEM-2, STEM-3, ... in the current directory; its number."""
+    """Make the first free one of STEM, STEM-2, STEM-3, ... ; its number."""
     number = 1
     while True:
         try:
-            numbered(stem, number).mkdir()
+            numbered(stem, number).mkdir(parents=True)
             return number
         except FileExistsError:
             number += 1
