@@ -32,10 +32,9 @@ def draw(rows: Sequence[Row], results: Sequence[Result], title: str, path: Path)
     sent = [row.sent for row in rows]
     unit, scale = unit_of(iter(sent))
     panel = figure.add_subplot(grid[1, 1])
-    _bars(panel, rows, [each / scale for each in sent], f"{unit} sent per rank and step", "{:.3g}")
+    _bars(panel, rows, [each / scale for each in sent], f"{unit} sent per rank and step (line: by formula)", "{:.3g}")
     formulas = [sum(f.formula or 0 for f in row.traffic.values()) / scale for row in rows]
     _markers(panel, formulas)
-    panel.legend(frameon=False, fontsize=8, loc="lower right", facecolor="white", framealpha=0.9)
     _losses(figure.add_subplot(grid[:, 2]), rows, results)
     figure.savefig(path)
 
@@ -51,7 +50,7 @@ def _memory(axes: Any, rows: Sequence[Row]) -> None:
         bottoms = [a + b for a, b in zip(bottoms, heights, strict=True)]
         if all(each.formula is not None and not each.at_most for each in figures):
             tops = [top + (each.formula or 0) / scale for top, each in zip(tops, figures, strict=True)]
-            _markers(axes, tops, label="formula" if category == CATEGORIES[0] else None)
+            _markers(axes, tops, label="by formula" if category == CATEGORIES[0] else None)
     _style(axes, rows, f"memory of rank 0 ({unit})")
     axes.set_ylim(0, max(bottoms) * 1.3 or 1)
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right", reverse=True)
@@ -65,7 +64,7 @@ def _bars(axes: Any, rows: Sequence[Row], heights: Sequence[float], title: str, 
     _style(axes, rows, title)
 
 
-def _markers(axes: Any, tops: Sequence[float], label: str | None = "formula") -> None:
+def _markers(axes: Any, tops: Sequence[float], label: str | None = None) -> None:
     places = range(len(tops))
     axes.hlines(tops, [x - 0.36 for x in places], [x + 0.36 for x in places], color="black", linewidth=1.3, label=label)
 
@@ -82,6 +81,7 @@ def _losses(axes: Any, rows: Sequence[Row], results: Sequence[Result]) -> None:
     same = all(row.same_bits for row in rows)
     axes.set_title("loss (nats per token), running average" + (": the same bits" if same else ""), fontsize=10)
     axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.margins(x=0.01)
     if len(rows) <= NAMED:
         axes.legend(frameon=False, fontsize=8, handlelength=4)

@@ -43,7 +43,9 @@ def show(axes: Sequence[Axis], rows: Sequence[Row], console: Console) -> None:
 def memory_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
     """Bytes of rank 0 by category, and the peak of the device or process."""
     unit, scale = unit_of(figure.measured for row in rows for figure in row.memory.values())
-    table = _table(axes, f"memory of rank 0 in {unit}", [SHORT.get(name, name) for name in CATEGORIES] + ["peak"])
+    table = _table(
+        axes, f"memory of rank 0 in {unit}", [SHORT.get(name, name) for name in CATEGORIES] + ["peak"], gap=0
+    )
     for row in rows:
         _two_lines(table, row, row.memory, CATEGORIES, scale, size(row.peak))
     table.caption = (
@@ -77,7 +79,7 @@ def speed_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
             f"{row.samples_per_s:,.1f}", _loss(row.loss), "" if first else _difference(row, row.loss_difference),
             _loss(row.held_out_loss), "" if first else _difference(row, row.held_out_difference),
         )  # fmt: skip
-    table.caption = "batch: micro_batch x accumulate. s per step: the median without the first step."
+    table.caption = "batch: micro_batch x accumulate. s per step: median without the first."
     return table
 
 
@@ -128,11 +130,11 @@ def verdicts(rows: Sequence[Row]) -> Iterator[Text]:
 # --- cells --------------------------------------------------------------------------------------
 
 
-def _table(axes: Sequence[Axis], title: str, columns: Sequence[str]) -> Table:
+def _table(axes: Sequence[Axis], title: str, columns: Sequence[str], gap: int = 1) -> Table:
     """A column of labels, headed by the keys, then columns of figures."""
     table = Table(
         title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", title_style="bold",
-        padding=(0, 1, 0, 0), pad_edge=False, show_edge=False,
+        padding=(0, gap, 0, 0), pad_edge=False, show_edge=False,
     )  # fmt: skip
     table.add_column("\n".join(axis.key.replace(".", ".\n") for axis in axes), vertical="bottom")
     for name in columns:
