@@ -20,7 +20,7 @@ from zero3d.train.variants import Axis
 
 UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("bytes", 1))
 SAME = "same bits"
-SHORT = {"optimizer states": "optimizer"}  # for 80 columns
+SHORT = {"optimizer states": "optimizer", "activations": "activa-\ntions"}  # for 80 columns
 NAMES = {"reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
 
 
@@ -71,7 +71,7 @@ def traffic_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
 def speed_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
     """Batch, time and losses; differences are to the first run."""
     columns = ["batch per rank", "s per step", "samples/s", "loss", "against first", "held-out loss", "against first"]
-    table = _table(axes, "speed and loss", columns)
+    table = _table(axes, "speed and loss", columns, gap=0)
     for row in rows:
         first = row is rows[0]
         table.add_row(
@@ -136,7 +136,7 @@ def _table(axes: Sequence[Axis], title: str, columns: Sequence[str], gap: int = 
         title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", title_style="bold",
         padding=(0, gap, 0, 0), pad_edge=False, show_edge=False,
     )  # fmt: skip
-    table.add_column("\n".join(axis.key.replace(".", ".\n") for axis in axes), vertical="bottom")
+    table.add_column("\n".join(axis.key.replace(".", ".\n") for axis in axes), overflow="fold", vertical="bottom")
     for name in columns:
         table.add_column("\n".join(name.rsplit(" ", 1)), justify="right", no_wrap=True, vertical="bottom")
     return table
