@@ -106,6 +106,15 @@ def test_the_output_is_the_typed_one_or_the_first_free_one_beside_the_files_own(
         verb.claim("here", "default", asked=True)
 
 
+def test_a_runs_command_has_its_own_output_and_leaves_out_what_is_not_compared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = verb.read(argparse.Namespace(words=["zero.stage=0,1", "output=out", "checkpoint.export=true"], ranks=2))
+    words = plan.command(plan.variants[1])
+    assert words[3:6] == ["train", "--json", "--ranks=2"]
+    assert words[6:] == ["checkpoint.export=false", "checkpoint.verify=false", "evaluate.prompt=null", "checkpoint.export=true",
+                         "zero.stage=1", "output=out/zero.stage=1"]  # fmt: skip
+
+
 # --- results to rows ----------------------------------------------------------------------------
 
 
@@ -180,7 +189,7 @@ def test_equal_losses_are_the_same_bits():
     [
         (result(losses=(3.0, 2.25), held_out=2.6), -0.25, 0.0, "-2.5e-01"),
         (result(losses=(3.0, 2.5), held_out=2.85), 0.0, 0.25, "+2.5e-01"),
-        (result(losses=(3.5, 2.5)), 0.0, 0.0, "        0 "),
+        (result(losses=(3.5, 2.5)), 0.0, 0.0, "    0 2.600000"),
         (result(losses=(3.0, None), held_out=None), None, None, ""),
     ],
     ids=["last loss", "held-out loss", "a loss on the way", "not finite"],
@@ -218,6 +227,7 @@ def test_policies_are_shown_with_their_arithmetic():
     found = [row.recompute for row in compared(word, *results)]
     assert [row.kept_inputs for row in found] == [0, 4, 2, 4]
     assert [row.interiors for row in found] == [4, 1, 2, 4]
+    assert [row.attentions for row in found] == [4, 1, 2, 1]
     assert [row.extra for row in found] == [0, pytest.approx(1 / 3), pytest.approx(1 / 3), None]
     assert [row.predicted for row in found] == [1, pytest.approx(4 / 3), pytest.approx(4 / 3), None]
     assert [row.measured for row in found] == pytest.approx([1, 1.4, 1.4, 1])

@@ -39,6 +39,7 @@ from zero3d.train.stop import StopRequest
 from zero3d.train.variants import QUIET, Axis, Variant, check_variants, split_axes, variants
 
 POLL = 0.1  # seconds between two looks at a run
+SPINNER = 3  # columns before the words of a live line
 WIDTH = 100  # of tables in a file or pipe, at least
 LAST_LINES, LAST_BYTES = 20, 8192  # shown of a run that failed
 
@@ -108,9 +109,9 @@ def read(arguments: argparse.Namespace) -> Plan:
         raise ConfigError("output takes one folder here: each run gets one in it, named after its values.")
     found, common = variants(axes), [*QUIET, *common]
     config = check_variants(found, source, common)[0]
-    asked = [word for word in overrides if word.partition("=")[0].strip() == "output"]
-    output = claim(config.output, f"zero3d-compare-{name}", bool(asked))
-    return Plan(name, file, axes, found, common, arguments.ranks, output)
+    kept = [word for word in common if word.partition("=")[0].strip() != "output"]
+    output = claim(config.output, f"zero3d-compare-{name}", asked=len(kept) < len(common))
+    return Plan(name, file, axes, found, kept, arguments.ranks, output)
 
 
 def claim(output: str | None, default: str, asked: bool) -> Path:
@@ -142,7 +143,7 @@ def run_variant(plan: Plan, variant: Variant, request: StopRequest, console: Con
                 if request.asked is not None and not told:
                     told = True
                     process.send_signal(request.asked)
-                status.update(Text(f"{place}  {_last_step(log)}", no_wrap=True, overflow="ellipsis"))
+                status.update(Text(f"{place}  {_last_step(log)}"[: console.width - SPINNER]))
                 time.sleep(POLL)
             except KeyboardInterrupt:
                 process.send_signal(signal.SIGINT)

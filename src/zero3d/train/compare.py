@@ -44,6 +44,7 @@ class Recompute:
     layers: int
     kept_inputs: int
     interiors: int
+    attentions: int
     extra: float | None
     against: str
     predicted: float | None
@@ -155,7 +156,7 @@ def recompute_rows(found: Sequence[Variant], results: Sequence[Result]) -> list[
         against, predicted = found[first].label, _predicted(own, arithmetics[first])
         extra = None if own.extra_forward is None else float(own.extra_forward)
         made.append(
-            Recompute(result["layers"], own.kept_inputs, own.interiors, extra, against, predicted, measured)
+            Recompute(result["layers"], own.kept_inputs, own.interiors, own.attentions, extra, against, predicted, measured)
         )  # fmt: skip
     return list(made)
 
@@ -171,7 +172,7 @@ def square_root(layers: int) -> str:
     every = best_segment(layers)
     kept = -(-layers // every)
     return (
-        f"square root: of {layers} blocks, every:{every} keeps {kept} inputs + {every} interiors = {kept + every}, the "
+        f"square root: of {layers} blocks, every:{every} keeps {kept} inputs + {every} interior{'s' * (every > 1)} = {kept + every}, the "
         "fewest where an interior weighs what an input does; the more it weighs, the smaller the best K"
     )
 

@@ -49,8 +49,8 @@ def memory_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
     for row in rows:
         _two_lines(table, row, row.memory, CATEGORIES, scale, size(row.peak))
     table.caption = (
-        "temporary: most held at an instant, by kind. activations: kept by a forward.\n"
-        "peak: most ever held by a rank's device, or on the CPU by its whole process."
+        "temporary: most held at an instant, by kind; activations: by a forward\n"
+        "peak: most ever held by a rank's device, on the CPU by its process"
     )
     return table
 
@@ -64,7 +64,7 @@ def traffic_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
     for row in rows:
         ratio = f"{row.sent / rows[0].sent:.2f}x" if rows[0].sent else ""
         _two_lines(table, row, row.traffic, operations, scale, _bytes(row.sent, scale), ratio)
-    table.caption = "exchange: norms and losses."
+    table.caption = "exchange: norms and losses"
     return table
 
 
@@ -79,23 +79,25 @@ def speed_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
             f"{row.samples_per_s:,.1f}", _loss(row.loss), "" if first else _difference(row, row.loss_difference),
             _loss(row.held_out_loss), "" if first else _difference(row, row.held_out_difference),
         )  # fmt: skip
-    table.caption = "batch: micro_batch x accumulate. s per step: median without the first."
+    table.caption = "batch: micro_batch x accumulate; s per step: median from the second"
     return table
 
 
 def recompute_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
     """Arithmetic of the policies beside activations and steps as measured."""
     unit, scale = unit_of(row.memory["activations"].measured for row in rows)
-    columns = ["kept inputs", "live interiors", "extra forward", "step predicted", "measured", f"activations {unit}"]
+    blocks = ["kept inputs", "live interiors", "live attentions"]
+    columns = [*blocks, "extra forward", "step predicted", "measured", f"{SHORT['activations']} in {unit}"]
     layers = rows[0].recompute.layers if rows[0].recompute else 0
-    table = _table(axes, f"recomputation of {layers} blocks", columns)
+    table = _table(axes, f"recomputation of {layers} blocks", columns, gap=0)
     for row in rows:
         if row.recompute is not None:
             kept = _bytes(row.memory["activations"].measured, scale)
             table.add_row(", ".join(row.values), *_arithmetic(row.recompute), kept)
     table.caption = (
-        "kept and live: in blocks. step: in those of the first run with the same other\n"
-        "values. activations: kept by a forward; live interiors come on top in backward."
+        "kept and live: in blocks, attention counted apart; extra: of a step's compute;\n"
+        "step: in those of the first run with the same other values;\n"
+        "activations: kept by a forward, to which backward adds what is live"
     )
     return table
 
@@ -103,7 +105,8 @@ def recompute_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
 def _arithmetic(row: Recompute) -> Iterator[str]:
     yield str(row.kept_inputs)
     yield str(row.interiors)
-    yield "of attention" if row.extra is None else "1/3" if row.extra else "none"
+    yield str(row.attentions)
+    yield "< 1/3" if row.extra is None else "1/3" if row.extra else "none"
     yield "" if row.predicted is None else f"{row.predicted:.2f}x"
     yield "" if row.measured is None else f"{row.measured:.2f}x"
 
