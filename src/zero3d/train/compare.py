@@ -149,16 +149,18 @@ def recompute_rows(found: Sequence[Variant], results: Sequence[Result]) -> list[
     firsts: dict[tuple[str, ...], int] = {}
     for i, variant in enumerate(found):
         firsts.setdefault(variant.beside(ACTIVATIONS), i)
-    made = []
+    made: list[Recompute | None] = []
     for variant, result, own in zip(found, results, arithmetics, strict=True):
         first = firsts[variant.beside(ACTIVATIONS)]
         measured = result["step_seconds"] / results[first]["step_seconds"]
-        against, predicted = found[first].label, _predicted(own, arithmetics[first])
         extra = None if own.extra_forward is None else float(own.extra_forward)
         made.append(
-            Recompute(result["layers"], own.kept_inputs, own.interiors, own.attentions, extra, against, predicted, measured)
+            Recompute(
+                result["layers"], own.kept_inputs, own.interiors, own.attentions, extra, found[first].label,
+                _predicted(own, arithmetics[first]), measured,
+            )
         )  # fmt: skip
-    return list(made)
+    return made
 
 
 def _predicted(own: Arithmetic, first: Arithmetic) -> float | None:
@@ -171,9 +173,10 @@ def square_root(layers: int) -> str:
     """Which K keeps the fewest tensors, as one line."""
     every = best_segment(layers)
     kept = -(-layers // every)
+    several = "s" if every > 1 else ""
     return (
-        f"square root: of {layers} blocks, every:{every} keeps {kept} inputs + {every} interior{'s' * (every > 1)} = {kept + every}, the "
-        "fewest where an interior weighs what an input does; the more it weighs, the smaller the best K"
+        f"square root: of {layers} blocks, every:{every} keeps {kept} inputs + {every} interior{several} = {kept + every}, "
+        "the fewest where an interior weighs what an input does; the more it weighs, the smaller the best K"
     )
 
 

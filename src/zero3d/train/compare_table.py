@@ -95,9 +95,9 @@ def recompute_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
             kept = _bytes(row.memory["activations"].measured, scale)
             table.add_row(", ".join(row.values), *_arithmetic(row.recompute), kept)
     table.caption = (
-        "kept and live: in blocks, attention counted apart; extra: of a step's compute;\n"
-        "step: in those of the first run with the same other values;\n"
-        "activations: kept by a forward, to which backward adds what is live"
+        "kept and live: in blocks; extra forward: of a step's compute\n"
+        "step: in those of the first run with the same other values\n"
+        "activations: kept by a forward; backward adds what is live"
     )
     return table
 
