@@ -1,6 +1,7 @@
 """`zero3d train` equals the training loop that everyone writes, which is written out here once more."""
 
 import math
+from itertools import pairwise
 
 import numpy
 import pytest
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from training import ROWS, field, save_model, save_rows, train, tree
 
 STEPS, BATCH, MICRO, PEAK, WARMUP, FINAL = 5, 4, 2, 1e-3, 2, 0.1
+PARTS = ("input_ids", "labels", "position_ids")
 MODELS = ("llama", "qwen3", "gpt2", "qwen3_moe")
 QUICK = {("llama", 0, 2), ("qwen3", 3, 2), ("gpt2", 1, 2), ("qwen3_moe", 2, 2), ("qwen3_moe", 3, 1)}
 CASES = [
@@ -107,9 +109,9 @@ def documents_apart(made):
 
     def micro_batches(step):
         pieces = []
-        for ids, labels, positions in zip(*(steps[step][name] for name in ("input_ids", "labels", "position_ids"))):
+        for ids, labels, positions in zip(*(steps[step][name] for name in PARTS), strict=True):
             starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
-            pieces += [(ids[a:b][None], labels[a:b][None], {}) for a, b in zip(starts, starts[1:])]
+            pieces += [(ids[a:b][None], labels[a:b][None], {}) for a, b in pairwise(starts)]
         return [piece for piece in pieces if (piece[1] != -100).any()]
 
     return micro_batches
