@@ -180,7 +180,7 @@ def test_equal_losses_are_the_same_bits():
     [
         (result(losses=(3.0, 2.25), held_out=2.6), -0.25, 0.0, "-2.5e-01"),
         (result(losses=(3.0, 2.5), held_out=2.85), 0.0, 0.25, "+2.5e-01"),
-        (result(losses=(3.5, 2.5)), 0.0, 0.0, "        0 "),
+        (result(losses=(3.5, 2.5)), 0.0, 0.0, "    0 2.600000"),
         (result(losses=(3.0, None), held_out=None), None, None, ""),
     ],
     ids=["last loss", "held-out loss", "a loss on the way", "not finite"],

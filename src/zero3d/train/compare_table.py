@@ -49,8 +49,8 @@ def memory_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
     for row in rows:
         _two_lines(table, row, row.memory, CATEGORIES, scale, size(row.peak))
     table.caption = (
-        "temporary: most held at an instant, by kind. activations: kept by a forward.\n"
-        "peak: most ever held by a rank's device, or on the CPU by its whole process."
+        "temporary: most held at an instant, by kind; activations: by a forward\n"
+        "peak: most ever held by a rank's device, on the CPU by its process"
     )
     return table
 
@@ -64,7 +64,7 @@ def traffic_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
     for row in rows:
         ratio = f"{row.sent / rows[0].sent:.2f}x" if rows[0].sent else ""
         _two_lines(table, row, row.traffic, operations, scale, _bytes(row.sent, scale), ratio)
-    table.caption = "exchange: norms and losses."
+    table.caption = "exchange: norms and losses"
     return table
 
 
@@ -79,7 +79,7 @@ def speed_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
             f"{row.samples_per_s:,.1f}", _loss(row.loss), "" if first else _difference(row, row.loss_difference),
             _loss(row.held_out_loss), "" if first else _difference(row, row.held_out_difference),
         )  # fmt: skip
-    table.caption = "batch: micro_batch x accumulate. s per step: median without the first."
+    table.caption = "batch: micro_batch x accumulate; s per step: median from the second"
     return table
 
 
@@ -94,8 +94,8 @@ def recompute_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
             kept = _bytes(row.memory["activations"].measured, scale)
             table.add_row(", ".join(row.values), *_arithmetic(row.recompute), kept)
     table.caption = (
-        "kept and live: in blocks. step: in those of the first run with the same other\n"
-        "values. activations: kept by a forward; live interiors come on top in backward."
+        "kept and live: in blocks; step: in those of the first run with the same other\n"
+        "values; activations: kept by a forward, to which backward adds live interiors"
     )
     return table
 
