@@ -31,7 +31,7 @@ from zero3d.ledger import Ledger
 from zero3d.mesh import Mesh
 from zero3d.nested import tensors_in
 from zero3d.param_groups import OptimizerChoice, choose_optimizer
-from zero3d.precision import DTYPES, NAMES, LossScale, Precision
+from zero3d.precision import DTYPES, NAMES, LossScale, Precision, at_least_fp32
 from zero3d.zero.arena import STATES, TRANSIENT, Arena
 from zero3d.zero.collectives import Comm, broadcast_ints
 from zero3d.zero.hooks import KEEP, Hooks
@@ -204,13 +204,13 @@ class Engine:
             )
         weight = 1.0 if weight is None else weight
         if isinstance(weight, Tensor) or weight != 1.0:
-            loss = _at_least_fp32(loss) * weight
+            loss = at_least_fp32(loss) * weight
         self._backward_sum(loss, weight, last)
 
     def _backward_sum(self, total: Tensor, weight: float | Tensor, last: bool | None) -> None:
         """Back-propagate a sum of losses over `weight` targets."""
         if self.loss_scale.value != 1.0:
-            total = _at_least_fp32(total) * self.loss_scale.value
+            total = at_least_fp32(total) * self.loss_scale.value
         weight = weight.detach().double().reshape(()) if isinstance(weight, Tensor) else float(weight)
         try:
             with self.boundary.driving(Driven(weight, last)):
@@ -340,7 +340,7 @@ class Engine:
                 "batches with 'labels' for a model whose output has .loss."
             )
         weight = (labels[..., 1:] != -100).sum()
-        total = _at_least_fp32(loss) * weight
+        total = at_least_fp32(loss) * weight
         return torch.where(weight > 0, total, 0.0), weight  # a mean over no target is NaN, its sum is nothing
 
     def _global_mean(self, seen: Sequence[tuple[Tensor, float | Tensor]]) -> Tensor:
@@ -536,10 +536,6 @@ def _names_taken(model: nn.Module) -> frozenset[str] | None:
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     return frozenset(p.name for p in parameters)
-
-
-def _at_least_fp32(loss: Tensor) -> Tensor:
-    return loss if loss.dtype.itemsize >= 4 else loss.float()
 
 
 def _bind(scheduler: Any, optimizer: Optimizer) -> Any:

@@ -25,6 +25,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, part.name, None))
 
 
+def tensors_out(output: Any) -> Iterator[Tensor]:
+    """All tensors in what a forward returns, which may also be an object of the caller's own class."""
+    nest = isinstance(output, (Tensor, Mapping, list, tuple)) or dataclasses.is_dataclass(output)
+    return tensors_in(output if nest else getattr(output, "__dict__", None))
+
+
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same nest with every tensor changed; parts in which nothing changed keep their identity."""
     if isinstance(value, Tensor):

@@ -57,6 +57,11 @@ class Precision:
         return self.name == "fp16"
 
 
+def at_least_fp32(loss: Tensor) -> Tensor:
+    """Losses, and what they are made of, are not rounded to 16 bits."""
+    return loss if loss.dtype.itemsize >= 4 else loss.float()
+
+
 def to_compute(master: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """Cast masters to compute weights; the one cast used everywhere.
 

@@ -40,6 +40,17 @@ def build_parser(asked: str | None) -> Parser:
     return parser
 
 
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Options and KEY=VALUE words in any order; argparse alone refuses words after an option after words."""
+    parser = build_parser(next((word for word in words if word in VERBS), None))
+    arguments, late = parser.parse_known_args(words)
+    if late and (not hasattr(arguments, "words") or any(word.startswith("-") for word in late)):
+        raise ConfigError(f"unrecognized arguments: {' '.join(late)}. See what it takes: zero3d {words[0]} --help")
+    if late:
+        arguments.words += late
+    return arguments
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -47,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without Unicode shows "?" instead of failing
     try:
-        arguments = build_parser(next((word for word in words if word in VERBS), None)).parse_args(words)
+        arguments = parse(words)
         return int(import_module(f"zero3d.cli.{arguments.verb}").run(arguments))
     except Zero3dError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

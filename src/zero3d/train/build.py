@@ -25,7 +25,7 @@ from zero3d.errors import ConfigError
 from zero3d.hf.open import Opened, open_model
 from zero3d.ledger import Ledger
 from zero3d.mesh import Mesh
-from zero3d.precision import LossScaling, Precision
+from zero3d.precision import LossScaling, Precision, at_least_fp32
 from zero3d.train.optim import adamw, decay_groups, scheduler
 from zero3d.zero.arena import Arena
 from zero3d.zero.collectives import Comm
@@ -144,7 +144,9 @@ def precision_of(config: Config) -> Precision:
 def next_token_loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """For modules that return logits [batch, length, vocabulary] (or something with .logits): sum and targets."""
     logits, labels = getattr(output, "logits", output)[:, :-1], batch["labels"][:, 1:]
-    total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    total = F.cross_entropy(
+        at_least_fp32(logits).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
     return total, (labels != IGNORED).sum()
 
 

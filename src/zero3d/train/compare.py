@@ -173,10 +173,10 @@ def square_root(layers: int) -> str:
     """Which K keeps the fewest tensors, as one line."""
     every = best_segment(layers)
     kept = -(-layers // every)
-    several = "s" if every > 1 else ""
+    interiors = f"{every} interior{'s' if every > 1 else ''}"
     return (
-        f"square root: of {layers} blocks, every:{every} keeps {kept} inputs + {every} interior{several} = {kept + every}, "
-        "the fewest where an interior weighs what an input does; the more it weighs, the smaller the best K"
+        f"square root: of {layers} blocks, every:{every} keeps {kept} inputs + {interiors} = {kept + every}, the "
+        "fewest where an interior weighs what an input does; the more it weighs, the smaller the best K"
     )
 
 

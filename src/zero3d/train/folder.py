@@ -17,7 +17,7 @@ from pathlib import Path
 
 from zero3d.errors import CheckpointError, ConfigError
 
-WRITTEN = ("config.yaml", "metrics.jsonl", "checkpoints", "hf", "loss.png", "tensorboard", "wandb")
+WRITTEN = ("config.yaml", "metrics.jsonl", "checkpoints", "hf", "loss.png", "trace-rank-0.json", "tensorboard", "wandb")
 AUTO = "auto"
 
 
@@ -49,11 +49,15 @@ class Folder:
 
     # --- claiming -----------------------------------------------------------------------------------
 
-    def claim(self, resume: str | None, overwrite: bool) -> None:
-        """Make it, or refuse a used one with the three choices. Raises ConfigError."""
+    def claim(self, resume: str | None, overwrite: bool, found: Path | None = None) -> None:
+        """Make it, or refuse a used one with the three choices. Raises ConfigError.
+
+        found  the checkpoint that `resume` means: a run goes on in its own folder, or begins a fresh one
+        """
+        goes_on = resume == AUTO or (found is not None and found.resolve().parent == self.checkpoints.resolve())
         if overwrite:
             self._clear()
-        elif resume is None and self.used:
+        elif not goes_on and self.used:
             raise ConfigError(
                 f"output {self.root} is used already ({', '.join(sorted(e.name for e in self.root.iterdir())[:4])}): "
                 "go on with --resume auto, write elsewhere with output=FOLDER, or start anew with --overwrite."
@@ -63,6 +67,15 @@ class Folder:
         except OSError as error:
             raise ConfigError(
                 f"output {self.root.resolve()} cannot be created ({error.strerror}): choose another with output=FOLDER."
+            ) from error
+
+    def write_config(self, text: str) -> None:
+        """config.yaml, the first thing a run writes. Raises ConfigError."""
+        try:
+            self.config.write_text(text)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.config.resolve()} cannot be written ({error.strerror}): choose another with output=FOLDER."
             ) from error
 
     @property
@@ -95,8 +108,11 @@ class Folder:
 
     # --- checkpoints --------------------------------------------------------------------------------
 
-    def prune(self, keep: int, best: int | None) -> None:
-        """Leave the last `keep` checkpoints and the best one, and point `best` at it."""
+    def prune(self, last: int, keep: int, best: int | None) -> None:
+        """Leave `keep` checkpoints up to `last`, the one just saved, and the best one, and point `best` at it.
+
+        Later ones are of a course that was left: the run went back and on from an older checkpoint.
+        """
         found = sorted(int(p.name[5:]) for p in self.checkpoints.glob("step-*") if p.name[5:].isdigit())
         link = self.checkpoints / "best"
         if best is not None and best in found:
@@ -104,9 +120,11 @@ class Folder:
             fresh.unlink(missing_ok=True)
             fresh.symlink_to(f"step-{best}")
             fresh.replace(link)
-        for step in found[:-keep]:
-            if step != best:
-                shutil.rmtree(self.checkpoints / f"step-{step}")
+        kept = {*[step for step in found if step <= last][-keep:], best}
+        for step in set(found) - kept:
+            shutil.rmtree(self.checkpoints / f"step-{step}")
+        if link.is_symlink() and not link.exists():
+            link.unlink()
 
     def keep_metrics(self, step: int) -> list[dict[str, float]]:
         """Drop lines after `step`, which will be written again; what is left."""

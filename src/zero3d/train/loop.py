@@ -46,6 +46,12 @@ class Progressed:
     position: Mapping[str, int] = field(default_factory=dict)
 
 
+def progressed(saved: Mapping[str, Any]) -> Progressed:
+    """From what a checkpoint has kept of it."""
+    best = saved["best"]
+    return Progressed(**{**saved, "best": None if best is None else (int(best[0]), float(best[1]))})
+
+
 class Loop:
     """Trains `engine` on `stream` up to `steps`.
 
@@ -68,16 +74,9 @@ class Loop:
         self.traffic = Traffic(engine)
         self.checkpoint = folder.checkpoints
         self._validation, self._options = validation, options
-        self._saved_at = -1
         self._flops = flops_per_token(engine.module, config.data.length)
         device = engine.mesh.device
         self._name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `save` had stored."""
-        best = saved["best"]
-        self.done = Progressed(**{**saved, "best": None if best is None else (int(best[0]), float(best[1]))})
-        self.stream.restore(self.done.position)
 
     def run(self, steps: int, metrics: Metrics, progress: Progress) -> None:
         """Steps done + 1 .. steps. Raises Stopped, after a checkpoint, when a signal asks for it."""
@@ -174,7 +173,8 @@ class Loop:
         with self.traffic.apart():
             self.checkpoint = self.engine.save(self.folder.checkpoints, asdict(self.done))
         if self.engine.comm.rank == 0:
-            self.folder.prune(self.config.checkpoint.keep, None if self.done.best is None else self.done.best[0])
+            best = None if self.done.best is None else self.done.best[0]
+            self.folder.prune(self.engine.steps, self.config.checkpoint.keep, best)
 
 
 def _due(step: int, every: int) -> bool:

@@ -40,12 +40,12 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars by the record's names."""
+    """Scalars by the record's names. Those from step `first` on that an earlier session wrote no longer count."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, first: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder.root / "tensorboard"))
+        self._writer = SummaryWriter(str(folder.root / "tensorboard"), purge_step=first)
 
     def write(self, record: Record) -> None:
         for name, value in record.items():
@@ -72,14 +72,14 @@ class Wandb:
 
 
 class Metrics:
-    """All sinks of a run; none on other ranks than 0."""
+    """All sinks of a run; none on other ranks than 0. `first` is the session's first step."""
 
-    def __init__(self, folder: Folder, config: Config, rank: int) -> None:
+    def __init__(self, folder: Folder, config: Config, rank: int, first: int = 1) -> None:
         self._sinks: Sequence[Sink] = ()
         if rank == 0:
             sinks: list[Sink] = [JsonLines(folder)]
             if config.log.tensorboard:
-                sinks.append(TensorBoard(folder))
+                sinks.append(TensorBoard(folder, first))
             if config.log.wandb is not None:
                 sinks.append(Wandb(folder, config.log.wandb, config))
             self._sinks = sinks

@@ -7,9 +7,10 @@ import math
 import resource
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ from zero3d.errors import ConfigError
 from zero3d.hf.blocks import find_blocks
 from zero3d.train.build import Inputs, build_engine, open_inputs, with_output
 from zero3d.train.folder import AUTO, Folder, first_free, numbered
-from zero3d.train.loop import Loop, memory_bytes
+from zero3d.train.loop import Loop, memory_bytes, progressed
 from zero3d.train.measure import Activations, MemoryRow, TrafficRow, memory_rows, traffic_rows
 from zero3d.train.metrics import Metrics, Record, losses
 from zero3d.train.progress import Progress
@@ -83,14 +84,21 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
     options, layers = forward_options(inputs.opened.module), len(find_blocks(inputs.opened.module))
     notes, data = inputs.opened.notes, inputs.data
     engine = build_engine(config, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
-    folder, found = open_folder(config, start, engine)
+    stream = _stream(config, inputs, engine)
+    found = find_checkpoint(config, start, engine)
+    saved = restore(engine, stream, found)
+    folder = open_folder(config, start, engine, found)
     config = with_output(config, folder.root)
     for line in (*introduction(config, inputs, engine, folder), *notes, *data.notes):
         progress.say(line)
-    loop = Loop(config, engine, _stream(config, inputs, engine), data.validation, folder, options)
-    earlier = _resume(loop, found, progress)
+    loop = Loop(config, engine, stream, data.validation, folder, options)
+    earlier: list[Record] = []
+    if saved is not None:
+        loop.done = progressed(saved)
+        progress.say(f"going on from {found}, after step {loop.done.step}")
+        earlier = folder.keep_metrics(loop.done.step) if engine.comm.rank == 0 else []
     activations = Activations(engine)
-    with Metrics(folder, config, engine.comm.rank) as metrics:
+    with Metrics(folder, config, engine.comm.rank, loop.done.step + 1) as metrics:
         loop.run(inputs.steps, metrics, progress)
     loop.stream.close()
     m = inputs.batch.accumulate
@@ -112,22 +120,40 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
 # --- beginning ----------------------------------------------------------------------------------
 
 
-def open_folder(config: Config, start: Start, engine: Engine) -> tuple[Folder, Path | None]:
-    """Claim the output folder on rank 0; the folder, and the checkpoint to go on from."""
+def find_checkpoint(config: Config, start: Start, engine: Engine) -> Path | None:
+    """The checkpoint to go on from. Raises ConfigError and CheckpointError."""
+    if start.resume == AUTO and config.output is None:
+        raise ConfigError("--resume auto looks in the run's own folder: name it with output=FOLDER.")
+    folder = Folder(Path(config.output or "."))
+    return agree(engine.comm, lambda: folder.resume_from(start.resume))
+
+
+def restore(engine: Engine, stream: BatchStream, found: Path | None) -> Mapping[str, Any] | None:
+    """Load a checkpoint into engine and stream; what the loop had saved. Raises what both do, and ConfigError."""
+    if found is None:
+        return None
+    saved: Mapping[str, Any] | None = engine.load(found)
+    if saved is None:
+        raise ConfigError(
+            f"{found} was saved by engine.save, not by zero3d train: it does not say how far the data is."
+        )
+    stream.restore(saved["position"])
+    return saved
+
+
+def open_folder(config: Config, start: Start, engine: Engine, found: Path | None) -> Folder:
+    """Claim the output folder on rank 0 and write config.yaml into it."""
     first = engine.comm.rank == 0
     if config.output is None:
-        if start.resume == AUTO:
-            raise ConfigError("--resume auto looks in the run's own folder: name it with output=FOLDER.")
         stem = f"zero3d-{start.name}"
         number = agree(engine.comm, lambda: first_free(stem) if first else 0)
         folder = Folder(numbered(stem, broadcast_ints(engine.comm, [number])[0]))
     else:
         folder = Folder(Path(config.output))
-        agree(engine.comm, lambda: folder.claim(start.resume, start.overwrite) if first else None)
-    found = agree(engine.comm, lambda: folder.resume_from(start.resume))
-    if first:
-        folder.config.write_text(to_yaml(with_output(config, folder.root)))
-    return folder, found
+        agree(engine.comm, lambda: folder.claim(start.resume, start.overwrite, found) if first else None)
+    text = to_yaml(with_output(config, folder.root))
+    agree(engine.comm, lambda: folder.write_config(text) if first else None)
+    return folder
 
 
 def introduction(config: Config, inputs: Inputs, engine: Engine, folder: Folder) -> list[str]:
@@ -148,20 +174,6 @@ def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
         inputs.data.train, inputs.batch, rank=engine.comm.rank, seed=config.seed, shuffle=config.data.shuffle,
         workers=config.data.workers,
     )  # fmt: skip
-
-
-def _resume(loop: Loop, found: Path | None, progress: Progress) -> list[Record]:
-    """Load a checkpoint; the records of the steps before it."""
-    if found is None:
-        return []
-    saved = loop.engine.load(found)
-    if saved is None:
-        raise ConfigError(
-            f"{found} was saved by engine.save, not by zero3d train: it does not say how far the data is."
-        )
-    loop.restore(saved)
-    progress.say(f"going on from {found}, after step {loop.done.step}")
-    return loop.folder.keep_metrics(loop.done.step) if loop.engine.comm.rank == 0 else []
 
 
 def count_params(engine: Engine) -> int:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from zero3d.nested import map_tensors, tensors_in
+from zero3d.nested import map_tensors, tensors_in, tensors_out
 from zero3d.zero.prefetch import ROOT_TURN, TURN, Gathers, Reductions
 from zero3d.zero.unit import Unit
 
@@ -113,7 +113,7 @@ class Hooks:
             for unit in units:
                 self._gathers.release(unit, ("forward", call))
             if torch.is_grad_enabled() and needed_in_backward:
-                outputs = [t for t in tensors_in(output) if t.requires_grad]
+                outputs = [t for t in tensors_out(output) if t.requires_grad]
                 if outputs:
                     register_multi_grad_hook(outputs, lambda _: self._backward_needs(units, call), mode="any")
 
@@ -159,7 +159,7 @@ class Hooks:
 
     def _root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         mode, self._mode = self._mode, None
-        outputs = [t for t in tensors_in(output) if t.requires_grad]
+        outputs = [t for t in tensors_out(output) if t.requires_grad]
         if mode != "train" or not outputs:
             return
         for unit in self._root_units:

@@ -1,0 +1,76 @@
+"""Runs of `zero3d train` on the ranks of a test: a saved model, rows of token ids, a configuration as a tree."""
+
+import json
+import signal
+from pathlib import Path
+
+import numpy
+from models import VOCAB, hf
+
+ROWS, LENGTH = 14, 16
+
+
+def save_model(folder, name="llama", **changes):
+    """A tiny model as `save_pretrained` leaves it; `changes` are of its config."""
+    model = hf(name)
+    for key, value in changes.items():
+        setattr(model.config, key, value)
+    model.save_pretrained(folder)
+    return folder
+
+
+def save_rows(path, rows=ROWS, length=LENGTH, seed=0):
+    """Token ids [rows, length]: what a sequence is, and in which order, needs no code of zero3d."""
+    numpy.save(path, numpy.random.default_rng(seed).integers(3, VOCAB, (rows, length), dtype=numpy.int64))
+    return path
+
+
+def tree(folder, output="out", model="model", **sections):
+    """A configuration: fp32, five steps of four rows in their order, all of it below `folder`."""
+    made = {
+        "output": str(Path(folder) / output),
+        "precision": "fp32",
+        "model": {"path": str(Path(folder) / model)},
+        "data": {"train": str(Path(folder) / "rows.npy"), "length": LENGTH, "shuffle": False},
+        "train": {"steps": 5, "batch": 4, "accumulate": 2},
+        "optimizer": {"lr": 1e-3},
+        "schedule": {"warmup": 2},
+        "checkpoint": {"export": False},
+    }
+    made["data"]["cache"] = str(Path(folder) / "cache")
+    for name, value in sections.items():
+        made[name] = {**made.get(name, {}), **value} if isinstance(value, dict) else value
+    return made
+
+
+def train(made, resume=None, stop_in=None, overwrite=False):
+    """One rank's part of a whole run; its records. `stop_in`: the step in which this rank gets a SIGTERM."""
+    from rich.console import Console
+
+    from zero3d.config import load
+    from zero3d.train.progress import Progress
+    from zero3d.train.run import Start, run
+    from zero3d.train.stop import Stopped
+
+    class Interrupted(Progress):
+        def track(self, first, last):
+            for step in super().track(first, last):
+                if step == stop_in:
+                    signal.raise_signal(signal.SIGTERM)
+                yield step
+
+    try:
+        result = run(load(made), Start("test", resume, overwrite), Interrupted(Console(quiet=True)))
+    except Stopped as stop:
+        return str(stop)
+    return [dict(record) for record in result.history]
+
+
+def field(records, name):
+    """One field of all records."""
+    return [record[name] for record in records]
+
+
+def metrics(made):
+    """metrics.jsonl, line by line."""
+    return [json.loads(line) for line in (Path(made["output"]) / "metrics.jsonl").read_text().splitlines()]
