@@ -3,7 +3,7 @@
     python benchmarks/loading.py --ranks 2 --megabytes 500 --rounds 5 --json out.json
 
     raw     every rank reads its share of the files' bytes, end to end, into memory of its own
-    load    every rank: `open_model(folder)`, then `Engine(model, weights=weights, stage=3)`
+    load    every rank: `open_model`, then `Engine(module, weights=weights, stage=3)`
 
 The folder is a random Llama in bf16, saved by `save_pretrained` in several files. A round measures
 both after a barrier, in turns the one and the other first; a time is that of the slowest rank, MB/s
@@ -36,6 +36,8 @@ from ranks import Start, over_ranks, run_ranks
 from torch import Tensor
 
 from zero3d import Engine, Mesh
+from zero3d.config import Model
+from zero3d.hf.open import open_model
 
 TARGET = 0.8
 MB = 10**6
@@ -153,10 +155,8 @@ def fill(handle: Any, memory: memoryview) -> None:
 
 def load(folder: str, mesh: Mesh) -> Engine:
     """The folder as an engine at stage 3."""
-    from zero3d.hf.load import open_model
-
-    model, weights = open_model(folder)
-    return Engine(model, weights=weights, stage=3, mesh=mesh)
+    opened = open_model(Model(path=folder))
+    return Engine(opened.module, weights=opened.weights, stage=3, mesh=mesh)
 
 
 def show(result: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
     python benchmarks/loop_overhead.py --ranks 2 --steps 40 --rounds 3 --json out.json
 
-    loop    `zero3d.train.run.run(config)` at the demo's size: data, schedule, metrics, progress
+    loop    `zero3d.train.run.run` at the demo's size: data, schedule, metrics, progress
     bare    `engine.train_batch(micro_batches)` on the engine and the batches of that run, nothing else
 
 Both are watched in the same way: when `Engine.train_batch` is entered and left. A step lasts from
@@ -25,8 +25,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,10 +35,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import Start, run_ranks
-from zero3d.train.demo import BATCH, LENGTH
+from rich.console import Console
 
 from zero3d import Engine
-from zero3d.config import Config, Data, Train, Zero
+from zero3d.config import load
+from zero3d.train.progress import Progress
+from zero3d.train.run import Start as Begin, run
 
 TARGET = 0.03
 WARM_UP = 3
@@ -113,16 +116,10 @@ def measure(
 
 def train(folder: Path, stage: int, steps: int) -> None:
     """`zero3d train` at the demo's size, as it writes to a file instead of a terminal."""
-    from zero3d.train.run import run
-
-    config = Config(
-        output=str(folder),
-        data=Data(length=LENGTH),
-        train=Train(steps=steps, micro_batch=BATCH),
-        zero=Zero(stage=stage),
-    )
-    with (folder.parent / f"output-{dist.get_rank()}").open("a") as log, redirect_stdout(log):
-        run(config)
+    demo = Path(str(files("zero3d.train") / "demo.yaml"))
+    words = [f"output={folder}", f"train.steps={steps}", f"zero.stage={stage}", "checkpoint.export=false"]
+    with (folder.parent / f"output-{dist.get_rank()}").open("a") as log:
+        run(load(demo, [*words, "evaluate.prompt=null"]), Begin(), Progress(Console(file=log)))
 
 
 @contextmanager

@@ -16,6 +16,10 @@ MARKS = (
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 REWRITES = "{{ messages | length }} " + APPENDS  # what stands in front depends on what comes later
+FORGETS = (  # what an answer held is dropped once another message follows
+    "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' and loop.last %}think {% endif %}"
+    "{{ m.content }} <end> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
 CHAT = [
     {"role": "user", "content": "what is one and one"},
     {"role": "assistant", "content": "two"},

@@ -149,8 +149,8 @@ def test_no_python_file_is_empty():
 
 
 @pytest.mark.parametrize("command", [["--help"], ["plan", "--theory", "--params", "7.5e9", "--gpus", "64"],
-                                     ["config", "schema"], ["launch", "k8s", "pyproject.toml"]])  # fmt: skip
-def test_help_theory_and_launch_import_no_torch(command):
+                                     ["config", "schema"], ["compare", "--help"], ["launch", "k8s", "pyproject.toml"]])  # fmt: skip
+def test_help_theory_compare_and_launch_import_no_torch(command):
     script = f"import sys; sys.argv = ['zero3d', *{command!r}]\nfrom zero3d.cli.main import main\n" + (
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\nassert 'torch' not in sys.modules"
     )

@@ -30,7 +30,13 @@ def test_it_leaves_metrics_a_curve_a_checkpoint_and_a_model(run):
     folder, _, result = run
     out = folder / "zero3d-demo"
     assert sorted(path.name for path in folder.iterdir()) == ["zero3d-demo"]
-    assert sorted(path.name for path in out.iterdir()) == ["checkpoints", "hf", "loss.png", "metrics.jsonl"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "hf",
+        "loss.png",
+        "metrics.jsonl",
+    ]
     assert (out / "checkpoints" / "step-4" / "manifest.json").is_file()
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -100,11 +106,11 @@ def test_the_other_stages_precisions_and_degrees_agree_too(tmp_path, words):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--stage", "7"], "stage=0, 1, 2 or 3"),
-        (["--stage", "three"], "--stage"),
-        (["--precision", "int4"], "fp32, bf16, fp16, fp64"),
+        (["--stage", "7"], "zero.stage=7"),
+        (["--stage", "three"], "zero.stage=three"),
+        (["--precision", "int4"], "fp32, bf16, fp16 or fp64"),
         (["--ranks", "0"], "--ranks 0"),
-        (["--steps", "-1"], "--steps -1"),
+        (["--steps", "-1"], "train.steps=-1"),
         (["--frobnicate"], "--frobnicate"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

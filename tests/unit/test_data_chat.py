@@ -1,7 +1,7 @@
 """Conversations: the template's tokens, and targets exactly where the assistant wrote."""
 
 import pytest
-from corpora import APPENDS, CHAT, MARKS, REWRITES, opened, tiny_tokenizer, write_lines
+from corpora import APPENDS, CHAT, FORGETS, MARKS, REWRITES, opened, tiny_tokenizer, write_lines
 
 from zero3d.data.tokenizers import ByteTokenizer
 from zero3d.errors import ConfigError, DataError
@@ -22,8 +22,9 @@ def test_only_what_the_assistant_wrote_is_learnt(tmp_path, template):
     assert learnt == ["two", "<end>", "four", "I", "think", "<end>"]
 
 
-def test_a_template_that_rewrites_what_it_said_is_refused_by_name(tmp_path):
-    tokenizer = tiny_tokenizer(tmp_path / "tokenizer", REWRITES)
+@pytest.mark.parametrize("template", [REWRITES, FORGETS])
+def test_a_template_that_rewrites_what_it_said_is_refused_by_name(tmp_path, template):
+    tokenizer = tiny_tokenizer(tmp_path / "tokenizer", template)
     path = write_lines(tmp_path / "a.jsonl", [{"messages": CHAT}])
     with pytest.raises(
         DataError, match=r"a\.jsonl:1: the chat template of .*tokenizer does not only append.*generation"

@@ -58,6 +58,11 @@ def test_jsonl_keys_choose_what_is_learnt(tmp_path):
     assert learnt == [[ord("b"), 0], [ord("d"), ord("e"), 0], [ord("y"), 0]]
 
 
+def test_a_byte_order_mark_and_empty_lines_are_no_content(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "ab"}\r\n  \n{"text": "cd"}')
+    assert texts(tmp_path) == ["ab", "cd"]
+
+
 @pytest.mark.parametrize(
     ("line", "why"),
     [

@@ -17,6 +17,7 @@ VERBS = {
     "config": "what a run would use (show), what a key means (explain), and a JSON Schema for editors (schema)",
     "plan": "memory and traffic of ZeRO stages 0-3 by formula; no GPU and no torch needed",
     "train": "train a small language model on this machine and measure what the formulas say",
+    "compare": "runs that differ in some keys, one after another, and what each cost, as one table and a picture",
     "launch": "print what starts a run on a cluster: slurm, k8s or torchrun",
 }
 

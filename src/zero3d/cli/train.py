@@ -61,9 +61,13 @@ def read(arguments: argparse.Namespace) -> tuple[str, Config]:
     overrides += [
         f"{key}={value}" for option, key in SHORT.items() if (value := getattr(arguments, option)) is not None
     ]
-    if file is None:
-        return DEMO, load(Path(str(files("zero3d.train") / "demo.yaml")), overrides)
-    return Path(file).stem, load(file, overrides)
+    name, source = named(file)
+    return name, load(source, overrides)
+
+
+def named(file: str | None) -> tuple[str, Path]:
+    """A configuration's name and file: the demo's where none is given."""
+    return (DEMO, Path(str(files("zero3d.train") / "demo.yaml"))) if file is None else (Path(file).stem, Path(file))
 
 
 def as_words(arguments: argparse.Namespace) -> list[str]:
@@ -77,14 +81,19 @@ def as_words(arguments: argparse.Namespace) -> list[str]:
 
 def check(arguments: argparse.Namespace, config: Config, world: int | None) -> None:
     """Refuse what cannot run, before anything is started or written. Raises ConfigError."""
-    if arguments.ranks is not None and arguments.ranks < 1:
-        raise ConfigError(f"--ranks {arguments.ranks}: type a whole number from 1.")
+    check_ranks(arguments.ranks)
     if world is not None and arguments.ranks not in (None, world):
         raise ConfigError(f"--ranks {arguments.ranks}: the launcher has started {world} already; leave --ranks out.")
     if arguments.overwrite and arguments.resume is not None:
         raise ConfigError("--overwrite removes what --resume goes on from: give one of them.")
     if find_spec("transformers") is None and ":" not in config.model.path:
         raise ConfigError("zero3d train needs transformers for its model: pip install 'zero3d[hf]'")
+
+
+def check_ranks(ranks: int | None) -> None:
+    """Raises ConfigError."""
+    if ranks is not None and ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: type a whole number from 1.")
 
 
 def work(arguments: argparse.Namespace, name: str, config: Config) -> None:

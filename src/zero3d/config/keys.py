@@ -107,6 +107,11 @@ SECTIONS: Mapping[str, type[Any]] = MappingProxyType(
 KEYS: Mapping[str, Key] = MappingProxyType({key.name: key for key in _keys()})
 
 
+def takes_list(key: Key) -> bool:
+    """Whether commas in an override of it make a list."""
+    return any(isinstance(each, type(tuple[str, ...])) for each in key.types)
+
+
 def value_of(config: Config, name: str) -> Any:
     """The value of a dotted key."""
     return attrgetter(name)(config)

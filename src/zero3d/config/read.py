@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from zero3d.config.hints import unknown
-from zero3d.config.keys import KEYS, SECTIONS, value_of
+from zero3d.config.keys import KEYS, SECTIONS, takes_list, value_of
 from zero3d.config.sections import Config
 from zero3d.config.yaml_file import read_yaml
 from zero3d.errors import ConfigError
@@ -126,7 +126,7 @@ def _not_a_pair(word: str) -> str:
 
 def _listed(name: str, text: str) -> Any:
     """Commas and brackets make lists, where the key takes one; all else stays text, for the key's type to read."""
-    if name not in KEYS or not any(isinstance(each, type(tuple[str, ...])) for each in KEYS[name].types):
+    if name not in KEYS or not takes_list(KEYS[name]):
         return text
     if text.startswith("["):
         try:

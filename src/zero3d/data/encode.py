@@ -19,7 +19,7 @@ from zero3d.data.records import BadRecord, Chat, Completion, Record, Row, Text
 from zero3d.data.tokenizers import Tokenizer
 from zero3d.errors import ConfigError, DataError
 
-RECORDS, CHARACTERS = 1024, 4 << 20  # tokenized at once: as many records, or fewer if they are long
+RECORDS, CHARACTERS = 1024, 1 << 20  # tokenized at once, at most: a fast tokenizer needs 130 bytes a character
 
 
 class Encoded(NamedTuple):

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from zero3d.data.files import Source
 from zero3d.errors import ConfigError, DataError
 
-PIECE = 8 << 20  # characters of a text file that are tokenized at once
+PIECE = 1 << 18  # characters of a text file that are tokenized at once
 ROWS = 1 << 20  # tokens of an array that are read at once
 KEYS = ("text", "prompt", "completion", "messages")
 

@@ -16,7 +16,7 @@ from typing import Any
 from zero3d.errors import ConfigError, DataError
 
 BYTES = "bytes"
-FILES = ("*token*", "vocab*", "merges*", "added_tokens.json", "special_tokens_map.json", "chat_template*", "*.model")
+FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*/*.jinja")  # whatever a tokenizer may be made of, no weights
 
 
 class ByteTokenizer:
@@ -101,8 +101,7 @@ def load_tokenizer(asked: str | None, model: str | None = None) -> Tokenizer:
 def _fingerprint(folder: Path) -> str:
     """A hash of the tokenizer's files."""
     digest = hashlib.sha256()
-    names = {path for pattern in FILES for path in folder.glob(pattern) if path.is_file()}
-    for path in sorted(names):
+    for path in sorted(path for pattern in FILES for path in folder.glob(pattern) if path.is_file()):
         digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:32]
 

@@ -15,7 +15,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero3d import checkpoint
 from zero3d.errors import CheckpointError, ConfigError
 
 WRITTEN = ("config.yaml", "metrics.jsonl", "checkpoints", "hf", "loss.png", "trace-rank-0.json", "tensorboard", "wandb")
@@ -98,6 +97,8 @@ class Folder:
         """The checkpoint to go on from: `auto` takes the newest of this folder, if there is one."""
         if resume is None:
             return None
+        from zero3d import checkpoint  # imports torch, which those who only name folders do without
+
         try:
             return checkpoint.find(self.checkpoints if resume == AUTO else Path(resume))
         except CheckpointError:
@@ -145,11 +146,11 @@ def _parse(line: str) -> dict[str, float] | None:
 
 
 def first_free(stem: str) -> int:
-    """Make the first free one of STEM, STEM-2, STEM-3, ... in the current directory; its number."""
+    """Make the first free one of STEM, STEM-2, STEM-3, ... ; its number."""
     number = 1
     while True:
         try:
-            numbered(stem, number).mkdir()
+            numbered(stem, number).mkdir(parents=True)
             return number
         except FileExistsError:
             number += 1

@@ -74,7 +74,6 @@ class Loop:
         self.traffic = Traffic(engine)
         self.checkpoint = folder.checkpoints
         self._validation, self._options = validation, options
-        self._saved_at = -1
         self._flops = flops_per_token(engine.module, config.data.length)
         device = engine.mesh.device
         self._name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""

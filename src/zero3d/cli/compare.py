@@ -1,0 +1,229 @@
+"""`zero3d compare [CONFIG] KEY=A,B,... [KEY=VALUE ...]`: one run per variant, one after another, then one table.
+
+OUTPUT/
+  zero.stage=0/       a run's own folder
+  zero.stage=0.log    what it said
+  compare.json        figures and results of the runs that are done, written after each
+  compare.png
+
+The first run that fails ends the comparison with its message and exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from zero3d.cli.cluster import join_environment
+from zero3d.cli.train import check_ranks, named
+from zero3d.config import split_words
+from zero3d.errors import ConfigError
+from zero3d.train.compare import as_json, rows
+from zero3d.train.compare_plot import draw
+from zero3d.train.compare_table import show
+from zero3d.train.folder import Folder, first_free, numbered
+from zero3d.train.stop import StopRequest
+from zero3d.train.variants import QUIET, Axis, Variant, check_variants, split_axes, variants
+
+POLL = 0.1  # seconds between two looks at a run
+WIDTH = 100  # of tables in a file or pipe, at least
+LAST_LINES, LAST_BYTES = 20, 8192  # shown of a run that failed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is compared. common: the overrides of every run."""
+
+    name: str
+    file: str | None
+    axes: tuple[Axis, ...]
+    variants: Sequence[Variant]
+    common: Sequence[str]
+    ranks: int | None
+    output: Path
+
+    def command(self, variant: Variant) -> list[str]:
+        """What runs a variant."""
+        options = ["--json"] if self.ranks is None else ["--json", f"--ranks={self.ranks}"]
+        file = [] if self.file is None else [self.file]
+        words = [*file, *self.common, *variant.words, f"output={self.output / variant.folder}"]
+        return [sys.executable, "-m", "zero3d.cli.main", "train", *options, *words]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    parser.add_argument(
+        "words", nargs="*", metavar="CONFIG KEY=A,B",
+        help="a YAML file (default: the demo), a key with several values for each axis, overrides of all runs",
+    )  # fmt: skip
+    parser.add_argument("--ranks", type=int, help="processes of each run (default: one per GPU; CPU: 2)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end, progress on stderr")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check all variants, run them, print what was found."""
+    if join_environment():
+        raise ConfigError("zero3d compare starts its runs itself, on this machine: call it without torchrun or srun.")
+    plan = read(arguments)
+    console = Console(stderr=arguments.json)
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
+    axes = " ".join(f"{axis.key}={','.join(axis.values)}" for axis in plan.axes)
+    _say(console, f"zero3d compare: {len(plan.variants)} runs of {plan.name}: {axes}; writing to {plan.output}")
+    results: list[dict[str, Any]] = []
+    with StopRequest() as request:
+        for variant in plan.variants:
+            code, text = run_variant(plan, variant, request, console)
+            if request.asked is not None or code:
+                return unfinished(plan, variant, code, request.asked)
+            results.append(json.loads(text))
+            _say(console, done(variant, results[-1]))
+            write(plan, results)
+    conclude(plan, results, console)
+    if arguments.json:
+        print(json.dumps(told(plan, results)))
+    return 0
+
+
+def read(arguments: argparse.Namespace) -> Plan:
+    """Everything is checked here, before the first run. Raises ConfigError."""
+    check_ranks(arguments.ranks)
+    file, overrides = split_words(arguments.words)
+    name, source = named(file)
+    axes, common = split_axes(overrides)
+    if any(axis.key == "output" for axis in axes):
+        raise ConfigError("output takes one folder here: each run gets one in it, named after its values.")
+    found, common = variants(axes), [*QUIET, *common]
+    config = check_variants(found, source, common)[0]
+    asked = [word for word in overrides if word.partition("=")[0].strip() == "output"]
+    output = claim(config.output, f"zero3d-compare-{name}", bool(asked))
+    return Plan(name, file, axes, found, common, arguments.ranks, output)
+
+
+def claim(output: str | None, default: str, asked: bool) -> Path:
+    """OUTPUT: what was typed, unused; else the first free one beside the file's output, or of the default name."""
+    if output is None or not asked:
+        stem = default if output is None else f"{output}-compare"
+        return numbered(stem, first_free(stem))
+    folder = Folder(Path(output))
+    if folder.used:
+        raise ConfigError(f"output {output} is used already: write elsewhere with output=FOLDER, or remove it.")
+    folder.claim(None, overwrite=False)
+    return folder.root
+
+
+# --- a run --------------------------------------------------------------------------------------
+
+
+def run_variant(plan: Plan, variant: Variant, request: StopRequest, console: Console) -> tuple[int, str]:
+    """Its exit code and its stdout. A request to stop is passed on, and again for a second Ctrl-C."""
+    log = _log(plan, variant)
+    place = f"{variant.label} ({plan.variants.index(variant) + 1} of {len(plan.variants)})"
+    told = False
+    with TemporaryFile("w+") as out, log.open("wb") as err, console.status(place) as status:
+        process = subprocess.Popen(plan.command(variant), stdout=out, stderr=err, start_new_session=True)
+        while True:
+            try:
+                if process.poll() is not None:
+                    break
+                if request.asked is not None and not told:
+                    told = True
+                    process.send_signal(request.asked)
+                status.update(Text(f"{place}  {_last_step(log)}", no_wrap=True, overflow="ellipsis"))
+                time.sleep(POLL)
+            except KeyboardInterrupt:
+                process.send_signal(signal.SIGINT)
+        out.seek(0)
+        return process.returncode, out.read()
+
+
+def unfinished(plan: Plan, variant: Variant, code: int, asked: int | None) -> int:
+    """Say on stderr why there is no table; the exit code."""
+    kept = plan.output / "compare.json"
+    before = f"; the runs before it are in {kept}" if kept.exists() else ""
+    if asked is not None:
+        print(f"stopped by {signal.Signals(asked).name} in {variant.label}{before}", file=sys.stderr)
+        return 128 + asked
+    lines = _tail(_log(plan, variant))
+    for line in lines[-1:] if code == 2 else lines:
+        print(line, file=sys.stderr)
+    print(f"{variant.label} failed{before}; all it said: {_log(plan, variant)}", file=sys.stderr)
+    return code if code > 0 else 1
+
+
+def done(variant: Variant, result: dict[str, Any]) -> str:
+    """One line."""
+    loss = "not finite" if result["losses"][-1] is None else f"{result['losses'][-1]:.6f}"
+    return f"{variant.label}: {result['steps']:,} steps, loss {loss}, {result['step_seconds']:.3f} s a step"
+
+
+def _log(plan: Plan, variant: Variant) -> Path:
+    return plan.output / f"{variant.folder}.log"
+
+
+def _tail(log: Path) -> list[str]:
+    """Its last lines."""
+    with log.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
+        return file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+
+
+def _last_step(log: Path) -> str:
+    """The last line that tells of a step."""
+    return next((line for line in reversed(_tail(log)) if line.startswith("step ")), "")
+
+
+# --- the end ------------------------------------------------------------------------------------
+
+
+def told(plan: Plan, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What compare.json holds and --json prints."""
+    picture = plan.output / "compare.png"
+    return {
+        "name": plan.name,
+        "axes": {axis.key: list(axis.values) for axis in plan.axes},
+        "overrides": list(plan.common),
+        "runs": as_json(plan.variants[: len(results)], results),
+        "paths": {
+            "folder": str(plan.output.resolve()),
+            "picture": str(picture.resolve()) if picture.exists() else None,
+        },
+    }
+
+
+def write(plan: Plan, results: Sequence[dict[str, Any]]) -> None:
+    """compare.json, whole or not at all."""
+    fresh = plan.output / "compare.json.tmp"
+    fresh.write_text(json.dumps(told(plan, results)))
+    fresh.replace(plan.output / "compare.json")
+
+
+def conclude(plan: Plan, results: Sequence[dict[str, Any]], console: Console) -> None:
+    """Tables and picture."""
+    found = rows(plan.variants, results)
+    show(plan.axes, found, console)
+    picture = plan.output / "compare.png"
+    try:
+        draw(found, results, f"{plan.name}: {', '.join(axis.key for axis in plan.axes)}", picture)
+        line = f"picture: {picture}"
+    except ImportError:
+        line = "no picture: matplotlib is missing, type pip install 'zero3d[plot]'"
+    write(plan, results)
+    _say(console, f"{line}    figures: {plan.output / 'compare.json'}")
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(Text(line), soft_wrap=True)

@@ -1,0 +1,194 @@
+"""What a comparison finds out: figures of each run beside those of the first. Pure, on the JSON of runs. No torch.
+
+memory       bytes of one rank by category: measured, by formula, and whether they agree
+traffic      bytes that one rank sends per step, by operation: the same three
+speed        sequences per rank and step, seconds per step, samples per second
+loss         last loss, held-out loss, and their differences to the first run; `same_bits` is about every step
+recompute    of runs that differ in `activations`: plan/recompute.py's arithmetic beside the measured step
+
+A result is what `zero3d train --json` prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from zero3d.plan.recompute import Arithmetic, best_segment, recompute_arithmetic
+from zero3d.train.variants import Variant
+
+CATEGORIES = ("parameters", "gradients", "optimizer states", "padding", "temporary", "activations")
+ONCE = ("broadcast",)  # sent at the first step only
+ACTIVATIONS = "activations"
+Result = Mapping[str, Any]
+
+
+class Figure(NamedTuple):
+    """Bytes. formula: None where there is none; at_most: it is an upper bound; agrees: the verdict."""
+
+    measured: float
+    formula: float | None
+    at_most: bool
+    agrees: bool | None
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """A policy's arithmetic; predicted and measured are steps in those of `against`, the first run beside it.
+
+    extra      of the step without recomputation; None: a third of attention's share, which is not known
+    predicted  None where either extra is not known
+    """
+
+    layers: int
+    kept_inputs: int
+    interiors: int
+    extra: float | None
+    against: str
+    predicted: float | None
+    measured: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of one run. Differences are to the first run; None where a loss is missing or not finite."""
+
+    label: str
+    values: tuple[str, ...]
+    ranks: int
+    memory: Mapping[str, Figure]
+    peak: int
+    traffic: Mapping[str, Figure]
+    micro_batch: int
+    accumulate: int
+    step_seconds: float
+    samples_per_s: float
+    loss: float | None
+    loss_difference: float | None
+    held_out_loss: float | None
+    held_out_difference: float | None
+    same_bits: bool
+    recompute: Recompute | None
+
+    @property
+    def sent(self) -> float:
+        """Bytes per step, measured."""
+        return sum(figure.measured for figure in self.traffic.values())
+
+    @property
+    def agrees(self) -> bool:
+        """Whether no formula is contradicted."""
+        return all(figure.agrees is not False for figure in (*self.memory.values(), *self.traffic.values()))
+
+
+def rows(found: Sequence[Variant], results: Sequence[Result]) -> list[Row]:
+    """One row per run, in their order."""
+    recomputes = recompute_rows(found, results)
+    return [_row(*each, results[0]) for each in zip(found, results, recomputes, strict=True)]
+
+
+def _row(variant: Variant, result: Result, recompute: Recompute | None, first: Result) -> Row:
+    batch, losses = result["batch"], result["losses"]
+    last, first_last = losses[-1], first["losses"][-1]
+    held_out, first_held_out = result["held_out_loss"], first["held_out_loss"]
+    return Row(
+        variant.label, variant.values, result["ranks"], memory(result), result["peak_memory"], traffic(result),
+        batch["micro_batch"], batch["accumulate"], result["step_seconds"], result["samples_per_s"],
+        last, _minus(last, first_last), held_out, _minus(held_out, first_held_out),
+        None not in losses and losses == first["losses"] and held_out == first_held_out, recompute,
+    )  # fmt: skip
+
+
+def _minus(value: float | None, first: float | None) -> float | None:
+    return None if value is None or first is None else value - first
+
+
+# --- memory and traffic -------------------------------------------------------------------------
+
+
+def memory(result: Result) -> dict[str, Figure]:
+    """By category; temporary is the sum of the most that each kind of buffer held."""
+    found: dict[str, Figure] = {}
+    for category in CATEGORIES:
+        parts = [row for row in result["memory"] if row["consumer"].partition(":")[0] == category]
+        formulas = [row["formula"] for row in parts]
+        found[category] = Figure(
+            sum(row["measured"] for row in parts),
+            None if None in formulas else sum(formulas),
+            any(row["at_most"] for row in parts),
+            _all([row["agrees"] for row in parts]),
+        )
+    return found
+
+
+def traffic(result: Result) -> dict[str, Figure]:
+    """By operation, per step; what is sent at the first step only is left out."""
+    return {
+        row["op"]: Figure(
+            row["measured"]["bytes"] / result["steps"], row["formula"]["bytes"] / result["steps"], False, row["equal"]
+        )
+        for row in result["traffic"]
+        if row["op"] not in ONCE
+    }
+
+
+def _all(verdicts: Sequence[bool | None]) -> bool | None:
+    return None if None in verdicts else all(verdicts)
+
+
+# --- recomputation ------------------------------------------------------------------------------
+
+
+def recompute_rows(found: Sequence[Variant], results: Sequence[Result]) -> list[Recompute | None]:
+    """The arithmetic of each run, against the first run with the same values on the other axes."""
+    if not any(axis.key == ACTIVATIONS for axis in found[0].axes):
+        return [None] * len(found)
+    arithmetics = [recompute_arithmetic(each["layers"], each["config"][ACTIVATIONS]) for each in results]
+    firsts: dict[tuple[str, ...], int] = {}
+    for i, variant in enumerate(found):
+        firsts.setdefault(variant.beside(ACTIVATIONS), i)
+    made = []
+    for variant, result, own in zip(found, results, arithmetics, strict=True):
+        first = firsts[variant.beside(ACTIVATIONS)]
+        measured = result["step_seconds"] / results[first]["step_seconds"]
+        against, predicted = found[first].label, _predicted(own, arithmetics[first])
+        extra = None if own.extra_forward is None else float(own.extra_forward)
+        made.append(
+            Recompute(result["layers"], own.kept_inputs, own.interiors, extra, against, predicted, measured)
+        )  # fmt: skip
+    return list(made)
+
+
+def _predicted(own: Arithmetic, first: Arithmetic) -> float | None:
+    if own.extra_forward is None or first.extra_forward is None:
+        return None
+    return float((1 + own.extra_forward) / (1 + first.extra_forward))
+
+
+def square_root(layers: int) -> str:
+    """Which K keeps the fewest tensors, as one line."""
+    every = best_segment(layers)
+    kept = -(-layers // every)
+    return (
+        f"square root: of {layers} blocks, every:{every} keeps {kept} inputs + {every} interiors = {kept + every}, the "
+        "fewest where an interior weighs what an input does; the more it weighs, the smaller the best K"
+    )
+
+
+# --- for programs -------------------------------------------------------------------------------
+
+
+def as_json(found: Sequence[Variant], results: Sequence[Result]) -> list[dict[str, Any]]:
+    """One object per run: its overrides, its figures, and its own JSON."""
+    return [
+        {"variant": variant.label, "overrides": variant.words, "figures": _plain(row), "result": result}
+        for variant, row, result in zip(found, rows(found, results), results, strict=True)
+    ]
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    plain = asdict(row)
+    for name in ("memory", "traffic"):
+        plain[name] = {key: figure._asdict() for key, figure in plain[name].items()}
+    return {key: value for key, value in plain.items() if key not in ("label", "values")} | {"sent": row.sent}

@@ -1,0 +1,100 @@
+"""The runs of a comparison: words with several values, spanned to their product. No torch.
+
+word                         what it is
+---------------------------  -----------------------------------------------------------------
+zero.stage=0,1,2,3           an axis of four values
+train.steps=20               an override of every run
+data.train=a.txt,b.txt       an override of every run: the key takes a list itself
+evaluate.prompt=[a, b]       an override of every run: a comma inside brackets does not split
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from zero3d.config import Config, load
+from zero3d.config.keys import KEYS, takes_list
+from zero3d.errors import ConfigError
+
+MOST = 32  # runs one after another are days
+COMMA = re.compile(r",(?![^\[]*\])")  # outside brackets
+QUIET = ("checkpoint.export=false", "checkpoint.verify=false", "evaluate.prompt=null")  # nothing of it is compared
+
+
+class Axis(NamedTuple):
+    """A key and its values as they were typed."""
+
+    key: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One run. values: one of each axis, in the order of the axes."""
+
+    axes: tuple[Axis, ...]
+    values: tuple[str, ...]
+
+    @property
+    def words(self) -> list[str]:
+        """Its own overrides."""
+        return [f"{axis.key}={value}" for axis, value in zip(self.axes, self.values, strict=True)]
+
+    @property
+    def label(self) -> str:
+        """zero.stage=0,precision=bf16"""
+        return ",".join(self.words)
+
+    @property
+    def folder(self) -> str:
+        """Its label as one path component; no two labels share one."""
+        return quote(self.label, safe="=,: ")
+
+    def beside(self, key: str) -> tuple[str, ...]:
+        """Its values on the other axes than `key`."""
+        return tuple(value for axis, value in zip(self.axes, self.values, strict=True) if axis.key != key)
+
+
+def split_axes(words: Sequence[str]) -> tuple[tuple[Axis, ...], list[str]]:
+    """Axes, and the overrides of every run."""
+    axes, common = [], []
+    for word in words:
+        key, _, text = (part.strip() for part in word.partition("="))
+        values = tuple(value.strip() for value in COMMA.split(text))
+        listed = key in KEYS and takes_list(KEYS[key])
+        if len(values) > 1 and not listed:
+            axes.append(Axis(key, values))
+        else:
+            common.append(word)
+    return tuple(axes), common
+
+
+def variants(axes: tuple[Axis, ...]) -> list[Variant]:
+    """The product of the axes, the last one fastest. Raises ConfigError when it is none or too many."""
+    if not axes:
+        raise ConfigError(
+            "zero3d compare compares runs that differ: give a key several values, such as zero.stage=0,1,2,3 or "
+            "activations=none,full,every:2."
+        )
+    found = [Variant(axes, values) for values in product(*(axis.values for axis in axes))]
+    if len(found) > MOST:
+        factors = " x ".join(f"{len(axis.values)} ({axis.key})" for axis in axes)
+        raise ConfigError(f"{factors} = {len(found)} runs; at most {MOST} are compared: leave out some values.")
+    return found
+
+
+def check_variants(found: Sequence[Variant], source: str | Path | None, common: Sequence[str]) -> list[Config]:
+    """The configuration of each run. Raises ConfigError at the first that cannot be, or that is there already."""
+    seen: dict[Any, Variant] = {}
+    for variant in found:
+        config = load(source, [*common, *variant.words])
+        if config in seen:
+            raise ConfigError(f"{seen[config].label} and {variant.label} are the same run: leave one of them out.")
+        seen[config] = variant
+    return list(seen)

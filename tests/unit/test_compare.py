@@ -1,0 +1,317 @@
+"""zero3d compare: words become runs, results become rows, and what cannot be is refused before a run starts."""
+
+import argparse
+import json
+import signal
+import sys
+
+import pytest
+from rich.console import Console
+
+from zero3d.cli import compare as verb
+from zero3d.cli.main import main
+from zero3d.errors import ConfigError
+from zero3d.train.compare import as_json, rows, square_root
+from zero3d.train.compare_plot import draw
+from zero3d.train.compare_table import show
+from zero3d.train.variants import Axis, check_variants, split_axes, variants
+
+
+def spanned(*words):
+    """Labels of the runs, and the overrides of all."""
+    axes, common = split_axes(words)
+    return [variant.label for variant in variants(axes)], common
+
+
+# --- words to runs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "labels", "common"),
+    [
+        (["zero.stage=0,1"], ["zero.stage=0", "zero.stage=1"], []),
+        (["zero.stage = 0 , 1"], ["zero.stage=0", "zero.stage=1"], []),
+        (["zero.stage=0,3", "train.steps=5"], ["zero.stage=0", "zero.stage=3"], ["train.steps=5"]),
+        (["precision=bf16,fp32", "zero.stage=0,3"],
+         ["precision=bf16,zero.stage=0", "precision=bf16,zero.stage=3",
+          "precision=fp32,zero.stage=0", "precision=fp32,zero.stage=3"], []),
+        (["zero.stage=0,3", "data.train=a.txt,b.txt"], ["zero.stage=0", "zero.stage=3"], ["data.train=a.txt,b.txt"]),
+        (["zero.stage=0,3", "data.validation=a.txt,b.txt"], ["zero.stage=0", "zero.stage=3"], ["data.validation=a.txt,b.txt"]),
+        (["seed=0,1", "optimizer.betas=0.9,0.99"], ["seed=0", "seed=1"], ["optimizer.betas=0.9,0.99"]),
+        (["evaluate.prompt=[a, b],c"], ["evaluate.prompt=[a, b]", "evaluate.prompt=c"], []),
+    ],
+    ids=lambda value: " ".join(value),
+)  # fmt: skip
+def test_a_key_with_several_values_makes_runs_and_axes_multiply(words, labels, common):
+    assert spanned(*words) == (labels, common)
+
+
+def test_every_run_has_a_folder_of_its_own_below_the_output():
+    axes, _ = split_axes(["model.path=a/b,a_b,../c"])
+    folders = [variant.folder for variant in variants(axes)]
+    assert len(set(folders)) == 3
+    assert not any("/" in folder for folder in folders)
+    assert variants((Axis("zero.stage", ("0",)),))[0].folder == "zero.stage=0"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "zero.stage=0,1,2,3"),
+        (["zero.stage=2"], "zero.stage=0,1,2,3"),
+        (["data.train=a,b"], "give a key several values"),
+        (["zero.stage=0,7"], "zero.stage takes a whole number from 0 to 3; found the text '7'"),
+        (["zero.stage=0,"], "zero.stage="),
+        (["zero.stag=0,1"], "Did you mean zero.stage?"),
+        (["zero.stage=1,2,1"], "zero.stage=1 and zero.stage=1 are the same run"),
+        (["zero.stage=1,01"], "zero.stage=1 and zero.stage=01 are the same run"),
+        (["zero.stage=0,1", "zero.stage=3"], None),
+        (["zero.stage=0,1,2,3", "seed=0,1,2", "precision=bf16,fp32,fp16"], "4 (zero.stage) x 3 (seed) x 3 (precision) = 36"),
+        (["zero.stage=0,1", "train.steps=two"], "train.steps"),
+        (["output=a,b"], "output takes one folder"),
+        (["zero.stage=0,1", "--ranks", "0"], "--ranks 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_what_cannot_be_is_one_line_before_the_first_run(tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(verb.subprocess, "Popen", lambda *_, **__: pytest.fail("a run was started"))
+    if said is None:  # the last one of a key wins, here as everywhere
+        axes, common = split_axes(words)
+        assert [config.zero.stage for config in check_variants(variants(axes), None, common)] == [0, 1]
+        return
+    assert main(["compare", *words]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("ConfigError: ")
+    assert told.count("\n") == 1
+    assert said in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_launchers_worker_is_refused(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match="without torchrun"):
+        verb.run(argparse.Namespace(words=["zero.stage=0,1"], ranks=None, json=False))
+
+
+def test_the_output_is_the_typed_one_or_the_first_free_one_beside_the_files_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert str(verb.claim("here", "default", asked=True)) == "here"
+    assert str(verb.claim("runs/llama", "default", asked=False)) == "runs/llama-compare"
+    assert str(verb.claim("runs/llama", "default", asked=False)) == "runs/llama-compare-2"
+    assert str(verb.claim(None, "zero3d-compare-demo", asked=False)) == "zero3d-compare-demo"
+    (tmp_path / "here" / "file").touch()
+    with pytest.raises(ConfigError, match="output here is used already"):
+        verb.claim("here", "default", asked=True)
+
+
+# --- results to rows ----------------------------------------------------------------------------
+
+
+def result(*, losses=(3.0, 2.5), held_out=2.6, sent=100, off=0, activations="none", seconds=0.5, kept=800):
+    """What `zero3d train --json` prints, with round figures. off: what memory differs by from its formula."""
+
+    def held(consumer, measured, formula, at_most=False):
+        agrees = None if formula is None else measured <= formula if at_most else measured == formula
+        return {
+            "consumer": consumer,
+            "dtype": "bf16",
+            "measured": measured,
+            "formula": formula,
+            "at_most": at_most,
+            "agrees": agrees,
+        }
+
+    def moved(size):
+        return {"calls": 1, "elements": size // 2, "bytes": size}
+
+    states = [
+        held("parameters", 200 + off, 200),
+        held("gradients", 400, 400),
+        held("optimizer states", 1200, 1200),
+        held("padding", 0, 0),
+    ]
+    temporary = [held("temporary: bucket", 30, 50, at_most=True), held("temporary: wire", 10, 10, at_most=True)]
+    ops = (("all_gather", sent), ("reduce_scatter", 2 * sent), ("broadcast", 7))
+    return {
+        "ranks": 2, "layers": 4, "steps": 2, "losses": list(losses), "held_out_loss": held_out, "peak_memory": 9000,
+        "batch": {"batch": 8, "micro_batch": 2, "accumulate": 2, "dp": 2},
+        "step_seconds": seconds, "samples_per_s": 8 / seconds, "config": {"activations": activations},
+        "memory": [*states, *temporary, held("activations", kept, None)],
+        "traffic": [{"op": op, "measured": moved(size), "formula": moved(size), "equal": True} for op, size in ops],
+    }  # fmt: skip
+
+
+def compared(word, *results):
+    axes, _ = split_axes([word])
+    return rows(variants(axes), results)
+
+
+def printed(word, found):
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    show(split_axes([word])[0], found, console)
+    return console.export_text()
+
+
+def test_memory_and_traffic_are_summed_by_category_and_per_step():
+    row = compared("zero.stage=0,1", result(), result())[0]
+    assert row.memory["optimizer states"] == (1200, 1200, False, True)
+    assert row.memory["temporary"] == (40, 60, True, True)
+    assert row.memory["activations"] == (800, None, False, None)
+    assert row.traffic == {"all_gather": (50, 50, False, True), "reduce_scatter": (100, 100, False, True)}
+    assert row.sent == 150
+    assert row.agrees
+
+
+def test_equal_losses_are_the_same_bits():
+    word = "zero.stage=0,1"
+    first, second = compared(word, result(), result())
+    assert first.same_bits
+    assert second.same_bits
+    assert (second.loss_difference, second.held_out_difference) == (0.0, 0.0)
+    text = printed(word, [first, second])
+    assert text.count("same bits") == 3  # two cells and the line below
+    assert "measured = formula, to the byte" in text
+
+
+@pytest.mark.parametrize(
+    ("other", "loss", "held_out", "shown"),
+    [
+        (result(losses=(3.0, 2.25), held_out=2.6), -0.25, 0.0, "-2.5e-01"),
+        (result(losses=(3.0, 2.5), held_out=2.85), 0.0, 0.25, "+2.5e-01"),
+        (result(losses=(3.5, 2.5)), 0.0, 0.0, "    0 2.600000"),
+        (result(losses=(3.0, None), held_out=None), None, None, ""),
+    ],
+    ids=["last loss", "held-out loss", "a loss on the way", "not finite"],
+)
+def test_another_loss_at_any_step_is_not_the_same_bits(other, loss, held_out, shown):
+    found = compared("precision=bf16,fp32", result(), other)
+    assert not found[1].same_bits
+    assert found[1].loss_difference == pytest.approx(loss)
+    assert found[1].held_out_difference == pytest.approx(held_out)
+    text = printed("precision=bf16,fp32", found)
+    assert "same bits" not in text
+    assert shown in text
+
+
+def test_a_contradicted_formula_is_said():
+    word = "zero.stage=0,1"
+    found = compared(word, result(), result(off=1))
+    assert [row.agrees for row in found] == [True, False]
+    text = printed(word, found)
+    assert "UNEQUAL to the formula: zero.stage=1" in text
+    assert "measured = formula" not in text
+
+
+def test_one_rank_sends_nothing_and_has_no_traffic_table():
+    alone = {**result(), "traffic": []}
+    text = printed("zero.stage=0,1", compared("zero.stage=0,1", alone, alone))
+    assert "memory of rank 0" in text
+    assert "traffic" not in text
+
+
+def test_policies_are_shown_with_their_arithmetic():
+    word = "activations=none,full,every:2,selective"
+    results = [result(activations=name, seconds=s, kept=k)
+               for name, s, k in (("none", 0.5, 800), ("full", 0.7, 80), ("every:2", 0.7, 40), ("selective", 0.5, 500))]  # fmt: skip
+    found = [row.recompute for row in compared(word, *results)]
+    assert [row.kept_inputs for row in found] == [0, 4, 2, 4]
+    assert [row.interiors for row in found] == [4, 1, 2, 4]
+    assert [row.extra for row in found] == [0, pytest.approx(1 / 3), pytest.approx(1 / 3), None]
+    assert [row.predicted for row in found] == [1, pytest.approx(4 / 3), pytest.approx(4 / 3), None]
+    assert [row.measured for row in found] == pytest.approx([1, 1.4, 1.4, 1])
+    text = printed(word, compared(word, *results))
+    assert "recomputation of 4 blocks" in text
+    assert "of 4 blocks, every:2 keeps 2 inputs + 2 interiors = 4" in " ".join(text.split())
+
+
+def test_a_policy_is_held_against_the_first_run_with_the_same_other_values():
+    axes, _ = split_axes(["activations=none,full", "zero.stage=0,3"])
+    results = [
+        result(activations=a, seconds=s) for a, s in (("none", 1.0), ("none", 2.0), ("full", 1.5), ("full", 3.0))
+    ]
+    found = [row.recompute for row in rows(variants(axes), results)]
+    assert [row.measured for row in found] == [1, 1, 1.5, 1.5]
+    assert found[3].against == "activations=none,zero.stage=3"
+
+
+@pytest.mark.parametrize(("layers", "said"), [(1, "every:1"), (9, "every:3"), (100, "every:10")])
+def test_the_square_root_is_the_best_segment(layers, said):
+    assert said in square_root(layers)
+
+
+def test_the_tables_of_one_axis_fit_80_columns():
+    for word, results in (("zero.stage=0,1", [result(), result()]),
+                          ("activations=none,full", [result(), result(activations="full")])):  # fmt: skip
+        big = [
+            {**each, "memory": [{**row, "measured": row["measured"] * 10**8} for row in each["memory"]]}
+            for each in results
+        ]
+        lines = printed(word, compared(word, *big)).splitlines()
+        table = [line for line in lines if "─" in line]
+        assert len(table) >= 3
+        assert all(len(line.rstrip()) <= 80 for line in table)
+        assert not any("…" in line for line in lines)
+
+
+def test_figures_are_plain_json_and_the_picture_is_a_png(tmp_path):
+    axes, _ = split_axes(["zero.stage=0,1"])
+    results = [result(), result(losses=(3.0, None))]
+    plain = json.loads(json.dumps(as_json(variants(axes), results)))
+    assert plain[0]["figures"]["memory"]["parameters"] == {
+        "measured": 200,
+        "formula": 200,
+        "at_most": False,
+        "agrees": True,
+    }
+    assert plain[1]["overrides"] == ["zero.stage=1"]
+    assert plain[1]["figures"]["loss_difference"] is None
+    draw(rows(variants(axes), results), results, "a title", tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- runs that end early ------------------------------------------------------------------------
+
+
+def scripted(monkeypatch, script):
+    """Every run is this Python script; sys.argv[1] is its overrides."""
+    monkeypatch.setattr(verb.Plan, "command", lambda plan, variant: [sys.executable, "-c", script, variant.label])
+
+
+def test_the_first_failure_ends_it_with_its_message_and_code_and_keeps_what_is_done(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    scripted(
+        monkeypatch,
+        f"""
+import sys
+if sys.argv[1] == "zero.stage=1":
+    print("step 1/2", file=sys.stderr)
+    print("DataError: no such file", file=sys.stderr)
+    sys.exit(2)
+print({json.dumps(json.dumps(result()))})""",
+    )
+    assert main(["compare", "zero.stage=0,1,2", "output=out"]) == 2
+    told = capfd.readouterr().err
+    assert told.count("DataError: no such file") == 1
+    assert "step 1/2" not in told
+    assert "zero.stage=1 failed; the runs before it are in out/compare.json" in told
+    assert [run["variant"] for run in json.loads((tmp_path / "out" / "compare.json").read_text())["runs"]] == [
+        "zero.stage=0"
+    ]
+    assert not (tmp_path / "out" / "zero.stage=2.log").exists()
+
+
+def test_a_signal_goes_to_the_run_and_ends_the_comparison(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    scripted(
+        monkeypatch,
+        """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+os.kill(os.getppid(), signal.SIGTERM)
+signal.pause()""",
+    )
+    assert main(["compare", "zero.stage=0,1", "output=out"]) == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM in zero.stage=0" in capfd.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["zero.stage=0.log"]
