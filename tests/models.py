@@ -48,12 +48,16 @@ def net(**options):
     return Net(**options)
 
 
-def hf(name):
-    """A tiny Hugging Face model: llama, qwen3 (tied), qwen3_moe (fused experts) or gpt2 (tied, dropout off)."""
+def hf(name, inner=48):
+    """A tiny Hugging Face model: llama, qwen3 (tied), qwen3_moe (fused experts) or gpt2 (tied, dropout off).
+
+    inner  width of Llama's and Qwen3's MLP; from 96 on a block is larger than half of a unit's least storage
+           (16,384 elements), so that two ranks share it and not only its padding
+    """
     import transformers as t
 
     torch.manual_seed(7)
-    common = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    common = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": inner, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     if name == "llama":

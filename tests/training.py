@@ -12,7 +12,7 @@ ROWS, LENGTH = 14, 16
 
 def save_model(folder, name="llama", **changes):
     """A tiny model as `save_pretrained` leaves it; `changes` are of its config."""
-    model = hf(name)
+    model = hf(name, inner=96)
     for key, value in changes.items():
         setattr(model.config, key, value)
     model.save_pretrained(folder)
@@ -25,12 +25,12 @@ def save_rows(path, rows=ROWS, length=LENGTH, seed=0):
     return path
 
 
-def tree(folder, output="out", model="model", **sections):
+def tree(folder, output="out", saved="model", **sections):
     """A configuration: fp32, five steps of four rows in their order, all of it below `folder`."""
     made = {
         "output": str(Path(folder) / output),
         "precision": "fp32",
-        "model": {"path": str(Path(folder) / model)},
+        "model": {"path": str(Path(folder) / saved)},
         "data": {"train": str(Path(folder) / "rows.npy"), "length": LENGTH, "shuffle": False},
         "train": {"steps": 5, "batch": 4, "accumulate": 2},
         "optimizer": {"lr": 1e-3},

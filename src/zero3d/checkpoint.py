@@ -17,19 +17,20 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zero3d.agree import agree
 from zero3d.boxes import Box, Shape, box_shape, boxes, intersect
-from zero3d.errors import CheckpointError
+from zero3d.errors import CheckpointError, Zero3dError
 from zero3d.plain import plain, revive
 from zero3d.precision import LossScale, to_compute
 from zero3d.rng import rng_state, set_rng_state
@@ -108,11 +109,22 @@ def save(directory: Path, parts: Parts) -> Path:
     final = directory / f"step-{parts.step}"
     temporary = directory / f".step-{parts.step}.tmp"
     agree(parts.comm, lambda: _prepare(directory, temporary) if parts.comm.rank == 0 else None)
-    index = agree(parts.comm, lambda: _write_rank(temporary, parts))
     part_file = temporary / f"rank-{parts.comm.rank:05d}.json"
-    agree(parts.comm, lambda: write_json(part_file, index))
-    agree(parts.comm, lambda: _commit(temporary, final, parts) if parts.comm.rank == 0 else None)
+    with taken_back(temporary, parts.comm):
+        agree(parts.comm, lambda: write_json(part_file, _write_rank(temporary, parts)))
+        agree(parts.comm, lambda: _commit(temporary, final, parts) if parts.comm.rank == 0 else None)
     return final
+
+
+@contextmanager
+def taken_back(temporary: Path, comm: Comm) -> Iterator[None]:
+    """Remove a folder that could not be completed: it would fill the disk that may be full."""
+    try:
+        yield
+    except Zero3dError:
+        if comm.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def _prepare(directory: Path, temporary: Path) -> None:
@@ -142,8 +154,7 @@ def _write_rank(temporary: Path, parts: Parts) -> dict[str, Any]:
     tensors |= {f"buffer:{name}": value.detach().cpu().contiguous().clone() for name, value in buffers}
     rng, python_rng = rng_state()
     tensors |= {f"rng:{name}": value for name, value in rng.items()}
-    save_file(tensors, temporary / file)
-    sync(temporary / file)
+    write_tensors(temporary / file, tensors)
     return {"file": file, "sha256": _digest(temporary / file), "tensors": rows, "python_rng": python_rng}
 
 
@@ -196,6 +207,17 @@ def _scalars(parts: Parts) -> dict[str, float]:
             if isinstance(v, (int, float)) or (isinstance(v, Tensor) and v.dim() == 0)
         }
     return {}
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], **about: str) -> None:
+    """Write and fsync a safetensors file. Raises CheckpointError where the disk does not take it."""
+    try:
+        save_file(tensors, path, metadata=about or None)
+        sync(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write {path} ({error}): make room and go on from an older checkpoint, which is whole."
+        ) from OSError(str(error))
 
 
 def write_json(path: Path, value: Any) -> None:

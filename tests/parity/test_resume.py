@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from models import hf
 from training import ROWS, field, metrics, save_model, save_rows, train, tree
 
 SAME = ("step", "loss", "grad_norm", "lr", "tokens", "epoch", "applied")
@@ -52,7 +51,7 @@ def test_after_sigterm_every_number_is_that_of_the_uninterrupted_run(ranks, fold
 
 
 def test_a_signal_at_one_rank_stops_all(ranks, folder):
-    made = tree(folder, model="plain")
+    made = tree(folder, saved="plain")
     said = ranks(2, only_rank_1, made)
     assert said[0] == said[1] == f"step 2 of 5 is saved in {made['output']}/checkpoints/step-2"
 
@@ -71,7 +70,7 @@ def only_rank_1(made):
     ],
 )
 def test_another_number_of_ranks_and_another_stage_see_the_same_samples(ranks, folder, shapes, data):
-    portions = {"train": {"steps": 5, "batch": 4}, "model": "plain"}
+    portions = {"train": {"steps": 5, "batch": 4}, "saved": "plain"}
     expected = ranks(1, train, tree(folder, "whole", data=data, **portions))[0]
     for (dp, stage), stop in zip(shapes, (2, 4, None), strict=True):
         made = tree(folder, "parted", zero={"stage": stage}, data=data, **portions)
@@ -84,12 +83,12 @@ def test_another_number_of_ranks_and_another_stage_see_the_same_samples(ranks, f
 
 
 def test_auto_with_nothing_there_starts_afresh(ranks, folder):
-    records = ranks(1, train, tree(folder, model="plain", train={"steps": 2}), "auto")[0]
+    records = ranks(1, train, tree(folder, saved="plain", train={"steps": 2}), "auto")[0]
     assert field(records, "step") == [1, 2]
 
 
 def test_auto_after_the_end_trains_nothing_and_tells_the_same(ranks, folder):
-    made = tree(folder, model="plain", train={"steps": 2}, data={"validation": 0.2})
+    made = tree(folder, saved="plain", train={"steps": 2}, data={"validation": 0.2})
     first = ranks(2, train, made)[0]
     assert told(ranks(2, train, made, "auto")[0]) == told(first)
     assert told(metrics(made)) == told(first)
@@ -110,7 +109,7 @@ def evaluated(folder):
         "evaluate": {"every": 1},
         "checkpoint": {"every": 1, "keep": 2, "export": False},
     }
-    return tree(folder, model="plain", **sections)
+    return tree(folder, saved="plain", **sections)
 
 
 def test_the_last_and_the_best_checkpoints_are_kept(ranks, evaluated):
@@ -143,16 +142,16 @@ def test_going_on_from_the_best_leaves_the_course_after_it(ranks, evaluated):
 
 
 def test_sigterm_at_the_command_then_resume_auto(ranks, tmp_path):
-    hf("llama").save_pretrained(tmp_path / "model")
+    save_model(tmp_path / "model")
     save_rows(tmp_path / "rows.npy")
-    made = tree(tmp_path, train={"steps": 100})
+    made = tree(tmp_path, train={"steps": 40})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(made))
     command = [sys.executable, "-m", "zero3d.cli.main", "train", "run.yaml", "--ranks", "2"]
     process = subprocess.Popen(
         [*command, "log.every=1"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     line = ""
-    while not line.startswith("step   4/100"):
+    while not line.startswith("step  4/40"):
         assert select.select([process.stdout], [], [], 120)[0], "nothing was said for two minutes"
         line = process.stdout.readline()
         assert line, process.stderr.read()
@@ -163,10 +162,10 @@ def test_sigterm_at_the_command_then_resume_auto(ranks, tmp_path):
     saved = steps_in(made)
     stopped = len(metrics(made))
     assert saved == [f"step-{stopped}"]
-    assert stopped < 100
+    assert stopped < 40
     again = subprocess.run([*command, "--resume", "auto"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert again.returncode == 0, again.stderr
     assert f"after step {stopped}" in again.stdout
-    alone = tree(tmp_path, "alone", train={"steps": 100})
+    alone = tree(tmp_path, "alone", train={"steps": 40})
     ranks(2, train, alone)
     assert told(metrics(made)) == told(metrics(alone))

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy
 import pytest
 import torch
-from models import hf
+from safetensors import safe_open
 from torch.nn import functional as F
 from training import ROWS, field, save_model, save_rows, train, tree
 
@@ -55,6 +55,12 @@ def plain_loop(model, micro_batches_of):
     return losses, norms, rates
 
 
+def plain_model(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).train()
+
+
 def rows_in_order(path):
     """Micro-batches of the file's rows one after another, again from the start when they are used up."""
     rows = torch.from_numpy(numpy.load(path))
@@ -84,7 +90,7 @@ def saved(tmp_path_factory):
             folder = tmp_path_factory.mktemp(name)
             save_model(folder / "model", name)
             save_rows(folder / "rows.npy")
-            made[name] = folder, plain_loop(hf(name), rows_in_order(folder / "rows.npy"))
+            made[name] = folder, plain_loop(plain_model(folder), rows_in_order(folder / "rows.npy"))
         return made[name]
 
     return save
@@ -96,6 +102,9 @@ def test_losses_norms_and_rates_are_those_of_a_plain_loop(ranks, saved, tmp_path
     assert STEPS * BATCH > ROWS, "the run goes into a second epoch"
     made = tree(folder, zero={"stage": stage}, output=str(tmp_path / "out"))
     assert_same(ranks(dp, train, made)[0], *plain)
+    for rank in range(dp):
+        with safe_open(tmp_path / f"out/checkpoints/step-5/rank-{rank:05d}.safetensors", framework="pt") as file:
+            assert any(key.startswith("master:") for key in file.keys()), "every rank updates something"  # noqa: SIM118
 
 
 def documents_apart(made):
@@ -128,5 +137,5 @@ def test_packed_and_shuffled_documents_train_as_if_each_were_alone(ranks, tmp_pa
         save_rows(tmp_path / "documents" / f"{number}.npy", rows=length, length=1, seed=number)
         numpy.save(tmp_path / f"documents/{number}.npy", numpy.load(tmp_path / f"documents/{number}.npy").flatten())
     made = tree(tmp_path, data={"train": str(tmp_path / "documents"), "shuffle": True}, zero={"stage": stage})
-    plain = plain_loop(hf(model), documents_apart(made))
+    plain = plain_loop(plain_model(tmp_path), documents_apart(made))
     assert_same(ranks(dp, train, made)[0], *plain)

@@ -29,7 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
 
-from zero3d.errors import Zero3dError
+from zero3d.errors import ConfigError, Zero3dError
 from zero3d.train.stop import SIGNALS, Stopped, StopRequest
 
 LAUNCHED = "ZERO3D_LAUNCHED"  # set for workers whose launcher tells their failure
@@ -253,13 +253,12 @@ def describe(stop: Stopped) -> str:
 def leave_exception(error: BaseException) -> int:
     """Write it in the error file, or for want of our launcher on stderr as well; the exit code.
 
-    2 is for what the user asked; an error on purpose that a failing machine caused is told as shortly, with 1.
-    An error that another rank raised is told there.
+    2 is for what the user asked, a ConfigError always; any other error on purpose that a failing machine caused
+    is told as shortly, with 1. An error that another rank raised is told there.
     """
     clear = isinstance(error, Zero3dError)
-    code = (
-        2 if clear and not isinstance(error.__cause__, OSError) else 130 if isinstance(error, KeyboardInterrupt) else 1
-    )
+    asked = isinstance(error, ConfigError) or (clear and not isinstance(error.__cause__, OSError))
+    code = 2 if asked else 130 if isinstance(error, KeyboardInterrupt) else 1
     if isinstance(error, Zero3dError) and error.from_rank is not None:
         return code
     summary, callstack = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))

@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zero3d.agree import agree
-from zero3d.checkpoint import sync, write_json
+from zero3d.checkpoint import sync, taken_back, write_json, write_tensors
 from zero3d.errors import CheckpointError
 from zero3d.zero.collectives import Comm
 from zero3d.zero.unit import Unit
@@ -46,11 +45,12 @@ def export(
         agree(comm, action if comm.rank == 0 else lambda: None)
 
     on_rank_0(partial(_prepare_export, directory, temporary))
-    for unit in units:
-        with gathered(unit):
-            named = dict(zip((slot.name for slot in unit.layout.slots), unit.weights.params, strict=True))
-            on_rank_0(partial(_add_unit, writer, module, named))
-    on_rank_0(partial(_finish_export, writer, temporary, directory, module))
+    with taken_back(temporary, comm):
+        for unit in units:
+            with gathered(unit):
+                named = dict(zip((slot.name for slot in unit.layout.slots), unit.weights.params, strict=True))
+                on_rank_0(partial(_add_unit, writer, module, named))
+        on_rank_0(partial(_finish_export, writer, temporary, directory, module))
     return directory
 
 
@@ -96,8 +96,7 @@ class _ExportWriter:
 
     def _flush(self) -> None:
         path = self._directory / f"part-{len(self._files)}"
-        save_file(self._open, path, metadata={"format": "pt"})
-        sync(path)
+        write_tensors(path, self._open, format="pt")
         self._files.append(list(self._open))
         self._open = {}
 

@@ -107,6 +107,8 @@ def write_png(result: Result) -> str:
         as_png(losses(result.history), held_out, title, result.folder.curve)
     except ImportError:
         return "no loss.png: matplotlib is missing, type pip install 'zero3d[plot]'"
+    except OSError as error:
+        return f"no loss.png: {result.folder.curve} cannot be written ({error.strerror})"
     return f"loss curve: {result.folder.curve}"
 
 

@@ -1,0 +1,246 @@
+"""Input that cannot work: one line that says what to type, exit code 2, nothing written. A full disk: exit code 1."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import yaml
+from training import field, metrics, save_model, save_rows, train, tree
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_model(tmp_path / "model")
+    save_rows(tmp_path / "rows.npy")
+    return tmp_path
+
+
+def text(folder, name, *lines):
+    """A configuration of the demo's model on a file of these lines."""
+    (folder / name).write_text("".join(f"{line}\n" for line in lines))
+    return {"model": {"path": "demo"}, "data": {"train": str(folder / name), "tokenizer": "bytes"}}
+
+
+def with_config(folder, **changes):
+    """The model's config.json changed under its weights."""
+    file = folder / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return {}
+
+
+def without(folder, name, content=None):
+    """A file of the model removed, or cut off."""
+    (folder / "model" / name).unlink()
+    if content is not None:
+        (folder / "model" / name).write_bytes(content)
+    return {}
+
+
+def beyond_vocabulary(folder):
+    numpy.save(folder / "rows.npy", numpy.full((4, 16), 61))
+    return {}
+
+
+def empty(folder):
+    (folder / "nothing").mkdir()
+    return {"data": {"train": str(folder / "nothing")}}
+
+
+GOOD, BAD = json.dumps({"text": "some words"}), '{"text": "some'
+CASES = {
+    "batch that dp does not divide": (lambda f: {"train": {"batch": 5}}, "train.batch 5 is not a multiple of"),
+    "three portions that disagree": (lambda f: {"train": {"micro_batch": 4}}, "= 16. Type train.batch=16"),
+    "data that are not there": (lambda f: {"data": {"train": str(f / "row.npy")}}, "Did you mean"),
+    "a folder without data": (empty, "holds 0 files, none of which ends in"),
+    "a file without text": (lambda f: text(f, "a.txt"), "hold nothing to train on"),
+    "a line that does not parse": (lambda f: text(f, "a.jsonl", GOOD, GOOD, BAD), "a.jsonl:3: not JSON:"),
+    "a line without the keys": (lambda f: text(f, "a.jsonl", GOOD, '{"words": 1}'), "a.jsonl:2: the keys are words;"),
+    "a model without weights": (lambda f: without(f, "model.safetensors"), "has no weights (it has none)"),
+    "a model without config": (lambda f: without(f, "config.json"), "has no config.json (it has"),
+    "a config that is none": (lambda f: without(f, "config.json", b"{"), "is no config that transformers knows"),
+    "weights that are cut off": (lambda f: without(f, "model.safetensors", b"\x80\0\0\0\0\0\0\0{"), "model.safetensors"),
+    "weights of other shapes": (lambda f: with_config(f, intermediate_size=40), "mlp"),
+    "weights of another depth": (lambda f: with_config(f, num_hidden_layers=3), "layers.2"),
+    "a tokenizer beyond the vocabulary": (lambda f: {"data": {"tokenizer": "bytes"}}, "bytes has 256 tokens, the model's vocabulary 61"),
+    "ids beyond the vocabulary": (beyond_vocabulary, "highest token id is 61"),
+    "more tokens than positions": (lambda f: {"data": {"length": 65}}, "set data.length=64 or less"),
+    "rows that are no sequence": (lambda f: {"data": {"length": 8}}, "rows of 16 tokens"),
+    "attention nobody knows": (lambda f: {"model": {"path": str(f / "model"), "attn": "quick"}}, "attn='quick'"),
+    "a module that is not there": (lambda f: {"model": {"path": "no_such_module:make"}}, "cannot be imported"),
+    "a folder that cannot be made": (lambda f: {"output": str(f / "rows.npy" / "out")}, "choose another with output="),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_one_line_on_all_ranks_and_leaves_nothing(ranks, folder, case):
+    change, said = CASES[case]
+    made = tree(folder, **change(folder))
+    before = sorted(folder.iterdir())
+    for rank, (_, error) in enumerate(ranks(2, train, made, check=False)):
+        assert error is not None, f"rank {rank} found nothing wrong"
+        assert error.partition(": ")[0] in ("ConfigError", "DataError"), error
+        assert said in error
+        assert "\n" not in error
+        assert len(error) < 500
+    assert not Path(made["output"]).exists()
+    assert [path for path in sorted(folder.iterdir()) if path.name != "cache"] == before
+
+
+# --- folders and checkpoints --------------------------------------------------------------------
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+
+
+def refused(ranks, made, *start):
+    """The error of a start that must change no file of its output folder."""
+    before = contents(made["output"])
+    errors = [error for _, error in ranks(2, train, made, *start, check=False)]
+    assert all(errors)
+    assert contents(made["output"]) == before
+    assert "\n" not in errors[0]
+    return errors[0]
+
+
+def test_a_used_folder_is_refused_with_three_choices_and_each_works(ranks, folder):
+    made = tree(folder, train={"steps": 2})
+    ranks(2, train, made)
+    error = refused(ranks, made)
+    for choice in ("--resume auto", "output=FOLDER", "--overwrite"):
+        assert choice in error
+    made["train"]["steps"] = 3
+    assert field(ranks(2, train, made, "auto")[0], "step") == [1, 2, 3]
+    made["train"]["steps"] = 1
+    assert field(ranks(2, train, made, None, None, True)[0], "step") == [1]
+    assert [path.name for path in (folder / "out" / "checkpoints").iterdir()] == ["step-1"]
+
+
+def test_overwrite_does_not_touch_a_folder_that_no_run_has_written(ranks, folder):
+    made = tree(folder)
+    Path(made["output"]).mkdir()
+    (folder / "out" / "thesis.tex").write_text("x")
+    assert "no run wrote it" in refused(ranks, made, None, None, True)
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing(ranks, folder):
+    made = tree(folder, train={"steps": 2})
+    ranks(2, train, made)
+    assert "no checkpoint in" in refused(ranks, made, str(folder / "nowhere"))
+    save_rows(folder / "rows.npy", rows=9)
+    assert "sequences was 14 and is now 9" in refused(ranks, made, "auto")
+    save_rows(folder / "rows.npy")
+    assert "seed was 0 and is now 1" in refused(ranks, made | {"seed": 1}, "auto")
+    save_model(folder / "model", "gpt2")
+    assert "another model" in refused(ranks, made, "auto")
+
+
+def test_a_missing_checkpoint_makes_no_folder(ranks, folder):
+    made = tree(folder)
+    assert "no checkpoint in" in refused(ranks, made, str(folder / "nowhere"))
+    assert not Path(made["output"]).exists()
+
+
+def test_a_checkpoint_of_another_run_does_not_go_into_a_used_folder(ranks, folder):
+    one, other = tree(folder, "one", train={"steps": 2}), tree(folder, "other", train={"steps": 2})
+    ranks(2, train, one)
+    ranks(2, train, other)
+    assert "is used already" in refused(ranks, other, str(folder / "one" / "checkpoints"))
+
+
+# --- a full disk --------------------------------------------------------------------------------
+
+
+def train_until_full(made, full_at, world_rank):
+    """train, on a disk that takes no checkpoint of rank `world_rank` from step `full_at` on."""
+    import errno
+
+    import torch.distributed as dist
+
+    from zero3d import checkpoint
+
+    original = checkpoint.save_file
+
+    def save_file(tensors, path, **options):
+        if dist.get_rank() == world_rank and f".step-{full_at}.tmp" in str(path):
+            Path(path).write_bytes(b"half of it")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(tensors, path, **options)
+
+    checkpoint.save_file = save_file
+    try:
+        return train(made)
+    finally:
+        checkpoint.save_file = original
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_leaves_the_older_checkpoints_and_the_run_goes_on_later(ranks, folder, rank):
+    made = tree(folder, checkpoint={"every": 1, "keep": 2, "export": False})
+    errors = [error for _, error in ranks(2, train_until_full, made, 4, rank, check=False)]
+    for error in errors:
+        assert error.startswith("CheckpointError: cannot write ")
+        assert "No space left on device" in error
+        assert "\n" not in error
+    left = sorted(path.name for path in (folder / "out" / "checkpoints").iterdir())
+    assert left == ["step-2", "step-3"]
+    assert field(ranks(2, train, made, "auto")[0], "step") == field(metrics(made), "step") == [1, 2, 3, 4, 5]
+
+
+# --- through the command line -------------------------------------------------------------------
+
+
+def command(folder, *words, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "zero3d.cli.main", "train", "run.yaml", "--ranks", "2", *words],
+        cwd=folder, capture_output=True, text=True, timeout=240, env=os.environ | environment,
+    )  # fmt: skip
+
+
+COMMANDS = {
+    "a typo": (["trian.steps=3"], "train.steps"),
+    "impossible arithmetic": (["train.batch=5"], "train.batch 5 is not a multiple of"),
+    "a used folder": (["output=model"], "output model is used already"),
+    "a checkpoint that is not there": (["--resume", "nowhere"], "no checkpoint in nowhere"),
+    "a folder that cannot be made": (["output=rows.npy/out"], "cannot be created"),
+    "a broken config": (["model.path=broken"], "is no config that transformers knows"),
+}
+QUICK = {"a typo"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.long) for c in COMMANDS])
+def test_the_command_says_one_line_and_exits_with_2(folder, case):
+    words, said = COMMANDS[case]
+    (folder / "broken").mkdir()
+    (folder / "broken" / "config.json").write_text("{")
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree(folder)))
+    before = sorted(folder.iterdir())
+    done = command(folder, *words)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert [path for path in sorted(folder.iterdir()) if path.name != "cache"] == before
+
+
+LIMITED = """
+import os
+if os.environ.get("RANK") == "1":
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+"""
+
+
+def test_a_worker_that_cannot_write_its_part_is_told_once_with_exit_code_1(folder):
+    (folder / "sitecustomize.py").write_text(LIMITED)
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree(folder, zero={"stage": 0})))
+    done = command(folder, PYTHONPATH=os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("CheckpointError: cannot write ")
+    assert "File too large" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list((folder / "out" / "checkpoints").iterdir()) == []
