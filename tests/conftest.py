@@ -1,6 +1,7 @@
 """Shared fixtures: one pool of ranks for the whole session, single-threaded kernels."""
 
 import os
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # `nohup make test &` begins with both ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 torch.set_num_threads(1)  # summation order depends on the thread count
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -135,10 +136,12 @@ class Hooks:
         return without_grad and self.keep_full
 
     def _taker(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
+        own, its = ref(self), ref(unit)  # the garbage collector does not see what a parameter's hook holds
+
         def take(p: Tensor) -> None:
-            grad, p.grad = p.grad, None
-            if grad is not None:
-                self._reductions.take(unit, index, grad.detach())
+            if (hooks := own()) is not None and (unit := its()) is not None and p.grad is not None:
+                grad, p.grad = p.grad, None
+                hooks._reductions.take(unit, index, grad.detach())
 
         return take
 
