@@ -101,6 +101,11 @@ class Recomputed:
         self._name, self._module, self._recorder = name, module, recorder
         self._forward = module.forward
 
+    @property
+    def hides_inputs(self) -> bool:
+        """What it keeps is in torch's checkpoint, where no saved-tensor hook sees it."""
+        return self._recorder is None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         replaying = self._recorder is not None and self._recorder.replaying
         if not replaying and not (torch.is_grad_enabled() and self._module.training):

@@ -71,7 +71,7 @@ class Activations:
         root = engine.module
         self._handles = [root.register_forward_pre_hook(self._begin), root.register_forward_hook(self._end)]
         for module in root.modules():
-            if isinstance(module.forward, Recomputed):
+            if isinstance(module.forward, Recomputed) and module.forward.hides_inputs:
                 self._handles.append(module.register_forward_pre_hook(self._inputs, with_kwargs=True))
 
     def _begin(self, *_: Any) -> None:
@@ -84,8 +84,7 @@ class Activations:
 
     def _inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for tensor in tensors_in((args, kwargs)):
-            if tensor.requires_grad:
-                self._pack(tensor)
+            self._pack(tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -104,8 +104,7 @@ class Hooks:
             if not (torch.is_grad_enabled() and needed_in_backward):
                 return None
             args, kwargs = map_tensors((args, kwargs), _unleaf)  # Note 1
-            inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
-            if inputs:
+            if inputs := [t for t in tensors_in((args, kwargs)) if t.requires_grad]:
                 register_multi_grad_hook(inputs, lambda _: self._backward_done(units, call), mode="all")
             return args, kwargs
 
@@ -114,8 +113,7 @@ class Hooks:
             for unit in units:
                 self._gathers.release(unit, ("forward", call))
             if torch.is_grad_enabled() and needed_in_backward:
-                outputs = [t for t in tensors_out(output) if t.requires_grad]
-                if outputs:
+                if outputs := [t for t in tensors_out(output) if t.requires_grad]:
                     register_multi_grad_hook(outputs, lambda _: self._backward_needs(units, call), mode="any")
 
         module.register_forward_pre_hook(begins, with_kwargs=True)
