@@ -12,6 +12,7 @@ from torch import nn
 import zero3d
 from zero3d.activations import recompute
 from zero3d.plan.recompute import recompute_arithmetic
+from zero3d.train.measure import Activations
 from zero3d.zero.stages import count_gathers
 
 
@@ -82,3 +83,20 @@ def test_at_stage_3_blocks_before_the_last_of_a_segment_are_gathered_once_more(p
     engine.backward(loss_of(engine, batch(0)))
     counted = count_gathers(engine.gathers.events)
     assert [counted[f"layers.{i}"] for i in range(LAYERS)] == gathers
+
+
+def test_the_meter_of_a_run_counts_what_the_arithmetic_says():
+    """`none` keeps the most; full keeps an input per block, every:2 one per segment."""
+
+    def metered(policy):
+        engine = zero3d.Engine(recomputed(deep("llama"), policy), stage=3, precision="fp32")
+        meter = Activations(engine)
+        loss_of(engine, batch(0)).backward()
+        return sum(meter.bytes.values())
+
+    kept = {policy: metered(policy) for policy in ("none", "selective", "full", "every:2", "every:5")}
+    assert sorted(kept.values(), reverse=True) == list(kept.values())
+    inputs = {p: recompute_arithmetic(LAYERS, p).kept_inputs for p in ("full", "every:2", "every:5")}
+    one_input = batch(0).numel() * 32 * 4
+    assert kept["full"] - kept["every:2"] == (inputs["full"] - inputs["every:2"]) * one_input
+    assert kept["every:2"] - kept["every:5"] == (inputs["every:2"] - inputs["every:5"]) * one_input

@@ -112,9 +112,9 @@ class Hooks:
             call = self._open[module].pop()
             for unit in units:
                 self._gathers.release(unit, ("forward", call))
-            if torch.is_grad_enabled() and needed_in_backward:
-                if outputs := [t for t in tensors_out(output) if t.requires_grad]:
-                    register_multi_grad_hook(outputs, lambda _: self._backward_needs(units, call), mode="any")
+            outputs = [t for t in tensors_out(output) if t.requires_grad]
+            if torch.is_grad_enabled() and needed_in_backward and outputs:
+                register_multi_grad_hook(outputs, lambda _: self._backward_needs(units, call), mode="any")
 
         module.register_forward_pre_hook(begins, with_kwargs=True)
         module.register_forward_hook(ends, always_call=True)  # Note 2
