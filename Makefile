@@ -4,9 +4,12 @@
 # make bench     engines side by side on 2 CPU ranks
 #
 # PIP_OPTIONS passes options to pip, for example an index with CPU wheels of torch.
+# TORCH=2.11.0 takes another torch than constraints.txt pins, in a .venv of its own.
 PYTHON ?= python3
 PIP_OPTIONS ?=
-VENV := .venv
+TORCH ?=
+VENV := .venv$(TORCH:%=-torch-%)
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
@@ -36,12 +39,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	  { v=$$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); \
 	    echo "$(PYTHON) cannot make virtual environments: install the Debian package $$v (sudo apt-get install $$v)"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c constraints.txt -e '.[hf,plot]'
+	@$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS))
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c $(CONSTRAINTS) -e '.[hf,plot]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c constraints.txt -e '.[hf,plot,dev]'
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c $(CONSTRAINTS) -e '.[hf,plot,dev]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) zero3d-demo*
+	rm -rf .venv .venv-torch-* zero3d-demo*

@@ -153,10 +153,10 @@ class Engine:
         setting = Setting(self.policy, self.comm, self.arena)
         wide = self.policy.master if spec.dtype.is_floating_point else spec.dtype
         if source is None:
-            values = from_module(layout, spec.params, self.comm, wide)
+            fill = from_module(layout, spec.params, self.comm, wide)
         else:
-            values = from_source(source, layout, self.comm, wide)
-        return Unit(spec.name, spec.params, layout, spec.dtype, setting, values, spec.deferred)
+            fill = from_source(source, layout, self.comm, wide)
+        return Unit(spec.name, spec.params, layout, spec.dtype, setting, fill, spec.deferred)
 
     def _wire_up(
         self, uses: Mapping[nn.Module, Sequence[str]], choice: OptimizerChoice, clip_norm: float | None

@@ -7,14 +7,17 @@ from_source   a Source, asked only for the ranges that this rank owns; nothing i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from zero3d.precision import to_compute
 from zero3d.zero.collectives import Comm
 from zero3d.zero.layout import UnitLayout
+
+Fill = Callable[[Tensor], None]  # writes this rank's slice [total/N], padding apart, in the tensor's dtype
 
 
 class Source(Protocol):
@@ -24,22 +27,32 @@ class Source(Protocol):
         """Elements [start, stop) of the flattened parameter `name`, as a 1-D tensor of any dtype."""
 
 
-def from_module(layout: UnitLayout, params: Mapping[str, nn.Parameter], comm: Comm, dtype: torch.dtype) -> Tensor:
-    """[total/N] of `dtype`; broadcasts [total] from rank 0."""
-    whole = torch.zeros(layout.total, dtype=dtype, device=comm.device)
-    for slot in layout.slots:
-        whole[slot.start : slot.start + slot.numel].copy_(params[slot.name].detach().reshape(-1))
-    comm.broadcast(whole, "-")
-    return whole.view(comm.size, -1)[comm.rank]
+def from_module(layout: UnitLayout, params: Mapping[str, nn.Parameter], comm: Comm, wide: torch.dtype) -> Fill:
+    """Broadcasts [total] of `wide` from rank 0."""
+
+    def fill(out: Tensor) -> None:
+        whole = torch.zeros(layout.total, dtype=wide, device=comm.device)
+        for slot in layout.slots:
+            whole[slot.start : slot.start + slot.numel].copy_(params[slot.name].detach().reshape(-1))
+        comm.broadcast(whole, "-")
+        to_compute(whole.view(comm.size, -1)[comm.rank], out.dtype, out=out)
+
+    return fill
 
 
-def from_source(source: Source, layout: UnitLayout, comm: Comm, dtype: torch.dtype) -> Tensor:
-    """[total/N] of `dtype`; sends nothing."""
-    shard = torch.zeros(layout.shard, dtype=dtype, device=comm.device)
-    for piece in layout.pieces(comm.rank):
-        values = source(layout.slots[piece.slot].name, piece.start, piece.stop)
-        shard[piece.offset : piece.offset + piece.stop - piece.start].copy_(values)
-    return shard
+def from_source(source: Source, layout: UnitLayout, comm: Comm, wide: torch.dtype) -> Fill:
+    """Sends nothing; holds one piece at a time."""
+
+    def fill(out: Tensor) -> None:
+        for piece in layout.pieces(comm.rank):
+            values = source(layout.slots[piece.slot].name, piece.start, piece.stop)
+            part = out[piece.offset : piece.offset + piece.stop - piece.start]
+            if out.dtype in (wide, values.dtype):
+                part.copy_(values)
+            else:
+                to_compute(values.to(comm.device, wide), out.dtype, out=part)
+
+    return fill
 
 
 def hollow(model: nn.Module) -> None:

@@ -14,9 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from zero3d.errors import ConfigError
 from zero3d.hf.blocks import find_blocks
+
+# By name: transformers puts functions of its own in the place of torch's.
+FILLS = {"normal_", "uniform_", "fill_", "zero_"} | {name for name in vars(nn.init) if name.endswith("_")}
 
 
 def build(config: Any, attn: str | None = None) -> nn.Module:
@@ -48,9 +52,22 @@ def _parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
     try:
-        yield
+        with _NoFills():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _NoFills(TorchFunctionMode):
+    """Initialising a tensor without data changes nothing, and would take three quarters of a build's time."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in FILLS:
+            target = args[0] if args else kwargs.get("tensor")
+            if isinstance(target, Tensor) and target.is_meta:
+                return target
+        return func(*args, **kwargs)
 
 
 class RandomWeights:

@@ -23,7 +23,7 @@ reduction would overwrite it, so it is stashed until the next reduction has been
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from fractions import Fraction
@@ -88,7 +88,7 @@ class Weights:
 
     def __init__(
         self, name: str, params: list[nn.Parameter], layout: UnitLayout, dtype: torch.dtype, setting: Setting,
-        values: Tensor,
+        fill: Callable[[Tensor], None],
     ) -> None:  # fmt: skip
         self.name, self.params, self.layout, self._setting = name, params, layout, setting
         self.trainable = params[0].requires_grad
@@ -107,7 +107,7 @@ class Weights:
             self.shard = setting.arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype)
         self.master = self.held
         self._placeholders = [_placeholder(p, dtype, self.full.device) for p in params]
-        self._adopt(values)
+        self._adopt(fill)
         self._point_at(self.views)
         self._versions = [p._version for p in self.params]
         if self.sharded:
@@ -131,21 +131,18 @@ class Weights:
         """The pieces of `held`, in slot order."""
         return self.whole_pieces() if self.updates_all else self.layout.pieces(rank)
 
-    def _adopt(self, values: Tensor) -> None:
-        """Take this rank's slice [total/N] and, where more is held, the others' ((N-1)/N Psi elements).
-
-        Masters keep the precision the values came with.
-        """
-        comm, dtype = self._setting.comm, self.full.dtype
-        if self.trainable and dtype != values.dtype:
-            self.master = self._setting.arena.allocate("optimizer", self.held.numel(), self.used, values.dtype)
+    def _adopt(self, fill: Callable[[Tensor], None]) -> None:
+        """Take this rank's slice [total/N] and, where more is held, the others' ((N-1)/N Psi elements)."""
+        comm, dtype, wide = self._setting.comm, self.full.dtype, self._setting.policy.master
+        if self.trainable and dtype != wide:
+            self.master = self._setting.arena.allocate("optimizer", self.held.numel(), self.used, wide)
             own = self._setting.slot(self.master) if self.updates_all else self.master
-            own.copy_(values)
+            fill(own)
             if self.updates_all:
                 comm.all_gather(self.master, own, "-").wait()
             to_compute(self.master, dtype, out=self.held)
         else:
-            to_compute(values, dtype, out=self.shard)
+            fill(self.shard)
         if not self.sharded:
             comm.all_gather(self.full, self.shard, "-").wait()
 
@@ -378,7 +375,7 @@ class Gradients:
 class Unit:
     """Parameters handled together: one dtype, all trainable or all frozen.
 
-    values    [total/N] this rank's slice of the first weights, in the master's dtype
+    fill      writes this rank's slice [total/N] of the first weights
     deferred  its gradients may come in several parts (root unit, tied parameters): reduced last
     users     tokens of whoever needs the full parameters now
     """
@@ -390,12 +387,12 @@ class Unit:
         layout: UnitLayout,
         dtype: torch.dtype,
         setting: Setting,
-        values: Tensor,
+        fill: Callable[[Tensor], None],
         deferred: bool = False,
     ) -> None:
         self.name, self.layout, self.dtype, self.deferred = name, layout, dtype, deferred
         self.users: set[object] = set()
-        self.weights = Weights(name, [params[slot.name] for slot in layout.slots], layout, dtype, setting, values)
+        self.weights = Weights(name, [params[slot.name] for slot in layout.slots], layout, dtype, setting, fill)
         self.grads = Gradients(name, layout, dtype, setting) if self.weights.trainable else None
 
     @property
