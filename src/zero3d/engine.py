@@ -28,7 +28,7 @@ from zero3d.hf.blocks import UnitSpec, partition
 from zero3d.hf.export import export
 from zero3d.initial import Source, from_module, from_source, hollow
 from zero3d.ledger import Ledger
-from zero3d.mesh import Mesh
+from zero3d.mesh import Mesh, refuse_unbuilt
 from zero3d.nested import tensors_in
 from zero3d.param_groups import OptimizerChoice, choose_optimizer
 from zero3d.precision import DTYPES, NAMES, LossScale, Precision, at_least_fp32
@@ -125,6 +125,7 @@ class Engine:
         choice = choose_optimizer(model, optimizer, param_groups)
         specs, uses = partition(model, units, self.precision.dtype)
         self.mesh = mesh if mesh is not None else Mesh()
+        refuse_unbuilt(self.mesh.degrees)
         self.stage, self.module = stage, model
         self._accumulate, self._loss = accumulate, loss
         self._takes = _names_taken(model)

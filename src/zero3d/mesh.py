@@ -1,8 +1,7 @@
-"""Degrees to ranks: DP = world / (PP x TP), tp innermost.
+"""The ranks of a run on their axes: DP = world / (PP x TP), tp innermost (degrees.py has the arithmetic).
 
-    rank = (pp * DP + dp) * TP + tp
-
-Only dp is built so far; the other degrees are 1.
+Every axis of this rank has two process groups over the same ranks (transport.Axis); those of one
+rank's axes make torch's DeviceMesh.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh
 
+from zero3d.degrees import AXES, Degrees, Place
 from zero3d.errors import MeshError
 from zero3d.transport import Axis
 
@@ -25,9 +26,11 @@ from zero3d.transport import Axis
 class Mesh:
     """The ranks of a run, arranged by degree. Starts torch.distributed when nobody has.
 
-    dp, tp, pp  degrees; one may be left out (dp is computed), the product must equal the world
+    dp, tp, pp  degrees; one may be left out and is computed, the product must equal the world
     device      where this rank computes (default: its accelerator, else cpu)
     debug       compare the order of gathers before every gather: slow, and names a culprit at once
+
+    Raises MeshError. Groups are made on first use of an axis, by its ranks together.
     """
 
     def __init__(
@@ -41,26 +44,59 @@ class Mesh:
     ) -> None:
         start_distributed()
         self.world = dist.get_world_size()
-        self.dp, self.tp, self.pp = resolve_degrees(self.world, dp, tp, pp)
+        self.degrees = Degrees.resolve(self.world, dp, tp, pp)
+        self.pp, self.dp, self.tp = self.degrees
         self.device = torch.device(device) if device is not None else default_device()
         self.debug = debug
-        self._axis: Axis | None = None
+        self._axes: dict[str, Axis] = {}
 
     @property
     def rank(self) -> int:
         return dist.get_rank()
 
     @property
+    def place(self) -> Place:
+        """This rank's coordinates."""
+        return self.degrees.place(self.rank)
+
+    @property
     def data(self) -> Axis:
-        """The dp axis as this rank sees it; its second group is made on first use."""
-        if self._axis is None:
-            if self.dp == 1:
-                self._axis = Axis("dp", 0, 1)
-            else:
-                second = dist.new_group(list(range(self.world)), timeout=_timeout(self.device))
-                self._axis = Axis("dp", self.rank, self.dp, dist.group.WORLD, second)
-                atexit.register(_close, weakref.ref(self._axis))
-        return self._axis
+        """The dp axis as this rank sees it: the ranks that hold the same layers."""
+        return self.axis("dp")
+
+    def axis(self, name: str) -> Axis:
+        """One of pp, dp, tp as this rank sees it; its groups are made on first use."""
+        if name not in self._axes:
+            self._axes[name] = axis = self._open(name)
+            if axis.size > 1:
+                atexit.register(_close, weakref.ref(axis))
+        return self._axes[name]
+
+    def _open(self, name: str) -> Axis:
+        ranks = self.degrees.along(name, self.rank)
+        position = ranks.index(self.rank)
+        if len(ranks) == 1:
+            return Axis(name, 0, 1)
+        if len(ranks) == self.world:  # the order in which an axis lists all ranks is theirs
+            first, second = dist.group.WORLD, dist.new_group(ranks, timeout=_timeout(self.device))
+        else:
+            first, second = (
+                dist.new_group(ranks, timeout=_timeout(self.device), use_local_synchronization=True) for _ in range(2)
+            )
+        return Axis(name, position, len(ranks), first, second)
+
+    @property
+    def torch(self) -> DeviceMesh:
+        """The axes of more than one rank as torch's DeviceMesh, over the groups that gathers use. Raises MeshError."""
+        axes = [self.axis(name) for name in AXES]
+        groups = [axis.gathers for axis in axes if axis.gathers is not None]
+        if not groups:
+            raise MeshError("one rank has no axis of more than one rank, and so no DeviceMesh.")
+        names = tuple(axis.name for axis in axes if axis.gathers is not None)
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=names)
+        ranks = torch.arange(self.world).view([axis.size for axis in axes if axis.gathers is not None])
+        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
 
     @property
     def local_rank(self) -> int:
@@ -81,22 +117,13 @@ class Mesh:
             axis.close()
 
 
-def resolve_degrees(world: int, dp: int | None, tp: int | None, pp: int | None) -> tuple[int, int, int]:
-    """Complete and check (dp, tp, pp) against the world. Raises MeshError with the arithmetic."""
-    for name, degree in (("dp", dp), ("tp", tp), ("pp", pp)):
-        if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
-            raise MeshError(f"{name}={degree!r} is no degree: pass a whole number from 1.")
-    if (tp or 1) > 1 or (pp or 1) > 1:
+def refuse_unbuilt(degrees: Degrees) -> None:
+    """Raise MeshError for axes that an Engine cannot train on yet."""
+    if degrees.pp * degrees.tp > 1:
         raise MeshError(
-            f"pp={pp or 1} x tp={tp or 1}: pipeline and tensor parallelism are not built yet; leave them out or pass 1."
+            f"{degrees}: an Engine trains on the dp axis only, pipeline and tensor parallelism are not built yet; "
+            "leave pp and tp out or pass 1."
         )
-    dp = world if dp is None else dp
-    if dp != world:
-        raise MeshError(
-            f"{world} ranks cannot form pp=1 x dp={dp} x tp=1 (= {dp}). dp must be {world} / (1*1) = {world}: "
-            "leave dp out and it is computed."
-        )
-    return dp, 1, 1
 
 
 def default_device() -> torch.device:

@@ -15,7 +15,8 @@ SRC = ROOT / "src" / "zero3d"
 
 # Layers from left to right; a module may import from its own layer and from those to its left.
 LAYERS = [
-    ["errors", "boxes", "ledger", "plain", "rng", "config", "deepspeed_config", "zero.stages", "zero.layout", "plan"],
+    ["errors", "boxes", "ledger", "plain", "rng", "config", "deepspeed_config", "zero.stages", "zero.layout", "plan",
+     "degrees"],
     ["mesh", "transport", "zero.collectives", "zero.arena"],
     ["precision", "param_groups", "nested", "boundary", "guards", "initial", "agree", "zero.unit", "zero.hooks",
      "zero.prefetch", "zero.optimizer", "tier"],

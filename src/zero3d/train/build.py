@@ -24,7 +24,7 @@ from zero3d.engine import Engine
 from zero3d.errors import ConfigError
 from zero3d.hf.open import Opened, open_model
 from zero3d.ledger import Ledger
-from zero3d.mesh import Mesh
+from zero3d.mesh import Mesh, refuse_unbuilt
 from zero3d.precision import LossScaling, Precision, at_least_fp32
 from zero3d.train.optim import adamw, decay_groups, scheduler
 from zero3d.zero.arena import Arena
@@ -44,12 +44,19 @@ class Inputs:
     steps: int
 
 
+def open_mesh(config: Config) -> Mesh:
+    """The mesh that `mesh` asks for. Raises MeshError."""
+    mesh = Mesh(config.mesh.dp, config.mesh.tp, config.mesh.pp)
+    refuse_unbuilt(mesh.degrees)
+    return mesh
+
+
 def open_inputs(config: Config) -> Inputs:
     """Check everything that can be checked, read headers, tokenize. Raises the same Zero3dError on all ranks.
 
     One rank of each machine tokenizes; the others wait for it as long as it takes.
     """
-    mesh = Mesh(config.mesh.dp, config.mesh.tp, config.mesh.pp)
+    mesh = open_mesh(config)
     with mesh.waiting_room() as everyone:
         comm = Comm(everyone, Arena(torch.device("cpu")), Ledger())
         batch, opened, tokenizer = agree(comm, lambda: _open(config, mesh.dp))
@@ -163,7 +170,7 @@ def from_config(source: str | Path | Mapping[str, Any], **overrides: Any) -> Eng
     if config.train.steps is None:
         inputs = open_inputs(config)
         return build_engine(config, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
-    mesh = Mesh(config.mesh.dp, config.mesh.tp, config.mesh.pp)
+    mesh = open_mesh(config)
     accumulate = resolve_batch(config.train, mesh.dp).accumulate
     return build_engine(config, open_model(config.model, config.seed), mesh, accumulate, config.train.steps)
 

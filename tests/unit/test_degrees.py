@@ -1,0 +1,89 @@
+"""Ranks on three axes: the arithmetic, both worked examples of the mission, and refusals that show it."""
+
+import pytest
+
+from zero3d.config import Train
+from zero3d.config.batch import resolve_batch
+from zero3d.degrees import Degrees, Place
+from zero3d.errors import MeshError
+
+
+def test_64_ranks_as_8_pipeline_stages_of_8_tensor_ranks_are_one_replica():
+    degrees = Degrees.resolve(64, tp=8, pp=8)
+    assert degrees == Degrees(pp=8, dp=1, tp=8)
+    assert degrees.along("dp", 37) == [37]
+    assert {degrees.place(rank).dp for rank in range(64)} == {0}
+    assert resolve_batch(Train(batch=16, micro_batch=2, steps=1), degrees.dp).accumulate == 8
+
+
+def test_128_ranks_are_two_replicas_of_64_that_share_the_batch():
+    degrees = Degrees.resolve(128, tp=8, pp=8)
+    assert degrees == Degrees(pp=8, dp=2, tp=8)
+    replicas = [[rank for rank in range(128) if degrees.place(rank).dp == dp] for dp in range(2)]
+    assert [len(replica) for replica in replicas] == [64, 64]
+    assert replicas[0][:10] == [0, 1, 2, 3, 4, 5, 6, 7, 16, 17], "tp innermost, then dp, then pp"
+    assert degrees.along("dp", 3) == [3, 11], "who reduces gradients with whom"
+    assert degrees.along("pp", 3) == [3, 19, 35, 51, 67, 83, 99, 115]
+    assert degrees.along("tp", 19) == [16, 17, 18, 19, 20, 21, 22, 23]
+    batch = resolve_batch(Train(batch=16, micro_batch=2, steps=1), degrees.dp)
+    assert batch.micro_batch * batch.accumulate == 16 // 2, "each replica trains on half of the batch"
+
+
+@pytest.mark.parametrize("degrees", [Degrees(2, 3, 4), Degrees(1, 5, 1), Degrees(4, 1, 2)])
+def test_ranks_and_places_are_one_to_one(degrees):
+    places = [degrees.place(rank) for rank in range(degrees.world)]
+    assert [degrees.rank(place) for place in places] == list(range(degrees.world))
+    assert places == sorted(
+        Place(p, d, t) for p in range(degrees.pp) for d in range(degrees.dp) for t in range(degrees.tp)
+    )
+    for rank, place in enumerate(places):
+        for axis in ("pp", "dp", "tp"):
+            others = degrees.along(axis, rank)
+            assert others[getattr(place, axis)] == rank
+            assert len(others) == getattr(degrees, axis)
+            assert all(degrees.along(axis, other) == others for other in others)
+
+
+@pytest.mark.parametrize(
+    ("world", "asked", "found"),
+    [
+        (8, {}, (1, 8, 1)),
+        (8, {"pp": 2}, (2, 4, 1)),
+        (8, {"tp": 2}, (1, 4, 2)),
+        (8, {"pp": 2, "dp": 2}, (2, 2, 2)),
+        (8, {"dp": 2, "tp": 2}, (2, 2, 2)),
+        (8, {"dp": 8}, (1, 8, 1)),
+    ],
+)
+def test_a_degree_that_is_left_out_is_computed(world, asked, found):
+    assert Degrees.resolve(world, **asked) == found
+
+
+@pytest.mark.parametrize(
+    ("world", "asked", "message"),
+    [
+        (
+            6,
+            {"pp": 4},
+            r"6 ranks cannot form pp=4 x tp=1: dp would be 6 / 4 = 1.5, no whole number. Start a multiple of 4",
+        ),
+        (8, {"dp": 3, "tp": 2}, r"pp would be 8 / 6 = 1.33333"),
+        (8, {"pp": 2, "dp": 2, "tp": 1}, r"8 ranks cannot form pp=2 x dp=2 x tp=1 \(= 4 ranks\): leave dp out"),
+        (4, {"dp": 3}, r"4 ranks cannot form pp=1 x dp=3 x tp=1 \(= 3 ranks\)"),
+        (4, {"pp": 0}, "pp=0 is no degree"),
+        (4, {"tp": True}, "tp=True is no degree"),
+    ],
+)
+def test_degrees_that_do_not_multiply_show_the_arithmetic(world, asked, message):
+    with pytest.raises(MeshError, match=message):
+        Degrees.resolve(world, **asked)
+
+
+def test_the_rank_map_is_a_table():
+    assert Degrees(2, 2, 2).table().splitlines() == [
+        "8 ranks = pp 2 x dp 2 x tp 2",
+        "        dp 0    dp 1",
+        "pp 0    0-1     2-3",
+        "pp 1    4-5     6-7",
+    ]
+    assert Degrees(1, 3, 1).table().splitlines()[-1] == "pp 0    0       1       2"
