@@ -72,7 +72,7 @@ class Call:
 
     nest     its (args, kwargs); tensors in it mean nothing
     sources  for each tensor in the nest: which output of the call before it was, or None if it is kept
-    keeper   the node that keeps the others
+    keeper   an empty tensor whose node keeps the others: in torch 2.11 the node lives no longer than it
     blanks   what autograd saved inside, in order
     """
 
@@ -80,7 +80,7 @@ class Call:
     block: nn.Module
     nest: Any
     sources: list[int | None]
-    keeper: Any
+    keeper: Tensor
     device: torch.device
     rng: tuple[Tensor, ...]
     autocast: list[tuple[str, torch.dtype, bool]]
@@ -93,7 +93,7 @@ class Call:
 
     def arguments(self, outputs: list[Tensor]) -> Any:
         """(args, kwargs) again; `outputs` are those of the call before."""
-        kept, sources = iter(self.keeper.saved_tensors), iter(self.sources)
+        kept, sources = iter(self.keeper.grad_fn.saved_tensors), iter(self.sources)  # type: ignore[union-attr]
 
         def restore(_: Tensor) -> Tensor:
             source = next(sources)
@@ -133,7 +133,7 @@ def record(name: str, block: nn.Module, args: Any, kwargs: Any, outputs: Mapping
     nest = map_tensors((args, kwargs), strip)
     devices = (t.device for t in tensors_in((args, kwargs)))
     device = next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
-    keeper = _Keep.apply(torch.empty(0, requires_grad=True), *kept).grad_fn  # type: ignore[no-untyped-call]
+    keeper: Tensor = _Keep.apply(torch.empty(0, requires_grad=True), *kept)  # type: ignore[no-untyped-call]
     autocast = [
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in {"cpu", device.type}
     ]
