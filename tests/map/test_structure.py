@@ -18,7 +18,7 @@ LAYERS = [
     ["errors", "boxes", "ledger", "plain", "rng", "config", "deepspeed_config", "zero.stages", "zero.layout", "plan",
      "degrees"],
     ["mesh", "transport", "zero.collectives", "zero.arena"],
-    ["precision", "param_groups", "nested", "boundary", "guards", "initial", "agree", "zero.unit", "zero.hooks",
+    ["precision", "param_groups", "nested", "boundary", "replica", "guards", "initial", "agree", "zero.unit", "zero.hooks",
      "zero.prefetch", "zero.optimizer", "tier"],
     ["activations", "segments", "tensor_parallel", "pipeline", "moe", "checkpoint", "hf", "data"],
     ["engine"],

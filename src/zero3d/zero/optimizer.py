@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero3d.param_groups import NOT_ELEMENTWISE, refuse_kind
+from zero3d.replica import Replica
 from zero3d.zero.arena import Arena, host_value
 from zero3d.zero.collectives import Comm, Pending, same_memory
 from zero3d.zero.layout import Piece
@@ -87,9 +88,10 @@ class ShardedOptimizer:
         comm: Comm,
         arena: Arena,
         clip_norm: float | None,
+        replica: Replica,
     ) -> None:
         self._units = [unit for unit in units if unit.grads is not None]
-        self._comm, self._arena, self._clip = comm, arena, clip_norm
+        self._comm, self._arena, self._clip, self._replica = comm, arena, clip_norm, replica
         self.pieces = sorted(self._own(order), key=lambda piece: piece.order)
         self._flat: dict[tuple[str, str], Tensor] = {}
         self.torch = build([[p.master for p in self.pieces if p.group == g] for g in range(groups)])
@@ -179,13 +181,15 @@ class ShardedOptimizer:
 
     def _exchange(self, weight: float | Tensor) -> tuple[float | Tensor, Tensor]:
         """Sum of weights over ranks, and whether all ranks used units in one order (1.0 or 0.0)."""
-        if self._comm.size == 1:
+        if self._comm.size == 1 and self._replica.alone:
             return weight, torch.ones((), dtype=torch.float64)
         mine = torch.empty(3, dtype=torch.float64, device=self._arena.device)
         mine[0] = weight
         mine[1:] = torch.tensor(self._comm.order_values(), dtype=torch.float64)
         seen = self._comm.exchange(mine)
-        return seen[:, 0].sum(), (seen[:, 1:] == seen[0, 1:]).all().double()
+        differ = (seen[:, 1:] != seen[0, 1:]).any()
+        total, differing = self._replica.sum(torch.stack([seen[:, 0].sum(), differ.double()]))
+        return total, (differing == 0).double()
 
     def shard_grads(self) -> Iterator[tuple[OwnedPiece, Tensor]]:
         """This rank's pieces of the reduced gradients, in model order (also at stage 0)."""
@@ -198,14 +202,13 @@ class ShardedOptimizer:
         yield from sorted(parts, key=lambda part: part[0].order)
 
     def _norm(self) -> Tensor:
-        """Global gradient norm, the same on all ranks and stages."""
-        norms = [torch.linalg.vector_norm(grad) for _, grad in self.shard_grads()]
-        dtype = norms[0].dtype if norms else torch.float32
-        device = self._arena.device
-        partial = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=dtype, device=device)
+        """Global gradient norm, the same on all ranks, stages and pipelines."""
+        parts = [(owned.order, torch.linalg.vector_norm(grad)) for owned, grad in self.shard_grads()]
+        wide = self._units[0].weights.master.dtype if self._units else torch.float32
+        partial = torch.linalg.vector_norm(self._replica.stack(parts, wide))
         if self._comm.size == 1:
             return partial
-        partials = self._comm.exchange(partial.double()[None])[:, 0].to(self._units[0].weights.master.dtype)
+        partials = self._comm.exchange(partial.double()[None])[:, 0].to(wide)
         norm: Tensor = torch.linalg.vector_norm(partials)
         return norm
 
