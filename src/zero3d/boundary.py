@@ -60,6 +60,10 @@ class Boundary:
         finally:
             self._driven = None
 
+    def finish(self, micro_batches: int, weight: float | Tensor) -> None:
+        """A pipeline has run a whole step's micro-batches; `weight`: of those whose loss was on this rank."""
+        self.count, self.weight, self.reached = micro_batches, weight, True
+
     def backward_begins(self) -> None:
         """A backward reaches an output of a root forward."""
         if self._scales_loss and self._driven is None:

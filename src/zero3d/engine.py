@@ -24,14 +24,16 @@ from zero3d import checkpoint
 from zero3d.boundary import Boundary, Driven
 from zero3d.errors import ConfigError
 from zero3d.guards import guard, is_guarded
-from zero3d.hf.blocks import UnitSpec, partition
+from zero3d.hf.blocks import UnitSpec, partition_all
 from zero3d.hf.export import export
 from zero3d.initial import Source, from_module, from_source, hollow
 from zero3d.ledger import Ledger
 from zero3d.mesh import Mesh, refuse_unbuilt
 from zero3d.nested import tensors_in
 from zero3d.param_groups import OptimizerChoice, choose_optimizer
+from zero3d.pipeline import Pipeline, Schedule, pipeline_policies, take_parts
 from zero3d.precision import DTYPES, NAMES, LossScale, Precision, at_least_fp32
+from zero3d.replica import Replica
 from zero3d.zero.arena import STATES, TRANSIENT, Arena
 from zero3d.zero.collectives import Comm, broadcast_ints
 from zero3d.zero.hooks import KEEP, Hooks
@@ -115,18 +117,21 @@ class Engine:
         reduce: str = "auto",
         exact: bool = False,
         weights: Source | None = None,
+        schedule: str = "1f1b",
     ) -> None:
         row = stage_row(stage)
         self.precision = Precision.of(precision)
-        release, reduce = resolve_policies(row, release, reduce)
+        self.mesh = mesh if mesh is not None else Mesh()
+        refuse_unbuilt(self.mesh.degrees)
+        release, reduce = resolve_policies(row, *pipeline_policies(self.mesh.pp, release, reduce))
         _check(model, clip_norm, accumulate, exact, weights)
         if weights is not None:
             hollow(model)
         choice = choose_optimizer(model, optimizer, param_groups)
-        specs, uses = partition(model, units, self.precision.dtype)
-        self.mesh = mesh if mesh is not None else Mesh()
-        refuse_unbuilt(self.mesh.degrees)
-        self.stage, self.module = stage, model
+        self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
+        self.parts = take_parts(model, self.mesh.axis("pp"), Schedule.of(schedule))
+        specs, uses = partition_all(self.parts.values(), units, self.precision.dtype)
+        self.stage, self.module = stage, model if self.mesh.pp == 1 else nn.ModuleList(self.parts.values())
         self._accumulate, self._loss = accumulate, loss
         self._takes = _names_taken(model)
         wide = torch.float64 if self.precision.name == "fp64" else torch.float32
@@ -135,11 +140,10 @@ class Engine:
         self.traffic = Ledger()
         self.comm = Comm(self.mesh.data, self.arena, self.traffic, check_every_gather=self.mesh.debug)
         self._unit_of: dict[nn.Parameter, Unit] = {}
-        guard(model, self._unit_of, lambda unit: FULL_PARAMS in unit.users)  # first: a failure below must not go unseen
+        guard(self.module, self._unit_of, lambda unit: FULL_PARAMS in unit.users)  # a failure below must not go unseen
         self._move_buffers()
-        self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
         self.units = [self._build_unit(spec, choice, weights) for spec in specs]
-        self._wire_up(uses, choice, clip_norm)
+        self._wire_up(uses, choice, clip_norm, Schedule.of(schedule))
         self._scheduler = _bind(scheduler, self.optimizer.torch)
         self._steps = self._skips = 0
         self.last_step: StepResult | None = None
@@ -160,12 +164,15 @@ class Engine:
         return Unit(spec.name, spec.params, layout, spec.dtype, setting, fill, spec.deferred)
 
     def _wire_up(
-        self, uses: Mapping[nn.Module, Sequence[str]], choice: OptimizerChoice, clip_norm: float | None
-    ) -> None:
+        self, uses: Mapping[nn.Module, Sequence[str]], choice: OptimizerChoice, clip_norm: float | None,
+        schedule: Schedule,
+    ) -> None:  # fmt: skip
         by_name = {unit.name: unit for unit in self.units}
         device = self.mesh.device
+        across = self.mesh.axis("pp")
+        self.replica = Replica(Comm(across, self.arena, self.traffic))
         self.optimizer = ShardedOptimizer(
-            self.units, self._order, choice.build, choice.groups, self.comm, self.arena, clip_norm
+            self.units, self._order, choice.build, choice.groups, self.comm, self.arena, clip_norm, self.replica
         )
         self.gathers = Gathers(Lane("gather", device), every_step=self.policy.release == "every_step")
         self.reductions = Reductions(self.units, Lane("reduce", device))
@@ -174,7 +181,16 @@ class Engine:
         self.boundary = Boundary(self._accumulate, every, self.precision.scales_loss)
         users = {module: [by_name[name] for name in names] for module, names in uses.items()}
         cast = self.precision.dtype
-        self.hooks = Hooks(self.module, users, self.gathers, self.reductions, self.boundary, lambda t: t.to(cast))
+        self.hooks = [
+            Hooks(root, {module: needed for module, needed in users.items() if module in set(root.modules())},
+                  self.gathers, self.reductions, self.boundary, lambda t: t.to(cast))
+            for root in self.parts.values()
+        ]  # fmt: skip
+        self.pipeline = None
+        if across.size > 1:
+            self.pipeline = Pipeline(
+                self.parts, schedule, across, device, self._sum_and_weight, self.boundary, self.reductions.sweep
+            )  # fmt: skip
         self._unit_of |= {p: unit for unit in self.units for p in unit.weights.params}
 
     def _move_buffers(self) -> None:
@@ -217,8 +233,12 @@ class Engine:
             with self.boundary.driving(Driven(weight, last)):
                 total.backward()  # type: ignore[no-untyped-call]
         except BaseException:
-            self.hooks.abandon()
+            self._abandon()
             raise
+
+    def _abandon(self) -> None:
+        for hooks in self.hooks:
+            hooks.abandon()
 
     def step(self) -> StepResult:
         """Apply the step if the boundary is reached, else change nothing.
@@ -280,12 +300,14 @@ class Engine:
         """
         seen = []
         try:
-            for i, batch in enumerate(micro_batches):
+            if self.pipeline is not None:
+                seen = self.pipeline.run(micro_batches, self.loss_scale.value)
+            for i, batch in enumerate(micro_batches if self.pipeline is None else ()):
                 total, weight = self._sum_and_weight(self._forward(batch), batch)
                 seen.append((total.detach(), weight))
                 self._backward_sum(total, weight, last=i == len(micro_batches) - 1)
         except BaseException:
-            self.hooks.abandon()
+            self._abandon()
             raise
         self.last_step = self.step()
         return self._global_mean(seen)
@@ -315,13 +337,15 @@ class Engine:
     @contextmanager
     def _evaluating(self, keep_full: bool) -> Iterator[None]:
         """Eval mode; every module's own mode comes back on exit."""
-        before, modes = self.hooks.keep_full, {module: module.training for module in self.module.modules()}
-        self.hooks.keep_full = keep_full
+        before, modes = self.hooks[0].keep_full, {module: module.training for module in self.module.modules()}
+        for hooks in self.hooks:
+            hooks.keep_full = keep_full
         self.module.eval()
         try:
             yield
         finally:
-            self.hooks.keep_full = before
+            for hooks in self.hooks:
+                hooks.keep_full = before
             for module, training in modes.items():
                 module.training = training
 
@@ -349,7 +373,7 @@ class Engine:
         for total, weight in seen:
             sums[0] += total.detach().double()
             sums[1] += weight
-        everywhere = self.comm.exchange(sums).sum(0)
+        everywhere = self.replica.sum(self.comm.exchange(sums).sum(0))
         return everywhere[0] / everywhere[1]
 
     # --- whole parameters -----------------------------------------------------------------------

@@ -14,9 +14,9 @@ Note 1, split backward. A zero-bubble schedule takes gradients of inputs and of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,12 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
+from zero3d.boundary import Boundary, Driven
 from zero3d.errors import ConfigError
+from zero3d.hf.split import balance, split
 from zero3d.transport import Axis
+
+TOKENS = 2048  # of a micro-batch, where the split must not depend on the one that comes first
 
 SCHEDULES = {
     "gpipe": ("GPipe", 1, False),
@@ -60,74 +64,89 @@ class Schedule(NamedTuple):
         return [rank + turn * ranks for turn in range(self.parts_per_rank)]
 
 
-class Driver(Protocol):
-    """What the schedule's events mean to the engine."""
+def pipeline_policies(pp: int, release: str, reduce: str) -> tuple[str, str]:
+    """In a pipeline parameters are held and gradients summed for the whole schedule, unless asked otherwise."""
+    if pp == 1:
+        return release, reduce
+    return "every_step" if release == "auto" else release, "every_step" if reduce == "auto" else reduce
 
-    def sum_of_losses(self, output: Any, batch: Any) -> tuple[Tensor, float | Tensor]:
-        """(sum, weight) of one micro-batch's last output."""
 
-    def backward(self) -> AbstractContextManager[None]:
-        """Around every backward."""
-
-    def sweep(self) -> None:
-        """Take gradients that no hook announced."""
+def take_parts(model: nn.Module, axis: Axis, schedule: Schedule) -> dict[int, nn.Module]:
+    """This rank's parts of the model by number; without pipeline the model itself."""
+    if axis.size == 1:
+        return {0: model}
+    counts = balance(model, axis.size * schedule.parts_per_rank, TOKENS)
+    return {part: split(model, counts, part) for part in schedule.parts_of(axis.rank, axis.size)}
 
 
 class Pipeline:
     """This rank's parts, and a schedule per number of micro-batches.
 
     parts   part number -> module, forward(hidden states or nothing, **micro-batch)
-    hidden  (rows, length) of a micro-batch -> shape of what goes from part to part, and its dtype
+    sum_and_weight  (output, micro-batch) -> (sum of losses, weight), of the last part's output
     """
 
     def __init__(
-        self, parts: Mapping[int, nn.Module], schedule: Schedule, axis: Axis, device: torch.device, driver: Driver,
-        hidden: Callable[[Any], tuple[tuple[int, ...], torch.dtype]],
+        self, parts: Mapping[int, nn.Module], schedule: Schedule, axis: Axis, device: torch.device,
+        sum_and_weight: Callable[[Any, Any], tuple[Tensor, float | Tensor]], boundary: Boundary,
+        sweep: Callable[[], None],
     ) -> None:  # fmt: skip
         self._parts, self._schedule, self._axis, self._device = parts, schedule, axis, device
-        self._driver, self._hidden = driver, hidden
+        self._sum_and_weight, self._boundary, self._sweep = sum_and_weight, boundary, sweep
         self._total = schedule.parts_per_rank * axis.size
         self._made: dict[Any, Any] = {}
         self.batches: Sequence[Any] = ()
-        self.seen: list[tuple[Tensor, float | Tensor]] = []
+        self._seen: list[tuple[Tensor, float | Tensor]] = []
+        self._scale = 1.0
 
     def run(self, batches: Sequence[Any], scale: float) -> list[tuple[Tensor, float | Tensor]]:
         """Forward and backward of all micro-batches; (sum, weight) of each, on the rank of the last part only."""
-        shape, dtype = self._hidden(batches[0])
-        schedule = self._schedule_for(len(batches), shape, dtype)
-        self.batches, self.seen, self.scale = batches, [], scale
+        schedule = self._schedule_for(batches)
+        self.batches, self._seen, self._scale = batches, [], scale
         numbers = torch.arange(len(batches))
+        first = (numbers,) if 0 in self._parts else ()
         try:
-            if 0 in self._parts:
-                schedule.step(numbers, index=numbers, target=numbers, losses=[], return_outputs=False)
-            else:
-                schedule.step(index=numbers, target=numbers, losses=[], return_outputs=False)
-            return self.seen
+            schedule.step(*first, index=numbers, target=numbers, losses=[], return_outputs=False)
+            self._boundary.finish(len(batches), sum((weight for _, weight in self._seen), 0.0))
+            return self._seen
         finally:
-            self.batches, self.seen = (), []
+            self.batches = ()
 
-    def _schedule_for(self, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-        key = (count, shape, dtype)
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around every backward of a schedule (Note 1)."""
+        with self._boundary.driving(Driven(0.0, last=False)):
+            yield
+        self._sweep()
+
+    def _schedule_for(self, batches: Sequence[Any]) -> Any:
+        shapes = {tuple(batch["input_ids"].shape) for batch in batches}
+        if len(shapes) > 1:
+            raise ConfigError(
+                f"micro-batches of a pipeline step must have one shape, and have {sorted(shapes)}: pad them alike."
+            )
+        key = (len(batches), *shapes)
         if key not in self._made:
-            stages = [self._stage(number, part, shape, dtype) for number, part in self._parts.items()]
+            stages = [self._stage(number, part, *shapes) for number, part in self._parts.items()]
             kind = get_schedule_class(self._schedule.torch)
             what = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-            self._made[key] = kind(what, n_microbatches=count, loss_fn=lambda loss, _: loss, scale_grads=False)
+            self._made[key] = kind(what, n_microbatches=len(batches), loss_fn=lambda loss, _: loss, scale_grads=False)
         return self._made[key]
 
-    def _stage(self, number: int, part: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> _Stage:
+    def _stage(self, number: int, part: nn.Module, shape: tuple[int, ...]) -> _Stage:
         last = number == self._total - 1
-        between = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        dtype = next(p.dtype for p in part.parameters() if p.is_floating_point())
+        between = torch.empty((*shape, part.hidden), dtype=dtype, device="meta", requires_grad=True)
         takes = torch.empty(1, dtype=torch.int64, device="meta") if number == 0 else between
         gives = torch.empty((), device="meta", requires_grad=True) if last else between
         return _Stage(_Part(part, self, number == 0, last), number, self._total, self._device, takes, gives,
-                      group=self._axis.gathers, driver=self._driver)  # fmt: skip
+                      group=self._axis.gathers)  # fmt: skip
 
     def loss_of(self, output: Any, batch: Any) -> Tensor:
         """The scaled sum of a micro-batch's losses, kept for the caller."""
-        total, weight = self._driver.sum_of_losses(output, batch)
-        self.seen.append((total.detach(), weight))
-        return total * self.scale if self.scale != 1.0 else total
+        total, weight = self._sum_and_weight(output, batch)
+        self._seen.append((total.detach(), weight))
+        return total * self._scale if self._scale != 1.0 else total
 
 
 class _Part(nn.Module):
@@ -135,29 +154,25 @@ class _Part(nn.Module):
 
     def __init__(self, part: nn.Module, pipeline: Pipeline, first: bool, last: bool) -> None:
         super().__init__()
-        self.part = part
-        self._of, self._first, self._last = pipeline, first, last
+        self.part, self.pipeline = part, pipeline
+        self._first, self._last = first, last
 
     def forward(self, hidden: Tensor, *, index: Tensor) -> Tensor:
-        batch = self._of.batches[int(index)]
-        inputs = () if self._first else (hidden,)
-        output = self.part(*inputs, **batch)
-        return self._of.loss_of(output, batch) if self._last else output
+        batch = dict(self.pipeline.batches[int(index)])
+        ids = batch.pop("input_ids")
+        output = self.part(ids if self._first else hidden, **batch)
+        return self.pipeline.loss_of(output, {**batch, "input_ids": ids}) if self._last else output
 
 
 class _Stage(PipelineStage):
     """Tells the engine about backwards (Note 1)."""
 
-    def __init__(self, *args: Any, driver: Driver, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._driver = driver
+    submod: _Part
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        with self._driver.backward():
+        with self.submod.pipeline.backward():
             super().backward_one_chunk(*args, **kwargs)
-        self._driver.sweep()
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        with self._driver.backward():
+        with self.submod.pipeline.backward():
             super().backward_weight_one_chunk(*args, **kwargs)
-        self._driver.sweep()

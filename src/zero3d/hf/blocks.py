@@ -12,7 +12,7 @@ keep in fp32. Tied parameters belong to the first unit that names them.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -128,6 +128,19 @@ def partition(
     _name(specs)
     order = list(specs.values())
     return order, {user: [s.name for s in sorted(needed, key=order.index)] for user, needed in uses.items()}
+
+
+def partition_all(
+    roots: Iterable[nn.Module], units: Sequence[type[nn.Module] | str] | None, dtype: torch.dtype
+) -> tuple[list[UnitSpec], dict[nn.Module, list[str]]]:
+    """`partition` of every pipeline part of this rank, together."""
+    specs: list[UnitSpec] = []
+    uses: dict[nn.Module, list[str]] = {}
+    for root in roots:
+        more, its = partition(root, units, dtype)
+        specs += more
+        uses |= its
+    return specs, uses
 
 
 def _name(specs: Mapping[tuple[str, bool, torch.dtype], UnitSpec]) -> None:

@@ -237,6 +237,14 @@ class Reductions:
         while self._in_flight:
             self._finish_oldest()
 
+    def sweep(self) -> None:
+        """Take gradients that came without a hook."""
+        for unit in self._order:
+            for index, p in enumerate(unit.weights.params):
+                if p.grad is not None:
+                    grad, p.grad = p.grad, None
+                    self.take(unit, index, grad)
+
     @property
     def pending(self) -> bool:
         """There are local gradients that have not been reduced."""
