@@ -39,7 +39,7 @@ def check_packing(model: nn.Module, micro_batch: int) -> None:
 
 def forward_options(model: nn.Module) -> dict[str, Any]:
     """What training must pass to `model` beside the batch: no cache, where it has one."""
-    inner = _inner(model)
+    inner = inner_model(model)
     parameters = inspect.signature(inner.forward).parameters
     passed_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     caches = "use_cache" in parameters or (passed_on and hasattr(getattr(inner, "config", None), "use_cache"))
@@ -47,10 +47,10 @@ def forward_options(model: nn.Module) -> dict[str, Any]:
 
 
 def _leak(model: nn.Module, micro_batch: int) -> str | None:
-    name = type(_inner(model)).__name__
+    name = type(inner_model(model)).__name__
     if "position_ids" not in _parameters(model):
         return f"{name}.forward takes no position_ids, from which documents are told apart"
-    config: Any = getattr(_inner(model), "config", None)
+    config: Any = getattr(inner_model(model), "config", None)
     if not hasattr(config, "_attn_implementation"):
         return None
     text = config.get_text_config()
@@ -66,14 +66,14 @@ def _leak(model: nn.Module, micro_batch: int) -> str | None:
     return None
 
 
-def _inner(model: nn.Module) -> nn.Module:
+def inner_model(model: nn.Module) -> nn.Module:
     """The model inside a PEFT wrapper, whose own forward says nothing."""
     inner: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     return inner
 
 
 def _parameters(model: nn.Module) -> set[str]:
-    return set(inspect.signature(_inner(model).forward).parameters)
+    return set(inspect.signature(inner_model(model).forward).parameters)
 
 
 def _masks(kind: type[nn.Module]) -> bool | None:

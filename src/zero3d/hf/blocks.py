@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from zero3d.errors import ConfigError
+from zero3d.hf.elsewhere import Elsewhere
 from zero3d.precision import NAMES
 
 ROOT = "root"
@@ -41,7 +42,10 @@ class UnitSpec:
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Children of every list of two or more modules of one class, by name; lists inside blocks do not count."""
+    """Children of every list of two or more modules of one class, by name; lists inside blocks do not count.
+
+    Of a pipeline stage's list, the blocks that are here; those elsewhere count only towards the two.
+    """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if any(name.startswith(block + ".") for block in found):
@@ -49,10 +53,11 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
         children = list(module.named_children())
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(children) < 2:
             continue
-        same_class = len({type(child) for _, child in children}) == 1
-        has_parts = all(next(child.children(), None) is not None and _owns(child) for _, child in children)
+        same_class = len({child.kind if isinstance(child, Elsewhere) else type(child) for _, child in children}) == 1
+        here = [(key, child) for key, child in children if not isinstance(child, Elsewhere)]
+        has_parts = all(next(child.children(), None) is not None and _owns(child) for _, child in here)
         if same_class and has_parts:
-            found |= dict(part for key, child in children for part in _called(f"{name}.{key}".lstrip("."), child))
+            found |= dict(part for key, child in here for part in _called(f"{name}.{key}".lstrip("."), child))
     return found
 
 

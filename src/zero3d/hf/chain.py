@@ -1,0 +1,216 @@
+"""Is a model a chain, embedding - blocks - norm and head? Found by running it once without weights or blocks.
+
+    before      modules with parameters that run before the first block: embeddings
+    blocks      one list; each takes the hidden state that the one before it returned, untouched
+    after       modules that run after the last block: norm, head
+
+The trial runs on the CPU with parameters of zeros that take no memory (`expand`), whatever device
+the model is on, and with stand-ins for its blocks. So names and the order of registration do not
+matter, and a model that is no chain is refused instead of trained wrongly.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero3d.data.masking import forward_options, inner_model
+from zero3d.errors import ConfigError
+from zero3d.hf.blocks import find_blocks
+from zero3d.hf.elsewhere import Elsewhere, first_argument
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The parts of a model by module name.
+
+    blocks     name of the list of blocks; `length` of them
+    before     modules that only the first pipeline stage needs
+    after      modules that only the last one needs
+    tuples     blocks return a tuple that begins with the hidden state, not the hidden state itself
+    """
+
+    blocks: str
+    length: int
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    tuples: bool
+
+
+def find_chain(model: nn.Module, blocks: str | None = None) -> Chain:
+    """The chain that `model` is, with the list of blocks called `blocks` (found if left out).
+
+    Errors: no list or several, parameters that belong to no module of their own, a forward that is
+    no chain or cannot run on token ids (ConfigError).
+    """
+    name = _block_list(model, blocks)
+    rooms = _rooms(model, name)
+    refusals = []
+    for tuples in (False, True):
+        try:
+            calls = _trial(model, name, rooms, tuples)
+            return _sorted(model, name, rooms, calls, tuples)
+        except ConfigError as error:
+            refusals.append(error)
+    raise refusals[0]
+
+
+def copy_with(model: nn.Module, replaced: Mapping[nn.Module | Tensor, object]) -> Any:
+    """A copy of the modules that shares all tensors; what `replaced` names has something else in its place."""
+    memo: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    memo |= {id(old): new for old, new in replaced.items()}
+    return copy.deepcopy(model, memo)
+
+
+def base_of(model: Any) -> Any:
+    """The Hugging Face model below the head, which takes inputs_embeds; None for any other module."""
+    inner = inner_model(model)
+    return inner.base_model if hasattr(inner, "base_model_prefix") and hasattr(inner, "config") else None
+
+
+def _block_list(model: nn.Module, asked: str | None) -> str:
+    """Name of the list of blocks."""
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))}
+    if asked is not None:
+        if asked in lists and len(lists[asked]) > 0:
+            return asked
+        raise ConfigError(f"blocks={asked!r} names no list of modules of {type(model).__name__}. {_listed(lists)}")
+    found = {block.rpartition(".")[0] for block in find_blocks(model)} & set(lists)
+    if len(found) == 1:
+        return found.pop()
+    if found:
+        raise ConfigError(
+            f"{type(model).__name__} has {len(found)} lists of blocks: {', '.join(sorted(found))}. Name the one to cut "
+            f"into pipeline stages, such as blocks={min(found)!r}."
+        )
+    raise ConfigError(
+        f"{type(model).__name__} has no list of two or more blocks of one class to cut into pipeline stages. "
+        f"{_listed(lists)}"
+    )
+
+
+def _listed(lists: Mapping[str, nn.Module]) -> str:
+    """The lists there are, and what to type."""
+    sizes = {name: len(list(module.children())) for name, module in lists.items() if name}
+    found = ", ".join(f"{name} ({size})" for name, size in list(sizes.items())[:8]) or "none"
+    return f"Its lists: {found}. Pass blocks='NAME' of an nn.ModuleList, or pp=1."
+
+
+def _rooms(model: nn.Module, blocks: str) -> dict[str, nn.Module]:
+    """Outermost modules beside the list of blocks that have parameters, or draw random numbers; by name."""
+    rooms: dict[str, nn.Module] = {}
+    path = blocks.split(".")
+    for depth in range(len(path)):
+        around = ".".join(path[:depth])
+        holder = model.get_submodule(around)
+        for name, _ in holder.named_parameters(recurse=False):
+            raise ConfigError(
+                f"{f'{around}.{name}'.lstrip('.')} belongs to {type(holder).__name__} itself, so that no pipeline "
+                "stage can be told to hold it: put it in a module of its own, or pass pp=1."
+            )
+        for name, child in holder.named_children():
+            if name != path[depth] and (_owns(child) or isinstance(child, DROPOUTS)):
+                rooms[f"{around}.{name}".lstrip(".")] = child
+    return rooms
+
+
+def _owns(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+@dataclass
+class _Calls:
+    """What ran in a trial, in order: names of rooms, and indices of blocks."""
+
+    order: list[str | int] = field(default_factory=list)
+    left: Tensor | None = None
+
+
+class _StandIn(Elsewhere):
+    """A block of a trial: returns a fresh hidden state, and checks what it is given."""
+
+    def __init__(self, module: nn.Module, index: int, calls: _Calls, tuples: bool) -> None:
+        super().__init__(module)
+        self._index, self._calls, self._tuples = index, calls, tuples
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        calls, index = self._calls, self._index
+        hidden = first_argument(args, kwargs)
+        if calls.left is not None and hidden is not calls.left:
+            raise ConfigError(f"something happens to the hidden state between blocks {index - 1} and {index}")
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and value is not hidden and value.requires_grad:
+                raise ConfigError(f"block {index} takes a second tensor with a gradient, {list(value.shape)}")
+        calls.order.append(index)
+        calls.left = torch.zeros_like(hidden).requires_grad_()
+        return (calls.left,) if self._tuples else calls.left
+
+
+def _trial(model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], tuples: bool) -> list[str | int]:
+    """Run a copy on two sequences of three tokens and return what was called."""
+    calls = _Calls()
+    stand_ins = [_StandIn(m, i, calls, tuples) for i, m in enumerate(model.get_submodule(blocks).children())]
+    replaced: dict[nn.Module | Tensor, object] = dict(
+        zip(model.get_submodule(blocks).children(), stand_ins, strict=True)
+    )
+    replaced |= {t: _weightless(t) for t in (*model.parameters(), *model.buffers())}
+    trial = copy_with(model, replaced).eval()
+    base = base_of(trial)
+    for name in rooms:
+        trial.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: calls.order.append(name))
+    run = trial if base is None else base
+    try:
+        with torch.enable_grad(), torch.device("cpu"):
+            run(torch.zeros(2, 3, dtype=torch.long), **forward_options(run))
+    except ConfigError as error:
+        raise ConfigError(f"{_refusal(model)}: {error}. Pass pp=1.") from error
+    except Exception as error:  # any error of its own, told with its text
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise ConfigError(
+            f"{_refusal(model)}: called with token ids [2, 3] it says {type(error).__name__}: {said}. Pass pp=1."
+        ) from error
+    return calls.order
+
+
+def _weightless(t: Tensor) -> Tensor:
+    """Zeros of this shape and dtype in the memory of one element."""
+    zeros = torch.zeros((), dtype=t.dtype).expand(t.shape)
+    return zeros.requires_grad_() if isinstance(t, nn.Parameter) and t.is_floating_point() else zeros
+
+
+def _refusal(model: nn.Module) -> str:
+    return f"{type(model).__name__} cannot be cut into pipeline stages"
+
+
+def _sorted(
+    model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], calls: Sequence[str | int], tuples: bool
+) -> Chain:
+    """Tell what runs before the blocks from what runs after. A Hugging Face head lies around the trial's model."""
+    length = len(list(model.get_submodule(blocks).children()))
+    ran = [index for index in calls if isinstance(index, int)]
+    if ran != list(range(length)):
+        raise ConfigError(f"{_refusal(model)}: its {length} blocks run in the order {ran[:20]}. Pass pp=1.")
+    start, stop = calls.index(0), calls.index(length - 1)
+    base = base_of(model)
+    head = set() if base is None else set(model.modules()) - set(base.modules())
+    after = set(calls[stop + 1 :]) | {name for name, room in rooms.items() if room in head}
+    early = set(calls[:start])
+    before: list[str] = []
+    later: list[str] = []
+    for name, room in rooms.items():
+        where = [name in early, name in calls[start:stop], name in after]
+        if where == [True, False, False]:
+            before.append(name)
+        elif where == [False, False, True]:
+            later.append(name)
+        elif _owns(room):
+            said = "runs between blocks" if where[1] else "runs at both ends" if any(where) else "never runs"
+            raise ConfigError(f"{_refusal(model)}: called with token ids [2, 3], {name} {said}. Pass pp=1.")
+    return Chain(blocks, length, tuple(before), tuple(later), tuples)

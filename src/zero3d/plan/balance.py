@@ -1,0 +1,143 @@
+"""Where to cut a chain of blocks into pipeline stages: balanced by bytes and FLOPs. No torch.
+
+    before | block 0 ... | block k ... | ... block L-1 | after
+    the first pipeline stage has `before` (embedding), the last has `after` (norm, head, logits)
+
+                FLOPs of a step              bytes at the peak
+    ----------  ---------------------------  ----------------------------------------------
+    embedding   0 (a look-up)                16 parameters
+    block       6 x active x tokens          16 parameters + 34 x tokens x hidden
+    head        6 x hidden x vocab x tokens  16 parameters + 10 x tokens x vocab
+
+`active`: parameters a token meets, fewer than all with experts. The cost of a part is its share of
+all FLOPs plus its share of all bytes, in whole numbers:
+
+    cost = FLOPs x (all bytes) + bytes x (all FLOPs)
+
+The cuts then depend on no device. Attention scores are left out: they are alike in all
+blocks. ZeRO divides the 16 of every stage by the same degree, and is left out too.
+
+Sources: Chowdhery et al., "PaLM" (2022), appendix B, for 6; Rajbhandari et al., "ZeRO" (2020),
+section 3.1, for 16; Korthikanti et al. (2022), section 4.1, for 34.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from zero3d.errors import ConfigError
+
+TRAINING_FLOPS = 6  # per parameter and token: 2 forward, 4 backward
+STATE_BYTES = 16  # per parameter: weight 2, gradient 2, master, m and v 4 each
+BLOCK_BYTES = 34  # per token and hidden element, kept for the backward
+LOGIT_BYTES = 10  # per token and word: logits in bf16, their fp32 copy, its log-softmax
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters of a block, an embedding or a head. active: those that one token meets, all if None."""
+
+    parameters: int
+    active: int | None = None
+
+    @property
+    def met(self) -> int:
+        return self.parameters if self.active is None else self.active
+
+
+class ChainCosts(NamedTuple):
+    """Comparable costs of what comes before the first block, of each block, and of what comes after the last."""
+
+    before: int
+    blocks: list[int]
+    after: int
+
+
+def chain_costs(
+    embedding: int, blocks: Sequence[Weights], head: int, tokens: int, hidden: int, vocab: int
+) -> ChainCosts:
+    """The table above for a micro-batch of `tokens`. embedding, head: parameters; head: 0 if it is tied.
+
+    A tied head's weight is counted all the same: the last pipeline stage holds a copy.
+    """
+    head = head or hidden * vocab
+    flops = [0, *(TRAINING_FLOPS * b.met * tokens for b in blocks), TRAINING_FLOPS * hidden * vocab * tokens]
+    held = [STATE_BYTES * n for n in (embedding, *(b.parameters for b in blocks), head)]
+    kept = [0, *(BLOCK_BYTES * tokens * hidden for _ in blocks), LOGIT_BYTES * tokens * vocab]
+    memory = [h + k for h, k in zip(held, kept, strict=True)]
+    costs = [f * sum(memory) + m * sum(flops) for f, m in zip(flops, memory, strict=True)]
+    return ChainCosts(costs[0], costs[1:-1], costs[-1])
+
+
+def cut(costs: Sequence[int], parts: int, before: int = 0, after: int = 0) -> list[int]:
+    """How many consecutive blocks each of `parts` groups gets, so that the dearest group costs least.
+
+    costs          of each block, in order
+    before, after  added to the first and to the last group
+    Exact. Among equals the sum of squares is least, and then earlier groups have more blocks.
+    Time: parts x blocks^2. Errors: fewer blocks than parts, parts below 1 (ConfigError).
+    """
+    check_parts(len(costs), parts)
+    sums = list(accumulate(costs, initial=0))
+    groups = _Groups(sums, parts, before, after)
+    limit = _solve(groups, squares=False)[0]
+    bounds = _solve(groups, squares=True, limit=limit)[1]
+    return [stop - start for start, stop in pairwise(bounds)]
+
+
+def check_parts(blocks: int, parts: int) -> None:
+    """Raise ConfigError where `blocks` cannot make `parts` non-empty groups."""
+    if parts < 1:
+        raise ConfigError(f"{parts} pipeline stages: pass pp=1 or more.")
+    if blocks < parts:
+        raise ConfigError(
+            f"{_count(blocks, 'block')} cannot make {_count(parts, 'pipeline stage')}: pass pp={blocks} or less."
+        )
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+class _Groups(NamedTuple):
+    """sums[i]: cost of the first i blocks."""
+
+    sums: list[int]
+    parts: int
+    before: int
+    after: int
+
+    def cost(self, part: int, start: int, stop: int) -> int:
+        ends = self.before * (part == 0) + self.after * (part == self.parts - 1)
+        return self.sums[stop] - self.sums[start] + ends
+
+
+def _solve(groups: _Groups, squares: bool, limit: int | None = None) -> tuple[int, list[int]]:
+    """Least value of all groupings and its bounds: of the dearest group, or the sum of squares up to `limit`.
+
+    best[start]: value and bounds of blocks start ... L-1 in the groups from `part` on.
+    """
+    total = len(groups.sums) - 1
+    best: dict[int, tuple[int, list[int]]] = {total: (0, [total])}
+    for part in reversed(range(groups.parts)):
+        starts = [0] if part == 0 else range(part, total)
+        best = {start: found for start in starts if (found := _first(groups, part, start, best, squares, limit))}
+    return best[0]
+
+
+def _first(
+    groups: _Groups, part: int, start: int, best: dict[int, tuple[int, list[int]]], squares: bool, limit: int | None
+) -> tuple[int, list[int]] | None:
+    """The best first group of the blocks from `start` on, the longest among equals; None if none is allowed."""
+    found = None
+    for stop in sorted(best, reverse=True):
+        cost = groups.cost(part, start, stop) if stop > start else None
+        if cost is None or (limit is not None and cost > limit):
+            continue
+        value = best[stop][0] + cost * cost if squares else max(best[stop][0], cost)
+        if found is None or value < found[0]:
+            found = value, [start, *best[stop][1]]
+    return found

@@ -1,0 +1,320 @@
+"""Parts of models, called one after another in one process, against the whole model."""
+
+import pytest
+import torch
+from deep import deep
+from models import VOCAB, batch, bits, clone, net
+from torch import nn
+
+from zero3d.activations import recompute
+from zero3d.errors import ConfigError
+from zero3d.hf.blocks import find_blocks, partition
+from zero3d.hf.split import PipelinePart, Tie, balance, split
+
+FAMILIES = ["llama", "qwen3", "gpt2", "moe"]
+COUNTS = [[3, 2], [1, 2, 2], [2, 1, 1, 1]]
+
+
+def parts_of(model, counts, **options):
+    return [split(clone(model), counts, stage, **options) for stage in range(len(counts))]
+
+
+def packed():
+    """Two sequences of two documents each, as a batch carries them: no mask, positions that start again."""
+    ids = batch(0, size=2, length=9)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 0, 1, 2, 3, 4, 5, 6]])
+    return ids, {"labels": ids.clone(), "position_ids": positions}
+
+
+def run(parts, ids, given):
+    """Call part after part, as separate graphs; return the last output and the tensors between parts."""
+    between, passed = [], (ids,)
+    for part in parts:
+        sent = part(*passed, **given)
+        if part.is_last:
+            return sent, between
+        outputs = sent if isinstance(sent, tuple) else (sent,)
+        passed = tuple(t.detach().requires_grad_() for t in outputs)
+        between.append((outputs, passed))
+
+
+def backward(loss, between):
+    loss.backward()
+    for outputs, passed in reversed(between):
+        torch.autograd.backward(outputs, [t.grad for t in passed])
+
+
+def grads_of(parts):
+    """Gradients by name; ties summed under their owner's name."""
+    grads = {name: p.grad for part in parts for name, p in part.named_parameters()}
+    for tie in parts[0].tied:
+        other = grads.pop(tie.other_name)
+        grads[tie.name] = grads[tie.name] + other
+    return grads
+
+
+def assert_same_step(model, parts, ids, given):
+    torch.manual_seed(0)
+    whole = model(ids, use_cache=False, **given)
+    whole.loss.backward()
+    torch.manual_seed(0)
+    output, between = run(parts, ids, given)
+    backward(output.loss, between)
+    assert bits([output.logits, output.loss]) == bits([whole.logits, whole.loss])
+    grads = grads_of(parts)
+    tied = {tie.name for tie in parts[0].tied}
+    assert set(grads) == {name for name, _ in model.named_parameters()}
+    for name, p in model.named_parameters():
+        if name in tied:
+            torch.testing.assert_close(grads[name], p.grad, rtol=1e-6, atol=1e-7)
+        else:
+            assert bits([grads[name]]) == bits([p.grad]), name
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parts_compute_the_whole_models_loss_logits_and_gradients_bit_for_bit(name, counts):
+    model = deep(name)  # in training mode: gpt2 and llama draw dropout
+    ids, given = packed()
+    assert_same_step(model, parts_of(model, counts), ids, given)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_recomputing_every_block_changes_no_bit(name):
+    model = deep(name)
+    parts = parts_of(model, [2, 1, 2])
+    for part in parts:
+        recompute(part, "full")
+    assert_same_step(model, parts, *packed())
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_the_auxiliary_loss_of_experts_is_the_whole_models(counts):
+    model = deep("moe")
+    model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
+    ids, given = packed()
+    with torch.no_grad():
+        without = model(ids, use_cache=False, output_router_logits=False, **given).loss
+        assert model(ids, use_cache=False, **given).loss > without + 0.1
+    parts = parts_of(model, counts)
+    for part in parts[1:]:
+        recompute(part, "full")
+    assert_same_step(model, parts, ids, given)
+
+
+def test_the_auxiliary_loss_counts_no_padding_and_some_parts_have_no_experts():
+    import transformers as t
+
+    config = deep("moe").config
+    config.output_router_logits, config.mlp_only_layers = True, [0, 1, 4]
+    model = t.Qwen3MoeForCausalLM(config).train()
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    ids, given = packed()
+    given = {"labels": given["labels"], "attention_mask": mask}
+    assert_same_step(model, parts_of(model, [2, 1, 1, 1]), ids, given)
+
+
+def test_layers_of_several_attention_types_keep_their_own_masks():
+    import transformers as t
+
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    config = deep("qwen3").config
+    config.layer_types, config.sliding_window, config.use_sliding_window = kinds, 3, True
+    model = t.Qwen3ForCausalLM(config).train()
+    assert_same_step(model, parts_of(model, [1, 3, 1]), *packed())
+
+
+def test_models_that_scale_embeddings_and_logits_or_whose_blocks_return_tuples_are_cut_too():
+    import transformers as t
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    more = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+    torch.manual_seed(0)
+    gemma = t.Gemma2ForCausalLM(t.Gemma2Config(**sizes, **more))  # sqrt(hidden) x embedding, capped logits
+    bloom = t.BloomForCausalLM(t.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=4, n_head=4, use_cache=False))
+    ids, given = packed()
+    assert_same_step(gemma.train(), parts_of(gemma, [1, 2, 1]), ids, given)
+    assert_same_step(bloom.train(), parts_of(bloom, [1, 2, 1]), ids, {"labels": ids})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_plain_module_that_is_a_chain_is_cut_like_a_hugging_face_model(tied):
+    whole = net(layers=4, tied=tied, dropout=0.2).train()
+    parts, ids = parts_of(whole, [2, 1, 1]), batch(0)
+    torch.manual_seed(0)
+    logits = whole(ids)
+    logits.square().mean().backward()
+    torch.manual_seed(0)
+    output, between = run(parts, ids, {})
+    backward(output.square().mean(), between)
+    assert bits([output]) == bits([logits])
+    grads = grads_of(parts)
+    for name, p in whole.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad, rtol=1e-6 if tied else 0, atol=1e-7 if tied else 0)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "net"])
+def test_a_parameter_is_on_one_part_under_the_whole_models_name(name):
+    model = deep(name)
+    names = [n for part in parts_of(model, [2, 1, 1, 1]) for n, _ in part.named_parameters()]
+    assert len(names) == len(set(names))
+    ties = split(model, [2, 1, 1, 1], 0).tied
+    assert set(names) - {tie.other_name for tie in ties} == {n for n, _ in model.named_parameters()}
+
+
+def test_ties_are_told_and_each_part_has_a_copy_of_its_own():
+    model = deep("gpt2")
+    first, _, last = (split(model, [2, 2, 1], stage) for stage in range(3))
+    assert first.tied == last.tied == [Tie("transformer.wte.weight", 0, "lm_head.weight", 2)]
+    here, there = (
+        dict(first.named_parameters())["transformer.wte.weight"],
+        dict(last.named_parameters())["lm_head.weight"],
+    )
+    assert torch.equal(here, there)
+    assert here.data_ptr() != there.data_ptr()
+    assert here is model.transformer.wte.weight
+    assert split(model, [5], 0).tied == []
+    assert split(deep("llama"), [3, 2], 1).tied == []
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "net"])
+def test_units_of_the_parts_are_the_units_of_the_whole(name):
+    model = deep(name)
+    parts = parts_of(model, [2, 1, 1, 1])
+    other_names = {tie.other_name for tie in parts[0].tied}
+    found = [
+        (spec.name, {n: p.shape for n, p in spec.params.items() if n not in other_names})
+        for part in parts
+        for spec in partition(part, None, torch.bfloat16)[0]
+    ]
+    whole = [
+        (spec.name, {n: p.shape for n, p in spec.params.items()}) for spec in partition(model, None, torch.bfloat16)[0]
+    ]
+    assert sorted(unit for unit in found if unit[1]) == sorted(whole)
+    assert [len(find_blocks(part)) for part in parts] == [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "moe"])
+def test_a_model_without_weights_is_cut_and_stays_as_it_is(name):
+    from zero3d.hf.build import build
+
+    model = build(deep(name).config)
+    before = [n for n, _ in model.named_parameters()]
+    parts = [split(model, [3, 2], stage) for stage in range(2)]
+    assert all(p.is_meta for part in parts for p in part.parameters())
+    assert [n for n, _ in model.named_parameters()] == before
+    assert len(parts[0].tied) == (name == "qwen3")
+
+
+def test_a_part_can_be_copied_and_follows_train_and_eval_and_knows_the_config():
+    model = deep("moe")
+    parts = [clone(part) for part in parts_of(model, [3, 2])]
+    assert_same_step(model, parts, *packed())
+    assert parts[0].eval().training is parts[0].model.training is False
+    assert isinstance(parts[1], PipelinePart)
+    assert parts[1].config.num_hidden_layers == 5
+
+
+def test_a_forward_leaves_no_tensor_behind():
+    part = split(deep("llama"), [3, 2], 0)
+    ids, given = packed()
+    part(ids, **given)
+    assert vars(part._relay) == {"received": None, "routed": None, "sent": None}
+
+
+def test_cutting_draws_no_random_number():
+    model = deep("gpt2")
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    split(model, [3, 2], 1)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_large_vocabulary_gives_the_last_stage_fewer_blocks():
+    counts = balance(deep("qwen3"), 2, tokens=4096)
+    assert sum(counts) == 5
+    assert counts[0] > counts[1]
+    assert sum(balance(deep("moe"), 3, tokens=64)) == 5
+
+
+class Residual(nn.Module):
+    """Not a chain: every block sees the embedding again."""
+
+    def __init__(self, kind):
+        super().__init__()
+        inner = net(layers=3)
+        self.embed, self.layers, self.head, self.kind = inner.embed, inner.layers, inner.head, kind
+
+    def forward(self, ids):
+        x = first = self.embed(ids)
+        for layer in reversed(self.layers) if self.kind == "order" else self.layers:
+            x = layer(x) + first if self.kind == "sum" else layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(("kind", "said"), [("sum", "between blocks 0 and 1"), ("order", r"in the order \[2, 1, 0\]")])
+def test_a_model_that_is_no_chain_is_refused(kind, said):
+    with pytest.raises(ConfigError, match=f"Residual cannot be cut into pipeline stages.*{said}.*pp=1"):
+        split(Residual(kind), [2, 1], 0)
+
+
+def test_parameters_of_the_model_itself_are_refused_by_name():
+    model = net()
+    model.scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(ConfigError, match=r"scale belongs to Net itself.*module of its own"):
+        split(model, [2, 1], 0)
+
+
+class Mixing(nn.Module):
+    """Wraps a block; adds what it is given beside the hidden state."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x, first):
+        return self.block(x) + first
+
+
+def test_blocks_that_see_the_embedding_again_are_refused():
+    class Again(Residual):
+        def forward(self, ids):
+            x = first = self.embed(ids)
+            for layer in self.layers:
+                x = layer(x, first)
+            return self.head(x)
+
+    model = Again("blocks")
+    model.layers = nn.ModuleList(Mixing(layer) for layer in model.layers)
+    with pytest.raises(ConfigError, match="block 1 takes a second tensor with a gradient"):
+        split(model, [2, 1], 0)
+
+
+def test_missing_or_doubtful_lists_of_blocks_are_told_with_what_to_type():
+    with pytest.raises(ConfigError, match=r"Its lists: none\. Pass blocks='NAME'"):
+        split(nn.Linear(2, 2), [1, 1], 0)
+    with pytest.raises(ConfigError, match=r"blocks='layer' names no list.*layers \(3\)"):
+        split(net(), [2, 1], 0, blocks="layer")
+    two = nn.ModuleDict({"a": net(), "b": net()})
+    with pytest.raises(ConfigError, match=r"2 lists of blocks: a\.layers, b\.layers.*blocks='a\.layers'"):
+        split(two, [2, 1], 0)
+
+
+def test_a_named_list_of_blocks_is_taken():
+    model = net(layers=2)
+    parts = parts_of(model, [1, 1], blocks="layers")
+    output, _ = run(parts, batch(0), {})
+    assert bits([output]) == bits([model(batch(0))])
+
+
+def test_counts_that_do_not_fit_are_refused_with_the_arithmetic():
+    model = net(layers=2)
+    with pytest.raises(ConfigError, match="2 blocks cannot make 4 pipeline stages: pass pp=2 or less"):
+        split(model, [1, 1, 1, 1], 0)
+    with pytest.raises(ConfigError, match="2 blocks cannot make 4 pipeline stages: pass pp=2 or less"):
+        balance(model, 4, tokens=8)
+    with pytest.raises(ConfigError, match=r"counts=\[2, 1\].*sum to the 2 blocks of layers, and sum to 3"):
+        split(model, [2, 1], 0)
+    with pytest.raises(ConfigError, match="stage=2 is none of 2 parts: pass 0 to 1"):
+        split(model, [1, 1], 2)
