@@ -119,7 +119,7 @@ class Mesh:
 
 def refuse_unbuilt(degrees: Degrees) -> None:
     """Raise MeshError for axes that an Engine cannot train on yet."""
-    if degrees.pp * degrees.tp > 1:
+    if degrees.tp > 1:
         raise MeshError(
             f"{degrees}: an Engine trains on the dp axis only, pipeline and tensor parallelism are not built yet; "
             "leave pp and tp out or pass 1."

@@ -21,10 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
-    get_schedule_class,
-)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from zero3d.boundary import Boundary, Driven
 from zero3d.errors import ConfigError
@@ -136,7 +133,7 @@ class Pipeline:
     def _stage(self, number: int, part: nn.Module, shape: tuple[int, ...]) -> _Stage:
         last = number == self._total - 1
         dtype = next(p.dtype for p in part.parameters() if p.is_floating_point())
-        between = torch.empty((*shape, part.hidden), dtype=dtype, device="meta", requires_grad=True)
+        between = torch.empty((*shape, part.width), dtype=dtype, device="meta", requires_grad=True)
         takes = torch.empty(1, dtype=torch.int64, device="meta") if number == 0 else between
         gives = torch.empty((), device="meta", requires_grad=True) if last else between
         return _Stage(_Part(part, self, number == 0, last), number, self._total, self._device, takes, gives,

@@ -12,7 +12,7 @@ matter, and a model that is no chain is refused instead of trained wrongly.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ class Chain:
     before     modules that only the first pipeline stage needs
     after      modules that only the last one needs
     tuples     blocks return a tuple that begins with the hidden state, not the hidden state itself
+    width      of the hidden state
     """
 
     blocks: str
@@ -42,6 +43,7 @@ class Chain:
     before: tuple[str, ...]
     after: tuple[str, ...]
     tuples: bool
+    width: int
 
 
 def find_chain(model: nn.Module, blocks: str | None = None) -> Chain:
@@ -153,7 +155,7 @@ class _StandIn(Elsewhere):
         return (calls.left,) if self._tuples else calls.left
 
 
-def _trial(model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], tuples: bool) -> list[str | int]:
+def _trial(model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], tuples: bool) -> _Calls:
     """Run a copy on two sequences of three tokens and return what was called."""
     calls = _Calls()
     stand_ins = [_StandIn(m, i, calls, tuples) for i, m in enumerate(model.get_submodule(blocks).children())]
@@ -176,7 +178,7 @@ def _trial(model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], tuples
         raise ConfigError(
             f"{_refusal(model)}: called with token ids [2, 3] it says {type(error).__name__}: {said}. Pass pp=1."
         ) from error
-    return calls.order
+    return calls
 
 
 def _weightless(t: Tensor) -> Tensor:
@@ -189,10 +191,9 @@ def _refusal(model: nn.Module) -> str:
     return f"{type(model).__name__} cannot be cut into pipeline stages"
 
 
-def _sorted(
-    model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], calls: Sequence[str | int], tuples: bool
-) -> Chain:
+def _sorted(model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], seen: _Calls, tuples: bool) -> Chain:
     """Tell what runs before the blocks from what runs after. A Hugging Face head lies around the trial's model."""
+    calls = seen.order
     length = len(list(model.get_submodule(blocks).children()))
     ran = [index for index in calls if isinstance(index, int)]
     if ran != list(range(length)):
@@ -213,4 +214,5 @@ def _sorted(
         elif _owns(room):
             said = "runs between blocks" if where[1] else "runs at both ends" if any(where) else "never runs"
             raise ConfigError(f"{_refusal(model)}: called with token ids [2, 3], {name} {said}. Pass pp=1.")
-    return Chain(blocks, length, tuple(before), tuple(later), tuples)
+    assert seen.left is not None
+    return Chain(blocks, length, tuple(before), tuple(later), tuples, seen.left.shape[-1])

@@ -52,17 +52,18 @@ class PipelinePart(nn.Module):
 
     stage, parts   which part of how many; `is_first`, `is_last`
     tied           ties of the whole model, on every part the same list
+    width          of the hidden state
 
     Parameters keep the full model's names. Attributes it lacks (config, ...) are the model's.
     """
 
-    def __init__(self, model: nn.Module, stage: int, parts: int, tied: Sequence[Tie], relay: Relay) -> None:
+    def __init__(self, model: nn.Module, stage: int, parts: int, tied: Sequence[Tie], relay: Relay, width: int) -> None:
         super().__init__()
         # The model's own dicts: one set of modules under two roots, so that names get no prefix.
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.__dict__["_model"] = model  # not registered as a child
-        self.stage, self.parts, self.tied, self._relay = stage, parts, list(tied), relay
+        self.stage, self.parts, self.tied, self.width, self._relay = stage, parts, list(tied), width, relay
         if base_of(model) is not None and self.is_last:
             base_of(model).register_forward_hook(partial(_add_routed, relay))
         self.train(model.training)
@@ -141,7 +142,7 @@ def split(model: nn.Module, counts: Sequence[int], stage: int, blocks: str | Non
     ties, own = _ties(model, chain, counts, stage)
     relay = Relay()
     replaced = _others(model, chain, counts, stage, relay) | own
-    return PipelinePart(copy_with(model, replaced), stage, len(counts), ties, relay)
+    return PipelinePart(copy_with(model, replaced), stage, len(counts), ties, relay, chain.width)
 
 
 def balance(model: nn.Module, parts: int, tokens: int, blocks: str | None = None) -> list[int]:
