@@ -31,7 +31,7 @@ from zero3d.ledger import Ledger
 from zero3d.mesh import Mesh, refuse_unbuilt
 from zero3d.nested import tensors_in
 from zero3d.param_groups import OptimizerChoice, choose_optimizer
-from zero3d.pipeline import Pipeline, Schedule, pipeline_policies, take_parts
+from zero3d.pipeline import Pipeline, Schedule, find_ties, names_of_copies, pipeline_policies, take_parts
 from zero3d.precision import DTYPES, NAMES, LossScale, Precision, at_least_fp32
 from zero3d.replica import Replica
 from zero3d.zero.arena import STATES, TRANSIENT, Arena
@@ -130,6 +130,8 @@ class Engine:
         choice = choose_optimizer(model, optimizer, param_groups)
         self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
         self.parts = take_parts(model, self.mesh.axis("pp"), Schedule.of(schedule))
+        self._copies = names_of_copies(self.parts)
+        self._order |= {name: self._order[owner] for name, owner in self._copies.items()}
         specs, uses = partition_all(self.parts.values(), units, self.precision.dtype)
         self.stage, self.module = stage, model if self.mesh.pp == 1 else nn.ModuleList(self.parts.values())
         self._accumulate, self._loss = accumulate, loss
@@ -153,14 +155,16 @@ class Engine:
     # --- construction ---------------------------------------------------------------------------
 
     def _build_unit(self, spec: UnitSpec, choice: OptimizerChoice, source: Source | None) -> Unit:
-        parameters = [(name, tuple(p.shape), choice.group_of.get(name, 0)) for name, p in spec.params.items()]
+        owner = self._copies.get
+        groups = {name: choice.group_of.get(owner(name, name), 0) for name in spec.params}
+        parameters = [(name, tuple(p.shape), groups[name]) for name, p in spec.params.items()]
         layout = UnitLayout(parameters, self.comm.size)
         setting = Setting(self.policy, self.comm, self.arena)
         wide = self.policy.master if spec.dtype.is_floating_point else spec.dtype
         if source is None:
             fill = from_module(layout, spec.params, self.comm, wide)
         else:
-            fill = from_source(source, layout, self.comm, wide)
+            fill = from_source(lambda name, *span: source(owner(name, name), *span), layout, self.comm, wide)
         return Unit(spec.name, spec.params, layout, spec.dtype, setting, fill, spec.deferred)
 
     def _wire_up(
@@ -170,7 +174,8 @@ class Engine:
         by_name = {unit.name: unit for unit in self.units}
         device = self.mesh.device
         across = self.mesh.axis("pp")
-        self.replica = Replica(Comm(across, self.arena, self.traffic))
+        ties = find_ties(self.parts, self.units, schedule, across.size)
+        self.replica = Replica(Comm(across, self.arena, self.traffic), ties)
         self.optimizer = ShardedOptimizer(
             self.units, self._order, choice.build, choice.groups, self.comm, self.arena, clip_norm, self.replica
         )

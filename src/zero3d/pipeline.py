@@ -26,7 +26,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from zero3d.boundary import Boundary, Driven
 from zero3d.errors import ConfigError
 from zero3d.hf.split import balance, split
+from zero3d.replica import Tied
 from zero3d.transport import Axis
+from zero3d.zero.unit import Unit
 
 TOKENS = 2048  # of a micro-batch, where the split must not depend on the one that comes first
 
@@ -54,6 +56,10 @@ class Schedule(NamedTuple):
             raise ConfigError(f"schedule {name!r} is unknown: pass one of {', '.join(SCHEDULES)}.")
         return cls(name, *SCHEDULES[name])
 
+    def rank_of(self, part: int, ranks: int) -> int:
+        """Who has a part."""
+        return next(rank for rank in range(ranks) if part in self.parts_of(rank, ranks))
+
     def parts_of(self, rank: int, ranks: int) -> list[int]:
         """The parts of one rank."""
         if self.in_a_v:
@@ -74,6 +80,35 @@ def take_parts(model: nn.Module, axis: Axis, schedule: Schedule) -> dict[int, nn
         return {0: model}
     counts = balance(model, axis.size * schedule.parts_per_rank, TOKENS)
     return {part: split(model, counts, part) for part in schedule.parts_of(axis.rank, axis.size)}
+
+
+def names_of_copies(parts: Mapping[int, nn.Module]) -> dict[str, str]:
+    """Copies of tied parameters: the name of each on its part -> the name of its owner."""
+    return {tie.other_name: tie.name for part in parts.values() for tie in getattr(part, "tied", ())}
+
+
+def find_ties(parts: Mapping[int, nn.Module], units: Sequence[Unit], schedule: Schedule, ranks: int) -> list[Tied]:
+    """The parameters of this rank that another pipeline stage holds, too. Raises ConfigError."""
+    ties = {tie for part in parts.values() for tie in getattr(part, "tied", ())}
+    found = []
+    for tie in sorted(ties):
+        ends = [(tie.name, tie.part, tie.other_part), (tie.other_name, tie.other_part, tie.part)]
+        here = {name: _unit_of(name, units) for name, part, _ in ends if part in parts}
+        for name, part, other in ends:
+            if part in parts:
+                there = next((unit for key, unit in here.items() if key != name), None)
+                found.append(Tied(here[name], schedule.rank_of(other, ranks), there, copy=name == tie.other_name))
+    return found
+
+
+def _unit_of(name: str, units: Sequence[Unit]) -> Unit:
+    unit = next(unit for unit in units if any(slot.name == name for slot in unit.layout.slots))
+    if len(unit.layout.slots) > 1:
+        raise ConfigError(
+            f"{name} is tied across pipeline stages and shares unit {unit.name!r} with {len(unit.layout.slots) - 1} "
+            "other parameters: give it a module of its own, untie it, or pass pp=1."
+        )
+    return unit
 
 
 class Pipeline:

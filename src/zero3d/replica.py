@@ -4,6 +4,8 @@
     order    a dp group that ran other units than its peers stops all
     norms    one per parameter, in model order over all pipeline stages: the vector, and so the bits, that one
              rank with the whole model has
+    ties     a parameter that two pipeline stages hold, each its copy: the gradients are summed, on both alike,
+             and the copy's norm is left out
 
 Every dp rank has its own replica; without pipeline all of this is the identity and sends nothing.
 """
@@ -11,18 +13,35 @@ Every dp rank has its own replica; without pipeline all of this is the identity 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zero3d.zero.collectives import Comm
+from zero3d.zero.unit import Unit
+
+
+class Tied(NamedTuple):
+    """A unit of one parameter that another pipeline stage holds, too.
+
+    peer   its rank on the pp axis
+    there  the unit itself where that is this rank (a V-shaped schedule)
+    copy   the other one is the owner
+    """
+
+    unit: Unit
+    peer: int
+    there: Unit | None
+    copy: bool
 
 
 class Replica:
     """The pp axis of this rank's replica."""
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    def __init__(self, comm: Comm, ties: Sequence[Tied] = ()) -> None:
+        self._comm, self._ties = comm, ties
+        self.copies = {tied.unit for tied in ties if tied.copy}
         self._places: list[tuple[int, int]] = []
         self._longest = 0
 
@@ -34,6 +53,16 @@ class Replica:
     def sum(self, values: Tensor) -> Tensor:
         """[k] -> [k] float64, summed over pipeline stages in their order; 8 k bytes to each other rank."""
         return values if self.alone else self._comm.exchange(values.double()).sum(0)
+
+    def sum_ties(self) -> None:
+        """Add up the reduced gradients of tied parameters; Psi/N elements to the peer for each."""
+        for tied in self._ties:
+            shard = tied.unit.gradients.shard
+            if tied.there is None:
+                shard.add_(self._comm.trade(shard, tied.peer, tied.unit.name))
+            elif not tied.copy:
+                shard.add_(tied.there.gradients.shard)
+                tied.there.gradients.shard.copy_(shard)
 
     def stack(self, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
         """All norms of the replica in model order; `parts`: (place in the model, norm) of this rank's, in order."""

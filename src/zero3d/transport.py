@@ -83,3 +83,18 @@ def swap(
         sends.clear()  # what travels must live until here
 
     return wait
+
+
+def trade(axis: Axis, peer: int, unit: str, mine: Tensor, theirs: Tensor) -> None:
+    """Send `mine` to one rank of the axis and receive `theirs` from it."""
+    on_host = axis.backend == "gloo"
+    out, into = (mine.cpu(), torch.empty_like(theirs, device="cpu")) if on_host else (mine, theirs)
+    group = axis.reductions
+    calls = [
+        dist.P2POp(dist.isend, out, group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, into, group=group, group_peer=peer),
+    ]
+    for work in axis.call("trade", unit, lambda: dist.batch_isend_irecv(calls)):
+        axis.call("trade", unit, work.wait)
+    if into is not theirs:
+        theirs.copy_(into)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from zero3d.errors import OrderError
 from zero3d.ledger import Ledger
-from zero3d.transport import Axis, swap
+from zero3d.transport import Axis, swap, trade
 from zero3d.zero.arena import Arena, host_value
 
 PAIRWISE_MAX_RANKS = 8
@@ -123,6 +123,13 @@ class Comm:
         self._axis.call("exchange", "-", partial(_all_gather, out, values, group=self._axis.reductions))
         everyone = values.repeat(self.size) if self.algorithm == "fake" else out
         return everyone.view(self.size, -1).to(device)
+
+    def trade(self, mine: Tensor, peer: int, unit: str) -> Tensor:
+        """Send a tensor to one rank and receive its like from it."""
+        theirs = torch.empty_like(mine)
+        self._ledger.record("trade", self.axis, unit, mine.numel(), mine.dtype.itemsize)
+        trade(self._axis, peer, unit, mine, theirs)
+        return theirs
 
     def broadcast(self, buffer: Tensor, unit: str) -> None:
         """Overwrite `buffer` with rank 0's."""

@@ -158,6 +158,7 @@ class ShardedOptimizer:
         Raises OrderError before the update when ranks used units in different orders.
         """
         total, ordered = self._exchange(weight)
+        self._replica.sum_ties()
         shards = [unit.gradients.shard for unit in self._units]
         multiply(shards, 1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0)
         norm = self._norm()
@@ -203,7 +204,8 @@ class ShardedOptimizer:
 
     def _norm(self) -> Tensor:
         """Global gradient norm, the same on all ranks, stages and pipelines."""
-        parts = [(owned.order, torch.linalg.vector_norm(grad)) for owned, grad in self.shard_grads()]
+        counted = ((o, g) for o, g in self.shard_grads() if o.unit not in self._replica.copies)
+        parts = [(owned.order, torch.linalg.vector_norm(grad)) for owned, grad in counted]
         wide = self._units[0].weights.master.dtype if self._units else torch.float32
         partial = torch.linalg.vector_norm(self._replica.stack(parts, wide))
         if self._comm.size == 1:
