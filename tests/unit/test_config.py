@@ -1,6 +1,7 @@
 """The configuration: what is accepted, what every mistake is told, and that all descriptions come from one place."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -15,6 +16,7 @@ from zero3d.config import Config, Data, Optimizer, Train, Zero, load, resolve_ba
 from zero3d.config.hints import FOREIGN
 from zero3d.config.keys import KEYS, SECTIONS, value_of
 from zero3d.errors import ConfigError
+from zero3d.train.variants import split_axes
 
 ROOT = Path(__file__).parents[2]
 
@@ -262,6 +264,37 @@ def test_overrides_win_over_the_file_and_the_last_one_wins(written):
     path = written("zero: {stage: 9}\nseed: 3\nmodel:\n")
     found = load(path, ["zero.stage=1", "zero.stage=2"])
     assert found == Config(seed=3, zero=Zero(stage=2))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps", "epochs"),
+    [
+        (["train.steps=50"], 50, None),
+        (["train.epochs=2"], None, 2.0),
+        (["train.epochs=null", "train.steps=3"], 3, None),
+        (["train.steps=null"], None, 1.0),
+    ],
+)
+def test_how_long_a_run_is_can_be_said_in_the_other_way(written, overrides, steps, epochs):
+    train = load(written("train: {epochs: 1}"), overrides).train
+    assert (train.steps, train.epochs) == (steps, epochs)
+
+
+def test_two_overrides_that_say_how_long_are_refused(written):
+    assert "both say how long" in refusal(written("train: {epochs: 1}"), ["train.steps=5", "train.epochs=2"])
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/config.md", "docs/compare.md", "docs/cluster.md"])
+def test_the_commands_that_the_pages_show_are_accepted(page):
+    text = (ROOT / page).read_text()
+    files = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)] or [{}]
+    commands = re.findall(r"^zero3d (?:train|compare|config show) .*", text, re.M)
+    assert commands
+    for command in commands:
+        words = [word for word in command.split("#")[0].split() if "=" in word and not word.startswith("--")]
+        axes, common = split_axes(words)
+        for file in files:
+            load(file, common + [f"{axis.key}={value}" for axis in axes for value in axis.values])
 
 
 def test_a_dict_reads_as_a_file_does():

@@ -24,6 +24,8 @@ from zero3d.config.sections import Config
 from zero3d.config.yaml_file import read_yaml
 from zero3d.errors import ConfigError
 
+EITHER = {"train.steps": "train.epochs", "train.epochs": "train.steps"}  # say the same in two ways
+
 
 class Problem(NamedTuple):
     """What is wrong with one key."""
@@ -37,6 +39,7 @@ class Given(NamedTuple):
 
     value: Any
     where: str  # put before a message about it
+    override: bool = False
 
 
 def load(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
@@ -44,7 +47,8 @@ def load(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str]
 
     source       a YAML file, a dict of the same form, or None for the defaults
     overrides    such as zero.stage=2, data.train=a.txt,b.txt, data.train=[a.txt], optimizer.clip_norm=null;
-                 they win over the source, and the last one of a key wins
+                 they win over the source, and the last one of a key wins; train.steps displaces the
+                 source's train.epochs, and the other way round
     """
     given: dict[str, Given] = {}
     problems: list[Problem] = []
@@ -55,7 +59,7 @@ def load(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str]
     for override in overrides:
         problems += _override(override, given)
     values: dict[str, Any] = {}
-    for name, (value, where) in given.items():
+    for name, (value, where, _) in given.items():
         try:
             values[name] = KEYS[name].read(value)
         except ValueError as error:
@@ -117,7 +121,10 @@ def _override(word: str, given: dict[str, Given]) -> Iterator[Problem]:
         example = next(key for key in KEYS if key.startswith(f"{name}."))
         yield Problem(name, f"{where}{name} is a section: type one of its keys, such as {example}=VALUE.")
     else:
-        yield from _take(name, _listed(name, text), where, given)
+        other = given.get(EITHER.get(name, ""))
+        if other is not None and not other.override and text.lower() not in ("", "null", "none", "~"):
+            del given[EITHER[name]]
+        yield from _take(name, _listed(name, text), where, given, override=True)
 
 
 def _not_a_pair(word: str) -> str:
@@ -136,9 +143,9 @@ def _listed(name: str, text: str) -> Any:
     return [part.strip() for part in text.split(",")] if "," in text else text
 
 
-def _take(name: str, value: Any, where: str, given: dict[str, Given]) -> Iterator[Problem]:
+def _take(name: str, value: Any, where: str, given: dict[str, Given], override: bool = False) -> Iterator[Problem]:
     if name in KEYS:
-        given[name] = Given(value, where)
+        given[name] = Given(value, where, override)
     else:
         yield Problem(name, where + unknown(name, KEYS, SECTIONS))
 

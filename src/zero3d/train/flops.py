@@ -1,12 +1,14 @@
 """Floating-point operations of a training step, and how many of them a device could do (MFU).
 
 Source: Chowdhery et al., "PaLM" (2022), appendix B: 6 Psi + 12 L H S per token for forward and
-backward, where Psi leaves out input embeddings, L layers, H hidden size, S sequence length.
-Recomputation does not count: it is no useful work.
+backward, where Psi leaves out input embeddings and the experts that a token does not meet, L layers, H
+hidden size, S sequence length. Recomputation does not count: it is no useful work.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -17,17 +19,34 @@ PEAKS = {
     "L40S": 362e12, "A6000": 155e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 125e12,
 }  # fmt: skip
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+CHOSEN = ("num_experts_per_tok", "top_k")
+
 
 def flops_per_token(model: nn.Module, length: int) -> float:
     """Useful operations per token; attention counts where the model's config tells its shape."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
-    psi = sum(p.numel() for p in model.parameters() if id(p) not in embeddings - tied)
     config: Any = getattr(model, "config", None)
+    met = partial(_met, experts=_any(config, EXPERTS), chosen=_any(config, CHOSEN))
+    psi = sum(map(met, (p for p in model.parameters() if id(p) not in embeddings - tied)))
     layers, hidden = getattr(config, "num_hidden_layers", 0) or 0, getattr(config, "hidden_size", 0) or 0
     return 6.0 * psi + 12.0 * layers * hidden * length
 
 
-def peak_flops(device_name: str) -> float | None:
-    """What one device could do, or None where it is not known."""
+def _met(p: nn.Parameter, experts: int, chosen: int) -> float:
+    """Elements of a parameter that one token meets: of stacked experts [experts, ., .], those chosen for it."""
+    stacked = p.dim() == 3 and experts > 0 and p.shape[0] == experts
+    return p.numel() * min(chosen / experts, 1.0) if stacked and chosen else p.numel()
+
+
+def _any(config: Any, names: Sequence[str]) -> int:
+    """The first of these settings that the model's config has, else 0."""
+    return next((int(value) for name in names if isinstance(value := getattr(config, name, None), int)), 0)
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """What one device could do, or None where it is not known; the table is of bf16 and fp16."""
+    if precision not in ("bf16", "fp16"):
+        return None
     return next((peak for name, peak in PEAKS.items() if name in device_name), None)

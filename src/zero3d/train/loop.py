@@ -130,7 +130,7 @@ class Loop:
             tokens=self.done.tokens + tokens, position=self.stream.state(),
         )  # fmt: skip
         rate = tokens / record["seconds"]
-        peak = peak_flops(self._name)
+        peak = peak_flops(self._name, self.engine.precision.name)
         record |= {"tokens": self.done.tokens, "tokens_per_s": rate, "skipped": self.done.skipped}
         record |= {"mfu": rate * self._flops / (peak * world)} if peak else {}
         record |= {"memory_bytes": memory_bytes(self.engine), "traffic_bytes": self.traffic.last_step()}

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress as Bar, TaskID, TextColumn, TimeRemainingColumn
 
 LINES = 20  # printed over a run where there is no terminal
-SHORT = "loss {loss:5.3f}  norm {grad_norm:5.3f}  lr {lr:.1e}  {tokens_per_s:6,.0f} tok/s"  # 80 columns with the bar
+# Fits 80 columns with the bar; `amounts` stand below it.
+SHORT = "loss {loss:5.3f}  norm {grad_norm:5.3f}  lr {lr:.1e}  {tokens_per_s:6,.0f} tok/s"
 
 
 class Progress:
@@ -50,7 +51,7 @@ class Progress:
         """One finished step."""
         step, every = record["step"], self._every or max(self._steps // LINES, 1)
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, figures=SHORT.format(**record))
+            self._bar.update(self._task, completed=step, figures=f"{SHORT.format(**record)}\n{amounts(record)}")
         elif step % every == 0 or step in (1, self._steps):
             self.say(f"step {step:>{len(str(self._steps))}}/{self._steps}  {figures(record)}")
 
@@ -64,8 +65,13 @@ class Progress:
 
 def figures(record: Mapping[str, Any]) -> str:
     """Everything that a line tells of a step."""
+    first = "loss {loss:6.4f}  grad norm {grad_norm:6.3f}  lr {lr:.2e}  {tokens_per_s:8,.0f} tokens/s".format(**record)
+    return f"{first}  {amounts(record)}"
+
+
+def amounts(record: Mapping[str, Any]) -> str:
+    """What a step used and sent, and how many have been skipped."""
     told = [
-        "loss {loss:6.4f}  grad norm {grad_norm:6.3f}  lr {lr:.2e}  {tokens_per_s:8,.0f} tokens/s".format(**record),
         f"MFU {record['mfu']:.1%}" if "mfu" in record else "",
         f"{size(record['memory_bytes'])} held",
         f"{size(record['traffic_bytes'])} sent" if record["traffic_bytes"] else "",
