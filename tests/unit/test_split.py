@@ -3,12 +3,14 @@
 import pytest
 import torch
 from deep import deep
-from models import VOCAB, batch, bits, clone, net
+from models import VOCAB, adamw, batch, bits, clone, net
 from torch import nn
 
+import zero3d
 from zero3d.activations import recompute
 from zero3d.errors import ConfigError
 from zero3d.hf.blocks import find_blocks, partition
+from zero3d.hf.chain import find_chain
 from zero3d.hf.split import PipelinePart, Tie, balance, split
 
 FAMILIES = ["llama", "qwen3", "gpt2", "moe"]
@@ -132,7 +134,9 @@ def test_models_that_scale_embeddings_and_logits_or_whose_blocks_return_tuples_a
     more = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
     torch.manual_seed(0)
     gemma = t.Gemma2ForCausalLM(t.Gemma2Config(**sizes, **more))  # sqrt(hidden) x embedding, capped logits
+    assert find_chain(gemma).tuples is False
     bloom = t.BloomForCausalLM(t.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=4, n_head=4, use_cache=False))
+    assert find_chain(bloom).tuples is True
     ids, given = packed()
     assert_same_step(gemma.train(), parts_of(gemma, [1, 2, 1]), ids, given)
     assert_same_step(bloom.train(), parts_of(bloom, [1, 2, 1]), ids, {"labels": ids})
@@ -216,6 +220,57 @@ def test_a_part_can_be_copied_and_follows_train_and_eval_and_knows_the_config():
     assert parts[1].config.num_hidden_layers == 5
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_around_each_part_trains_as_one_around_the_whole_does(stage):
+    options = {"stage": stage, "precision": "fp32", "clip_norm": None, "optimizer": adamw}
+    model = deep("moe")
+    parts = parts_of(model, [2, 2, 1])
+    engines = [zero3d.Engine(part, **options) for part in parts]
+    whole = zero3d.Engine(clone(model), **options)
+    for part, engine in zip(parts, engines, strict=True):
+        engine.is_last = part.is_last
+    ids, given = packed()
+    for _ in range(3):
+        expected = whole(ids, use_cache=False, **given).loss
+        output, between = run(engines, ids, given)
+        assert bits([output.loss]) == bits([expected])
+        expected.backward()
+        backward(output.loss, between)
+        for engine in (whole, *engines):
+            engine.step()
+
+
+def test_adapters_are_cut_with_their_model():
+    import peft
+
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(deep("qwen3"), config).train()
+    parts = parts_of(model, [2, 2, 1])
+    ids, given = packed()
+    output, _ = run(parts, ids, given)
+    assert bits([output.loss]) == bits([model(ids, use_cache=False, **given).loss])
+    names = [n for part in parts for n, p in part.named_parameters() if p.requires_grad]
+    assert names == [n for n, p in model.named_parameters() if p.requires_grad]
+
+
+def test_ties_are_named_as_in_the_whole_model_even_if_its_head_is_registered_first():
+    class HeadFirst(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.head, self.embed, self.layers = inner.head, inner.embed, inner.layers
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    model = HeadFirst(net(tied=True))
+    parts = [split(model, [2, 1], stage) for stage in range(2)]
+    assert parts[0].tied == [Tie("head.weight", 1, "embed.weight", 0)]
+    assert parts[1].head.weight is model.embed.weight is not parts[0].embed.weight
+
+
 def test_a_forward_leaves_no_tensor_behind():
     part = split(deep("llama"), [3, 2], 0)
     ids, given = packed()
@@ -251,6 +306,17 @@ class Residual(nn.Module):
         for layer in reversed(self.layers) if self.kind == "order" else self.layers:
             x = layer(x) + first if self.kind == "sum" else layer(x)
         return self.head(x)
+
+
+def test_rope_that_reads_positions_and_writes_its_buffers_is_cut():
+    import transformers as t
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    more = {"intermediate_size": 48, "pad_token_id": 0, "max_position_embeddings": 16, "attention_dropout": 0.0}
+    rope = {"type": "longrope", "long_factor": [2.0] * 4, "short_factor": [1.0] * 4, "rope_theta": 1e4}
+    long = t.Phi3Config(**sizes, **more, original_max_position_embeddings=8, rope_scaling=rope)
+    model = t.Phi3ForCausalLM(long).train()
+    assert_same_step(model, parts_of(model, [1, 2]), *packed())
 
 
 @pytest.mark.parametrize(("kind", "said"), [("sum", "between blocks 0 and 1"), ("order", r"in the order \[2, 1, 0\]")])

@@ -180,9 +180,10 @@ def _trial(model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], tuples
 
 
 def _weightless(t: Tensor) -> Tensor:
-    """Zeros of this shape and dtype in the memory of one element."""
-    zeros = torch.zeros((), dtype=t.dtype).expand(t.shape)
-    return zeros.requires_grad_() if isinstance(t, nn.Parameter) and t.is_floating_point() else zeros
+    """Zeros of this shape and dtype on the CPU; a parameter in the memory of one element (buffers get written)."""
+    if not isinstance(t, nn.Parameter):
+        return torch.zeros(t.shape, dtype=t.dtype)
+    return torch.zeros((), dtype=t.dtype).expand(t.shape).requires_grad_(t.is_floating_point())
 
 
 def _refusal(model: nn.Module) -> str:
