@@ -3,7 +3,7 @@
 import pytest
 import torch
 from deep import deep
-from models import VOCAB, adamw, batch, bits, clone, net
+from models import VOCAB, Net, adamw, batch, bits, clone, net
 from torch import nn
 
 import zero3d
@@ -102,6 +102,9 @@ def test_the_auxiliary_loss_of_experts_is_the_whole_models(counts):
     for part in parts[1:]:
         recompute(part, "full")
     assert_same_step(model, parts, ids, given)
+    whole, (output, _) = model(ids, use_cache=False, **given), run(parts, ids, given)
+    assert bits(output.router_logits) == bits(whole.router_logits)
+    assert float(output.aux_loss.detach()) == float(whole.aux_loss.detach())
 
 
 def test_the_auxiliary_loss_counts_no_padding_and_some_parts_have_no_experts():
@@ -199,6 +202,14 @@ def test_units_of_the_parts_are_the_units_of_the_whole(name):
     assert [len(find_blocks(part)) for part in parts] == [2, 1, 1, 1]
 
 
+def test_units_named_by_class_are_found_or_known_to_be_elsewhere():
+    model = deep("llama")
+    units = [type(model.model.layers[0]), nn.Embedding, "lm_head"]
+    found = [[spec.name for spec in partition(part, units, torch.float32)[0]] for part in parts_of(model, [4, 1])]
+    assert found[0] == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(4))]
+    assert found[1] == ["model.layers.4", "root", "lm_head"]
+
+
 @pytest.mark.parametrize("name", ["qwen3", "moe"])
 def test_a_model_without_weights_is_cut_and_stays_as_it_is(name):
     from zero3d.hf.build import build
@@ -271,6 +282,16 @@ def test_ties_are_named_as_in_the_whole_model_even_if_its_head_is_registered_fir
     assert parts[1].head.weight is model.embed.weight is not parts[0].embed.weight
 
 
+def test_a_models_own_forward_sees_whether_its_part_trains():
+    class Signed(Net):
+        def forward(self, ids):
+            return super().forward(ids) if self.training else -super().forward(ids)
+
+    part = split(Signed(), [2, 1], 1)
+    hidden = torch.ones(2, 3, 24)
+    assert torch.equal(part.eval()(hidden), -part.train()(hidden))
+
+
 def test_a_forward_leaves_no_tensor_behind():
     part = split(deep("llama"), [3, 2], 0)
     ids, given = packed()
@@ -339,22 +360,32 @@ class Mixing(nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, x, first):
-        return self.block(x) + first
+    def forward(self, x, more):
+        return self.block(x) + more["first"]
 
 
-def test_blocks_that_see_the_embedding_again_are_refused():
-    class Again(Residual):
-        def forward(self, ids):
-            x = first = self.embed(ids)
-            for layer in self.layers:
-                x = layer(x, first)
-            return self.head(x)
+class Again(Residual):
+    """Hands every block the embedding, or the token ids, beside the hidden state."""
 
-    model = Again("blocks")
-    model.layers = nn.ModuleList(Mixing(layer) for layer in model.layers)
-    with pytest.raises(ConfigError, match="block 1 takes a second tensor with a gradient"):
-        split(model, [2, 1], 0)
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.layers = nn.ModuleList(Mixing(layer) for layer in self.layers)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        more = {"first": x if self.kind == "embedding" else ids}
+        for layer in self.layers:
+            x = layer(x, more)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("embedding", "block 1 takes a second tensor with a gradient"), ("ids", "block 0 takes the token ids")],
+)
+def test_blocks_that_see_the_embedding_or_the_token_ids_are_refused(kind, said):
+    with pytest.raises(ConfigError, match=said):
+        split(Again(kind), [2, 1], 0)
 
 
 def test_missing_or_doubtful_lists_of_blocks_are_told_with_what_to_type():

@@ -168,7 +168,8 @@ def balance(model: nn.Module, parts: int, tokens: int, blocks: str | None = None
 
 def _weights(block: nn.Module, config: Any) -> Weights:
     """A block's parameters; of fused experts [experts, ., .] a token meets `num_experts_per_tok`."""
-    experts, met = (getattr(config, name, None) for name in ("num_experts", "num_experts_per_tok"))
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    met = getattr(config, "num_experts_per_tok", None)
     total = sum(p.numel() for p in block.parameters())
     if not experts or not met:
         return Weights(total)
