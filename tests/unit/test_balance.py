@@ -69,11 +69,6 @@ def test_the_head_costs_flops_and_logits_and_the_embedding_only_bytes():
     assert cut(blocks, 2, before, after) == [3, 1]
 
 
-def test_a_tied_head_costs_what_an_untied_one_does():
-    sizes = {"embedding": 320, "blocks": [Weights(90)], "tokens": 7, "hidden": 8, "vocab": 40}
-    assert chain_costs(head=0, **sizes) == chain_costs(head=320, **sizes)
-
-
 def test_experts_that_a_token_does_not_meet_cost_bytes_but_no_flops():
     dense, sparse = (
         chain_costs(0, [Weights(1000, active), Weights(10)], 1, 5, 4, 3).blocks[0] for active in (None, 10)

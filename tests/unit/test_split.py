@@ -3,12 +3,14 @@
 import pytest
 import torch
 from deep import deep
-from models import VOCAB, batch, bits, clone, net
+from models import VOCAB, Net, adamw, batch, bits, clone, net
 from torch import nn
 
+import zero3d
 from zero3d.activations import recompute
 from zero3d.errors import ConfigError
 from zero3d.hf.blocks import find_blocks, partition
+from zero3d.hf.chain import find_chain
 from zero3d.hf.split import PipelinePart, Tie, balance, split
 
 FAMILIES = ["llama", "qwen3", "gpt2", "moe"]
@@ -100,6 +102,9 @@ def test_the_auxiliary_loss_of_experts_is_the_whole_models(counts):
     for part in parts[1:]:
         recompute(part, "full")
     assert_same_step(model, parts, ids, given)
+    whole, (output, _) = model(ids, use_cache=False, **given), run(parts, ids, given)
+    assert bits(output.router_logits) == bits(whole.router_logits)
+    assert float(output.aux_loss.detach()) == float(whole.aux_loss.detach())
 
 
 def test_the_auxiliary_loss_counts_no_padding_and_some_parts_have_no_experts():
@@ -132,7 +137,9 @@ def test_models_that_scale_embeddings_and_logits_or_whose_blocks_return_tuples_a
     more = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
     torch.manual_seed(0)
     gemma = t.Gemma2ForCausalLM(t.Gemma2Config(**sizes, **more))  # sqrt(hidden) x embedding, capped logits
+    assert find_chain(gemma).tuples is False
     bloom = t.BloomForCausalLM(t.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=4, n_head=4, use_cache=False))
+    assert find_chain(bloom).tuples is True
     ids, given = packed()
     assert_same_step(gemma.train(), parts_of(gemma, [1, 2, 1]), ids, given)
     assert_same_step(bloom.train(), parts_of(bloom, [1, 2, 1]), ids, {"labels": ids})
@@ -195,6 +202,14 @@ def test_units_of_the_parts_are_the_units_of_the_whole(name):
     assert [len(find_blocks(part)) for part in parts] == [2, 1, 1, 1]
 
 
+def test_units_named_by_class_are_found_or_known_to_be_elsewhere():
+    model = deep("llama")
+    units = [type(model.model.layers[0]), nn.Embedding, "lm_head"]
+    found = [[spec.name for spec in partition(part, units, torch.float32)[0]] for part in parts_of(model, [4, 1])]
+    assert found[0] == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(4))]
+    assert found[1] == ["model.layers.4", "root", "lm_head"]
+
+
 @pytest.mark.parametrize("name", ["qwen3", "moe"])
 def test_a_model_without_weights_is_cut_and_stays_as_it_is(name):
     from zero3d.hf.build import build
@@ -214,6 +229,67 @@ def test_a_part_can_be_copied_and_follows_train_and_eval_and_knows_the_config():
     assert parts[0].eval().training is parts[0].model.training is False
     assert isinstance(parts[1], PipelinePart)
     assert parts[1].config.num_hidden_layers == 5
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_around_each_part_trains_as_one_around_the_whole_does(stage):
+    options = {"stage": stage, "precision": "fp32", "clip_norm": None, "optimizer": adamw}
+    model = deep("moe")
+    parts = parts_of(model, [2, 2, 1])
+    engines = [zero3d.Engine(part, **options) for part in parts]
+    whole = zero3d.Engine(clone(model), **options)
+    for part, engine in zip(parts, engines, strict=True):
+        engine.is_last = part.is_last
+    ids, given = packed()
+    for _ in range(3):
+        expected = whole(ids, use_cache=False, **given).loss
+        output, between = run(engines, ids, given)
+        assert bits([output.loss]) == bits([expected])
+        expected.backward()
+        backward(output.loss, between)
+        for engine in (whole, *engines):
+            engine.step()
+
+
+def test_adapters_are_cut_with_their_model():
+    import peft
+
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(deep("qwen3"), config).train()
+    parts = parts_of(model, [2, 2, 1])
+    ids, given = packed()
+    output, _ = run(parts, ids, given)
+    assert bits([output.loss]) == bits([model(ids, use_cache=False, **given).loss])
+    names = [n for part in parts for n, p in part.named_parameters() if p.requires_grad]
+    assert names == [n for n, p in model.named_parameters() if p.requires_grad]
+
+
+def test_ties_are_named_as_in_the_whole_model_even_if_its_head_is_registered_first():
+    class HeadFirst(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.head, self.embed, self.layers = inner.head, inner.embed, inner.layers
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    model = HeadFirst(net(tied=True))
+    parts = [split(model, [2, 1], stage) for stage in range(2)]
+    assert parts[0].tied == [Tie("head.weight", 1, "embed.weight", 0)]
+    assert parts[1].head.weight is model.embed.weight is not parts[0].embed.weight
+
+
+def test_a_models_own_forward_sees_whether_its_part_trains():
+    class Signed(Net):
+        def forward(self, ids):
+            return super().forward(ids) if self.training else -super().forward(ids)
+
+    part = split(Signed(), [2, 1], 1)
+    hidden = torch.ones(2, 3, 24)
+    assert torch.equal(part.eval()(hidden), -part.train()(hidden))
 
 
 def test_a_forward_leaves_no_tensor_behind():
@@ -253,6 +329,17 @@ class Residual(nn.Module):
         return self.head(x)
 
 
+def test_rope_that_reads_positions_and_writes_its_buffers_is_cut():
+    import transformers as t
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    more = {"intermediate_size": 48, "pad_token_id": 0, "max_position_embeddings": 16, "attention_dropout": 0.0}
+    rope = {"type": "longrope", "long_factor": [2.0] * 4, "short_factor": [1.0] * 4, "rope_theta": 1e4}
+    long = t.Phi3Config(**sizes, **more, original_max_position_embeddings=8, rope_scaling=rope)
+    model = t.Phi3ForCausalLM(long).train()
+    assert_same_step(model, parts_of(model, [1, 2]), *packed())
+
+
 @pytest.mark.parametrize(("kind", "said"), [("sum", "between blocks 0 and 1"), ("order", r"in the order \[2, 1, 0\]")])
 def test_a_model_that_is_no_chain_is_refused(kind, said):
     with pytest.raises(ConfigError, match=f"Residual cannot be cut into pipeline stages.*{said}.*pp=1"):
@@ -273,22 +360,32 @@ class Mixing(nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, x, first):
-        return self.block(x) + first
+    def forward(self, x, more):
+        return self.block(x) + more["first"]
 
 
-def test_blocks_that_see_the_embedding_again_are_refused():
-    class Again(Residual):
-        def forward(self, ids):
-            x = first = self.embed(ids)
-            for layer in self.layers:
-                x = layer(x, first)
-            return self.head(x)
+class Again(Residual):
+    """Hands every block the embedding, or the token ids, beside the hidden state."""
 
-    model = Again("blocks")
-    model.layers = nn.ModuleList(Mixing(layer) for layer in model.layers)
-    with pytest.raises(ConfigError, match="block 1 takes a second tensor with a gradient"):
-        split(model, [2, 1], 0)
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.layers = nn.ModuleList(Mixing(layer) for layer in self.layers)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        more = {"first": x if self.kind == "embedding" else ids}
+        for layer in self.layers:
+            x = layer(x, more)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("embedding", "block 1 takes a second tensor with a gradient"), ("ids", "block 0 takes the token ids")],
+)
+def test_blocks_that_see_the_embedding_or_the_token_ids_are_refused(kind, said):
+    with pytest.raises(ConfigError, match=said):
+        split(Again(kind), [2, 1], 0)
 
 
 def test_missing_or_doubtful_lists_of_blocks_are_told_with_what_to_type():

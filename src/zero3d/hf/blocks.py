@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from zero3d.errors import ConfigError
-from zero3d.hf.elsewhere import Elsewhere
+from zero3d.hf.elsewhere import Elsewhere, kind_of
 from zero3d.precision import NAMES
 
 ROOT = "root"
@@ -53,9 +53,9 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
         children = list(module.named_children())
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(children) < 2:
             continue
-        same_class = len({child.kind if isinstance(child, Elsewhere) else type(child) for _, child in children}) == 1
+        same_class = len({kind_of(child) for _, child in children}) == 1
         here = [(key, child) for key, child in children if not isinstance(child, Elsewhere)]
-        has_parts = all(next(child.children(), None) is not None and _owns(child) for _, child in here)
+        has_parts = all(next(child.children(), None) is not None and owns(child) for _, child in here)
         if same_class and has_parts:
             found |= dict(part for key, child in here for part in _called(f"{name}.{key}".lstrip("."), child))
     return found
@@ -64,11 +64,12 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 def _called(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The module itself, or what a mere container holds: the forward of a container never runs."""
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return [(name, module)] if _owns(module) else []
+        return [(name, module)] if owns(module) else []
     return [part for key, child in module.named_children() for part in _called(f"{name}.{key}", child)]
 
 
-def _owns(module: nn.Module) -> bool:
+def owns(module: nn.Module) -> bool:
+    """Whether it has parameters."""
     return next(module.parameters(), None) is not None
 
 
@@ -104,7 +105,7 @@ def find_owners(model: nn.Module, units: Sequence[type[nn.Module] | str] | None)
 
 
 def _matches(unit: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
-    return fnmatch.fnmatchcase(name, unit) if isinstance(unit, str) else isinstance(module, unit)
+    return fnmatch.fnmatchcase(name, unit) if isinstance(unit, str) else issubclass(kind_of(module), unit)
 
 
 def partition(

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from zero3d.data.masking import forward_options, inner_model
 from zero3d.errors import ConfigError
-from zero3d.hf.blocks import find_blocks
+from zero3d.hf.blocks import find_blocks, owns
 from zero3d.hf.elsewhere import Elsewhere, first_argument
+from zero3d.nested import tensors_in
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -118,19 +119,19 @@ def _rooms(model: nn.Module, blocks: str) -> dict[str, nn.Module]:
                 "stage can be told to hold it: put it in a module of its own, or pass pp=1."
             )
         for name, child in holder.named_children():
-            if name != path[depth] and (_owns(child) or isinstance(child, DROPOUTS)):
+            if name != path[depth] and (owns(child) or isinstance(child, DROPOUTS)):
                 rooms[f"{around}.{name}".lstrip(".")] = child
     return rooms
 
 
-def _owns(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
 @dataclass
 class _Calls:
-    """What ran in a trial, in order: names of rooms, and indices of blocks."""
+    """What ran in a trial, in order: names of rooms, and indices of blocks.
 
+    left   the hidden state that the latest block returned
+    """
+
+    ids: Tensor
     order: list[str | int] = field(default_factory=list)
     left: Tensor | None = None
 
@@ -147,8 +148,10 @@ class _StandIn(Elsewhere):
         hidden = first_argument(args, kwargs)
         if calls.left is not None and hidden is not calls.left:
             raise ConfigError(f"something happens to the hidden state between blocks {index - 1} and {index}")
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and value is not hidden and value.requires_grad:
+        for value in tensors_in([args, kwargs]):
+            if value is calls.ids:
+                raise ConfigError(f"block {index} takes the token ids, which only the first pipeline stage has")
+            if value is not hidden and value.requires_grad:
                 raise ConfigError(f"block {index} takes a second tensor with a gradient, {list(value.shape)}")
         calls.order.append(index)
         calls.left = torch.zeros_like(hidden).requires_grad_()
@@ -157,7 +160,7 @@ class _StandIn(Elsewhere):
 
 def _trial(model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], tuples: bool) -> _Calls:
     """Run a copy on two sequences of three tokens and return what was called."""
-    calls = _Calls()
+    calls = _Calls(torch.zeros(2, 3, dtype=torch.long, device="cpu"))
     stand_ins = [_StandIn(m, i, calls, tuples) for i, m in enumerate(model.get_submodule(blocks).children())]
     replaced: dict[nn.Module | Tensor, object] = dict(
         zip(model.get_submodule(blocks).children(), stand_ins, strict=True)
@@ -170,7 +173,7 @@ def _trial(model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], tuples
     run = trial if base is None else base
     try:
         with torch.enable_grad(), torch.device("cpu"):
-            run(torch.zeros(2, 3, dtype=torch.long), **forward_options(run))
+            run(calls.ids, **forward_options(run))
     except ConfigError as error:
         raise ConfigError(f"{_refusal(model)}: {error}. Pass pp=1.") from error
     except Exception as error:  # any error of its own, told with its text
@@ -182,9 +185,10 @@ def _trial(model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], tuples
 
 
 def _weightless(t: Tensor) -> Tensor:
-    """Zeros of this shape and dtype in the memory of one element."""
-    zeros = torch.zeros((), dtype=t.dtype).expand(t.shape)
-    return zeros.requires_grad_() if isinstance(t, nn.Parameter) and t.is_floating_point() else zeros
+    """Zeros of this shape and dtype on the CPU; a parameter in the memory of one element (buffers get written)."""
+    if not isinstance(t, nn.Parameter):
+        return torch.zeros(t.shape, dtype=t.dtype)
+    return torch.zeros((), dtype=t.dtype).expand(t.shape).requires_grad_(t.is_floating_point())
 
 
 def _refusal(model: nn.Module) -> str:
@@ -211,7 +215,7 @@ def _sorted(model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], seen:
             before.append(name)
         elif where == [False, False, True]:
             later.append(name)
-        elif _owns(room):
+        elif owns(room):
             said = "runs between blocks" if where[1] else "runs at both ends" if any(where) else "never runs"
             raise ConfigError(f"{_refusal(model)}: called with token ids [2, 3], {name} {said}. Pass pp=1.")
     assert seen.left is not None

@@ -31,6 +31,11 @@ class Elsewhere(nn.Module):
         self.kind: type[nn.Module] = type(module)
 
 
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """Class of a module, or of the one that was in its place."""
+    return module.kind if isinstance(module, Elsewhere) else type(module)
+
+
 @dataclass
 class Relay:
     """Tensors on their way through one forward of a part."""

@@ -36,7 +36,7 @@ OF_THE_HEAD = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
 
 
 class Tie(NamedTuple):
-    """One parameter that two parts hold, each a copy under its own name. The first part is its owner.
+    """One parameter that two parts hold, each a copy under its own name; `name` is the full model's.
 
     Their gradients have to be summed, and the parameter counted once in the norm and in checkpoints.
     """
@@ -169,7 +169,8 @@ def balance(model: nn.Module, parts: int, tokens: int, blocks: str | None = None
 
 def _weights(block: nn.Module, config: Any) -> Weights:
     """A block's parameters; of fused experts [experts, ., .] a token meets `num_experts_per_tok`."""
-    experts, met = (getattr(config, name, None) for name in ("num_experts", "num_experts_per_tok"))
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    met = getattr(config, "num_experts_per_tok", None)
     total = sum(p.numel() for p in block.parameters())
     if not experts or not met:
         return Weights(total)
@@ -199,14 +200,14 @@ def _part_of(name: str, chain: Chain, counts: Sequence[int]) -> int:
 def _ties(
     model: nn.Module, chain: Chain, counts: Sequence[int], stage: int
 ) -> tuple[list[Tie], dict[nn.Module | Tensor, object]]:
-    """Ties across parts, and the copies that `stage` gets of parameters whose owner is an earlier part."""
+    """Ties across parts, and the copies that `stage` gets of parameters which another part owns."""
     names: dict[nn.Parameter, dict[int, str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, {}).setdefault(_part_of(name, chain, counts), name)
     ties: list[Tie] = []
     own: dict[nn.Module | Tensor, object] = {}
     for p, places in names.items():
-        owner, *others = sorted(places)
+        owner, *others = places
         ties += [Tie(places[owner], owner, places[other], other) for other in others]
         if stage in others:
             own[p] = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)

@@ -59,11 +59,10 @@ class ChainCosts(NamedTuple):
 def chain_costs(
     embedding: int, blocks: Sequence[Weights], head: int, tokens: int, hidden: int, vocab: int
 ) -> ChainCosts:
-    """The table above for a micro-batch of `tokens`. embedding, head: parameters; head: 0 if it is tied.
+    """The table above for a micro-batch of `tokens`. embedding, head: parameters.
 
-    A tied head's weight is counted all the same: the last pipeline stage holds a copy.
+    A tied head counts all the same: the last pipeline stage holds a copy of its weight.
     """
-    head = head or hidden * vocab
     flops = [0, *(TRAINING_FLOPS * b.met * tokens for b in blocks), TRAINING_FLOPS * hidden * vocab * tokens]
     held = [STATE_BYTES * n for n in (embedding, *(b.parameters for b in blocks), head)]
     kept = [0, *(BLOCK_BYTES * tokens * hidden for _ in blocks), LOGIT_BYTES * tokens * vocab]
