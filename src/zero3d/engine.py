@@ -32,6 +32,7 @@ from zero3d.mesh import Mesh, refuse_unbuilt
 from zero3d.nested import tensors_in
 from zero3d.param_groups import OptimizerChoice, choose_optimizer
 from zero3d.pipeline import Pipeline, Schedule, find_ties, names_of_copies, pipeline_policies, take_parts
+from zero3d.plan.traffic import UnitTraffic
 from zero3d.precision import DTYPES, NAMES, LossScale, Precision, at_least_fp32
 from zero3d.replica import Replica
 from zero3d.zero.arena import STATES, TRANSIENT, Arena
@@ -40,15 +41,7 @@ from zero3d.zero.hooks import KEEP, Hooks
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.optimizer import ShardedOptimizer, StepResult
 from zero3d.zero.prefetch import Gathers, Lane, Reductions
-from zero3d.zero.stages import (
-    NO_BYTES,
-    StateBytes,
-    UnitTraffic,
-    engine_bytes,
-    frozen_bytes,
-    resolve_policies,
-    stage_row,
-)
+from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
 from zero3d.zero.unit import Policy, Setting, Unit
 
 MANY_SKIPS = 5
@@ -155,8 +148,8 @@ class Engine:
     # --- construction ---------------------------------------------------------------------------
 
     def _build_unit(self, spec: UnitSpec, choice: OptimizerChoice, source: Source | None) -> Unit:
-        owner = self._copies.get
-        groups = {name: choice.group_of.get(owner(name, name), 0) for name in spec.params}
+        owner = {name: self._copies.get(name, name) for name in spec.params}
+        groups = {name: choice.group_of.get(owner[name], 0) for name in spec.params}
         parameters = [(name, tuple(p.shape), groups[name]) for name, p in spec.params.items()]
         layout = UnitLayout(parameters, self.comm.size)
         setting = Setting(self.policy, self.comm, self.arena)
@@ -164,7 +157,7 @@ class Engine:
         if source is None:
             fill = from_module(layout, spec.params, self.comm, wide)
         else:
-            fill = from_source(lambda name, *span: source(owner(name, name), *span), layout, self.comm, wide)
+            fill = from_source(lambda name, *span: source(owner[name], *span), layout, self.comm, wide)
         return Unit(spec.name, spec.params, layout, spec.dtype, setting, fill, spec.deferred)
 
     def _wire_up(
@@ -248,7 +241,7 @@ class Engine:
     def step(self) -> StepResult:
         """Apply the step if the boundary is reached, else change nothing.
 
-        Moves what `stages.step_traffic` says. Skips on all ranks when the gradient norm is not
+        Moves what `traffic.step_traffic` says. Skips on all ranks when the gradient norm is not
         finite anywhere; raises OrderError when ranks ran different units.
         """
         lr = float(self.optimizer.torch.param_groups[0]["lr"])
@@ -489,7 +482,7 @@ class Engine:
 
     @property
     def traffic_units(self) -> list[UnitTraffic]:
-        """The units as `stages.step_traffic` wants them; its result equals what `traffic` gains in a step."""
+        """The units as `traffic.step_traffic` wants them; its result equals what `traffic` gains in a step."""
         reduced = self.policy.master.itemsize
         return [
             UnitTraffic(u.name, u.layout.total, u.dtype.itemsize, reduced, u.gradients.travels.itemsize, True)

@@ -165,7 +165,7 @@ class Pipeline:
             self._made[key] = kind(what, n_microbatches=len(batches), loss_fn=lambda loss, _: loss, scale_grads=False)
         return self._made[key]
 
-    def _stage(self, number: int, part: nn.Module, shape: tuple[int, ...]) -> _Stage:
+    def _stage(self, number: int, part: Any, shape: tuple[int, ...]) -> _Stage:
         last = number == self._total - 1
         dtype = next(p.dtype for p in part.parameters() if p.is_floating_point())
         between = torch.empty((*shape, part.width), dtype=dtype, device="meta", requires_grad=True)

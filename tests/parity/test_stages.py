@@ -5,7 +5,7 @@ import torch
 from models import adamw, batch, bits, build, clone, loss_of, train_engine
 
 import zero3d
-from zero3d.zero.stages import count_gathers, step_traffic
+from zero3d.plan.traffic import count_gathers, step_traffic
 
 STEPS = 3
 

@@ -29,7 +29,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from zero3d.errors import ConfigError
-from zero3d.zero.stages import TokenEvent
+from zero3d.plan.traffic import TokenEvent
 
 KINDS = ("none", "full", "every:K", "selective")
 EXTRA_FORWARD = Fraction(1, 3)  # forward 1 + backward 2
@@ -90,7 +90,7 @@ def best_segment(layers: int, interior: float = 1.0) -> int:
 
 
 def replayed(events: Iterable[TokenEvent], segments: Iterable[Sequence[str]]) -> list[TokenEvent]:
-    """A micro-batch's tokens (`stages.token_order`) with segments recomputed: their gathers at stage 3.
+    """A micro-batch's tokens (`traffic.token_order`) with segments recomputed: their gathers at stage 3.
 
     segments   units of each segment, in forward order. When the backward of its last unit begins,
                all its units run forward once more. At most one gather more per unit (the last is

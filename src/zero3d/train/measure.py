@@ -8,7 +8,7 @@ optimizer states   held by the arena                      stages.engine_bytes, e
 padding            held by the arena                      from the layouts, exact
 temporary buffers  most held at any instant, by kind      an upper bound from unit sizes
 activations        what autograd saved in one forward     none
-traffic            engine.traffic, per operation          stages.step_traffic x steps, exact
+traffic            engine.traffic, per operation          traffic.step_traffic x steps, exact
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from zero3d.activations import Recomputed
 from zero3d.engine import Engine, MemoryEntry
 from zero3d.hf.blocks import ROOT
 from zero3d.nested import tensors_in
+from zero3d.plan.traffic import Moved, count_gathers, step_traffic
 from zero3d.precision import NAMES
 from zero3d.zero.prefetch import WINDOW
-from zero3d.zero.stages import Moved, count_gathers, step_traffic
 
 NOTHING = Moved(0, 0, 0)
 LOSS_VALUES = 2  # of train_batch's exchange: sum of losses, sum of weights

@@ -207,7 +207,7 @@ class ShardedOptimizer:
         counted = ((o, g) for o, g in self.shard_grads() if o.unit not in self._replica.copies)
         parts = [(owned.order, torch.linalg.vector_norm(grad)) for owned, grad in counted]
         wide = self._units[0].weights.master.dtype if self._units else torch.float32
-        partial = torch.linalg.vector_norm(self._replica.stack(parts, wide))
+        partial: Tensor = torch.linalg.vector_norm(self._replica.stack(parts, wide))
         if self._comm.size == 1:
             return partial
         partials = self._comm.exchange(partial.double()[None])[:, 0].to(wide)

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 import torch
 
-from zero3d.zero.stages import TokenEvent
+from zero3d.plan.traffic import TokenEvent
 from zero3d.zero.unit import State, Unit
 
 WINDOW = 2

@@ -1,0 +1,132 @@
+"""What a step sends, by formula: elements by the paper, and calls, elements and bytes exactly. No torch.
+
+Optimizer states appear in no formula: every rank updates the slice whose states it holds, and only
+gradients go in and parameters come out. Source: Rajbhandari et al., "ZeRO" (2020), section 7.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from zero3d.zero.stages import resolve_policies, stage_row
+
+
+def traffic_elements(stage: int, params: int, n: int, micro_batches: int = 1) -> dict[str, Fraction]:
+    """Elements one rank sends (and receives) per step by the paper's section 7, by operation.
+
+    A ring reduce-scatter or all-gather of Psi elements takes N - 1 hops of Psi/N: Psi (N-1)/N
+    elements per rank; an all-reduce is one of each, 2 Psi (N-1)/N.
+    """
+    row = stage_row(stage)
+    ring = Fraction(params * (n - 1), n)
+    return {
+        "reduce_scatter": ring * (micro_batches if row.shards_gradients else 1),
+        "all_gather": ring * (2 * micro_batches if row.shards_parameters else 1),
+    }
+
+
+class TokenEvent(NamedTuple):
+    """A user of a unit starts (acquire) or stops needing its full parameters."""
+
+    unit: str
+    token: object
+    acquire: bool
+
+
+def count_gathers(events: Iterable[TokenEvent]) -> Counter[str]:
+    """Gathers per unit: how often its set of users goes from empty to non-empty."""
+    users: dict[str, set[object]] = {}
+    gathers: Counter[str] = Counter()
+    for unit, token, acquire in events:
+        held = users.setdefault(unit, set())
+        if acquire:
+            gathers[unit] += not held
+            held.add(token)
+        else:
+            held.discard(token)
+    return gathers
+
+
+def token_order(forward: Sequence[str], root: str | None = None, no_backward: Iterable[str] = ()) -> list[TokenEvent]:
+    """The tokens of one micro-batch in which units are used in the order `forward`.
+
+    The root unit is used from its forward to the end of backward. The unit used last keeps
+    its turn token, so its backward finds it gathered. Units in `no_backward` (embeddings: their
+    backward needs indices only) are used in forward alone.
+    """
+    skip = set(no_backward)
+    events = [TokenEvent(root, "root", True)] if root else []
+    turn: str | None = None
+    for i, unit in enumerate(forward):
+        if turn not in (None, unit):
+            events.append(TokenEvent(str(turn), "turn", False))
+        events += [TokenEvent(unit, ("forward", i), True), TokenEvent(unit, "turn", True)]
+        events.append(TokenEvent(unit, ("forward", i), False))
+        turn = unit
+    for i, unit in reversed(list(enumerate(forward))):
+        if unit not in skip:
+            events += [TokenEvent(unit, ("backward", i), True), TokenEvent(unit, ("backward", i), False)]
+    return events
+
+
+class UnitTraffic(NamedTuple):
+    """What the exact formulas need of a unit: padded elements, and bytes per element.
+
+    weight   of a compute weight
+    reduced  of a reduced gradient
+    wire     of a gradient on its way to the reduction
+    """
+
+    name: str
+    elements: int
+    weight: int
+    reduced: int
+    wire: int
+    trainable: bool
+
+
+class Moved(NamedTuple):
+    calls: int
+    elements: int
+    bytes: int
+
+
+EXCHANGES_PER_STEP = (3, 1)  # values per rank: [token weight, gather order, reduction order], [partial norm]
+
+
+def step_traffic(
+    stage: int,
+    units: Sequence[UnitTraffic],
+    n: int,
+    gathers: Mapping[str, int],
+    micro_batches: int = 1,
+    reduce: str = "auto",
+) -> dict[tuple[str, str], Moved]:
+    """Exact traffic of one applied step, by (operation, unit): the ledger must equal it.
+
+    units    padded sizes, as laid out
+    gathers  parameter gathers per unit and *step* at stage 3 (`count_gathers` of the token order)
+    """
+    row = stage_row(stage)
+    _, reduce = resolve_policies(row, "auto", reduce)
+    moved: dict[tuple[str, str], Moved] = {}
+
+    def add(operation: str, unit: UnitTraffic, calls: int, width: int) -> None:
+        if calls:
+            elements = calls * unit.elements * (n - 1) // n
+            moved[operation, unit.name] = Moved(calls, elements, elements * width)
+
+    for unit in units:
+        if row.shards_parameters:
+            add("all_gather", unit, gathers.get(unit.name, 0), unit.weight)
+        elif unit.trainable:
+            add("all_gather", unit, 1, unit.weight if row.shards_optimizer else unit.reduced)
+        if unit.trainable:
+            calls = micro_batches if reduce == "every_micro_batch" else 1
+            add("reduce_scatter", unit, calls, unit.wire)
+    values = sum(EXCHANGES_PER_STEP) * (n - 1)
+    moved["exchange", "-"] = Moved(len(EXCHANGES_PER_STEP), values, 8 * values)
+    return moved
