@@ -26,6 +26,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from zero3d.boundary import Boundary, Driven
 from zero3d.errors import ConfigError
 from zero3d.hf.split import balance, split
+from zero3d.plan.bubble import Action
 from zero3d.replica import Tied
 from zero3d.transport import Axis
 from zero3d.zero.unit import Unit
@@ -143,6 +144,18 @@ class Pipeline:
             return self._seen
         finally:
             self.batches = ()
+
+    def order(self) -> dict[int, list[Action]]:
+        """What each rank of the axis does in the last schedule that was made, in order."""
+        schedule = list(self._made.values())[-1]
+        kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+        return {
+            rank: [
+                Action(kinds[step.computation_type.name], step.stage_index, step.microbatch_index)
+                for step in steps if step is not None
+            ]
+            for rank, steps in schedule.pipeline_order.items()
+        }  # fmt: skip
 
     @contextmanager
     def backward(self) -> Iterator[None]:
