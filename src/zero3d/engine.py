@@ -187,7 +187,8 @@ class Engine:
         self.pipeline = None
         if across.size > 1:
             self.pipeline = Pipeline(
-                self.parts, schedule, across, device, self._sum_and_weight, self.boundary, self.reductions.sweep
+                self.parts, schedule, across, device, self._sum_and_weight, self.boundary, self.reductions.sweep,
+                self._takes,
             )  # fmt: skip
         self._unit_of |= {p: unit for unit in self.units for p in unit.weights.params}
 

@@ -116,17 +116,19 @@ class Pipeline:
     """This rank's parts, and a schedule per number of micro-batches.
 
     parts   part number -> module, forward(hidden states or nothing, **micro-batch)
+    takes   entries of a micro-batch that the model's forward takes; None: all
     sum_and_weight  (output, micro-batch) -> (sum of losses, weight), of the last part's output
     """
 
     def __init__(
         self, parts: Mapping[int, nn.Module], schedule: Schedule, axis: Axis, device: torch.device,
         sum_and_weight: Callable[[Any, Any], tuple[Tensor, float | Tensor]], boundary: Boundary,
-        sweep: Callable[[], None],
+        sweep: Callable[[], None], takes: frozenset[str] | None,
     ) -> None:  # fmt: skip
         self._parts, self._schedule, self._axis, self._device = parts, schedule, axis, device
         self._sum_and_weight, self._boundary, self._sweep = sum_and_weight, boundary, sweep
         self._total = schedule.parts_per_rank * axis.size
+        self.takes = takes
         self._made: dict[Any, Any] = {}
         self.batches: Sequence[Any] = ()
         self._seen: list[tuple[Tensor, float | Tensor]] = []
@@ -203,10 +205,11 @@ class _Part(nn.Module):
         self._first, self._last = first, last
 
     def forward(self, hidden: Tensor, *, index: Tensor) -> Tensor:
-        batch = dict(self.pipeline.batches[int(index)])
-        ids = batch.pop("input_ids")
-        output = self.part(ids if self._first else hidden, **batch)
-        return self.pipeline.loss_of(output, {**batch, "input_ids": ids}) if self._last else output
+        batch = self.pipeline.batches[int(index)]
+        takes = self.pipeline.takes
+        others = {k: v for k, v in batch.items() if k != "input_ids" and (takes is None or k in takes)}
+        output = self.part(batch["input_ids"] if self._first else hidden, **others)
+        return self.pipeline.loss_of(output, batch) if self._last else output
 
 
 class _Stage(PipelineStage):
