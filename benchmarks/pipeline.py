@@ -155,7 +155,7 @@ class Fsdp2:
         self._clip()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        mean = torch.tensor([float(sum(losses)) if self.is_last else 0.0], dtype=torch.float64)
+        mean = torch.tensor([float(sum(losses).detach()) if self.is_last else 0.0], dtype=torch.float64)
         dist.all_reduce(mean)
         return float(mean) / self.size
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
@@ -133,11 +134,12 @@ class Pipeline:
         self.batches: Sequence[Any] = ()
         self._seen: list[tuple[Tensor, float | Tensor]] = []
         self._scale = 1.0
+        self.recorded: list[Action] = []
 
     def run(self, batches: Sequence[Any], scale: float) -> list[tuple[Tensor, float | Tensor]]:
         """Forward and backward of all micro-batches; (sum, weight) of each, on the rank of the last part only."""
         schedule = self._schedule_for(batches)
-        self.batches, self._seen, self._scale = batches, [], scale
+        self.batches, self._seen, self._scale, self.recorded = batches, [], scale, []
         numbers = torch.arange(len(batches))
         first = (numbers,) if 0 in self._parts else ()
         try:
@@ -148,16 +150,10 @@ class Pipeline:
             self.batches = ()
 
     def order(self) -> dict[int, list[Action]]:
-        """What each rank of the axis does in the last schedule that was made, in order."""
-        schedule = list(self._made.values())[-1]
-        kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
-        return {
-            rank: [
-                Action(kinds[step.computation_type.name], step.stage_index, step.microbatch_index)
-                for step in steps if step is not None
-            ]
-            for rank, steps in schedule.pipeline_order.items()
-        }  # fmt: skip
+        """What every rank of the axis did in the last step, in order, as it was recorded. All ranks call it."""
+        everyone: list[Any] = [None] * self._axis.size
+        dist.all_gather_object(everyone, self.recorded, group=self._axis.gathers)
+        return dict(enumerate(everyone))
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -217,10 +213,21 @@ class _Stage(PipelineStage):
 
     submod: _Part
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        with self.submod.pipeline.backward():
-            super().backward_one_chunk(*args, **kwargs)
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._note("F", fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        self._note("B" if full_backward else "I", bwd_chunk_id)
         with self.submod.pipeline.backward():
-            super().backward_weight_one_chunk(*args, **kwargs)
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self._note("W", bwd_chunk_id)
+        with self.submod.pipeline.backward():
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def _note(self, kind: str, micro_batch: int) -> None:
+        self.submod.pipeline.recorded.append(Action(kind, self.stage_index, micro_batch))
