@@ -188,7 +188,7 @@ class Engine:
         if across.size > 1:
             self.pipeline = Pipeline(
                 self.parts, schedule, across, device, self._sum_and_weight, self.boundary, self.reductions.sweep,
-                self._takes,
+                self._takes, self.traffic,
             )  # fmt: skip
         self._unit_of |= {p: unit for unit in self.units for p in unit.weights.params}
 

@@ -27,6 +27,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from zero3d.boundary import Boundary, Driven
 from zero3d.errors import ConfigError
 from zero3d.hf.split import balance, split
+from zero3d.ledger import Ledger
 from zero3d.plan.bubble import Action
 from zero3d.replica import Tied
 from zero3d.transport import Axis
@@ -124,12 +125,12 @@ class Pipeline:
     def __init__(
         self, parts: Mapping[int, nn.Module], schedule: Schedule, axis: Axis, device: torch.device,
         sum_and_weight: Callable[[Any, Any], tuple[Tensor, float | Tensor]], boundary: Boundary,
-        sweep: Callable[[], None], takes: frozenset[str] | None,
+        sweep: Callable[[], None], takes: frozenset[str] | None, ledger: Ledger,
     ) -> None:  # fmt: skip
         self._parts, self._schedule, self._axis, self._device = parts, schedule, axis, device
         self._sum_and_weight, self._boundary, self._sweep = sum_and_weight, boundary, sweep
         self._total = schedule.parts_per_rank * axis.size
-        self.takes = takes
+        self.takes, self._ledger = takes, ledger
         self._made: dict[Any, Any] = {}
         self.batches: Sequence[Any] = ()
         self._seen: list[tuple[Tensor, float | Tensor]] = []
@@ -148,6 +149,10 @@ class Pipeline:
             return self._seen
         finally:
             self.batches = ()
+
+    def sent(self, op: str, part: str, tensor: Tensor) -> None:
+        """A part sends a tensor to another rank."""
+        self._ledger.record(op, self._axis.name, part, tensor.numel(), tensor.element_size())
 
     def order(self) -> dict[int, list[Action]]:
         """What every rank of the axis did in the last step, in order, as it was recorded. All ranks call it."""
@@ -228,6 +233,17 @@ class _Stage(PipelineStage):
         self._note("W", bwd_chunk_id)
         with self.submod.pipeline.backward():
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._sent("send_forward", super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._sent("send_backward", super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _sent(self, op: str, sends: list[dist.P2POp]) -> list[dist.P2POp]:
+        for send in sends:
+            self.submod.pipeline.sent(op, f"part {self.stage_index}", send.tensor)
+        return sends
 
     def _note(self, kind: str, micro_batch: int) -> None:
         self.submod.pipeline.recorded.append(Action(kind, self.stage_index, micro_batch))

@@ -130,3 +130,20 @@ def step_traffic(
     values = sum(EXCHANGES_PER_STEP) * (n - 1)
     moved["exchange", "-"] = Moved(len(EXCHANGES_PER_STEP), values, 8 * values)
     return moved
+
+
+def pipeline_traffic(
+    mine: Sequence[int], parts: int, micro_batches: int, elements: int, width: int
+) -> dict[tuple[str, str], Moved]:
+    """Hidden states and their gradients that a rank sends in one step, by (operation, part).
+
+    mine      the parts of this rank, of `parts` in all; between neighbours on one rank nothing is sent
+    elements  of one micro-batch's hidden state, `width` bytes each
+    """
+    sent: dict[tuple[str, str], Moved] = {}
+    for part in mine:
+        for operation, neighbour in (("send_forward", part + 1), ("send_backward", part - 1)):
+            if 0 <= neighbour < parts and neighbour not in mine:
+                total = micro_batches * elements
+                sent[operation, f"part {part}"] = Moved(micro_batches, total, total * width)
+    return sent
