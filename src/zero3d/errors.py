@@ -9,6 +9,7 @@
       OutOfBudget             a memory budget would be exceeded
       CheckpointError         a checkpoint that is missing, damaged or of another model
       DataError               training data that cannot be read
+      RankError               another rank failed, and not with one of these
 
 A message says what was asked, what was found (with the arithmetic) and what to type.
 """
@@ -53,3 +54,7 @@ class CheckpointError(Zero3dError, RuntimeError):
 
 class DataError(Zero3dError, ValueError):
     """Training data that cannot be read."""
+
+
+class RankError(Zero3dError, RuntimeError):
+    """Another rank failed with an error nobody raised on purpose; that rank raises the error itself."""

@@ -29,7 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
 
-from zero3d.errors import ConfigError, Zero3dError
+from zero3d.errors import ConfigError, RankError, Zero3dError
 from zero3d.train.stop import SIGNALS, Stopped, StopRequest
 
 LAUNCHED = "ZERO3D_LAUNCHED"  # set for workers whose launcher tells their failure
@@ -254,10 +254,11 @@ def leave_exception(error: BaseException) -> int:
     """Write it in the error file, or for want of our launcher on stderr as well; the exit code.
 
     2 is for what the user asked, a ConfigError always; any other error on purpose that a failing machine caused
-    is told as shortly, with 1. An error that another rank raised is told there.
+    is told as shortly, with 1. An error that another rank raised is told there, with a fault's callstack.
     """
     clear = isinstance(error, Zero3dError)
-    asked = isinstance(error, ConfigError) or (clear and not isinstance(error.__cause__, OSError))
+    fault = isinstance(error, RankError) or isinstance(error.__cause__, OSError)
+    asked = isinstance(error, ConfigError) or (clear and not fault)
     code = 2 if asked else 130 if isinstance(error, KeyboardInterrupt) else 1
     if isinstance(error, Zero3dError) and error.from_rank is not None:
         return code
