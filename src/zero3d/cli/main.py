@@ -1,6 +1,6 @@
 """`zero3d VERB ...`: reads the command line and maps errors to exit codes.
 
-0  done        1  a failure nobody raised on purpose        2  bad input: one line on stderr
+0  done        1  a failing machine: one line; a bug: its callstack        2  bad input: one line on stderr
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(import_module(f"zero3d.cli.{arguments.verb}").run(arguments))
     except Zero3dError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         return 130
 

@@ -66,6 +66,18 @@ def open_model(model: Model, seed: int = 0) -> Opened:
     )
 
 
+def positions(model: Model) -> int | None:
+    """The longest sequence by the model's config; None without a limit, or where there is only a function to ask.
+
+    Raises ConfigError.
+    """
+    path = Path(model.path)
+    if not path.exists() and model.path not in PRESETS:
+        return None
+    config = read_config(path) if path.exists() else preset(model.path)
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 def preset(name: str) -> Any:
     """The transformers config of a preset."""
     from transformers import AutoConfig
