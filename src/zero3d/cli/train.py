@@ -76,7 +76,7 @@ def named(file: str | None) -> tuple[str, Path]:
 def as_words(arguments: argparse.Namespace) -> list[str]:
     """The command line of a worker."""
     words = list(arguments.words)
-    for option in (*SHORT, "resume"):
+    for option in ("ranks", *SHORT, "resume"):
         value = getattr(arguments, option)
         words += [] if value is None else [f"--{option}={value}"]
     return words + ["--overwrite"] * arguments.overwrite + ["--json"] * arguments.json
