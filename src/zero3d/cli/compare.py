@@ -138,7 +138,8 @@ def check_runs(found: Sequence[Variant], configs: Sequence[Config], ranks: int |
     What all runs share needs no look here: the first one looks at once.
     """
     differ = len({(config.model, config.data.length) for config in configs}) > 1
-    quiet_libraries()
+    if differ:
+        quiet_libraries()  # the model's config is read
     for variant, config in zip(found, configs, strict=True):
         mesh = config.mesh
         try:
