@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -225,6 +226,27 @@ def test_the_command_says_one_line_and_exits_with_2(folder, case):
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
     assert [path for path in sorted(folder.iterdir()) if path.name != "cache"] == before
+
+
+BUGGY = """
+from torch import nn
+class Model(nn.Module):
+    def forward(self, input_ids): ...
+    @property
+    def config(self):
+        raise KeyError("a bug")
+"""
+
+
+@pytest.mark.long
+def test_a_bug_before_the_first_step_is_told_once_with_its_callstack_and_exit_code_1(folder):
+    (folder / "buggy.py").write_text(BUGGY)
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree(folder, model={"path": "buggy:Model"})))
+    done = command(folder)
+    assert done.returncode == 1, done.stderr
+    assert re.match(r"rank [01] failed:\nTraceback", done.stderr)
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.endswith("\nKeyError: 'a bug'\n")
 
 
 LIMITED = """
