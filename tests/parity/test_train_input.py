@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy
 import pytest
 import yaml
-from training import field, metrics, save_model, save_rows, train, tree
+from training import field, metrics, refused, save_model, save_rows, train, tree
 
 
 @pytest.fixture
@@ -91,20 +91,6 @@ def test_bad_input_is_one_line_on_all_ranks_and_leaves_nothing(ranks, folder, ca
 
 
 # --- folders and checkpoints --------------------------------------------------------------------
-
-
-def contents(folder):
-    return {path: path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
-
-
-def refused(ranks, made, *start):
-    """The error of a start that must change no file of its output folder."""
-    before = contents(made["output"])
-    errors = [error for _, error in ranks(2, train, made, *start, check=False)]
-    assert all(errors)
-    assert contents(made["output"]) == before
-    assert "\n" not in errors[0]
-    return errors[0]
 
 
 def test_a_used_folder_is_refused_with_three_choices_and_each_works(ranks, folder):

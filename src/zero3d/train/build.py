@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,14 +51,15 @@ def open_mesh(config: Config) -> Mesh:
     return mesh
 
 
-def open_inputs(config: Config) -> Inputs:
+def open_inputs(config: Config, check: Callable[[], None] = lambda: None) -> Inputs:
     """Check everything that can be checked, read headers, tokenize. Raises the same Zero3dError on all ranks.
 
-    One rank of each machine tokenizes; the others wait for it as long as it takes.
+    `check` comes first, on every rank. One rank of each machine tokenizes; the others wait for it as long as it takes.
     """
     mesh = open_mesh(config)
     with mesh.waiting_room() as everyone:
         comm = Comm(everyone, Arena(torch.device("cpu")), Ledger())
+        agree(comm, check)
         batch, opened, tokenizer = agree(comm, lambda: _open(config, mesh.dp))
         vocabulary = _of_config(opened.module, "vocab_size")
 

@@ -80,7 +80,7 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
 
     Raises Zero3dError (bad input) before anything is written, and Stopped after a checkpoint.
     """
-    inputs = open_inputs(config)
+    inputs = open_inputs(config, lambda: check_start(config, start))
     options, layers = forward_options(inputs.opened.module), len(find_blocks(inputs.opened.module))
     notes, data = inputs.opened.notes, inputs.data
     engine = build_engine(config, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
@@ -120,10 +120,20 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
 # --- beginning ----------------------------------------------------------------------------------
 
 
-def find_checkpoint(config: Config, start: Start, engine: Engine) -> Path | None:
-    """The checkpoint to go on from. Raises ConfigError and CheckpointError."""
+def check_start(config: Config, start: Start) -> None:
+    """Refuse a folder or checkpoint that cannot be, before anything is read. Raises ConfigError, CheckpointError."""
     if start.resume == AUTO and config.output is None:
         raise ConfigError("--resume auto looks in the run's own folder: name it with output=FOLDER.")
+    folder = Folder(Path(config.output or "."))
+    found = folder.resume_from(start.resume)
+    if config.output is not None:
+        folder.refuse(start.resume, start.overwrite, found)
+        if config.checkpoint.export:
+            folder.refuse_export()
+
+
+def find_checkpoint(config: Config, start: Start, engine: Engine) -> Path | None:
+    """The checkpoint to go on from. Raises CheckpointError."""
     folder = Folder(Path(config.output or "."))
     return agree(engine.comm, lambda: folder.resume_from(start.resume))
 
@@ -206,13 +216,18 @@ def _export(config: Config, engine: Engine, folder: Folder, data: DataSet) -> fl
     """Write the Hugging Face folder; with checkpoint.verify its held-out loss, else NaN."""
     if not config.checkpoint.export:
         return math.nan
-    if engine.comm.rank == 0 and folder.export.exists():  # of the session before this one
-        shutil.rmtree(folder.export)
-    engine.export(folder.export)
-    if engine.comm.rank != 0:
+    first = engine.comm.rank == 0
+    agree(engine.comm, lambda: shutil.rmtree(folder.fresh_export, ignore_errors=True) if first else None)
+    engine.export(folder.fresh_export)
+
+    def complete() -> None:
+        if data.tokenizer is not None:
+            data.tokenizer.save(folder.fresh_export)
+        folder.publish()
+
+    agree(engine.comm, complete if first else lambda: None)
+    if not first:
         return math.nan
-    if data.tokenizer is not None:
-        data.tokenizer.save(folder.export)
     return verify(config, engine, folder.export, data) if config.checkpoint.verify and data.validation else math.nan
 
 

@@ -1,0 +1,88 @@
+"""What going on may not do: take over a folder of others, lose what stands there, or change the run in silence."""
+
+import pytest
+from training import contents, field, refused, save_model, save_rows, train, tree
+
+EXPORT = {"export": True}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_model(tmp_path / "model")
+    save_rows(tmp_path / "rows.npy")
+    return tmp_path
+
+
+# --- whose folder -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", ["mine: 1", "seed: 1", "", None])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_of_others_is_refused_and_keeps_its_files(ranks, folder, config, overwrite):
+    made = tree(folder, checkpoint=EXPORT)
+    (folder / "out" / "hf").mkdir(parents=True)
+    (folder / "out" / "hf" / "precious.txt").write_text("x")
+    if config is not None:
+        (folder / "out" / "config.yaml").write_text(config)
+    error = refused(ranks, made, None if overwrite else "auto", None, overwrite)
+    assert error.startswith("ConfigError: ")
+    assert "no run wrote it" in error
+
+
+@pytest.mark.parametrize("start", [("auto",), (None, None, True)], ids=["auto", "overwrite"])
+def test_an_export_of_others_in_the_runs_folder_is_not_replaced(ranks, folder, start):
+    made = tree(folder, train={"steps": 1})
+    ranks(2, train, made)
+    save_model(folder / "out" / "hf")
+    made["checkpoint"] = EXPORT
+    assert "hf was not exported by a run" in refused(ranks, made, *start)
+
+
+def test_a_run_that_was_moved_goes_on_and_replaces_its_own_export(ranks, folder):
+    made = tree(folder, train={"steps": 1}, checkpoint=EXPORT)
+    ranks(2, train, made)
+    (folder / "out").rename(folder / "moved")
+    before = {path.name: data for path, data in contents(folder / "moved" / "hf").items()}
+    made |= {"output": str(folder / "moved"), "train": {"steps": 2, "batch": 4}}
+    assert field(ranks(2, train, made, "auto")[0], "step") == [1, 2]
+    after = {path.name: data for path, data in contents(folder / "moved" / "hf").items()}
+    assert after.keys() == before.keys()
+    assert after != before
+    assert not [path.name for path in (folder / "moved").iterdir() if "hf" in path.name and path.name != "hf"]
+
+
+def fail_in_export(made):
+    """train, on a disk that takes no exported weights."""
+    from zero3d.errors import CheckpointError
+    from zero3d.hf import export
+
+    original = export.write_tensors
+
+    def write_tensors(path, tensors, **about):
+        raise CheckpointError("the disk is full")
+
+    export.write_tensors = write_tensors
+    try:
+        return train(made, "auto")
+    finally:
+        export.write_tensors = original
+
+
+def test_an_export_that_fails_leaves_the_one_before(ranks, folder):
+    made = tree(folder, train={"steps": 1}, checkpoint=EXPORT)
+    ranks(2, train, made)
+    before = contents(folder / "out" / "hf")
+    made["train"]["steps"] = 2
+    errors = [error for _, error in ranks(2, fail_in_export, made, check=False)]
+    assert "the disk is full" in errors[0]
+    assert contents(folder / "out" / "hf") == before
+
+
+def test_the_folder_is_refused_before_the_model_and_the_data_are_opened(ranks, folder):
+    made = tree(folder, train={"steps": 1})
+    ranks(2, train, made)
+    made["model"]["path"] = str(folder / "nowhere")
+    assert "is used already" in refused(ranks, made)
+    assert "no checkpoint in" in refused(ranks, made, str(folder / "nowhere"))
+    errors = [error for _, error in ranks(2, train, made | {"output": None}, "auto", check=False)]
+    assert "name it with output=FOLDER" in errors[0]
