@@ -1,7 +1,9 @@
 """What going on may not do: take over a folder of others, lose what stands there, or change the run in silence."""
 
+import shutil
+
 import pytest
-from training import contents, field, refused, save_model, save_rows, train, tree
+from training import contents, field, metrics, refused, save_model, save_rows, train, tree
 
 EXPORT = {"export": True}
 
@@ -86,3 +88,57 @@ def test_the_folder_is_refused_before_the_model_and_the_data_are_opened(ranks, f
     assert "no checkpoint in" in refused(ranks, made, str(folder / "nowhere"))
     errors = [error for _, error in ranks(2, train, made | {"output": None}, "auto", check=False)]
     assert "name it with output=FOLDER" in errors[0]
+
+
+# --- the run's own settings ---------------------------------------------------------------------
+
+
+def train_and_tell(made, resume=None):
+    """train; each parameter group's settings when it is over."""
+    from zero3d.engine import Engine
+
+    engines, load = [], Engine.load
+
+    def noted(engine, directory):
+        engines.append(engine)
+        return load(engine, directory)
+
+    Engine.load = noted
+    try:
+        records = train(made, resume)
+    finally:
+        Engine.load = load
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for engine in engines
+        for group in engine.optimizer.torch.param_groups
+    ]
+    return records, groups
+
+
+def test_settings_that_are_typed_win_over_those_of_the_checkpoint(ranks, folder):
+    made = tree(folder, train={"steps": 3})
+    ranks(2, train, made)
+    typed = {"lr": 1e-5, "betas": [0.5, 0.6], "eps": 1e-4, "weight_decay": 0.25}
+    made |= {"train": {"steps": 6, "batch": 4}, "optimizer": typed, "schedule": {"name": "constant"}}
+    records, groups = ranks(2, train_and_tell, made, "auto")[0]
+    assert field(records, "lr")[3:] == [1e-5] * 3
+    assert sorted(group["weight_decay"] for group in groups) == [0.0, 0.25]
+    for group in groups:
+        assert (group["lr"], tuple(group["betas"]), group["eps"]) == (1e-5, (0.5, 0.6), 1e-4)
+
+
+def test_the_place_in_the_schedule_is_the_checkpoints(ranks, folder):
+    whole = tree(folder, "whole", schedule={"name": "linear", "warmup": 2})
+    expected = field(ranks(1, train, whole)[0], "lr")
+    made = tree(folder, schedule={"name": "linear", "warmup": 2}, optimizer={"lr": 0.5})
+    ranks(1, train, made, None, 3)
+    made["optimizer"]["lr"] = whole["optimizer"]["lr"]
+    assert field(ranks(1, train, made, "auto")[0], "lr")[3:] == expected[3:]
+
+
+def test_steps_of_a_run_that_never_saved_are_told_once(ranks, folder):
+    made = tree(folder, train={"steps": 3})
+    ranks(2, train, made)
+    shutil.rmtree(folder / "out" / "checkpoints")  # as a crash before the first one leaves it
+    assert field(ranks(2, train, made, "auto")[0], "step") == field(metrics(made), "step") == [1, 2, 3]

@@ -171,6 +171,7 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_the_run_goes_on_later(rank
     for error in errors:
         assert error.startswith("CheckpointError: cannot write ")
         assert "No space left on device" in error
+        assert "make room and go on from an older checkpoint, which is whole." in error
         assert "\n" not in error
     left = sorted(path.name for path in (folder / "out" / "checkpoints").iterdir())
     assert left == ["step-2", "step-3"]
@@ -228,5 +229,6 @@ def test_a_worker_that_cannot_write_its_part_is_told_once_with_exit_code_1(folde
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith("CheckpointError: cannot write ")
     assert "File too large" in done.stderr
+    assert "make room and start again." in done.stderr
     assert done.stderr.count("\n") == 1
     assert list((folder / "out" / "checkpoints").iterdir()) == []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,3 +57,20 @@ def rate(choice: Schedule, steps: int) -> Callable[[int], float]:
 def scheduler(choice: Schedule, steps: int) -> Callable[[torch.optim.Optimizer], LambdaLR]:
     """`rate` on the engine's optimizer."""
     return lambda optimizer: LambdaLR(optimizer, rate(choice, steps))
+
+
+@contextmanager
+def settings_kept(optimizer: torch.optim.Optimizer, schedule: LambdaLR) -> Iterator[None]:
+    """What is loaded inside gives moments and the place in the schedule; the settings stay those of this run.
+
+    They are learning rate, betas, eps and weight decay of each group, and the shape of the schedule.
+    """
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    yield
+    schedule.base_lrs = [group["initial_lr"] for group in settings]
+    rates = [
+        peak * factor(schedule.last_epoch) for peak, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
+    for group, setting, lr in zip(optimizer.param_groups, settings, rates, strict=True):
+        group.update(setting | {"lr": lr})
+    schedule._last_lr = rates

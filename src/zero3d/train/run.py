@@ -28,6 +28,7 @@ from zero3d.train.folder import AUTO, Folder, first_free, numbered
 from zero3d.train.loop import Loop, memory_bytes, progressed
 from zero3d.train.measure import Activations, MemoryRow, TrafficRow, memory_rows, traffic_rows
 from zero3d.train.metrics import Metrics, Record, losses
+from zero3d.train.optim import settings_kept
 from zero3d.train.progress import Progress
 from zero3d.zero.collectives import broadcast_ints
 
@@ -92,11 +93,10 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
     for line in (*introduction(config, inputs, engine, folder), *notes, *data.notes):
         progress.say(line)
     loop = Loop(config, engine, stream, data.validation, folder, options)
-    earlier: list[Record] = []
     if saved is not None:
         loop.done = progressed(saved)
         progress.say(f"going on from {found}, after step {loop.done.step}")
-        earlier = folder.keep_metrics(loop.done.step) if engine.comm.rank == 0 else []
+    earlier = folder.keep_metrics(loop.done.step) if engine.comm.rank == 0 else []
     activations = Activations(engine)
     with Metrics(folder, config, engine.comm.rank, loop.done.step + 1) as metrics:
         loop.run(inputs.steps, metrics, progress)
@@ -142,7 +142,8 @@ def restore(engine: Engine, stream: BatchStream, found: Path | None) -> Mapping[
     """Load a checkpoint into engine and stream; what the loop had saved. Raises what both do, and ConfigError."""
     if found is None:
         return None
-    saved: Mapping[str, Any] | None = engine.load(found)
+    with settings_kept(engine.optimizer.torch, engine.scheduler):
+        saved: Mapping[str, Any] | None = engine.load(found)
     if saved is None:
         raise ConfigError(
             f"{found} was saved by engine.save, not by zero3d train: it does not say how far the data is."
