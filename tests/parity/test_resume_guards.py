@@ -2,6 +2,7 @@
 
 import shutil
 
+import numpy
 import pytest
 from training import contents, field, metrics, refused, save_model, save_rows, train, tree
 
@@ -142,3 +143,56 @@ def test_steps_of_a_run_that_never_saved_are_told_once(ranks, folder):
     ranks(2, train, made)
     shutil.rmtree(folder / "out" / "checkpoints")  # as a crash before the first one leaves it
     assert field(ranks(2, train, made, "auto")[0], "step") == field(metrics(made), "step") == [1, 2, 3]
+
+
+# --- the same data, and how much of them --------------------------------------------------------
+
+
+def packed(folder, **data):
+    """A run over documents of several lengths."""
+    (folder / "documents").mkdir(exist_ok=True)
+    for number, length in enumerate((40, 29, 17, 51, 23, 33)):
+        numpy.save(folder / "documents" / f"{number}.npy", numpy.arange(length) % 50 + 3)
+    return tree(folder, train={"steps": 2}, data={"train": str(folder / "documents"), "shuffle": True, **data})
+
+
+CHANGES = {
+    "shuffle": (lambda f: packed(f, shuffle=False), "shuffle was True and is now False. Give the same data.shuffle"),
+    "length": (lambda f: packed(f, length=15), "length was 16 and is now 15. Give the same data.length"),
+    "packing": (lambda f: packed(f, packing=False), "packing was True and is now False. Give the same data.packing"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_data_in_another_order_are_no_continuation(ranks, folder, name):
+    change, said = CHANGES[name]
+    ranks(2, train, packed(folder))
+    assert said in refused(ranks, change(folder) | {"train": {"steps": 3, "batch": 4}}, "auto")
+
+
+def test_other_data_of_the_same_shape_are_refused_and_the_same_elsewhere_go_on(ranks, folder):
+    made = tree(folder, train={"steps": 2})
+    ranks(2, train, made)
+    made["train"]["steps"] = 3
+    save_rows(folder / "rows.npy", seed=1)
+    assert "digest was " in refused(ranks, made, "auto")
+    (folder / "rows.npy").unlink()
+    made["data"]["train"] = str(save_rows(folder / "copied.npy"))
+    assert field(ranks(2, train, made, "auto")[0], "step") == [1, 2, 3]
+
+
+def test_epochs_end_where_they_should_with_another_batch(ranks, folder):
+    made = tree(folder, train={"steps": None, "epochs": 2, "batch": 4}, schedule={"name": "linear", "final": 0})
+    ranks(1, train, made, None, 3)  # 12 of 28 sequences are seen
+    made["train"] |= {"batch": 2, "accumulate": 1}
+    records = ranks(1, train, made, "auto")[0]
+    assert (len(records), records[-1]["epoch"], records[-1]["lr"]) == (3 + 8, 2.0, 0.0)
+
+
+def test_fewer_steps_than_are_done_are_refused_in_one_line(ranks, folder):
+    made = tree(folder, train={"steps": 4})
+    ranks(2, train, made)
+    made["train"]["steps"] = 2
+    error = refused(ranks, made, "auto")
+    assert error.startswith("ConfigError: train.steps asks for 2 steps, and ")
+    assert "checkpoints/step-4 has done 4" in error

@@ -110,11 +110,14 @@ def _check_forward(model: nn.Module) -> None:
         )
 
 
-def steps_of_run(config: Config, data: DataSet, batch: Batch) -> int:
-    """train.steps, or those of train.epochs (1 where neither is given)."""
+def steps_of_run(config: Config, data: DataSet, batch: Batch, done: int = 0, taken: int = 0) -> int:
+    """train.steps, or those of train.epochs (1 where neither is given).
+
+    done    steps so far, which took the first `taken` sequences, perhaps in other batches
+    """
     if config.train.steps is not None:
         return config.train.steps
-    return steps_of(config.train.epochs or 1.0, len(data.train), batch.batch)
+    return done + steps_of(config.train.epochs or 1.0, len(data.train), batch.batch, taken)
 
 
 # --- the engine ---------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class Progressed:
     skipped: int = 0
     tokens: int = 0
     best: tuple[int, float] | None = None
-    position: Mapping[str, int] = field(default_factory=dict)
+    position: Mapping[str, Any] = field(default_factory=dict)
 
 
 def progressed(saved: Mapping[str, Any]) -> Progressed:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,18 +58,17 @@ def scheduler(choice: Schedule, steps: int) -> Callable[[torch.optim.Optimizer],
     return lambda optimizer: LambdaLR(optimizer, rate(choice, steps))
 
 
-@contextmanager
-def settings_kept(optimizer: torch.optim.Optimizer, schedule: LambdaLR) -> Iterator[None]:
-    """What is loaded inside gives moments and the place in the schedule; the settings stay those of this run.
+def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What a configuration says of each group: peak learning rate, betas, eps, weight decay."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
-    They are learning rate, betas, eps and weight decay of each group, and the shape of the schedule.
-    """
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    yield
-    schedule.base_lrs = [group["initial_lr"] for group in settings]
-    rates = [
-        peak * factor(schedule.last_epoch) for peak, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-    ]
-    for group, setting, lr in zip(optimizer.param_groups, settings, rates, strict=True):
+
+def set_again(
+    optimizer: torch.optim.Optimizer, schedule: LambdaLR, wanted: list[dict[str, Any]], factor: Callable[[int], float]
+) -> None:
+    """After a checkpoint was loaded: its moments and its place in the schedule stay, the settings are `wanted`."""
+    schedule.lr_lambdas = [factor] * len(wanted)
+    schedule.base_lrs = [group["initial_lr"] for group in wanted]
+    schedule._last_lr = [peak * factor(schedule.last_epoch) for peak in schedule.base_lrs]
+    for group, setting, lr in zip(optimizer.param_groups, wanted, schedule._last_lr, strict=True):
         group.update(setting | {"lr": lr})
-    schedule._last_lr = rates

@@ -23,12 +23,12 @@ from zero3d.data.tokenizers import Tokenizer
 from zero3d.engine import Engine
 from zero3d.errors import ConfigError
 from zero3d.hf.blocks import find_blocks
-from zero3d.train.build import Inputs, build_engine, open_inputs, with_output
+from zero3d.train.build import Inputs, build_engine, open_inputs, steps_of_run, with_output
 from zero3d.train.folder import AUTO, Folder, first_free, numbered
 from zero3d.train.loop import Loop, memory_bytes, progressed
 from zero3d.train.measure import Activations, MemoryRow, TrafficRow, memory_rows, traffic_rows
 from zero3d.train.metrics import Metrics, Record, losses
-from zero3d.train.optim import settings_kept
+from zero3d.train.optim import rate, set_again, settings
 from zero3d.train.progress import Progress
 from zero3d.zero.collectives import broadcast_ints
 
@@ -87,19 +87,19 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
     engine = build_engine(config, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
     stream = _stream(config, inputs, engine)
     found = find_checkpoint(config, start, engine)
-    saved = restore(engine, stream, found)
+    saved, steps = restore(config, inputs, engine, stream, found)
     folder = open_folder(config, start, engine, found)
     config = with_output(config, folder.root)
-    for line in (*introduction(config, inputs, engine, folder), *notes, *data.notes):
+    for line in (*introduction(config, inputs.batch, steps, engine, folder), *notes, *data.notes):
         progress.say(line)
     loop = Loop(config, engine, stream, data.validation, folder, options)
     if saved is not None:
-        loop.done = progressed(saved)
+        loop.done, loop.checkpoint = progressed(saved), found or loop.checkpoint
         progress.say(f"going on from {found}, after step {loop.done.step}")
     earlier = folder.keep_metrics(loop.done.step) if engine.comm.rank == 0 else []
     activations = Activations(engine)
     with Metrics(folder, config, engine.comm.rank, loop.done.step + 1) as metrics:
-        loop.run(inputs.steps, metrics, progress)
+        loop.run(steps, metrics, progress)
     loop.stream.close()
     m = inputs.batch.accumulate
     applied = sum(record["applied"] for record in loop.history)
@@ -138,18 +138,31 @@ def find_checkpoint(config: Config, start: Start, engine: Engine) -> Path | None
     return agree(engine.comm, lambda: folder.resume_from(start.resume))
 
 
-def restore(engine: Engine, stream: BatchStream, found: Path | None) -> Mapping[str, Any] | None:
-    """Load a checkpoint into engine and stream; what the loop had saved. Raises what both do, and ConfigError."""
+def restore(
+    config: Config, inputs: Inputs, engine: Engine, stream: BatchStream, found: Path | None
+) -> tuple[Mapping[str, Any] | None, int]:
+    """Load a checkpoint into engine and stream: what the loop had saved, and the steps of the whole run.
+
+    Settings of the optimizer and of the schedule stay those of `config`. Raises what the parts do, and ConfigError.
+    """
     if found is None:
-        return None
-    with settings_kept(engine.optimizer.torch, engine.scheduler):
-        saved: Mapping[str, Any] | None = engine.load(found)
+        return None, inputs.steps
+    wanted = settings(engine.optimizer.torch)
+    saved: Mapping[str, Any] | None = engine.load(found)
     if saved is None:
         raise ConfigError(
             f"{found} was saved by engine.save, not by zero3d train: it does not say how far the data is."
         )
     stream.restore(saved["position"])
-    return saved
+    steps, done = steps_of_run(config, inputs.data, inputs.batch, saved["step"], stream.taken), saved["step"]
+    if steps < done:
+        key = "train.epochs" if config.train.steps is None else "train.steps"
+        raise ConfigError(
+            f"{key} asks for {steps:,} steps, and {found} has done {done:,}: give a larger {key}, or start a new run "
+            "with output=FOLDER."
+        )
+    set_again(engine.optimizer.torch, engine.scheduler, wanted, rate(config.schedule, steps))
+    return saved, steps
 
 
 def open_folder(config: Config, start: Start, engine: Engine, found: Path | None) -> Folder:
@@ -167,7 +180,7 @@ def open_folder(config: Config, start: Start, engine: Engine, found: Path | None
     return folder
 
 
-def introduction(config: Config, inputs: Inputs, engine: Engine, folder: Folder) -> list[str]:
+def introduction(config: Config, batch: Batch, steps: int, engine: Engine, folder: Folder) -> list[str]:
     """What is about to happen, in lines."""
     ranks = engine.comm.size
     kind = type(engine.module).__name__
@@ -176,7 +189,7 @@ def introduction(config: Config, inputs: Inputs, engine: Engine, folder: Folder)
     parts += [f"activations {config.activations}"] if config.activations != "none" else []
     return [
         f"zero3d train: {', '.join(parts)}; {kind} with {count_params(engine):,} parameters",
-        f"{inputs.batch.equation}; {inputs.steps:,} steps; writing to {folder.root}",
+        f"{batch.equation}; {steps:,} steps; writing to {folder.root}",
     ]
 
 
