@@ -196,3 +196,67 @@ def test_fewer_steps_than_are_done_are_refused_in_one_line(ranks, folder):
     error = refused(ranks, made, "auto")
     assert error.startswith("ConfigError: train.steps asks for 2 steps, and ")
     assert "checkpoints/step-4 has done 4" in error
+
+
+# --- what comes after the training --------------------------------------------------------------
+
+
+def save_small(folder):
+    """GPT-2 over bytes with 32 positions, and a text."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=32, n_embd=16, n_layer=1, n_head=2)).save_pretrained(folder)
+    (folder / "text.txt").write_text("some words and more of them " * 40)
+
+
+@pytest.mark.parametrize("length", [4, 40])
+def test_a_prompt_in_a_model_of_few_positions_does_not_end_the_run(ranks, folder, length):
+    save_small(folder / "small")
+    made = tree(folder, saved="small", train={"steps": 1}, checkpoint=EXPORT, evaluate={"prompt": "x" * length})
+    made["data"] |= {"train": str(folder / "small" / "text.txt"), "tokenizer": "bytes"}
+    result, said = ranks(2, sampled, made)[0]
+    assert (folder / "out" / "hf" / "config.json").exists()
+    if length < 32:
+        assert result.startswith("x" * length)
+        assert len(result) > length
+    else:
+        assert result == ""
+        assert "no sample for evaluate.prompt: ConfigError: evaluate.prompt has 40 tokens and the model 32" in said
+
+
+def sampled(made):
+    """The sample of a run, and what it said."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    from zero3d.config import load
+    from zero3d.train.progress import Progress
+    from zero3d.train.run import Start, run
+
+    out = StringIO()
+    return run(load(made), Start("test"), Progress(Console(file=out, width=500))).sample, out.getvalue()
+
+
+def plain_module():
+    """What transformers does not know."""
+    import torch
+
+    class Plain(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(61, 8)
+            self.head = torch.nn.Linear(8, 61)
+
+        def forward(self, input_ids):
+            return self.head(self.table(input_ids))
+
+    return Plain()
+
+
+def test_an_export_that_could_not_be_verified_is_refused_at_the_start(ranks, folder):
+    made = tree(folder, model={"path": "test_resume_guards:plain_module"}, checkpoint=EXPORT | {"verify": True})
+    made["data"]["packing"] = False
+    assert "checkpoint.verify=false" in refused(ranks, made)
+    made["checkpoint"]["verify"] = False
+    assert len(ranks(2, train, made)[0]) == 5

@@ -61,7 +61,7 @@ def open_inputs(config: Config, check: Callable[[], None] = lambda: None) -> Inp
         comm = Comm(everyone, Arena(torch.device("cpu")), Ledger())
         agree(comm, check)
         batch, opened, tokenizer = agree(comm, lambda: _open(config, mesh.dp))
-        vocabulary = _of_config(opened.module, "vocab_size")
+        vocabulary = of_config(opened.module, "vocab_size")
 
         def read() -> DataSet:
             return open_data(config.data, tokenizer, vocabulary)
@@ -77,7 +77,9 @@ def _open(config: Config, dp: int) -> tuple[Batch, Opened, Tokenizer | None]:
     _check_packages(config)
     opened = open_model(config.model, config.seed)
     _check_forward(opened.module)
-    check_length(config.data.length, _of_config(opened.module, "max_position_embeddings"))
+    if config.checkpoint.export and config.checkpoint.verify:
+        _check_verify(opened.module)
+    check_length(config.data.length, of_config(opened.module, "max_position_embeddings"))
     if config.data.packing:
         check_packing(opened.module, batch.micro_batch)
     folder = None if opened.folder is None else str(opened.folder)
@@ -85,7 +87,8 @@ def _open(config: Config, dp: int) -> tuple[Batch, Opened, Tokenizer | None]:
     return batch, opened, load_tokenizer(config.data.tokenizer, folder) if wanted else None
 
 
-def _of_config(model: nn.Module, name: str) -> int | None:
+def of_config(model: nn.Module, name: str) -> int | None:
+    """A number in the configuration of a Hugging Face model, if it has it."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(text, name, None)
@@ -107,6 +110,17 @@ def _check_forward(model: nn.Module) -> None:
         raise ConfigError(
             f"{type(model).__name__}.forward takes ({', '.join(parameters)}), and a batch is passed by name: call its "
             "first argument input_ids, and if it wants them add position_ids and labels."
+        )
+
+
+def _check_verify(model: nn.Module) -> None:
+    """Refuse what transformers could not load by its config.json after the training."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(getattr(model, "config", None)) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"checkpoint.verify loads the export with AutoModelForCausalLM, which does not know {type(model).__name__} "
+            "by its config: type checkpoint.verify=false."
         )
 
 

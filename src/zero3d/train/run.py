@@ -23,7 +23,7 @@ from zero3d.data.tokenizers import Tokenizer
 from zero3d.engine import Engine
 from zero3d.errors import ConfigError
 from zero3d.hf.blocks import find_blocks
-from zero3d.train.build import Inputs, build_engine, open_inputs, steps_of_run, with_output
+from zero3d.train.build import Inputs, build_engine, of_config, open_inputs, steps_of_run, with_output
 from zero3d.train.folder import AUTO, Folder, first_free, numbered
 from zero3d.train.loop import Loop, memory_bytes, progressed
 from zero3d.train.measure import Activations, MemoryRow, TrafficRow, memory_rows, traffic_rows
@@ -101,15 +101,17 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
     with Metrics(folder, config, engine.comm.rank, loop.done.step + 1) as metrics:
         loop.run(steps, metrics, progress)
     loop.stream.close()
-    m = inputs.batch.accumulate
+    m, first = inputs.batch.accumulate, engine.comm.rank == 0
     applied = sum(record["applied"] for record in loop.history)
     memory = memory_rows(engine, engine.memory, activations.bytes, m)
     traffic = traffic_rows(engine, loop.traffic, applied, len(loop.history) - applied, m)
     peak = int(engine.comm.exchange(torch.tensor([float(memory_peak(engine))], dtype=torch.float64)).max())
     history = [*earlier, *loop.history]
     held_out = losses(history, "validation_loss")[-1] if history else math.nan
-    sample = generate(engine, config.evaluate.prompt, data.tokenizer)
-    reloaded = _export(config, engine, folder, data)
+    if config.checkpoint.export:
+        _export(engine, folder, data.tokenizer)
+    sample = _sample(config, engine, data.tokenizer, progress)
+    reloaded = verify(config, engine, folder.export, data) if verifies(config, data) and first else math.nan
     return Result(
         config, engine.comm.size, count_params(engine), layers, inputs.batch, history, len(loop.history),
         sum(record["seconds"] for record in loop.history), memory, traffic, peak, held_out, reloaded, sample, folder,
@@ -216,33 +218,51 @@ def memory_peak(engine: Engine) -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
-def generate(engine: Engine, prompt: str | None, tokenizer: Tokenizer | None) -> str:
-    """A sampled continuation of the prompt, the same on all ranks."""
+def _sample(config: Config, engine: Engine, tokenizer: Tokenizer | None, progress: Progress) -> str:
+    """`generate`, whose failure is told in one line: everything else of the run is there by then."""
+    prompt = config.evaluate.prompt
     if prompt is None or tokenizer is None:
         return ""
+    try:
+        return generate(engine, prompt, tokenizer)
+    except Exception as error:  # noqa: BLE001 (told; no model's own failure ends a run that is done)
+        said = str(error).splitlines() or [""]
+        progress.say(f"no sample for evaluate.prompt: {type(error).__name__}: {said[0]}")
+        return ""
+
+
+def generate(engine: Engine, prompt: str, tokenizer: Tokenizer) -> str:
+    """A sampled continuation of the prompt, the same on all ranks, as long as the model has positions.
+
+    Raises ConfigError where it has none left.
+    """
     torch.manual_seed(0)
     ids = torch.tensor(tokenizer.encode([prompt]))
-    made = engine.generate(ids, SAMPLE_LENGTH, do_sample=True, temperature=TEMPERATURE, top_k=TOP_K)
+    positions = of_config(engine.module, "max_position_embeddings")
+    room = SAMPLE_LENGTH if positions is None else min(SAMPLE_LENGTH, positions - ids.shape[1])
+    if room < 1:
+        raise ConfigError(f"evaluate.prompt has {ids.shape[1]} tokens and the model {positions} positions: shorten it.")
+    made = engine.generate(ids, room, do_sample=True, temperature=TEMPERATURE, top_k=TOP_K)
     return tokenizer.decode(made[0].tolist())
 
 
-def _export(config: Config, engine: Engine, folder: Folder, data: DataSet) -> float:
-    """Write the Hugging Face folder; with checkpoint.verify its held-out loss, else NaN."""
-    if not config.checkpoint.export:
-        return math.nan
+def _export(engine: Engine, folder: Folder, tokenizer: Tokenizer | None) -> None:
+    """Write the Hugging Face folder beside the one of an earlier session, then in its place."""
     first = engine.comm.rank == 0
     agree(engine.comm, lambda: shutil.rmtree(folder.fresh_export, ignore_errors=True) if first else None)
     engine.export(folder.fresh_export)
 
     def complete() -> None:
-        if data.tokenizer is not None:
-            data.tokenizer.save(folder.fresh_export)
+        if tokenizer is not None:
+            tokenizer.save(folder.fresh_export)
         folder.publish()
 
     agree(engine.comm, complete if first else lambda: None)
-    if not first:
-        return math.nan
-    return verify(config, engine, folder.export, data) if config.checkpoint.verify and data.validation else math.nan
+
+
+def verifies(config: Config, data: DataSet) -> bool:
+    """Whether the export is loaded again and evaluated."""
+    return config.checkpoint.export and config.checkpoint.verify and bool(data.validation)
 
 
 def verify(config: Config, engine: Engine, export: Path, data: DataSet) -> float:
