@@ -260,3 +260,44 @@ def test_an_export_that_could_not_be_verified_is_refused_at_the_start(ranks, fol
     assert "checkpoint.verify=false" in refused(ranks, made)
     made["checkpoint"]["verify"] = False
     assert len(ranks(2, train, made)[0]) == 5
+
+
+# --- a stop where an evaluation is due ----------------------------------------------------------
+
+
+def train_and_note(made, stop_in):
+    """train; in which order it saved and evaluated."""
+    from zero3d.train.loop import Loop
+
+    noted, originals = [], {name: getattr(Loop, name) for name in ("save", "evaluate")}
+
+    def wrap(name):
+        def noting(loop, *arguments):
+            noted.append(name)
+            return originals[name](loop, *arguments)
+
+        return noting
+
+    try:
+        for name in originals:
+            setattr(Loop, name, wrap(name))
+        return train(made, None, stop_in), noted
+    finally:
+        for name, original in originals.items():
+            setattr(Loop, name, original)
+
+
+def test_a_stop_saves_before_anything_else(ranks, folder):
+    made = tree(folder, data={"validation": 0.2}, evaluate={"every": 3})
+    said, noted = ranks(2, train_and_note, made, 3)[0]
+    assert said == f"step 3 of 5 is saved in {made['output']}/checkpoints/step-3"
+    assert noted == ["save"]
+    assert field(ranks(2, train, made, "auto")[0], "step") == field(metrics(made), "step") == [1, 2, 3, 4, 5]
+
+
+def test_a_stop_in_the_last_step_saves_and_then_ends_the_run_as_usual(ranks, folder):
+    made = tree(folder, data={"validation": 0.2})
+    records, noted = ranks(2, train_and_note, made, 5)[0]
+    assert noted[:2] == ["save", "evaluate"]
+    assert "validation_loss" in records[-1]
+    assert (folder / "out" / "checkpoints" / "best").resolve().name == "step-5"

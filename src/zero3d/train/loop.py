@@ -86,7 +86,9 @@ class Loop:
                 record = self.step()
                 asked = self._finish(record, request)
                 last = step == steps
-                if self._validation is not None and (last or _due(step, self.config.evaluate.every)):
+                if self._validation is not None and asked and last:  # there may be no time for the evaluation
+                    self.save(record)
+                if self._validation is not None and (last or (not asked and _due(step, self.config.evaluate.every))):
                     record |= self.evaluate()
                     progress.show_held_out(record)
                 self.history.append(record)
