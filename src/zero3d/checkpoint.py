@@ -216,7 +216,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], **about: str) -> None:
         sync(path)
     except (OSError, SafetensorError) as error:
         older = any(path.parent.parent.glob("step-*/manifest.json"))
-        way = "go on from an older checkpoint, which is whole" if older else "start again"
+        way = "go on from an older checkpoint, which is whole" if older else "try again"
         raise CheckpointError(f"cannot write {path} ({error}): make room and {way}.") from OSError(str(error))
 
 

@@ -229,6 +229,6 @@ def test_a_worker_that_cannot_write_its_part_is_told_once_with_exit_code_1(folde
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith("CheckpointError: cannot write ")
     assert "File too large" in done.stderr
-    assert "make room and start again." in done.stderr
+    assert "make room and try again." in done.stderr
     assert done.stderr.count("\n") == 1
     assert list((folder / "out" / "checkpoints").iterdir()) == []

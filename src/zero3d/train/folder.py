@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,10 +93,14 @@ class Folder:
             ) from error
 
     def write_config(self, text: str) -> None:
-        """config.yaml, the first thing a run writes. Raises ConfigError."""
+        """config.yaml, the first thing a run writes, whole or not at all: it marks the folder. Raises ConfigError."""
+        fresh = self.config.with_suffix(".tmp")
         try:
-            self.config.write_text(text)
+            fresh.write_text(text)
+            fresh.replace(self.config)
         except OSError as error:
+            with suppress(OSError):
+                fresh.unlink(missing_ok=True)
             raise ConfigError(
                 f"{self.config.resolve()} cannot be written ({error.strerror}): choose another with output=FOLDER."
             ) from error
