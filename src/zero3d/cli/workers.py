@@ -166,7 +166,7 @@ def conclude(workers: Sequence[Worker], failed: Sequence[Worker], asked: int | N
     asked = signal.SIGTERM if asked is None and stopped else asked  # or somebody signalled the workers themselves
     if asked is not None and any(worker.code == -signal.SIGTERM for worker in failed):
         print(
-            f"stopped by {signal.Signals(asked).name} outside of training; no checkpoint was made for it",
+            f"stopped by {signal.Signals(asked).name} outside of training; what was saved before is still there",
             file=sys.stderr,
         )
         return 128 + asked
