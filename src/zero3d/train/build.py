@@ -184,6 +184,10 @@ def from_config(source: str | Path | Mapping[str, Any], **overrides: Any) -> Eng
     tree = to_dict(load(source))
     for name, value in overrides.items():
         tree[name] = {**tree[name], **value} if isinstance(value, Mapping) and name in tree else value
+    said = overrides.get("train", {})
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):
+        if said.get(one) is not None and other not in said:
+            tree["train"][other] = None  # the override displaces what the file says in the other way
     config = load(tree)
     if config.train.steps is None:
         inputs = open_inputs(config)
