@@ -74,3 +74,18 @@ def field(records, name):
 def metrics(made):
     """metrics.jsonl, line by line."""
     return [json.loads(line) for line in (Path(made["output"]) / "metrics.jsonl").read_text().splitlines()]
+
+
+def contents(folder):
+    """Every file below it with its bytes."""
+    return {path: path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+
+
+def refused(ranks, made, *start):
+    """The error of a start that must change no file of its output folder."""
+    before = contents(made["output"])
+    errors = [error for _, error in ranks(2, train, made, *start, check=False)]
+    assert all(errors)
+    assert contents(made["output"]) == before
+    assert "\n" not in errors[0]
+    return errors[0]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         MeshError as MeshError,
         OrderError as OrderError,
         OutOfBudget as OutOfBudget,
+        RankError as RankError,
         ReleasedParameterError as ReleasedParameterError,
         Zero3dError as Zero3dError,
     )
@@ -38,6 +39,7 @@ _HOME = {
     "OutOfBudget": "errors",
     "CheckpointError": "errors",
     "DataError": "errors",
+    "RankError": "errors",
 }
 __all__ = list(_HOME)
 

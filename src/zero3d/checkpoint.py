@@ -215,9 +215,9 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], **about: str) -> None:
         save_file(tensors, path, metadata=about or None)
         sync(path)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot write {path} ({error}): make room and go on from an older checkpoint, which is whole."
-        ) from OSError(str(error))
+        older = any(path.parent.parent.glob("step-*/manifest.json"))
+        way = "go on from an older checkpoint, which is whole" if older else "try again"
+        raise CheckpointError(f"cannot write {path} ({error}): make room and {way}.") from OSError(str(error))
 
 
 def write_json(path: Path, value: Any) -> None:

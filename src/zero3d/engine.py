@@ -139,7 +139,7 @@ class Engine:
         self._move_buffers()
         self.units = [self._build_unit(spec, choice, weights) for spec in specs]
         self._wire_up(uses, choice, clip_norm, Schedule.of(schedule))
-        self._scheduler = _bind(scheduler, self.optimizer.torch)
+        self.scheduler = _bind(scheduler, self.optimizer.torch)
         self._steps = self._skips = 0
         self.last_step: StepResult | None = None
         self.traffic.reset()  # it counts training; construction broadcast the model once
@@ -269,8 +269,8 @@ class Engine:
         self.loss_scale.update(outcome.overflow)
         if outcome.applied:
             self._steps += 1
-            if self._scheduler is not None:
-                self._scheduler.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
         return self._result(outcome.applied, outcome.norm, lr)
 
     def _result(self, applied: bool, norm: Tensor, lr: float) -> StepResult:
@@ -449,7 +449,7 @@ class Engine:
 
     def _parts(self, loop: Mapping[str, Any] | None = None) -> checkpoint.Parts:
         return checkpoint.Parts(
-            self.module, self.units, self.optimizer, self.comm, self.loss_scale, self._scheduler, self._steps,
+            self.module, self.units, self.optimizer, self.comm, self.loss_scale, self.scheduler, self._steps,
             {"stage": self.stage, "dp": self.comm.size, "precision": self.precision.name,
              "algorithm": self.comm.algorithm},
             loop,

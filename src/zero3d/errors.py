@@ -9,18 +9,27 @@
       OutOfBudget             a memory budget would be exceeded
       CheckpointError         a checkpoint that is missing, damaged or of another model
       DataError               training data that cannot be read
+      RankError               another rank failed, and not with one of these
 
 A message says what was asked, what was found (with the arithmetic) and what to type.
 """
 
+from __future__ import annotations
+
 
 class Zero3dError(Exception):
-    """Root of all errors raised on purpose; the command line turns each into exit code 2.
+    """Root of all errors raised on purpose; the command line makes one line and an exit code of each.
 
     from_rank  the rank that tells it, where another rank failed; None on the failing rank itself
     """
 
     from_rank: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """2 for what the user asked, a ConfigError always; 1 where a machine or another rank's bug is to blame."""
+        fault = isinstance(self, RankError) or isinstance(self.__cause__, OSError)
+        return 2 if isinstance(self, ConfigError) or not fault else 1
 
 
 class ConfigError(Zero3dError, ValueError):
@@ -53,3 +62,7 @@ class CheckpointError(Zero3dError, RuntimeError):
 
 class DataError(Zero3dError, ValueError):
     """Training data that cannot be read."""
+
+
+class RankError(Zero3dError, RuntimeError):
+    """Another rank failed with an error nobody raised on purpose; that rank raises the error itself."""

@@ -10,15 +10,24 @@ LLAMA = {
     "num_attention_heads": 2, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
 RUN = """
-model: {path: config.json}
+model: {path: "chatty:make"}
 data: {train: text.txt, validation: text.txt, tokenizer: bytes, length: 32, cache: cache}
 train: {steps: 2, micro_batch: 2}
 evaluate: {batches: 2}
 """
+CHATTY = f"""
+import os, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+print("a note of somebody else")
+def make():
+    os.system("echo and one of a library")
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{LLAMA}))
+"""
 
 
 def test_two_stages_have_the_same_bits_and_measure_what_the_formulas_say(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "chatty.py").write_text(CHATTY)
     (tmp_path / "text.txt").write_text("".join(f"line {i}: {i * i} quick brown foxes\n" for i in range(200)))
     (tmp_path / "tiny.yaml").write_text(RUN)
     command = [sys.executable, "-m", "zero3d.cli.main", "compare", "--ranks=2", "tiny.yaml", "zero.stage=0,3"]
@@ -27,6 +36,7 @@ def test_two_stages_have_the_same_bits_and_measure_what_the_formulas_say(tmp_pat
     assert "measured = formula, to the byte, in every run" in done.stdout
     assert "losses: the same bits at every step of every run" in done.stdout
     out = tmp_path / "zero3d-compare-tiny"
+    assert "a note of somebody else" in (out / "zero.stage=0.log").read_text()  # stdout is the result's alone
     names = ["compare.json", "compare.png", *(f"zero.stage={stage}{end}" for stage in (0, 3) for end in ("", ".log"))]
     assert sorted(path.name for path in out.iterdir()) == names
     zero, three = (run["figures"] for run in json.loads((out / "compare.json").read_text())["runs"])

@@ -158,7 +158,7 @@ def test_sigterm_at_the_command_then_resume_auto(ranks, tmp_path):
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 143
-    assert "stopped by SIGTERM; resume with: zero3d train run.yaml" in said
+    assert "stopped by SIGTERM; resume with: zero3d train run.yaml log.every=1 --ranks=2 --resume auto" in said
     saved = steps_in(made)
     stopped = len(metrics(made))
     assert saved == [f"step-{stopped}"]

@@ -102,7 +102,7 @@ def test_workers_that_do_not_train_yet_are_ended_by_the_first_signal(launcher):
     launcher.start("loads")
     launcher.both("ready")
     os.kill(launcher.process.pid, signal.SIGTERM)
-    assert launcher.end() == (143, "stopped by SIGTERM outside of training; no checkpoint was made for it\n")
+    assert launcher.end() == (143, "stopped by SIGTERM outside of training; what was saved before is still there\n")
 
 
 def test_a_workers_exception_ends_the_others_and_is_told_once(launcher):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 import yaml
-from training import field, metrics, save_model, save_rows, train, tree
+from training import field, metrics, refused, save_model, save_rows, train, tree
 
 
 @pytest.fixture
@@ -93,20 +94,6 @@ def test_bad_input_is_one_line_on_all_ranks_and_leaves_nothing(ranks, folder, ca
 # --- folders and checkpoints --------------------------------------------------------------------
 
 
-def contents(folder):
-    return {path: path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
-
-
-def refused(ranks, made, *start):
-    """The error of a start that must change no file of its output folder."""
-    before = contents(made["output"])
-    errors = [error for _, error in ranks(2, train, made, *start, check=False)]
-    assert all(errors)
-    assert contents(made["output"]) == before
-    assert "\n" not in errors[0]
-    return errors[0]
-
-
 def test_a_used_folder_is_refused_with_three_choices_and_each_works(ranks, folder):
     made = tree(folder, train={"steps": 2})
     ranks(2, train, made)
@@ -185,6 +172,7 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_the_run_goes_on_later(rank
     for error in errors:
         assert error.startswith("CheckpointError: cannot write ")
         assert "No space left on device" in error
+        assert "make room and go on from an older checkpoint, which is whole." in error
         assert "\n" not in error
     left = sorted(path.name for path in (folder / "out" / "checkpoints").iterdir())
     assert left == ["step-2", "step-3"]
@@ -227,6 +215,27 @@ def test_the_command_says_one_line_and_exits_with_2(folder, case):
     assert [path for path in sorted(folder.iterdir()) if path.name != "cache"] == before
 
 
+BUGGY = """
+from torch import nn
+class Model(nn.Module):
+    def forward(self, input_ids): ...
+    @property
+    def config(self):
+        raise KeyError("a bug")
+"""
+
+
+@pytest.mark.long
+def test_a_bug_before_the_first_step_is_told_once_with_its_callstack_and_exit_code_1(folder):
+    (folder / "buggy.py").write_text(BUGGY)
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree(folder, model={"path": "buggy:Model"})))
+    done = command(folder)
+    assert done.returncode == 1, done.stderr
+    assert re.match(r"rank [01] failed:\nTraceback", done.stderr)
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.endswith("\nKeyError: 'a bug'\n")
+
+
 LIMITED = """
 import os
 if os.environ.get("RANK") == "1":
@@ -242,5 +251,6 @@ def test_a_worker_that_cannot_write_its_part_is_told_once_with_exit_code_1(folde
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith("CheckpointError: cannot write ")
     assert "File too large" in done.stderr
+    assert "make room and try again." in done.stderr
     assert done.stderr.count("\n") == 1
     assert list((folder / "out" / "checkpoints").iterdir()) == []

@@ -7,6 +7,7 @@ from models import VOCAB, batch, bits, build, loss_of
 from torch import nn
 
 import zero3d
+from zero3d.errors import DataError
 from zero3d.zero import collectives
 
 TIMEOUT = 5.0
@@ -147,3 +148,44 @@ def test_degrees_that_do_not_multiply_are_refused_with_the_arithmetic(ranks):
     for _, error in ranks(2, wrong_world, check=False):
         assert error.startswith("MeshError: 2 ranks cannot form pp=1 x dp=3 x tp=1 (= 3 ranks)")
         assert "leave dp out" in error
+
+
+# --- errors that all ranks raise ----------------------------------------------------------------
+
+
+def fail_on_rank_1(error, message):
+    """What each rank raises where rank 1 fails inside `agree`: its class, what is told, who tells it, its exit code."""
+    from zero3d.agree import agree
+    from zero3d.cli.workers import leave_exception
+    from zero3d.ledger import Ledger
+    from zero3d.zero.arena import Arena
+    from zero3d.zero.collectives import Comm
+
+    def action():
+        if dist.get_rank() == 1:
+            raise error(message)
+
+    try:
+        with zero3d.Mesh().waiting_room() as everyone:
+            agree(Comm(everyone, Arena(torch.device("cpu")), Ledger()), action)
+    except Exception as raised:
+        return type(raised).__name__, str(raised), getattr(raised, "from_rank", None), leave_exception(raised)
+
+
+@pytest.mark.parametrize(
+    ("error", "own", "others", "said", "code"),
+    [
+        (DataError, "DataError", "DataError", "x: y", 2),
+        (AttributeError, "AttributeError", "RankError", "rank 1 failed: AttributeError: x: y", 1),
+        (PermissionError, "CheckpointError", "CheckpointError", "rank 1 failed: PermissionError: x: y", 1),
+    ],
+)
+def test_a_failing_rank_tells_its_own_error_and_only_what_was_asked_exits_with_2(ranks, error, own, others, said, code):
+    first, failing = ranks(2, fail_on_rank_1, error, "x: y")
+    assert first[:3] == (others, said, 1)
+    assert failing[0] == own
+    assert failing[2] is None
+    assert failing[3] == code
+    if error is not PermissionError:  # whose cause the other rank does not have; the failing one's code counts
+        assert failing[1] == "x: y"
+        assert first[3] == code

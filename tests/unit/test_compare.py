@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import signal
 import sys
 
@@ -14,7 +15,7 @@ from zero3d.errors import ConfigError
 from zero3d.train.compare import as_json, rows, square_root
 from zero3d.train.compare_plot import draw
 from zero3d.train.compare_table import show
-from zero3d.train.variants import Axis, check_variants, split_axes, variants
+from zero3d.train.variants import Axis, split_axes, variants
 
 
 def spanned(*words):
@@ -65,7 +66,13 @@ def test_every_run_has_a_folder_of_its_own_below_the_output():
         (["zero.stag=0,1"], "Did you mean zero.stage?"),
         (["zero.stage=1,2,1"], "zero.stage=1 and zero.stage=1 are the same run"),
         (["zero.stage=1,01"], "zero.stage=1 and zero.stage=01 are the same run"),
-        (["zero.stage=0,1", "zero.stage=3"], None),
+        (["zero.stage=0,1", "zero.stage=3"], "zero.stage is given twice, as zero.stage=0,1 and zero.stage=3"),
+        (["zero.stage=3", "zero.stage=0,1"], "zero.stage is given twice, as zero.stage=3 and zero.stage=0,1"),
+        (["zero.stage=0,1", "zero.stage=2,3"], "zero.stage is given twice"),
+        (["train.batch=8,7", "train.micro_batch=2", "--ranks=2"],
+         "train.batch=7: train.batch 7 is not a multiple of micro_batch 2 x dp 2"),
+        (["mesh.dp=2,3", "--ranks=2"], "mesh.dp=3: 2 ranks cannot form"),
+        (["data.length=64,1024"], "data.length=1024: data.length=1,024 is more than the model's 512 positions"),
         (["zero.stage=0,1,2,3", "seed=0,1,2", "precision=bf16,fp32,fp16"], "4 (zero.stage) x 3 (seed) x 3 (precision) = 36"),
         (["zero.stage=0,1", "train.steps=two"], "train.steps"),
         (["output=a,b"], "output takes one folder"),
@@ -76,10 +83,6 @@ def test_every_run_has_a_folder_of_its_own_below_the_output():
 def test_what_cannot_be_is_one_line_before_the_first_run(tmp_path, monkeypatch, capsys, words, said):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(verb.subprocess, "Popen", lambda *_, **__: pytest.fail("a run was started"))
-    if said is None:  # the last one of a key wins, here as everywhere
-        axes, common = split_axes(words)
-        assert [config.zero.stage for config in check_variants(variants(axes), None, common)] == [0, 1]
-        return
     assert main(["compare", *words]) == 2
     told = capsys.readouterr().err
     assert told.startswith("ConfigError: ")
@@ -159,7 +162,7 @@ def compared(word, *results):
 
 def printed(word, found):
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    show(split_axes([word])[0], found, console)
+    show(split_axes([word])[0], found, {}, console)
     return console.export_text()
 
 
@@ -289,27 +292,75 @@ def scripted(monkeypatch, script):
     monkeypatch.setattr(verb.Plan, "command", lambda plan, variant: [sys.executable, "-c", script, variant.label])
 
 
-def test_the_first_failure_ends_it_with_its_message_and_code_and_keeps_what_is_done(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    scripted(
-        monkeypatch,
-        f"""
-import sys
-if sys.argv[1] == "zero.stage=1":
+FAILING = f"""
+import os, sys
+if sys.argv[1] in os.environ["FAIL"]:
     print("step 1/2", file=sys.stderr)
-    print("DataError: no such file", file=sys.stderr)
-    sys.exit(2)
-print({json.dumps(json.dumps(result()))})""",
-    )
-    assert main(["compare", "zero.stage=0,1,2", "output=out"]) == 2
+    print("OutOfMemoryError: 80 GiB", file=sys.stderr)
+    sys.exit(int(os.environ["CODE"]))
+print({json.dumps(json.dumps(result()))})"""
+
+
+@pytest.mark.parametrize(("fail", "code"), [("zero.stage=0", "1"), ("zero.stage=1", "1"), ("zero.stage=1", "2")])
+def test_a_run_that_fails_is_a_row_and_the_others_run(tmp_path, monkeypatch, capfd, fail, code):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FAIL", fail)
+    monkeypatch.setenv("CODE", code)
+    scripted(monkeypatch, FAILING)
+    assert main(["compare", "zero.stage=0,1,2", "output=out"]) == 1
+    out = capfd.readouterr().out
+    assert re.search(rf"^{fail[-1]} +failed", out, re.MULTILINE)
+    assert out.count(f"{fail} failed: OutOfMemoryError: 80 GiB") == 2  # when it did, and below the tables
+    assert "step 1/2" not in out
+    told = json.loads((tmp_path / "out" / "compare.json").read_text())
+    others = [f"zero.stage={stage}" for stage in range(3) if not fail.endswith(str(stage))]
+    assert [run["variant"] for run in told["runs"]] == others
+    assert told["failed"] == [
+        {
+            "variant": fail,
+            "overrides": [fail],
+            "why": "OutOfMemoryError: 80 GiB",
+            "log": str(tmp_path / "out" / f"{fail}.log"),
+        }
+    ]
+    assert (tmp_path / "out" / "compare.png").exists()
+
+
+def test_runs_that_all_fail_leave_their_reasons(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    scripted(monkeypatch, "import os; os.kill(os.getpid(), 9)")
+    assert main(["compare", "zero.stage=0,1", "output=out", "--json"]) == 1
+    told = json.loads(capfd.readouterr().out)
+    assert told["runs"] == []
+    assert [each["why"] for each in told["failed"]] == ["killed by SIGKILL", "killed by SIGKILL"]
+
+
+def test_bad_input_of_the_first_run_ends_it_with_its_line_and_code(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    scripted(monkeypatch, "import sys; print('DataError: no such file', file=sys.stderr); sys.exit(2)")
+    assert main(["compare", "zero.stage=0,1", "output=out"]) == 2
     told = capfd.readouterr().err
     assert told.count("DataError: no such file") == 1
-    assert "step 1/2" not in told
-    assert "zero.stage=1 failed; the runs before it are in out/compare.json" in told
-    assert [run["variant"] for run in json.loads((tmp_path / "out" / "compare.json").read_text())["runs"]] == [
-        "zero.stage=0"
-    ]
-    assert not (tmp_path / "out" / "zero.stage=2.log").exists()
+    assert "zero.stage=0 failed" in told
+    assert not (tmp_path / "out" / "zero.stage=1.log").exists()
+
+
+@pytest.mark.parametrize("name", ["compare.json.tmp", "compare.png"])
+def test_what_cannot_be_written_is_one_line(tmp_path, monkeypatch, capfd, name):
+    monkeypatch.chdir(tmp_path)
+    scripted(monkeypatch, f"""
+import os
+os.makedirs("out/{name}", exist_ok=True)
+print({json.dumps(json.dumps(result()))})""")  # fmt: skip
+    code = main(["compare", "zero.stage=0,1", "output=out"])
+    out, err = capfd.readouterr()
+    if name.endswith("png"):
+        assert code == 0
+        assert "no picture: out/compare.png cannot be written (Is a directory)" in out
+    else:
+        assert code == 1
+        assert err == "CheckpointError: cannot write out/compare.json (Is a directory): make room, or choose another " \
+                      "output with output=FOLDER; each run's own folder is kept.\n"  # fmt: skip
 
 
 def test_a_signal_goes_to_the_run_and_ends_the_comparison(tmp_path, monkeypatch, capfd):

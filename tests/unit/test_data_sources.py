@@ -77,6 +77,7 @@ def test_a_byte_order_mark_and_empty_lines_are_no_content(tmp_path):
         ('{"messages": [{"role": "assistant", "content": 7}]}', "content of message 0 is a int"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no message is the assistant's"),
         (b'{"text": "\xff"}', "not UTF-8"),
+        ('{"text": ' + "1" * 5000 + "}", r"Exceeds the limit \(4300 digits\)"),
     ],
 )
 def test_a_bad_line_is_named_with_its_file_or_left_out_and_counted_if_asked(tmp_path, line, why):
@@ -231,3 +232,14 @@ def test_data_without_text_need_a_tokenizer_only_for_text(tmp_path):
     assert needs_tokenizer(data)
     with pytest.raises(ConfigError, match=r"need a tokenizer: set data\.tokenizer"):
         open_data(data, None)
+
+
+@pytest.mark.parametrize("damage", [False, True], ids=["whole", "cut off"])
+def test_a_zip_of_arrays_is_no_array_whatever_its_name(tmp_path, damage):
+    path = tmp_path / "a.npy"
+    with path.open("wb") as file:
+        numpy.savez(file, ids=numpy.arange(9))
+    if damage:
+        path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(DataError, match=r"a\.npy is (not an npy array|a zip of arrays.*numpy\.save\.)"):
+        opened(tmp_path, path)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from zero3d.cli.main import main
+from zero3d.cli.main import main, parse
+from zero3d.cli.train import as_words
 from zero3d.cli.workers import RANKS, ranks_here, resume_line
 
 DOCS = Path(__file__).parents[2] / "docs" / "cluster.md"
@@ -19,8 +20,13 @@ NASTY = ["data.train=my files/it's; touch spilt", "output=$(whoami)/`id`/$HOME"]
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").touch()
+    (tmp_path / "run.yaml").write_text("output: runs/a\n")
     return tmp_path
+
+
+def worker_words(*words):
+    """What a worker of `zero3d train WORDS` is started with."""
+    return ["train", *as_words(parse(["train", *words]))]
 
 
 def launch(capsys, *words):
@@ -88,9 +94,16 @@ def test_kubernetes_pods_find_the_first_one_and_have_time_to_save(folder, capsys
 
 @pytest.mark.parametrize("config", ["Größe 7B (v2).yaml", "x" * 80 + ".yaml", "llama_text.v1.yaml"])
 def test_names_are_what_kubernetes_accepts(folder, capsys, config):
-    (folder / config).touch()
+    (folder / config).write_text("output: runs/a\n")
     service, _ = yaml.safe_load_all(launch(capsys, "k8s", config))
     assert re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", service["metadata"]["name"])
+
+
+def test_words_and_options_come_in_any_order(folder, capsys):
+    text = launch(capsys, "slurm", "run.yaml", "train.steps=5", "zero.stage=2", "--nodes", "2")
+    assert "run.yaml train.steps=5 zero.stage=2" in text
+    assert launch(capsys, "slurm", "run.yaml", "train.steps=5", "--nodes", "2", "zero.stage=2") == text
+    assert launch(capsys, "--nodes=2", "slurm", "run.yaml", "train.steps=5", "zero.stage=2") == text
 
 
 def test_json_holds_the_same_text(folder, capsys):
@@ -105,9 +118,14 @@ def test_json_holds_the_same_text(folder, capsys):
         (["slrm", "run.yaml"], "Did you mean slurm?"),
         (["torch", "run.yaml"], "Did you mean torchrun?"),
         (["pbs", "run.yaml"], "slurm, k8s, torchrun, not 'pbs'."),
-        (["slurm", "absent.yaml"], "absent.yaml is no file"),
-        (["slurm", "."], ". is no file"),
-        (["slurm", "run.yaml", "zero.stage"], "'zero.stage' is no setting"),
+        (["slurm", "absent.yaml"], "absent.yaml"),
+        (["slurm", "."], ". is a folder"),
+        (["slurm", "run.yaml", "zero.stage"], "'zero.stage' is not KEY=VALUE"),
+        (["slurm", "run.yaml", "zero.stag=2"], "Did you mean zero.stage?"),
+        (["slurm", "run.yaml", "output=null"], "output=FOLDER"),
+        (["slurm", "run.yaml", "mesh.dp=3"], "1 x 8 = 8 processes: 8 ranks cannot form"),
+        (["slurm", "run.yaml", "mesh.tp=3", "--nodes", "2"], "2 x 8 = 16 processes: 16 ranks cannot form"),
+        (["slurm", "run.yaml", "train.batch=12"], "1 x 8 = 8 processes: train.batch 12 is not a multiple of dp 8"),
         (["slurm", "run.yaml", "--nodes", "0"], "--nodes 0"),
         (["slurm", "run.yaml", "--gpus-per-node", "-1"], "--gpus-per-node -1"),
         (["slurm"], "CONFIG"),
@@ -138,6 +156,7 @@ def test_the_page_on_clusters_shows_what_launch_prints(folder, capsys):
         (["train", "a b.yaml", "zero.stage=2"], "zero3d train 'a b.yaml' zero.stage=2 --resume auto"),
         (["train", "a.yaml", "--resume", "auto", "--json"], "zero3d train a.yaml --json --resume auto"),
         (["train", "--resume=old", "a.yaml"], "zero3d train a.yaml --resume auto"),
+        (worker_words("a.yaml", "--ranks", "3", "--stage=1"), "zero3d train a.yaml --ranks=3 --stage=1 --resume auto"),
     ],
 )
 def test_a_stopped_run_says_how_it_goes_on(words, line):
@@ -153,3 +172,31 @@ def test_a_bare_machine_gets_as_many_workers_as_the_mesh_or_its_accelerators(mon
     assert ranks_here(None, 2, None) == 8
     assert ranks_here(2, None, None) == 2
     assert ranks_here(2, 2, 3) == 12
+
+
+# --- typing errors ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian", "a.yaml"], "Did you mean train?"),
+        (["lunch"], "Did you mean launch?"),
+        (["--json", "trian"], "Did you mean train?"),
+        (["frobnicate"], "compare"),
+        (["config", "shw"], "Did you mean show?"),
+        (["config", "show", "--jsn"], "--jsn. Did you mean --json?"),
+        (["train", "a.yaml", "--resum", "auto"], "--resum. Did you mean --resume?"),
+        (["train", "a.yaml", "--ranksn=2"], "--ranksn=2. Did you mean --ranks?"),
+        (["launch", "slurm", "a.yaml", "--node", "2"], "--node. Did you mean --nodes?"),
+        (["train", "a.yaml", "--quiet"], "--quiet. See what it takes: zero3d train --help"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_the_nearest_verb_or_option_is_named(capsys, words, said):
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ConfigError: ")
+    assert err.count("\n") == 1
+    assert said in err

@@ -160,3 +160,12 @@ def test_presets_build_without_memory():
     opened = open_model(Model(path="llama-3-8b"))
     assert sum(p.numel() for p in opened.module.parameters()) == 8_030_261_248
     assert all(p.is_meta for p in opened.module.parameters())
+
+
+def test_an_error_of_the_users_function_is_told_with_its_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "their_module.py").write_text("def make():\n    return {}['one\\nkey']\n")
+    with pytest.raises(ConfigError, match=r"'their_module:make': make\(\) raised KeyError: .*their_module\.py:2\)"):
+        open_model(Model(path="their_module:make"))
+    with pytest.raises(ConfigError, match=r"'json:loads': loads\(\) raised TypeError: loads\(\) missing 1 .*'s'$"):
+        open_model(Model(path="json:loads"))

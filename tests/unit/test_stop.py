@@ -81,7 +81,7 @@ LOST = ("OrderError: rank 0 left", "")
         ((0, 0), {}, 15, 0, ""),
         ((143, 143), {}, 2, 130, f"stopped by SIGINT; {RESUME}"),
         ((143, 143), {}, None, 143, f"stopped by SIGTERM; {RESUME}"),
-        ((143, -15), {}, 1, 129, "stopped by SIGHUP outside of training; no checkpoint was made for it\n"),
+        ((143, -15), {}, 1, 129, "stopped by SIGHUP outside of training; what was saved before is still there\n"),
         ((2, 143), {0: FULL}, 15, 2, "CheckpointError: disk full\n"),
         ((1, 0), {0: BUG}, None, 1, "rank 0 failed:\na traceback\n"),
         ((1, 1), {0: FULL}, None, 1, "CheckpointError: disk full\n"),

@@ -3,10 +3,11 @@
 OUTPUT/
   zero.stage=0/       a run's own folder
   zero.stage=0.log    what it said
-  compare.json        figures and results of the runs that are done, written after each
+  compare.json        figures and results of the runs that are done, why others failed; written after each
   compare.png
 
-The first run that fails ends the comparison with its message and exit code.
+A run that fails is a row that says so, and the exit code is 1 at the end. Bad input of a run before any is done
+ends the comparison: the others would hardly fare better.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -28,12 +29,14 @@ from rich.console import Console
 from rich.text import Text
 
 from zero3d.cli.cluster import join_environment
-from zero3d.cli.train import check_ranks, named
-from zero3d.config import split_words
-from zero3d.errors import ConfigError
+from zero3d.cli.preflight import check_positions, check_transformers, check_world
+from zero3d.cli.train import check_ranks, named, quiet_libraries
+from zero3d.cli.workers import DIED, ranks_here
+from zero3d.config import Config, split_words
+from zero3d.errors import CheckpointError, ConfigError, MeshError
 from zero3d.train.compare import as_json, rows
 from zero3d.train.compare_plot import draw
-from zero3d.train.compare_table import show
+from zero3d.train.compare_table import failure, show
 from zero3d.train.folder import Folder, first_free, numbered
 from zero3d.train.stop import StopRequest
 from zero3d.train.variants import QUIET, Axis, Variant, check_variants, split_axes, variants
@@ -41,7 +44,8 @@ from zero3d.train.variants import QUIET, Axis, Variant, check_variants, split_ax
 POLL = 0.1  # seconds between two looks at a run
 SPINNER = 3  # columns before the words of a live line
 WIDTH = 100  # of tables in a file or pipe, at least
-LAST_LINES, LAST_BYTES = 20, 8192  # shown of a run that failed
+LAST_LINES, LAST_BYTES = 20, 8192  # looked at in a run's log
+BAD_INPUT = 2  # a run's exit code
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,14 @@ class Plan:
         return [sys.executable, "-m", "zero3d.cli.main", "train", *options, *words]
 
 
+@dataclass
+class Ended:
+    """What came of the runs so far: a result, or why not, in one line."""
+
+    results: dict[Variant, dict[str, Any]] = field(default_factory=dict)
+    failed: dict[Variant, str] = field(default_factory=dict)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     parser.add_argument(
@@ -84,19 +96,24 @@ def run(arguments: argparse.Namespace) -> int:
         console.width = max(console.width, WIDTH)
     axes = " ".join(f"{axis.key}={','.join(axis.values)}" for axis in plan.axes)
     _say(console, f"zero3d compare: {len(plan.variants)} runs of {plan.name}: {axes}; writing to {plan.output}")
-    results: list[dict[str, Any]] = []
+    ended = Ended()
     with StopRequest() as request:
         for variant in plan.variants:
             code, text = run_variant(plan, variant, request, console)
-            if request.asked is not None or code:
-                return unfinished(plan, variant, code, request.asked)
-            results.append(json.loads(text))
-            _say(console, done(variant, results[-1]))
-            write(plan, results)
-    conclude(plan, results, console)
+            if request.asked is not None or (code == BAD_INPUT and not ended.results):
+                return unfinished(plan, variant, request.asked)
+            if code:
+                ended.failed[variant] = reason(plan, variant, code)
+                line = failure(variant, ended.failed[variant])
+            else:
+                ended.results[variant] = json.loads(text)
+                line = done(variant, ended.results[variant])
+            console.print(line, soft_wrap=True)
+            write(plan, ended)
+    conclude(plan, ended, console)
     if arguments.json:
-        print(json.dumps(told(plan, results)))
-    return 0
+        print(json.dumps(told(plan, ended)))
+    return 1 if ended.failed else 0
 
 
 def read(arguments: argparse.Namespace) -> Plan:
@@ -108,10 +125,30 @@ def read(arguments: argparse.Namespace) -> Plan:
     if any(axis.key == "output" for axis in axes):
         raise ConfigError("output takes one folder here: each run gets one in it, named after its values.")
     found, common = variants(axes), [*QUIET, *common]
-    config = check_variants(found, source, common)[0]
+    configs = check_variants(found, source, common)
+    check_runs(found, configs, arguments.ranks)
     kept = [word for word in common if word.partition("=")[0].strip() != "output"]
-    output = claim(config.output, f"zero3d-compare-{name}", asked=len(kept) < len(common))
+    output = claim(configs[0].output, f"zero3d-compare-{name}", asked=len(kept) < len(common))
     return Plan(name, file, axes, found, kept, arguments.ranks, output)
+
+
+def check_runs(found: Sequence[Variant], configs: Sequence[Config], ranks: int | None) -> None:
+    """Refuse now what would fail when its turn comes, after hours of others. Raises ConfigError.
+
+    What all runs share needs no look here: the first one looks at once.
+    """
+    differ = len({(config.model, config.data.length) for config in configs}) > 1
+    if differ:
+        quiet_libraries()  # the model's config is read
+    for variant, config in zip(found, configs, strict=True):
+        mesh = config.mesh
+        try:
+            check_world(config, ranks_here(mesh.dp, mesh.tp, mesh.pp) if ranks is None else ranks)
+            check_transformers(config.model)
+            if differ:
+                check_positions(config)
+        except (ConfigError, MeshError) as error:
+            raise ConfigError(f"{variant.label}: {error}") from error
 
 
 def claim(output: str | None, default: str, asked: bool) -> Path:
@@ -151,24 +188,31 @@ def run_variant(plan: Plan, variant: Variant, request: StopRequest, console: Con
         return process.returncode, out.read()
 
 
-def unfinished(plan: Plan, variant: Variant, code: int, asked: int | None) -> int:
-    """Say on stderr why there is no table; the exit code."""
+def unfinished(plan: Plan, variant: Variant, asked: int | None) -> int:
+    """Say on stderr why there is no table; the exit code: of the signal that asked to stop, else of bad input."""
     kept = plan.output / "compare.json"
     before = f"; the runs before it are in {kept}" if kept.exists() else ""
     if asked is not None:
         print(f"stopped by {signal.Signals(asked).name} in {variant.label}{before}", file=sys.stderr)
         return 128 + asked
-    lines = _tail(_log(plan, variant))
-    for line in lines[-1:] if code == 2 else lines:
-        print(line, file=sys.stderr)
+    print(reason(plan, variant, BAD_INPUT), file=sys.stderr)
     print(f"{variant.label} failed{before}; all it said: {_log(plan, variant)}", file=sys.stderr)
-    return code if code > 0 else 1
+    return BAD_INPUT
 
 
-def done(variant: Variant, result: dict[str, Any]) -> str:
+def reason(plan: Plan, variant: Variant, code: int) -> str:
+    """Why it failed, in one line: how a rank died, else the last line it said, else its exit code."""
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    lines = [line.strip() for line in _tail(_log(plan, variant)) if line.strip()]
+    died = [line for line in lines if DIED in line]
+    return (died or lines or [f"exit code {code}"])[-1]
+
+
+def done(variant: Variant, result: dict[str, Any]) -> Text:
     """One line."""
     loss = "not finite" if result["losses"][-1] is None else f"{result['losses'][-1]:.6f}"
-    return f"{variant.label}: {result['steps']:,} steps, loss {loss}, {result['step_seconds']:.3f} s a step"
+    return Text(f"{variant.label}: {result['steps']:,} steps, loss {loss}, {result['step_seconds']:.3f} s a step")
 
 
 def _log(plan: Plan, variant: Variant) -> Path:
@@ -190,14 +234,18 @@ def _last_step(log: Path) -> str:
 # --- the end ------------------------------------------------------------------------------------
 
 
-def told(plan: Plan, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def told(plan: Plan, ended: Ended) -> dict[str, Any]:
     """What compare.json holds and --json prints."""
     picture = plan.output / "compare.png"
     return {
         "name": plan.name,
         "axes": {axis.key: list(axis.values) for axis in plan.axes},
         "overrides": list(plan.common),
-        "runs": as_json(plan.variants[: len(results)], results),
+        "runs": as_json(list(ended.results), list(ended.results.values())),
+        "failed": [
+            {"variant": each.label, "overrides": each.words, "why": why, "log": str(_log(plan, each).resolve())}
+            for each, why in ended.failed.items()
+        ],
         "paths": {
             "folder": str(plan.output.resolve()),
             "picture": str(picture.resolve()) if picture.exists() else None,
@@ -205,24 +253,35 @@ def told(plan: Plan, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def write(plan: Plan, results: Sequence[dict[str, Any]]) -> None:
-    """compare.json, whole or not at all."""
-    fresh = plan.output / "compare.json.tmp"
-    fresh.write_text(json.dumps(told(plan, results)))
-    fresh.replace(plan.output / "compare.json")
+def write(plan: Plan, ended: Ended) -> None:
+    """compare.json, whole or not at all. Raises CheckpointError when the disk does not take it."""
+    file, fresh = plan.output / "compare.json", plan.output / "compare.json.tmp"
+    try:
+        fresh.write_text(json.dumps(told(plan, ended)))
+        fresh.replace(file)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {file} ({error.strerror}): make room, or choose another output with output=FOLDER; each "
+            "run's own folder is kept."
+        ) from error
 
 
-def conclude(plan: Plan, results: Sequence[dict[str, Any]], console: Console) -> None:
-    """Tables and picture."""
-    found = rows(plan.variants, results)
-    show(plan.axes, found, console)
+def conclude(plan: Plan, ended: Ended, console: Console) -> None:
+    """Tables and picture, unless all runs failed."""
+    if not ended.results:
+        return
+    results = list(ended.results.values())
+    found = rows(list(ended.results), results)
+    show(plan.axes, found, ended.failed, console)
     picture = plan.output / "compare.png"
     try:
         draw(found, results, f"{plan.name}: {', '.join(axis.key for axis in plan.axes)}", picture)
         line = f"picture: {picture}"
     except ImportError:
         line = "no picture: matplotlib is missing, type pip install 'zero3d[plot]'"
-    write(plan, results)
+    except OSError as error:
+        line = f"no picture: {picture} cannot be written ({error.strerror})"
+    write(plan, ended)  # now with the picture's path
     _say(console, f"{line}    figures: {plan.output / 'compare.json'}")
 
 

@@ -4,7 +4,8 @@ slurm      a batch script: one task of srun per GPU, which zero3d joins by itsel
 k8s        a manifest: an indexed Job with one pod per node, torchrun in each, and a headless Service
 torchrun   the command line, for one node or the same on each of several
 
-What is trained stays in CONFIG and its overrides; the text carries nodes and processes only.
+What is trained stays in CONFIG and its overrides, which are checked here as far as they can be without data;
+the text carries nodes and processes only.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from pathlib import Path
 
 import yaml
 
-from zero3d.errors import ConfigError
+from zero3d.cli.preflight import check_world
+from zero3d.config import load, split_words
+from zero3d.errors import ConfigError, MeshError
 
 GPUS = 8  # per node, unless said otherwise
 PORT = 29500  # of torchrun's rendezvous
@@ -50,9 +53,8 @@ class Job:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     parser.add_argument("target", metavar="TARGET", help="slurm, k8s or torchrun")
-    parser.add_argument("config", metavar="CONFIG", help="the YAML file that `zero3d train` takes")
     parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="settings in place of the file's, right after CONFIG"
+        "words", nargs="*", metavar="CONFIG KEY=VALUE", help="the YAML file that `zero3d train` takes, overrides"
     )
     parser.add_argument("--nodes", type=int, default=1, help="machines (default %(default)s)")
     parser.add_argument("--gpus-per-node", type=int, default=GPUS, help="processes on each (default %(default)s)")
@@ -62,7 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the text. Raises ConfigError."""
     target = check_target(arguments.target)
-    job = Job(arguments.config, tuple(arguments.overrides), arguments.nodes, arguments.gpus_per_node)
+    config, overrides = split_words(arguments.words)
+    if config is None:
+        raise ConfigError(f"CONFIG is missing: type zero3d launch {target} CONFIG, the YAML file of the run.")
+    job = Job(config, tuple(overrides), arguments.nodes, arguments.gpus_per_node)
     check(job)
     text = TARGETS[target](job)
     if arguments.json:
@@ -81,15 +86,21 @@ def check_target(name: str) -> str:
 
 
 def check(job: Job) -> None:
-    """Refuse what cannot be started. Raises ConfigError."""
-    if not Path(job.config).is_file():
-        raise ConfigError(f"{job.config} is no file: type the path of the YAML file that `zero3d train` takes.")
+    """Refuse what cannot be started, or would not go on when it is started again. Raises ConfigError."""
     for option, value in (("--nodes", job.nodes), ("--gpus-per-node", job.gpus)):
         if value < 1:
             raise ConfigError(f"{option} {value}: type a whole number from 1.")
-    for word in job.overrides:
-        if "=" not in word:
-            raise ConfigError(f"{word!r} is no setting: type KEY=VALUE, such as zero.stage=2.")
+    config = load(job.config, job.overrides)
+    if config.output is None:
+        raise ConfigError(
+            f"{job.config} names no output, and a job that is started again looks for its checkpoints there: "
+            "name a folder that all nodes share with output=FOLDER."
+        )
+    world = job.nodes * job.gpus
+    try:
+        check_world(config, world)
+    except (ConfigError, MeshError) as error:
+        raise ConfigError(f"nodes x GPUs = {job.nodes} x {job.gpus} = {world} processes: {error}") from error
 
 
 def slurm(job: Job) -> str:

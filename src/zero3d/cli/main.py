@@ -1,15 +1,17 @@
 """`zero3d VERB ...`: reads the command line and maps errors to exit codes.
 
-0  done        1  a failure nobody raised on purpose        2  bad input: one line on stderr
+0  done        1  a failing machine: one line; a bug: its callstack        2  bad input: one line on stderr
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from zero3d.errors import ConfigError, Zero3dError
 
@@ -23,10 +25,30 @@ VERBS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are one line, like all others."""
+    """An argparse parser whose errors are one line, like all others, and name what was probably meant.
+
+    The arguments it makes say which parser that was: the innermost one, of the verb or of its action.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.set_defaults(parser=self)
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}. See what it takes: {self.prog} --help")
+        found = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        wrong, choices = found.groups() if found else ("", "")
+        self.refuse(message, wrong, re.findall(r"[\w-]+", choices))
+
+    def refuse_option(self, word: str) -> NoReturn:
+        """Raises ConfigError with the nearest of the options."""
+        known = re.findall(r"--[a-z][\w-]*", self.format_help())
+        self.refuse(f"unrecognized arguments: {word}", word.partition("=")[0], known)
+
+    def refuse(self, message: str, wrong: str, known: Sequence[str]) -> NoReturn:
+        """Raises ConfigError with the known word nearest to the wrong one."""
+        near = get_close_matches(wrong, known, 1)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{message}.{meant} See what it takes: {self.prog} --help")
 
 
 def build_parser(asked: str | None) -> Parser:
@@ -44,8 +66,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Options and KEY=VALUE words in any order; argparse alone refuses words after an option after words."""
     parser = build_parser(next((word for word in words if word in VERBS), None))
     arguments, late = parser.parse_known_args(words)
-    if late and (not hasattr(arguments, "words") or any(word.startswith("-") for word in late)):
-        raise ConfigError(f"unrecognized arguments: {' '.join(late)}. See what it takes: zero3d {words[0]} --help")
+    wrong = late if not hasattr(arguments, "words") else [word for word in late if word.startswith("-")]
+    if wrong:
+        arguments.parser.refuse_option(wrong[0])
     if late:
         arguments.words += late
     return arguments
@@ -62,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(import_module(f"zero3d.cli.{arguments.verb}").run(arguments))
     except Zero3dError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         return 130
 

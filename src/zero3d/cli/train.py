@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TextIO
 
 from zero3d.cli.cluster import join_environment
+from zero3d.cli.preflight import check_transformers
 from zero3d.cli.workers import as_worker, launch, quiet_environment, ranks_here
 from zero3d.config import Config, load, split_words
 from zero3d.errors import ConfigError
@@ -73,7 +76,7 @@ def named(file: str | None) -> tuple[str, Path]:
 def as_words(arguments: argparse.Namespace) -> list[str]:
     """The command line of a worker."""
     words = list(arguments.words)
-    for option in (*SHORT, "resume"):
+    for option in ("ranks", *SHORT, "resume"):
         value = getattr(arguments, option)
         words += [] if value is None else [f"--{option}={value}"]
     return words + ["--overwrite"] * arguments.overwrite + ["--json"] * arguments.json
@@ -86,8 +89,7 @@ def check(arguments: argparse.Namespace, config: Config, world: int | None) -> N
         raise ConfigError(f"--ranks {arguments.ranks}: the launcher has started {world} already; leave --ranks out.")
     if arguments.overwrite and arguments.resume is not None:
         raise ConfigError("--overwrite removes what --resume goes on from: give one of them.")
-    if find_spec("transformers") is None and ":" not in config.model.path:
-        raise ConfigError("zero3d train needs transformers for its model: pip install 'zero3d[hf]'")
+    check_transformers(config.model)
 
 
 def check_ranks(ranks: int | None) -> None:
@@ -104,6 +106,7 @@ def work(arguments: argparse.Namespace, name: str, config: Config) -> None:
     from zero3d.train.report import as_json, show
     from zero3d.train.run import Start, run as run_training
 
+    out = own_stdout() if arguments.json else sys.stdout
     quiet_libraries()
     first = os.environ["RANK"] == "0"
     console = Console(stderr=arguments.json, quiet=not first)
@@ -112,7 +115,14 @@ def work(arguments: argparse.Namespace, name: str, config: Config) -> None:
     if first:
         show(result, console)
         if arguments.json:
-            print(json.dumps(as_json(result)))
+            print(json.dumps(as_json(result)), file=out, flush=True)
+
+
+def own_stdout() -> TextIO:
+    """This process's stdout for one result alone: what models and libraries print goes to stderr from now on."""
+    own = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return own
 
 
 def quiet_libraries() -> None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
 
-from zero3d.errors import ConfigError, Zero3dError
+from zero3d.errors import Zero3dError
 from zero3d.train.stop import SIGNALS, Stopped, StopRequest
 
 LAUNCHED = "ZERO3D_LAUNCHED"  # set for workers whose launcher tells their failure
@@ -37,6 +37,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the name by which torchrun passes it, 
 RANKS = 2  # workers of a machine without accelerators
 POLL = 0.05  # seconds between two looks at the workers
 LAST_WORDS = 1.0  # seconds in which workers may end on their own, and say why, after one has failed
+DIED = "died without an exception"
 LAST_LINES = 20  # shown of a worker that died without an exception
 STOPPED = frozenset(128 + number for number in SIGNALS)  # exit codes of workers that saved and left
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc malloc.h
@@ -165,7 +166,7 @@ def conclude(workers: Sequence[Worker], failed: Sequence[Worker], asked: int | N
     asked = signal.SIGTERM if asked is None and stopped else asked  # or somebody signalled the workers themselves
     if asked is not None and any(worker.code == -signal.SIGTERM for worker in failed):
         print(
-            f"stopped by {signal.Signals(asked).name} outside of training; no checkpoint was made for it",
+            f"stopped by {signal.Signals(asked).name} outside of training; what was saved before is still there",
             file=sys.stderr,
         )
         return 128 + asked
@@ -199,7 +200,7 @@ def tell(failed: Sequence[Worker]) -> int:
         return 2 if first.code == 2 else 1
     assert first.code is not None
     how = f"exit code {first.code}" if first.code > 0 else f"killed by {signal.Signals(-first.code).name}"
-    print(f"rank {first.rank} died without an exception: {how}", file=sys.stderr)
+    print(f"rank {first.rank} {DIED}: {how}", file=sys.stderr)
     if first.rank > 0:
         for line in (first.folder / "output").read_text(errors="replace").splitlines()[-LAST_LINES:]:
             print(line, file=sys.stderr)
@@ -253,14 +254,14 @@ def describe(stop: Stopped) -> str:
 def leave_exception(error: BaseException) -> int:
     """Write it in the error file, or for want of our launcher on stderr as well; the exit code.
 
-    2 is for what the user asked, a ConfigError always; any other error on purpose that a failing machine caused
-    is told as shortly, with 1. An error that another rank raised is told there.
+    An error on purpose is one line, any other a callstack with 1. What another rank raised is told there.
     """
     clear = isinstance(error, Zero3dError)
-    asked = isinstance(error, ConfigError) or (clear and not isinstance(error.__cause__, OSError))
-    code = 2 if asked else 130 if isinstance(error, KeyboardInterrupt) else 1
-    if isinstance(error, Zero3dError) and error.from_rank is not None:
-        return code
+    code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    if isinstance(error, Zero3dError):
+        code = error.exit_code
+        if error.from_rank is not None:
+            return code
     summary, callstack = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
     if ERROR_FILE in os.environ:
         extra = {"py_callstack": "" if clear else callstack, "timestamp": str(int(time.time()))}

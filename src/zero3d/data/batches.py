@@ -7,7 +7,7 @@
                                                            cut into `accumulate` micro-batches
 
 An epoch's order depends on (seed, epoch) alone and a position is the number of samples taken, so a
-run goes on exactly where it was, with any dp, batch and number of workers.
+run goes on exactly where it was, with any dp, batch and number of workers, and with the same sequences only.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from zero3d.config import Batch as Portions
 from zero3d.data.sequences import Batch, Sample, Sequences
 from zero3d.errors import DataError
 
+TYPED = {"seed": "seed", "shuffle": "data.shuffle", "length": "data.length", "packing": "data.packing"}
+DATA = "data.train, data.validation and tokenizer"
+
 
 class Order:
     """The endless stream of sequence indices."""
@@ -34,7 +37,7 @@ class Order:
     def __init__(self, count: int, seed: int, shuffle: bool) -> None:
         self.count = count
         self.seed = seed
-        self._shuffle = shuffle
+        self.shuffle = shuffle
         self._epochs: dict[int, NDArray[Any]] = {}
 
     def samples(self, start: int, stop: int) -> list[int]:
@@ -44,7 +47,7 @@ class Order:
     def _epoch(self, epoch: int) -> NDArray[Any]:
         if epoch not in self._epochs:
             generator = numpy.random.default_rng([self.seed, epoch])
-            order = generator.permutation(self.count) if self._shuffle else numpy.arange(self.count)
+            order = generator.permutation(self.count) if self.shuffle else numpy.arange(self.count)
             self._epochs = {old: kept for old, kept in self._epochs.items() if old == epoch - 1} | {epoch: order}
         return self._epochs[epoch]
 
@@ -95,21 +98,31 @@ class BatchStream:
                 yield self._order.samples(first, first + size)
             taken += self.portions.batch
 
-    def state(self) -> dict[str, int]:
-        """The place after the last batch handed out, whatever workers have read ahead; the same on all ranks."""
-        epoch, index = divmod(self._taken, self._order.count)
-        return {"epoch": epoch, "index": index, "seed": self._order.seed, "sequences": self._order.count}
+    def state(self) -> dict[str, int | str]:
+        """The place after the last batch handed out, whatever workers have read ahead, and what the order depends on.
 
-    def restore(self, state: Mapping[str, int]) -> None:
+        The same on all ranks.
+        """
+        epoch, index = divmod(self._taken, self._order.count)
+        order: dict[str, int | str] = {"seed": self._order.seed, "shuffle": self._order.shuffle}
+        return {"epoch": epoch, "index": index, **self._sequences.identity, **order}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Go on at a saved place. Raises DataError where the order is not the one that was saved."""
-        for name, now in (("sequences", self._order.count), ("seed", self._order.seed)):
-            if state[name] != now:
+        now = self.state()
+        for name in [name for name in now if name not in ("epoch", "index")]:
+            if state.get(name, now[name]) != now[name]:
                 raise DataError(
-                    f"the data are not those of the checkpoint: {name} was {state[name]:,} and is now {now:,}. "
-                    f"Give the same {'seed' if name == 'seed' else 'data, length and packing'}, or start a new run."
+                    f"the data are not those of the checkpoint: {name} was {_shown(state[name])} and is now "
+                    f"{_shown(now[name])}. Give the same {TYPED.get(name, DATA)}, or start a new run."
                 )
         self.close()
         self._taken = state["epoch"] * self._order.count + state["index"]
+
+    @property
+    def taken(self) -> int:
+        """Sequences handed out so far, on all ranks."""
+        return self._taken
 
     def close(self) -> None:
         """End the workers. Iterating again starts new ones."""
@@ -174,6 +187,13 @@ def validation_batches(
         yield sequences.stack([sequences[index] for index in rows])
 
 
-def steps_of(epochs: float, sequences: int, batch: int) -> int:
-    """Steps of `batch` sequences that make so many passes; the last one may reach into the next pass."""
-    return math.ceil(epochs * sequences / batch)
+def steps_of(epochs: float, sequences: int, batch: int, taken: int = 0) -> int:
+    """Steps of `batch` sequences that make so many passes, `taken` sequences of which are done.
+
+    The last one may reach into the next pass.
+    """
+    return math.ceil((math.ceil(epochs * sequences) - taken) / batch)
+
+
+def _shown(value: int | str) -> str:
+    return f"{value:,}" if type(value) is int else str(value)

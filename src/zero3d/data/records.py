@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy
 from numpy.typing import NDArray
@@ -115,6 +116,8 @@ def _line(raw: bytes, place: str) -> Record:
         return BadRecord(f"not UTF-8: {error.reason} at byte {error.start} of the line", place)
     except json.JSONDecodeError as error:
         return BadRecord(f"not JSON: {error.msg} at column {error.colno}", place)
+    except ValueError as error:  # a number of more digits than Python converts
+        return BadRecord(f"not a record: {str(error).partition(';')[0]}", place)
     except RecursionError:
         return BadRecord("not a record: nested too deeply", place)
     if not isinstance(value, dict):
@@ -154,8 +157,10 @@ def _array(path: Path) -> Iterator[Record]:
 def _open_array(path: Path) -> NDArray[Any]:
     try:
         array: NDArray[Any] = numpy.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, BadZipFile) as error:
         raise DataError(f"{path} is not an npy array that can be read: {error}") from error
+    if not isinstance(array, numpy.ndarray):
+        raise DataError(f"{path} is a zip of arrays, as numpy.savez writes: write its token ids with numpy.save.")
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
         raise DataError(
             f"{path} holds {array.dtype} of shape {list(array.shape)}; token ids are integers, "

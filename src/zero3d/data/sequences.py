@@ -44,6 +44,14 @@ class Sequences:
     def __len__(self) -> int:
         return len(self._pointers) - 1
 
+    @property
+    def identity(self) -> dict[str, int | str]:
+        """What decides each sequence's tokens: equal for the same sequences, wherever they are kept."""
+        return {
+            "length": self.length, "packing": self.packing, "sequences": len(self), "documents": self.documents,
+            "digest": self._store.meta.digest,
+        }  # fmt: skip
+
     def count(self) -> tuple[int, int]:
         """Tokens and targets of all sequences."""
         ascending = self._segments[numpy.argsort(self._segments[:, 0])]

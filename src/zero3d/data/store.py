@@ -34,14 +34,17 @@ from zero3d.data.records import read
 from zero3d.data.tokenizers import Tokenizer
 from zero3d.errors import DataError
 
-VERSION = 1
+VERSION = 2
 CACHE = "~/.cache/zero3d"
 BACKFILL = 1 << 20  # target marks written at once
 
 
 @dataclass
 class Meta:
-    """Counts of a store. `skipped` are bad records, `empty` documents without a token, `highest` a token id."""
+    """Counts of a store. `skipped` are bad records, `empty` documents without a token, `highest` a token id.
+
+    `digest` is of the tokens, targets and documents: the same wherever the files lay and whenever they were written.
+    """
 
     dtype: str
     files: int
@@ -51,6 +54,7 @@ class Meta:
     skipped: int = 0
     empty: int = 0
     highest: int = -1
+    digest: str = ""
 
 
 class TokenStore:
@@ -227,4 +231,13 @@ class _Writer:
     def finish(self) -> None:
         """Write what makes the folder complete."""
         self._files.close()
+        self.meta.digest = _digest(sorted(self._folder.iterdir()))
         (self._folder / "meta.json").write_text(json.dumps(asdict(self.meta)))
+
+
+def _digest(files: Sequence[Path]) -> str:
+    whole = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            whole.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return whole.hexdigest()[:16]

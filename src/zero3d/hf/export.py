@@ -96,7 +96,7 @@ class _ExportWriter:
 
     def _flush(self) -> None:
         path = self._directory / f"part-{len(self._files)}"
-        write_tensors(path, self._open, format="pt")
+        write_tensors(path, self._open, format="pt", writer="zero3d")  # a run replaces only what says so
         self._files.append(list(self._open))
         self._open = {}
 

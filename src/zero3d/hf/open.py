@@ -12,12 +12,13 @@ import sys
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from torch import nn
 
 from zero3d.config import Model
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, Zero3dError
 from zero3d.hf.build import RandomWeights, build
 from zero3d.hf.load import FileWeights
 from zero3d.hf.presets import PRESETS
@@ -65,6 +66,18 @@ def open_model(model: Model, seed: int = 0) -> Opened:
     )
 
 
+def positions(model: Model) -> int | None:
+    """The longest sequence by the model's config; None without a limit, or where there is only a function to ask.
+
+    Raises ConfigError.
+    """
+    path = Path(model.path)
+    if not path.exists() and model.path not in PRESETS:
+        return None
+    config = read_config(path) if path.exists() else preset(model.path)
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 def preset(name: str) -> Any:
     """The transformers config of a preset."""
     from transformers import AutoConfig
@@ -107,7 +120,19 @@ def call(path: str) -> nn.Module:
         found = getattr(import_module(name), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"model.path {path!r} cannot be imported from {here}: {error}") from error
-    module = found() if callable(found) else found
+    try:
+        module = found() if callable(found) else found
+    except Zero3dError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"model.path {path!r}: {function}() raised {_told(error)}") from error
     if not isinstance(module, nn.Module):
         raise ConfigError(f"{path} returned {type(module).__name__}: it must return a torch.nn.Module.")
     return module
+
+
+def _told(error: Exception) -> str:
+    """An error of somebody else's code in one line, with the place where it was raised."""
+    frames = extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""  # else in the call itself
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,16 +51,17 @@ def open_mesh(config: Config) -> Mesh:
     return mesh
 
 
-def open_inputs(config: Config) -> Inputs:
+def open_inputs(config: Config, check: Callable[[], None] = lambda: None) -> Inputs:
     """Check everything that can be checked, read headers, tokenize. Raises the same Zero3dError on all ranks.
 
-    One rank of each machine tokenizes; the others wait for it as long as it takes.
+    `check` comes first, on every rank. One rank of each machine tokenizes; the others wait for it as long as it takes.
     """
     mesh = open_mesh(config)
     with mesh.waiting_room() as everyone:
         comm = Comm(everyone, Arena(torch.device("cpu")), Ledger())
+        agree(comm, check)
         batch, opened, tokenizer = agree(comm, lambda: _open(config, mesh.dp))
-        vocabulary = _of_config(opened.module, "vocab_size")
+        vocabulary = of_config(opened.module, "vocab_size")
 
         def read() -> DataSet:
             return open_data(config.data, tokenizer, vocabulary)
@@ -76,7 +77,9 @@ def _open(config: Config, dp: int) -> tuple[Batch, Opened, Tokenizer | None]:
     _check_packages(config)
     opened = open_model(config.model, config.seed)
     _check_forward(opened.module)
-    check_length(config.data.length, _of_config(opened.module, "max_position_embeddings"))
+    if config.checkpoint.export and config.checkpoint.verify:
+        _check_verify(opened.module)
+    check_length(config.data.length, of_config(opened.module, "max_position_embeddings"))
     if config.data.packing:
         check_packing(opened.module, batch.micro_batch)
     folder = None if opened.folder is None else str(opened.folder)
@@ -84,7 +87,8 @@ def _open(config: Config, dp: int) -> tuple[Batch, Opened, Tokenizer | None]:
     return batch, opened, load_tokenizer(config.data.tokenizer, folder) if wanted else None
 
 
-def _of_config(model: nn.Module, name: str) -> int | None:
+def of_config(model: nn.Module, name: str) -> int | None:
+    """A number in the configuration of a Hugging Face model, if it has it."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(text, name, None)
@@ -109,11 +113,25 @@ def _check_forward(model: nn.Module) -> None:
         )
 
 
-def steps_of_run(config: Config, data: DataSet, batch: Batch) -> int:
-    """train.steps, or those of train.epochs (1 where neither is given)."""
+def _check_verify(model: nn.Module) -> None:
+    """Refuse what transformers could not load by its config.json after the training."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(getattr(model, "config", None)) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"checkpoint.verify loads the export with AutoModelForCausalLM, which does not know {type(model).__name__} "
+            "by its config: type checkpoint.verify=false."
+        )
+
+
+def steps_of_run(config: Config, data: DataSet, batch: Batch, done: int = 0, taken: int = 0) -> int:
+    """train.steps, or those of train.epochs (1 where neither is given).
+
+    done    steps so far, which took the first `taken` sequences, perhaps in other batches
+    """
     if config.train.steps is not None:
         return config.train.steps
-    return steps_of(config.train.epochs or 1.0, len(data.train), batch.batch)
+    return done + steps_of(config.train.epochs or 1.0, len(data.train), batch.batch, taken)
 
 
 # --- the engine ---------------------------------------------------------------------------------
@@ -166,6 +184,10 @@ def from_config(source: str | Path | Mapping[str, Any], **overrides: Any) -> Eng
     tree = to_dict(load(source))
     for name, value in overrides.items():
         tree[name] = {**tree[name], **value} if isinstance(value, Mapping) and name in tree else value
+    said = overrides.get("train", {})
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):
+        if said.get(one) is not None and other not in said:
+            tree["train"][other] = None  # the override displaces what the file says in the other way
     config = load(tree)
     if config.train.steps is None:
         inputs = open_inputs(config)

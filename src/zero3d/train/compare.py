@@ -185,6 +185,8 @@ def square_root(layers: int) -> str:
 
 def as_json(found: Sequence[Variant], results: Sequence[Result]) -> list[dict[str, Any]]:
     """One object per run: its overrides, its figures, and its own JSON."""
+    if not found:
+        return []
     return [
         {"variant": variant.label, "overrides": variant.words, "figures": _plain(row), "result": result}
         for variant, row, result in zip(found, rows(found, results), results, strict=True)

@@ -1,7 +1,7 @@
 """A comparison as tables for people: memory, traffic, speed and loss, recomputation. Each fits 80 columns.
 
 Rows are runs, labelled by their values on the axes. In the first two tables a run has two lines, measured
-and by formula; one line below says whether they agree.
+and by formula; one line below says whether they agree. Runs that failed come last, with the reason below.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from zero3d.train.compare import CATEGORIES, Figure, Recompute, Row, square_root
 from zero3d.train.progress import size
-from zero3d.train.variants import Axis
+from zero3d.train.variants import Axis, Variant
 
 UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("bytes", 1))
 SAME = "same bits"
@@ -24,8 +24,8 @@ SHORT = {"optimizer states": "optimizer", "activations": "activa-\ntions"}  # fo
 NAMES = {"reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
 
 
-def show(axes: Sequence[Axis], rows: Sequence[Row], console: Console) -> None:
-    """Print the tables that apply."""
+def show(axes: Sequence[Axis], rows: Sequence[Row], failed: Mapping[Variant, str], console: Console) -> None:
+    """Print the tables that apply. failed: why the runs that have no row have none."""
     tables = [memory_table(axes, rows)]
     if any(row.traffic for row in rows):
         tables.append(traffic_table(axes, rows))
@@ -33,11 +33,18 @@ def show(axes: Sequence[Axis], rows: Sequence[Row], console: Console) -> None:
     if any(row.recompute for row in rows):
         tables.append(recompute_table(axes, rows))
     for table in tables:
+        for variant in failed:
+            table.add_row(", ".join(variant.values), Text("failed", style="bold red"))
         console.print()
         console.print(table)
     console.print()
-    for line in verdicts(rows):
+    for line in (*verdicts(rows), *(failure(*each) for each in failed.items())):
         console.print(line, soft_wrap=True)
+
+
+def failure(variant: Variant, why: str) -> Text:
+    """One line."""
+    return Text(f"{variant.label} failed: {why}", style="bold red")
 
 
 def memory_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:

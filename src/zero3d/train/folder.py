@@ -4,7 +4,7 @@ OUTPUT/
   config.yaml     what was run; `zero3d train OUTPUT/config.yaml` runs it again
   metrics.jsonl   one line per step
   checkpoints/    step-N: the last few and the best; best -> step-N
-  hf/             the final weights, for from_pretrained
+  hf/             the final weights, for from_pretrained; written as .hf.new, renamed when complete
   loss.png, trace-rank-0.json, tensorboard/
 """
 
@@ -12,13 +12,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero3d.config import load
 from zero3d.errors import CheckpointError, ConfigError
 
-WRITTEN = ("config.yaml", "metrics.jsonl", "checkpoints", "hf", "loss.png", "trace-rank-0.json", "tensorboard", "wandb")
+WRITTEN = (
+    "config.yaml", "metrics.jsonl", "checkpoints", "hf", ".hf.new", ".hf.old", "loss.png", "trace-rank-0.json",
+    "tensorboard", "wandb",
+)  # fmt: skip
 AUTO = "auto"
+OTHERS = "has no config.yaml of a run that names it, so no run wrote it"
 
 
 @dataclass(frozen=True)
@@ -47,21 +53,38 @@ class Folder:
     def curve(self) -> Path:
         return self.root / "loss.png"
 
+    @property
+    def fresh_export(self) -> Path:
+        """Where an export is written until it is whole."""
+        return self.root / ".hf.new"
+
     # --- claiming -----------------------------------------------------------------------------------
 
-    def claim(self, resume: str | None, overwrite: bool, found: Path | None = None) -> None:
-        """Make it, or refuse a used one with the three choices. Raises ConfigError.
+    def refuse(self, resume: str | None, overwrite: bool, found: Path | None = None) -> None:
+        """Refuse a used folder, with the three choices, and one of others. Touches nothing. Raises ConfigError.
 
         found  the checkpoint that `resume` means: a run goes on in its own folder, or begins a fresh one
         """
-        goes_on = resume == AUTO or (found is not None and found.resolve().parent == self.checkpoints.resolve())
-        if overwrite:
+        if not self.used:
+            return
+        if overwrite and not self.ours:
+            raise ConfigError(f"--overwrite: {self.root} {OTHERS}: remove it yourself.")
+        goes_on = found is not None and found.resolve().parent == self.checkpoints.resolve()
+        if overwrite or goes_on or (resume == AUTO and self.ours):
+            return
+        names = sorted(entry.name for entry in self.root.iterdir())[:4] if self.root.is_dir() else ["a file"]
+        used = f"output {self.root} is used already ({', '.join(names)})"
+        if resume == AUTO:
+            raise ConfigError(f"{used}, and it {OTHERS}: write elsewhere with output=FOLDER.")
+        raise ConfigError(
+            f"{used}: go on with --resume auto, write elsewhere with output=FOLDER, or start anew with --overwrite."
+        )
+
+    def claim(self, resume: str | None, overwrite: bool, found: Path | None = None) -> None:
+        """Make it, or refuse it as `refuse` does. Raises ConfigError."""
+        self.refuse(resume, overwrite, found)
+        if overwrite and self.used:
             self._clear()
-        elif not goes_on and self.used:
-            raise ConfigError(
-                f"output {self.root} is used already ({', '.join(sorted(e.name for e in self.root.iterdir())[:4])}): "
-                "go on with --resume auto, write elsewhere with output=FOLDER, or start anew with --overwrite."
-            )
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -70,10 +93,14 @@ class Folder:
             ) from error
 
     def write_config(self, text: str) -> None:
-        """config.yaml, the first thing a run writes. Raises ConfigError."""
+        """config.yaml, the first thing a run writes, whole or not at all: it marks the folder. Raises ConfigError."""
+        fresh = self.config.with_suffix(".tmp")
         try:
-            self.config.write_text(text)
+            fresh.write_text(text)
+            fresh.replace(self.config)
         except OSError as error:
+            with suppress(OSError):
+                fresh.unlink(missing_ok=True)
             raise ConfigError(
                 f"{self.config.resolve()} cannot be written ({error.strerror}): choose another with output=FOLDER."
             ) from error
@@ -83,15 +110,44 @@ class Folder:
         """Whether anything is in it."""
         return self.root.exists() and (not self.root.is_dir() or any(self.root.iterdir()))
 
+    @property
+    def ours(self) -> bool:
+        """Whether a run wrote it: its config.yaml names it, or stands beside checkpoints where it was moved."""
+        try:
+            named = load(self.config).output
+        except ConfigError:
+            return False
+        named_so = named is not None and Path(named).resolve().name == self.root.resolve().name
+        return named_so or any(self.checkpoints.glob("*step-*/manifest.json"))
+
     def _clear(self) -> None:
-        """Remove what a run has written, and refuse a folder that no run has."""
-        if not self.used:
-            return
-        if not self.config.is_file():
-            raise ConfigError(f"--overwrite: {self.root} has no config.yaml, so no run wrote it: remove it yourself.")
+        """Remove what a run has written."""
+        self.refuse_export()
         for name in WRITTEN:
             path = self.root / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    # --- the export ---------------------------------------------------------------------------------
+
+    def refuse_export(self) -> None:
+        """Refuse to replace an `hf` that no run has exported. Raises ConfigError."""
+        if self.export.is_symlink() or (self.export.exists() and not _exported(self.export)):
+            raise ConfigError(
+                f"{self.export} was not exported by a run and would be replaced: move it, or type "
+                "checkpoint.export=false."
+            )
+
+    def publish(self) -> None:
+        """Put the complete export in the place of the one before, which is there until then. Raises ConfigError."""
+        self.refuse_export()
+        old = self.root / ".hf.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if self.export.exists():
+            self.export.rename(old)
+        self.fresh_export.rename(self.export)
+        shutil.rmtree(old, ignore_errors=True)
+
+    # --- going on -----------------------------------------------------------------------------------
 
     def resume_from(self, resume: str | None) -> Path | None:
         """The checkpoint to go on from: `auto` takes the newest of this folder, if there is one."""
@@ -134,6 +190,21 @@ class Folder:
         fresh.write_text("".join(json.dumps(record) + "\n" for record in kept))
         fresh.replace(self.metrics)
         return kept
+
+
+def _exported(folder: Path) -> bool:
+    """Whether its weights say that zero3d wrote them; an empty folder holds nothing to lose."""
+    from safetensors import SafetensorError, safe_open
+
+    if not folder.is_dir():
+        return False
+    for file in folder.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="np") as weights:
+                return (weights.metadata() or {}).get("writer") == "zero3d"
+        except (OSError, SafetensorError):
+            return False
+    return not any(folder.iterdir())
 
 
 def _parse(line: str) -> dict[str, float] | None:

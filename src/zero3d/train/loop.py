@@ -43,7 +43,7 @@ class Progressed:
     skipped: int = 0
     tokens: int = 0
     best: tuple[int, float] | None = None
-    position: Mapping[str, int] = field(default_factory=dict)
+    position: Mapping[str, Any] = field(default_factory=dict)
 
 
 def progressed(saved: Mapping[str, Any]) -> Progressed:
@@ -86,7 +86,9 @@ class Loop:
                 record = self.step()
                 asked = self._finish(record, request)
                 last = step == steps
-                if self._validation is not None and (last or _due(step, self.config.evaluate.every)):
+                if self._validation is not None and asked and last:  # there may be no time for the evaluation
+                    self.save(record)
+                if self._validation is not None and (last or (not asked and _due(step, self.config.evaluate.every))):
                     record |= self.evaluate()
                     progress.show_held_out(record)
                 self.history.append(record)

@@ -56,3 +56,19 @@ def rate(choice: Schedule, steps: int) -> Callable[[int], float]:
 def scheduler(choice: Schedule, steps: int) -> Callable[[torch.optim.Optimizer], LambdaLR]:
     """`rate` on the engine's optimizer."""
     return lambda optimizer: LambdaLR(optimizer, rate(choice, steps))
+
+
+def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What a configuration says of each group: peak learning rate, betas, eps, weight decay."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def set_again(
+    optimizer: torch.optim.Optimizer, schedule: LambdaLR, wanted: list[dict[str, Any]], factor: Callable[[int], float]
+) -> None:
+    """After a checkpoint was loaded: its moments and its place in the schedule stay, the settings are `wanted`."""
+    schedule.lr_lambdas = [factor] * len(wanted)
+    schedule.base_lrs = [group["initial_lr"] for group in wanted]
+    schedule._last_lr = [peak * factor(schedule.last_epoch) for peak in schedule.base_lrs]
+    for group, setting, lr in zip(optimizer.param_groups, wanted, schedule._last_lr, strict=True):
+        group.update(setting | {"lr": lr})

@@ -23,11 +23,12 @@ from zero3d.data.tokenizers import Tokenizer
 from zero3d.engine import Engine
 from zero3d.errors import ConfigError
 from zero3d.hf.blocks import find_blocks
-from zero3d.train.build import Inputs, build_engine, open_inputs, with_output
+from zero3d.train.build import Inputs, build_engine, of_config, open_inputs, steps_of_run, with_output
 from zero3d.train.folder import AUTO, Folder, first_free, numbered
 from zero3d.train.loop import Loop, memory_bytes, progressed
 from zero3d.train.measure import Activations, MemoryRow, TrafficRow, memory_rows, traffic_rows
 from zero3d.train.metrics import Metrics, Record, losses
+from zero3d.train.optim import rate, set_again, settings
 from zero3d.train.progress import Progress
 from zero3d.zero.collectives import broadcast_ints
 
@@ -80,36 +81,37 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
 
     Raises Zero3dError (bad input) before anything is written, and Stopped after a checkpoint.
     """
-    inputs = open_inputs(config)
+    inputs = open_inputs(config, lambda: check_start(config, start))
     options, layers = forward_options(inputs.opened.module), len(find_blocks(inputs.opened.module))
     notes, data = inputs.opened.notes, inputs.data
     engine = build_engine(config, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
     stream = _stream(config, inputs, engine)
     found = find_checkpoint(config, start, engine)
-    saved = restore(engine, stream, found)
+    saved, steps = restore(config, inputs, engine, stream, found)
     folder = open_folder(config, start, engine, found)
     config = with_output(config, folder.root)
-    for line in (*introduction(config, inputs, engine, folder), *notes, *data.notes):
+    for line in (*introduction(config, inputs.batch, steps, engine, folder), *notes, *data.notes):
         progress.say(line)
     loop = Loop(config, engine, stream, data.validation, folder, options)
-    earlier: list[Record] = []
     if saved is not None:
-        loop.done = progressed(saved)
+        loop.done, loop.checkpoint = progressed(saved), found or loop.checkpoint
         progress.say(f"going on from {found}, after step {loop.done.step}")
-        earlier = folder.keep_metrics(loop.done.step) if engine.comm.rank == 0 else []
+    earlier = folder.keep_metrics(loop.done.step) if engine.comm.rank == 0 else []
     activations = Activations(engine)
     with Metrics(folder, config, engine.comm.rank, loop.done.step + 1) as metrics:
-        loop.run(inputs.steps, metrics, progress)
+        loop.run(steps, metrics, progress)
     loop.stream.close()
-    m = inputs.batch.accumulate
+    m, first = inputs.batch.accumulate, engine.comm.rank == 0
     applied = sum(record["applied"] for record in loop.history)
     memory = memory_rows(engine, engine.memory, activations.bytes, m)
     traffic = traffic_rows(engine, loop.traffic, applied, len(loop.history) - applied, m)
     peak = int(engine.comm.exchange(torch.tensor([float(memory_peak(engine))], dtype=torch.float64)).max())
     history = [*earlier, *loop.history]
     held_out = losses(history, "validation_loss")[-1] if history else math.nan
-    sample = generate(engine, config.evaluate.prompt, data.tokenizer)
-    reloaded = _export(config, engine, folder, data)
+    if config.checkpoint.export:
+        _export(engine, folder, data.tokenizer)
+    sample = _sample(config, engine, data.tokenizer, progress)
+    reloaded = verify(config, engine, folder.export, data) if verifies(config, data) and first else math.nan
     return Result(
         config, engine.comm.size, count_params(engine), layers, inputs.batch, history, len(loop.history),
         sum(record["seconds"] for record in loop.history), memory, traffic, peak, held_out, reloaded, sample, folder,
@@ -120,25 +122,49 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
 # --- beginning ----------------------------------------------------------------------------------
 
 
-def find_checkpoint(config: Config, start: Start, engine: Engine) -> Path | None:
-    """The checkpoint to go on from. Raises ConfigError and CheckpointError."""
+def check_start(config: Config, start: Start) -> None:
+    """Refuse a folder or checkpoint that cannot be, before anything is read. Raises ConfigError, CheckpointError."""
     if start.resume == AUTO and config.output is None:
         raise ConfigError("--resume auto looks in the run's own folder: name it with output=FOLDER.")
+    folder = Folder(Path(config.output or "."))
+    found = folder.resume_from(start.resume)
+    if config.output is not None:
+        folder.refuse(start.resume, start.overwrite, found)
+        if config.checkpoint.export:
+            folder.refuse_export()
+
+
+def find_checkpoint(config: Config, start: Start, engine: Engine) -> Path | None:
+    """The checkpoint to go on from. Raises CheckpointError."""
     folder = Folder(Path(config.output or "."))
     return agree(engine.comm, lambda: folder.resume_from(start.resume))
 
 
-def restore(engine: Engine, stream: BatchStream, found: Path | None) -> Mapping[str, Any] | None:
-    """Load a checkpoint into engine and stream; what the loop had saved. Raises what both do, and ConfigError."""
+def restore(
+    config: Config, inputs: Inputs, engine: Engine, stream: BatchStream, found: Path | None
+) -> tuple[Mapping[str, Any] | None, int]:
+    """Load a checkpoint into engine and stream: what the loop had saved, and the steps of the whole run.
+
+    Settings of the optimizer and of the schedule stay those of `config`. Raises what the parts do, and ConfigError.
+    """
     if found is None:
-        return None
+        return None, inputs.steps
+    wanted = settings(engine.optimizer.torch)
     saved: Mapping[str, Any] | None = engine.load(found)
     if saved is None:
         raise ConfigError(
             f"{found} was saved by engine.save, not by zero3d train: it does not say how far the data is."
         )
     stream.restore(saved["position"])
-    return saved
+    steps, done = steps_of_run(config, inputs.data, inputs.batch, saved["step"], stream.taken), saved["step"]
+    if steps < done:
+        key = "train.epochs" if config.train.steps is None else "train.steps"
+        raise ConfigError(
+            f"{key} asks for {steps:,} steps, and {found} has done {done:,}: give a larger {key}, or start a new run "
+            "with output=FOLDER."
+        )
+    set_again(engine.optimizer.torch, engine.scheduler, wanted, rate(config.schedule, steps))
+    return saved, steps
 
 
 def open_folder(config: Config, start: Start, engine: Engine, found: Path | None) -> Folder:
@@ -156,7 +182,7 @@ def open_folder(config: Config, start: Start, engine: Engine, found: Path | None
     return folder
 
 
-def introduction(config: Config, inputs: Inputs, engine: Engine, folder: Folder) -> list[str]:
+def introduction(config: Config, batch: Batch, steps: int, engine: Engine, folder: Folder) -> list[str]:
     """What is about to happen, in lines."""
     ranks = engine.comm.size
     kind = type(engine.module).__name__
@@ -165,7 +191,7 @@ def introduction(config: Config, inputs: Inputs, engine: Engine, folder: Folder)
     parts += [f"activations {config.activations}"] if config.activations != "none" else []
     return [
         f"zero3d train: {', '.join(parts)}; {kind} with {count_params(engine):,} parameters",
-        f"{inputs.batch.equation}; {inputs.steps:,} steps; writing to {folder.root}",
+        f"{batch.equation}; {steps:,} steps; writing to {folder.root}",
     ]
 
 
@@ -192,28 +218,51 @@ def memory_peak(engine: Engine) -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
-def generate(engine: Engine, prompt: str | None, tokenizer: Tokenizer | None) -> str:
-    """A sampled continuation of the prompt, the same on all ranks."""
+def _sample(config: Config, engine: Engine, tokenizer: Tokenizer | None, progress: Progress) -> str:
+    """`generate`, whose failure is told in one line: everything else of the run is there by then."""
+    prompt = config.evaluate.prompt
     if prompt is None or tokenizer is None:
         return ""
+    try:
+        return generate(engine, prompt, tokenizer)
+    except Exception as error:  # noqa: BLE001 (told; no model's own failure ends a run that is done)
+        said = str(error).splitlines() or [""]
+        progress.say(f"no sample for evaluate.prompt: {type(error).__name__}: {said[0]}")
+        return ""
+
+
+def generate(engine: Engine, prompt: str, tokenizer: Tokenizer) -> str:
+    """A sampled continuation of the prompt, the same on all ranks, as long as the model has positions.
+
+    Raises ConfigError where it has none left.
+    """
     torch.manual_seed(0)
     ids = torch.tensor(tokenizer.encode([prompt]))
-    made = engine.generate(ids, SAMPLE_LENGTH, do_sample=True, temperature=TEMPERATURE, top_k=TOP_K)
+    positions = of_config(engine.module, "max_position_embeddings")
+    room = SAMPLE_LENGTH if positions is None else min(SAMPLE_LENGTH, positions - ids.shape[1])
+    if room < 1:
+        raise ConfigError(f"evaluate.prompt has {ids.shape[1]} tokens and the model {positions} positions: shorten it.")
+    made = engine.generate(ids, room, do_sample=True, temperature=TEMPERATURE, top_k=TOP_K)
     return tokenizer.decode(made[0].tolist())
 
 
-def _export(config: Config, engine: Engine, folder: Folder, data: DataSet) -> float:
-    """Write the Hugging Face folder; with checkpoint.verify its held-out loss, else NaN."""
-    if not config.checkpoint.export:
-        return math.nan
-    if engine.comm.rank == 0 and folder.export.exists():  # of the session before this one
-        shutil.rmtree(folder.export)
-    engine.export(folder.export)
-    if engine.comm.rank != 0:
-        return math.nan
-    if data.tokenizer is not None:
-        data.tokenizer.save(folder.export)
-    return verify(config, engine, folder.export, data) if config.checkpoint.verify and data.validation else math.nan
+def _export(engine: Engine, folder: Folder, tokenizer: Tokenizer | None) -> None:
+    """Write the Hugging Face folder beside the one of an earlier session, then in its place."""
+    first = engine.comm.rank == 0
+    agree(engine.comm, lambda: shutil.rmtree(folder.fresh_export, ignore_errors=True) if first else None)
+    engine.export(folder.fresh_export)
+
+    def complete() -> None:
+        if tokenizer is not None:
+            tokenizer.save(folder.fresh_export)
+        folder.publish()
+
+    agree(engine.comm, complete if first else lambda: None)
+
+
+def verifies(config: Config, data: DataSet) -> bool:
+    """Whether the export is loaded again and evaluated."""
+    return config.checkpoint.export and config.checkpoint.verify and bool(data.validation)
 
 
 def verify(config: Config, engine: Engine, export: Path, data: DataSet) -> float:

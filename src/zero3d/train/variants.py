@@ -6,6 +6,7 @@ zero.stage=0,1,2,3           an axis of four values
 train.steps=20               an override of every run
 data.train=a.txt,b.txt       an override of every run: the key takes a list itself
 evaluate.prompt=[a, b]       an override of every run: a comma inside brackets does not split
+zero.stage=0,1 zero.stage=2  refused: an axis and something else of the same key
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ class Variant:
 
 
 def split_axes(words: Sequence[str]) -> tuple[tuple[Axis, ...], list[str]]:
-    """Axes, and the overrides of every run."""
+    """Axes, and the overrides of every run. Raises ConfigError for an axis whose key is given again."""
     axes, common = [], []
+    first: dict[str, str] = {}
     for word in words:
         key, _, text = (part.strip() for part in word.partition("="))
         values = tuple(value.strip() for value in COMMA.split(text))
@@ -72,6 +74,9 @@ def split_axes(words: Sequence[str]) -> tuple[tuple[Axis, ...], list[str]]:
             axes.append(Axis(key, values))
         else:
             common.append(word)
+        before = first.setdefault(key, word)
+        if before is not word and any(axis.key == key for axis in axes):
+            raise ConfigError(f"{key} is given twice, as {before} and {word}: leave one of them out.")
     return tuple(axes), common
 
 
