@@ -42,7 +42,7 @@ class Replica:
     def __init__(self, comm: Comm, ties: Sequence[Tied] = ()) -> None:
         self._comm, self._ties = comm, ties
         self.copies = {tied.unit for tied in ties if tied.copy}
-        self._places: list[tuple[int, int]] = []
+        self._places: list[tuple[int, int]] | None = None
         self._longest = 0
 
     @property
@@ -69,15 +69,17 @@ class Replica:
         norms = [norm for _, norm in parts] or [torch.zeros((), dtype=dtype, device=self._comm.device)]
         if self.alone:
             return torch.stack(norms)
-        if not self._places:
-            self._arrange([order for order, _ in parts])
+        if self._places is None:
+            self._places = self._arrange([order for order, _ in parts])
+        if not self._places:  # all of this dp rank's shards are padding
+            return torch.stack(norms)
         mine = torch.zeros(self._longest, dtype=torch.float64, device=self._comm.device)
         mine[: len(norms)] = torch.stack(norms).double()
         seen = self._comm.exchange(mine)
         rows, columns = zip(*self._places, strict=True)
         return seen[list(rows), list(columns)].to(dtype)
 
-    def _arrange(self, orders: Sequence[int]) -> None:
+    def _arrange(self, orders: Sequence[int]) -> list[tuple[int, int]]:
         """(rank, position there) of every norm, in model order; they never change."""
         device = self._comm.device
         count = torch.tensor([float(len(orders))], dtype=torch.float64, device=device)
@@ -86,4 +88,4 @@ class Replica:
         mine[: len(orders)] = torch.tensor(orders, dtype=torch.float64, device=device)
         table = self._comm.exchange(mine).tolist()
         found = [(int(order), rank, i) for rank, row in enumerate(table) for i, order in enumerate(row) if order >= 0]
-        self._places = [(rank, i) for _, rank, i in sorted(found)]
+        return [(rank, i) for _, rank, i in sorted(found)]

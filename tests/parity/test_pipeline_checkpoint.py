@@ -1,0 +1,184 @@
+"""Save, load and export of models over pipeline stages: any mesh to any mesh, bit for bit; resume with dropout."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Net, adamw, batch, bits, hf
+from safetensors import safe_open
+from torch.nn import functional as F
+
+import zero3d
+
+HOLDS = {"llama": "lm_head.weight", "qwen3": "model.embed_tokens.weight"}
+
+
+class Lm(Net):
+    """The plain net with a keyword for token ids, and dropout."""
+
+    def forward(self, input_ids, labels=None):
+        return super().forward(input_ids)
+
+
+def sum_of_losses(output, micro_batch):
+    logits, ids = getattr(output, "logits", output), micro_batch["labels"]
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum")
+    return loss, float(ids[:, 1:].numel())
+
+
+def make(model, shape, stage, schedule="1f1b", **options):
+    """An engine on (dp, pp) = shape."""
+    dp, pp = shape
+    torch.manual_seed(7)
+    made = Lm(layers=4, dropout=0.2) if model == "net" else hf(model, inner=96)
+    return zero3d.Engine(
+        made,
+        stage=stage,
+        mesh=zero3d.Mesh(dp=dp, pp=pp),
+        schedule=schedule,
+        clip_norm=0.5,
+        optimizer=adamw,
+        loss=sum_of_losses,
+        scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
+        param_groups=[{"match": "*norm*|*.bias", "weight_decay": 0.0}],
+        **options,
+    )
+
+
+def train(engine, steps):
+    losses = []
+    for step in steps:
+        ids = [batch(10 * step + i, engine.mesh.place.dp) for i in range(4)]
+        losses.append(float(engine.train_batch([{"input_ids": x, "labels": x} for x in ids])))
+    return losses
+
+
+def weights(engine):
+    with engine.full_params():
+        return {name: bits([p]) for part in engine.parts.values() for name, p in part.named_parameters()}
+
+
+def states(folder):
+    """Every saved state of the full model, put together from its boxes, as a hash."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    whole = {}
+    for row in manifest["tensors"]:
+        with safe_open(folder / row["file"], framework="pt") as file:
+            values = file.get_tensor(row["key"])
+        shape = manifest["parameters"][row["name"]]["shape"]
+        target = whole.setdefault((row["name"], row["state"]), torch.full(shape, float("nan"), dtype=values.dtype))
+        target[tuple(slice(a, b) for a, b in row["box"])] = values
+    assert not any(value.isnan().any() for value in whole.values())
+    assert {name for name, _ in whole} == set(manifest["parameters"])
+    return {key: bits([value]) for key, value in sorted(whole.items())}
+
+
+def saved_at(model, shape, stage, folder):
+    engine = make(model, shape, stage)
+    train(engine, range(2))
+    return str(engine.save(folder)), weights(engine)
+
+
+def saved_again_at(model, shape, stage, source, folder):
+    engine = make(model, shape, stage)
+    engine.load(source)
+    return str(engine.save(folder)), weights(engine), engine.steps
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "after"),
+    [
+        ("qwen3", ((2, 2), 3), [((4, 1), 1), ((1, 1), 0), ((1, 2), 2)]),
+        ("llama", ((4, 1), 1), [((2, 2), 3), ((1, 2), 1)]),
+    ],
+)
+def test_a_save_on_one_mesh_loads_on_every_other_with_equal_states(ranks, tmp_path, model, before, after):
+    (dp, pp), stage = before
+    first = ranks(dp * pp, saved_at, model, (dp, pp), stage, str(tmp_path / "first"))
+    expected, known = states(Path(first[0][0])), {}
+    for _, found in first:
+        known |= found
+    assert all(key in expected for key in [(HOLDS[model], "master"), (HOLDS[model], "exp_avg_sq")])
+    assert ("lm_head.weight", "master") in expected or model == "qwen3"
+    for i, (shape, new_stage) in enumerate(after):
+        again = ranks(shape[0] * shape[1], saved_again_at, model, shape, new_stage, first[0][0], str(tmp_path / str(i)))
+        assert states(Path(again[0][0])) == expected
+        for _, found, steps in again:
+            assert steps == 2
+            owner = known["model.embed_tokens.weight"]
+            assert all(value == known.get(name, owner) for name, value in found.items())
+
+
+def interrupted_and_not(model, shape, stage, schedule, folder):
+    torch.manual_seed(100 + dist.get_rank())
+    straight = make(model, shape, stage, schedule)
+    torch.manual_seed(100 + dist.get_rank())
+    expected = train(straight, range(4))[2:]
+    first = make(model, shape, stage, schedule)
+    torch.manual_seed(100 + dist.get_rank())
+    train(first, range(2))
+    saved = first.save(folder)
+    second = make(model, shape, stage, schedule)
+    second.load(saved.parent)
+    found = train(second, range(2, 4))
+    return found == expected, weights(second) == weights(straight), len(set(expected)) == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "stage", "schedule"), [((2, 2), 3, "1f1b"), ((1, 2), 1, "interleaved"), ((1, 2), 2, "zbv")]
+)
+def test_resume_on_the_same_mesh_is_bitwise_with_dropout(ranks, tmp_path, shape, stage, schedule):
+    for answer in ranks(shape[0] * shape[1], interrupted_and_not, "net", shape, stage, schedule, str(tmp_path)):
+        assert answer == (True, True, True)
+
+
+def streams_after_load(shape, source):
+    engine = make("net", shape, 3)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    engine.load(source)
+    return torch.equal(before, torch.get_rng_state())
+
+
+def test_random_streams_go_on_on_the_same_mesh_only(ranks, tmp_path):
+    source = ranks(4, saved_at, "net", (2, 2), 3, str(tmp_path))[0][0]
+    assert ranks(4, streams_after_load, (2, 2), source) == [False] * 4
+    assert ranks(4, streams_after_load, (4, 1), source) == [True] * 4  # four files, other ranks
+
+
+def exported_at(model, shape, folder):
+    engine = make(model, shape, 3, precision="fp32")
+    train(engine, range(1))
+    return str(engine.export(folder)), weights(engine)
+
+
+@pytest.mark.parametrize(("model", "shape"), [("llama", (1, 2)), ("qwen3", (2, 2))])
+def test_the_export_of_a_pipeline_loads_with_from_pretrained(ranks, tmp_path, model, shape):
+    from transformers import AutoModelForCausalLM
+
+    results = ranks(shape[0] * shape[1], exported_at, model, shape, str(tmp_path / "hf"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", local_files_only=True)
+    mine = {name: value for _, found in results for name, value in found.items()}
+    assert {name: bits([p]) for name, p in loaded.named_parameters(remove_duplicate=False)} == mine
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert config["architectures"] == [type(loaded).__name__]
+    assert set(index["weight_map"]) == {name for name, _ in loaded.named_parameters()}
+    assert sorted(p.name for p in (tmp_path / "hf").glob("*.safetensors")) == sorted(set(index["weight_map"].values()))
+
+
+def refused_and_not(shape, source):
+    engine = make("llama", shape, 3)
+    try:
+        engine.load(source)
+    except zero3d.CheckpointError as error:
+        return str(error)
+
+
+def test_every_rank_of_a_pipeline_refuses_another_model(ranks, tmp_path):
+    source = ranks(1, saved_at, "qwen3", (1, 1), 1, str(tmp_path))[0][0]
+    answers = ranks(2, refused_and_not, (1, 2), source)
+    assert answers[0] == answers[1]
+    assert "another model (24 parameters, this model 21)" in answers[0]
