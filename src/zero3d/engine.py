@@ -384,11 +384,15 @@ class Engine:
 
         All ranks enter and leave together and write the same values (where they differ, the
         owner of each slice wins). Entering and leaving without writes changes no bit. At stage 3
-        gathers the units: (N-1)/N Psi elements.
+        gathers the units: (N-1)/N Psi elements. What is written into a tied parameter reaches its copy
+        on another pipeline stage; where both are written, the full model's name wins.
         """
         chosen = [modules] if isinstance(modules, nn.Module) else modules
         wanted = None if chosen is None else {p for module in chosen for p in module.parameters()}
-        opened = [u for u in self.units if wanted is None or any(p in wanted for p in u.weights.params)]
+        always = self.replica.tied  # a write on another pipeline stage may reach them
+        opened = [
+            u for u in self.units if wanted is None or u in always or any(p in wanted for p in u.weights.params)
+        ]
         nested = [u for u in opened if FULL_PARAMS in u.users]
         opened = [u for u in opened if u not in nested]
         for unit in opened:
@@ -406,9 +410,10 @@ class Engine:
     def _keep_writes(self, units: Sequence[Unit]) -> None:
         written = torch.tensor([float(unit.weights.absorb()) for unit in units], dtype=torch.float64)
         anywhere = self.comm.exchange(written.to(self.mesh.device)).amax(0).tolist()
-        for unit, flag in zip(units, anywhere, strict=True):
-            if flag:
-                unit.weights.share()
+        written_units = [unit for unit, flag in zip(units, anywhere, strict=True) if flag]
+        for unit in written_units:
+            unit.weights.share()
+        self.replica.share_ties(written_units)
 
     def release(self) -> None:
         """Give back units that stayed gathered without grad."""

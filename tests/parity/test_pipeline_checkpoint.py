@@ -182,3 +182,74 @@ def test_every_rank_of_a_pipeline_refuses_another_model(ranks, tmp_path):
     answers = ranks(2, refused_and_not, (1, 2), source)
     assert answers[0] == answers[1]
     assert "another model (24 parameters, this model 21)" in answers[0]
+
+
+def frozen_embedding(shape, stage, source, folder):
+    torch.manual_seed(7)
+    made = hf("qwen3", inner=96)
+    made.model.embed_tokens.weight.requires_grad_(False)
+    if source is not None:
+        with torch.no_grad():
+            made.model.embed_tokens.weight.zero_()
+    engine = zero3d.Engine(made, stage=stage, mesh=zero3d.Mesh(dp=shape[0], pp=shape[1]), loss=sum_of_losses)
+    if source is not None:
+        engine.load(source)
+    train(engine, range(1))
+    return str(engine.save(folder)), weights(engine)
+
+
+def test_a_frozen_tied_embedding_is_saved_once_and_restored_on_both_ends(ranks, tmp_path):
+    source, first = ranks(4, frozen_embedding, (2, 2), 3, None, str(tmp_path / "a"))[0]
+    again = ranks(2, frozen_embedding, (1, 2), 1, source, str(tmp_path / "b"))
+    assert ("lm_head.weight", "weight") not in states(Path(source))
+    expected = first["model.embed_tokens.weight"]
+    assert [found.get("model.embed_tokens.weight", found.get("lm_head.weight")) for _, found in again] == [expected] * 2
+
+
+def written(shape, stage, precision, where):
+    engine = make("qwen3", shape, stage, "1f1b", precision=precision)
+    names = {name: p for part in engine.parts.values() for name, p in part.named_parameters()}
+    before = weights(engine)
+    unwritten = [m for part in engine.parts.values() for m in part.modules() if "Norm" in type(m).__name__][:1]
+    with engine.full_params(unwritten), torch.no_grad():
+        for i, name in enumerate(where):
+            if name in names:
+                names[name].fill_(0.125 + i)
+    after = weights(engine)
+    tie = "lm_head.weight" if "lm_head.weight" in after else "model.embed_tokens.weight"
+    kept = all(after[name] == value for name, value in before.items() if name != tie)
+    with engine.full_params():
+        value = names[tie].detach().clone()
+    train(engine, range(1))
+    return kept, sorted(set(value.flatten().tolist())), weights(engine)[tie]
+
+
+@pytest.mark.parametrize(
+    ("shape", "stage", "precision", "where"),
+    [
+        ((2, 2), 3, "bf16", ["lm_head.weight"]),
+        ((1, 2), 1, "fp32", ["model.embed_tokens.weight"]),
+        ((2, 2), 2, "bf16", ["model.embed_tokens.weight", "lm_head.weight"]),
+        ((1, 2), 0, "bf16", ["lm_head.weight"]),
+    ],
+)
+def test_a_write_to_a_tied_parameter_reaches_its_copy(ranks, shape, stage, precision, where):
+    answers = ranks(shape[0] * shape[1], written, shape, stage, precision, where)
+    assert all(kept and values == [0.125] for kept, values, _ in answers)
+    assert len({trained for _, _, trained in answers}) == 1
+
+
+def planned_and_measured(shape, stage, schedule):
+    engine = make("net", shape, stage, schedule, precision="bf16")
+    train(engine, range(2))
+    return [(e.category, e.planned, e.measured) for e in engine.memory if e.planned is not None], sum(
+        p.numel() for part in engine.parts.values() for p in part.parameters()
+    )
+
+
+@pytest.mark.parametrize(("shape", "stage", "schedule"), [((2, 2), 3, "1f1b"), ((1, 2), 2, "zbv")])
+def test_planned_bytes_of_a_pipeline_stage_equal_what_its_arena_holds(ranks, shape, stage, schedule):
+    answers = ranks(shape[0] * shape[1], planned_and_measured, shape, stage, schedule)
+    for entries, _ in answers:
+        assert all(planned == measured for _, planned, measured in entries)
+    assert all(elements < 20_000 for _, elements in answers)
