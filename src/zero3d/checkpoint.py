@@ -90,9 +90,13 @@ class Parts:
     loop: Mapping[str, Any] | None = None
 
     @property
-    def buffers(self) -> dict[str, Tensor]:
-        """This rank's buffers by their names in the full model."""
-        return {name: buffer for module in self.modules for name, buffer in module.named_buffers()}
+    def buffers(self) -> dict[str, list[Tensor]]:
+        """This rank's buffers by their names in the full model; one of each part that has it."""
+        found: dict[str, list[Tensor]] = {}
+        for module in self.modules:
+            for name, buffer in module.named_buffers():
+                found.setdefault(name, []).append(buffer)
+        return found
 
     @property
     def owned_units(self) -> list[Unit]:
@@ -193,7 +197,7 @@ def _write_rank(temporary: Path, parts: Parts) -> dict[str, Any]:
             tensors[key] = values.detach().cpu().contiguous()
             rows.append({"name": segment.name, "state": segment.state, "box": box, "file": file, "key": key})
     buffers = parts.buffers.items()  # every rank's own: running statistics may differ
-    tensors |= {f"buffer:{name}": value.detach().cpu().contiguous().clone() for name, value in buffers}
+    tensors |= {f"buffer:{name}": each[0].detach().cpu().contiguous().clone() for name, each in buffers}
     rng, python_rng = rng_state()
     tensors |= {f"rng:{name}": value for name, value in rng.items()}
     write_tensors(temporary / file, tensors)

@@ -390,9 +390,7 @@ class Engine:
         chosen = [modules] if isinstance(modules, nn.Module) else modules
         wanted = None if chosen is None else {p for module in chosen for p in module.parameters()}
         always = self.replica.tied  # a write on another pipeline stage may reach them
-        opened = [
-            u for u in self.units if wanted is None or u in always or any(p in wanted for p in u.weights.params)
-        ]
+        opened = [u for u in self.units if wanted is None or u in always or any(p in wanted for p in u.weights.params)]
         nested = [u for u in opened if FULL_PARAMS in u.users]
         opened = [u for u in opened if u not in nested]
         for unit in opened:

@@ -193,7 +193,8 @@ def _restore_own(reader: _Reader, manifest: Mapping[str, Any], parts: Parts) -> 
     missing = parts.buffers
     for file in files:
         for name, value in reader.starting(file, "buffer:", set(missing)).items():
-            missing.pop(name).copy_(value)
+            for buffer in missing.pop(name):
+                buffer.copy_(value)
         if not missing:
             break
 

@@ -130,7 +130,7 @@ def _nbytes(tensor: Tensor) -> int:
 def _finish_stage(writer: _ExportWriter, parts: Parts, model: nn.Module) -> None:
     """Add the persistent buffers that no earlier pipeline stage has."""
     names = set().union(*(_persistent_buffers(module) for module in parts.modules))
-    buffers = _named_as_saved(model, {name: buffer for name, buffer in parts.buffers.items() if name in names})
+    buffers = _named_as_saved(model, {name: each[0] for name, each in parts.buffers.items() if name in names})
     there = writer.earlier()
     writer.add({name: tensor for name, tensor in buffers.items() if name not in there})
     writer.finish()
