@@ -333,3 +333,27 @@ def test_a_pipeline_stage_that_cannot_write_stops_all_ranks_and_leaves_nothing(r
     for said in ranks(4, full_disk, str(tmp_path), 2):
         assert all("No space left on device" in text for text in said)
     assert [p.name for p in tmp_path.rglob("*")] == ["save"]
+
+
+def frozen_first_half(shape, source, folder):
+    torch.manual_seed(7)
+    made = hf("llama", inner=96)
+    for name, p in made.named_parameters():
+        p.requires_grad_(not name.startswith(("model.embed", "model.layers.0.")))
+    engine = zero3d.Engine(made, stage=1, mesh=zero3d.Mesh(dp=1, pp=shape), optimizer=adamw, loss=sum_of_losses)
+    if source is not None:
+        engine.load(source)
+    train(engine, range(2))
+    return str(engine.save(folder))
+
+
+def test_a_pipeline_stage_that_trains_nothing_saves_what_one_rank_does(ranks, tmp_path):
+    alone = ranks(1, frozen_first_half, 1, None, str(tmp_path / "a"))[0]
+    piped = ranks(2, frozen_first_half, 2, None, str(tmp_path / "b"))[0]
+    assert states(Path(alone)) == states(Path(piped))
+    optimizer = [json.loads((Path(folder) / "manifest.json").read_text())["optimizer"] for folder in (alone, piped)]
+    assert optimizer[0] == optimizer[1]
+    assert optimizer[0]["scalars"] == {"step": 2.0}  # the first rank has none of its own
+    ahead = ranks(2, frozen_first_half, 2, alone, str(tmp_path / "c"))[0]
+    back = ranks(1, frozen_first_half, 1, piped, str(tmp_path / "d"))[0]
+    assert states(Path(ahead)) == states(Path(back))
