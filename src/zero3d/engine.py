@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zero3d import checkpoint
+from zero3d import checkpoint, restore
 from zero3d.boundary import Boundary, Driven
 from zero3d.errors import ConfigError
 from zero3d.guards import guard, is_guarded
@@ -124,6 +124,7 @@ class Engine:
         self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
         self.parts = take_parts(model, self.mesh.axis("pp"), Schedule.of(schedule))
         self._copies = names_of_copies(self.parts)
+        self._whole = checkpoint.Whole.of(model, self._copies)
         self._order |= {name: self._order[owner] for name, owner in self._copies.items()}
         specs, uses = partition_all(self.parts.values(), units, self.precision.dtype)
         self.stage, self.module = stage, model if self.mesh.pp == 1 else nn.ModuleList(self.parts.values())
@@ -134,6 +135,7 @@ class Engine:
         self.arena = Arena(self.mesh.device)
         self.traffic = Ledger()
         self.comm = Comm(self.mesh.data, self.arena, self.traffic, check_every_gather=self.mesh.debug)
+        self.everyone = Comm(self.mesh.everyone, self.arena, self.traffic)
         self._unit_of: dict[nn.Parameter, Unit] = {}
         guard(self.module, self._unit_of, lambda unit: FULL_PARAMS in unit.users)  # a failure below must not go unseen
         self._move_buffers()
@@ -383,11 +385,13 @@ class Engine:
 
         All ranks enter and leave together and write the same values (where they differ, the
         owner of each slice wins). Entering and leaving without writes changes no bit. At stage 3
-        gathers the units: (N-1)/N Psi elements.
+        gathers the units: (N-1)/N Psi elements. What is written into a tied parameter reaches its copy
+        on another pipeline stage; where both are written, the full model's name wins.
         """
         chosen = [modules] if isinstance(modules, nn.Module) else modules
         wanted = None if chosen is None else {p for module in chosen for p in module.parameters()}
-        opened = [u for u in self.units if wanted is None or any(p in wanted for p in u.weights.params)]
+        always = self.replica.tied  # a write on another pipeline stage may reach them
+        opened = [u for u in self.units if wanted is None or u in always or any(p in wanted for p in u.weights.params)]
         nested = [u for u in opened if FULL_PARAMS in u.users]
         opened = [u for u in opened if u not in nested]
         for unit in opened:
@@ -405,9 +409,10 @@ class Engine:
     def _keep_writes(self, units: Sequence[Unit]) -> None:
         written = torch.tensor([float(unit.weights.absorb()) for unit in units], dtype=torch.float64)
         anywhere = self.comm.exchange(written.to(self.mesh.device)).amax(0).tolist()
-        for unit, flag in zip(units, anywhere, strict=True):
-            if flag:
-                unit.weights.share()
+        written_units = [unit for unit, flag in zip(units, anywhere, strict=True) if flag]
+        for unit in written_units:
+            unit.weights.share()
+        self.replica.share_ties(written_units)
 
     def release(self) -> None:
         """Give back units that stayed gathered without grad."""
@@ -423,7 +428,7 @@ class Engine:
         return checkpoint.save(Path(directory), self._parts(loop))
 
     def load(self, directory: str | Path) -> Any:
-        """Continue from a checkpoint (or the newest in a directory of them), at any dp degree and stage.
+        """Continue from a checkpoint (or the newest in a directory of them), on any mesh, at any stage.
 
         Returns what was saved as `loop`.
         """
@@ -432,12 +437,12 @@ class Engine:
         self.gathers.drop(lambda token: True)
         self.reductions.reset()
         self.boundary.reset()
-        self._steps, loop = checkpoint.load(Path(directory), self._parts())
+        self._steps, loop = restore.load(Path(directory), self._parts())
         return loop
 
     def export(self, directory: str | Path) -> Path:
         """Write the weights as a Hugging Face folder, gathered unit by unit."""
-        return export(Path(directory), self.module, self.units, self.comm, self._gathered)
+        return export(Path(directory), self._parts(), self._gathered)
 
     @contextmanager
     def _gathered(self, unit: Unit) -> Iterator[None]:
@@ -449,7 +454,8 @@ class Engine:
 
     def _parts(self, loop: Mapping[str, Any] | None = None) -> checkpoint.Parts:
         return checkpoint.Parts(
-            self.module, self.units, self.optimizer, self.comm, self.loss_scale, self.scheduler, self._steps,
+            list(self.parts.values()), self._whole, self.units, self.optimizer, self.comm, self.everyone,
+            self.mesh.degrees, self.loss_scale, self.scheduler, self._steps,
             {"stage": self.stage, "dp": self.comm.size, "precision": self.precision.name,
              "algorithm": self.comm.algorithm},
             loop,

@@ -64,8 +64,13 @@ class Mesh:
         """The dp axis as this rank sees it: the ranks that hold the same layers."""
         return self.axis("dp")
 
+    @property
+    def everyone(self) -> Axis:
+        """All ranks of the mesh, over the default group; the dp axis itself where there is no other."""
+        return self.axis("dp" if self.dp == self.world else "world")
+
     def axis(self, name: str) -> Axis:
-        """One of pp, dp, tp as this rank sees it; its groups are made on first use."""
+        """One of pp, dp, tp (or world) as this rank sees it; its groups are made on first use."""
         if name not in self._axes:
             self._axes[name] = axis = self._open(name)
             if axis.size > 1:
@@ -73,6 +78,8 @@ class Mesh:
         return self._axes[name]
 
     def _open(self, name: str) -> Axis:
+        if name == "world":
+            return Axis(name, self.rank, self.world, dist.group.WORLD, dist.group.WORLD)
         ranks = self.degrees.along(name, self.rank)
         position = ranks.index(self.rank)
         if len(ranks) == 1:

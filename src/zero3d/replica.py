@@ -5,14 +5,14 @@
     norms    one per parameter, in model order over all pipeline stages: the vector, and so the bits, that one
              rank with the whole model has
     ties     a parameter that two pipeline stages hold, each its copy: the gradients are summed, on both alike,
-             and the copy's norm is left out
+             and the copy's norm is left out; what is written into one is carried to the other
 
 Every dp rank has its own replica; without pipeline all of this is the identity and sends nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,6 +42,7 @@ class Replica:
     def __init__(self, comm: Comm, ties: Sequence[Tied] = ()) -> None:
         self._comm, self._ties = comm, ties
         self.copies = {tied.unit for tied in ties if tied.copy}
+        self.tied = {tied.unit for tied in ties}
         self._places: list[tuple[int, int]] | None = None
         self._longest = 0
 
@@ -57,12 +58,32 @@ class Replica:
     def sum_ties(self) -> None:
         """Add up the reduced gradients of tied parameters; Psi/N elements to the peer for each."""
         for tied in self._ties:
+            if tied.unit.grads is None:
+                continue
             shard = tied.unit.gradients.shard
             if tied.there is None:
                 shard.add_(self._comm.trade(shard, tied.peer, tied.unit.name))
             elif not tied.copy:
                 shard.add_(tied.there.gradients.shard)
                 tied.there.gradients.shard.copy_(shard)
+
+    def share_ties(self, written: Collection[Unit]) -> None:
+        """Carry what was written into one copy of a tied parameter to the other; where both were, the owner's.
+
+        All of `tied` are gathered. One number to the peer for each, and Psi/N elements of a written one.
+        """
+        for tied in self._ties:
+            master = tied.unit.weights.master
+            if tied.there is None:
+                mine = torch.tensor([float(tied.unit in written)], dtype=torch.float64, device=self._comm.device)
+                theirs = self._comm.trade(mine, tied.peer, tied.unit.name)
+                own, other = float(mine) > 0, float(theirs) > 0
+                if own or other:
+                    values = self._comm.trade(master, tied.peer, tied.unit.name)
+                    if other and (tied.copy or not own):
+                        _overwrite(tied.unit, values)
+            elif tied.unit in written and not (tied.copy and tied.there in written):
+                _overwrite(tied.there, master)
 
     def stack(self, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
         """All norms of the replica in model order; `parts`: (place in the model, norm) of this rank's, in order."""
@@ -71,11 +92,13 @@ class Replica:
             return torch.stack(norms)
         if self._places is None:
             self._places = self._arrange([order for order, _ in parts])
+        if not self._places:  # all of this dp rank's shards are padding
+            return torch.stack(norms)
         mine = torch.zeros(self._longest, dtype=torch.float64, device=self._comm.device)
         mine[: len(norms)] = torch.stack(norms).double()
         seen = self._comm.exchange(mine)
         rows, columns = [rank for rank, _ in self._places], [i for _, i in self._places]
-        return seen[rows, columns].to(dtype) if rows else seen[0, :1].to(dtype)  # this dp rank has padding only
+        return seen[rows, columns].to(dtype)
 
     def _arrange(self, orders: Sequence[int]) -> list[tuple[int, int]]:
         """(rank, position there) of every norm, in model order; they never change."""
@@ -87,3 +110,11 @@ class Replica:
         table = self._comm.exchange(mine).tolist()
         found = [(int(order), rank, i) for rank, row in enumerate(table) for i, order in enumerate(row) if order >= 0]
         return [(rank, i) for _, rank, i in sorted(found)]
+
+
+def _overwrite(unit: Unit, master: Tensor) -> None:
+    """Give a gathered unit other values; (N-1)/N Psi elements over the dp axis above stage 0."""
+    unit.weights.master.copy_(master)
+    unit.weights.refresh().wait()
+    if unit.weights.sharded:
+        unit.weights.share()

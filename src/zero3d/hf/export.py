@@ -1,9 +1,17 @@
-"""Export: the weights as a folder that `from_pretrained` loads, gathered unit by unit."""
+"""Export: the weights as a folder that `from_pretrained` loads, gathered unit by unit.
+
+    every pipeline stage   gathers its units on its own dp axis; rank 0 of that writes part-STAGE-0, -1, ...
+    in turn                persistent buffers that no earlier pipeline stage wrote
+    rank 0 of all          gives the files their names, writes index and config
+
+No rank ever holds the model, or more of it than a file. A tied parameter's copy is left out.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -12,50 +20,56 @@ from typing import Any
 from torch import Tensor, nn
 
 from zero3d.agree import agree
-from zero3d.checkpoint import sync, taken_back, write_json, write_tensors
+from zero3d.checkpoint import Parts, sync, taken_back, write_json, write_tensors
 from zero3d.errors import CheckpointError
-from zero3d.zero.collectives import Comm
+from zero3d.hf.split import model_of
 from zero3d.zero.unit import Unit
 
 FILE_BYTES = 4 * 10**9
 
 
-def export(
-    directory: Path,
-    module: nn.Module,
-    units: Sequence[Unit],
-    comm: Comm,
-    gathered: Callable[[Unit], AbstractContextManager[None]],
-) -> Path:
+def export(directory: Path, parts: Parts, gathered: Callable[[Unit], AbstractContextManager[None]]) -> Path:
     """Write the weights in compute dtype as safetensors, with the config of a Hugging Face model.
 
-    Gathers one unit at a time; rank 0 writes files of at most FILE_BYTES, so its host memory
+    Gathers one unit at a time; who writes does so into files of at most FILE_BYTES, so that its host memory
     holds one file and never the model. The folder appears whole or not at all.
     """
-    if hasattr(module, "peft_config"):
+    model = model_of(parts.modules[0])
+    if hasattr(model, "peft_config"):
         raise CheckpointError(
             "export writes whole models, and this one is wrapped by PEFT: use `with engine.full_params(): "
             "model.save_pretrained(directory)` for its adapters, or merge them before the Engine is built."
         )
     directory = directory.resolve()
     temporary = directory.with_name(f".{directory.name}.tmp")
-    writer = _ExportWriter(temporary)
+    everyone, place = parts.everyone, parts.degrees.place(parts.everyone.rank)
+    writer = _ExportWriter(temporary, place.pp)
 
-    def on_rank_0(action: Callable[[], None]) -> None:
-        agree(comm, action if comm.rank == 0 else lambda: None)
+    def on(chosen: bool, action: Callable[[], None]) -> None:
+        agree(everyone, action if chosen else lambda: None)
 
-    on_rank_0(partial(_prepare_export, directory, temporary))
-    with taken_back(temporary, comm):
-        for unit in units:
-            with gathered(unit):
-                named = dict(zip((slot.name for slot in unit.layout.slots), unit.weights.params, strict=True))
-                on_rank_0(partial(_add_unit, writer, module, named))
-        on_rank_0(partial(_finish_export, writer, temporary, directory, module))
+    on(everyone.rank == 0, partial(_prepare_export, directory, temporary))
+    with taken_back(temporary, everyone):
+        agree(everyone, partial(_add_units, writer, parts, model, gathered))
+        for stage in range(parts.degrees.pp):
+            on(place == (stage, 0, 0), partial(_finish_stage, writer, parts, model))
+        on(everyone.rank == 0, partial(_finish_export, temporary, directory, model, parts.degrees.pp))
     return directory
 
 
-def _add_unit(writer: _ExportWriter, module: nn.Module, named: Mapping[str, Tensor]) -> None:
-    writer.add(_named_as_saved(module, named))
+def _add_units(
+    writer: _ExportWriter, parts: Parts, model: nn.Module, gathered: Callable[[Unit], AbstractContextManager[None]]
+) -> None:
+    """Gather this pipeline stage's units, of which each has its own number."""
+    for unit in parts.owned_units:
+        with gathered(unit):
+            named = dict(zip((slot.name for slot in unit.layout.slots), unit.weights.params, strict=True))
+            add = partial(_add, writer, model, named)
+            agree(parts.comm, add if parts.comm.rank == 0 else lambda: None)
+
+
+def _add(writer: _ExportWriter, model: nn.Module, named: Mapping[str, Tensor]) -> None:
+    writer.add(_named_as_saved(model, named))
 
 
 def _prepare_export(directory: Path, temporary: Path) -> None:
@@ -79,52 +93,70 @@ def _named_as_saved(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[st
 
 
 class _ExportWriter:
-    """Collects tensors into files and remembers which file holds what."""
+    """Collects one pipeline stage's tensors into files and remembers which file holds what."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, stage: int) -> None:
+        self._directory, self._stage = directory, stage
         self._open: dict[str, Tensor] = {}
-        self._files: list[list[str]] = []
-        self._bytes = 0
+        self._files: list[dict[str, int]] = []
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if self._open and sum(map(_nbytes, self._open.values())) + _nbytes(tensor) > FILE_BYTES:
                 self._flush()
             self._open[name] = tensor
-            self._bytes += _nbytes(tensor)
 
     def _flush(self) -> None:
-        path = self._directory / f"part-{len(self._files)}"
+        path = self._directory / f"part-{self._stage}-{len(self._files)}"
         write_tensors(path, self._open, format="pt", writer="zero3d")  # a run replaces only what says so
-        self._files.append(list(self._open))
+        self._files.append({name: _nbytes(tensor) for name, tensor in self._open.items()})
         self._open = {}
 
+    def earlier(self) -> set[str]:
+        """Names that earlier pipeline stages have written."""
+        listed = [self._directory / f"parts-{stage}.json" for stage in range(self._stage)]
+        return {name for path in listed for file in json.loads(path.read_text()) for name in file}
+
     def finish(self) -> None:
-        """Give the files their final names and write the index if there are several."""
+        """Write the last file, and what each of them holds for whoever joins them."""
         self._flush()
-        count = len(self._files)
-        names = (
-            ["model.safetensors"]
-            if count == 1
-            else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-        )
-        for i, name in enumerate(names):
-            (self._directory / f"part-{i}").rename(self._directory / name)
-        if count > 1:
-            where = {key: name for name, keys in zip(names, self._files, strict=True) for key in keys}
-            index = {"metadata": {"total_size": self._bytes}, "weight_map": where}
-            write_json(self._directory / "model.safetensors.index.json", index)
+        write_json(self._directory / f"parts-{self._stage}.json", self._files)
 
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _finish_export(writer: _ExportWriter, temporary: Path, directory: Path, module: nn.Module) -> None:
-    persistent = {name: b for name, b in module.named_buffers() if name in _persistent_buffers(module)}
-    writer.add(_named_as_saved(module, persistent))
+def _finish_stage(writer: _ExportWriter, parts: Parts, model: nn.Module) -> None:
+    """Add the persistent buffers that no earlier pipeline stage has."""
+    names = set().union(*(_persistent_buffers(module) for module in parts.modules))
+    buffers = _named_as_saved(model, {name: each[0] for name, each in parts.buffers.items() if name in names})
+    there = writer.earlier()
+    writer.add({name: tensor for name, tensor in buffers.items() if name not in there})
     writer.finish()
+
+
+def _join(temporary: Path, stages: int) -> None:
+    """Give the files their final names and write the index if there are several."""
+    held: list[tuple[Path, dict[str, int]]] = []
+    for stage in range(stages):
+        listed = temporary / f"parts-{stage}.json"
+        held += [(temporary / f"part-{stage}-{i}", file) for i, file in enumerate(json.loads(listed.read_text()))]
+        listed.unlink()
+    count = len(held)
+    where: dict[str, str] = {}
+    for i, (path, file) in enumerate(held):
+        name = "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        path.rename(temporary / name)
+        where |= dict.fromkeys(file, name)
+    if count > 1:
+        total = sum(size for _, file in held for size in file.values())
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        write_json(temporary / "model.safetensors.index.json", index)
+
+
+def _finish_export(temporary: Path, directory: Path, module: nn.Module, stages: int) -> None:
+    _join(temporary, stages)
     config: Any = getattr(module, "config", None)
     if config is not None and hasattr(config, "save_pretrained"):
         config = type(config).from_dict(config.to_dict())

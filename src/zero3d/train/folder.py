@@ -153,10 +153,10 @@ class Folder:
         """The checkpoint to go on from: `auto` takes the newest of this folder, if there is one."""
         if resume is None:
             return None
-        from zero3d import checkpoint  # imports torch, which those who only name folders do without
+        from zero3d.restore import find  # imports torch, which those who only name folders do without
 
         try:
-            return checkpoint.find(self.checkpoints if resume == AUTO else Path(resume))
+            return find(self.checkpoints if resume == AUTO else Path(resume))
         except CheckpointError:
             if resume == AUTO:
                 return None

@@ -215,7 +215,7 @@ class ShardedOptimizer:
         return norm
 
     def _update(self) -> None:
-        updates_all = self._units[0].weights.updates_all
+        updates_all = any(unit.weights.updates_all for unit in self._units)
         if updates_all:
             pipeline(unit.gradients.gather for unit in self._units)
         for owned in self.pieces:
