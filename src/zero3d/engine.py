@@ -124,7 +124,7 @@ class Engine:
         self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
         self.parts = take_parts(model, self.mesh.axis("pp"), Schedule.of(schedule))
         self._copies = names_of_copies(self.parts)
-        self._whole = checkpoint.Whole.of(model, self._copies)
+        self.whole = checkpoint.Whole.of(model, self._copies)
         self._order |= {name: self._order[owner] for name, owner in self._copies.items()}
         specs, uses = partition_all(self.parts.values(), units, self.precision.dtype)
         self.stage, self.module = stage, model if self.mesh.pp == 1 else nn.ModuleList(self.parts.values())
@@ -454,7 +454,7 @@ class Engine:
 
     def _parts(self, loop: Mapping[str, Any] | None = None) -> checkpoint.Parts:
         return checkpoint.Parts(
-            list(self.parts.values()), self._whole, self.units, self.optimizer, self.comm, self.everyone,
+            list(self.parts.values()), self.whole, self.units, self.optimizer, self.comm, self.everyone,
             self.mesh.degrees, self.loss_scale, self.scheduler, self._steps,
             {"stage": self.stage, "dp": self.comm.size, "precision": self.precision.name,
              "algorithm": self.comm.algorithm},

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from zero3d.errors import ConfigError
 from zero3d.hf.split import balance, split
 from zero3d.ledger import Ledger
 from zero3d.plan.bubble import Action
+from zero3d.plan.traffic import Moved, pipeline_traffic
 from zero3d.replica import Tied
 from zero3d.transport import Axis
 from zero3d.zero.unit import Unit
@@ -149,6 +151,13 @@ class Pipeline:
             return self._seen
         finally:
             self.batches = ()
+
+    def traffic(self, micro_batches: int) -> dict[tuple[str, str], Moved]:
+        """What this rank sends in a step of so many micro-batches, by formula."""
+        part: Any = next(iter(self._parts.values()))
+        _, shape = next(reversed(self._made))  # of the last step
+        width = next(p.dtype for p in part.parameters() if p.is_floating_point()).itemsize
+        return pipeline_traffic(list(self._parts), self._total, micro_batches, prod(shape) * part.width, width)
 
     def sent(self, op: str, part: str, tensor: Tensor) -> None:
         """A part sends a tensor to another rank."""

@@ -47,6 +47,16 @@ class Replica:
         self._longest = 0
 
     @property
+    def longest(self) -> int:
+        """The most norms that one pipeline stage has; 0 before the first step."""
+        return self._longest
+
+    @property
+    def traded(self) -> list[Unit]:
+        """Units whose gradients are sent to another rank."""
+        return [tied.unit for tied in self._ties if tied.there is None and tied.unit.grads is not None]
+
+    @property
     def alone(self) -> bool:
         """This rank is the whole replica."""
         return self._comm.size == 1

@@ -128,6 +128,11 @@ class Mesh:
     dp: int | None = key(None, "data-parallel degree; computed where left out", least=1)
     tp: int | None = key(None, "tensor-parallel degree", least=1)
     pp: int | None = key(None, "pipeline-parallel degree", least=1)
+    schedule: str = key(
+        "1f1b",
+        "order of a pipeline's forwards and backwards",
+        choices=("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"),
+    )
 
 
 @dataclass(frozen=True)

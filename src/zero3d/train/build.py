@@ -146,6 +146,7 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         model,
         stage=config.zero.stage,
         mesh=mesh,
+        schedule=config.mesh.schedule,
         precision=precision_of(config),
         reduce_dtype=config.zero.reduce_dtype,
         optimizer=adamw(config.optimizer),

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero3d.config import Config
 from zero3d.data.batches import BatchStream, validation_batches
@@ -57,6 +57,7 @@ class Loop:
 
     options     passed to every forward beside the batch
     validation  sequences held out, or None
+    model       the whole of it, for its arithmetic
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Loop:
         validation: Sequences | None,
         folder: Folder,
         options: Mapping[str, Any],
+        model: nn.Module,
     ) -> None:
         self.config, self.engine, self.stream, self.folder = config, engine, stream, folder
         self.history: list[Record] = []
@@ -74,13 +76,13 @@ class Loop:
         self.traffic = Traffic(engine)
         self.checkpoint = folder.checkpoints
         self._validation, self._options = validation, options
-        self._flops = flops_per_token(engine.module, config.data.length)
+        self._flops = flops_per_token(model, config.data.length)
         device = engine.mesh.device
         self._name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
     def run(self, steps: int, metrics: Metrics, progress: Progress) -> None:
         """Steps done + 1 .. steps. Raises Stopped, after a checkpoint, when a signal asks for it."""
-        tracer = Tracer(self.config.profile, self.folder.root, self.engine.comm.rank)
+        tracer = Tracer(self.config.profile, self.folder.root, self.engine.everyone.rank)
         with StopRequest() as request, tracer:
             for step in progress.track(self.done.step + 1, steps):
                 record = self.step()
@@ -125,8 +127,9 @@ class Loop:
         """Add what all ranks know together; the signal that asks them to stop, or 0."""
         mine = torch.tensor([float(request.asked or 0), float(record["tokens"])], dtype=torch.float64)
         with self.traffic.apart():
-            seen = self.engine.comm.exchange(mine.to(self.engine.mesh.device)).cpu()
-        tokens, world = int(seen[:, 1].sum()), self.engine.mesh.world
+            seen = self.engine.everyone.exchange(mine.to(self.engine.mesh.device)).cpu()
+        mesh = self.engine.mesh
+        tokens, world = int(seen[:, 1].sum()) // (mesh.pp * mesh.tp), mesh.world  # a replica's ranks see the same
         self.done = replace(
             self.done, step=record["step"], skipped=self.done.skipped + (not record["applied"]),
             tokens=self.done.tokens + tokens, position=self.stream.state(),
@@ -174,7 +177,7 @@ class Loop:
             self.done = replace(self.done, best=(self.engine.steps, record["validation_loss"]))
         with self.traffic.apart():
             self.checkpoint = self.engine.save(self.folder.checkpoints, asdict(self.done))
-        if self.engine.comm.rank == 0:
+        if self.engine.everyone.rank == 0:
             best = None if self.done.best is None else self.done.best[0]
             self.folder.prune(self.engine.steps, self.config.checkpoint.keep, best)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -68,18 +69,19 @@ class Activations:
         self.bytes: dict[str, int] = defaultdict(int)
         self._seen = {unit.weights.full.untyped_storage()._cdata for unit in engine.units}
         self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        root = engine.module
-        self._handles = [root.register_forward_pre_hook(self._begin), root.register_forward_hook(self._end)]
-        for module in root.modules():
-            if isinstance(module.forward, Recomputed) and module.forward.hides_inputs:
-                self._handles.append(module.register_forward_pre_hook(self._inputs, with_kwargs=True))
+        for root in engine.parts.values():
+            mine = [root.register_forward_pre_hook(self._begin)]
+            mine.append(root.register_forward_hook(partial(self._end, mine)))
+            for module in root.modules():
+                if isinstance(module.forward, Recomputed) and module.forward.hides_inputs:
+                    mine.append(module.register_forward_pre_hook(self._inputs, with_kwargs=True))
 
     def _begin(self, *_: Any) -> None:
         self._hooks.__enter__()
 
-    def _end(self, *_: Any) -> None:
+    def _end(self, handles: list[Any], *_: Any) -> None:
         self._hooks.__exit__()
-        for handle in self._handles:
+        for handle in handles:
             handle.remove()
 
     def _inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -174,7 +176,7 @@ class Traffic:
     def __init__(self, engine: Engine) -> None:
         self.gathers: Mapping[str, int] = {}
         self._ledger, self._tokens = engine.traffic, engine.gathers
-        self._apart: Counter[tuple[str, str, str]] = Counter()
+        self._apart: Counter[tuple[str, str, str, str]] = Counter()
         self._last = 0
         engine.traffic.reset()
         engine.gathers.events = []
@@ -195,22 +197,23 @@ class Traffic:
         return total - last
 
     def entries(self) -> list[TrafficEntry]:
-        """Training's traffic by operation and unit."""
+        """Training's traffic by axis, operation and unit."""
         left = self._rows() - self._apart
-        names = dict.fromkeys((op, unit) for op, unit, _ in left)
-        return [TrafficEntry(op, unit, Moved(*(left[op, unit, f] for f in Moved._fields))) for op, unit in names]
+        names = dict.fromkeys(key[:3] for key in left)
+        return [TrafficEntry(*key, Moved(*(left[*key, f] for f in Moved._fields))) for key in names]
 
-    def _rows(self) -> Counter[tuple[str, str, str]]:
-        rows: Counter[tuple[str, str, str]] = Counter()
+    def _rows(self) -> Counter[tuple[str, str, str, str]]:
+        rows: Counter[tuple[str, str, str, str]] = Counter()
         for entry in self._ledger:
             for name in Moved._fields:
-                rows[entry.op, entry.unit, name] += getattr(entry, name)
+                rows[entry.axis, entry.op, entry.unit, name] += getattr(entry, name)
         return rows
 
 
 class TrafficEntry(NamedTuple):
     """What one operation moved on one unit."""
 
+    axis: str
     op: str
     unit: str
     moved: Moved
@@ -218,8 +221,9 @@ class TrafficEntry(NamedTuple):
 
 def traffic_rows(engine: Engine, traffic: Traffic, applied: int, skipped: int, micro_batches: int) -> list[TrafficRow]:
     """The whole session per operation."""
-    measured = {(entry.op, entry.unit): entry.moved for entry in traffic.entries()}
+    measured = {(_on(entry.axis, entry.op), entry.unit): entry.moved for entry in traffic.entries()}
     planned = planned_traffic(engine, traffic.gathers, applied, skipped, micro_batches)
+    planned |= planned_pipeline(engine, applied + skipped, micro_batches)
     rows = []
     for op in dict.fromkeys(op for op, _ in [*planned, *measured]):
         ours = {unit: moved for (kind, unit), moved in measured.items() if kind == op}
@@ -251,6 +255,31 @@ def planned_traffic(
     trainable = sum(unit.trainable for unit in units)
     planned["broadcast", "-"] = Moved(1, trainable, 8 * trainable)
     return planned
+
+
+def planned_pipeline(engine: Engine, steps: int, micro_batches: int) -> dict[tuple[str, str], Moved]:
+    """By (operation, part or unit) on the pp axis: hidden states, tied gradients, and what a replica agrees on.
+
+    A step exchanges the weight with the verdict on orders, the norms and the mean loss; the first one also
+    the places of the norms.
+    """
+    if engine.pipeline is None:
+        return {}
+    peers, replica = engine.mesh.pp - 1, engine.replica
+    each = engine.pipeline.traffic(micro_batches)
+    for unit in replica.traded:
+        shard = unit.gradients.shard
+        each["trade", unit.name] = Moved(1, shard.numel(), shard.numel() * shard.element_size())
+    planned = {
+        (_on("pp", op), unit): Moved(*(steps * figure for figure in moved)) for (op, unit), moved in each.items()
+    }
+    values = (steps * (2 + replica.longest + LOSS_VALUES) + 1 + replica.longest) * peers
+    planned[_on("pp", "exchange"), "-"] = Moved(3 * steps + 2, values, 8 * values)
+    return planned
+
+
+def _on(axis: str, op: str) -> str:
+    return op if axis == "dp" else f"{op} ({axis})"
 
 
 def _total(moved: Iterable[Moved]) -> Moved:

@@ -92,20 +92,20 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
     config = with_output(config, folder.root)
     for line in (*introduction(config, inputs.batch, steps, engine, folder), *notes, *data.notes):
         progress.say(line)
-    loop = Loop(config, engine, stream, data.validation, folder, options)
+    loop = Loop(config, engine, stream, data.validation, folder, options, inputs.opened.module)
     if saved is not None:
         loop.done, loop.checkpoint = progressed(saved), found or loop.checkpoint
         progress.say(f"going on from {found}, after step {loop.done.step}")
-    earlier = folder.keep_metrics(loop.done.step) if engine.comm.rank == 0 else []
+    earlier = folder.keep_metrics(loop.done.step) if engine.everyone.rank == 0 else []
     activations = Activations(engine)
-    with Metrics(folder, config, engine.comm.rank, loop.done.step + 1) as metrics:
+    with Metrics(folder, config, engine.everyone.rank, loop.done.step + 1) as metrics:
         loop.run(steps, metrics, progress)
     loop.stream.close()
-    m, first = inputs.batch.accumulate, engine.comm.rank == 0
+    m, first = inputs.batch.accumulate, engine.everyone.rank == 0
     applied = sum(record["applied"] for record in loop.history)
     memory = memory_rows(engine, engine.memory, activations.bytes, m)
     traffic = traffic_rows(engine, loop.traffic, applied, len(loop.history) - applied, m)
-    peak = int(engine.comm.exchange(torch.tensor([float(memory_peak(engine))], dtype=torch.float64)).max())
+    peak = int(engine.everyone.exchange(torch.tensor([float(memory_peak(engine))], dtype=torch.float64)).max())
     history = [*earlier, *loop.history]
     held_out = losses(history, "validation_loss")[-1] if history else math.nan
     if config.checkpoint.export:
@@ -113,7 +113,7 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
     sample = _sample(config, engine, data.tokenizer, progress)
     reloaded = verify(config, engine, folder.export, data) if verifies(config, data) and first else math.nan
     return Result(
-        config, engine.comm.size, count_params(engine), layers, inputs.batch, history, len(loop.history),
+        config, engine.everyone.size, count_params(engine), layers, inputs.batch, history, len(loop.history),
         sum(record["seconds"] for record in loop.history), memory, traffic, peak, held_out, reloaded, sample, folder,
         loop.checkpoint,
     )  # fmt: skip
@@ -137,7 +137,7 @@ def check_start(config: Config, start: Start) -> None:
 def find_checkpoint(config: Config, start: Start, engine: Engine) -> Path | None:
     """The checkpoint to go on from. Raises CheckpointError."""
     folder = Folder(Path(config.output or "."))
-    return agree(engine.comm, lambda: folder.resume_from(start.resume))
+    return agree(engine.everyone, lambda: folder.resume_from(start.resume))
 
 
 def restore(
@@ -169,23 +169,23 @@ def restore(
 
 def open_folder(config: Config, start: Start, engine: Engine, found: Path | None) -> Folder:
     """Claim the output folder on rank 0 and write config.yaml into it."""
-    first = engine.comm.rank == 0
+    first = engine.everyone.rank == 0
     if config.output is None:
         stem = f"zero3d-{start.name}"
-        number = agree(engine.comm, lambda: first_free(stem) if first else 0)
-        folder = Folder(numbered(stem, broadcast_ints(engine.comm, [number])[0]))
+        number = agree(engine.everyone, lambda: first_free(stem) if first else 0)
+        folder = Folder(numbered(stem, broadcast_ints(engine.everyone, [number])[0]))
     else:
         folder = Folder(Path(config.output))
-        agree(engine.comm, lambda: folder.claim(start.resume, start.overwrite, found) if first else None)
+        agree(engine.everyone, lambda: folder.claim(start.resume, start.overwrite, found) if first else None)
     text = to_yaml(with_output(config, folder.root))
-    agree(engine.comm, lambda: folder.write_config(text) if first else None)
+    agree(engine.everyone, lambda: folder.write_config(text) if first else None)
     return folder
 
 
 def introduction(config: Config, batch: Batch, steps: int, engine: Engine, folder: Folder) -> list[str]:
     """What is about to happen, in lines."""
-    ranks = engine.comm.size
-    kind = type(engine.module).__name__
+    ranks = engine.everyone.size
+    kind = type(inputs.opened.module).__name__
     parts = [f"stage {config.zero.stage}", config.precision, f"{ranks} rank{'s' if ranks > 1 else ''} on "
              f"{engine.mesh.device.type}"]  # fmt: skip
     parts += [f"activations {config.activations}"] if config.activations != "none" else []
@@ -203,8 +203,8 @@ def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
 
 
 def count_params(engine: Engine) -> int:
-    """Psi."""
-    return sum(unit.layout.numel for unit in engine.units)
+    """Psi, of all pipeline stages."""
+    return sum(map(math.prod, engine.whole.shapes.values()))
 
 
 # --- the end ------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def generate(engine: Engine, prompt: str, tokenizer: Tokenizer) -> str:
     """
     torch.manual_seed(0)
     ids = torch.tensor(tokenizer.encode([prompt]))
-    positions = of_config(engine.module, "max_position_embeddings")
+    positions = of_config(next(iter(engine.parts.values())), "max_position_embeddings")
     room = SAMPLE_LENGTH if positions is None else min(SAMPLE_LENGTH, positions - ids.shape[1])
     if room < 1:
         raise ConfigError(f"evaluate.prompt has {ids.shape[1]} tokens and the model {positions} positions: shorten it.")
@@ -248,8 +248,8 @@ def generate(engine: Engine, prompt: str, tokenizer: Tokenizer) -> str:
 
 def _export(engine: Engine, folder: Folder, tokenizer: Tokenizer | None) -> None:
     """Write the Hugging Face folder beside the one of an earlier session, then in its place."""
-    first = engine.comm.rank == 0
-    agree(engine.comm, lambda: shutil.rmtree(folder.fresh_export, ignore_errors=True) if first else None)
+    first = engine.everyone.rank == 0
+    agree(engine.everyone, lambda: shutil.rmtree(folder.fresh_export, ignore_errors=True) if first else None)
     engine.export(folder.fresh_export)
 
     def complete() -> None:
@@ -257,7 +257,7 @@ def _export(engine: Engine, folder: Folder, tokenizer: Tokenizer | None) -> None
             tokenizer.save(folder.fresh_export)
         folder.publish()
 
-    agree(engine.comm, complete if first else lambda: None)
+    agree(engine.everyone, complete if first else lambda: None)
 
 
 def verifies(config: Config, data: DataSet) -> bool:
