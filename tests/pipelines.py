@@ -29,7 +29,8 @@ class Lm(Net):
 def build(family, layers):
     """A model of one of FAMILIES without dropout: parts on several ranks would draw other numbers than one rank."""
     torch.manual_seed(7)
-    model = Lm(layers=layers) if family == "net" else deep(family.replace("qwen3_moe", "moe"), layers=layers)
+    deep_name = family.replace("qwen3_moe", "moe")
+    model = Lm(width=48, layers=layers) if family == "net" else deep(deep_name, layers=layers, inner=96)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

@@ -9,14 +9,15 @@ The schedules cut tensors along the batch. Ours are given the numbers of the mic
 each part looks its micro-batch up: whatever a batch holds reaches every part, and nothing is copied.
 
 Note 1, split backward. A zero-bubble schedule takes gradients of inputs and of weights apart, by
-`autograd.grad`; the latter writes `.grad` without any hook. `_Stage` hands what it finds there on.
+`autograd.grad`; the latter writes `.grad` without any hook. `_Stage` hands what it finds there on. No hook
+tells either that recomputed blocks and saved weights are read again, so the part's units are gathered first.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -140,16 +141,18 @@ class Pipeline:
 
     parts   part number -> module, forward(hidden states or nothing, **micro-batch)
     sum_and_weight  (output, micro-batch) -> (sum of losses, weight), of the last part's output
+    sweep, gathered  hand on gradients that no hook saw; a part's units, whole inside the block
     takes   entries of a micro-batch that the model takes, None for all; the others are for the loss
     """
 
     def __init__(
         self, parts: Mapping[int, Any], schedule: Schedule, axis: Axis, ledger: Ledger, boundary: Boundary,
         sum_and_weight: Callable[[Any, Any], tuple[Tensor, float | Tensor]], sweep: Callable[[], None],
-        takes: frozenset[str] | None,
+        gathered: Callable[[nn.Module], AbstractContextManager[None]], takes: frozenset[str] | None,
     ) -> None:  # fmt: skip
         self._parts, self._schedule, self._axis = parts, schedule, axis
         self._sum_and_weight, self._boundary, self._sweep, self._takes = sum_and_weight, boundary, sweep, takes
+        self._gathered = gathered
         self._total = schedule.parts_per_rank * axis.size
         self._made: dict[Any, Any] = {}
         self._like = next(p for part in parts.values() for p in part.parameters() if p.is_floating_point())
@@ -193,6 +196,10 @@ class Pipeline:
         with self.running(number), self._boundary.driving(Driven(0.0, last=False)):
             yield
             self._sweep()
+
+    def weights(self, number: int) -> AbstractContextManager[None]:
+        """Around the weight phase of a split backward (Note 1)."""
+        return self._gathered(self._parts[number])
 
     @contextmanager
     def running(self, number: int) -> Iterator[None]:
@@ -316,5 +323,6 @@ class _Stage(PipelineStage):
             super().backward_one_chunk(*args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        with self.submod.pipeline.backward(self.stage_index):
+        pipeline, number = self.submod.pipeline, self.stage_index
+        with pipeline.backward(number), pipeline.weights(number):
             super().backward_weight_one_chunk(*args, **kwargs)

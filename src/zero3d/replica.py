@@ -69,11 +69,13 @@ class Replica:
         norms = [norm for _, norm in parts] or [torch.zeros((), dtype=dtype, device=self._comm.device)]
         if self.alone:
             return torch.stack(norms)
-        if not self._places:
+        if not self._longest:
             self._arrange([order for order, _ in parts])
         mine = torch.zeros(self._longest, dtype=torch.float64, device=self._comm.device)
         mine[: len(norms)] = torch.stack(norms).double()
         seen = self._comm.exchange(mine)
+        if not self._places:  # small units lie on the first dp ranks, all of this replica's on others
+            return mine.to(dtype)
         rows, columns = zip(*self._places, strict=True)
         return seen[list(rows), list(columns)].to(dtype)
 
