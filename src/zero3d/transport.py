@@ -108,9 +108,11 @@ def messages(axis: Axis, op: str, unit: str, sends: Mapping[int, Tensor], receiv
 
 
 def leave_note(text: str) -> None:
-    """Say why this rank goes away, where its peers' errors find it."""
-    with suppress(RuntimeError):  # a store that is gone reaches nobody
-        _get_default_store().set(_NOTE, text)
+    """Say why this rank goes away, where its peers' errors find it; the first to fail has the word."""
+    with suppress(RuntimeError, ValueError):  # a store that is gone reaches nobody
+        store = _get_default_store()
+        if not store.check([_NOTE]):
+            store.set(_NOTE, text)
 
 
 def _note() -> str:
