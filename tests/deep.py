@@ -10,14 +10,14 @@ from zero3d.activations import recompute
 LAYERS = 5
 
 
-def deep(name, layers=LAYERS):
-    """A tiny model of five blocks in training mode; net and gpt2 with dropout."""
+def deep(name, layers=LAYERS, inner=48):
+    """A tiny model of five blocks in training mode; net and gpt2 with dropout. inner: as in models.hf."""
     if name == "net":
         return net(layers=layers, dropout=0.2).train()
     import transformers as t
 
     torch.manual_seed(7)
-    common = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}
+    common = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": inner, "num_hidden_layers": layers}
     common |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     common |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "use_cache": False}
     if name == "llama":

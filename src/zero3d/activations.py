@@ -20,6 +20,7 @@ recomputed too, which is what can be told from outside a module.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -85,7 +86,12 @@ class Compiled:
     """A module's own forward, compiled."""
 
     def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:
+        self._module, self._options = module, options
         self._forward = torch.compile(module.forward, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+        """Of the copied module: a compiled function would go on calling the original."""
+        return Compiled(copy.deepcopy(self._module, memo), self._options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward(*args, **kwargs)

@@ -23,13 +23,13 @@ from torch.optim import Optimizer
 from zero3d import checkpoint, restore
 from zero3d.boundary import Boundary, Driven
 from zero3d.errors import ConfigError
+from zero3d.generation import check_options, generate
 from zero3d.guards import guard, is_guarded
 from zero3d.hf.blocks import UnitSpec, partition_all
 from zero3d.hf.export import export
 from zero3d.initial import Source, from_module, from_source, hollow
 from zero3d.ledger import Ledger
 from zero3d.mesh import Mesh, refuse_unbuilt
-from zero3d.nested import tensors_in
 from zero3d.param_groups import OptimizerChoice, choose_optimizer
 from zero3d.pipeline import Pipeline, Schedule, find_ties, names_of_copies, pipeline_policies, take_parts
 from zero3d.plan.traffic import UnitTraffic
@@ -45,7 +45,7 @@ from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes,
 from zero3d.zero.unit import Policy, Setting, Unit
 
 MANY_SKIPS = 5
-FULL_PARAMS, EXPORT = "full_params", "export"
+FULL_PARAMS, EXPORT, WHOLE = "full_params", "export", "whole"
 
 
 class MemoryEntry(NamedTuple):
@@ -189,8 +189,8 @@ class Engine:
         self.pipeline = None
         if across.size > 1:
             self.pipeline = Pipeline(
-                self.parts, schedule, across, device, self._sum_and_weight, self.boundary, self.reductions.sweep,
-                self._takes, self.traffic,
+                self.parts, schedule, across, self.traffic, self.boundary, self._sum_and_weight,
+                self.reductions.sweep, self._whole, self._takes,
             )  # fmt: skip
         self._unit_of |= {p: unit for unit in self.units for p in unit.weights.params}
 
@@ -205,7 +205,8 @@ class Engine:
     # --- training -------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own call."""
+        """The module's own call. Under pp > 1 there is no such thing (ConfigError)."""
+        self._refuse_pipeline("engine(...)")
         return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, last: bool | None = None) -> None:
@@ -215,6 +216,7 @@ class Engine:
         equals the big batch, padding included. `last` overrides `accumulate`. An exception on the
         way forgets the step so far.
         """
+        self._refuse_pipeline("engine.backward")
         if loss.numel() != 1:
             raise ConfigError(
                 f"engine.backward needs one number, and the loss has shape {tuple(loss.shape)}: pass loss.mean(), or "
@@ -224,6 +226,26 @@ class Engine:
         if isinstance(weight, Tensor) or weight != 1.0:
             loss = at_least_fp32(loss) * weight
         self._backward_sum(loss, weight, last)
+
+    @contextmanager
+    def _whole(self, part: nn.Module) -> Iterator[None]:
+        """The units of a part stay gathered inside; at stage 3 that costs (N-1)/N Psi where they are not."""
+        own = set(part.parameters())
+        units = [unit for unit in self.units if own & set(unit.weights.params)]
+        for unit in units:
+            self.gathers.acquire(unit, WHOLE)
+        try:
+            yield
+        finally:
+            for unit in units:
+                self.gathers.release(unit, WHOLE)
+
+    def _refuse_pipeline(self, what: str) -> None:
+        if self.pipeline is not None:
+            raise ConfigError(
+                f"{what} needs the whole model, and with pp={self.mesh.pp} this rank has a part of it: call "
+                "engine.train_batch(micro_batches), engine.evaluate(micro_batches) or engine.generate(input_ids)."
+            )
 
     def _backward_sum(self, total: Tensor, weight: float | Tensor, last: bool | None) -> None:
         """Back-propagate a sum of losses over `weight` targets."""
@@ -317,7 +339,9 @@ class Engine:
     def evaluate(self, micro_batches: Iterable[Any]) -> Tensor:
         """The global mean loss without update, in eval mode; ranks run equally many micro-batches."""
         with self._evaluating(keep_full=False):
-            return self._global_mean([self._sum_and_weight(self._forward(b), b) for b in micro_batches])
+            forward = self._forward if self.pipeline is None else self.pipeline.output
+            outputs = ((forward(batch), batch) for batch in micro_batches)
+            return self._global_mean([self._sum_and_weight(*each) for each in outputs if each[0] is not None])
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, max_new_tokens: int = 20, keep_full: bool = True, **options: Any) -> Tensor:
@@ -325,14 +349,20 @@ class Engine:
 
         keep_full  keep units gathered until training goes on, so that ranks may generate different
                    lengths; False gathers per use, and ranks must then stay in lockstep
+        A model's own generate (Hugging Face) takes its other options, too; a pipeline has these three.
         """
+        pipeline, ids = self.pipeline, input_ids.to(self.mesh.device)
         with self._evaluating(keep_full):
             own = getattr(self.module, "generate", None)
+            if pipeline is not None:
+                check_options(options)
+                return generate(lambda x: pipeline.output({"input_ids": x}), self.replica.sum, ids, max_new_tokens,
+                                **options)  # fmt: skip
             if own is None:
-                return _generate(self.module, input_ids.to(self.mesh.device), max_new_tokens, **options)
+                return generate(self.module, self.replica.sum, ids, max_new_tokens, **options)
             if not keep_full and self.comm.size > 1:
                 options["synced_gpus"] = True
-            out: Tensor = own(input_ids.to(self.mesh.device), max_new_tokens=max_new_tokens, **options)
+            out: Tensor = own(ids, max_new_tokens=max_new_tokens, **options)
             return out
 
     @contextmanager
@@ -582,26 +612,3 @@ def _bind(scheduler: Any, optimizer: Optimizer) -> Any:
             "the optimizer it was built on as optimizer=."
         )
     return scheduler
-
-
-def _generate(
-    module: nn.Module,
-    ids: Tensor,
-    max_new_tokens: int,
-    do_sample: bool = False,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-) -> Tensor:
-    """For modules without a generate of their own: recomputes the prefix for every token."""
-    for _ in range(max_new_tokens):
-        output = module(ids)
-        logits = next(tensors_in(getattr(output, "logits", output)))[:, -1].float()
-        if do_sample:
-            logits = logits / temperature
-            if top_k is not None:
-                logits[logits < logits.topk(top_k).values[:, -1:]] = float("-inf")
-            token = torch.multinomial(logits.softmax(-1), 1)
-        else:
-            token = logits.argmax(-1, keepdim=True)
-        ids = torch.cat([ids, token], dim=1)
-    return ids

@@ -9,13 +9,16 @@ The schedules cut tensors along the batch. Ours are given the numbers of the mic
 each part looks its micro-batch up: whatever a batch holds reaches every part, and nothing is copied.
 
 Note 1, split backward. A zero-bubble schedule takes gradients of inputs and of weights apart, by
-`autograd.grad`; the latter writes `.grad` without any hook. `_Stage` hands what it finds there on.
+`autograd.grad`; the latter writes `.grad` without any hook. `_Stage` hands what it finds there on. No hook
+tells either that recomputed blocks and saved weights are read again, so the part's units are gathered first.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -26,16 +29,18 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from zero3d.boundary import Boundary, Driven
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, Zero3dError
 from zero3d.hf.split import balance, split
+from zero3d.in_turn import InTurn
 from zero3d.ledger import Ledger
 from zero3d.plan.bubble import Action
 from zero3d.plan.traffic import Moved, pipeline_traffic
 from zero3d.replica import Tied
-from zero3d.transport import Axis
+from zero3d.transport import Axis, leave_note
 from zero3d.zero.unit import Unit
 
 TOKENS = 2048  # of a micro-batch, where the split must not depend on the one that comes first
+_LOG = logging.getLogger("torch.distributed.pipelining.schedules")  # prints whole schedules after an error
 
 SCHEDULES = {
     "gpipe": ("GPipe", 1, False),
@@ -64,6 +69,25 @@ class Schedule(NamedTuple):
     def rank_of(self, part: int, ranks: int) -> int:
         """Who has a part."""
         return next(rank for rank in range(ranks) if part in self.parts_of(rank, ranks))
+
+    def check(self, micro_batches: int, ranks: int) -> None:
+        """Raise ConfigError for a number of micro-batches that torch's schedule cannot take."""
+        if self.name == "1f1b" and micro_batches < ranks:
+            raise ConfigError(
+                f"{micro_batches} micro-batches are fewer than {ranks} pipeline stages, and schedule '1f1b' needs one "
+                f"for each: pass {ranks} or more micro-batches, or schedule='gpipe'."
+            )
+        rounds = max(1, micro_batches // ranks)
+        if self.name in ("interleaved", "zero-bubble") and micro_batches % rounds:
+            below, above = (
+                next(m for m in numbers if m % max(1, m // ranks) == 0)
+                for numbers in (range(micro_batches, 0, -1), range(micro_batches, 2 * micro_batches + 1))
+            )
+            raise ConfigError(
+                f"schedule {self.name!r} runs micro-batches in rounds of equal size, and {micro_batches} over {ranks} "
+                f"pipeline stages make {micro_batches} // {ranks} = {rounds} rounds, which do not divide "
+                f"{micro_batches}: pass {below} or {above} micro-batches, or schedule='1f1b'."
+            )
 
     def parts_of(self, rank: int, ranks: int) -> list[int]:
         """The parts of one rank."""
@@ -120,44 +144,63 @@ class Pipeline:
     """This rank's parts, and a schedule per number of micro-batches.
 
     parts   part number -> module, forward(hidden states or nothing, **micro-batch)
-    takes   entries of a micro-batch that the model's forward takes; None: all
     sum_and_weight  (output, micro-batch) -> (sum of losses, weight), of the last part's output
+    sweep, gathered  hand on gradients that no hook saw; a part's units, whole inside the block
+    takes   entries of a micro-batch that the model takes, None for all; the others are for the loss
     """
 
     def __init__(
-        self, parts: Mapping[int, nn.Module], schedule: Schedule, axis: Axis, device: torch.device,
-        sum_and_weight: Callable[[Any, Any], tuple[Tensor, float | Tensor]], boundary: Boundary,
-        sweep: Callable[[], None], takes: frozenset[str] | None, ledger: Ledger,
+        self, parts: Mapping[int, Any], schedule: Schedule, axis: Axis, ledger: Ledger, boundary: Boundary,
+        sum_and_weight: Callable[[Any, Any], tuple[Tensor, float | Tensor]], sweep: Callable[[], None],
+        gathered: Callable[[nn.Module], AbstractContextManager[None]], takes: frozenset[str] | None,
     ) -> None:  # fmt: skip
-        self._parts, self._schedule, self._axis, self._device = parts, schedule, axis, device
-        self._sum_and_weight, self._boundary, self._sweep = sum_and_weight, boundary, sweep
+        self._parts, self._schedule, self._axis = parts, schedule, axis
+        self._sum_and_weight, self._boundary, self._sweep, self._takes = sum_and_weight, boundary, sweep, takes
+        self._gathered = gathered
         self._total = schedule.parts_per_rank * axis.size
-        self.takes, self._ledger = takes, ledger
+        self._ledger = ledger
         self._made: dict[Any, Any] = {}
+        self._like = next(p for part in parts.values() for p in part.parameters() if p.is_floating_point())
+        self._width = next(iter(parts.values())).width
+        config = getattr(next(iter(parts.values())), "config", None)
+        owners = [schedule.rank_of(part, axis.size) for part in range(self._total)]
+        self._in_turn = InTurn(
+            owners, axis, ledger, self.call, self._hidden, bool(getattr(config, "output_router_logits", False))
+        )
         self.batches: Sequence[Any] = ()
         self._seen: list[tuple[Tensor, float | Tensor]] = []
         self._scale = 1.0
+        self._failed: Exception | None = None
         self.recorded: list[Action] = []
 
     def run(self, batches: Sequence[Any], scale: float) -> list[tuple[Tensor, float | Tensor]]:
         """Forward and backward of all micro-batches; (sum, weight) of each, on the rank of the last part only."""
-        schedule = self._schedule_for(batches)
-        self.batches, self._seen, self._scale, self.recorded = batches, [], scale, []
-        numbers = torch.arange(len(batches))
-        first = (numbers,) if 0 in self._parts else ()
-        try:
-            schedule.step(*first, index=numbers, target=numbers, losses=[], return_outputs=False)
+        with self._telling():
+            schedule = self._schedule_for(batches)
+            self.batches, self._seen, self._scale, self.recorded = batches, [], scale, []
+            numbers = torch.arange(len(batches))
+            first = (numbers,) if 0 in self._parts else ()
+            step = partial(schedule.step, *first, index=numbers, target=numbers, losses=[], return_outputs=False)
+            self._axis.call("a step", "pipeline", step)
             self._boundary.finish(len(batches), sum((weight for _, weight in self._seen), 0.0))
             return self._seen
-        finally:
-            self.batches = ()
+
+    def output(self, batch: Any) -> Any:
+        """Forward only: the model's output for one micro-batch on the rank of the last part, None on others."""
+        with self._telling():
+            ids, rest = self.split_batch(batch)
+            return self._in_turn(ids.to(self._like.device), rest)
+
+    def call(self, number: int, entering: tuple[Any, ...], batch: Mapping[str, Any]) -> Any:
+        """A part's forward."""
+        with self.running(number):
+            return self._parts[number](*entering, **batch)
 
     def traffic(self, micro_batches: int) -> dict[tuple[str, str], Moved]:
         """What this rank sends in a step of so many micro-batches, by formula."""
-        part: Any = next(iter(self._parts.values()))
         _, shape = next(reversed(self._made))  # of the last step
-        width = next(p.dtype for p in part.parameters() if p.is_floating_point()).itemsize
-        return pipeline_traffic(list(self._parts), self._total, micro_batches, prod(shape) * part.width, width)
+        elements = prod(shape) * self._width
+        return pipeline_traffic(list(self._parts), self._total, micro_batches, elements, self._like.dtype.itemsize)
 
     def sent(self, op: str, part: str, tensor: Tensor) -> None:
         """A part sends a tensor to another rank."""
@@ -170,33 +213,101 @@ class Pipeline:
         return dict(enumerate(everyone))
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self, number: int) -> Iterator[None]:
         """Around every backward of a schedule (Note 1)."""
-        with self._boundary.driving(Driven(0.0, last=False)):
+        with self.running(number), self._boundary.driving(Driven(0.0, last=False)):
             yield
-        self._sweep()
+            self._sweep()
+
+    def weights(self, number: int) -> AbstractContextManager[None]:
+        """Around the weight phase of a split backward (Note 1)."""
+        return self._gathered(self._parts[number])
+
+    @contextmanager
+    def running(self, number: int) -> Iterator[None]:
+        """What fails inside fails in this part. The first to fail tells its peers, which then lose it."""
+        try:
+            yield
+        except Exception as error:
+            if self._failed is None:
+                where = f"part {number} of {self._total} of the pipeline, on rank {self._axis.rank} of axis pp, failed"
+                text = f"{where}: {type(error).__name__}: {error}"
+                leave_note(text)
+                self._failed = error if isinstance(error, Zero3dError) else Zero3dError(text)
+            raise
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Raise what failed in a part instead of what torch makes of it, and keep its log off the terminal."""
+        self._failed = None
+        before = _LOG.disabled
+        _LOG.disabled = True
+        try:
+            yield
+        except Exception as error:
+            if self._failed is None or self._failed is error:
+                raise
+            raise self._failed from error
+        finally:
+            _LOG.disabled = before
+            self.batches = ()
+
+    def split_batch(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+        """Token ids, and what else the model takes. Raises ConfigError."""
+        if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
+            raise ConfigError(
+                f"a pipeline takes micro-batches that are mappings with 'input_ids', and got a {type(batch).__name__}: "
+                "pass {'input_ids': ids, ...} with the names of the model's forward, or pp=1."
+            )
+        rest = {key: value for key, value in batch.items() if self._takes is None or key in self._takes}
+        return rest.pop("input_ids"), rest
 
     def _schedule_for(self, batches: Sequence[Any]) -> Any:
-        shapes = {tuple(batch["input_ids"].shape) for batch in batches}
-        if len(shapes) > 1:
+        shapes = {tuple(self.split_batch(batch)[0].shape) for batch in batches}
+        if len(shapes) != 1:
             raise ConfigError(
-                f"micro-batches of a pipeline step must have one shape, and have {sorted(shapes)}: pad them alike."
+                f"micro-batches of a pipeline step must have one shape, and have {sorted(shapes)}: pad them alike, or "
+                "leave the last, smaller one out (drop_last)."
+                if shapes
+                else "a pipeline step needs micro-batches, and got none: pass a list of at least one."
             )
         key = (len(batches), *shapes)
         if key not in self._made:
+            self._schedule.check(len(batches), self._axis.size)
+            self._learn(batches[0])
             stages = [self._stage(number, part, *shapes) for number, part in self._parts.items()]
             kind = get_schedule_class(self._schedule.torch)
             what = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
             self._made[key] = kind(what, n_microbatches=len(batches), loss_fn=lambda loss, _: loss, scale_grads=False)
         return self._made[key]
 
+    def _learn(self, batch: Any) -> None:
+        """How many router logits leave each part: one forward without gradients, once."""
+        if self._in_turn.routes and not self._in_turn.learned:
+            devices = [self._like.device] if self._like.device.type != "cpu" else []
+            with torch.no_grad(), torch.random.fork_rng(devices, device_type=self._like.device.type):
+                self.output(batch)
+
+    def _hidden(self, shape: Sequence[int]) -> Tensor:
+        return torch.empty((*shape, self._width), dtype=self._like.dtype, device=self._like.device)
+
+    def _leaving(self, part: int, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """What a part hands on, on the meta device."""
+        hidden = self._hidden(shape).to("meta").requires_grad_()
+        learned = self._in_turn.learned.get(part)
+        if learned is None:
+            return (hidden,)
+        layers, experts, dtype = learned
+        tokens = hidden.shape[:-1].numel()
+        return hidden, torch.empty((layers, tokens, experts), dtype=dtype, device="meta", requires_grad=True)
+
     def _stage(self, number: int, part: Any, shape: tuple[int, ...]) -> _Stage:
         last = number == self._total - 1
-        dtype = next(p.dtype for p in part.parameters() if p.is_floating_point())
-        between = torch.empty((*shape, part.width), dtype=dtype, device="meta", requires_grad=True)
-        takes = torch.empty(1, dtype=torch.int64, device="meta") if number == 0 else between
-        gives = torch.empty((), device="meta", requires_grad=True) if last else between
-        return _Stage(_Part(part, self, number == 0, last), number, self._total, self._device, takes, gives,
+        index = torch.empty(1, dtype=torch.int64, device="meta")
+        loss = torch.empty((), device="meta", requires_grad=True)
+        takes = (index,) if number == 0 else self._leaving(number - 1, shape)
+        gives = (loss,) if last else self._leaving(number, shape)
+        return _Stage(_Part(part, self, number, last), number, self._total, self._like.device, takes, gives,
                       group=self._axis.gathers)  # fmt: skip
 
     def loss_of(self, output: Any, batch: Any) -> Tensor:
@@ -209,17 +320,19 @@ class Pipeline:
 class _Part(nn.Module):
     """A part as schedules call it: with the number of a micro-batch."""
 
-    def __init__(self, part: nn.Module, pipeline: Pipeline, first: bool, last: bool) -> None:
+    def __init__(self, part: nn.Module, pipeline: Pipeline, number: int, last: bool) -> None:
         super().__init__()
         self.part, self.pipeline = part, pipeline
-        self._first, self._last = first, last
+        self.number, self._last = number, last
 
-    def forward(self, hidden: Tensor, *, index: Tensor) -> Tensor:
+    def forward(self, *entering: Tensor, index: Tensor) -> Any:
         batch = self.pipeline.batches[int(index)]
-        takes = self.pipeline.takes
-        others = {k: v for k, v in batch.items() if k != "input_ids" and (takes is None or k in takes)}
-        output = self.part(batch["input_ids"] if self._first else hidden, **others)
-        return self.pipeline.loss_of(output, batch) if self._last else output
+        ids, rest = self.pipeline.split_batch(batch)
+        output = self.pipeline.call(self.number, entering if self.number else (ids,), rest)
+        if not self._last:
+            return output
+        with self.pipeline.running(self.number):
+            return self.pipeline.loss_of(output, batch)
 
 
 class _Stage(PipelineStage):
@@ -235,12 +348,13 @@ class _Stage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         self._note("B" if full_backward else "I", bwd_chunk_id)
-        with self.submod.pipeline.backward():
+        with self.submod.pipeline.backward(self.stage_index):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self._note("W", bwd_chunk_id)
-        with self.submod.pipeline.backward():
+        pipeline, number = self.submod.pipeline, self.stage_index
+        with pipeline.backward(number), pipeline.weights(number):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:

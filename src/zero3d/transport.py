@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,8 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from zero3d.errors import OrderError, Zero3dError
+
+_NOTE = "zero3d/why a rank went away"
 
 
 @dataclass
@@ -47,9 +51,10 @@ class Axis:
                 raise OrderError(
                     f"{where} and no peer came: ranks used units in different orders or numbers, or a peer is stuck. "
                     "At stage 3 all ranks must run the same units in the same order; look at what the other ranks say."
+                    + _note()
                 ) from error
             if any(word in str(error).lower() for word in ("connection", "closed", "peer", "reset")):
-                message = f"{where} when a peer went away: look at the first rank that failed. ({error})"
+                message = f"{where} when a peer went away: look at the first rank that failed. ({error}){_note()}"
                 raise Zero3dError(message) from error
             raise
 
@@ -85,16 +90,35 @@ def swap(
     return wait
 
 
-def trade(axis: Axis, peer: int, unit: str, mine: Tensor, theirs: Tensor) -> None:
-    """Send `mine` to one rank of the axis and receive `theirs` from it."""
+def messages(axis: Axis, op: str, unit: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+    """Send tensors to ranks of the axis and receive others from them, by rank; returns when all are through."""
     on_host = axis.backend == "gloo"
-    out, into = (mine.cpu(), torch.empty_like(theirs, device="cpu")) if on_host else (mine, theirs)
     group = axis.reductions
+    arriving = {peer: torch.empty_like(into, device="cpu") if on_host else into for peer, into in receives.items()}
     calls = [
-        dist.P2POp(dist.isend, out, group=group, group_peer=peer),
-        dist.P2POp(dist.irecv, into, group=group, group_peer=peer),
+        dist.P2POp(dist.isend, part.cpu() if on_host else part, group=group, group_peer=peer)
+        for peer, part in sends.items()
     ]
-    for work in axis.call("trade", unit, lambda: dist.batch_isend_irecv(calls)):
-        axis.call("trade", unit, work.wait)
-    if into is not theirs:
-        theirs.copy_(into)
+    calls += [dist.P2POp(dist.irecv, into, group=group, group_peer=peer) for peer, into in arriving.items()]
+    for work in axis.call(op, unit, lambda: dist.batch_isend_irecv(calls)):
+        axis.call(op, unit, work.wait)
+    for peer, into in receives.items():
+        if arriving[peer] is not into:
+            into.copy_(arriving[peer])
+
+
+def leave_note(text: str) -> None:
+    """Say why this rank goes away, where its peers' errors find it; the first to fail has the word."""
+    with suppress(RuntimeError, ValueError):  # a store that is gone reaches nobody
+        store = _get_default_store()
+        if not store.check([_NOTE]):
+            store.set(_NOTE, text)
+
+
+def _note() -> str:
+    """What the first rank that failed said."""
+    try:
+        store = _get_default_store()
+        return " It said: " + store.get(_NOTE).decode() if store.check([_NOTE]) else ""
+    except (RuntimeError, ValueError):
+        return ""

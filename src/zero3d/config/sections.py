@@ -121,6 +121,9 @@ class Zero:
     reduce: str = key("auto", "when gradients are reduced", choices=("auto", "every_micro_batch", "every_step"))
 
 
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Degrees; their product is the number of ranks."""
@@ -128,11 +131,7 @@ class Mesh:
     dp: int | None = key(None, "data-parallel degree; computed where left out", least=1)
     tp: int | None = key(None, "tensor-parallel degree", least=1)
     pp: int | None = key(None, "pipeline-parallel degree", least=1)
-    schedule: str = key(
-        "1f1b",
-        "order of a pipeline's forwards and backwards",
-        choices=("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"),
-    )
+    schedule: str = key("1f1b", "order of a pipeline's forwards and backwards", choices=SCHEDULES)
 
 
 @dataclass(frozen=True)

@@ -84,11 +84,6 @@ class PipelinePart(nn.Module):
         except AttributeError:
             return getattr(self._model, name)
 
-    def train(self, mode: bool = True) -> PipelinePart:
-        super().train(mode)
-        self._model.training = mode
-        return self
-
     def forward(self, entering: Tensor, routed: Tensor | None = None, **batch: Any) -> Any:
         """Run this part.
 
@@ -100,6 +95,7 @@ class PipelinePart(nn.Module):
         state, router logits) where layers so far have routers and `output_router_logits` is on.
         """
         relay = self._relay
+        self._model.training = self.training
         relay.received, relay.routed = (None if self.is_first else entering), routed
         try:
             return self._run(entering, batch)
@@ -140,7 +136,8 @@ def split(model: nn.Module, counts: Sequence[int], stage: int, blocks: str | Non
     counts   blocks of each part, such as [3, 2] (`balance` finds them)
     blocks   name of the list of blocks, such as "model.layers"; found if left out
     The model stays as it is and shares its tensors with the part, but for the later copies of tied
-    parameters. Real or meta parameters; no weights are read. Split before recomputation and engine.
+    parameters. Real or meta parameters; no weights are read. Recomputation and compilation of blocks
+    may come before or after, the engine after.
     Errors: a model that is no chain, counts that are not its blocks (ConfigError).
     """
     chain = find_chain(model, blocks)

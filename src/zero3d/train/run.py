@@ -90,7 +90,7 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
     saved, steps = restore(config, inputs, engine, stream, found)
     folder = open_folder(config, start, engine, found)
     config = with_output(config, folder.root)
-    for line in (*introduction(config, inputs.batch, steps, engine, folder), *notes, *data.notes):
+    for line in (*introduction(config, inputs, steps, engine, folder), *notes, *data.notes):
         progress.say(line)
     loop = Loop(config, engine, stream, data.validation, folder, options, inputs.opened.module)
     if saved is not None:
@@ -182,7 +182,7 @@ def open_folder(config: Config, start: Start, engine: Engine, found: Path | None
     return folder
 
 
-def introduction(config: Config, batch: Batch, steps: int, engine: Engine, folder: Folder) -> list[str]:
+def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, folder: Folder) -> list[str]:
     """What is about to happen, in lines."""
     ranks = engine.everyone.size
     kind = type(inputs.opened.module).__name__
@@ -190,8 +190,9 @@ def introduction(config: Config, batch: Batch, steps: int, engine: Engine, folde
              f"{engine.mesh.device.type}"]  # fmt: skip
     parts += [f"activations {config.activations}"] if config.activations != "none" else []
     return [
+        *([engine.mesh.degrees.table()] if engine.mesh.pp > 1 else []),
         f"zero3d train: {', '.join(parts)}; {kind} with {count_params(engine):,} parameters",
-        f"{batch.equation}; {steps:,} steps; writing to {folder.root}",
+        f"{inputs.batch.equation}; {steps:,} steps; writing to {folder.root}",
     ]
 
 

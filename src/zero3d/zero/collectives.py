@@ -26,7 +26,7 @@ from torch import Tensor
 
 from zero3d.errors import OrderError
 from zero3d.ledger import Ledger
-from zero3d.transport import Axis, swap, trade
+from zero3d.transport import Axis, messages, swap
 from zero3d.zero.arena import Arena, host_value
 
 PAIRWISE_MAX_RANKS = 8
@@ -128,7 +128,7 @@ class Comm:
         """Send a tensor to one rank and receive its like from it."""
         theirs = torch.empty_like(mine)
         self._ledger.record("trade", self.axis, unit, mine.numel(), mine.dtype.itemsize)
-        trade(self._axis, peer, unit, mine, theirs)
+        messages(self._axis, "trade", unit, {peer: mine}, {peer: theirs})
         return theirs
 
     def broadcast(self, buffer: Tensor, unit: str) -> None:

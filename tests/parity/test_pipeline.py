@@ -1,0 +1,67 @@
+"""Contract 3: a pipeline equals accumulation over the same micro-batches without one, bit for bit (tied: 1e-6)."""
+
+from itertools import product
+
+import pytest
+import torch
+from pipelines import ACTIVATIONS, FAMILIES, MESHES, SCHEDULES, SETTINGS, STATES, covering, is_tied, layers_for, train
+
+PAIRS = covering(SETTINGS)
+PLAIN = ((0, "every_use"), "1f1b", "none")
+
+
+@pytest.fixture(scope="module")
+def reference(ranks):
+    """(family, dp, layers) -> the run without pipeline on dp ranks, each once."""
+    found = {}
+
+    def run(family, dp, layers):
+        key = family, dp, layers
+        if key not in found:
+            found[key] = ranks(dp, train, family, (dp, 1), layers, [PLAIN])[0][0]
+        return found[key]
+
+    return run
+
+
+def assert_same(family, run, reference):
+    losses, norms, weights = run
+    if not is_tied(family):
+        assert (losses, norms) == reference[:2]
+        assert all(torch.equal(weight, reference[2][name]) for name, weight in weights.items())
+        return
+    assert losses == pytest.approx(reference[0], rel=1e-6)
+    assert norms == pytest.approx(reference[1], rel=1e-6)
+    for name, weight in weights.items():
+        copied = {"lm_head.weight": "model.embed_tokens.weight" if family == "qwen3" else "transformer.wte.weight"}
+        torch.testing.assert_close(weight, reference[2][copied.get(name, name)], rtol=1e-6, atol=1e-6)
+
+
+def check(ranks, reference, family, mesh, schedule, cases):
+    dp, pp = mesh
+    layers = layers_for(pp, schedule)
+    expected = reference(family, dp, layers)
+    assert expected[1][0] > 0.5  # clipping is active
+    for runs in ranks(dp * pp, train, family, mesh, layers, [(state, schedule, kept) for state, kept in cases]):
+        for run in runs:
+            assert_same(family, run, expected)
+
+
+@pytest.mark.parametrize(("family", "mesh", "state", "schedule", "activations"), PAIRS, ids=str)
+def test_a_pipeline_equals_no_pipeline(ranks, reference, family, mesh, state, schedule, activations):
+    check(ranks, reference, family, mesh, schedule, [(state, activations)])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_stage_release_and_recomputation_in_a_pipeline_equals_none(ranks, reference, family, mesh, schedule):
+    check(ranks, reference, family, mesh, schedule, list(product(STATES, ACTIVATIONS)))
+
+
+def test_the_cases_have_every_pair_of_settings():
+    assert len(PAIRS) <= 40
+    for i, j in product(range(5), repeat=2):
+        if i < j:
+            assert {(case[i], case[j]) for case in PAIRS} == set(product(SETTINGS[i], SETTINGS[j]))

@@ -1,0 +1,257 @@
+"""Pipelines beyond a step of equal micro-batches: evaluation, generation, overflow, experts, leaks, failures, refusals."""
+
+from functools import partial
+
+import pytest
+import torch
+from models import batch
+from pipelines import build, engine_of, micro_batches, modules_of, weights_of
+
+import zero3d
+from zero3d.errors import ConfigError
+from zero3d.zero.arena import STATES, TRANSIENT
+
+GEN = 5
+
+
+def evaluate_and_generate(family, dp, pp, stage, schedule):
+    """Mean losses before and after a step, of unequal micro-batches; greedy and sampled tokens."""
+    mesh = zero3d.Mesh(dp=dp, pp=pp)
+    engine = engine_of(build(family, 4), mesh, stage=stage, schedule=schedule)
+    given = [*micro_batches(7, mesh.place.dp, 2), *micro_batches(8, mesh.place.dp, 1, size=1, length=5)]
+    losses = [float(engine.evaluate(given))]
+    engine.train_batch(micro_batches(0, mesh.place.dp))
+    losses.append(float(engine.evaluate(given)))
+    assert all(module.training for module in engine.module.modules())
+    ids = batch(3, mesh.place.dp)
+    forward = zero3d.generation.generate
+    tokens = []
+    for options in ({}, {"do_sample": True, "temperature": 0.7, "top_k": 9}):
+        torch.manual_seed(5)
+        if pp == 1:  # Hugging Face's own generate ends at an end of sequence
+            with engine._evaluating(True), torch.no_grad():
+                tokens.append(forward(engine.module, lambda t: t, ids, GEN, **options).tolist())
+        else:
+            tokens.append(engine.generate(ids, max_new_tokens=GEN, **options).tolist())
+    return losses, tokens
+
+
+@pytest.mark.parametrize(("family", "dp", "pp", "stage", "schedule"), [
+    ("net", 1, 2, 3, "1f1b"), ("net", 2, 2, 3, "zbv"), ("llama", 1, 2, 2, "interleaved"), ("net", 1, 4, 0, "gpipe"),
+])  # fmt: skip
+def test_evaluation_and_generation_in_a_pipeline_equal_none(ranks, family, dp, pp, stage, schedule):
+    whole = ranks(dp, evaluate_and_generate, family, dp, 1, 0, "1f1b")
+    for rank, found in enumerate(ranks(dp * pp, evaluate_and_generate, family, dp, pp, stage, schedule)):
+        assert found == whole[rank % dp]
+
+
+def generate_wrongly():
+    engine = engine_of(build("net", 2), zero3d.Mesh(pp=2))
+    found = []
+    for call in (
+        lambda: engine.generate(batch(0), num_beams=4),
+        lambda: engine(input_ids=batch(0)),
+        lambda: engine.backward(torch.zeros((), requires_grad=True)),
+        lambda: engine.train_batch([]),
+        lambda: engine.train_batch([batch(0), batch(1)]),
+        lambda: engine.evaluate([(batch(0),)]),
+        lambda: engine.train_batch([*micro_batches(0, 0, 3), *micro_batches(0, 0, 1, size=1)]),
+        lambda: engine.train_batch(micro_batches(0, 0, 1)),
+    ):
+        with pytest.raises(ConfigError) as error:
+            call()
+        found.append(str(error.value))
+    return found, float(engine.train_batch(micro_batches(0, 0, 2)))
+
+
+def test_what_a_pipeline_cannot_do_is_refused_with_what_to_type(ranks):
+    words = ["has no option 'num_beams'", "engine.train_batch(micro_batches)", "engine.train_batch(micro_batches)",
+             "got none", "mappings with 'input_ids'", "got a tuple", "have one shape, and have [(1, 9), (2, 9)]",
+             "1 micro-batches are fewer than 2 pipeline stages"]  # fmt: skip
+    for found, loss in ranks(2, generate_wrongly):
+        assert [word in said for word, said in zip(words, found, strict=True)] == [True] * len(words), found
+        assert 3 < loss < 5  # the engine goes on after a refusal
+
+
+def micro_batch_numbers(pp, schedule, counts):
+    """Losses of the same model for different numbers of micro-batches, or what is said."""
+    found = {}
+    for count in counts:
+        engine = engine_of(build("net", 8), zero3d.Mesh(pp=pp), schedule=schedule, accumulate=count)
+        try:
+            losses = [float(engine.train_batch(micro_batches(step, 0, count))) for step in range(2)]
+            found[count] = losses, float(engine.last_step.grad_norm)
+        except ConfigError as error:
+            found[count] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"])
+def test_every_number_of_micro_batches_is_right_or_refused(ranks, schedule):
+    counts = [1, 2, 3, 5, 7]
+    whole = ranks(1, micro_batch_numbers, 1, "1f1b", counts)[0]
+    refused = {"1f1b": {1}, "interleaved": {5, 7}, "zero-bubble": {5, 7}}.get(schedule, set())
+    for found in ranks(2, micro_batch_numbers, 2, schedule, counts):
+        assert {count for count in counts if isinstance(found[count], str)} == refused
+        assert {count: found[count] for count in counts if count not in refused} == {
+            count: whole[count] for count in counts if count not in refused
+        }
+        if 7 in refused:
+            assert "7 // 2 = 3 rounds, which do not divide 7: pass 6 or 8 micro-batches" in found[7]
+
+
+def overflow_on_one_stage():
+    """fp16: scale, applied flags and whether weights moved, where block 3 overflows in step 1."""
+    model = build("net", 4)
+    overflow = [False]
+    weight = model.layers[3].up.weight
+    weight.register_hook(lambda grad: grad * float("inf") if overflow[0] else grad)
+    engine = engine_of(model, zero3d.Mesh(pp=2), stage=2, precision="fp16")
+    engine.loss_scale.value = 16.0
+    found = []
+    for step in range(4):
+        before, overflow[0] = weights_of(engine), step == 1
+        engine.train_batch(micro_batches(step, 0))
+        moved = any(not torch.equal(value, before[name]) for name, value in weights_of(engine).items())
+        found.append((bool(engine.last_step.applied), moved, engine.loss_scale.value))
+    return found
+
+
+def test_an_fp16_overflow_on_one_pipeline_stage_skips_the_step_on_all(ranks):
+    first, second = ranks(2, overflow_on_one_stage)
+    assert first == second
+    assert [each[:2] for each in first] == [(True, True), (False, False), (True, True), (True, True)]
+
+
+def curve(pp, precision, steps, stage=3, **options):
+    engine = engine_of(build("llama", 4), zero3d.Mesh(pp=pp), precision=precision, stage=stage, **options)
+    return [float(engine.train_batch(micro_batches(step, 0))) for step in range(steps)]
+
+
+def test_bf16_is_within_tolerance_of_no_pipeline(ranks):
+    whole = ranks(1, curve, 1, "bf16", 3)[0]
+    for found in ranks(2, curve, 2, "bf16", 3):
+        assert found == pytest.approx(whole, rel=2e-3)
+
+
+def twelve_steps(schedule, release, poisoned):
+    """Losses; bytes held and users after the second and the last step."""
+    if poisoned:
+        original = zero3d.engine.Policy
+        zero3d.engine.Policy = partial(original, poison=True)
+    try:
+        engine = engine_of(build("net", 4), zero3d.Mesh(pp=2), schedule=schedule, release=release, stage=3)
+    finally:
+        if poisoned:
+            zero3d.engine.Policy = original
+    losses, held = [], []
+    for step in range(12):
+        if step == 6:
+            engine.evaluate(micro_batches(0, 0))
+        losses.append(float(engine.train_batch(micro_batches(step, 0))))
+        users = sum(len(unit.users) for unit in engine.units)
+        held.append(([float(engine.arena.live(category)) for category in (*STATES, *TRANSIENT)], users))
+    return losses, held
+
+
+@pytest.mark.parametrize(("schedule", "release", "poisoned"), [
+    ("zero-bubble", "every_use", True), ("zbv", "every_use", True), ("1f1b", "every_step", False),
+])  # fmt: skip
+def test_twelve_steps_leave_memory_and_users_at_base(ranks, schedule, release, poisoned):
+    whole = None
+    for losses, held in ranks(2, twelve_steps, schedule, release, poisoned):
+        assert all(loss == loss for loss in losses)
+        assert whole in (None, losses)
+        whole = losses
+        assert all(each == held[0] for each in held)
+        assert held[0][1] == 0
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def fail_in_a_stage(where):
+    engine = engine_of(build("net", 4), zero3d.Mesh(dp=where[0], pp=2), stage=3)
+    engine.train_batch(micro_batches(0, 0))
+
+    def fail(module, args):
+        raise Broken("a broken block")
+
+    if engine.mesh.rank == where[1]:
+        list(modules_of(engine)[0].modules())[-1].register_forward_pre_hook(fail)
+        block = next(m for m in modules_of(engine)[0].modules() if type(m).__name__ == "Block")
+        block.register_forward_pre_hook(fail)
+    engine.train_batch(micro_batches(1, 0))
+
+
+@pytest.mark.parametrize("where", [(1, 0), (1, 1)], ids=str)
+def test_an_exception_in_one_part_ends_all_ranks_with_its_name(ranks, where, capfd):
+    answers = ranks(2 * where[0], fail_in_a_stage, where, group_timeout=3.0, check=False)
+    name = f"part {where[1]} of 2 of the pipeline, on rank {where[1]} of axis pp, failed: Broken: a broken block"
+    for _, error in answers:
+        assert error is not None
+        assert name in error
+    assert "Full Schedule" not in capfd.readouterr().err
+
+
+def experts(pp, stage, schedule):
+    """A mixture of experts with its auxiliary loss, which needs the router logits of all layers."""
+    model = build("qwen3_moe", 4)
+    model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
+    engine = engine_of(model, zero3d.Mesh(pp=pp), stage=stage, schedule=schedule, loss=None)
+    given = [{"input_ids": each["input_ids"], "labels": each["input_ids"]} for each in micro_batches(0, 0)]
+    losses = [float(engine.evaluate(given)), *(float(engine.train_batch(given)) for _ in range(2))]
+    return [*losses, float(engine.last_step.grad_norm)], weights_of(engine)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_the_auxiliary_loss_of_experts_is_that_of_the_whole_model(ranks, schedule):
+    whole, weights = ranks(1, experts, 1, 0, "1f1b")[0]
+    for found, own in ranks(2, experts, 2, 3, schedule):
+        assert found == whole
+        assert all(torch.equal(value, weights[name]) for name, value in own.items())
+
+
+def ready_optimizer(pp, schedule):
+    model = build("net", 4)
+    split = [[p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]]
+    optimizer = torch.optim.AdamW([{"params": split[0]}, {"params": split[1], "weight_decay": 0.0}], lr=1e-2)
+    engine = engine_of(model, zero3d.Mesh(pp=pp), schedule=schedule, optimizer=optimizer)
+    return [float(engine.train_batch(micro_batches(step, 0))) for step in range(3)]
+
+
+def test_an_optimizer_built_beforehand_works_in_a_pipeline(ranks):
+    whole = ranks(1, ready_optimizer, 1, "1f1b")[0]
+    assert ranks(2, ready_optimizer, 2, "zbv") == [whole, whole]
+
+
+class Loose(torch.nn.Module):
+    """Blocks, but in no list."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.first, self.second = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4), torch.nn.ReLU()
+
+    def forward(self, input_ids):
+        return self.second(self.first(self.embed(input_ids)))
+
+
+def build_wrongly():
+    found = []
+    for make in (
+        lambda: engine_of(build("net", 3), zero3d.Mesh(pp=2), schedule="zbv"),
+        lambda: engine_of(build("net", 1), zero3d.Mesh(pp=2)),
+        lambda: engine_of(Loose(), zero3d.Mesh(pp=2)),
+        lambda: engine_of(build("net", 4), zero3d.Mesh(pp=2), schedule="dualpipe"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            make()
+        found.append(str(error.value))
+    return found
+
+
+def test_models_and_schedules_that_do_not_fit_are_refused_with_what_to_type(ranks):
+    words = ["3 blocks", "no list of two or more blocks", "blocks", "'dualpipe' is unknown: pass one of gpipe, 1f1b"]
+    for found in ranks(2, build_wrongly):
+        assert all(word in said for word, said in zip(words, found, strict=True)), found
