@@ -43,8 +43,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from zero3d import Engine, Mesh
 from zero3d.hf.split import balance
-from zero3d.pipeline import TOKENS, Schedule
+from zero3d.pipeline import TOKENS
 from zero3d.plan.bubble import bubble
+from zero3d.schedules import Schedule
 
 WARM_UP = 2
 TARGETS = {"time": 0.90, "memory": 1.0}

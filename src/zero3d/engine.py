@@ -31,10 +31,11 @@ from zero3d.initial import Source, from_module, from_source, hollow
 from zero3d.ledger import Ledger
 from zero3d.mesh import Mesh, refuse_unbuilt
 from zero3d.param_groups import OptimizerChoice, choose_optimizer
-from zero3d.pipeline import Pipeline, Schedule, find_ties, names_of_copies, pipeline_policies, take_parts
+from zero3d.pipeline import Pipeline, find_ties, names_of_copies, pipeline_policies, take_parts
 from zero3d.plan.traffic import UnitTraffic
 from zero3d.precision import DTYPES, NAMES, LossScale, Precision, at_least_fp32
 from zero3d.replica import Replica
+from zero3d.schedules import Schedule
 from zero3d.zero.arena import STATES, TRANSIENT, Arena
 from zero3d.zero.collectives import Comm, broadcast_ints
 from zero3d.zero.hooks import KEEP, Hooks

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from models import Net, batch
 
 import zero3d
-from zero3d.pipeline import Schedule
 from zero3d.plan.bubble import bubble
 from zero3d.plan.traffic import Moved, pipeline_traffic, step_traffic
+from zero3d.schedules import Schedule
 
 M, WIDTH = 4, 24
 

@@ -16,7 +16,11 @@ def folder(tmp_path_factory):
 def run_of(folder, name, pp, stage=3, **sections):
     """With gradients reduced once a step, as in a pipeline: more often is another order of sums."""
     mesh = {"pp": pp, "schedule": "1f1b"}
-    sections = {"data": {"validation": 0.2}, "evaluate": {"every": 2}, "zero": {"stage": stage, "reduce": "every_step"}} | sections
+    sections = {
+        "data": {"validation": 0.2},
+        "evaluate": {"every": 2},
+        "zero": {"stage": stage, "reduce": "every_step"},
+    } | sections
     return tree(folder, name, mesh=mesh, **sections)
 
 

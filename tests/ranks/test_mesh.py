@@ -45,8 +45,8 @@ def test_one_axis_of_all_ranks_uses_the_default_group(ranks):
         assert shape == (4,)
 
 
-def refused(pp):
-    mesh = zero3d.Mesh(pp=pp)
+def refused(tp):
+    mesh = zero3d.Mesh(tp=tp)
     try:
         zero3d.Engine(torch.nn.Linear(2, 2), mesh=mesh)
     except zero3d.MeshError as error:
@@ -54,4 +54,6 @@ def refused(pp):
 
 
 def test_an_engine_refuses_axes_that_are_not_built_yet(ranks):
-    assert all("pp 2 x dp 1 x tp 1: an Engine trains on the dp axis only" in said for said in ranks(2, refused, 2))
+    assert all(
+        "pp 1 x dp 1 x tp 2: an Engine trains on the dp and pp axes only" in said for said in ranks(2, refused, 2)
+    )
