@@ -128,8 +128,8 @@ def refuse_unbuilt(degrees: Degrees) -> None:
     """Raise MeshError for axes that an Engine cannot train on yet."""
     if degrees.tp > 1:
         raise MeshError(
-            f"{degrees}: an Engine trains on the dp and pp axes only, tensor parallelism is not built yet; leave tp out "
-            "or pass 1."
+            f"{degrees}: an Engine trains on the dp and pp axes only, tensor parallelism is not built yet; leave tp "
+            "out or pass 1."
         )
 
 

@@ -51,6 +51,6 @@ def test_it_trains_evaluates_exports_and_resumes(folder, example):
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[path.stem for path in EXAMPLES])
 def test_a_cluster_is_told_how_to_run_it(folder, example):
-    done = zero3d(folder, "launch", "slurm", example)
+    done = zero3d(folder, "launch", "slurm", example, "--gpus-per-node=2")
     assert done.returncode == 0, done.stderr
     assert str(example) in done.stdout

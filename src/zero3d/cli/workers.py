@@ -51,12 +51,15 @@ def quiet_environment() -> None:
 
 
 def ranks_here(dp: int | None, tp: int | None, pp: int | None) -> int:
-    """How many workers a bare machine gets: the mesh's product where dp is given, else one per accelerator, else 2."""
+    """How many workers a bare machine gets: the mesh's product where dp is given, else one per accelerator, else 2.
+
+    Without accelerators as many as pipeline and tensor parallelism need, if that is more.
+    """
     if dp is not None:
         return dp * (tp or 1) * (pp or 1)
     import torch
 
-    return torch.accelerator.device_count() or RANKS
+    return torch.accelerator.device_count() or max(RANKS, (tp or 1) * (pp or 1))
 
 
 # --- the launcher -------------------------------------------------------------------------------

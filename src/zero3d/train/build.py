@@ -26,6 +26,7 @@ from zero3d.hf.open import Opened, open_model
 from zero3d.ledger import Ledger
 from zero3d.mesh import Mesh, refuse_unbuilt
 from zero3d.precision import LossScaling, Precision, at_least_fp32
+from zero3d.schedules import Schedule
 from zero3d.train.optim import adamw, decay_groups, scheduler
 from zero3d.zero.arena import Arena
 from zero3d.zero.collectives import Comm
@@ -60,7 +61,7 @@ def open_inputs(config: Config, check: Callable[[], None] = lambda: None) -> Inp
     with mesh.waiting_room() as everyone:
         comm = Comm(everyone, Arena(torch.device("cpu")), Ledger())
         agree(comm, check)
-        batch, opened, tokenizer = agree(comm, lambda: _open(config, mesh.dp))
+        batch, opened, tokenizer = agree(comm, lambda: _open(config, mesh))
         vocabulary = of_config(opened.module, "vocab_size")
 
         def read() -> DataSet:
@@ -71,9 +72,11 @@ def open_inputs(config: Config, check: Callable[[], None] = lambda: None) -> Inp
     return Inputs(mesh, opened, data, batch, steps_of_run(config, data, batch))
 
 
-def _open(config: Config, dp: int) -> tuple[Batch, Opened, Tokenizer | None]:
+def _open(config: Config, mesh: Mesh) -> tuple[Batch, Opened, Tokenizer | None]:
     """Everything but the data."""
-    batch = resolve_batch(config.train, dp)
+    batch = resolve_batch(config.train, mesh.dp)
+    if mesh.pp > 1:
+        Schedule.of(config.mesh.schedule).check(batch.accumulate, mesh.pp)
     _check_packages(config)
     opened = open_model(config.model, config.seed)
     _check_forward(opened.module)
