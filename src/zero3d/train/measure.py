@@ -263,7 +263,7 @@ def planned_pipeline(engine: Engine, steps: int, micro_batches: int) -> dict[tup
     A step exchanges the weight with the verdict on orders, the norms and the mean loss; the first one also
     the places of the norms.
     """
-    if engine.pipeline is None:
+    if engine.pipeline is None or steps == 0:
         return {}
     peers, replica = engine.mesh.pp - 1, engine.replica
     each = engine.pipeline.traffic(micro_batches)
