@@ -305,6 +305,10 @@ class _Stage(PipelineStage):
         with pipeline.backward(number), pipeline.weights(number):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Torch 2.11 greets neighbours before the first step, itself too where a V turns, which gloo refuses."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
+
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._sent("send_forward", super().get_fwd_send_ops(fwd_chunk_id))
 
