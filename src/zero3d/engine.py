@@ -82,6 +82,7 @@ class Engine:
     release       "auto" | "every_use" | "every_step": gathered parameters at stage 3
     reduce        "auto" | "every_micro_batch" | "every_step": when gradients are reduced
 
+    schedule      of a pipeline (mesh.pp > 1): gpipe, 1f1b, interleaved, zero-bubble or zbv; train_batch runs it
     weights       values of parameters on the meta device (`hf.load.open_model` gives both): every
                   rank reads only what it holds
 
@@ -123,7 +124,8 @@ class Engine:
             hollow(model)
         choice = choose_optimizer(model, optimizer, param_groups)
         self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
-        self.parts = take_parts(model, self.mesh.axis("pp"), Schedule.of(schedule))
+        order = Schedule.of(schedule)
+        self.parts = take_parts(model, self.mesh.axis("pp"), order)
         self._copies = names_of_copies(self.parts)
         self.whole = checkpoint.Whole.of(model, self._copies)
         self._order |= {name: self._order[owner] for name, owner in self._copies.items()}
@@ -141,7 +143,7 @@ class Engine:
         guard(self.module, self._unit_of, lambda unit: FULL_PARAMS in unit.users)  # a failure below must not go unseen
         self._move_buffers()
         self.units = [self._build_unit(spec, choice, weights) for spec in specs]
-        self._wire_up(uses, choice, clip_norm, Schedule.of(schedule))
+        self._wire_up(uses, choice, clip_norm, order)
         self.scheduler = _bind(scheduler, self.optimizer.torch)
         self._steps = self._skips = 0
         self.last_step: StepResult | None = None
@@ -326,10 +328,11 @@ class Engine:
         try:
             if self.pipeline is not None:
                 seen = self.pipeline.run(micro_batches, self.loss_scale.value)
-            for i, batch in enumerate(micro_batches if self.pipeline is None else ()):
-                total, weight = self._sum_and_weight(self._forward(batch), batch)
-                seen.append((total.detach(), weight))
-                self._backward_sum(total, weight, last=i == len(micro_batches) - 1)
+            else:
+                for i, batch in enumerate(micro_batches):
+                    total, weight = self._sum_and_weight(self._forward(batch), batch)
+                    seen.append((total.detach(), weight))
+                    self._backward_sum(total, weight, last=i == len(micro_batches) - 1)
         except BaseException:
             self._abandon()
             raise

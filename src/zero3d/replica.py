@@ -44,12 +44,7 @@ class Replica:
         self.copies = {tied.unit for tied in ties if tied.copy}
         self.tied = {tied.unit for tied in ties}
         self._places: list[tuple[int, int]] | None = None
-        self._longest = 0
-
-    @property
-    def longest(self) -> int:
-        """The most norms that one pipeline stage has; 0 before the first step."""
-        return self._longest
+        self.longest = 0  # the most norms that one pipeline stage has; known from the first step on
 
     @property
     def traded(self) -> list[Unit]:
@@ -104,7 +99,7 @@ class Replica:
             self._places = self._arrange([order for order, _ in parts])
         if not self._places:  # all of this dp rank's shards are padding
             return torch.stack(norms)
-        mine = torch.zeros(self._longest, dtype=torch.float64, device=self._comm.device)
+        mine = torch.zeros(self.longest, dtype=torch.float64, device=self._comm.device)
         mine[: len(norms)] = torch.stack(norms).double()
         seen = self._comm.exchange(mine)
         rows, columns = [rank for rank, _ in self._places], [i for _, i in self._places]
@@ -114,8 +109,8 @@ class Replica:
         """(rank, position there) of every norm, in model order; they never change."""
         device = self._comm.device
         count = torch.tensor([float(len(orders))], dtype=torch.float64, device=device)
-        self._longest = max(int(self._comm.exchange(count).max()), 1)
-        mine = torch.full((self._longest,), -1.0, dtype=torch.float64, device=device)
+        self.longest = max(int(self._comm.exchange(count).max()), 1)
+        mine = torch.full((self.longest,), -1.0, dtype=torch.float64, device=device)
         mine[: len(orders)] = torch.tensor(orders, dtype=torch.float64, device=device)
         table = self._comm.exchange(mine).tolist()
         found = [(int(order), rank, i) for rank, row in enumerate(table) for i, order in enumerate(row) if order >= 0]

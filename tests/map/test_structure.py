@@ -16,11 +16,11 @@ SRC = ROOT / "src" / "zero3d"
 # Layers from left to right; a module may import from its own layer and from those to its left.
 LAYERS = [
     ["errors", "boxes", "ledger", "plain", "rng", "config", "deepspeed_config", "zero.stages", "zero.layout", "plan",
-     "degrees"],
+     "degrees", "schedules"],
     ["mesh", "transport", "zero.collectives", "zero.arena"],
     ["precision", "param_groups", "nested", "boundary", "replica", "guards", "initial", "agree", "zero.unit", "zero.hooks",
      "zero.prefetch", "zero.optimizer", "tier"],
-    ["activations", "segments", "tensor_parallel", "pipeline", "schedules", "in_turn", "generation", "moe", "checkpoint",
+    ["activations", "segments", "tensor_parallel", "pipeline", "in_turn", "generation", "moe", "checkpoint",
      "restore", "hf", "data"],
     ["engine"],
     ["train", "sim"],

@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from zero3d.schedules import SCHEDULES
+
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 
 
@@ -121,9 +123,6 @@ class Zero:
     reduce: str = key("auto", "when gradients are reduced", choices=("auto", "every_micro_batch", "every_step"))
 
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
-
-
 @dataclass(frozen=True)
 class Mesh:
     """Degrees; their product is the number of ranks."""
@@ -131,7 +130,7 @@ class Mesh:
     dp: int | None = key(None, "data-parallel degree; computed where left out", least=1)
     tp: int | None = key(None, "tensor-parallel degree", least=1)
     pp: int | None = key(None, "pipeline-parallel degree", least=1)
-    schedule: str = key("1f1b", "order of a pipeline's forwards and backwards", choices=SCHEDULES)
+    schedule: str = key("1f1b", "order of a pipeline's forwards and backwards", choices=tuple(SCHEDULES))
 
 
 @dataclass(frozen=True)
