@@ -74,6 +74,8 @@ class RankPool:
                 self.kill()
                 told = [a["traceback"] for a in answers if a["error"]]
                 raise RankFailure(f"rank {rank} of {world} gave no answer ({error})\n" + "\n".join(told)) from error
+        if not all(a["started"] for a in answers):  # torch counts group names: these workers' counts may differ now
+            self.kill()
         if not check:
             return [(a["result"], a["error"]) for a in answers]
         failed = sorted((a for a in answers if a["error"]), key=lambda a: a["time"])
@@ -96,7 +98,7 @@ def serve(rank, connection):
             world, case, args, store, group_timeout = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        answer = {"result": None, "error": None}
+        answer = {"result": None, "error": None, "started": False}
         try:
             dist.init_process_group(
                 "gloo",
@@ -105,6 +107,8 @@ def serve(rank, connection):
                 world_size=world,
                 timeout=timedelta(seconds=group_timeout),
             )
+            dist.barrier()  # gloo connects rank by rank: one that leaves at once fails those still connecting
+            answer["started"] = True
             answer["result"] = case(*args)
         except BaseException as error:
             answer.update(error=f"{type(error).__name__}: {error}", traceback=f"rank {rank}: {traceback.format_exc()}")

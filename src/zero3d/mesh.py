@@ -152,6 +152,8 @@ def start_distributed() -> None:
     atexit.register(_end)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
+        if backend == "gloo":  # it connects rank by rank: one that leaves at once would fail those still connecting
+            dist.barrier()
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
