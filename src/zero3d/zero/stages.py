@@ -149,6 +149,6 @@ def engine_bytes(
 
 
 def frozen_bytes(stage: int, n: int, weight: int, release: str = "auto") -> StateBytes:
-    """Bytes per *frozen* parameter: its weight, a shard of it at stage 3."""
-    sharded = Fraction(weight, n) + (weight if release == "every_step" else 0)
-    return NO_BYTES._replace(parameters=sharded if stage_row(stage).shards_parameters else Fraction(weight))
+    """Bytes per *frozen* parameter: its weight, a shard of it at stage 3 unless held for a whole step."""
+    sharded = stage_row(stage).shards_parameters and release != "every_step"
+    return NO_BYTES._replace(parameters=Fraction(weight, n) if sharded else Fraction(weight))

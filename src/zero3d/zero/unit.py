@@ -1,7 +1,7 @@
 """A unit: the parameters gathered, released and reduced together.
 
     Weights     full  [total]    compute dtype   every parameter is a view into it while gathered
-                shard [total/N]  compute dtype   this rank's slice; a view of full at stages 0-2
+                shard [total/N]  compute dtype   this rank's slice; a view of full where full is kept
                 master           fp32            of what this rank updates; the shard itself in fp32, and when frozen
     Gradients   full  [total]    local gradients of this rank, on their way to the reduction
                 shard [total/N]  reduced dtype   the sum over ranks of this rank's slice
@@ -103,7 +103,7 @@ class Weights:
             self.full = setting.arena.borrow("gathered", layout.total, dtype)
         self.views = _views(self.full, layout)
         self.shard = setting.slot(self.full)
-        if self.sharded:
+        if not self._keeps_full:
             self.shard = setting.arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype)
         self.master = self.held
         self._placeholders = [_placeholder(p, dtype, self.full.device) for p in params]
@@ -171,7 +171,7 @@ class Weights:
         self.state = State.HELD
 
     def release(self) -> None:
-        """Back to placeholders; frees `full` (kept allocated, but stale, under release="every_step")."""
+        """Back to placeholders; frees `full` (kept under release="every_step": stale, but for the shard in it)."""
         self.ready()
         self.hold()
         if not self._keeps_full:
