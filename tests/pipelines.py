@@ -14,7 +14,7 @@ FAMILIES = ("net", "llama", "gpt2", "qwen3", "qwen3_moe")
 MESHES = ((1, 2), (2, 2), (1, 4))
 STATES = ((0, "every_use"), (1, "every_use"), (2, "every_use"), (3, "every_use"), (3, "every_step"))  # stage, release
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
-ACTIVATIONS = ("none", "full")
+ACTIVATIONS = ("none", "full", "every:2")
 SETTINGS = (FAMILIES, MESHES, STATES, SCHEDULES, ACTIVATIONS)
 MICRO_BATCHES = 4
 

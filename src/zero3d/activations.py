@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from zero3d.errors import ConfigError
 from zero3d.hf.blocks import find_blocks
@@ -63,7 +62,7 @@ def recompute(model: nn.Module, policy: str, blocks: Blocks | None = None) -> No
     if asked.kind == "selective":
         _refuse_compiled(found)
         found = _attentions(found)
-    recorder = Recorder(asked.every) if asked.every and asked.every > 1 else None
+    recorder = Recorder(asked.every or 1)
     for name, module in found.items():
         if isinstance(module.forward, Recomputed):
             raise ConfigError(f"{name} is recomputed already: call recompute() once, with one policy.")
@@ -98,29 +97,18 @@ class Compiled:
 
 
 class Recomputed:
-    """A module's forward whose interior is dropped, and computed again when the backward needs it.
+    """A module's forward whose interior is dropped, and computed again when the backward needs it."""
 
-    recorder   cuts calls into segments; None where each call is recomputed by itself
-    """
-
-    def __init__(self, name: str, module: nn.Module, recorder: Recorder | None) -> None:
+    def __init__(self, name: str, module: nn.Module, recorder: Recorder) -> None:
         self._name, self._module, self._recorder = name, module, recorder
         self._forward = module.forward
 
-    @property
-    def hides_inputs(self) -> bool:
-        """What it keeps is in torch's checkpoint, where no saved-tensor hook sees it."""
-        return self._recorder is None
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        replaying = self._recorder is not None and self._recorder.replaying
-        if not replaying and not (torch.is_grad_enabled() and self._module.training):
+        if not self._recorder.replaying and not (torch.is_grad_enabled() and self._module.training):
             return self._forward(*args, **kwargs)
         args = tuple(self._without_cache(value) for value in args)
         kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
-        if self._recorder is not None:
-            return self._recorder(self._name, self._module, self._forward, args, kwargs)
-        return checkpoint(self._forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+        return self._recorder(self._name, self._module, self._forward, args, kwargs)
 
     def _without_cache(self, value: Any) -> Any:
         if not hasattr(value, "get_seq_length"):  # what tells a Hugging Face cache

@@ -83,6 +83,7 @@ class Engine:
     reduce        "auto" | "every_micro_batch" | "every_step": when gradients are reduced
 
     schedule      of a pipeline (mesh.pp > 1): gpipe, 1f1b, interleaved, zero-bubble or zbv; train_batch runs it
+    blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
     weights       values of parameters on the meta device (`hf.load.open_model` gives both): every
                   rank reads only what it holds
 
@@ -113,6 +114,7 @@ class Engine:
         exact: bool = False,
         weights: Source | None = None,
         schedule: str = "1f1b",
+        blocks: str | None = None,
     ) -> None:
         row = stage_row(stage)
         self.precision = Precision.of(precision)
@@ -125,7 +127,7 @@ class Engine:
         choice = choose_optimizer(model, optimizer, param_groups)
         self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
         order = Schedule.of(schedule)
-        self.parts = take_parts(model, self.mesh.axis("pp"), order)
+        self.parts = take_parts(model, self.mesh.axis("pp"), order, blocks)
         self._copies = names_of_copies(self.parts)
         self.whole = checkpoint.Whole.of(model, self._copies)
         self._order |= {name: self._order[owner] for name, owner in self._copies.items()}

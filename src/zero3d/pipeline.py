@@ -16,6 +16,7 @@ tells either that recomputed blocks and saved weights are read again, so the par
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -51,12 +52,19 @@ def pipeline_policies(pp: int, release: str, reduce: str) -> tuple[str, str]:
     return "every_step" if release == "auto" else release, "every_step" if reduce == "auto" else reduce
 
 
-def take_parts(model: nn.Module, axis: Axis, schedule: Schedule) -> dict[int, nn.Module]:
+def take_parts(model: nn.Module, axis: Axis, schedule: Schedule, blocks: str | None) -> dict[int, nn.Module]:
     """This rank's parts of the model by number; without pipeline the model itself."""
     if axis.size == 1:
         return {0: model}
-    counts = balance(model, axis.size * schedule.parts_per_rank, TOKENS)
-    return {part: split(model, counts, part) for part in schedule.parts_of(axis.rank, axis.size)}
+    counts = balance(model, axis.size * schedule.parts_per_rank, TOKENS, blocks)
+    if schedule.splits_backward and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+        warnings.warn(
+            f"schedule {schedule.name!r} takes gradients of inputs and of each group of weights apart, and torch's "
+            "checkpoint, which this model's gradient_checkpointing uses, runs a block's forward again for every one: "
+            "right, but several times the compute. zero3d.activations.recompute(model, 'full') runs it again once.",
+            stacklevel=4,
+        )
+    return {part: split(model, counts, part, blocks) for part in schedule.parts_of(axis.rank, axis.size)}
 
 
 def names_of_copies(parts: Mapping[int, nn.Module]) -> dict[str, str]:

@@ -39,6 +39,11 @@ class Schedule(NamedTuple):
             raise ConfigError(f"schedule {name!r} is unknown: pass one of {', '.join(SCHEDULES)}.")
         return cls(name, *SCHEDULES[name])
 
+    @property
+    def splits_backward(self) -> bool:
+        """Takes gradients of inputs and of weights apart."""
+        return "ZeroBubble" in self.torch
+
     def rank_of(self, part: int, ranks: int) -> int:
         """Who has a part."""
         return next(rank for rank in range(ranks) if part in self.parts_of(rank, ranks))

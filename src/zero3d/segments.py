@@ -12,8 +12,9 @@ call. A call joins the open segment if it is given the very tensor (by identity 
 last call returned; else, and after K calls, a new segment begins. A model that does something between
 two blocks therefore gets shorter segments, never wrong ones.
 
-Note 1, two calls. A replay goes through the block's `__call__`, for an engine's hooks gather its
-weights there; but the block is given the recorded arguments, whatever its hooks make of them.
+Note 1, two calls. The last block of a segment, whose backward asks, has its weights gathered. A replay of
+the others goes through their `__call__`, for an engine's hooks gather weights there; but a block is given
+the recorded arguments, whatever its hooks make of them.
 Note 2, ownership. A graph owns its Blanks, they own the segment; the recorder only looks on. What
 is never run backward dies with its graph.
 Note 3, kept tensors are saved by a node of autograd: a later write in place is an error there, and
@@ -70,6 +71,7 @@ class Blank:
 class Call:
     """One block's call.
 
+    forward  the block's own
     nest     its (args, kwargs); tensors in it mean nothing
     sources  for each tensor in the nest: which output of the call before it was, or None if it is kept
     keeper   an empty tensor whose node keeps the others: in torch 2.11 the node lives no longer than it
@@ -78,6 +80,7 @@ class Call:
 
     name: str
     block: nn.Module
+    forward: Forward
     nest: Any
     sources: list[int | None]
     keeper: Tensor
@@ -118,7 +121,7 @@ class Segment:
         return {id(t): i for i, (t, version) in enumerate(last) if t is not None and t._version == version}
 
 
-def record(name: str, block: nn.Module, args: Any, kwargs: Any, outputs: Mapping[int, int]) -> Call:
+def record(name: str, block: nn.Module, forward: Forward, args: Any, kwargs: Any, outputs: Mapping[int, int]) -> Call:
     """What a call must keep to be repeated: all but the `outputs` of the call before."""
     sources: list[int | None] = []
     kept: list[Tensor] = []
@@ -137,7 +140,7 @@ def record(name: str, block: nn.Module, args: Any, kwargs: Any, outputs: Mapping
     autocast = [
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in {"cpu", device.type}
     ]
-    return Call(name, block, nest, sources, keeper, device, torch_rng(device), autocast)
+    return Call(name, block, forward, nest, sources, keeper, device, torch_rng(device), autocast)
 
 
 class Recorder:
@@ -156,10 +159,10 @@ class Recorder:
     def __call__(self, name: str, block: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
         """The block's own `forward`, recorded; or replayed, if a replay is under way."""
         if self._replay is not None:
-            return self._replay.run(forward)
+            return self._replay.run()
         segment = (self._open() if self._open is not None else None) or Segment()
         self._open = None  # an exception ends the segment
-        call = record(name, block, args, kwargs, segment.outputs())
+        call = record(name, block, forward, args, kwargs, segment.outputs())
         if segment.calls and not call.linked:
             segment = Segment()
 
@@ -195,7 +198,10 @@ class Recorder:
                 for kind, dtype, enabled in call.autocast:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
                 set_torch_rng(call.device, call.rng)
-                call.block(*args, **kwargs)  # Note 1
+                if last:  # Note 1
+                    replay.run()
+                else:
+                    call.block(*args, **kwargs)
             return replay.outputs
         finally:
             self._replay = None
@@ -217,10 +223,10 @@ class Replay:
     outputs: list[Tensor] = field(default_factory=list)
     saved: int = 0
 
-    def run(self, forward: Forward) -> Any:
+    def run(self) -> Any:
         """The block's own forward on the recorded arguments."""
         with saved_tensors_hooks(self._fill, lambda t: t):
-            output = forward(*self.args, **self.kwargs)
+            output = self.call.forward(*self.args, **self.kwargs)
         if self.saved != len(self.call.blanks):
             raise self._differs(f"{len(self.call.blanks)} tensors", f"{self.saved}")
         self.outputs = list(tensors_in(output))

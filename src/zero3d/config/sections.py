@@ -131,6 +131,7 @@ class Mesh:
     tp: int | None = key(None, "tensor-parallel degree", least=1)
     pp: int | None = key(None, "pipeline-parallel degree", least=1)
     schedule: str = key("1f1b", "order of a pipeline's forwards and backwards", choices=tuple(SCHEDULES))
+    blocks: str | None = key(None, "the list of blocks that a pipeline cuts, such as model.layers; by default found")
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def _block_list(model: nn.Module, asked: str | None) -> str:
     if found:
         raise ConfigError(
             f"{type(model).__name__} has {len(found)} lists of blocks: {', '.join(sorted(found))}. Name the one to cut "
-            f"into pipeline stages, such as blocks={min(found)!r}."
+            f"into pipeline stages, such as blocks={min(found)!r} (mesh.blocks in a file)."
         )
     raise ConfigError(
         f"{type(model).__name__} has no list of two or more blocks of one class to cut into pipeline stages. "
@@ -103,7 +103,7 @@ def _listed(lists: Mapping[str, nn.Module]) -> str:
     """The lists there are, and what to type."""
     sizes = {name: len(list(module.children())) for name, module in lists.items() if name}
     found = ", ".join(f"{name} ({size})" for name, size in list(sizes.items())[:8]) or "none"
-    return f"Its lists: {found}. Pass blocks='NAME' of an nn.ModuleList, or pp=1."
+    return f"Its lists: {found}. Pass blocks='NAME' of an nn.ModuleList (mesh.blocks=NAME in a file), or pp=1."
 
 
 def _rooms(model: nn.Module, blocks: str) -> dict[str, nn.Module]:

@@ -150,6 +150,7 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         stage=config.zero.stage,
         mesh=mesh,
         schedule=config.mesh.schedule,
+        blocks=config.mesh.blocks,
         precision=precision_of(config),
         reduce_dtype=config.zero.reduce_dtype,
         optimizer=adamw(config.optimizer),

@@ -20,13 +20,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from zero3d.activations import Recomputed
 from zero3d.engine import Engine, MemoryEntry
 from zero3d.hf.blocks import ROOT
-from zero3d.nested import tensors_in
 from zero3d.plan.traffic import Moved, count_gathers, step_traffic
 from zero3d.precision import NAMES
 from zero3d.zero.prefetch import WINDOW
@@ -72,9 +70,6 @@ class Activations:
         for root in engine.parts.values():
             mine = [root.register_forward_pre_hook(self._begin)]
             mine.append(root.register_forward_hook(partial(self._end, mine)))
-            for module in root.modules():
-                if isinstance(module.forward, Recomputed) and module.forward.hides_inputs:
-                    mine.append(module.register_forward_pre_hook(self._inputs, with_kwargs=True))
 
     def _begin(self, *_: Any) -> None:
         self._hooks.__enter__()
@@ -83,10 +78,6 @@ class Activations:
         self._hooks.__exit__()
         for handle in handles:
             handle.remove()
-
-    def _inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        for tensor in tensors_in((args, kwargs)):
-            self._pack(tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
