@@ -22,12 +22,12 @@ from zero3d.zero.arena import STATES, TRANSIENT
 PP, BLOCKS, MICRO_BATCHES = 8, 8, 8
 HIDDEN, INNER, VOCAB, HEADS, KV_HEADS = 64, 176, 1000, 4, 2
 
-EMBEDDING = 1000 * 64  # 64,000 = 250 x 256, and so is the head
-ATTENTION = 64 * 64 + 2 * (2 * 16 * 64) + 64 * 64  # q 4,096, k and v 2,048, o 4,096: 12,288 = 48 x 256
-MLP = 3 * (176 * 64)  # gate, up, down, 11,264 = 44 x 256 each: 33,792
-NORM = 64  # in a slot of 256
+EMBEDDING = HEAD = VOCAB * HIDDEN  # 64,000 = 250 x 256
+ATTENTION = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2  # q, o 4,096, k, v 2,048: 12,288 = 48 x 256
+MLP = 3 * INNER * HIDDEN  # gate, up, down, 11,264 = 44 x 256 each: 33,792
+NORM = HIDDEN  # 64, in a slot of 256
 BLOCK = ATTENTION + MLP + 2 * NORM  # 46,208; with both slots of norms 12,288 + 33,792 + 512 = 46,592
-MODEL = EMBEDDING + 8 * BLOCK + NORM + EMBEDDING  # 497,728
+MODEL = EMBEDDING + BLOCKS * BLOCK + NORM + HEAD  # 497,728
 
 TOTAL = {
     "embedding": 4 * 16_384,  # 65,536 >= 64,000
@@ -45,7 +45,7 @@ USED = {16: {"embedding": (4_096, 4_096, 2_560), "block": (3_072, 3_072, 128), "
         8: {"embedding": (8_192, 8_192, 6_656), "block": (6_144, 6_144, 3_200), "norm": (64, 0, 0)}}  # fmt: skip
 UNITS = {"first": ("embedding", "block"), "middle": ("block",), "last": ("block", "norm", "head")}
 NAMES = {"embedding": "model.embed_tokens", "norm": "root", "head": "lm_head"}
-STAGES_OF = {"first": 0, "middle": 4, "last": 7}  # pp ranks
+PP_RANK = {"first": 0, "middle": 4, "last": 7}
 
 
 @pytest.fixture
@@ -53,8 +53,10 @@ def step(monkeypatch):
     """(stage, dp degree, pp, dp) -> the engine of that rank after a step."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    monkeypatch.setattr("zero3d.zero.optimizer.host_value", lambda values, assumed: assumed)  # nothing arrives
-    monkeypatch.setattr(dist, "recv", lambda tensor, *_, **__: tensor.fill_(1))  # neighbours know their shapes
+    monkeypatch.setattr(
+        "zero3d.zero.optimizer.host_value", lambda values, assumed: assumed
+    )  # values that never arrived
+    monkeypatch.setattr(dist, "recv", lambda tensor, *_, **__: tensor.fill_(1))  # torch's vote: all know shapes
 
     def run(stage, degree, pp, dp):
         dist.init_process_group("fake", rank=pp * degree + dp, world_size=PP * degree, store=FakeStore())
@@ -77,8 +79,14 @@ def llama():
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=BLOCKS,
-            num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=16, use_cache=False,
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            intermediate_size=INNER,
+            num_hidden_layers=BLOCKS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS,
+            max_position_embeddings=16,
+            use_cache=False,
         )  # fmt: skip
     )
 
@@ -103,11 +111,13 @@ def check(engine, stage, degree, place, position):
     assert [action.kind for action in engine.pipeline.recorded].count("B") == MICRO_BATCHES
     units = dict(zip(UNITS[place], engine.units, strict=True))
     for kind, unit in units.items():
-        assert unit.name == NAMES.get(kind, f"model.layers.{STAGES_OF[place]}")
+        assert unit.name == NAMES.get(kind, f"model.layers.{PP_RANK[place]}")
         assert (unit.layout.total, unit.layout.shard) == (TOTAL[kind], shards[kind])
         assert unit.weights.shard.numel() == unit.gradients.shard.numel() == shards[kind]
         assert unit.weights.master.numel() == (TOTAL[kind] if stage == 0 else shards[kind])
         assert sum(p.stop - p.start for p in unit.layout.pieces(engine.comm.rank)) == used[kind]
+        if kind == "block":  # its second norm begins a slot of 256 after the first
+            assert unit.layout.slots[-1].start == ATTENTION + MLP + 256
         assert unit.weights.full.untyped_storage().nbytes() == (0 if stage == 3 else 2 * TOTAL[kind])
     assert sum(engine.arena.live(state) for state in STATES) == state_bytes(stage, units, shards, used)
     assert [engine.arena.live(category) for category in TRANSIENT] == [0, 0, 0]
@@ -120,6 +130,6 @@ def test_every_class_of_ranks_holds_what_is_computed_by_hand(step, stage, degree
     whole = 0
     for place, ranks_there in (("first", 1), ("middle", 6), ("last", 1)):
         for position, (dp, ranks_here) in enumerate([(0, 1), (5, degree - 2), (degree - 1, 1)]):
-            engine = step(stage, degree, STAGES_OF[place], dp)
+            engine = step(stage, degree, PP_RANK[place], dp)
             whole += ranks_there * ranks_here * check(engine, stage, degree, place, position)
     assert whole == MODEL == 497_728
