@@ -50,13 +50,15 @@ PP_RANK = {"first": 0, "middle": 4, "last": 7}
 
 @pytest.fixture
 def step(monkeypatch):
-    """(stage, dp degree, pp, dp) -> the engine of that rank after a step."""
+    """(stage, dp degree, pp, dp) -> the engine of that rank after a step.
+
+    Nothing arrives on a fake group: the numbers that decide about the step are assumed, and so is that
+    the neighbours in the pipeline know the shapes of what they send, which torch asks them.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
-    monkeypatch.setattr(
-        "zero3d.zero.optimizer.host_value", lambda values, assumed: assumed
-    )  # values that never arrived
-    monkeypatch.setattr(dist, "recv", lambda tensor, *_, **__: tensor.fill_(1))  # torch's vote: all know shapes
+    monkeypatch.setattr("zero3d.zero.optimizer.host_value", lambda values, assumed: assumed)
+    monkeypatch.setattr(dist, "recv", lambda tensor, *_, **__: tensor.fill_(1))
 
     def run(stage, degree, pp, dp):
         dist.init_process_group("fake", rank=pp * degree + dp, world_size=PP * degree, store=FakeStore())
