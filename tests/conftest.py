@@ -22,7 +22,7 @@ def ranks():
     """`ranks(world, case, *args)` runs case(*args) on that many gloo ranks and returns their results."""
     from pool import RankPool
 
-    with RankPool(4) as pool:
+    with RankPool() as pool:
         yield pool.run
 
 

@@ -1,4 +1,4 @@
-"""A session-wide pool of ranks: spawned once, one fresh gloo group per case.
+"""A session-wide pool of ranks: spawned when first asked for and kept, one fresh gloo group per case.
 
 `run(world, case, *args)` calls a module-level function on ranks 0 .. world-1 and returns their
 results. The first failure in time is raised with its traceback; on a timeout all ranks are
@@ -25,8 +25,7 @@ class RankFailure(AssertionError):
 
 
 class RankPool:
-    def __init__(self, size):
-        self.size = size
+    def __init__(self):
         self.workers = []
         self.folder = tempfile.TemporaryDirectory()
         self.cases = 0
@@ -45,9 +44,10 @@ class RankPool:
             process.join()
         self.workers = []
 
-    def start(self):
+    def start(self, world):
+        """The ranks below `world` that do not run yet."""
         context = multiprocessing.get_context("spawn")
-        for rank in range(self.size):
+        for rank in range(len(self.workers), world):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(rank, theirs), daemon=True)
             process.start()
@@ -56,8 +56,7 @@ class RankPool:
 
     def run(self, world, case, *args, timeout=120.0, group_timeout=60.0, check=True):
         """Results in rank order; with check=False pairs (result, exception text or None)."""
-        if not self.workers:
-            self.start()
+        self.start(world)
         self.cases += 1
         store = str(Path(self.folder.name) / f"store-{self.cases}")
         job = pickle.dumps((world, case, args, store, group_timeout))

@@ -86,18 +86,32 @@ def micro_batch_numbers(pp, schedule, counts):
     return found
 
 
+COUNTS = {2: [1, 2, 3, 5, 7], 4: [1, 2, 3, 5, 9, 10]}
+REFUSED = {
+    (2, "1f1b"): {1: "1 micro-batches are fewer than 2 pipeline stages"},
+    (4, "1f1b"): {count: f"{count} micro-batches are fewer than 4 pipeline stages" for count in (1, 2, 3)},
+    (2, "rounds"): {5: "5 // 2 = 2 rounds, which do not divide 5: pass 4 or 6 micro-batches",
+                    7: "7 // 2 = 3 rounds, which do not divide 7: pass 6 or 8 micro-batches"},
+    (4, "rounds"): {9: "9 // 4 = 2 rounds, which do not divide 9: pass 8 or 10 micro-batches"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def numbers_without_pipeline(ranks):
+    return ranks(1, micro_batch_numbers, 1, "1f1b", sorted({*COUNTS[2], *COUNTS[4]}))[0]
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"])
-def test_every_number_of_micro_batches_is_right_or_refused(ranks, schedule):
-    counts = [1, 2, 3, 5, 7]
-    whole = ranks(1, micro_batch_numbers, 1, "1f1b", counts)[0]
-    refused = {"1f1b": {1}, "interleaved": {5, 7}, "zero-bubble": {5, 7}}.get(schedule, set())
-    for found in ranks(2, micro_batch_numbers, 2, schedule, counts):
-        assert {count for count in counts if isinstance(found[count], str)} == refused
-        assert {count: found[count] for count in counts if count not in refused} == {
-            count: whole[count] for count in counts if count not in refused
-        }
-        if 7 in refused:
-            assert "7 // 2 = 3 rounds, which do not divide 7: pass 6 or 8 micro-batches" in found[7]
+@pytest.mark.parametrize("pp", [2, 4])
+def test_every_number_of_micro_batches_is_right_or_refused(ranks, numbers_without_pipeline, pp, schedule):
+    refused = REFUSED.get((pp, "rounds" if schedule in ("interleaved", "zero-bubble") else schedule), {})
+    for found in ranks(pp, micro_batch_numbers, pp, schedule, COUNTS[pp]):
+        assert sorted(found) == COUNTS[pp]
+        for count, result in found.items():
+            if count in refused:
+                assert refused[count] in result
+            else:
+                assert result == numbers_without_pipeline[count], count
 
 
 def overflow_on_one_stage():

@@ -1,0 +1,32 @@
+"""Contract 3 on 8 ranks: deep pipelines with few replicas, and shallow ones with many, equal no pipeline bit for bit."""
+
+import pytest
+import torch
+from pipelines import SCHEDULES, STATES, train
+
+PLAIN = ((0, "every_use"), "1f1b", "none")
+FAR = [((3, "every_use"), "zero-bubble", "none"), ((2, "every_use"), "1f1b", "full")]
+
+
+def check(ranks, family, mesh, cases):
+    """Losses, norms and weights of every rank are those of the run without pipeline on dp ranks."""
+    dp, pp = mesh
+    losses, norms, weights = ranks(dp, train, family, (dp, 1), 8, [PLAIN])[0][0]
+    assert norms[0] > 0.5  # clipping is active
+    for runs in ranks(dp * pp, train, family, mesh, 8, cases):
+        for case, run in zip(cases, runs, strict=True):
+            assert run[:2] == (losses, norms), case
+            assert [name for name, own in run[2].items() if not torch.equal(own, weights[name])] == [], case
+
+
+@pytest.mark.parametrize("mesh", [(2, 4), (4, 2)], ids=str)
+def test_a_pipeline_on_8_ranks_equals_no_pipeline(ranks, mesh):
+    check(ranks, "net", mesh, FAR)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mesh", [(2, 4), (4, 2)], ids=str)
+@pytest.mark.parametrize("family", ["net", "llama", "qwen3_moe"])
+def test_every_stage_and_schedule_on_8_ranks_equals_none(ranks, family, mesh, schedule):
+    check(ranks, family, mesh, [(state, schedule, "none") for state in STATES])
