@@ -77,6 +77,11 @@ class Degrees(NamedTuple):
         size = self[AXES.index(axis)]
         return [self.rank(here._replace(**{axis: position})) for position in range(size)]
 
+    def replica(self, rank: int) -> list[int]:
+        """The ranks that train on the same part of the batch as `rank`, in their order."""
+        here = self.place(rank)
+        return [other for other in range(self.world) if self.place(other).dp == here.dp]
+
     def table(self) -> str:
         """The rank map, as in this module's head."""
         cells = [[f"pp {p}"] + [self._cell(p, d) for d in range(self.dp)] for p in range(self.pp)]

@@ -69,8 +69,13 @@ class Mesh:
         """All ranks of the mesh, over the default group; the dp axis itself where there is no other."""
         return self.axis("dp" if self.dp == self.world else "world")
 
+    @property
+    def replica(self) -> Axis:
+        """The ranks that share one replica of the model with this one: pipeline stages, each with its tp ranks."""
+        return self.axis("pp" if self.tp == 1 else "tp" if self.pp == 1 else "replica")
+
     def axis(self, name: str) -> Axis:
-        """One of pp, dp, tp (or world) as this rank sees it; its groups are made on first use."""
+        """One of pp, dp, tp (or world, replica) as this rank sees it; its groups are made on first use."""
         if name not in self._axes:
             self._axes[name] = axis = self._open(name)
             if axis.size > 1:
@@ -80,7 +85,7 @@ class Mesh:
     def _open(self, name: str) -> Axis:
         if name == "world":
             return Axis(name, self.rank, self.world, dist.group.WORLD, dist.group.WORLD)
-        ranks = self.degrees.along(name, self.rank)
+        ranks = self.degrees.replica(self.rank) if name == "replica" else self.degrees.along(name, self.rank)
         position = ranks.index(self.rank)
         if len(ranks) == 1:
             return Axis(name, 0, 1)

@@ -1,18 +1,19 @@
-"""One replica as one: what the pipeline stages of a model must agree on in a step.
+"""One replica as one: what the ranks that share a model must agree on in a step.
 
-    weight   targets are counted where the loss is, on the last pipeline stage
+    weight   targets are counted where the loss is, on the last pipeline stage, once for all its tp ranks
     order    a dp group that ran other units than its peers stops all
     norms    one per parameter, in model order over all pipeline stages: the vector, and so the bits, that one
-             rank with the whole model has
+             rank with the whole model has. Of a parameter cut over tp one per part; of any other tp rank 0's
     ties     a parameter that two pipeline stages hold, each its copy: the gradients are summed, on both alike,
              and the copy's norm is left out; what is written into one is carried to the other
+    partial  a parameter that all tp ranks hold, and whose gradient on each is a part: the parts are summed
 
-Every dp rank has its own replica; without pipeline all of this is the identity and sends nothing.
+Every dp rank has its own replica; of one rank all of this is the identity and sends nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,15 +37,30 @@ class Tied(NamedTuple):
     copy: bool
 
 
-class Replica:
-    """The pp axis of this rank's replica."""
+class Slices(NamedTuple):
+    """What the tp axis does to parameters, by name: `cut` ones are other on every rank, the rest is the same.
 
-    def __init__(self, comm: Comm, ties: Sequence[Tied] = ()) -> None:
-        self._comm, self._ties = comm, ties
+    partial  of the rest, those whose gradients are parts of a sum over the tp ranks
+    """
+
+    tp: Comm
+    cut: Collection[str] = ()
+    partial: Collection[str] = ()
+
+
+class Replica:
+    """The ranks that train one replica with this one.
+
+    comm    all of them: pipeline stage by pipeline stage, each with its tp ranks
+    across  the pp axis, which carries ties
+    """
+
+    def __init__(self, comm: Comm, across: Comm, slices: Slices, ties: Sequence[Tied] = ()) -> None:
+        self._comm, self._across, self._slices, self._ties = comm, across, slices, ties
         self.copies = {tied.unit for tied in ties if tied.copy}
         self.tied = {tied.unit for tied in ties}
         self._places: list[tuple[int, int]] | None = None
-        self.longest = 0  # the most norms that one pipeline stage has; known from the first step on
+        self.longest = 0  # the most norms that one rank of the replica has; known from the first step on
 
     @property
     def traded(self) -> list[Unit]:
@@ -56,9 +72,32 @@ class Replica:
         """This rank is the whole replica."""
         return self._comm.size == 1
 
+    def exchange(self, values: Tensor) -> Tensor:
+        """[k] -> [ranks, k] float64; 8 k bytes to each other rank."""
+        return values[None] if self.alone else self._comm.exchange(values.double())
+
     def sum(self, values: Tensor) -> Tensor:
-        """[k] -> [k] float64, summed over pipeline stages in their order; 8 k bytes to each other rank."""
-        return values if self.alone else self._comm.exchange(values.double()).sum(0)
+        """[k] -> [k] float64, summed over pipeline stages in their order; of tp ranks, which agree, the first counts."""
+        return values if self.alone else self.count_once(self.exchange(values)).sum(0)
+
+    def count_once(self, rows: Tensor) -> Tensor:
+        """Of [ranks, ...] those of the first tp rank of each pipeline stage."""
+        return rows[:: self._slices.tp.size]
+
+    def counts(self, unit: Unit, name: str) -> bool:
+        """Whether this rank's piece of a parameter belongs into the norm."""
+        return unit not in self.copies and (name in self._slices.cut or self._slices.tp.rank == 0)
+
+    def sum_partial(self, grads: Iterable[tuple[str, Tensor]]) -> None:
+        """Add up the reduced gradients of partial parameters, by name; their shards to every other tp rank."""
+        if self._slices.tp.size == 1:
+            return
+        parts = [grad for name, grad in grads if name in self._slices.partial]
+        if not parts:
+            return
+        total = self._slices.tp.exchange(torch.cat(parts)).sum(0)
+        for part, values in zip(parts, total.split([part.numel() for part in parts]), strict=True):
+            part.copy_(values)
 
     def sum_ties(self) -> None:
         """Add up the reduced gradients of tied parameters; Psi/N elements to the peer for each."""
@@ -67,7 +106,7 @@ class Replica:
                 continue
             shard = tied.unit.gradients.shard
             if tied.there is None:
-                shard.add_(self._comm.trade(shard, tied.peer, tied.unit.name))
+                shard.add_(self._across.trade(shard, tied.peer, tied.unit.name))
             elif not tied.copy:
                 shard.add_(tied.there.gradients.shard)
                 tied.there.gradients.shard.copy_(shard)
@@ -80,11 +119,11 @@ class Replica:
         for tied in self._ties:
             master = tied.unit.weights.master
             if tied.there is None:
-                mine = torch.tensor([float(tied.unit in written)], dtype=torch.float64, device=self._comm.device)
-                theirs = self._comm.trade(mine, tied.peer, tied.unit.name)
+                mine = torch.tensor([float(tied.unit in written)], dtype=torch.float64, device=self._across.device)
+                theirs = self._across.trade(mine, tied.peer, tied.unit.name)
                 own, other = float(mine) > 0, float(theirs) > 0
                 if own or other:
-                    values = self._comm.trade(master, tied.peer, tied.unit.name)
+                    values = self._across.trade(master, tied.peer, tied.unit.name)
                     if other and (tied.copy or not own):
                         _overwrite(tied.unit, values)
             elif tied.unit in written and not (tied.copy and tied.there in written):

@@ -159,6 +159,7 @@ class ShardedOptimizer:
         """
         total, ordered = self._exchange(weight)
         self._replica.sum_ties()
+        self._replica.sum_partial((owned.name, grad) for owned, grad in self.shard_grads())
         shards = [unit.gradients.shard for unit in self._units]
         multiply(shards, 1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0)
         norm = self._norm()
@@ -189,8 +190,8 @@ class ShardedOptimizer:
         mine[1:] = torch.tensor(self._comm.order_values(), dtype=torch.float64)
         seen = self._comm.exchange(mine)
         differ = (seen[:, 1:] != seen[0, 1:]).any()
-        total, differing = self._replica.sum(torch.stack([seen[:, 0].sum(), differ.double()]))
-        return total, (differing == 0).double()
+        rows = self._replica.exchange(torch.stack([seen[:, 0].sum(), differ.double()]))
+        return self._replica.count_once(rows)[:, 0].sum(), (rows[:, 1].sum() == 0).double()
 
     def shard_grads(self) -> Iterator[tuple[OwnedPiece, Tensor]]:
         """This rank's pieces of the reduced gradients, in model order (also at stage 0)."""
@@ -204,7 +205,7 @@ class ShardedOptimizer:
 
     def _norm(self) -> Tensor:
         """Global gradient norm, the same on all ranks, stages and pipelines."""
-        counted = ((o, g) for o, g in self.shard_grads() if o.unit not in self._replica.copies)
+        counted = ((o, g) for o, g in self.shard_grads() if self._replica.counts(o.unit, o.name))
         parts = [(owned.order, torch.linalg.vector_norm(grad)) for owned, grad in counted]
         wide = self._units[0].weights.master.dtype if self._units else torch.float32
         partial: Tensor = torch.linalg.vector_norm(self._replica.stack(parts, wide))
