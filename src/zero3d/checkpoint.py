@@ -6,9 +6,9 @@
         rank-00000.safetensors    this rank's boxes: masters, m, v, frozen weights; its RNG and buffers
 
 States are n-dimensional boxes of the full model's tensors, so any mesh and stage loads them, each
-rank reading only its bytes; a tied parameter's copy on a later pipeline stage is left out. The key in
-a file is `name@start:stop,...`; only the manifest says what it means. Tensors are safetensors,
-everything else JSON: no pickle is ever read.
+rank reading only its bytes; a tied parameter's copy on a later pipeline stage is left out, and what all
+tp ranks have alike is written by the first. The key in a file is `state:name@start:stop,...`; only the
+manifest says what it means. Tensors are safetensors, everything else JSON: no pickle is ever read.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zero3d.agree import agree
-from zero3d.boxes import Box, Shape, box_shape, boxes
+from zero3d.boxes import Box, Shape
 from zero3d.degrees import Degrees
 from zero3d.errors import CheckpointError, Zero3dError
 from zero3d.plain import plain
 from zero3d.precision import LossScale
 from zero3d.rng import rng_state
+from zero3d.tensor_parallel.cuts import Cut, cover
 from zero3d.zero.collectives import Comm
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.unit import Unit
@@ -46,7 +46,7 @@ MASTER, FROZEN = "master", "weight"
 class Whole(NamedTuple):
     """The full model's parameters, of which a rank may have a few only.
 
-    shapes     of all, by name in model order
+    shapes     of all, by name in model order, as they are before the tp axis cuts them
     trainable  names
     copies     a tied parameter's copy on a later pipeline stage -> its owner: not saved, restored from it
     """
@@ -57,7 +57,7 @@ class Whole(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module, copies: Mapping[str, str]) -> Whole:
-        """Of a model before it is split."""
+        """Of a model before it is split or cut."""
         named = dict(model.named_parameters())
         trainable = frozenset(name for name, p in named.items() if p.requires_grad)
         return cls({name: tuple(p.shape) for name, p in named.items()}, trainable, copies)
@@ -73,7 +73,9 @@ class Parts:
 
     modules   this rank's parts of the model
     comm      the dp axis, over which units are cut
+    tp        the tp axis
     everyone  all ranks of the mesh
+    cuts      how the tp axis cuts parameters, by name in the full model; it has all others on every rank
     """
 
     modules: Sequence[nn.Module]
@@ -81,6 +83,7 @@ class Parts:
     units: Sequence[Unit]
     optimizer: ShardedOptimizer
     comm: Comm
+    tp: Comm
     everyone: Comm
     degrees: Degrees
     loss_scale: LossScale
@@ -88,6 +91,15 @@ class Parts:
     step: int
     about: Mapping[str, Any]
     loop: Mapping[str, Any] | None = None
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+
+    def cut(self, name: str) -> Cut | None:
+        """How a parameter of this rank is cut over tp; None where every tp rank has all of it."""
+        return self.cuts.get(self.whole.owner(name))
+
+    def saves(self, name: str) -> bool:
+        """Whether this rank's part of a parameter goes into files: copies do not."""
+        return name not in self.whole.copies and (self.tp.rank == 0 or self.cut(name) is not None)
 
     @property
     def buffers(self) -> dict[str, list[Tensor]]:
@@ -106,41 +118,42 @@ class Parts:
 
 @dataclass(frozen=True)
 class Segment:
-    """A flat range of one state of one parameter, held by this rank as a 1-D tensor."""
+    """A flat range of one state of one parameter, held by this rank as a 1-D tensor.
+
+    shape, start  of this rank's parameter, and where in it the range begins
+    cut           how that lies in the full model's parameter; None where it is that
+    """
 
     name: str
     state: str
     shape: Shape
     start: int
     values: Tensor
+    cut: Cut | None = None
 
     def pieces(self) -> Iterator[tuple[Box, Tensor]]:
-        """Its boxes, each with its values in the box's shape."""
-        offset = 0
-        for box in boxes(self.shape, self.start, self.start + self.values.numel()):
-            shape = box_shape(box)
-            size = int(numpy.prod(shape))
-            yield box, self.values[offset : offset + size].view(shape)
-            offset += size
+        """Its boxes of the full model's tensor, each with a view of its values in the box's shape."""
+        return cover(self.shape, self.start, self.values, self.cut)
 
 
 def segments(parts: Parts) -> Iterator[Segment]:
-    """Everything sharded that this rank owns; at stage 0 only its share of the copies."""
-    for unit in parts.owned_units:
+    """Everything that this rank owns of the full model; at stage 0 only its share of the copies."""
+    for unit in parts.units:
         if unit.grads is None:
             for piece in unit.layout.pieces(parts.comm.rank):
                 slot = unit.layout.slots[piece.slot]
                 values = unit.weights.shard[piece.offset : piece.offset + piece.stop - piece.start]
-                yield Segment(slot.name, FROZEN, slot.shape, piece.start, values)
+                if parts.saves(slot.name):
+                    yield Segment(slot.name, FROZEN, slot.shape, piece.start, values, parts.cut(slot.name))
     for owned in parts.optimizer.pieces:
         share = {p.slot: p for p in owned.unit.layout.pieces(parts.comm.rank)}.get(owned.piece.slot)
-        if share is None or owned.name in parts.whole.copies:
+        if share is None or not parts.saves(owned.name):
             continue
         part = slice(share.start - owned.piece.start, share.stop - owned.piece.start)
         states = parts.optimizer.torch.state.get(owned.master, {})
         flat = {MASTER: owned.master} | {k: v for k, v in states.items() if _is_flat(v, owned.master)}
         for state, values in flat.items():
-            yield Segment(owned.name, state, owned.shape, share.start, values[part])
+            yield Segment(owned.name, state, owned.shape, share.start, values[part], parts.cut(owned.name))
 
 
 def _is_flat(value: Any, master: Tensor) -> bool:
@@ -205,7 +218,11 @@ def _write_rank(temporary: Path, parts: Parts) -> dict[str, Any]:
         "file": file,
         "sha256": digest(temporary / file),
         "parameters": {
-            slot.name: {"shape": list(slot.shape), "trainable": unit.grads is not None, "dtype": str(unit.dtype)[6:]}
+            slot.name: {
+                "shape": list(parts.whole.shapes[slot.name]),
+                "trainable": unit.grads is not None,
+                "dtype": str(unit.dtype)[6:],
+            }
             for unit in parts.owned_units
             for slot in unit.layout.slots
         },

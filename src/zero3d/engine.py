@@ -142,6 +142,7 @@ class Engine:
         self.arena = Arena(self.mesh.device)
         self.traffic = Ledger()
         self.comm = Comm(self.mesh.data, self.arena, self.traffic, check_every_gather=self.mesh.debug)
+        self.tp = Comm(self.mesh.axis("tp"), self.arena, self.traffic)
         self.everyone = Comm(self.mesh.everyone, self.arena, self.traffic)
         self._unit_of: dict[nn.Parameter, Unit] = {}
         guard(self.module, self._unit_of, lambda unit: FULL_PARAMS in unit.users)  # a failure below must not go unseen
@@ -168,7 +169,7 @@ class Engine:
         if source is None:
             fill = from_module(layout, spec.params, self.comm, wide)
         else:
-            fill = from_source(lambda name, *span: source(owner[name], *span), layout, self.comm, wide)
+            fill = from_source(lambda name, box: source(owner[name], box), layout, self.comm, wide)
         return Unit(spec.name, spec.params, layout, spec.dtype, setting, fill, spec.deferred)
 
     def _wire_up(
@@ -495,8 +496,8 @@ class Engine:
 
     def _parts(self, loop: Mapping[str, Any] | None = None) -> checkpoint.Parts:
         return checkpoint.Parts(
-            list(self.parts.values()), self.whole, self.units, self.optimizer, self.comm, self.everyone,
-            self.mesh.degrees, self.loss_scale, self.scheduler, self._steps,
+            list(self.parts.values()), self.whole, self.units, self.optimizer, self.comm, self.tp,
+            self.everyone, self.mesh.degrees, self.loss_scale, self.scheduler, self._steps,
             {"stage": self.stage, "dp": self.comm.size, "precision": self.precision.name,
              "algorithm": self.comm.algorithm},
             loop,

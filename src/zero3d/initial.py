@@ -1,8 +1,11 @@
 """Where weights come from when an Engine is built: this rank's slice of each unit.
 
 from_module   the parameters of the module itself; rank 0's win (one broadcast of the unit)
-from_source   a Source, asked only for the ranges that this rank owns; nothing is sent, and the
+from_source   a Source, asked only for the boxes that this rank owns; nothing is sent, and the
               peak is the slice plus what the source itself holds
+
+Under tensor parallelism units hold local tensors, and both are given whole ones: `cuts` says by name
+which parameters are cut, and how.
 """
 
 from __future__ import annotations
@@ -13,44 +16,55 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from zero3d.boxes import Box
 from zero3d.precision import to_compute
+from zero3d.tensor_parallel.cuts import Cut, cover
 from zero3d.zero.collectives import Comm
 from zero3d.zero.layout import UnitLayout
 
+NO_CUTS: Mapping[str, Cut] = {}
 Fill = Callable[[Tensor], None]  # writes this rank's slice [total/N], padding apart, in the tensor's dtype
 
 
 class Source(Protocol):
     """Values of parameters that are too large to hold, such as those of files."""
 
-    def __call__(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened parameter `name`, as a 1-D tensor of any dtype."""
+    def __call__(self, name: str, box: Box) -> Tensor:
+        """The values in a box of the whole parameter `name`, in the box's shape, of any dtype."""
 
 
-def from_module(layout: UnitLayout, params: Mapping[str, nn.Parameter], comm: Comm, wide: torch.dtype) -> Fill:
-    """Broadcasts [total] of `wide` from rank 0."""
+def from_module(
+    layout: UnitLayout, params: Mapping[str, nn.Parameter], comm: Comm, wide: torch.dtype,
+    cuts: Mapping[str, Cut] = NO_CUTS,
+) -> Fill:  # fmt: skip
+    """Broadcasts [total] of `wide` from rank 0. A parameter named in `cuts` is still whole in `params`."""
 
     def fill(out: Tensor) -> None:
         whole = torch.zeros(layout.total, dtype=wide, device=comm.device)
         for slot in layout.slots:
-            whole[slot.start : slot.start + slot.numel].copy_(params[slot.name].detach().reshape(-1))
+            values = params[slot.name].detach()
+            local = cuts[slot.name].take(values) if slot.name in cuts else values
+            whole[slot.start : slot.start + slot.numel].copy_(local.reshape(-1))
         comm.broadcast(whole, "-")
         to_compute(whole.view(comm.size, -1)[comm.rank], out.dtype, out=out)
 
     return fill
 
 
-def from_source(source: Source, layout: UnitLayout, comm: Comm, wide: torch.dtype) -> Fill:
-    """Sends nothing; holds one piece at a time."""
+def from_source(
+    source: Source, layout: UnitLayout, comm: Comm, wide: torch.dtype, cuts: Mapping[str, Cut] = NO_CUTS
+) -> Fill:
+    """Sends nothing; holds one box at a time."""
 
     def fill(out: Tensor) -> None:
         for piece in layout.pieces(comm.rank):
-            values = source(layout.slots[piece.slot].name, piece.start, piece.stop)
+            slot = layout.slots[piece.slot]
             part = out[piece.offset : piece.offset + piece.stop - piece.start]
-            if out.dtype in (wide, values.dtype):
-                part.copy_(values)
-            else:
-                to_compute(values.to(comm.device, wide), out.dtype, out=part)
+            for box, target in cover(slot.shape, piece.start, part, cuts.get(slot.name)):
+                values = source(slot.name, box)
+                if out.dtype not in (wide, values.dtype):
+                    values = to_compute(values.to(comm.device, wide), out.dtype)
+                target.copy_(values)
 
     return fill
 

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from zero3d.agree import agree
-from zero3d.boxes import Box, intersect
+from zero3d.boxes import Box, intersect, slices
 from zero3d.checkpoint import FORMAT, FROZEN, MASTER, Parts, Segment, digest, file_of
 from zero3d.degrees import Degrees
 from zero3d.errors import CheckpointError
@@ -147,10 +147,9 @@ class _Reader:
                 common = intersect(box, stored)
                 if common is None:
                     continue
-                inside = tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(common, stored, strict=True))
-                place = tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(common, box, strict=True))
-                values = self._file(file).get_slice(key)[inside] if inside else self._file(file).get_tensor(key)
-                target[place].copy_(values)
+                inside, opened = slices(common, stored), self._file(file)
+                values = opened.get_slice(key)[inside] if inside else opened.get_tensor(key)
+                target[slices(common, box)].copy_(values)
                 missing -= values.numel()
         if missing:
             raise CheckpointError(
@@ -205,15 +204,15 @@ def _mesh_of(manifest: Mapping[str, Any]) -> Degrees:
 
 
 def _restore_piece(reader: _Reader, scalars: Mapping[str, float], parts: Parts, owned: OwnedPiece) -> None:
-    name, optimizer = parts.whole.owner(owned.name), parts.optimizer
-    reader.fill(Segment(name, MASTER, owned.shape, owned.piece.start, owned.master))
+    name, optimizer, cut = parts.whole.owner(owned.name), parts.optimizer, parts.cut(owned.name)
+    reader.fill(Segment(name, MASTER, owned.shape, owned.piece.start, owned.master, cut))
     state: dict[str, Any] = optimizer.torch.state[owned.master]
     saved = [key for key in reader.states(name) if key != MASTER]
     for key in set(state) - {*saved, *scalars}:
         del state[key]  # the checkpoint was written before the optimizer made this state
     for key in saved:
         state[key] = optimizer.state_view(owned, key, owned.master.dtype)
-        reader.fill(Segment(name, key, owned.shape, owned.piece.start, state[key]))
+        reader.fill(Segment(name, key, owned.shape, owned.piece.start, state[key], cut))
     for key, value in scalars.items():
         if isinstance(state.get(key), Tensor):
             state[key].fill_(value)
@@ -232,5 +231,6 @@ def _restore_frozen(reader: _Reader, unit: Unit, parts: Parts) -> None:
         part = values[piece.offset : piece.offset + piece.stop - piece.start]
         wide = torch.float64 if part.dtype == torch.float64 else torch.float32  # holds what any precision saved
         stored = torch.empty_like(part, dtype=wide if part.is_floating_point() else None)
-        reader.fill(Segment(parts.whole.owner(slot.name), FROZEN, slot.shape, piece.start, stored))
+        name, cut = parts.whole.owner(slot.name), parts.cut(slot.name)
+        reader.fill(Segment(name, FROZEN, slot.shape, piece.start, stored, cut))
         to_compute(stored, part.dtype, out=part)

@@ -18,7 +18,7 @@ LAYERS = [
     ["errors", "boxes", "ledger", "plain", "rng", "config", "deepspeed_config", "zero.stages", "zero.layout", "plan",
      "degrees", "schedules"],
     ["mesh", "transport", "zero.collectives", "zero.arena"],
-    ["precision", "param_groups", "nested", "boundary", "replica", "guards", "initial", "agree", "zero.unit", "zero.hooks",
+    ["tensor_parallel.cuts", "precision", "param_groups", "nested", "boundary", "replica", "guards", "initial", "agree", "zero.unit", "zero.hooks",
      "zero.prefetch", "zero.optimizer", "tier"],
     ["activations", "segments", "tensor_parallel", "pipeline", "in_turn", "generation", "moe", "checkpoint",
      "restore", "hf", "data"],

@@ -8,6 +8,7 @@ import torch
 from models import hf
 from safetensors.torch import load_file, save_file
 
+from zero3d.boxes import boxes, slices, whole
 from zero3d.config import Model
 from zero3d.errors import ConfigError
 from zero3d.hf.build import RandomWeights, build
@@ -25,7 +26,7 @@ def saved(request, tmp_path):
     return model, tmp_path
 
 
-def test_every_range_of_every_parameter_is_read_as_it_was_saved(saved):
+def test_every_box_of_every_parameter_is_read_as_it_was_saved(saved):
     model, folder = saved
     hollow = build(read_config(folder))
     weights = FileWeights(folder, hollow)
@@ -33,9 +34,11 @@ def test_every_range_of_every_parameter_is_read_as_it_was_saved(saved):
     assert [name for name, _ in hollow.named_parameters()] == list(expected)
     for name, p in hollow.named_parameters():
         assert p.is_meta
-        flat, size = expected[name].detach().reshape(-1), p.numel()
+        shape, size = tuple(p.shape), p.numel()
+        last = (*whole(shape)[:-1], (shape[-1] // 2, shape[-1]))  # a column of the tp axis
         for start, stop in ((0, size), (size // 3, size // 2 + 1), (size - 1, size), (1, size - 1)):
-            assert torch.equal(weights(name, start, stop), flat[start:stop]), (name, start, stop)
+            for box in [*boxes(shape, start, stop), last]:
+                assert torch.equal(weights(name, box), expected[name].detach()[slices(box)]), (name, box)
     assert weights.unused == []
 
 
@@ -53,8 +56,8 @@ def test_only_the_experts_that_are_asked_for_are_read(tmp_path):
     read = []
     tensor = weights._tensor
     weights._tensor = lambda key: read.append(key) or tensor(key)
-    size = 4 * 48 * 32
-    weights("model.layers.0.mlp.experts.gate_up_proj", size // 4, size // 2)
+    for columns in ((0, 24), (24, 48)):  # what a rank holds of the gates and of the ups
+        weights("model.layers.0.mlp.experts.gate_up_proj", ((1, 2), columns, (0, 32)))
     assert sorted(read) == [f"model.layers.0.mlp.experts.1.{part}_proj.weight" for part in ("gate", "up")]
 
 
@@ -76,21 +79,22 @@ def test_new_weights_are_those_of_the_models_own_initialiser(family):
     hollow = build(copy.deepcopy(model.config))
     weights = RandomWeights(hollow, seed=3)
     for name, p in model.named_parameters():
-        made = weights(name, 0, p.numel())
+        made = weights(name, whole(tuple(p.shape)))
         spread, expected = float(made.std()), float(p.detach().std())
         assert spread == pytest.approx(expected, rel=0.3), name
         assert (spread == 0) == (expected == 0)
 
 
-def test_new_weights_depend_on_the_seed_and_not_on_the_ranges_asked_for():
+def test_new_weights_depend_on_the_seed_and_not_on_the_boxes_asked_for():
     hollow = build(hf("llama").config)
     name = "model.layers.1.mlp.up_proj.weight"
-    whole = RandomWeights(hollow, seed=3)(name, 0, 48 * 32)
+    everything, some = ((0, 48), (0, 32)), ((3, 7), (16, 32))
+    made = RandomWeights(hollow, seed=3)(name, everything)
     other = RandomWeights(hollow, seed=3)
-    other("model.embed_tokens.weight", 5, 9)
-    assert torch.equal(other(name, 100, 200), whole[100:200])
-    assert not torch.equal(RandomWeights(hollow, seed=4)(name, 0, 48 * 32), whole)
-    blocks = [other(f"model.layers.{i}.mlp.up_proj.weight", 0, 9) for i in range(2)]
+    other("model.embed_tokens.weight", ((5, 9), (0, 32)))
+    assert torch.equal(other(name, some), made[slices(some)])
+    assert not torch.equal(RandomWeights(hollow, seed=4)(name, everything), made)
+    blocks = [other(f"model.layers.{i}.mlp.up_proj.weight", some) for i in range(2)]
     assert not torch.equal(*blocks)
 
 

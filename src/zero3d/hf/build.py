@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from zero3d.boxes import Box, slices
 from zero3d.errors import ConfigError
 from zero3d.hf.blocks import find_blocks
 
@@ -86,12 +87,12 @@ class RandomWeights:
             self._owner[name] = next(inside, name.rpartition(".")[0])
         self._made: tuple[str | None, dict[str, Tensor]] = (None, {})
 
-    def __call__(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened parameter."""
+    def __call__(self, name: str, box: Box) -> Tensor:
+        """The values in a box of the parameter."""
         owner = self._owner[name]
         if self._made[0] != owner:
             self._made = (owner, self._make(owner))
-        return self._made[1][name].view(-1)[start:stop]
+        return self._made[1][name][slices(box)]
 
     def _make(self, owner: str) -> dict[str, Tensor]:
         module = copy.deepcopy(self._model.get_submodule(owner)).to_empty(device="cpu")

@@ -1,6 +1,7 @@
 """Export: the weights as a folder that `from_pretrained` loads, gathered unit by unit.
 
-    every pipeline stage   gathers its units on its own dp axis; rank 0 of that writes part-STAGE-0, -1, ...
+    every pipeline stage   gathers its units on its own dp axis; rank 0 of that has the tp ranks' slices joined,
+                           parameter by parameter, and as tp rank 0 writes part-STAGE-0, -1, ...
     in turn                persistent buffers that no earlier pipeline stage wrote
     rank 0 of all          gives the files their names, writes index and config
 
@@ -63,13 +64,26 @@ def _add_units(
     """Gather this pipeline stage's units, of which each has its own number."""
     for unit in parts.owned_units:
         with gathered(unit):
-            named = dict(zip((slot.name for slot in unit.layout.slots), unit.weights.params, strict=True))
-            add = partial(_add, writer, model, named)
-            agree(parts.comm, add if parts.comm.rank == 0 else lambda: None)
+            add = partial(_add, writer, parts, model, unit) if parts.comm.rank == 0 else lambda: None
+            agree(parts.tp, partial(agree, parts.comm, add))
 
 
-def _add(writer: _ExportWriter, model: nn.Module, named: Mapping[str, Tensor]) -> None:
-    writer.add(_named_as_saved(model, named))
+def _add(writer: _ExportWriter, parts: Parts, model: nn.Module, unit: Unit) -> None:
+    """Write a gathered unit on tp rank 0; the others only send."""
+    tensors = zip(unit.layout.slots, unit.weights.params, strict=True)
+    named = {slot.name: _joined(parts, slot.name, p.detach()) for slot, p in tensors}
+    if parts.tp.rank == 0:
+        writer.add(_named_as_saved(model, named))
+
+
+def _joined(parts: Parts, name: str, local: Tensor) -> Tensor:
+    """The whole parameter, for whose sake each tp rank sends its slice to all (tp-1)/tp of it on every rank."""
+    cut = parts.cut(name)
+    if cut is None:
+        return local
+    slices = local.new_empty(parts.tp.size, *local.shape)
+    parts.tp.all_gather(slices.view(-1), local.reshape(-1), name).wait()
+    return cut.join(slices.cpu().unbind()) if parts.tp.rank == 0 else local
 
 
 def _prepare_export(directory: Path, temporary: Path) -> None:

@@ -1,10 +1,10 @@
 """The weights of a Hugging Face folder by slices: a `Source` over its safetensors.
 
 Names go through Hugging Face's own tables of renamed and fused parameters (mixture-of-experts
-layers, old names). What a range costs to read, on a rank that holds nothing else of the model:
+layers, old names). What a box costs to read, on a rank that holds nothing else of the model:
 
-    a plain parameter                               that range
-    experts stacked into one parameter              those experts
+    a plain parameter                               that box
+    experts stacked into one parameter              those experts, once for boxes that follow one another
     anything else that a table converts             the whole parameter
 """
 
@@ -14,7 +14,6 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from zero3d.boxes import boxes
+from zero3d.boxes import Box, slices, whole
 from zero3d.errors import ConfigError
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 REOPEN_BYTES = 32 << 20  # pages of a mapped file count as this process's memory until it is closed
 SHOWN = 3
+Rows = tuple[int, int | None]
 
 
 @dataclass
@@ -53,28 +53,26 @@ class FileWeights:
         self._file_of = _index(folder)
         self._open: tuple[str, Any] = ("", None)
         self._read = 0
-        self._whole: tuple[Recipe | None, dict[str, Tensor]] = (None, {})
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
-        self._recipes, self.unused = self._match(shapes)
+        self._made: tuple[Recipe | None, Rows, dict[str, Tensor]] = (None, (0, None), {})
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
+        self._recipes, self.unused = self._match(self._shapes)
         self._alias = _aliases(model)
-        self._check_shapes(shapes)
+        self._check_shapes(self._shapes)
         self._fill_buffers()
 
-    def __call__(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened parameter."""
+    def __call__(self, name: str, box: Box) -> Tensor:
+        """The values in a box of the parameter."""
         name = next(alias for alias in self._alias.get(name, [name]) if alias in self._recipes)
         recipe = self._recipes[name]
         if recipe.converter is None:
-            return self._slice(recipe.sources[0][1], start, stop)
-        shape = tuple(self._model.get_parameter(name).shape)
-        row = prod(shape[1:])
-        if _keeps_rows(recipe.converter, shape, len(recipe.sources)):
-            first, last = start // row, -(-stop // row)
-            part = self._convert(recipe, name, first, last)[name]
-            return part.reshape(-1)[start - first * row : stop - first * row]
-        if self._whole[0] is not recipe:
-            self._whole = (recipe, self._convert(recipe, name))
-        return self._whole[1][name].reshape(-1)[start:stop]
+            return self._box(recipe.sources[0][1], box)
+        rows: Rows = (0, None)
+        if _keeps_rows(recipe.converter, self._shapes[name], len(recipe.sources)):
+            rows, box = box[0], ((0, box[0][1] - box[0][0]), *box[1:])
+        if self._made[0] is not recipe or self._made[1] != rows:
+            self._made = (None, rows, {})  # what was made before is not held any longer
+            self._made = (recipe, rows, self._convert(recipe, name, *rows))
+        return self._made[2][name][slices(box)]
 
     # --- reading ------------------------------------------------------------------------------------
 
@@ -84,15 +82,12 @@ class FileWeights:
             self._open, self._read = (file, safe_open(self._folder / file, framework="pt")), 0
         return self._open[1]
 
-    def _slice(self, key: str, start: int, stop: int) -> Tensor:
-        stored = self._handle(key).get_slice(key)
-        shape = tuple(stored.get_shape())
-        parts = []
-        for box in boxes(shape, start, stop):
-            part = stored[tuple(slice(a, b) for a, b in box)] if box else self._tensor(key)
-            parts.append(part.reshape(-1))
-            self._read += parts[-1].numel() * parts[-1].element_size()
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def _box(self, key: str, box: Box) -> Tensor:
+        if not box:
+            return self._tensor(key)
+        part: Tensor = self._handle(key).get_slice(key)[slices(box)]
+        self._read += part.numel() * part.element_size()
+        return part
 
     def _tensor(self, key: str) -> Tensor:
         tensor: Tensor = self._handle(key).get_tensor(key)
@@ -164,7 +159,7 @@ class FileWeights:
     def _fill_buffers(self) -> None:
         for name, buffer in self._model.named_buffers():
             if name in self._recipes:
-                buffer.copy_(self(name, 0, buffer.numel()).view(buffer.shape))
+                buffer.copy_(self(name, whole(tuple(buffer.shape))))
 
 
 def _index(folder: Path) -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""Tensor parallelism: modules that compute with this tp rank's slices of their parameters."""
