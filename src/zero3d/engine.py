@@ -30,13 +30,14 @@ from zero3d.hf.blocks import UnitSpec, partition_all
 from zero3d.hf.export import export
 from zero3d.initial import Source, from_module, from_source, hollow
 from zero3d.ledger import Ledger
-from zero3d.mesh import Mesh, refuse_unbuilt
+from zero3d.mesh import Mesh
 from zero3d.param_groups import OptimizerChoice, choose_optimizer
 from zero3d.pipeline import Pipeline, find_ties, names_of_copies, pipeline_policies, take_parts
 from zero3d.plan.traffic import UnitTraffic
 from zero3d.precision import DTYPES, NAMES, LossScale, Precision, at_least_fp32
-from zero3d.replica import Replica
+from zero3d.replica import Replica, Slices
 from zero3d.schedules import Schedule
+from zero3d.tensor_parallel import parallelize
 from zero3d.zero.arena import STATES, TRANSIENT, Arena
 from zero3d.zero.collectives import Comm, broadcast_ints
 from zero3d.zero.hooks import KEEP, Hooks
@@ -86,6 +87,8 @@ class Engine:
 
     schedule      of a pipeline (mesh.pp > 1): gpipe, 1f1b, interleaved, zero-bubble or zbv; train_batch runs it
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
+    tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
+    sequence_parallel  cut activations between blocks over tp, too, along the sequence
     weights       values of parameters on the meta device (`hf.load.open_model` gives both): every
                   rank reads only what it holds
 
@@ -117,15 +120,14 @@ class Engine:
         weights: Source | None = None,
         schedule: str = "1f1b",
         blocks: str | None = None,
+        tp_plan: Mapping[str, str] | None = None,
+        sequence_parallel: bool = False,
     ) -> None:
         row = stage_row(stage)
         self.precision = Precision.of(precision)
         self.mesh = mesh if mesh is not None else Mesh()
-        refuse_unbuilt(self.mesh.degrees)
         release, reduce = resolve_policies(row, *pipeline_policies(self.mesh.pp, release, reduce))
         _check(model, clip_norm, accumulate, exact, weights)
-        if weights is not None:
-            hollow(model)
         choice = choose_optimizer(model, optimizer, param_groups)
         self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
         order = Schedule.of(schedule)
@@ -133,16 +135,18 @@ class Engine:
         self._copies = names_of_copies(self.parts)
         self.whole = checkpoint.Whole.of(model, self._copies)
         self._order |= {name: self._order[owner] for name, owner in self._copies.items()}
+        self.arena, self.traffic = Arena(self.mesh.device), Ledger()
+        self.tp = Comm(self.mesh.axis("tp"), self.arena, self.traffic)
+        self._cut_over_tp(tp_plan, sequence_parallel, local_logits=loss is None)
+        for root in (model, *self.parts.values()) if weights is not None else ():
+            hollow(root)
         specs, uses = partition_all(self.parts.values(), units, self.precision.dtype)
         self.stage, self.module = stage, model if self.mesh.pp == 1 else nn.ModuleList(self.parts.values())
         self._accumulate, self._loss = accumulate, loss
         self._takes, self._options = _names_taken(model), forward_options(model)
         wide = torch.float64 if self.precision.name == "fp64" else torch.float32
         self.policy = Policy(row, release, reduce, accumulate, wide, _wire(reduce_dtype, self.precision))
-        self.arena = Arena(self.mesh.device)
-        self.traffic = Ledger()
         self.comm = Comm(self.mesh.data, self.arena, self.traffic, check_every_gather=self.mesh.debug)
-        self.tp = Comm(self.mesh.axis("tp"), self.arena, self.traffic)
         self.everyone = Comm(self.mesh.everyone, self.arena, self.traffic)
         self._unit_of: dict[nn.Parameter, Unit] = {}
         guard(self.module, self._unit_of, lambda unit: FULL_PARAMS in unit.users)  # a failure below must not go unseen
@@ -159,6 +163,18 @@ class Engine:
 
     # --- construction ---------------------------------------------------------------------------
 
+    def _cut_over_tp(self, plan: Mapping[str, str] | None, sequence_parallel: bool, local_logits: bool) -> None:
+        """Replace parameters by this tp rank's slices of them."""
+        axis, cut = self.mesh.axis("tp"), []
+        if axis.size > 1:
+            cut = [
+                parallelize(part, axis, self.traffic, plan, sequence=sequence_parallel, local_logits=local_logits)
+                for part in self.parts.values()
+            ]
+        self._local_logits = local_logits and axis.size > 1
+        self._cuts = {name: each for found in cut for name, each in found.cuts.items()}
+        self._partial = frozenset(name for found in cut for name in found.partial)
+
     def _build_unit(self, spec: UnitSpec, choice: OptimizerChoice, source: Source | None) -> Unit:
         owner = {name: self._copies.get(name, name) for name in spec.params}
         groups = {name: choice.group_of.get(owner[name], 0) for name in spec.params}
@@ -169,7 +185,7 @@ class Engine:
         if source is None:
             fill = from_module(layout, spec.params, self.comm, wide)
         else:
-            fill = from_source(lambda name, box: source(owner[name], box), layout, self.comm, wide)
+            fill = from_source(lambda name, box: source(owner[name], box), layout, self.comm, wide, self._cuts)
         return Unit(spec.name, spec.params, layout, spec.dtype, setting, fill, spec.deferred)
 
     def _wire_up(
@@ -180,7 +196,8 @@ class Engine:
         device = self.mesh.device
         across = self.mesh.axis("pp")
         ties = find_ties(self.parts, self.units, schedule, across.size)
-        self.replica = Replica(Comm(across, self.arena, self.traffic), ties)
+        whole, along = (Comm(axis, self.arena, self.traffic) for axis in (self.mesh.replica, across))
+        self.replica = Replica(whole, along, Slices(self.tp, self._cuts.keys(), self._partial), ties)
         self.optimizer = ShardedOptimizer(
             self.units, self._order, choice.build, choice.groups, self.comm, self.arena, clip_norm, self.replica
         )
@@ -315,7 +332,7 @@ class Engine:
     def _warn_of_skips(self, applied: bool) -> None:
         """A run that never applies a step should not look like one that trains."""
         self._skips = 0 if applied else self._skips + 1
-        if self._skips == MANY_SKIPS and not self.precision.scales_loss and self.comm.rank == 0:
+        if self._skips == MANY_SKIPS and not self.precision.scales_loss and self.mesh.rank == 0:
             warnings.warn(
                 f"{MANY_SKIPS} steps in a row were skipped because the gradient norm was not finite. If the loss is "
                 "NaN from the start at stage 3, a parameter is used outside its module's forward: see "
@@ -500,7 +517,7 @@ class Engine:
             self.everyone, self.mesh.degrees, self.loss_scale, self.scheduler, self._steps,
             {"stage": self.stage, "dp": self.comm.size, "precision": self.precision.name,
              "algorithm": self.comm.algorithm},
-            loop,
+            loop, {self._copies.get(name, name): cut for name, cut in self._cuts.items()},
         )  # fmt: skip
 
     # --- accounting -----------------------------------------------------------------------------
