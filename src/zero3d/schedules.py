@@ -71,15 +71,16 @@ class Schedule(NamedTuple):
             return
         ways = [_at_most(blocks // each)] if blocks >= 2 * each else []
         if each == 1:
-            said = f"pp={ranks} pipeline stages need a block each, and {name} has {blocks}"
+            said, keys = f"pp={ranks} pipeline stages need a block each, and {name} has {blocks}", "mesh.pp"
         else:
+            keys = "mesh.pp, mesh.schedule"
             said = (
                 f"schedule {self.name!r} puts {each} parts on each of {ranks} pipeline stages = {ranks * each} parts, "
                 f"and {name} has {blocks} block{'s' if blocks > 1 else ''}"
             )
             fewer = "" if blocks >= ranks else f"{_at_most(blocks)} with "
             ways += [f"{fewer}schedule='{DEFAULT}'"] if blocks > 1 else []
-        raise ConfigError(f"{said}: pass {', or '.join(ways or ['pp=1'])} (mesh.pp, mesh.schedule in a file).")
+        raise ConfigError(f"{said}: pass {', or '.join(ways or ['pp=1'])} ({keys} in a file).")
 
     def check(self, micro_batches: int, ranks: int) -> None:
         """Raise ConfigError for a number of micro-batches that torch's schedule cannot take."""

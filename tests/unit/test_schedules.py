@@ -5,7 +5,7 @@ import pytest
 from zero3d.errors import ConfigError
 from zero3d.schedules import SCHEDULES, Schedule
 
-FILE = r" \(mesh\.pp, mesh\.schedule in a file\)\.$"
+FILE = r" \(mesh\.pp(, mesh\.schedule)? in a file\)\.$"
 
 
 @pytest.mark.parametrize(

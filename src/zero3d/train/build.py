@@ -173,7 +173,8 @@ def _of_pipeline(config: Config, mesh: Mesh) -> dict[str, Any]:
     unused = [f"mesh.{key}={value}" for key, value in given.items() if value is not None]
     if unused and mesh.rank == 0:
         warnings.warn(
-            f"{', '.join(unused)} without effect: mesh.pp is 1, so there is no pipeline; pass mesh.pp=2 or more for one.",
+            f"{', '.join(unused)} without effect: mesh.pp is 1, so there is no pipeline; pass mesh.pp=2 or more for "
+            "one.",
             stacklevel=3,
         )
     return {}
