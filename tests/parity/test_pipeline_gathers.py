@@ -6,10 +6,12 @@ import pytest
 from pipelines import SCHEDULES, build, engine_of, micro_batches
 
 import zero3d
+from zero3d.errors import Zero3dError
 from zero3d.plan.bubble import Action
 from zero3d.plan.traffic import PartUnits, pipeline_gathers
 from zero3d.schedules import Schedule
 from zero3d.zero.prefetch import WINDOW
+from zero3d.zero.unit import State
 
 M, EMBEDDING = 4, "embed"
 
@@ -55,6 +57,22 @@ def test_a_step_gathers_what_its_action_list_says(ranks, schedule):
         assert all(M <= per_use[name] <= uses * M for name in names)
         assert max(per_use.values()) > M * (uses - 1)
         assert per_use[EMBEDDING] in (0, (uses - 1) * M)
+
+
+def left_by_a_failure(schedule):
+    """The units still gathered after a step in which the last part's second loss failed."""
+    engine = engine_of(build("net", 4), zero3d.Mesh(pp=2), stage=3, release="every_use", schedule=schedule)
+    for _ in range(2):  # from the second step on units are gathered ahead
+        engine.train_batch(micro_batches(0, 0))
+    given = micro_batches(0, 0)
+    del given[1]["targets"]
+    with pytest.raises(Zero3dError, match="KeyError: 'targets'"):
+        engine.train_batch(given)
+    return [unit.name for unit in engine.units if unit.users or unit.weights.state is not State.SHARDED]
+
+
+def test_a_step_that_fails_gives_back_what_was_gathered_ahead(ranks):
+    assert ranks(2, left_by_a_failure, "1f1b", group_timeout=3.0) == [[], []]
 
 
 def test_uses_of_what_a_forward_used_last_merge_with_the_backward_after_it():
