@@ -85,7 +85,7 @@ class Engine:
     release       "auto" | "every_use" | "every_step": gathered parameters at stage 3
     reduce        "auto" | "every_micro_batch" | "every_step": when gradients are reduced
 
-    schedule      of a pipeline (mesh.pp > 1): gpipe, 1f1b, interleaved, zero-bubble or zbv; train_batch runs it
+    schedule      of a pipeline (mesh.pp > 1): gpipe, 1f1b (None), interleaved, zero-bubble or zbv; for train_batch
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
     tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
     sequence_parallel  cut activations between blocks over tp, too, along the sequence
@@ -118,7 +118,7 @@ class Engine:
         reduce: str = "auto",
         exact: bool = False,
         weights: Source | None = None,
-        schedule: str = "1f1b",
+        schedule: str | None = None,
         blocks: str | None = None,
         tp_plan: Mapping[str, str] | None = None,
         sequence_parallel: bool = False,
@@ -130,7 +130,7 @@ class Engine:
         _check(model, clip_norm, accumulate, exact, weights)
         choice = choose_optimizer(model, optimizer, param_groups)
         self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
-        order = Schedule.of(schedule)
+        order = Schedule.asked(self.mesh.pp, schedule, blocks)
         self.parts = take_parts(model, self.mesh.axis("pp"), order, blocks)
         self._copies = names_of_copies(self.parts)
         self.whole = checkpoint.Whole.of(model, self._copies)
@@ -201,7 +201,7 @@ class Engine:
         self.optimizer = ShardedOptimizer(
             self.units, self._order, choice.build, choice.groups, self.comm, self.arena, clip_norm, self.replica
         )
-        self.gathers = Gathers(Lane("gather", device), every_step=self.policy.release == "every_step")
+        self.gathers = Gathers(Lane("gather", device), self.policy.release == "every_step", across.size > 1)
         self.reductions = Reductions(self.units, Lane("reduce", device))
         self.loss_scale = LossScale(self.precision)
         every = self.policy.reduce == "every_micro_batch"
@@ -263,9 +263,8 @@ class Engine:
             self.gathers.acquire(unit, WHOLE)
         try:
             yield
-        finally:
-            for unit in units:
-                self.gathers.release(unit, WHOLE)
+        finally:  # and what hooks took for calls (tuples): no gradient reaches an end of every module here
+            self.gathers.drop(lambda token: token == WHOLE or isinstance(token, tuple))
 
     def _refuse_pipeline(self, what: str) -> None:
         if self.pipeline is not None:
