@@ -103,8 +103,13 @@ class Recomputed:
         self._name, self._module, self._recorder = name, module, recorder
         self._forward = module.forward
 
+    @property
+    def replaying(self) -> bool:
+        """Whether a recomputation is calling the blocks, with the arguments they had behind their hooks."""
+        return self._recorder.replaying
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._recorder.replaying and not (torch.is_grad_enabled() and self._module.training):
+        if not self.replaying and not (torch.is_grad_enabled() and self._module.training):
             return self._forward(*args, **kwargs)
         args = tuple(self._without_cache(value) for value in args)
         kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}

@@ -51,8 +51,13 @@ class Ending(NamedTuple):
         return cls(ends, ends[0] if pad is None else int(pad), early)
 
 
+def next_logits(output: Any) -> Tensor:
+    """[batch, vocabulary] fp32 of the token after the last, from what a model returns for [batch, length]."""
+    return next(tensors_in(getattr(output, "logits", output)))[:, -1].float()
+
+
 def generate(
-    forward: Callable[[Tensor], Any],
+    forward: Callable[[Tensor], Tensor | None],
     everywhere: Callable[[Tensor], Tensor],
     ids: Tensor,
     max_new_tokens: int,
@@ -63,17 +68,16 @@ def generate(
 ) -> Tensor:
     """Continue `ids` [batch, length] by `max_new_tokens`.
 
-    forward     ids -> the model's output, or None where another rank has it
+    forward     ids -> logits of the next token [batch, vocabulary], or None where another rank has them
     everywhere  one rank's [batch] float64 plus zeros of the others -> the sum, on all of them
     Sampling draws from torch's default generator, on the rank that has the output.
     """
     eos, over = torch.tensor(ending.eos, device=ids.device), torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     length = ids.shape[1] + max_new_tokens
     for _ in range(max_new_tokens):
-        output = forward(ids)
+        logits = forward(ids)
         token = torch.zeros(len(ids), dtype=torch.float64, device=ids.device)
-        if output is not None:
-            logits = next(tensors_in(getattr(output, "logits", output)))[:, -1].float()
+        if logits is not None:
             token += _pick(logits, do_sample, temperature, top_k)
         token = everywhere(token).to(ids).masked_fill(over, ending.pad)
         ids, over = torch.cat([ids, token[:, None]], dim=1), over | torch.isin(token, eos)

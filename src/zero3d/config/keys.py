@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType, NoneType, UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from zero3d.config.hints import nearest
 from zero3d.config.kinds import KINDS, NULLS, convert, found
@@ -57,7 +57,7 @@ class Key:
         return read
 
     def _allows(self, value: Any) -> bool:
-        if value is None or isinstance(value, bool):
+        if value is None or isinstance(value, (bool, Mapping)):
             return True
         if isinstance(value, str):
             return not self.choices or re.fullmatch(self.pattern, value) is not None
@@ -109,7 +109,12 @@ KEYS: Mapping[str, Key] = MappingProxyType({key.name: key for key in _keys()})
 
 def takes_list(key: Key) -> bool:
     """Whether commas in an override of it make a list."""
-    return any(isinstance(each, type(tuple[str, ...])) for each in key.types)
+    return any(get_origin(each) is tuple for each in key.types)
+
+
+def takes_table(key: Key) -> bool:
+    """Whether braces in an override of it make a mapping."""
+    return Mapping[str, str] in key.types
 
 
 def value_of(config: Config, name: str) -> Any:

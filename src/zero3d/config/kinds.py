@@ -7,6 +7,7 @@
     str
     tuple[str, ...]       one text
     tuple[float, float]   a list of two numbers
+    Mapping[str, str]     a mapping of texts to texts
     None                  "null", "none", "~", "" (where the key may be null)
 
 A union takes the first of its types that fits.
@@ -76,6 +77,12 @@ def _pair(value: Any) -> tuple[float, float]:
     return _number(first), _number(second)
 
 
+def _table(value: Any) -> Mapping[str, str]:
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError
+    return {_text(key): _text(each) for key, each in value.items()}
+
+
 KINDS: Mapping[Any, Kind] = MappingProxyType(
     {
         int: Kind("a whole number", _whole, {"type": "integer"}),
@@ -89,6 +96,11 @@ KINDS: Mapping[Any, Kind] = MappingProxyType(
         ),
         tuple[float, float]: Kind(
             "two numbers", _pair, {"type": "array", "minItems": 2, "maxItems": 2, "items": {"type": "number"}}
+        ),
+        Mapping[str, str]: Kind(
+            "a mapping of texts to texts",
+            _table,
+            {"type": "object", "minProperties": 1, "additionalProperties": {"type": "string"}},
         ),
     }
 )

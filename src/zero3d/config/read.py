@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from zero3d.config.hints import unknown
-from zero3d.config.keys import KEYS, SECTIONS, takes_list, value_of
+from zero3d.config.keys import KEYS, SECTIONS, takes_list, takes_table, value_of
 from zero3d.config.sections import Config
 from zero3d.config.yaml_file import read_yaml
 from zero3d.errors import ConfigError
@@ -132,15 +132,15 @@ def _not_a_pair(word: str) -> str:
 
 
 def _listed(name: str, text: str) -> Any:
-    """Commas and brackets make lists, where the key takes one; all else stays text, for the key's type to read."""
-    if name not in KEYS or not takes_list(KEYS[name]):
+    """Commas and brackets make lists, braces mappings, where the key takes one; all else is for its type to read."""
+    if name not in KEYS or not (takes_list(KEYS[name]) or takes_table(KEYS[name])):
         return text
-    if text.startswith("["):
+    if text.startswith("[{"[takes_table(KEYS[name])]):
         try:
             return yaml.safe_load(text)
         except (yaml.YAMLError, ValueError, RecursionError):  # a file may be named [a].txt
             return text
-    return [part.strip() for part in text.split(",")] if "," in text else text
+    return [part.strip() for part in text.split(",")] if "," in text and takes_list(KEYS[name]) else text
 
 
 def _take(name: str, value: Any, where: str, given: dict[str, Given], override: bool = False) -> Iterator[Problem]:

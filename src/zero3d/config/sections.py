@@ -13,6 +13,7 @@ and `check` do.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,6 +136,10 @@ class Mesh:
         "order of a pipeline's forwards and backwards, 1f1b by default (the learning rate's is the section schedule)",
         choices=tuple(SCHEDULES),
     )
+    tp_plan: Mapping[str, str] | None = key(
+        None, "tensor-parallel styles by module name pattern, which win over the model's own plan"
+    )
+    sequence_parallel: bool = key(False, "cut activations between blocks over tp, too, along the sequence")
     blocks: str | None = key(None, "the list of blocks that a pipeline cuts, such as model.layers; by default found")
 
 

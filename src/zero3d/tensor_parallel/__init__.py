@@ -1,1 +1,111 @@
-"""Tensor parallelism: modules that compute with this tp rank's slices of their parameters."""
+"""Tensor parallelism: every matrix of a block is cut, every rank computes with its part, activations are summed.
+
+    plan.py        which style each module gets
+    styles.py      what a style cuts and hooks
+    sequence.py    sequence parallelism and dropout around cut modules
+    vocabulary.py  embedding, head and loss
+    regions.py     the autograd passages between common and own activations
+    channel.py     their collectives
+    cuts.py        how a parameter is cut
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from zero3d.data.masking import inner_model
+from zero3d.errors import ConfigError
+from zero3d.hf.split import model_of
+from zero3d.ledger import Ledger
+from zero3d.tensor_parallel.channel import Channel
+from zero3d.tensor_parallel.cuts import Cut
+from zero3d.tensor_parallel.plan import Style, read_plan
+from zero3d.tensor_parallel.regions import Doors
+from zero3d.tensor_parallel.sequence import cut_blocks, install_random, install_sequence
+from zero3d.tensor_parallel.styles import Work, apply_cuts, apply_style
+from zero3d.tensor_parallel.vocabulary import Head, cross_entropy, gather_logits
+from zero3d.transport import Axis
+
+__all__ = ["Channel", "Cut", "Sharded", "cross_entropy", "gather_logits", "parallelize"]
+
+
+class Sharded(NamedTuple):
+    """What the tp axis did to a model, by parameter name: how parameters are cut, and whose gradients are parts."""
+
+    cuts: Mapping[str, Cut]
+    partial: frozenset[str]
+
+
+def parallelize(
+    model: nn.Module,
+    axis: Axis,
+    ledger: Ledger,
+    plan: Mapping[str, str] | None = None,
+    sequence: bool = False,
+    local_logits: bool = True,
+) -> Sharded:
+    """Cut a model's parameters over the tp axis and make its modules communicate, in place.
+
+    model         real parameters (rank 0's values win, one broadcast each) or meta ones; whole, or a pipeline part
+    plan          styles by name pattern, over those of the model's own plan (`plan.py`)
+    sequence      between cut modules activations are chunks of the sequence
+    local_logits  a forward that is given labels returns logits [.., V/N]; else logits are always [.., V]
+    Gradients of parameters in `partial` must be summed over tp, once per step, by the caller.
+    Errors: no plan, a style or name that is not known, sizes that tp does not divide (ConfigError).
+    """
+    if axis.size == 1:
+        return Sharded({}, frozenset())
+    inner: Any = inner_model(model_of(model))
+    styles = _vocabulary(model, inner) | read_plan(model, plan)
+    config = inner.config.get_text_config() if hasattr(inner, "config") else None
+    check_config(config, styles, axis.size)
+    blocks = frozenset(cut_blocks(model, list(styles)))
+    work = Work(model, Doors(Channel(axis, ledger), sequence), blocks, sequence)
+    for name, style in styles.items():
+        head = Head(work.doors, name)
+        if name == _head_name(model, inner) and local_logits:
+            head.install_loss(inner)
+        apply_style(work, name, style, head)
+    install_random(work, config)
+    if sequence:
+        install_sequence(work)
+    apply_cuts(work)
+    model.register_forward_hook(lambda *_: work.doors.forget())
+    names = dict(model.named_parameters())
+    cuts = {name: work.cuts[p] for name, p in names.items() if p in work.cuts}
+    return Sharded(cuts, frozenset(name for name, p in names.items() if p in work.partial and name not in cuts))
+
+
+def check_config(config: Any, styles: Mapping[str, Style], size: int) -> None:
+    """Heads must not be cut in two, which shapes do not tell. Raises ConfigError."""
+    attention = any("attn" in name or "attention" in name for name in styles)
+    for what in ("num_attention_heads", "num_key_value_heads") if attention else ():
+        heads = getattr(config, what, None)
+        if isinstance(heads, int) and heads % size:
+            fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+            raise ConfigError(
+                f"tp={size} cannot share out {what}={heads}: {heads} / {size} is not whole. Pass a tp that divides it "
+                f"({', '.join(fits)}), or leave attention out of the plan with 'none'."
+            )
+
+
+def _vocabulary(model: nn.Module, inner: Any) -> dict[str, Style]:
+    """Styles of the token embedding and the head, which are always cut unless the plan says otherwise."""
+    found = {}
+    names = {module: name for name, module in model.named_modules()}
+    for ask, style, kind in (
+        ("get_input_embeddings", "embedding_rowwise", nn.Embedding),
+        ("get_output_embeddings", "colwise_gather_output", nn.Linear),
+    ):
+        module = getattr(inner, ask)() if hasattr(inner, ask) else None
+        if isinstance(module, kind) and module in names:
+            found[names[module]] = Style(style)
+    return found
+
+
+def _head_name(model: nn.Module, inner: Any) -> str | None:
+    module = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    return next((name for name, m in model.named_modules() if m is module), None) if module is not None else None

@@ -19,6 +19,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,16 @@ _HASH_MODULUS = (1 << 52) - 1  # an exact float64
 # torch 2.13 renames these; 2.11 has the old names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather_into(full: Tensor, shard: Tensor, group: dist.ProcessGroup | None, async_op: bool = False) -> Any:
+    """torch's all-gather of `shard` [n] into `full` [N n]."""
+    return _all_gather(full, shard, group=group, async_op=async_op)
+
+
+def reduce_scatter_into(shard: Tensor, full: Tensor, group: dist.ProcessGroup | None) -> Any:
+    """torch's reduce-scatter of `full` [N n] into `shard` [n], started."""
+    return _reduce_scatter(shard, full, dist.ReduceOp.SUM, group=group, async_op=True)
 
 
 class Pending:
@@ -75,7 +86,7 @@ class Comm:
         if self.algorithm == "pairwise":
             slots = list(full.view(self.size, -1))
             return Pending(swap(self._axis, group, "all_gather", unit, [own] * self.size, slots))
-        start = partial(_all_gather, full, own, group=group, async_op=True)
+        start = partial(gather_into, full, own, group, async_op=True)
         work = self._axis.call("all_gather", unit, start)
         return Pending(lambda: self._axis.call("all_gather", unit, work.wait))
 
@@ -120,7 +131,7 @@ class Comm:
         values = values.cpu() if self._axis.backend == "gloo" else values  # gloo gathers host memory only
         out = torch.empty(self.size * values.numel(), dtype=values.dtype, device=values.device)
         self._ledger.record("exchange", self.axis, "-", (self.size - 1) * values.numel(), values.dtype.itemsize)
-        self._axis.call("exchange", "-", partial(_all_gather, out, values, group=self._axis.reductions))
+        self._axis.call("exchange", "-", partial(gather_into, out, values, self._axis.reductions))
         everyone = values.repeat(self.size) if self.algorithm == "fake" else out
         return everyone.view(self.size, -1).to(device)
 
@@ -196,8 +207,7 @@ class Comm:
     def _native_reduce_scatter(self, full: Tensor, shard: Tensor, unit: str, wire: torch.dtype, add: bool) -> Pending:
         sends = full if full.dtype == wire else self._arena.borrow("wire", full.numel(), wire).copy_(full)
         out = self._arena.borrow("wire", shard.numel(), wire)
-        group, total = self._axis.reductions, dist.ReduceOp.SUM
-        start = partial(_reduce_scatter, out, sends, total, group=group, async_op=True)
+        start = partial(reduce_scatter_into, out, sends, self._axis.reductions)
         work = self._axis.call("reduce_scatter", unit, start)
 
         def finish() -> None:

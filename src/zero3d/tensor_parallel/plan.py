@@ -1,0 +1,201 @@
+"""Which style each module, parameter or attribute of a model gets: Hugging Face's plan data, and the user's map.
+
+    layers.*.self_attn.q_proj: colwise      a name in which * stands for one part, and a style
+    layers.*.mlp.gate_up: packed_colwise:3  how many equal blocks are fused, where not 2
+
+The user's map wins over the model's own plan; "none" takes a name out of it. A name may begin at the
+model, at the model inside a PEFT wrapper, or at the base model below the head.
+
+    style                           what is cut                        what its input or output does
+    colwise                         outputs of a Linear or Conv1D      input enters
+    rowwise                         inputs, the bias is not            output leaves, then the bias is added
+    packed_colwise, packed_rowwise  the same, of fused matrices        (fused experts: [experts, 2 I, H] and so on)
+    colwise_gather_output           as colwise                         and the ranks' outputs are joined
+    embedding_rowwise               the vocabulary of an Embedding     output leaves
+    replicated_with_grad_allreduce  nothing: gradients are partial
+    moe_tp_experts                  nothing (its parameters are)       floating inputs enter, output leaves
+    all_reduce                      nothing                            output leaves
+    divided                         an integer attribute becomes // tp
+    replicate                       nothing
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from zero3d.data.masking import inner_model
+from zero3d.errors import ConfigError
+from zero3d.hf.blocks import find_blocks
+from zero3d.hf.chain import base_of
+from zero3d.hf.elsewhere import Elsewhere
+
+NONE = "none"
+STYLES = (
+    "colwise", "rowwise", "packed_colwise", "packed_rowwise", "colwise_gather_output", "colwise_rep",
+    "embedding_rowwise", "replicated_with_grad_allreduce", "moe_tp_experts", "all_reduce", "divided", "replicate",
+)  # fmt: skip
+REFUSED = {
+    "rowwise_split_input": "its input is common to all ranks and would have to be cut first",
+    "rowwise_rep": "its input is common to all ranks and would have to be cut first",
+    "mla_kv_a_proj": "half of its output goes past the next projection and is common to all ranks",
+    "local_params": "a parameter without a module, such as attention sinks, is used by an uncut forward",
+    "embedding_colwise": "embeddings are cut along the vocabulary",
+    "moe_identity_expert": "identity experts must count once, not once per rank",
+    "sequence_parallel": "pass sequence=True, which cuts sequences from the first block to the last",
+}
+# Of models transformers has no plan for; also examples of a map.
+SHIPPED = {
+    "gpt2": {
+        "h.*.attn.c_attn": "packed_colwise:3",  # q, k and v
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.attn.split_size": "divided",  # its forward splits by this number
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    }
+}
+
+
+class Style(NamedTuple):
+    """A style's name and, where matrices are fused, how many."""
+
+    kind: str
+    blocks: int = 1
+
+
+def read_plan(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[str, Style]:
+    """Style by full name of a module, parameter or attribute of `model`, in model order.
+
+    given   the user's map: patterns to styles
+    Errors: no plan at all, an unknown or refused style, a pattern of the user's that names nothing (ConfigError).
+    """
+    own, user = _own_plan(model), dict(given or {})
+    if not own and not user:
+        raise ConfigError(_no_plan(model))
+    for pattern, style in {**own, **user}.items():
+        parse(pattern, style)
+    plan: dict[str, Style] = {}
+    met = set()
+    for name, aliases in _names(model):
+        for patterns in (user, own):
+            found = next((p for p in patterns if any(_matches(p, alias) for alias in aliases)), None)
+            if found is not None:
+                met.add(found)
+                plan[name] = parse(name, patterns[found])
+                break
+    for pattern in user:
+        if pattern not in met and not _is_attribute(model, pattern, plan, user[pattern]) and not _away(model, pattern):
+            raise ConfigError(
+                f"the tensor-parallel plan gives {pattern!r} a style, and nothing in {type(model).__name__} has that "
+                f"name. {_first_block(model)}"
+            )
+    for pattern in own:
+        if own[pattern] == "divided":
+            _is_attribute(model, pattern, plan, "divided")
+    return {name: style for name, style in plan.items() if style.kind != NONE}
+
+
+def parse(name: str, style: str) -> Style:
+    """A style as it is written. Raises ConfigError for one that is unknown or refused."""
+    kind, _, count = style.partition(":") if isinstance(style, str) else (str(style), "", "")
+    if kind in REFUSED:
+        raise ConfigError(
+            f"{name}: style {kind!r} is not built ({REFUSED[kind]}). Give it another one in the tensor-parallel plan, "
+            f"such as {name!r}: 'replicate', or use tp=1."
+        )
+    packed = kind.startswith("packed_")
+    if (kind not in STYLES and kind != NONE) or (count and not (packed and count.isdecimal() and int(count) > 0)):
+        raise ConfigError(
+            f"{name}: unknown tensor-parallel style {style!r}. Known are {', '.join(STYLES)}, "
+            "packed_colwise:3 (three fused matrices) and none."
+        )
+    return Style("colwise_gather_output" if kind == "colwise_rep" else kind, int(count or 2) if packed else 1)
+
+
+def _own_plan(model: nn.Module) -> dict[str, str]:
+    """What transformers (as data: its functions change) or zero3d knows of this model."""
+    inner: Any = inner_model(model)
+    plan = dict(getattr(inner, "_tp_plan", None) or {})
+    config = getattr(inner, "config", None)
+    if not plan:  # a base model that was built without the usual ending
+        plan = dict(getattr(config, "base_model_tp_plan", None) or {})
+    return plan or dict(SHIPPED.get(getattr(config, "model_type", ""), {}))
+
+
+def _roots(model: nn.Module) -> list[str]:
+    """Prefixes at which a pattern may begin."""
+    named = {id(module): name for name, module in model.named_modules()}
+    inner = inner_model(model)
+    found = [named.get(id(module)) for module in (inner, base_of(model))]
+    return ["", *(f"{name}." for name in found if name)]
+
+
+def _names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """Every module's and parameter's full name, and what a pattern may call it."""
+    roots = _roots(model)
+    for module_name, module in model.named_modules():
+        for local in ("", *dict(module.named_parameters(recurse=False))):
+            name = ".".join(part for part in (module_name, local) if part)
+            yield name, [name[len(root) :] for root in roots if name.startswith(root)]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Part by part, so that * never stands for two."""
+    wanted, parts = pattern.split("."), name.split(".")
+    return len(wanted) == len(parts) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+def _is_attribute(model: nn.Module, pattern: str, plan: dict[str, Style], style: str) -> bool:
+    """Whether a pattern names plain attributes of modules that are to be divided; they join the plan."""
+    if style != "divided":
+        return False
+    owner, _, attribute = pattern.rpartition(".")
+    found = [
+        name
+        for name, aliases in _names(model)
+        if any(_matches(owner, alias) for alias in aliases) and _has(model, name, attribute)
+    ]
+    plan.update({f"{name}.{attribute}".lstrip("."): parse(pattern, style) for name in found})
+    return bool(found)
+
+
+def _has(model: nn.Module, name: str, attribute: str) -> bool:
+    try:
+        return attribute in vars(model.get_submodule(name))
+    except AttributeError:  # a parameter's name
+        return False
+
+
+def _away(model: nn.Module, pattern: str) -> bool:
+    """Whether a pattern names something inside a module that is on another pipeline stage."""
+    parts, roots = pattern.split("."), _roots(model)
+    for name, module in model.named_modules():
+        if isinstance(module, Elsewhere):
+            aliases = [name[len(root) :] for root in roots if name.startswith(root)]
+            if any(_matches(".".join(parts[: alias.count(".") + 1]), alias) for alias in aliases):
+                return True
+    return False
+
+
+def _no_plan(model: nn.Module) -> str:
+    return (
+        f"{type(model).__name__} comes without a tensor-parallel plan. Write one, with colwise for matrices whose "
+        f"outputs the ranks share out and rowwise for those that take these as inputs. {_first_block(model)}"
+    )
+
+
+def _first_block(model: nn.Module) -> str:
+    """Example lines made of the first block's matrices: the last one of each module takes what the others gave."""
+    blocks = find_blocks(model)
+    if not blocks:
+        return f"Its modules are {', '.join(name for name, _ in model.named_children())}."
+    first, block = next(iter(blocks.items()))
+    root = max((root for root in _roots(model) if first.startswith(root)), key=len)
+    start = f"{first[len(root) :].rpartition('.')[0]}.*"
+    matrices = [name for name, m in block.named_modules() if getattr(getattr(m, "weight", None), "ndim", 0) == 2]
+    last = {name.rpartition(".")[0]: name for name in matrices}
+    lines = [f"'{start}.{name}': '{'rowwise' if name in last.values() else 'colwise'}'" for name in matrices]
+    return "For example: {" + ", ".join(lines) + "}."

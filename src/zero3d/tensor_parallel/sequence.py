@@ -1,0 +1,137 @@
+"""Sequence parallelism, and random numbers of the ranks' own: what happens around cut modules.
+
+    first block          ... in every block ...                          last block
+    --split--> norm --[gather  q k v | attention | o  scatter]--> + --> norm --[gather  mlp  scatter]--> --join-->
+
+Between split and join a rank's hidden state is its chunk of the sequence, so norms and all other uncut
+parameters there, the biases of rowwise matrices too, get partial gradients.
+
+Dropout: what all ranks hold alike must be dropped alike, what is a rank's own must not be. Without
+sequence parallelism own is what lies between the first colwise matrix of a module and its rowwise one;
+with it, everything between split and join.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from zero3d.activations import Recomputed
+from zero3d.errors import ConfigError
+from zero3d.hf.blocks import find_blocks
+from zero3d.nested import map_tensors
+from zero3d.tensor_parallel.regions import Doors, OwnRandom
+from zero3d.tensor_parallel.styles import Work, change_first
+
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+
+def cut_blocks(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
+    """The repeated blocks that hold one of the modules named, in order."""
+    return {
+        name: block
+        for name, block in find_blocks(model).items()
+        if any(inner.startswith(name + ".") for inner in names)
+    }
+
+
+def install_sequence(work: Work) -> None:
+    """Split at the first block, join at the last, and gather around cut matrices.
+
+    Errors: no blocks, blocks in two lists, matrices left whole, experts (ConfigError).
+    """
+    blocks = cut_blocks(work.model, work.rowwise)
+    if not blocks or len({name.rpartition(".")[0] for name in blocks}) > 1:
+        raise ConfigError(
+            f"sequence=True needs one list of blocks, and the tensor-parallel plan cuts {len(blocks)} blocks of "
+            f"{type(work.model).__name__}, not in one list: leave sequence out."
+        )
+    _check_whole(work, blocks)
+    around = dict.fromkeys(name.rpartition(".")[0] for name in work.colwise if _inside(name, blocks))
+    for name in around:
+        if name not in blocks:
+            gather = partial(_gather, work.doors, name)
+            work.model.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
+    for block in blocks.values():
+        work.partial.update(p for p in block.parameters() if p not in work.cuts)
+    random = OwnRandom(work.doors.channel.rank)
+    (first, start), (last, end) = list(blocks.items())[0], list(blocks.items())[-1]
+    start.register_forward_pre_hook(partial(_split, work.doors, random, first), with_kwargs=True)
+    end.register_forward_hook(partial(_join, work.doors, random, last))
+
+
+def install_random(work: Work, config: Any) -> None:
+    """Random numbers of the ranks' own from a module's first colwise matrix to its rowwise one, where it drops out."""
+    drops = any((getattr(config, name, None) or 0) > 0 for name in DROPOUTS)
+    owns: dict[str, OwnRandom] = {}
+    parents = {name.rpartition(".")[0] for name in work.rowwise}
+    for name in work.colwise:
+        parent = name.rpartition(".")[0]
+        inside = work.model.get_submodule(parent).modules()
+        if parent not in parents or parent in owns:
+            continue
+        if drops or any(isinstance(m, nn.Dropout) and m.p > 0 for m in inside):
+            owns[parent] = OwnRandom(work.doors.channel.rank)
+            begin = partial(_begin, work.doors, owns[parent])
+            work.model.get_submodule(name).register_forward_pre_hook(begin)
+    for name in work.rowwise:
+        parent = name.rpartition(".")[0]
+        if parent in owns:
+            work.model.get_submodule(name).register_forward_hook(partial(_end, owns[parent]))
+
+
+def _inside(name: str, blocks: dict[str, nn.Module]) -> bool:
+    return any(name.startswith(block + ".") for block in blocks)
+
+
+def _check_whole(work: Work, blocks: dict[str, nn.Module]) -> None:
+    """Outside cut modules only what treats tokens one by one is right on chunks: norms, biases, LoRA's halves."""
+    listed = next(iter(blocks)).rpartition(".")[0]
+    for name, block in find_blocks(work.model).items():
+        for local, p in block.named_parameters():
+            if name.rpartition(".")[0] == listed and p.dim() > 1 and p not in work.cuts and p not in work.partial:
+                raise ConfigError(
+                    f"sequence=True needs all matrices of the blocks cut, and {name}.{local} {tuple(p.shape)} is whole "
+                    "(a router of experts, or a module that the plan leaves out): leave sequence out, or add it to "
+                    "the plan."
+                )
+
+
+def _replaying(block: nn.Module) -> bool:
+    """Whether a recomputation calls this block: it has recorded what the hook made of its arguments."""
+    return isinstance(block.forward, Recomputed) and block.forward.replaying
+
+
+def _split(doors: Doors, random: OwnRandom, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
+    if not doors.by_sequence or _replaying(block):
+        return None
+
+    def split(t: Tensor) -> Tensor:
+        chunk = doors.split(t, name)
+        random.begin(t.device, block.training)
+        return chunk
+
+    return change_first(args, kwargs, split)
+
+
+def _join(doors: Doors, random: OwnRandom, name: str, block: nn.Module, args: Any, output: Any) -> Any:
+    if not doors.by_sequence or _replaying(block):
+        return None
+    random.end()
+    if isinstance(output, tuple):
+        return doors.join(output[0], name), *output[1:]
+    return map_tensors(output, lambda t: doors.join(t, name))
+
+
+def _gather(doors: Doors, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return change_first(args, kwargs, lambda t: doors.enter(t, name)) if doors.by_sequence else None
+
+
+def _begin(doors: Doors, random: OwnRandom, module: nn.Module, args: Any) -> None:
+    random.begin(args[0].device, module.training and not doors.by_sequence)
+
+
+def _end(random: OwnRandom, module: nn.Module, args: Any, output: Any) -> None:
+    random.end()

@@ -1,0 +1,281 @@
+"""What each style does to a module: which parameters it cuts, and which hooks it gets.
+
+    x --enter--> [ colwise ] --own outputs--> ... --own inputs--> [ rowwise ] --leave--> + bias
+
+Cuts are collected by parameter, tied ones once; `apply_cuts` then replaces them all. Of a LoRA pair
+around a colwise matrix A is common and B is cut as the matrix is; around a rowwise one A is cut and B is
+common. What is common between two cut things gets partial gradients.
+
+Under sequence parallelism (`sequence.py`) the module around colwise and rowwise matrices takes in the
+whole sequence, since attention asks its input for the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zero3d.errors import ConfigError
+from zero3d.nested import map_tensors
+from zero3d.tensor_parallel.cuts import Cut
+from zero3d.tensor_parallel.plan import Style
+from zero3d.tensor_parallel.regions import Doors
+from zero3d.tensor_parallel.vocabulary import Head, LocalEmbedding
+
+
+@dataclass
+class Work:
+    """What the styles of one model share and leave behind.
+
+    blocks    names of the blocks that hold cut modules
+    cuts      by parameter
+    handled   modules whose forward knows that their parameters are cut
+    partial   parameters that all ranks have and whose gradients are parts
+    colwise   names of modules whose outputs are cut, rowwise: whose inputs are
+    """
+
+    model: nn.Module
+    doors: Doors
+    blocks: frozenset[str]
+    sequence: bool
+    cuts: dict[nn.Parameter, Cut] = field(default_factory=dict)
+    handled: set[nn.Module] = field(default_factory=set)
+    partial: set[nn.Parameter] = field(default_factory=set)
+    colwise: list[str] = field(default_factory=list)
+    rowwise: list[str] = field(default_factory=list)
+
+    def cut(self, name: str, p: nn.Parameter, dim: int, blocks: int = 1) -> None:
+        """Note a cut. Raises ConfigError where two styles disagree or the size does not divide."""
+        channel = self.doors.channel
+        made = Cut(dim % p.dim(), channel.size, channel.rank, blocks)
+        if self.cuts.setdefault(p, made) != made:
+            raise ConfigError(f"{name}: two tensor-parallel styles cut one tied parameter in two ways.")
+        try:
+            made.local_shape(tuple(p.shape))
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
+
+    def entering(self, name: str) -> bool:
+        """Whether this module lets its input enter, not the module around it (which does under sequence)."""
+        return not self.sequence or name.rpartition(".")[0] in self.blocks
+
+
+
+def apply_style(work: Work, name: str, style: Style, head: Head) -> None:
+    """One entry of a plan. `head` joins the outputs of colwise_gather_output where the model's head is meant."""
+    if style.kind == "divided":
+        _divide(work, name)
+    elif style.kind == "replicate":
+        return
+    elif _is_parameter(work.model, name):
+        _experts_parameter(work, name, style)
+    else:
+        APPLY[style.kind](work, name, work.model.get_submodule(name), style, head)
+
+
+def _colwise(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    base, adapters = _matrix(name, module)
+    work.cut(f"{name}.weight", base.weight, 1 if _is_conv(base) else 0, style.blocks)
+    if base.bias is not None:
+        work.cut(f"{name}.bias", base.bias, 0, style.blocks)
+    for a, b in adapters:
+        work.partial.update(a.parameters())
+        for local, p in b.named_parameters():
+            work.cut(f"{name}.{local}", p, 0, style.blocks)
+        work.handled.add(b)
+    work.handled.add(base)
+    work.colwise.append(name)
+    whole = style.kind == "colwise_gather_output"
+    if whole or work.entering(name):
+        module.register_forward_pre_hook(partial(_enter_first, work.doors, name, whole), with_kwargs=True)
+    if whole:
+        module.register_forward_hook(head.finish)
+
+
+def _rowwise(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    base, adapters = _matrix(name, module)
+    work.cut(f"{name}.weight", base.weight, 0 if _is_conv(base) else 1, style.blocks)
+    for a, b in adapters:
+        for local, p in a.named_parameters():
+            work.cut(f"{name}.{local}", p, 1, style.blocks)
+        if any(p.dim() == 1 for p in b.parameters()):
+            raise ConfigError(f"{name}: a LoRA bias would be added once per tp rank: pass lora_bias=False.")
+        work.partial.update(b.parameters())
+        work.handled.add(a)
+    work.handled.add(base)
+    work.rowwise.append(name)
+    if base.bias is not None:
+        base.forward = Unbiased(base)
+    module.register_forward_hook(partial(_leave, work.doors, name, base))
+
+
+def _embedding(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    if not isinstance(module, nn.Embedding):
+        raise ConfigError(f"{name}: style {style.kind!r} is for an nn.Embedding, and this is {_kind(module)}.")
+    work.cut(f"{name}.weight", module.weight, 0)
+    work.handled.add(module)
+    module.forward = LocalEmbedding(module, work.doors, name)
+
+
+def _partial(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    work.partial.update(module.parameters())
+
+
+def _experts(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def one(t: Tensor) -> Tensor:
+            return work.doors.enter(t, name, whole=True) if t.is_floating_point() else t
+
+        return map_tensors(args, one), map_tensors(kwargs, one)
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    _all_reduce(work, name, module, style, head)
+    work.handled.add(module)
+
+
+def _all_reduce(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    module.register_forward_hook(partial(_leave, work.doors, name, None))
+
+
+APPLY: Mapping[str, Callable[[Work, str, nn.Module, Style, Head], None]] = {
+    "colwise": _colwise,
+    "packed_colwise": _colwise,
+    "colwise_gather_output": _colwise,
+    "rowwise": _rowwise,
+    "packed_rowwise": _rowwise,
+    "embedding_rowwise": _embedding,
+    "replicated_with_grad_allreduce": _partial,
+    "moe_tp_experts": _experts,
+    "all_reduce": _all_reduce,
+}
+
+
+def _experts_parameter(work: Work, name: str, style: Style) -> None:
+    """A fused [experts, outputs, inputs] or [experts, inputs, outputs]: colwise cuts dim -2, rowwise dim -1."""
+    owner, _, local = name.rpartition(".")
+    p = work.model.get_submodule(owner)._parameters[local]
+    assert p is not None
+    dims = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
+    if style.kind not in dims or p.dim() != 3:
+        raise ConfigError(
+            f"{name}: style {style.kind!r} on a parameter of shape {tuple(p.shape)}. A parameter is cut where it is "
+            "experts' fused matrices [experts, ., .], colwise or rowwise; else give its module the style."
+        )
+    work.cut(name, p, dims[style.kind], style.blocks)
+
+
+def _divide(work: Work, name: str) -> None:
+    owner, _, attribute = name.rpartition(".")
+    module, size = work.model.get_submodule(owner), work.doors.channel.size
+    value = getattr(module, attribute, None)
+    if not isinstance(value, int) or value % size:
+        raise ConfigError(f"{name}: 'divided' is for whole numbers that tp {size} divides, and this is {value!r}.")
+    setattr(module, attribute, value // size)
+
+
+def _matrix(name: str, module: nn.Module) -> tuple[Any, list[tuple[nn.Module, nn.Module]]]:
+    """The Linear or Conv1D that is cut, and PEFT's LoRA pairs (A, B) around it."""
+    base: Any = getattr(module, "base_layer", module)
+    a, b = getattr(module, "lora_A", {}), getattr(module, "lora_B", {})
+    if not (isinstance(base, nn.Linear) or _is_conv(base)) or not base.weight.is_floating_point():
+        raise ConfigError(
+            f"{name} should be cut over tp and is {_kind(base)}: nn.Linear, transformers' Conv1D and PEFT's LoRA of "
+            f"these can be. Take it out of the plan with {name!r}: 'none'."
+        )
+    if len(getattr(module, "lora_variant", {}) or {}) > 0 or (base is not module and not a):
+        raise ConfigError(f"{name}: of PEFT's methods plain LoRA can be cut over tp, not {_kind(module)} with variants.")
+    return base, [(a[key], b[key]) for key in a]
+
+
+def _is_conv(module: nn.Module) -> bool:
+    """transformers' Conv1D: a linear layer with its weight transposed, [inputs, outputs]."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _is_parameter(model: nn.Module, name: str) -> bool:
+    owner, _, local = name.rpartition(".")
+    return local in model.get_submodule(owner)._parameters
+
+
+def _kind(module: nn.Module) -> str:
+    return f"a {type(module).__name__}"
+
+
+class Unbiased:
+    """Forward of a Linear or Conv1D without its bias, which must be added once, to the sum over ranks."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._conv = module, _is_conv(module)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight: Tensor = self._module.weight
+        return x @ weight if self._conv else F.linear(x, weight)
+
+
+# --- hooks ------------------------------------------------------------------------------------------
+
+
+def _enter_first(doors: Doors, name: str, whole: bool, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return change_first(args, kwargs, lambda t: doors.enter(t, name, whole))
+
+
+def _leave(doors: Doors, name: str, base: Any, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    out = doors.leave(output, name)
+    return out if base is None or base.bias is None else out + base.bias
+
+
+def change_first(args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
+    """Arguments of a module with its hidden state changed: that of this name, else the first."""
+    if "hidden_states" in kwargs or not args:
+        key = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+        return args, {**kwargs, key: change(kwargs[key])}
+    return (change(args[0]), *args[1:]), kwargs
+
+
+# --- parameters -------------------------------------------------------------------------------------
+
+
+def apply_cuts(work: Work) -> None:
+    """Replace every cut parameter by this rank's part, wherever it is; values are rank 0's.
+
+    Raises ConfigError where a module holds a cut parameter and no style is about that module.
+    """
+    owners = [(name, m, key, p) for name, m in work.model.named_modules() for key, p in m._parameters.items()]
+    for name, module, key, p in owners:
+        if p in work.cuts and module not in work.handled:
+            raise ConfigError(
+                f"{name}.{key} is tied to a parameter that is cut over tp, or its experts have no style: give {name} "
+                "a style in the tensor-parallel plan (colwise_gather_output for a head, moe_tp_experts for experts)."
+            )
+    for t in (*work.model.parameters(), *work.model.buffers()):
+        if not t.is_meta:
+            work.doors.channel.broadcast(t.data, "initial")
+    locals_ = {p: _local(p, cut) for p, cut in work.cuts.items()}
+    for _, module, key, p in owners:
+        if p in locals_:
+            module._parameters[key] = locals_[p]
+            _resize(module, locals_[p] if key == "weight" else None)
+    work.cuts = {locals_[p]: cut for p, cut in work.cuts.items()}
+
+
+def _local(p: nn.Parameter, cut: Cut) -> nn.Parameter:
+    own = nn.Parameter(cut.take(p), requires_grad=p.requires_grad)
+    own.__dict__.update(p.__dict__)  # transformers marks what it has initialised
+    return own
+
+
+def _resize(module: nn.Module, weight: Tensor | None) -> None:
+    """A module's own numbers, where it has them: Conv1D's forward reads its."""
+    if weight is None or weight.dim() != 2:
+        return
+    sizes = ("nx", "nf") if _is_conv(module) else ("out_features", "in_features")
+    for attribute, size in zip(sizes, weight.shape, strict=True):
+        if hasattr(module, attribute):
+            setattr(module, attribute, size)
+    if isinstance(module, nn.Embedding):
+        module.num_embeddings = weight.shape[0]

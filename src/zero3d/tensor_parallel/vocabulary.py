@@ -1,0 +1,165 @@
+"""Embedding, head and loss with the vocabulary cut over tp: no rank ever holds logits of all tokens' kinds.
+
+    ids -> [ this rank's rows, else 0 ] -> leave -> blocks -> enter -> [ this rank's logits, .. x V/N ] -> loss
+
+The loss of a token needs two numbers of every rank: the logsumexp of its logits, and the label's logit
+if it is there, else 0. They are gathered together, [2, tokens] per rank, and combined in rank order.
+
+Logits stay local in a forward that is given labels, for the model's own loss takes them so. Any other
+forward (generation, losses outside the model) joins them to [.., V] on all ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zero3d.tensor_parallel.channel import Channel
+from zero3d.tensor_parallel.regions import Doors, Way, cross
+
+IGNORED = -100
+
+
+class LocalEmbedding:
+    """Forward of an nn.Embedding that holds this rank's rows of the vocabulary: token ids -> the whole embedding."""
+
+    def __init__(self, module: nn.Embedding, doors: Doors, name: str) -> None:
+        self._forward, self._doors, self._name = module.forward, doors, name
+        self._rows = module.num_embeddings // doors.channel.size
+        self._start = doors.channel.rank * self._rows
+        padding = -1 if module.padding_idx is None else module.padding_idx - self._start
+        module.padding_idx = padding if 0 <= padding < self._rows else None  # type: ignore[assignment]
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        own = ids - self._start
+        elsewhere = (own < 0) | (own >= self._rows)
+        found = self._forward(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
+        return self._doors.leave(found, self._name, whole=True)
+
+
+class Head:
+    """Whether the model's head joins its logits, and the loss that takes them as they are.
+
+    local   logits of the forward under way stay this rank's, [.., V/N]
+    """
+
+    def __init__(self, doors: Doors, name: str) -> None:
+        self._doors, self._name = doors, name
+        self.local = False
+
+    def finish(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Forward hook of the head."""
+        return output if self.local else gather_logits(output, self._doors.channel, self._name)
+
+    def install_loss(self, model: Any) -> None:
+        """Let a causal model of Hugging Face's compute its loss from local logits; other losses get joined ones."""
+        whole = getattr(model, "loss_function", None)
+        if getattr(whole, "__name__", "") != "ForCausalLMLoss":
+            return
+        model.loss_function = CausalLoss(self._doors.channel, self._name, whole)
+        signature = inspect.signature(model.forward)
+
+        def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+            given = signature.bind_partial(*args, **kwargs).arguments
+            self.local = given.get("labels") is not None
+
+        model.register_forward_pre_hook(look, with_kwargs=True)
+
+
+class CausalLoss:
+    """transformers' ForCausalLMLoss for local logits. `whole` is that function, for logits that were joined."""
+
+    def __init__(self, channel: Channel, name: str, whole: Callable[..., Tensor]) -> None:
+        self._channel, self._name, self._whole = channel, name, whole
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = IGNORED,
+        shift_labels: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """The next-token loss.
+
+        logits   [batch, length, V/N]
+        labels   [batch, length], unshifted; or shift_labels, which are shifted already
+        Moves 2 (N-1) numbers per token and rank.
+        """
+        if logits.shape[-1] == vocab_size:
+            return self._whole(
+                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels, **options
+            )
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        return cross_entropy(logits, shift_labels, self._channel, ignore_index, num_items_in_batch, self._name)
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    channel: Channel,
+    ignore_index: int = IGNORED,
+    num_items_in_batch: Tensor | int | None = None,
+    name: str = "loss",
+) -> Tensor:
+    """Cross-entropy of local logits, equal on all ranks: the mean over labels, or their sum / num_items_in_batch.
+
+    logits   [.., V/N], computed with in fp32, or fp64 if they are
+    labels   [..], of the whole vocabulary; those equal to ignore_index do not count
+    """
+    flat = labels.reshape(-1).to(logits.device)
+    local = logits.reshape(-1, logits.shape[-1])
+    losses: Tensor = _CrossEntropy.apply(local, flat, channel, ignore_index, name)  # type: ignore[no-untyped-call]
+    count: Any = (flat != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+    return losses.sum() / (count.to(losses.device) if isinstance(count, Tensor) else count)
+
+
+def gather_logits(local: Tensor, channel: Channel, name: str = "logits") -> Tensor:
+    """[.., V/N] -> [.., V] on all ranks, for losses that all ranks compute alike."""
+    return cross(local, Way("join", -1, name, channel))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Per-token losses [n] of local logits [n, V/N]; keeps the logits and one number per token."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, channel: Channel, ignore_index: int, name: str) -> Tensor:
+        wide = _wide(logits)
+        own, here = _own_labels(labels, logits.shape[-1], channel.rank)
+        target = wide.gather(1, own[:, None])[:, 0].masked_fill(~here, 0.0)
+        two = torch.stack([wide.logsumexp(1), target])
+        everyone = channel.all_gather(two, 0, name).view(channel.size, 2, -1)
+        total = everyone[:, 0].logsumexp(0)
+        counted = labels != ignore_index
+        ctx.save_for_backward(logits, labels, total, counted)
+        ctx.rank = channel.rank
+        return (total - everyone[:, 1].sum(0)).where(counted, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, labels, total, counted = ctx.saved_tensors
+        own, here = _own_labels(labels, logits.shape[-1], ctx.rank)
+        grad = (_wide(logits) - total[:, None]).exp_()
+        grad.scatter_add_(1, own[:, None], -here.to(grad.dtype)[:, None])
+        grad *= grads[0].where(counted, 0.0)[:, None]
+        return grad.to(logits.dtype), None, None, None, None
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _own_labels(labels: Tensor, rows: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Labels as columns of this rank's logits (0 where they are another rank's), and which are its own."""
+    own = labels - rank * rows
+    here = (own >= 0) & (own < rows)
+    return own.where(here, 0), here

@@ -1,0 +1,109 @@
+"""Tiny models that a tp axis can cut, and what one step of theirs computes: whole, or joined from the ranks."""
+
+import torch
+import torch.distributed as dist
+from models import batch
+
+from zero3d.activations import recompute
+from zero3d.ledger import Ledger
+from zero3d.transport import Axis
+
+LAYERS = 2
+
+
+def tiny(name, dropout=0.0, kv_heads=2, lora=False):
+    """llama, qwen3 (tied), gpt2 (tied), moe: vocabulary 64, width 32, 4 heads, 2 layers, in training mode."""
+    import transformers as t
+
+    torch.manual_seed(7)
+    common = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS}
+    common |= {"num_attention_heads": 4, "num_key_value_heads": kv_heads, "max_position_embeddings": 64}
+    common |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "use_cache": False}
+    if name == "llama":
+        model = t.LlamaForCausalLM(t.LlamaConfig(**common, attention_dropout=dropout, attention_bias=True, mlp_bias=True))
+    elif name == "qwen3":
+        model = t.Qwen3ForCausalLM(t.Qwen3Config(**common, head_dim=8, tie_word_embeddings=True))
+    elif name == "moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+        model = t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**common, **experts, output_router_logits=True))
+        model.set_experts_implementation("eager")
+    else:
+        sizes = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64, "use_cache": False}
+        drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+        model = t.GPT2LMHeadModel(
+            t.GPT2Config(vocab_size=64, bos_token_id=0, eos_token_id=1, pad_token_id=2, **sizes, **drops)
+        )
+    with torch.no_grad():  # biases and norms that matter
+        for p in model.parameters():
+            if p.dim() == 1:
+                p.add_(torch.randn(p.shape) * 0.1)
+    return (adapted(model) if lora else model).train()
+
+
+def adapted(model):
+    """LoRA over a frozen model, on a colwise and on a rowwise matrix."""
+    import peft
+
+    names = ["c_attn", "c_proj"] if model.config.model_type == "gpt2" else ["q_proj", "o_proj", "down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=names, task_type="CAUSAL_LM", init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def axis():
+    """The whole world as a tp axis."""
+    group = dist.group.WORLD
+    return Axis("tp", dist.get_rank(), dist.get_world_size(), group, group)
+
+
+def ids(length=8):
+    return batch(3, size=2, length=length)
+
+
+def step(model, policy="none"):
+    """Loss of one batch, some labels left out, and its gradients."""
+    recompute(model, policy)
+    tokens = ids()
+    labels = tokens.clone()
+    labels[0, :3] = -100
+    loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
+    loss.backward()
+    return loss.detach()
+
+
+def one_process(name, dtype=torch.float64, policy="none", **options):
+    model = tiny(name, **options)
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    loss = step(model, policy)
+    return loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def cut_model(name, dtype=torch.float64, sequence=False, plan=None, local_logits=True, **options):
+    """(model, what was cut, ledger) on a rank; ranks other than 0 begin with other weights."""
+    from zero3d.tensor_parallel import parallelize
+
+    model = tiny(name, **options)
+    for p in model.parameters():
+        p.data = (p.data + 3.0 * dist.get_rank()).to(dtype)
+    ledger = Ledger()
+    sharded = parallelize(model, axis(), ledger, plan=plan, sequence=sequence, local_logits=local_logits)
+    ledger.reset()
+    return model, sharded, ledger
+
+
+def logical_gradients(model, sharded):
+    """Every gradient put together from the ranks': joined where cut, summed where partial."""
+    found = {}
+    for name, p in model.named_parameters():
+        if p.grad is None:
+            continue
+        parts = [torch.empty_like(p.grad) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, p.grad.contiguous())
+        if name in sharded.cuts:
+            found[name] = sharded.cuts[name].join(parts)
+        elif name in sharded.partial:
+            found[name] = torch.stack(parts).sum(0)
+        else:
+            assert all(torch.equal(part, parts[0]) for part in parts), name
+            found[name] = parts[0]
+    return found
