@@ -11,6 +11,7 @@ which parameters are cut, and how.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -22,7 +23,7 @@ from zero3d.tensor_parallel.cuts import Cut, cover
 from zero3d.zero.collectives import Comm
 from zero3d.zero.layout import UnitLayout
 
-NO_CUTS: Mapping[str, Cut] = {}
+NO_CUTS: Mapping[str, Cut] = MappingProxyType({})
 Fill = Callable[[Tensor], None]  # writes this rank's slice [total/N], padding apart, in the tensor's dtype
 
 

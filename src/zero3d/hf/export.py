@@ -69,7 +69,7 @@ def _add_units(
 
 
 def _add(writer: _ExportWriter, parts: Parts, model: nn.Module, unit: Unit) -> None:
-    """Write a gathered unit on tp rank 0; the others only send."""
+    """Write a gathered unit on tp rank 0; the others only take part in joining it."""
     tensors = zip(unit.layout.slots, unit.weights.params, strict=True)
     named = {slot.name: _joined(parts, slot.name, p.detach()) for slot, p in tensors}
     if parts.tp.rank == 0:
@@ -77,7 +77,10 @@ def _add(writer: _ExportWriter, parts: Parts, model: nn.Module, unit: Unit) -> N
 
 
 def _joined(parts: Parts, name: str, local: Tensor) -> Tensor:
-    """The whole parameter, for whose sake each tp rank sends its slice to all (tp-1)/tp of it on every rank."""
+    """A parameter as it is saved: on tp rank 0 joined from all slices, in host memory.
+
+    For a cut one every tp rank holds the whole for a moment, and receives (tp-1)/tp of it.
+    """
     cut = parts.cut(name)
     if cut is None:
         return local

@@ -14,6 +14,7 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,10 @@ class FileWeights:
     def _box(self, key: str, box: Box) -> Tensor:
         if not box:
             return self._tensor(key)
-        part: Tensor = self._handle(key).get_slice(key)[slices(box)]
-        self._read += part.numel() * part.element_size()
+        stored = self._handle(key).get_slice(key)
+        part: Tensor = stored[slices(box)]
+        first, last = box[0]
+        self._read += (last - first) * prod(stored.get_shape()[1:]) * part.element_size()  # columns lie on all pages
         return part
 
     def _tensor(self, key: str) -> Tensor:
