@@ -24,7 +24,7 @@ from zero3d import checkpoint, restore
 from zero3d.boundary import Boundary, Driven
 from zero3d.data.masking import forward_options
 from zero3d.errors import ConfigError
-from zero3d.generation import Ending, check_options, generate
+from zero3d.generation import Ending, check_options, generate, next_logits
 from zero3d.guards import guard, guard_rest, is_guarded
 from zero3d.hf.blocks import UnitSpec, partition_all
 from zero3d.hf.export import export
@@ -171,7 +171,6 @@ class Engine:
                 parallelize(part, axis, self.traffic, plan, sequence=sequence_parallel, local_logits=local_logits)
                 for part in self.parts.values()
             ]
-        self._local_logits = local_logits and axis.size > 1
         self._cuts = {name: each for found in cut for name, each in found.cuts.items()}
         self._partial = frozenset(name for found in cut for name in found.partial)
 
@@ -387,10 +386,13 @@ class Engine:
                 synced = {} if alone else {"synced_gpus": True}
                 out: Tensor = own(ids, max_new_tokens=max_new_tokens, **{"do_sample": False} | options | synced)
                 return out
-            forward = self.module if pipeline is None else lambda x: pipeline.output({"input_ids": x})
             check_options(options)
             ending = Ending.of(next(iter(self.parts.values())), early=alone)
-            return generate(forward, self.replica.sum, ids, max_new_tokens, ending, **options)
+            return generate(self._next_logits, self.replica.sum, ids, max_new_tokens, ending, **options)
+
+    def _next_logits(self, ids: Tensor) -> Tensor | None:
+        output = self.module(ids) if self.pipeline is None else self.pipeline.output({"input_ids": ids})
+        return None if output is None else next_logits(output)
 
     @contextmanager
     def _evaluating(self, keep_full: bool) -> Iterator[None]:

@@ -129,15 +129,6 @@ class Mesh:
             axis.close()
 
 
-def refuse_unbuilt(degrees: Degrees) -> None:
-    """Raise MeshError for axes that an Engine cannot train on yet."""
-    if degrees.tp > 1:
-        raise MeshError(
-            f"{degrees}: an Engine trains on the dp and pp axes only, tensor parallelism is not built yet. Leave dp "
-            f"and tp out: dp is then {degrees.world} / {degrees.pp} = {degrees.world // degrees.pp}."
-        )
-
-
 def default_device() -> torch.device:
     """This rank's accelerator (by LOCAL_RANK), else the cpu."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -77,7 +77,7 @@ class Replica:
         return values[None] if self.alone else self._comm.exchange(values.double())
 
     def sum(self, values: Tensor) -> Tensor:
-        """[k] -> [k] float64, summed over pipeline stages in their order; of tp ranks, which agree, the first counts."""
+        """[k] -> [k] float64, summed over pipeline stages in order; of tp ranks, which agree, the first counts."""
         return values if self.alone else self.count_once(self.exchange(values)).sum(0)
 
     def count_once(self, rows: Tensor) -> Tensor:

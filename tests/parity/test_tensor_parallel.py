@@ -1,7 +1,6 @@
 """A model cut over tp ranks computes what one process computes."""
 
 import pytest
-import torch
 from tensors import cut_model, logical_gradients, one_process, step
 from test_stages import LiftCasts
 
