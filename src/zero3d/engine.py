@@ -22,9 +22,10 @@ from torch.optim import Optimizer
 
 from zero3d import checkpoint, restore
 from zero3d.boundary import Boundary, Driven
+from zero3d.data.masking import forward_options
 from zero3d.errors import ConfigError
-from zero3d.generation import check_options, generate
-from zero3d.guards import guard, is_guarded
+from zero3d.generation import Ending, check_options, generate
+from zero3d.guards import guard, guard_rest, is_guarded
 from zero3d.hf.blocks import UnitSpec, partition_all
 from zero3d.hf.export import export
 from zero3d.initial import Source, from_module, from_source, hollow
@@ -68,7 +69,8 @@ class MemoryEntry(NamedTuple):
 class Engine:
     """Train `model` with ZeRO stage `stage` over the dp axis of `mesh`.
 
-    model         plain nn.Module or Hugging Face model; its parameters become views of unit storages
+    model         plain nn.Module or Hugging Face model; its parameters become views of unit storages. In a pipeline
+                  this rank's layers of it become `engine.module`, and itself may not be used any more
     precision     "fp32", "bf16", "fp16", "fp64", or a `zero3d.precision.Precision`
     reduce_dtype  in which gradients are reduced: "fp32", or as narrow as the compute dtype; they
                   travel in a narrower one where nothing is rounded by that
@@ -135,7 +137,7 @@ class Engine:
         specs, uses = partition_all(self.parts.values(), units, self.precision.dtype)
         self.stage, self.module = stage, model if self.mesh.pp == 1 else nn.ModuleList(self.parts.values())
         self._accumulate, self._loss = accumulate, loss
-        self._takes = _names_taken(model)
+        self._takes, self._options = _names_taken(model), forward_options(model)
         wide = torch.float64 if self.precision.name == "fp64" else torch.float32
         self.policy = Policy(row, release, reduce, accumulate, wide, _wire(reduce_dtype, self.precision))
         self.arena = Arena(self.mesh.device)
@@ -144,6 +146,8 @@ class Engine:
         self.everyone = Comm(self.mesh.everyone, self.arena, self.traffic)
         self._unit_of: dict[nn.Parameter, Unit] = {}
         guard(self.module, self._unit_of, lambda unit: FULL_PARAMS in unit.users)  # a failure below must not go unseen
+        if self.mesh.pp > 1:
+            guard_rest(model, set(self.module.parameters()))
         self._move_buffers()
         self.units = [self._build_unit(spec, choice, weights) for spec in specs]
         self._wire_up(uses, choice, clip_norm, order)
@@ -363,21 +367,21 @@ class Engine:
 
         keep_full  keep units gathered until training goes on, so that ranks may generate different
                    lengths; False gathers per use, and ranks must then stay in lockstep
+        Sequences end at the end-of-sequence token that the model's generation_config names, and are padded.
         A model's own generate (Hugging Face) takes its other options, too; a pipeline has these three.
         """
         pipeline, ids = self.pipeline, input_ids.to(self.mesh.device)
+        alone = keep_full or self.comm.size == 1
         with self._together(), self._evaluating(keep_full):
             own = getattr(self.module, "generate", None)
-            if pipeline is not None:
-                check_options(options, pipeline.vocabulary)
-                return generate(lambda x: pipeline.output({"input_ids": x}), self.replica.sum, ids, max_new_tokens,
-                                **options)  # fmt: skip
-            if own is None:
-                return generate(self.module, self.replica.sum, ids, max_new_tokens, **options)
-            if not keep_full and self.comm.size > 1:
-                options["synced_gpus"] = True
-            out: Tensor = own(ids, max_new_tokens=max_new_tokens, **options)
-            return out
+            if pipeline is None and own is not None:
+                synced = {} if alone else {"synced_gpus": True}
+                out: Tensor = own(ids, max_new_tokens=max_new_tokens, **{"do_sample": False} | options | synced)
+                return out
+            forward = self.module if pipeline is None else lambda x: pipeline.output({"input_ids": x})
+            check_options(options, None if pipeline is None else pipeline.vocabulary)
+            ending = Ending.of(next(iter(self.parts.values())), early=alone)
+            return generate(forward, self.replica.sum, ids, max_new_tokens, ending, **options)
 
     @contextmanager
     def _evaluating(self, keep_full: bool) -> Iterator[None]:
@@ -396,7 +400,8 @@ class Engine:
 
     def _forward(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
-            return self(**{name: value for name, value in batch.items() if self._takes is None or name in self._takes})
+            taken = {name: value for name, value in batch.items() if self._takes is None or name in self._takes}
+            return self(**self._options | taken)
         return self(*batch) if isinstance(batch, (list, tuple)) else self(batch)
 
     def _sum_and_weight(self, output: Any, batch: Any) -> tuple[Tensor, float | Tensor]:

@@ -8,10 +8,10 @@ The prefix is computed again for every token: there is no cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero3d.errors import ConfigError
 from zero3d.nested import tensors_in
@@ -45,11 +45,34 @@ def check_options(options: Mapping[str, Any], vocabulary: int | None = None) -> 
         )
 
 
+class Ending(NamedTuple):
+    """When a sequence ends: after one of the tokens `eos`; the rest of it is `pad`.
+
+    early   stop when all have ended; False where other ranks must see as many forwards
+    """
+
+    eos: tuple[int, ...] = ()
+    pad: int = 0
+    early: bool = True
+
+    @classmethod
+    def of(cls, model: nn.Module, early: bool = True) -> Ending:
+        """What a Hugging Face model's generation_config says; a module without one never ends."""
+        config = getattr(model, "generation_config", None)
+        eos = getattr(config, "eos_token_id", None)
+        if eos is None:
+            return cls(early=early)
+        ends = tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+        pad = getattr(config, "pad_token_id", None)
+        return cls(ends, ends[0] if pad is None else int(pad), early)
+
+
 def generate(
     forward: Callable[[Tensor], Any],
     everywhere: Callable[[Tensor], Tensor],
     ids: Tensor,
     max_new_tokens: int,
+    ending: Ending,
     do_sample: bool = False,
     temperature: float = 1.0,
     top_k: int | None = None,
@@ -60,14 +83,21 @@ def generate(
     everywhere  one rank's [batch] float64 plus zeros of the others -> the sum, on all of them
     Sampling draws from torch's default generator, on the rank that has the output.
     """
+    eos, over = torch.tensor(ending.eos, device=ids.device), torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    length = ids.shape[1] + max_new_tokens
     for _ in range(max_new_tokens):
         output = forward(ids)
         token = torch.zeros(len(ids), dtype=torch.float64, device=ids.device)
         if output is not None:
             logits = next(tensors_in(getattr(output, "logits", output)))[:, -1].float()
             token += _pick(logits, do_sample, temperature, top_k)
-        ids = torch.cat([ids, everywhere(token).to(ids)[:, None]], dim=1)
-    return ids
+        token = everywhere(token).to(ids).masked_fill(over, ending.pad)
+        ids, over = torch.cat([ids, token[:, None]], dim=1), over | torch.isin(token, eos)
+        if ending.eos and bool(over.all()):
+            length = min(length, ids.shape[1])
+            if ending.early:
+                break
+    return ids[:, :length]
 
 
 def _pick(logits: Tensor, do_sample: bool, temperature: float, top_k: int | None) -> Tensor:

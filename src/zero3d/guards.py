@@ -8,13 +8,13 @@ pickling raise instead. No class is patched: torch's own hooks and an instance a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NoReturn
 
 from torch import nn
 
 from zero3d.errors import ReleasedParameterError
-from zero3d.zero.unit import State, Unit
+from zero3d.zero.unit import State, Unit, placeholder
 
 MARK = "__reduce_ex__"
 
@@ -58,6 +58,29 @@ def guard(model: nn.Module, unit_of: Mapping[nn.Parameter, Unit], opened: Callab
         module.register_state_dict_post_hook(detach_copies)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(refuse_write)  # type: ignore[no-untyped-call]
         setattr(module, MARK, refuse_copy)
+
+
+def guard_rest(model: nn.Module, own: Set[nn.Parameter]) -> None:
+    """Of a model that was cut for a pipeline: free what is not on this rank, and refuse to use the model as a whole.
+
+    own   parameters of this rank's parts, which share them with the model
+    """
+
+    def refuse(*_: Any) -> NoReturn:
+        raise ReleasedParameterError(
+            f"this {type(model).__name__} was cut into pipeline stages, and this rank has some of its layers: call "
+            "engine.train_batch, engine.evaluate or engine.generate, use engine.export(directory) for the weights of "
+            "the whole model, and engine.module for the parts that are here."
+        )
+
+    for module in model.modules():
+        module.register_forward_pre_hook(refuse)
+        module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+        setattr(module, MARK, refuse)
+    for p in model.parameters():
+        if p not in own:
+            p.data = placeholder(p, p.dtype, p.device)
 
 
 def _refuse(what: str, name: str) -> NoReturn:

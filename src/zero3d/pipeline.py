@@ -9,7 +9,7 @@ The schedules cut tensors along the batch. Ours are given the numbers of the mic
 each part looks its micro-batch up: whatever a batch holds reaches every part, and nothing is copied.
 
 Note 1, split backward. A zero-bubble schedule takes gradients of inputs and of weights apart, by
-`autograd.grad`; the latter writes `.grad` without any hook. `_Stage` hands what it finds there on. No hook
+`autograd.grad`; the latter writes `.grad` without any hook. `Stage` hands what it finds there on. No hook
 tells either that recomputed blocks and saved weights are read again, so the part's units are gathered first.
 """
 
@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from zero3d.boundary import Boundary, Driven
@@ -33,6 +32,7 @@ from zero3d.faults import Faults
 from zero3d.hf.split import balance, split
 from zero3d.in_turn import InTurn
 from zero3d.ledger import Ledger
+from zero3d.pipeline_stage import Part, Stage
 from zero3d.plan.bubble import Action
 from zero3d.plan.traffic import Moved, pipeline_traffic
 from zero3d.replica import Tied
@@ -184,7 +184,7 @@ class Pipeline:
     def vocabulary(self) -> int | None:
         """How many tokens there are; None where neither a config nor an embedding says."""
         part = next(iter(self._parts.values()))
-        config = getattr(part, "config", None)
+        config: Any = getattr(part, "config", None)
         if hasattr(config, "get_text_config"):
             config = config.get_text_config()
         tables = [(m.num_embeddings * m.embedding_dim, m.num_embeddings) for m in part.modules()
@@ -277,13 +277,13 @@ class Pipeline:
         tokens = hidden.shape[:-1].numel()
         return hidden, torch.empty((layers, tokens, experts), dtype=dtype, device="meta", requires_grad=True)
 
-    def _stage(self, number: int, part: Any, shape: tuple[int, ...]) -> _Stage:
+    def _stage(self, number: int, part: Any, shape: tuple[int, ...]) -> Stage:
         last = number == self._total - 1
         index = torch.empty(1, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         takes = (index,) if number == 0 else self._leaving(number - 1, shape)
         gives = (loss,) if last else self._leaving(number, shape)
-        return _Stage(_Part(part, self, number, last), number, self._total, self._like.device, takes, gives,
+        return Stage(Part(part, self, number, last), number, self._total, self._like.device, takes, gives,
                       group=self._axis.gathers)  # fmt: skip
 
     def loss_of(self, output: Any, batch: Any) -> Tensor:
@@ -291,62 +291,3 @@ class Pipeline:
         total, weight = self._sum_and_weight(output, batch)
         self._seen.append((total.detach(), weight))
         return total * self._scale if self._scale != 1.0 else total
-
-
-class _Part(nn.Module):
-    """A part as schedules call it: with the number of a micro-batch."""
-
-    def __init__(self, part: nn.Module, pipeline: Pipeline, number: int, last: bool) -> None:
-        super().__init__()
-        self.part, self.pipeline = part, pipeline
-        self.number, self._last = number, last
-
-    def forward(self, *entering: Tensor, index: Tensor) -> Any:
-        batch = self.pipeline.batches[int(index)]
-        ids, rest = self.pipeline.split_batch(batch)
-        output = self.pipeline.call(self.number, entering if self.number else (ids,), rest)
-        if not self._last:
-            return output
-        with self.pipeline.faults.running(self.number):
-            return self.pipeline.loss_of(output, batch)
-
-
-class _Stage(PipelineStage):
-    """Tells the engine about backwards (Note 1)."""
-
-    submod: _Part
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._note("F", fwd_chunk_id)
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        self._note("B" if full_backward else "I", bwd_chunk_id)
-        with self.submod.pipeline.backward(self.stage_index):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        self._note("W", bwd_chunk_id)
-        pipeline, number = self.submod.pipeline, self.stage_index
-        with pipeline.backward(number), pipeline.weights(number):
-            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Torch 2.11 greets neighbours before the first step, itself too where a V turns, which gloo refuses."""
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._sent("send_forward", super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._sent("send_backward", super().get_bwd_send_ops(bwd_chunk_id))
-
-    def _sent(self, op: str, sends: list[dist.P2POp]) -> list[dist.P2POp]:
-        for send in sends:
-            self.submod.pipeline.sent(op, f"part {self.stage_index}", send.tensor)
-        return sends
-
-    def _note(self, kind: str, micro_batch: int) -> None:
-        self.submod.pipeline.recorded.append(Action(kind, self.stage_index, micro_batch))

@@ -28,9 +28,10 @@ def evaluate_and_generate(family, dp, pp, stage, schedule):
     tokens = []
     for options in ({}, {"do_sample": True, "temperature": 0.7, "top_k": 9}):
         torch.manual_seed(5)
-        if pp == 1:  # Hugging Face's own generate ends at an end of sequence
+        if pp == 1:  # Hugging Face's own generate draws other numbers
+            ending = zero3d.generation.Ending.of(engine.module)
             with engine._evaluating(True), torch.no_grad():
-                tokens.append(forward(engine.module, lambda t: t, ids, GEN, **options).tolist())
+                tokens.append(forward(engine.module, lambda t: t, ids, GEN, ending, **options).tolist())
         else:
             tokens.append(engine.generate(ids, max_new_tokens=GEN, **options).tolist())
     return losses, tokens

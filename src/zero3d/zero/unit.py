@@ -106,7 +106,7 @@ class Weights:
         if not self._keeps_full:
             self.shard = setting.arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype)
         self.master = self.held
-        self._placeholders = [_placeholder(p, dtype, self.full.device) for p in params]
+        self._placeholders = [placeholder(p, dtype, self.full.device) for p in params]
         self._adopt(fill)
         self._point_at(self.views)
         self._versions = [p._version for p in self.params]
@@ -406,7 +406,8 @@ def _views(full: Tensor, layout: UnitLayout) -> list[Tensor]:
     return [full[s.start : s.start + s.numel].view(s.shape) for s in layout.slots]
 
 
-def _placeholder(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
+def placeholder(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One NaN in the shape of a parameter that is elsewhere (Note 1)."""
     value = float("nan") if dtype.is_floating_point else 0
     return torch.full((), value, dtype=dtype, device=device).expand(p.shape)
 
