@@ -26,6 +26,7 @@ class Faults:
     def __init__(self, axis: Axis, parts: int) -> None:
         self._axis, self._parts = axis, parts
         self._first: Exception | None = None
+        self.check()
 
     def check(self) -> None:
         """Raise Zero3dError if this pipeline, or another one over the same ranks of the mesh, failed before."""

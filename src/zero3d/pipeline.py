@@ -127,6 +127,7 @@ class Pipeline:
         self.faults = Faults(axis, self._total)
         self._key: tuple[int, tuple[int, ...]] | None = None  # micro-batches and their shape in the last step
         self._made: Any = None
+        self._stages: list[Stage] = []
         self._like = next(p for part in parts.values() for p in part.parameters() if p.is_floating_point())
         self._width = next(iter(parts.values())).width
         config = getattr(next(iter(parts.values())), "config", None)
@@ -243,14 +244,16 @@ class Pipeline:
         if key != self._key:
             self._schedule.check(len(batches), self._axis.size)
             self._learn(batches[0])
-            self._key, self._made = key, None  # its buffers, one for each micro-batch, are free before there are others
+            for stage in self._stages:
+                stage.free()
+            self._key = key
             self._made = self._make(*key)
         return self._made
 
     def _make(self, count: int, shape: tuple[int, ...]) -> Any:
-        stages = [self._stage(number, part, shape) for number, part in self._parts.items()]
+        self._stages = [self._stage(number, part, shape) for number, part in self._parts.items()]
         kind = get_schedule_class(self._schedule.torch)
-        what = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+        what = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
         return kind(what, n_microbatches=count, loss_fn=lambda loss, _: loss, scale_grads=False)
 
     def _learn(self, batch: Any) -> None:
