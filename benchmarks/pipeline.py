@@ -119,7 +119,7 @@ class Fsdp2:
 
     def __init__(self, mesh: Mesh, arguments: argparse.Namespace) -> None:
         model, axis, schedule = build(arguments.model), mesh.axis("pp"), Schedule.of(arguments.schedule)
-        counts = balance(model, axis.size * schedule.parts_per_rank, TOKENS)
+        counts = balance(model, axis.size, TOKENS, schedule=schedule.name)
         self.pipeline, self.dp, self.size = axis, mesh.data, mesh.dp
         self.parts, stages = [], []
         for number in schedule.parts_of(axis.rank, axis.size):

@@ -57,6 +57,11 @@ def engine_of(model, mesh, **options):
     return zero3d.Engine(model, mesh=mesh, **made | options)
 
 
+def schedule_of(mesh, schedule):
+    """What an Engine is told: without a pipeline there is no schedule."""
+    return schedule if mesh.pp > 1 else None
+
+
 def modules_of(engine):
     return [engine.module] if engine.pipeline is None else list(engine.parts.values())
 
@@ -74,7 +79,7 @@ def train(family, degrees, layers, cases, steps=2):
         mesh = zero3d.Mesh(dp=dp, pp=pp)
         model = build(family, layers)
         recompute(model, activations)
-        how = {"stage": stage, "release": release, "reduce": "every_step", "schedule": schedule}
+        how = {"stage": stage, "release": release, "reduce": "every_step", "schedule": schedule_of(mesh, schedule)}
         optimizer = (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)) if is_tied(family) else adamw
         engine = engine_of(model, mesh, optimizer=optimizer, **how)
         losses, norms = [], []

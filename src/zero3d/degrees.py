@@ -13,6 +13,8 @@ row holds the same layers; a cell holds the same parameters of them, split over 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import prod
 from typing import NamedTuple
 
 from zero3d.errors import MeshError
@@ -37,7 +39,13 @@ class Degrees(NamedTuple):
 
     @classmethod
     def resolve(cls, world: int, dp: int | None = None, tp: int | None = None, pp: int | None = None) -> Degrees:
-        """Complete the degrees of a world: one left out is computed; of two left out dp is, and the other is 1.
+        """Complete the degrees of a world.
+
+        left out      is
+        ------------  ----------------------------------------------------------------------------
+        dp            world / (pp x tp), of which those left out are 1
+        pp and tp     1
+        pp, or tp     world / (the two given), where that is whole
 
         Raises MeshError with the arithmetic.
         """
@@ -47,15 +55,12 @@ class Degrees(NamedTuple):
                 raise MeshError(f"{name}={degree!r} is no degree: pass a whole number from 1.")
         missing = [name for name, degree in given.items() if degree is None]
         computed = "dp" if dp is None else missing[0] if len(missing) == 1 else None
-        known = {name: degree or 1 for name, degree in given.items() if name != computed}
-        product = 1
-        for degree in known.values():
-            product *= degree
-        if computed is not None and world % product == 0:
-            known[computed] = world // product
-        degrees = cls(**{name: known.get(name, 0) for name in AXES})
+        known = {name: degree or 1 for name, degree in given.items()}
+        if computed is not None:
+            known[computed] = max(1, world // prod(known.values()))
+        degrees = cls(**known)
         if degrees.world != world:
-            raise MeshError(_does_not_multiply(world, degrees, computed))
+            raise MeshError(_does_not_multiply(world, {name: n for name, n in given.items() if n is not None}))
         return degrees
 
     @property
@@ -93,18 +98,16 @@ class Degrees(NamedTuple):
         return f"pp {self.pp} x dp {self.dp} x tp {self.tp}"
 
 
-def _does_not_multiply(world: int, degrees: Degrees, computed: str | None) -> str:
-    others = [(name, degree) for name, degree in zip(AXES, degrees, strict=True) if name != computed]
-    asked = " x ".join(f"{name}={degree}" for name, degree in others)
-    product = 1
-    for _, degree in others:
-        product *= degree
-    if computed is not None:
+def _does_not_multiply(world: int, given: Mapping[str, int]) -> str:
+    """Why not, in terms of what was given, and of dp."""
+    product, replica = prod(given.values()), prod(degree for name, degree in given.items() if name != "dp")
+    said = f"{world} ranks cannot form {' x '.join(f'{name}={degree}' for name, degree in given.items())}"
+    division = f"{world} / {replica} = {world / replica:g}" if replica > 1 else f"{world}"
+    if "dp" not in given:
         return (
-            f"{world} ranks cannot form {asked}: {computed} would be {world} / {product} = {world / product:g}, no "
-            f"whole number. Start a multiple of {product} ranks, or pass degrees that divide {world}."
+            f"{said}: dp would be {division}, no whole number. Start a multiple of {product} ranks, or pass degrees "
+            f"that divide {world}."
         )
-    return (
-        f"{world} ranks cannot form {asked} (= {product} ranks): leave dp out and it is computed "
-        f"(dp = {world} / (pp x tp)), or start {product} ranks."
-    )
+    if world % replica:
+        return f"{said} (= {product} ranks), nor with another dp, {division}: start {product} ranks."
+    return f"{said} (= {product} ranks): leave dp out and it is {division}, or start {product} ranks."

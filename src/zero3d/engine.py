@@ -85,7 +85,7 @@ class Engine:
     release       "auto" | "every_use" | "every_step": gathered parameters at stage 3
     reduce        "auto" | "every_micro_batch" | "every_step": when gradients are reduced
 
-    schedule      of a pipeline (mesh.pp > 1): gpipe, 1f1b, interleaved, zero-bubble or zbv; train_batch runs it
+    schedule      of a pipeline (mesh.pp > 1): gpipe, 1f1b (None), interleaved, zero-bubble or zbv; for train_batch
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
     weights       values of parameters on the meta device (`hf.load.open_model` gives both): every
                   rank reads only what it holds
@@ -116,7 +116,7 @@ class Engine:
         reduce: str = "auto",
         exact: bool = False,
         weights: Source | None = None,
-        schedule: str = "1f1b",
+        schedule: str | None = None,
         blocks: str | None = None,
     ) -> None:
         row = stage_row(stage)
@@ -129,7 +129,7 @@ class Engine:
             hollow(model)
         choice = choose_optimizer(model, optimizer, param_groups)
         self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
-        order = Schedule.of(schedule)
+        order = Schedule.asked(self.mesh.pp, schedule, blocks)
         self.parts = take_parts(model, self.mesh.axis("pp"), order, blocks)
         self._copies = names_of_copies(self.parts)
         self.whole = checkpoint.Whole.of(model, self._copies)

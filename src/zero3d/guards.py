@@ -73,8 +73,8 @@ def guard_rest(model: nn.Module, own: Set[nn.Parameter]) -> None:
             "the whole model, and engine.module for the parts that are here."
         )
 
+    model.register_forward_pre_hook(refuse)  # its modules' own forwards may be wrapped into those of the parts
     for module in model.modules():
-        module.register_forward_pre_hook(refuse)
         module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
         setattr(module, MARK, refuse)

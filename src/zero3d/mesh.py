@@ -26,7 +26,7 @@ from zero3d.transport import Axis
 class Mesh:
     """The ranks of a run, arranged by degree. Starts torch.distributed when nobody has.
 
-    dp, tp, pp  degrees; one may be left out and is computed, the product must equal the world
+    dp, tp, pp  degrees, whose product must equal the world; one may be left out (dp: or with others, which are 1)
     device      where this rank computes (default: its accelerator, else cpu)
     debug       compare the order of gathers before every gather: slow, and names a culprit at once
 
@@ -128,8 +128,8 @@ def refuse_unbuilt(degrees: Degrees) -> None:
     """Raise MeshError for axes that an Engine cannot train on yet."""
     if degrees.tp > 1:
         raise MeshError(
-            f"{degrees}: an Engine trains on the dp and pp axes only, tensor parallelism is not built yet; leave tp "
-            "out or pass 1."
+            f"{degrees}: an Engine trains on the dp and pp axes only, tensor parallelism is not built yet. Leave dp "
+            f"and tp out: dp is then {degrees.world} / {degrees.pp} = {degrees.world // degrees.pp}."
         )
 
 

@@ -54,7 +54,7 @@ def take_parts(model: nn.Module, axis: Axis, schedule: Schedule, blocks: str | N
     """This rank's parts of the model by number; without pipeline the model itself."""
     if axis.size == 1:
         return {0: model}
-    counts = balance(model, axis.size * schedule.parts_per_rank, TOKENS, blocks)
+    counts = balance(model, axis.size, TOKENS, blocks, schedule.name)
     if schedule.splits_backward and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         warnings.warn(
             f"schedule {schedule.name!r} takes gradients of inputs and of each group of weights apart, and torch's "

@@ -1,4 +1,4 @@
-"""The schedules of torch.distributed.pipelining: which rank has which parts, and which numbers of micro-batches fit.
+"""The schedules of torch.distributed.pipelining: which rank has which parts, and what fits them.
 
 name         torch's                 parts per rank   laid out   micro-batches M of P ranks
 -----------  ----------------------  ---------------  ---------  -----------------------------
@@ -23,6 +23,9 @@ SCHEDULES = {
     "zbv": ("ZBVZeroBubble", 2, True),
 }
 
+DEFAULT = "1f1b"
+IN_A_FILE = "micro-batches (in a file train.accumulate = train.batch / (train.micro_batch x dp))"
+
 
 class Schedule(NamedTuple):
     """A schedule of torch: how many parts a rank has, and whether they are laid out in a V."""
@@ -33,11 +36,24 @@ class Schedule(NamedTuple):
     in_a_v: bool
 
     @classmethod
-    def of(cls, name: str) -> Schedule:
-        """By our name. Raises ConfigError."""
+    def of(cls, name: str | None = None) -> Schedule:
+        """By our name, 1f1b for None. Raises ConfigError."""
+        name = DEFAULT if name is None else name
         if name not in SCHEDULES:
             raise ConfigError(f"schedule {name!r} is unknown: pass one of {', '.join(SCHEDULES)}.")
         return cls(name, *SCHEDULES[name])
+
+    @classmethod
+    def asked(cls, pp: int, name: str | None, blocks: str | None) -> Schedule:
+        """The schedule of an Engine. Raises ConfigError for what only a pipeline has where there is none."""
+        given = {"schedule": name, "blocks": blocks}
+        if pp == 1 and any(value is not None for value in given.values()):
+            words = ", ".join(f"{key}={value!r}" for key, value in given.items() if value is not None)
+            raise ConfigError(
+                f"{words} {'is' if words.count('=') == 1 else 'are'} of a pipeline, and pp is 1: pass "
+                "mesh=zero3d.Mesh(pp=2) or more (mesh.pp in a file), or leave it out."
+            )
+        return cls.of(name)
 
     @property
     def splits_backward(self) -> bool:
@@ -48,12 +64,30 @@ class Schedule(NamedTuple):
         """Who has a part."""
         return next(rank for rank in range(ranks) if part in self.parts_of(rank, ranks))
 
+    def check_blocks(self, blocks: int, ranks: int, name: str) -> None:
+        """Raise ConfigError where the list called `name` has fewer blocks than there are parts."""
+        each = self.parts_per_rank
+        if blocks >= ranks * each:
+            return
+        ways = [_at_most(blocks // each)] if blocks >= 2 * each else []
+        if each == 1:
+            said, keys = f"pp={ranks} pipeline stages need a block each, and {name} has {blocks}", "mesh.pp"
+        else:
+            keys = "mesh.pp, mesh.schedule"
+            said = (
+                f"schedule {self.name!r} puts {each} parts on each of {ranks} pipeline stages = {ranks * each} parts, "
+                f"and {name} has {blocks} block{'s' if blocks > 1 else ''}"
+            )
+            fewer = "" if blocks >= ranks else f"{_at_most(blocks)} with "
+            ways += [f"{fewer}schedule='{DEFAULT}'"] if blocks > 1 else []
+        raise ConfigError(f"{said}: pass {', or '.join(ways or ['pp=1'])} ({keys} in a file).")
+
     def check(self, micro_batches: int, ranks: int) -> None:
         """Raise ConfigError for a number of micro-batches that torch's schedule cannot take."""
         if self.name == "1f1b" and micro_batches < ranks:
             raise ConfigError(
-                f"{micro_batches} micro-batches are fewer than {ranks} pipeline stages, and schedule '1f1b' needs one "
-                f"for each: pass {ranks} or more micro-batches, or schedule='gpipe'."
+                f"schedule '1f1b' needs a micro-batch for each of {ranks} pipeline stages, and a step has "
+                f"{micro_batches}: pass {ranks} or more {IN_A_FILE}, or schedule='gpipe' (mesh.schedule)."
             )
         rounds = max(1, micro_batches // ranks)
         if self.name in ("interleaved", "zero-bubble") and micro_batches % rounds:
@@ -64,7 +98,7 @@ class Schedule(NamedTuple):
             raise ConfigError(
                 f"schedule {self.name!r} runs micro-batches in rounds of equal size, and {micro_batches} over {ranks} "
                 f"pipeline stages make {micro_batches} // {ranks} = {rounds} rounds, which do not divide "
-                f"{micro_batches}: pass {below} or {above} micro-batches, or schedule='1f1b'."
+                f"{micro_batches}: pass {below} or {above} {IN_A_FILE}, or schedule='1f1b' (mesh.schedule)."
             )
 
     def parts_of(self, rank: int, ranks: int) -> list[int]:
@@ -72,3 +106,7 @@ class Schedule(NamedTuple):
         if self.in_a_v:
             return [rank, 2 * ranks - 1 - rank]
         return [rank + turn * ranks for turn in range(self.parts_per_rank)]
+
+
+def _at_most(pp: int) -> str:
+    return f"pp={pp}" if pp <= 2 else f"pp={pp} or less"

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Net, adamw, batch, bits, hf
+from pipelines import schedule_of
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.nn import functional as F
@@ -36,13 +37,14 @@ def make(model, shape, stage, schedule="1f1b", **options):
     """An engine on (dp, pp) = shape."""
     dp, pp = shape
     torch.manual_seed(7)
+    mesh = zero3d.Mesh(dp=dp, pp=pp)
     plain = model in ("net", "tied")
     made = Lm(layers=4, dropout=0.2, tied=model == "tied") if plain else hf(model, inner=96)
     return zero3d.Engine(
         made,
         stage=stage,
-        mesh=zero3d.Mesh(dp=dp, pp=pp),
-        schedule=schedule,
+        mesh=mesh,
+        schedule=schedule_of(mesh, schedule),
         clip_norm=0.5,
         optimizer=adamw,
         loss=sum_of_losses,
@@ -167,7 +169,8 @@ def with_buffers(shape, schedule, folder=None, source=None):
     for i, module in enumerate([made, *made.layers]):
         module.register_buffer("counter", torch.zeros(2))
         module.register_buffer("hidden", torch.full((1,), float(i)), persistent=False)
-    engine = zero3d.Engine(made, mesh=zero3d.Mesh(dp=shape[0], pp=shape[1]), schedule=schedule, optimizer=adamw)
+    mesh = zero3d.Mesh(dp=shape[0], pp=shape[1])
+    engine = zero3d.Engine(made, mesh=mesh, schedule=schedule_of(mesh, schedule), optimizer=adamw)
     found = {name: buffer for part in engine.parts.values() for name, buffer in part.named_buffers()}
     if source is not None:
         engine.load(source)

@@ -82,7 +82,7 @@ def name_the_blocks(pp):
             engine_of(model, zero3d.Mesh(pp=pp))
         with pytest.raises(zero3d.ConfigError, match="blocks='stepz' names no list of modules of Odd"):
             engine_of(model, zero3d.Mesh(pp=pp), blocks="stepz")
-    engine = engine_of(model, zero3d.Mesh(pp=pp), blocks="steps")
+    engine = engine_of(model, zero3d.Mesh(pp=pp), blocks="steps" if pp > 1 else None)
     for step in range(3):
         losses.append(float(engine.train_batch(micro_batches(step, 0))))
     return losses

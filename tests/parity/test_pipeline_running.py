@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from models import batch
-from pipelines import build, engine_of, micro_batches, modules_of, weights_of
+from pipelines import build, engine_of, micro_batches, modules_of, schedule_of, weights_of
 
 import zero3d
 from zero3d.errors import ConfigError
@@ -17,7 +17,7 @@ GEN = 5
 def evaluate_and_generate(family, dp, pp, stage, schedule):
     """Mean losses before and after a step, of unequal micro-batches; greedy and sampled tokens."""
     mesh = zero3d.Mesh(dp=dp, pp=pp)
-    engine = engine_of(build(family, 4), mesh, stage=stage, schedule=schedule)
+    engine = engine_of(build(family, 4), mesh, stage=stage, schedule=schedule_of(mesh, schedule))
     given = [*micro_batches(7, mesh.place.dp, 2), *micro_batches(8, mesh.place.dp, 1, size=1, length=5)]
     losses = [float(engine.evaluate(given))]
     engine.train_batch(micro_batches(0, mesh.place.dp))
@@ -68,7 +68,7 @@ def generate_wrongly():
 def test_what_a_pipeline_cannot_do_is_refused_with_what_to_type(ranks):
     words = ["has no option 'num_beams'", "engine.train_batch(micro_batches)", "engine.train_batch(micro_batches)",
              "got none", "mappings with 'input_ids'", "got a tuple", "have one shape, and have [(1, 9), (2, 9)]",
-             "1 micro-batches are fewer than 2 pipeline stages"]  # fmt: skip
+             "a micro-batch for each of 2 pipeline stages, and a step has 1: pass 2 or more micro-batches (in a file"]  # fmt: skip
     for found, loss in ranks(2, generate_wrongly):
         assert [word in said for word, said in zip(words, found, strict=True)] == [True] * len(words), found
         assert 3 < loss < 5  # the engine goes on after a refusal
@@ -78,7 +78,8 @@ def micro_batch_numbers(pp, schedule, counts):
     """Losses of the same model for different numbers of micro-batches, or what is said."""
     found = {}
     for count in counts:
-        engine = engine_of(build("net", 8), zero3d.Mesh(pp=pp), schedule=schedule, accumulate=count)
+        mesh = zero3d.Mesh(pp=pp)
+        engine = engine_of(build("net", 8), mesh, schedule=schedule_of(mesh, schedule), accumulate=count)
         try:
             losses = [float(engine.train_batch(micro_batches(step, 0, count))) for step in range(2)]
             found[count] = losses, float(engine.last_step.grad_norm)
@@ -89,8 +90,8 @@ def micro_batch_numbers(pp, schedule, counts):
 
 COUNTS = {2: [1, 2, 3, 5, 7], 4: [1, 2, 3, 5, 9, 10]}
 REFUSED = {
-    (2, "1f1b"): {1: "1 micro-batches are fewer than 2 pipeline stages"},
-    (4, "1f1b"): {count: f"{count} micro-batches are fewer than 4 pipeline stages" for count in (1, 2, 3)},
+    (2, "1f1b"): {1: "each of 2 pipeline stages, and a step has 1: pass 2 or more micro-batches"},
+    (4, "1f1b"): {count: f"each of 4 pipeline stages, and a step has {count}: pass 4 or more" for count in (1, 2, 3)},
     (2, "rounds"): {5: "5 // 2 = 2 rounds, which do not divide 5: pass 4 or 6 micro-batches",
                     7: "7 // 2 = 3 rounds, which do not divide 7: pass 6 or 8 micro-batches"},
     (4, "rounds"): {9: "9 // 4 = 2 rounds, which do not divide 9: pass 8 or 10 micro-batches"},
@@ -214,7 +215,8 @@ def experts(pp, stage, schedule):
     """A mixture of experts with its auxiliary loss, which needs the router logits of all layers."""
     model = build("qwen3_moe", 4)
     model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
-    engine = engine_of(model, zero3d.Mesh(pp=pp), stage=stage, schedule=schedule, loss=None)
+    mesh = zero3d.Mesh(pp=pp)
+    engine = engine_of(model, mesh, stage=stage, schedule=schedule_of(mesh, schedule), loss=None)
     given = [{"input_ids": each["input_ids"], "labels": each["input_ids"]} for each in micro_batches(0, 0)]
     losses = [float(engine.evaluate(given)), *(float(engine.train_batch(given)) for _ in range(2))]
     return [*losses, float(engine.last_step.grad_norm)], weights_of(engine)
@@ -232,7 +234,8 @@ def ready_optimizer(pp, schedule):
     model = build("net", 4)
     split = [[p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]]
     optimizer = torch.optim.AdamW([{"params": split[0]}, {"params": split[1], "weight_decay": 0.0}], lr=1e-2)
-    engine = engine_of(model, zero3d.Mesh(pp=pp), schedule=schedule, optimizer=optimizer)
+    mesh = zero3d.Mesh(pp=pp)
+    engine = engine_of(model, mesh, schedule=schedule_of(mesh, schedule), optimizer=optimizer)
     return [float(engine.train_batch(micro_batches(step, 0))) for step in range(3)]
 
 
@@ -259,6 +262,8 @@ def build_wrongly():
         lambda: engine_of(build("net", 1), zero3d.Mesh(pp=2)),
         lambda: engine_of(Loose(), zero3d.Mesh(pp=2)),
         lambda: engine_of(build("net", 4), zero3d.Mesh(pp=2), schedule="dualpipe"),
+        lambda: engine_of(build("net", 4), zero3d.Mesh(), schedule="1f1b"),
+        lambda: engine_of(build("net", 4), zero3d.Mesh(), schedule="zbv", blocks="layers"),
     ):
         with pytest.raises(ConfigError) as error:
             make()
@@ -267,6 +272,11 @@ def build_wrongly():
 
 
 def test_models_and_schedules_that_do_not_fit_are_refused_with_what_to_type(ranks):
-    words = ["3 blocks", "no list of two or more blocks", "blocks", "'dualpipe' is unknown: pass one of gpipe, 1f1b"]
+    words = ["'zbv' puts 2 parts on each of 2 pipeline stages = 4 parts, and layers has 3 blocks: pass schedule='1f1b'",
+             "pp=2 pipeline stages need a block each, and layers has 1: pass pp=1",
+             "Put its blocks in an nn.ModuleList, or pass pp=1",
+             "'dualpipe' is unknown: pass one of gpipe, 1f1b",
+             "schedule='1f1b' is of a pipeline, and pp is 1: pass mesh=zero3d.Mesh(pp=2)",
+             "schedule='zbv', blocks='layers' are of a pipeline, and pp is 1"]  # fmt: skip
     for found in ranks(2, build_wrongly):
         assert all(word in said for word, said in zip(words, found, strict=True)), found

@@ -18,7 +18,6 @@ def use_the_model(stage):
     said = []
     for use in (
         lambda: model(input_ids=batch(0)),
-        lambda: model.model.layers[0](torch.zeros(1, 2, 48)),
         lambda: model.generate(batch(0)),
         lambda: model.state_dict(),
         lambda: model.load_state_dict({}),

@@ -1,5 +1,7 @@
 """`zero3d train` over pipeline stages: the run of the same replicas without a pipeline, bit for bit."""
 
+import warnings
+
 import pytest
 from training import field, metrics, save_model, save_rows, train, tree
 from transformers import AutoModelForCausalLM
@@ -44,3 +46,21 @@ def test_a_run_goes_on_over_other_axes(ranks, folder):
         made["mesh"]["pp"] = then
         again = ranks(2 * then, train, made, str(folder / name / "checkpoints" / "step-2"))[0]
         assert field(again, "loss")[-3:] == pytest.approx(whole[-3:], rel=1e-6)
+
+
+def warned(made):
+    """What a run warns of on this rank about the mesh."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train(made)
+    return [str(each.message) for each in found if "mesh." in str(each.message)]
+
+
+def test_a_files_schedule_without_a_pipeline_is_said_once_to_have_no_effect(ranks, folder):
+    one = run_of(folder, "unused", 1, train={"steps": 1, "batch": 4, "accumulate": 2})
+    one["mesh"] |= {"schedule": "zbv", "blocks": "model.layers"}
+    first, second = ranks(2, warned, one)
+    assert [said.partition(" mesh.pp is 1")[0] for said in first] == [
+        "mesh.schedule=zbv, mesh.blocks=model.layers without effect:"
+    ]
+    assert second == []

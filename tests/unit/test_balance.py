@@ -76,8 +76,7 @@ def test_experts_that_a_token_does_not_meet_cost_bytes_but_no_flops():
     assert sparse < dense
 
 
-def test_fewer_blocks_than_stages_are_refused_with_the_arithmetic():
-    with pytest.raises(ConfigError, match=r"^2 blocks cannot make 4 pipeline stages: pass pp=2 or less\.$"):
-        cut([1, 1], 4)
-    with pytest.raises(ConfigError, match="pass pp=1 or more"):
-        cut([1, 1], 0)
+@pytest.mark.parametrize("parts", [0, 3])
+def test_more_parts_than_blocks_or_none_are_refused(parts):
+    with pytest.raises(ConfigError, match=rf"^2 blocks cannot make {parts} parts: pass parts=1 to 2\.$"):
+        cut([1, 1], parts)

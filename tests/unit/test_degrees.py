@@ -6,6 +6,7 @@ from zero3d.config import Train
 from zero3d.config.batch import resolve_batch
 from zero3d.degrees import Degrees, Place
 from zero3d.errors import MeshError
+from zero3d.mesh import refuse_unbuilt
 
 
 def test_64_ranks_as_8_pipeline_stages_of_8_tensor_ranks_are_one_replica():
@@ -62,14 +63,18 @@ def test_a_degree_that_is_left_out_is_computed(world, asked, found):
 @pytest.mark.parametrize(
     ("world", "asked", "message"),
     [
+        (6, {"pp": 4}, r"^6 ranks cannot form pp=4: dp would be 6 / 4 = 1.5, no whole number. Start a multiple of 4"),
         (
-            6,
-            {"pp": 4},
-            r"6 ranks cannot form pp=4 x tp=1: dp would be 6 / 4 = 1.5, no whole number. Start a multiple of 4",
+            4,
+            {"pp": 2, "dp": 3},
+            r"^4 ranks cannot form pp=2 x dp=3 \(= 6 ranks\): leave dp out and it is 4 / 2 = 2, or start 6 ranks\.$",
         ),
-        (8, {"dp": 3, "tp": 2}, r"pp would be 8 / 6 = 1.33333"),
-        (8, {"pp": 2, "dp": 2, "tp": 1}, r"8 ranks cannot form pp=2 x dp=2 x tp=1 \(= 4 ranks\): leave dp out"),
-        (4, {"dp": 3}, r"4 ranks cannot form pp=1 x dp=3 x tp=1 \(= 3 ranks\)"),
+        (8, {"dp": 3, "tp": 2}, r"dp=3 x tp=2 \(= 6 ranks\): leave dp out and it is 8 / 2 = 4, or start 6 ranks"),
+        (8, {"pp": 2, "dp": 2, "tp": 1}, r"pp=2 x dp=2 x tp=1 \(= 4 ranks\): leave dp out and it is 8 / 2 = 4"),
+        (4, {"pp": 2, "dp": 8}, r"leave dp out and it is 4 / 2 = 2, or start 16 ranks"),
+        (4, {"dp": 3}, r"^4 ranks cannot form dp=3 \(= 3 ranks\): leave dp out and it is 4, or start 3 ranks"),
+        (6, {"pp": 4, "dp": 2}, r"pp=4 x dp=2 \(= 8 ranks\), nor with another dp, 6 / 4 = 1.5: start 8 ranks\.$"),
+        (2, {"pp": 4}, r"^2 ranks cannot form pp=4: dp would be 2 / 4 = 0.5, no whole number. Start a multiple of 4"),
         (4, {"pp": 0}, "pp=0 is no degree"),
         (4, {"tp": True}, "tp=True is no degree"),
     ],
@@ -77,6 +82,11 @@ def test_a_degree_that_is_left_out_is_computed(world, asked, found):
 def test_degrees_that_do_not_multiply_show_the_arithmetic(world, asked, message):
     with pytest.raises(MeshError, match=message):
         Degrees.resolve(world, **asked)
+
+
+def test_a_computed_tp_is_refused_in_terms_of_dp():
+    with pytest.raises(MeshError, match=r"pp 2 x dp 1 x tp 2.*Leave dp and tp out: dp is then 4 / 2 = 2\.$"):
+        refuse_unbuilt(Degrees.resolve(4, pp=2, dp=1))
 
 
 def test_the_rank_map_is_a_table():

@@ -18,7 +18,7 @@ COUNTS = [[3, 2], [1, 2, 2], [2, 1, 1, 1]]
 
 
 def parts_of(model, counts, **options):
-    return [split(clone(model), counts, stage, **options) for stage in range(len(counts))]
+    return [split(clone(model), counts, part, **options) for part in range(len(counts))]
 
 
 def packed():
@@ -172,7 +172,7 @@ def test_a_parameter_is_on_one_part_under_the_whole_models_name(name):
 
 def test_ties_are_told_and_each_part_has_a_copy_of_its_own():
     model = deep("gpt2")
-    first, _, last = (split(model, [2, 2, 1], stage) for stage in range(3))
+    first, _, last = (split(model, [2, 2, 1], part) for part in range(3))
     assert first.tied == last.tied == [Tie("transformer.wte.weight", 0, "lm_head.weight", 2)]
     here, there = (
         dict(first.named_parameters())["transformer.wte.weight"],
@@ -216,7 +216,7 @@ def test_a_model_without_weights_is_cut_and_stays_as_it_is(name):
 
     model = build(deep(name).config)
     before = [n for n, _ in model.named_parameters()]
-    parts = [split(model, [3, 2], stage) for stage in range(2)]
+    parts = [split(model, [3, 2], part) for part in range(2)]
     assert all(p.is_meta for part in parts for p in part.parameters())
     assert [n for n, _ in model.named_parameters()] == before
     assert len(parts[0].tied) == (name == "qwen3")
@@ -277,7 +277,7 @@ def test_ties_are_named_as_in_the_whole_model_even_if_its_head_is_registered_fir
             return self.head(x)
 
     model = HeadFirst(net(tied=True))
-    parts = [split(model, [2, 1], stage) for stage in range(2)]
+    parts = [split(model, [2, 1], part) for part in range(2)]
     assert parts[0].tied == [Tie("head.weight", 1, "embed.weight", 0)]
     assert parts[1].head.weight is model.embed.weight is not parts[0].embed.weight
 
@@ -389,13 +389,29 @@ def test_blocks_that_see_the_embedding_or_the_token_ids_are_refused(kind, said):
 
 
 def test_missing_or_doubtful_lists_of_blocks_are_told_with_what_to_type():
-    with pytest.raises(ConfigError, match=r"Its lists: none\. Pass blocks='NAME'"):
+    with pytest.raises(ConfigError, match=r"Its lists: none\. Put its blocks in an nn\.ModuleList, or pass pp=1"):
         split(nn.Linear(2, 2), [1, 1], 0)
+    with pytest.raises(ConfigError, match=r"Its lists: mixed \(2\)\. Pass blocks='NAME'"):
+        split(nn.ModuleDict({"mixed": nn.Sequential(nn.Linear(2, 2), nn.ReLU())}), [1, 1], 0)
     with pytest.raises(ConfigError, match=r"blocks='layer' names no list.*layers \(3\)"):
         split(net(), [2, 1], 0, blocks="layer")
     two = nn.ModuleDict({"a": net(), "b": net()})
     with pytest.raises(ConfigError, match=r"2 lists of blocks: a\.layers, b\.layers.*blocks='a\.layers'"):
         split(two, [2, 1], 0)
+
+
+@pytest.mark.parametrize("model", [net(layers=1), deep("llama", layers=1)], ids=["net", "llama"])
+def test_one_block_is_found_and_cannot_make_two_stages(model):
+    with pytest.raises(
+        ConfigError, match=r"pp=2 pipeline stages need a block each, and [a-z.]*layers has 1: pass pp=1"
+    ):
+        balance(model, 2, tokens=8)
+
+
+def test_a_list_of_one_among_several_is_no_list_of_blocks():
+    model = nn.ModuleDict({"a": net(layers=1), "b": net(layers=1)})
+    with pytest.raises(ConfigError, match=r"no list of two or more blocks.*a\.layers \(1\), b\.layers \(1\)"):
+        balance(model, 2, tokens=8)
 
 
 def test_a_named_list_of_blocks_is_taken():
@@ -407,11 +423,15 @@ def test_a_named_list_of_blocks_is_taken():
 
 def test_counts_that_do_not_fit_are_refused_with_the_arithmetic():
     model = net(layers=2)
-    with pytest.raises(ConfigError, match="2 blocks cannot make 4 pipeline stages: pass pp=2 or less"):
+    with pytest.raises(ConfigError, match=r"sum to the 2 blocks of layers, and sum to 4: pass balance\(model, 4"):
         split(model, [1, 1, 1, 1], 0)
-    with pytest.raises(ConfigError, match="2 blocks cannot make 4 pipeline stages: pass pp=2 or less"):
+    with pytest.raises(ConfigError, match="pp=4 pipeline stages need a block each, and layers has 2: pass pp=2"):
         balance(model, 4, tokens=8)
+    with pytest.raises(
+        ConfigError, match="'zbv' puts 2 parts on each of 2 pipeline stages = 4 parts, and layers has 2"
+    ):
+        balance(model, 2, tokens=8, schedule="zbv")
     with pytest.raises(ConfigError, match=r"counts=\[2, 1\].*sum to the 2 blocks of layers, and sum to 3"):
         split(model, [2, 1], 0)
-    with pytest.raises(ConfigError, match="stage=2 is none of 2 parts: pass 0 to 1"):
+    with pytest.raises(ConfigError, match="part=2 is none of 2 parts: pass 0 to 1"):
         split(model, [1, 1], 2)

@@ -96,7 +96,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate over the run."""
+    """The learning rate over the run; mesh.schedule is a pipeline's."""
 
     name: str = key("cosine", "its shape after warm-up", choices=("cosine", "linear", "constant"))
     warmup: float = key(0.0, "steps of warm-up, or below 1 the fraction of all steps", least=0)
@@ -130,7 +130,11 @@ class Mesh:
     dp: int | None = key(None, "data-parallel degree; computed where left out", least=1)
     tp: int | None = key(None, "tensor-parallel degree", least=1)
     pp: int | None = key(None, "pipeline-parallel degree", least=1)
-    schedule: str = key("1f1b", "order of a pipeline's forwards and backwards", choices=tuple(SCHEDULES))
+    schedule: str | None = key(
+        None,
+        "order of a pipeline's forwards and backwards, 1f1b by default (the learning rate's is the section schedule)",
+        choices=tuple(SCHEDULES),
+    )
     blocks: str | None = key(None, "the list of blocks that a pipeline cuts, such as model.layers; by default found")
 
 

@@ -93,6 +93,9 @@ def _block_list(model: nn.Module, asked: str | None) -> str:
             f"{type(model).__name__} has {len(found)} lists of blocks: {', '.join(sorted(found))}. Name the one to cut "
             f"into pipeline stages, such as blocks={min(found)!r} (mesh.blocks in a file)."
         )
+    single = _lists_of_one(lists)
+    if len(single) == 1:
+        return single[0]
     raise ConfigError(
         f"{type(model).__name__} has no list of two or more blocks of one class to cut into pipeline stages. "
         f"{_listed(lists)}"
@@ -103,7 +106,19 @@ def _listed(lists: Mapping[str, nn.Module]) -> str:
     """The lists there are, and what to type."""
     sizes = {name: len(list(module.children())) for name, module in lists.items() if name}
     found = ", ".join(f"{name} ({size})" for name, size in list(sizes.items())[:8]) or "none"
+    if max(sizes.values(), default=0) < 2:
+        return f"Its lists: {found}. Put its blocks in an nn.ModuleList, or pass pp=1."
     return f"Its lists: {found}. Pass blocks='NAME' of an nn.ModuleList (mesh.blocks=NAME in a file), or pp=1."
+
+
+def _lists_of_one(lists: Mapping[str, nn.Module]) -> list[str]:
+    """Outermost nn.ModuleLists of one module that has parameters and modules of its own, as a block does."""
+    found: list[str] = []
+    for name, module in lists.items():
+        if isinstance(module, nn.ModuleList) and len(module) == 1 and owns(module):
+            inside = any(name.startswith(outer + ".") for outer in found)
+            found += [name] if name and not inside and any(True for _ in module[0].children()) else []
+    return found
 
 
 def _rooms(model: nn.Module, blocks: str) -> dict[str, nn.Module]:

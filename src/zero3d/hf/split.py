@@ -30,7 +30,8 @@ from zero3d.data.masking import forward_options, inner_model
 from zero3d.errors import ConfigError
 from zero3d.hf.chain import Chain, base_of, copy_with, find_chain
 from zero3d.hf.elsewhere import Blank, Entry, Exit, Left, Pass, Relay
-from zero3d.plan.balance import Weights, chain_costs, check_parts, cut
+from zero3d.plan.balance import Weights, chain_costs, cut
+from zero3d.schedules import Schedule
 
 OF_THE_HEAD = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
 
@@ -48,33 +49,33 @@ class Tie(NamedTuple):
 
 
 class PipelinePart(nn.Module):
-    """What one pipeline stage holds and runs of a model; `split` makes it.
+    """What one part of a pipeline holds and runs of a model; `split` makes it.
 
-    stage, parts   which part of how many; `is_first`, `is_last`
-    tied           ties of the whole model, on every part the same list
-    width          of the hidden state
+    part, parts   which part of how many; `is_first`, `is_last`
+    tied          ties of the whole model, on every part the same list
+    width         of the hidden state
 
     Parameters keep the full model's names. Attributes it lacks (config, ...) are the model's.
     """
 
-    def __init__(self, model: nn.Module, stage: int, parts: int, tied: Sequence[Tie], relay: Relay, width: int) -> None:
+    def __init__(self, model: nn.Module, part: int, parts: int, tied: Sequence[Tie], relay: Relay, width: int) -> None:
         super().__init__()
         # The model's own dicts: one set of modules under two roots, so that names get no prefix.
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.__dict__["_model"] = model  # not registered as a child
-        self.stage, self.parts, self.tied, self.width, self._relay = stage, parts, list(tied), width, relay
+        self.part, self.parts, self.tied, self.width, self._relay = part, parts, list(tied), width, relay
         if base_of(model) is not None and self.is_last:
             base_of(model).register_forward_hook(partial(_add_routed, relay))
         self.train(model.training)
 
     @property
     def is_first(self) -> bool:
-        return self.stage == 0
+        return self.part == 0
 
     @property
     def is_last(self) -> bool:
-        return self.stage == self.parts - 1
+        return self.part == self.parts - 1
 
     def __getattr__(self, name: str) -> Any:
         if name == "_model":  # asked for by copy before there is one
@@ -130,8 +131,8 @@ def model_of(module: nn.Module) -> nn.Module:
     return model
 
 
-def split(model: nn.Module, counts: Sequence[int], stage: int, blocks: str | None = None) -> PipelinePart:
-    """The part of pipeline stage `stage` of a model whose blocks are dealt out as `counts` says.
+def split(model: nn.Module, counts: Sequence[int], part: int, blocks: str | None = None) -> PipelinePart:
+    """Part number `part` of a model whose blocks are dealt out as `counts` says.
 
     counts   blocks of each part, such as [3, 2] (`balance` finds them)
     blocks   name of the list of blocks, such as "model.layers"; found if left out
@@ -141,21 +142,24 @@ def split(model: nn.Module, counts: Sequence[int], stage: int, blocks: str | Non
     Errors: a model that is no chain, counts that are not its blocks (ConfigError).
     """
     chain = find_chain(model, blocks)
-    _check(chain, counts, stage)
-    ties, own = _ties(model, chain, counts, stage)
+    _check(chain, counts, part)
+    ties, own = _ties(model, chain, counts, part)
     relay = Relay()
-    replaced = _others(model, chain, counts, stage, relay) | own
-    return PipelinePart(copy_with(model, replaced), stage, len(counts), ties, relay, chain.width)
+    replaced = _others(model, chain, counts, part, relay) | own
+    return PipelinePart(copy_with(model, replaced), part, len(counts), ties, relay, chain.width)
 
 
-def balance(model: nn.Module, parts: int, tokens: int, blocks: str | None = None) -> list[int]:
-    """How many blocks each of `parts` pipeline stages should get, for micro-batches of `tokens`.
+def balance(
+    model: nn.Module, stages: int, tokens: int, blocks: str | None = None, schedule: str | None = None
+) -> list[int]:
+    """How many blocks each part of `stages` pipeline stages should get, for micro-batches of `tokens`.
 
     `plan/balance.py` has the costs. Width and vocabulary are those of the largest embedding.
-    Errors: a model that is no chain, fewer blocks than parts (ConfigError).
+    Errors: a model that is no chain, fewer blocks than parts of this schedule (ConfigError).
     """
     chain = find_chain(model, blocks)
-    check_parts(chain.length, parts)
+    order = Schedule.of(schedule)
+    order.check_blocks(chain.length, stages, chain.blocks)
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     table = max(embeddings, key=lambda m: m.weight.numel(), default=None)
     vocab, hidden = (0, 0) if table is None else (table.num_embeddings, table.embedding_dim)
@@ -167,7 +171,7 @@ def balance(model: nn.Module, parts: int, tokens: int, blocks: str | None = None
         _weights(block, getattr(model, "config", None)) for block in model.get_submodule(chain.blocks).children()
     ]
     costs = chain_costs(before, weights, after, tokens, hidden, vocab)
-    return cut(costs.blocks, parts, costs.before, costs.after)
+    return cut(costs.blocks, stages * order.parts_per_rank, costs.before, costs.after)
 
 
 def _weights(block: nn.Module, config: Any) -> Weights:
@@ -181,15 +185,14 @@ def _weights(block: nn.Module, config: Any) -> Weights:
     return Weights(total, total - fused + fused * met // experts)
 
 
-def _check(chain: Chain, counts: Sequence[int], stage: int) -> None:
-    check_parts(chain.length, len(counts))
+def _check(chain: Chain, counts: Sequence[int], part: int) -> None:
     if sum(counts) != chain.length or min(counts) < 1:
         raise ConfigError(
             f"counts={list(counts)} must be whole numbers from 1 that sum to the {chain.length} blocks of "
             f"{chain.blocks}, and sum to {sum(counts)}: pass balance(model, {len(counts)}, tokens)."
         )
-    if not 0 <= stage < len(counts):
-        raise ConfigError(f"stage={stage} is none of {len(counts)} parts: pass 0 to {len(counts) - 1}.")
+    if not 0 <= part < len(counts):
+        raise ConfigError(f"part={part} is none of {len(counts)} parts: pass 0 to {len(counts) - 1}.")
 
 
 def _part_of(name: str, chain: Chain, counts: Sequence[int]) -> int:
@@ -201,9 +204,9 @@ def _part_of(name: str, chain: Chain, counts: Sequence[int]) -> int:
 
 
 def _ties(
-    model: nn.Module, chain: Chain, counts: Sequence[int], stage: int
+    model: nn.Module, chain: Chain, counts: Sequence[int], part: int
 ) -> tuple[list[Tie], dict[nn.Module | Tensor, object]]:
-    """Ties across parts, and the copies that `stage` gets of parameters which another part owns."""
+    """Ties across parts, and the copies that `part` gets of parameters which another part owns."""
     names: dict[nn.Parameter, dict[int, str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, {}).setdefault(_part_of(name, chain, counts), name)
@@ -212,16 +215,16 @@ def _ties(
     for p, places in names.items():
         owner, *others = places
         ties += [Tie(places[owner], owner, places[other], other) for other in others]
-        if stage in others:
+        if part in others:
             own[p] = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
     return ties, own
 
 
 def _others(
-    model: nn.Module, chain: Chain, counts: Sequence[int], stage: int, relay: Relay
+    model: nn.Module, chain: Chain, counts: Sequence[int], part: int, relay: Relay
 ) -> dict[nn.Module | Tensor, object]:
     """What stands in the part where modules of other parts were."""
-    first, stop, ends = sum(counts[:stage]), sum(counts[: stage + 1]), base_of(model) is None
+    first, stop, ends = sum(counts[:part]), sum(counts[: part + 1]), base_of(model) is None
     replaced: dict[nn.Module | Tensor, object] = {}
     for index, block in enumerate(model.get_submodule(chain.blocks).children()):
         if index == first - 1:
@@ -230,7 +233,7 @@ def _others(
             replaced[block] = Exit(block, chain.tuples, relay, ends)
         elif not first <= index < stop:
             replaced[block] = Pass(block, chain.tuples, relay)
-    rooms = (chain.before if stage > 0 else ()) + (chain.after if stage < len(counts) - 1 else ())
+    rooms = (chain.before if part > 0 else ()) + (chain.after if part < len(counts) - 1 else ())
     replaced |= {model.get_submodule(name): Blank(model.get_submodule(name), relay) for name in rooms}
     return replaced
 

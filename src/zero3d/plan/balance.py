@@ -79,26 +79,13 @@ def cut(costs: Sequence[int], parts: int, before: int = 0, after: int = 0) -> li
     Exact. Among equals the sum of squares is least, and then earlier groups have more blocks.
     Time: parts x blocks^2. Errors: fewer blocks than parts, parts below 1 (ConfigError).
     """
-    check_parts(len(costs), parts)
+    if not 1 <= parts <= len(costs):
+        raise ConfigError(f"{len(costs)} blocks cannot make {parts} parts: pass parts=1 to {len(costs)}.")
     sums = list(accumulate(costs, initial=0))
     groups = _Groups(sums, parts, before, after)
     limit = _solve(groups, squares=False)[0]
     bounds = _solve(groups, squares=True, limit=limit)[1]
     return [stop - start for start, stop in pairwise(bounds)]
-
-
-def check_parts(blocks: int, parts: int) -> None:
-    """Raise ConfigError where `blocks` cannot make `parts` non-empty groups."""
-    if parts < 1:
-        raise ConfigError(f"{parts} pipeline stages: pass pp=1 or more.")
-    if blocks < parts:
-        raise ConfigError(
-            f"{_count(blocks, 'block')} cannot make {_count(parts, 'pipeline stage')}: pass pp={blocks} or less."
-        )
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 class _Groups(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -149,8 +150,7 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         model,
         stage=config.zero.stage,
         mesh=mesh,
-        schedule=config.mesh.schedule,
-        blocks=config.mesh.blocks,
+        **_of_pipeline(config, mesh),
         precision=precision_of(config),
         reduce_dtype=config.zero.reduce_dtype,
         optimizer=adamw(config.optimizer),
@@ -163,6 +163,21 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         reduce=config.zero.reduce,
         weights=opened.weights,
     )
+
+
+def _of_pipeline(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """mesh.schedule and mesh.blocks where there is a pipeline; a file that has them may also be run without one."""
+    given = {"schedule": config.mesh.schedule, "blocks": config.mesh.blocks}
+    if mesh.pp > 1:
+        return given
+    unused = [f"mesh.{key}={value}" for key, value in given.items() if value is not None]
+    if unused and mesh.rank == 0:
+        warnings.warn(
+            f"{', '.join(unused)} without effect: mesh.pp is 1, so there is no pipeline; pass mesh.pp=2 or more for "
+            "one.",
+            stacklevel=3,
+        )
+    return {}
 
 
 def precision_of(config: Config) -> Precision:
