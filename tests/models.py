@@ -92,6 +92,21 @@ def loss_of(model, ids):
     return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
 
 
+class LiftCasts(torch.overrides.TorchFunctionMode):
+    """Hugging Face norms, rotary and softmax cast to fp32; in the oracle run they must not."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.float and args[0].dtype == torch.float64:
+            return args[0]
+        if func is torch.Tensor.to and torch.float32 in args[1:] and args[0].dtype == torch.float64:
+            return args[0]
+        given = next(iter(args), None)
+        if kwargs.get("dtype") is torch.float32 and isinstance(given, torch.Tensor) and given.dtype == torch.float64:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
 def bits(tensors):
     """One hash of the raw bytes of tensors."""
     digest = hashlib.sha256()

@@ -184,7 +184,7 @@ class Engine:
         self.optimizer = ShardedOptimizer(
             self.units, self._order, choice.build, choice.groups, self.comm, self.arena, clip_norm, self.replica
         )
-        self.gathers = Gathers(Lane("gather", device), every_step=self.policy.release == "every_step")
+        self.gathers = Gathers(Lane("gather", device), self.policy.release == "every_step", across.size > 1)
         self.reductions = Reductions(self.units, Lane("reduce", device))
         self.loss_scale = LossScale(self.precision)
         every = self.policy.reduce == "every_micro_batch"
@@ -246,9 +246,8 @@ class Engine:
             self.gathers.acquire(unit, WHOLE)
         try:
             yield
-        finally:
-            for unit in units:
-                self.gathers.release(unit, WHOLE)
+        finally:  # and what hooks took for calls (tuples): no gradient reaches an end of every module here
+            self.gathers.drop(lambda token: token == WHOLE or isinstance(token, tuple))
 
     def _refuse_pipeline(self, what: str) -> None:
         if self.pipeline is not None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import adamw, batch, bits, build, clone, loss_of, train_engine
+from models import LiftCasts, adamw, batch, bits, build, clone, loss_of, train_engine
 
 import zero3d
 from zero3d.plan.traffic import count_gathers, step_traffic
@@ -123,24 +123,6 @@ def test_gradients_and_losses_equal_one_process_in_fp32(ranks, model, world, sta
     assert sum(losses) / len(losses) == pytest.approx(loss, rel=1e-6)
     norm = float(torch.sqrt(sum(g.double().square().sum() for g in grads.values())))
     assert all(result[2] == pytest.approx(norm, rel=1e-6) for result in results)
-
-
-class LiftCasts(torch.overrides.TorchFunctionMode):
-    """Hugging Face norms, rotary and softmax cast to fp32; in the oracle run they must not."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.float and args[0].dtype == torch.float64:
-            return args[0]
-        if func is torch.Tensor.to and torch.float32 in args[1:] and args[0].dtype == torch.float64:
-            return args[0]
-        if (
-            kwargs.get("dtype") is torch.float32
-            and isinstance(args[0], torch.Tensor)
-            and args[0].dtype == torch.float64
-        ):
-            kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
 
 
 def oracle_gradients(model, stage, micro_batches):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from zero3d.plan.bubble import Action
 from zero3d.zero.stages import resolve_policies, stage_row
 
 
@@ -57,8 +58,11 @@ def token_order(forward: Sequence[str], root: str | None = None, no_backward: It
     its turn token, so its backward finds it gathered. Units in `no_backward` (embeddings: their
     backward needs indices only) are used in forward alone.
     """
-    skip = set(no_backward)
-    events = [TokenEvent(root, "root", True)] if root else []
+    return _forward_tokens(forward, root) + _backward_tokens(forward, root, frozenset(no_backward))
+
+
+def _forward_tokens(forward: Sequence[str], root: str | None) -> list[TokenEvent]:
+    events = [TokenEvent(root, "root turn", True)] if root else []
     turn: str | None = None
     for i, unit in enumerate(forward):
         if turn not in (None, unit):
@@ -66,10 +70,73 @@ def token_order(forward: Sequence[str], root: str | None = None, no_backward: It
         events += [TokenEvent(unit, ("forward", i), True), TokenEvent(unit, "turn", True)]
         events.append(TokenEvent(unit, ("forward", i), False))
         turn = unit
-    for i, unit in reversed(list(enumerate(forward))):
-        if unit not in skip:
-            events += [TokenEvent(unit, ("backward", i), True), TokenEvent(unit, ("backward", i), False)]
     return events
+
+
+def _backward_tokens(forward: Sequence[str], root: str | None, no_backward: frozenset[str]) -> list[TokenEvent]:
+    events = [TokenEvent(root, "backward", True)] if root else []
+    for i, unit in reversed(list(enumerate(forward))):
+        if unit not in no_backward:
+            events += [TokenEvent(unit, ("backward", i), True), TokenEvent(unit, ("backward", i), False)]
+    return events + ([TokenEvent(root, "backward", False)] if root else [])
+
+
+class PartUnits(NamedTuple):
+    """The units of a pipeline's part, as `token_order` takes them."""
+
+    forward: Sequence[str]
+    root: str | None = None
+    no_backward: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys([*self.forward, *filter(None, [self.root])]))
+
+
+def pipeline_tokens(actions: Iterable[Action], parts: Mapping[int, PartUnits]) -> list[TokenEvent]:
+    """The tokens of one rank's step in a pipeline, from the actions it ran; nothing recomputed.
+
+    action   uses                                                     gathers of a unit in M micro-batches, at most
+    -------  -------------------------------------------------------  ---------------------------------------------
+    F        every unit                                               M
+    B, I     every unit but embeddings, in reverse; I of part 0 none  M
+    W        every unit: no hook tells which weights are read         M
+
+    So 2M with whole backwards (gpipe, 1f1b, interleaved) and 3M with split ones (zero-bubble, zbv); embeddings M
+    and 2M, part 0 2M in both: nothing enters it, so torch leaves its whole backward to W.
+
+    Uses merge in one place: what a forward used last, and its root unit, stay gathered until the next F, or the
+    end of the next backward, of whatever part this rank runs. If that backward is its own part's (of any
+    micro-batch), it finds them gathered. So the last part under 1f1b (F0 B0 F1 B1 ...) gathers its head M times,
+    under gpipe (F0 .. F3 B0 .. B3) 2M - 1 times.
+    """
+    events: list[TokenEvent] = []
+    kept: list[TokenEvent] = []  # gives back what the last forward left gathered
+    for kind, part, _ in actions:
+        forward, root, no_backward = units = parts[part]
+        if kind == "F":
+            events += kept + _forward_tokens(forward, root)
+            kept = [TokenEvent(forward[-1], "turn", False)]
+            kept += [TokenEvent(root, "root turn", False)] if root else []
+            continue
+        if kind == "I" and part == 0:
+            continue
+        whole = units.names if kind == "W" else []
+        events += [TokenEvent(unit, "whole", True) for unit in whole]
+        events += _backward_tokens(forward, root, no_backward) + kept
+        events += [TokenEvent(unit, "whole", False) for unit in whole]
+        kept = []
+    return events
+
+
+def pipeline_gathers(actions: Iterable[Action], parts: Mapping[int, PartUnits], release: str) -> Counter[str]:
+    """Gathers per unit in one rank's step at stage 3: Psi elements in all if held for the step, else per use.
+
+    True from the second step of so many micro-batches on: one whose order differs from the step's before it
+    may gather up to WINDOW units more, ahead of a use that does not come (zero/prefetch.py).
+    """
+    gathers = count_gathers(pipeline_tokens(actions, parts))
+    return Counter(dict.fromkeys(gathers, 1)) if release == "every_step" else gathers
 
 
 class UnitTraffic(NamedTuple):

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from zero3d.nested import map_tensors, tensors_in, tensors_out
-from zero3d.zero.prefetch import ROOT_TURN, TURN, Gathers, Reductions
+from zero3d.zero.prefetch import ROOT_TURN, STEP, TURN, Gathers, Reductions
 from zero3d.zero.unit import Unit
 
 KEEP = "keep"  # gathered without grad: stays until the next forward with grad, step or load
@@ -192,7 +192,8 @@ class Hooks:
         self._task = None
         self._open.clear()
         self._mode = None
-        self._gathers.drop(lambda token: token in (TURN, ROOT_TURN) or _is(token, "backward") or _is(token, "forward"))
+        over = (TURN, ROOT_TURN, STEP)
+        self._gathers.drop(lambda token: token in over or _is(token, "backward") or _is(token, "forward"))
         self._reductions.reset()
         self._clock.abandon()
 

@@ -2,7 +2,8 @@
 
     Gathers      tokens per unit; a unit is gathered when its users go from none to one and
                  released when the last one leaves. The order of one micro-batch is recorded
-                 and, in the next, up to WINDOW gathers run ahead of it.
+                 and, in the next, up to WINDOW gathers run ahead of it; in a pipeline that of a
+                 whole step, whose micro-batches follow each other in a fixed but uneven order.
     Reductions   complete units are reduced in one order, the same on all ranks without
                  communication: reverse layout order in the first backward, afterwards rank 0's
                  recorded one. A complete unit waits for those before it. At most WINDOW in flight.
@@ -63,13 +64,14 @@ class Lane:
 class Gathers:
     """Who needs which unit, and what to gather ahead. Persistent units (stages 0-2) cost nothing here."""
 
-    def __init__(self, lane: Lane, every_step: bool = False) -> None:
+    def __init__(self, lane: Lane, every_step: bool = False, plans_step: bool = False) -> None:
         self._lane = lane
         self._every_step = every_step
+        self._plans_step = plans_step  # a recording is of a whole step, not of one micro-batch
         self._previous: list[Unit] = []
         self._current: list[Unit] = []
         self._on_track = True
-        self._recording = False  # between a training forward and the end of its backward
+        self._recording = False  # from a training forward to the end of its backward, or of its step
         self._ahead: list[Unit] = []
         self._turn: list[Unit] = []
         self._known: dict[str, Unit] = {}
@@ -114,20 +116,26 @@ class Gathers:
             self.acquire(unit, TURN)
 
     def begin(self) -> None:
-        """A micro-batch starts: what was recorded in the last one is the plan for this one."""
+        """A micro-batch starts: what was recorded in the last one (or step) is the plan for this one."""
         self.pass_turn([])
+        if self._recording:
+            return
         if self._current:
             self._previous, self._current = self._current, []
         self._on_track = self._recording = True
 
     def drop(self, which: Callable[[object], bool]) -> None:
         """Release these tokens everywhere, and gathers that nobody came for."""
+        ended = which(STEP if self._plans_step else TURN)
         if which(TURN):
-            self._turn, self._recording = [], False
+            self._turn = []
+        if ended:
+            self._recording = False
         for unit in list(self._known.values()):
             for token in [token for token in unit.users if which(token)]:
                 self.release(unit, token)
-        self._cancel_ahead()
+        if ended or not self._plans_step:
+            self._cancel_ahead()
 
     def _note(self, unit: Unit, token: object, acquire: bool) -> None:
         if self.events is not None:
