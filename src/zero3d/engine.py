@@ -43,7 +43,7 @@ from zero3d.zero.collectives import Comm, broadcast_ints
 from zero3d.zero.hooks import KEEP, Hooks
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.optimizer import ShardedOptimizer, StepResult
-from zero3d.zero.prefetch import Gathers, Lane, Reductions
+from zero3d.zero.prefetch import STEP, Gathers, Lane, Reductions
 from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
 from zero3d.zero.unit import Policy, Setting, Unit
 
@@ -154,6 +154,9 @@ class Engine:
         self.scheduler = _bind(scheduler, self.optimizer.torch)
         self._steps = self._skips = 0
         self.last_step: StepResult | None = None
+        if self.pipeline is not None:
+            with torch.no_grad(), self._evaluating(keep_full=False):
+                self.pipeline.learn()
         self.traffic.reset()  # it counts training; construction broadcast the model once
         self.arena.reset_peaks()
 
@@ -392,6 +395,8 @@ class Engine:
         try:
             yield
         finally:
+            if not keep_full:
+                self.gathers.drop(lambda token: token == STEP)
             for hooks in self.hooks:
                 hooks.keep_full = before
             for module, training in modes.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 
@@ -23,24 +22,12 @@ class Ledger:
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str, str], list[int]] = {}
-        self._paused = False
 
     def record(self, op: str, axis: str, unit: str, elements: int, width: int) -> None:
         """Add one call that moves `elements` of `width` bytes."""
-        if self._paused:
-            return
         row = self._rows.setdefault((op, axis, unit), [0, 0, 0])
         for i, change in enumerate((1, elements, elements * width)):
             row[i] += change
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What is moved inside is not counted."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
 
     def reset(self) -> None:
         """Forget all traffic so far."""

@@ -164,6 +164,11 @@ class Pipeline:
                     found.append(self._sum_and_weight(output, batch))
         return found
 
+    def learn(self) -> None:
+        """How many router logits leave each part, which schedules must know beforehand: a forward of two tokens."""
+        if self._in_turn.routes:
+            self.output({"input_ids": torch.zeros(1, 2, dtype=torch.long, device=self._like.device)})
+
     def output(self, batch: Any) -> Any:
         """Forward only: the model's output for one micro-batch on the rank of the last part, None on others."""
         return self._in_turn(*self.split_batch(batch))
@@ -243,7 +248,6 @@ class Pipeline:
         key = (len(batches), shapes.pop())
         if key != self._key:
             self._schedule.check(len(batches), self._axis.size)
-            self._learn(batches[0])
             for stage in self._stages:
                 stage.free()
             self._key = key
@@ -255,17 +259,6 @@ class Pipeline:
         kind = get_schedule_class(self._schedule.torch)
         what = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
         return kind(what, n_microbatches=count, loss_fn=lambda loss, _: loss, scale_grads=False)
-
-    def _learn(self, batch: Any) -> None:
-        """How many router logits leave each part: one forward without gradients, once, which is no training."""
-        if self._in_turn.routes and not self._in_turn.learned:
-            devices = [self._like.device] if self._like.device.type != "cpu" else []
-            with (
-                self._ledger.paused(),
-                torch.no_grad(),
-                torch.random.fork_rng(devices, device_type=self._like.device.type),
-            ):
-                self.output(batch)
 
     def _hidden(self, shape: Sequence[int]) -> Tensor:
         return torch.empty((*shape, self._width), dtype=self._like.dtype, device=self._like.device)

@@ -164,6 +164,7 @@ def twelve_steps(schedule, release, poisoned):
     for step in range(12):
         if step == 6:
             engine.evaluate(micro_batches(0, 0))
+            assert not any(unit.users for unit in engine.units)
         losses.append(float(engine.train_batch(micro_batches(step, 0))))
         users = sum(len(unit.users) for unit in engine.units)
         held.append(([float(engine.arena.live(category)) for category in (*STATES, *TRANSIENT)], users))
