@@ -7,7 +7,7 @@ import torch
 from models import batch
 from pipelines import build, engine_of, micro_batches, modules_of, schedule_of, weights_of
 
-import zero3d
+import zero3d.engine
 from zero3d.errors import ConfigError
 from zero3d.zero.arena import STATES, TRANSIENT
 
