@@ -106,7 +106,8 @@ class Degrees(NamedTuple):
 def _does_not_multiply(world: int, given: Mapping[str, int]) -> str:
     """Why not, in terms of what was given, and of dp."""
     product, replica = prod(given.values()), prod(degree for name, degree in given.items() if name != "dp")
-    said = f"{world} ranks cannot form {' x '.join(f'{name}={degree}' for name, degree in given.items())}"
+    ranks = "1 rank" if world == 1 else f"{world} ranks"
+    said = f"{ranks} cannot form {' x '.join(f'{name}={degree}' for name, degree in given.items())}"
     division = f"{world} / {replica} = {world / replica:g}" if replica > 1 else f"{world}"
     if "dp" not in given:
         return (

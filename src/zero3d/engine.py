@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,18 +32,19 @@ from zero3d.initial import Source, from_module, from_source, hollow
 from zero3d.ledger import Ledger
 from zero3d.mesh import Mesh
 from zero3d.param_groups import OptimizerChoice, choose_optimizer
-from zero3d.pipeline import Pipeline, find_ties, names_of_copies, pipeline_policies, take_parts
+from zero3d.pipeline import Around, Pipeline, find_ties, names_of_copies, pipeline_policies, take_parts
 from zero3d.plan.traffic import UnitTraffic
 from zero3d.precision import DTYPES, NAMES, LossScale, Precision, at_least_fp32
 from zero3d.replica import Replica, Slices
 from zero3d.schedules import Schedule
 from zero3d.tensor_parallel import parallelize
+from zero3d.transport import forget_note
 from zero3d.zero.arena import STATES, TRANSIENT, Arena
 from zero3d.zero.collectives import Comm, broadcast_ints
 from zero3d.zero.hooks import KEEP, Hooks
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.optimizer import ShardedOptimizer, StepResult
-from zero3d.zero.prefetch import Gathers, Lane, Reductions
+from zero3d.zero.prefetch import STEP, Gathers, Lane, Reductions
 from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
 from zero3d.zero.unit import Policy, Setting, Unit
 
@@ -158,6 +159,9 @@ class Engine:
         self.scheduler = _bind(scheduler, self.optimizer.torch)
         self._steps = self._skips = 0
         self.last_step: StepResult | None = None
+        if self.pipeline is not None:
+            with torch.no_grad(), self._evaluating(keep_full=False):
+                self.pipeline.learn()
         self.traffic.reset()  # it counts training; construction broadcast the model once
         self.arena.reset_peaks()
 
@@ -214,10 +218,10 @@ class Engine:
         ]  # fmt: skip
         self.pipeline = None
         if across.size > 1:
-            self.pipeline = Pipeline(
-                self.parts, schedule, across, self.traffic, self.boundary, self._sum_and_weight,
-                self.reductions.sweep, self._whole, self._takes,
-            )  # fmt: skip
+            around = Around(self.boundary, self.reductions.sweep, self._whole)
+            loss = self._sum_and_weight
+            self.pipeline = Pipeline(self.parts, schedule, across, self.traffic, around, loss, self._takes)
+        forget_note(self.mesh.everyone)
         self._unit_of |= {p: unit for unit in self.units for p in unit.weights.params}
 
     def _move_buffers(self) -> None:
@@ -338,36 +342,43 @@ class Engine:
                 stacklevel=3,
             )
 
-    def train_batch(self, micro_batches: Sequence[Any]) -> Tensor:
+    def _together(self) -> AbstractContextManager[None]:
+        """Around what the ranks of a pipeline do together: where one fails, none goes on."""
+        return nullcontext() if self.pipeline is None else self.pipeline.faults.telling()
+
+    def train_batch(self, micro_batches: Iterable[Any]) -> Tensor:
         """One step over a list of micro-batches; the global mean loss, on every rank.
 
         A mapping's entries that the model's forward does not take are left for the loss. Back-propagates
         the sum that `loss(output, batch) -> (sum, weight)` returns; without one output.loss times the
         number of shifted labels that are not -100. The step is applied at the end of the list, whatever
-        `accumulate` says.
+        `accumulate` says. Batches are on the mesh's device: nothing of them is moved, here and in `evaluate`.
+        After a failure on some rank of a pipeline every further call raises Zero3dError.
         """
-        seen = []
-        try:
-            if self.pipeline is not None:
-                seen = self.pipeline.run(micro_batches, self.loss_scale.value)
-            else:
-                for i, batch in enumerate(micro_batches):
-                    total, weight = self._sum_and_weight(self._forward(batch), batch)
-                    seen.append((total.detach(), weight))
-                    self._backward_sum(total, weight, last=i == len(micro_batches) - 1)
-        except BaseException:
-            self._abandon()
-            raise
-        self.last_step = self.step()
-        return self._global_mean(seen)
+        micro_batches, seen = list(micro_batches), []
+        with self._together():
+            try:
+                if self.pipeline is not None:
+                    seen = self.pipeline.run(micro_batches, self.loss_scale.value)
+                else:
+                    for i, batch in enumerate(micro_batches):
+                        total, weight = self._sum_and_weight(self._forward(batch), batch)
+                        seen.append((total.detach(), weight))
+                        self._backward_sum(total, weight, last=i == len(micro_batches) - 1)
+            except BaseException:
+                self._abandon()
+                raise
+            self.last_step = self.step()
+            return self._global_mean(seen)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[Any]) -> Tensor:
         """The global mean loss without update, in eval mode; ranks run equally many micro-batches."""
-        with self._evaluating(keep_full=False):
-            forward = self._forward if self.pipeline is None else self.pipeline.output
-            outputs = ((forward(batch), batch) for batch in micro_batches)
-            return self._global_mean([self._sum_and_weight(*each) for each in outputs if each[0] is not None])
+        with self._together(), self._evaluating(keep_full=False):
+            if self.pipeline is not None:
+                return self._global_mean(self.pipeline.evaluate(micro_batches))
+            outputs = ((self._forward(batch), batch) for batch in micro_batches)
+            return self._global_mean([self._sum_and_weight(*each) for each in outputs])
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, max_new_tokens: int = 20, keep_full: bool = True, **options: Any) -> Tensor:
@@ -380,13 +391,13 @@ class Engine:
         """
         pipeline, ids = self.pipeline, input_ids.to(self.mesh.device)
         alone = keep_full or self.comm.size == 1
-        with self._evaluating(keep_full):
+        with self._together(), self._evaluating(keep_full):
             own = getattr(self.module, "generate", None)
             if pipeline is None and own is not None:
                 synced = {} if alone else {"synced_gpus": True}
                 out: Tensor = own(ids, max_new_tokens=max_new_tokens, **{"do_sample": False} | options | synced)
                 return out
-            check_options(options)
+            check_options(options, None if pipeline is None else pipeline.vocabulary)
             ending = Ending.of(next(iter(self.parts.values())), early=alone)
             return generate(self._next_logits, self.replica.sum, ids, max_new_tokens, ending, **options)
 
@@ -404,6 +415,8 @@ class Engine:
         try:
             yield
         finally:
+            if not keep_full:
+                self.gathers.drop(lambda token: token == STEP)
             for hooks in self.hooks:
                 hooks.keep_full = before
             for module, training in modes.items():
@@ -513,6 +526,8 @@ class Engine:
             self.gathers.release(unit, EXPORT)
 
     def _parts(self, loop: Mapping[str, Any] | None = None) -> checkpoint.Parts:
+        if self.pipeline is not None:
+            self.pipeline.faults.check()
         return checkpoint.Parts(
             list(self.parts.values()), self.whole, self.units, self.optimizer, self.comm, self.tp,
             self.everyone, self.mesh.degrees, self.loss_scale, self.scheduler, self._steps,

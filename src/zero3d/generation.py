@@ -19,13 +19,29 @@ from zero3d.nested import tensors_in
 OPTIONS = ("do_sample", "temperature", "top_k")
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for options that a pipeline's `generate` does not have."""
+def check_options(options: Mapping[str, Any], vocabulary: int | None = None) -> None:
+    """Raise ConfigError for options that a pipeline's `generate` does not have, and for values that cannot work.
+
+    All ranks check before anything is sent: only one of them picks tokens, and it would fail alone.
+    """
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
         raise ConfigError(
             f"generate in a pipeline has no option {unknown[0]!r}: pass {', '.join(OPTIONS)}, or export the model and "
             "generate with pp=1."
+        )
+    if not options.get("do_sample", False):
+        return
+    temperature, top_k = options.get("temperature", 1.0), options.get("top_k")
+    if not (isinstance(temperature, (int, float)) and temperature > 0):
+        raise ConfigError(
+            f"temperature={temperature!r} divides logits and must be a number above 0: pass 1.0, or do_sample=False "
+            "for the most likely token."
+        )
+    if top_k is not None and not (isinstance(top_k, int) and 1 <= top_k <= (vocabulary or top_k)):
+        raise ConfigError(
+            f"top_k={top_k!r} must be a whole number from 1 to the vocabulary's {vocabulary or 'size'}: pass one of "
+            "them, or top_k=None for all tokens."
         )
 
 

@@ -9,40 +9,38 @@ The schedules cut tensors along the batch. Ours are given the numbers of the mic
 each part looks its micro-batch up: whatever a batch holds reaches every part, and nothing is copied.
 
 Note 1, split backward. A zero-bubble schedule takes gradients of inputs and of weights apart, by
-`autograd.grad`; the latter writes `.grad` without any hook. `_Stage` hands what it finds there on. No hook
+`autograd.grad`; the latter writes `.grad` without any hook. `Stage` hands what it finds there on. No hook
 tells either that recomputed blocks and saved weights are read again, so the part's units are gathered first.
 """
 
 from __future__ import annotations
 
-import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from zero3d.boundary import Boundary, Driven
-from zero3d.errors import ConfigError, Zero3dError
+from zero3d.errors import ConfigError
+from zero3d.faults import Faults
 from zero3d.hf.split import balance, split
 from zero3d.in_turn import InTurn
 from zero3d.ledger import Ledger
+from zero3d.pipeline_stage import Part, Stage
 from zero3d.plan.bubble import Action
 from zero3d.plan.traffic import Moved, pipeline_traffic
 from zero3d.replica import Tied
 from zero3d.schedules import Schedule
-from zero3d.transport import Axis, leave_note
+from zero3d.transport import Axis
 from zero3d.zero.unit import Unit
 
 TOKENS = 2048  # of a micro-batch, where the split must not depend on the one that comes first
-_LOG = logging.getLogger("torch.distributed.pipelining.schedules")  # prints whole schedules after an error
 
 
 def pipeline_policies(pp: int, release: str, reduce: str) -> tuple[str, str]:
@@ -96,26 +94,40 @@ def _unit_of(name: str, units: Sequence[Unit]) -> Unit:
     return unit
 
 
+class Around(NamedTuple):
+    """What the engine does around a schedule's backwards (Note 1).
+
+    boundary  counts micro-batches
+    sweep     hands on gradients that no hook saw
+    gathered  a part's units, whole inside the block
+    """
+
+    boundary: Boundary
+    sweep: Callable[[], None]
+    gathered: Callable[[nn.Module], AbstractContextManager[None]]
+
+
 class Pipeline:
-    """This rank's parts, and a schedule per number of micro-batches.
+    """This rank's parts, and a schedule for the latest number and shape of micro-batches.
 
     parts   part number -> module, forward(hidden states or nothing, **micro-batch)
     sum_and_weight  (output, micro-batch) -> (sum of losses, weight), of the last part's output
-    sweep, gathered  hand on gradients that no hook saw; a part's units, whole inside the block
     takes   entries of a micro-batch that the model takes, None for all; the others are for the loss
+
+    Micro-batches are on the engine's device. `faults.telling()` is around every call.
     """
 
     def __init__(
-        self, parts: Mapping[int, Any], schedule: Schedule, axis: Axis, ledger: Ledger, boundary: Boundary,
-        sum_and_weight: Callable[[Any, Any], tuple[Tensor, float | Tensor]], sweep: Callable[[], None],
-        gathered: Callable[[nn.Module], AbstractContextManager[None]], takes: frozenset[str] | None,
+        self, parts: Mapping[int, Any], schedule: Schedule, axis: Axis, ledger: Ledger, around: Around,
+        sum_and_weight: Callable[[Any, Any], tuple[Tensor, float | Tensor]], takes: frozenset[str] | None,
     ) -> None:  # fmt: skip
-        self._parts, self._schedule, self._axis = parts, schedule, axis
-        self._sum_and_weight, self._boundary, self._sweep, self._takes = sum_and_weight, boundary, sweep, takes
-        self._gathered = gathered
+        self._parts, self._schedule, self._axis, self._ledger = parts, schedule, axis, ledger
+        self._around, self._sum_and_weight, self._takes = around, sum_and_weight, takes
         self._total = schedule.parts_per_rank * axis.size
-        self._ledger = ledger
-        self._made: dict[Any, Any] = {}
+        self.faults = Faults(axis, self._total)
+        self._key: tuple[int, tuple[int, ...]] | None = None  # micro-batches and their shape in the last step
+        self._made: Any = None
+        self._stages: list[Stage] = []
         self._like = next(p for part in parts.values() for p in part.parameters() if p.is_floating_point())
         self._width = next(iter(parts.values())).width
         config = getattr(next(iter(parts.values())), "config", None)
@@ -126,37 +138,65 @@ class Pipeline:
         self.batches: Sequence[Any] = ()
         self._seen: list[tuple[Tensor, float | Tensor]] = []
         self._scale = 1.0
-        self._failed: Exception | None = None
         self.recorded: list[Action] = []
 
     def run(self, batches: Sequence[Any], scale: float) -> list[tuple[Tensor, float | Tensor]]:
         """Forward and backward of all micro-batches; (sum, weight) of each, on the rank of the last part only."""
-        with self._telling():
-            schedule = self._schedule_for(batches)
-            self.batches, self._seen, self._scale, self.recorded = batches, [], scale, []
-            numbers = torch.arange(len(batches))
-            first = (numbers,) if 0 in self._parts else ()
-            step = partial(schedule.step, *first, index=numbers, target=numbers, losses=[], return_outputs=False)
+        schedule = self._schedule_for(batches)
+        self.batches, self._seen, self._scale, self.recorded = batches, [], scale, []
+        numbers = torch.arange(len(batches))
+        first = (numbers,) if 0 in self._parts else ()
+        step = partial(schedule.step, *first, index=numbers, target=numbers, losses=[], return_outputs=False)
+        try:
             self._axis.call("a step", "pipeline", step)
-            self._boundary.finish(len(batches), sum((weight for _, weight in self._seen), 0.0))
-            return self._seen
+        finally:
+            self.batches = ()
+        self._around.boundary.finish(len(batches), sum((weight for _, weight in self._seen), 0.0))
+        return self._seen
+
+    def evaluate(self, batches: Iterable[Any]) -> list[tuple[Tensor, float | Tensor]]:
+        """Forward only: (sum, weight) of each micro-batch, on the rank of the last part only."""
+        found = []
+        for batch in batches:
+            output = self.output(batch)
+            if self._total - 1 in self._parts:
+                with self.faults.running(self._total - 1):
+                    found.append(self._sum_and_weight(output, batch))
+        return found
+
+    def learn(self) -> None:
+        """How many router logits leave each part, which schedules must know beforehand: a forward of two tokens."""
+        if self._in_turn.routes:
+            self.output({"input_ids": torch.zeros(1, 2, dtype=torch.long, device=self._like.device)})
 
     def output(self, batch: Any) -> Any:
         """Forward only: the model's output for one micro-batch on the rank of the last part, None on others."""
-        with self._telling():
-            ids, rest = self.split_batch(batch)
-            return self._in_turn(ids.to(self._like.device), rest)
+        return self._in_turn(*self.split_batch(batch))
 
     def call(self, number: int, entering: tuple[Any, ...], batch: Mapping[str, Any]) -> Any:
         """A part's forward."""
-        with self.running(number):
+        with self.faults.running(number):
             return self._parts[number](*entering, **batch)
 
     def traffic(self, micro_batches: int) -> dict[tuple[str, str], Moved]:
-        """What this rank sends in a step of so many micro-batches, by formula."""
-        _, shape = next(reversed(self._made))  # of the last step
-        elements = prod(shape) * self._width
-        return pipeline_traffic(list(self._parts), self._total, micro_batches, elements, self._like.dtype.itemsize)
+        """What this rank sends in a step of so many micro-batches, of the last step's shape, by formula."""
+        if self._key is None:
+            raise ConfigError("traffic() is that of the last step's shape, and there was no step: train_batch first.")
+        leaving = [self._leaving(part, self._key[1]) for part in range(self._total - 1)]
+        cuts = [[(tensor.numel(), tensor.itemsize) for tensor in tensors] for tensors in leaving]
+        return pipeline_traffic(list(self._parts), micro_batches, cuts)
+
+    @property
+    def vocabulary(self) -> int | None:
+        """How many tokens there are; None where neither a config nor an embedding says."""
+        part = next(iter(self._parts.values()))
+        config: Any = getattr(part, "config", None)
+        if hasattr(config, "get_text_config"):
+            config = config.get_text_config()
+        tables = [(m.num_embeddings * m.embedding_dim, m.num_embeddings) for m in part.modules()
+                  if hasattr(m, "num_embeddings")]  # fmt: skip
+        found: int | None = getattr(config, "vocab_size", max(tables, default=(0, None))[1])
+        return found
 
     def sent(self, op: str, part: str, tensor: Tensor) -> None:
         """A part sends a tensor to another rank."""
@@ -171,42 +211,13 @@ class Pipeline:
     @contextmanager
     def backward(self, number: int) -> Iterator[None]:
         """Around every backward of a schedule (Note 1)."""
-        with self.running(number), self._boundary.driving(Driven(0.0, last=False)):
+        with self.faults.running(number), self._around.boundary.driving(Driven(0.0, last=False)):
             yield
-            self._sweep()
+            self._around.sweep()
 
     def weights(self, number: int) -> AbstractContextManager[None]:
         """Around the weight phase of a split backward (Note 1)."""
-        return self._gathered(self._parts[number])
-
-    @contextmanager
-    def running(self, number: int) -> Iterator[None]:
-        """What fails inside fails in this part. The first to fail tells its peers, which then lose it."""
-        try:
-            yield
-        except Exception as error:
-            if self._failed is None:
-                where = f"part {number} of {self._total} of the pipeline, on rank {self._axis.rank} of axis pp, failed"
-                text = f"{where}: {type(error).__name__}: {error}"
-                leave_note(text)
-                self._failed = error if isinstance(error, Zero3dError) else Zero3dError(text)
-            raise
-
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Raise what failed in a part instead of what torch makes of it, and keep its log off the terminal."""
-        self._failed = None
-        before = _LOG.disabled
-        _LOG.disabled = True
-        try:
-            yield
-        except Exception as error:
-            if self._failed is None or self._failed is error:
-                raise
-            raise self._failed from error
-        finally:
-            _LOG.disabled = before
-            self.batches = ()
+        return self._around.gathered(self._parts[number])
 
     def split_batch(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
         """Token ids, and what else the model takes. Raises ConfigError."""
@@ -216,6 +227,13 @@ class Pipeline:
                 "pass {'input_ids': ids, ...} with the names of the model's forward, or pp=1."
             )
         rest = {key: value for key, value in batch.items() if self._takes is None or key in self._takes}
+        routes = rest.get("output_router_logits")
+        if routes is not None and bool(routes) != self._in_turn.routes:
+            raise ConfigError(
+                f"a micro-batch says output_router_logits={routes}, and the pipeline was built for "
+                f"{self._in_turn.routes}: set model.config.output_router_logits = {bool(routes)} before zero3d.Engine, "
+                "and leave it out of the batches."
+            )
         return rest.pop("input_ids"), rest
 
     def _schedule_for(self, batches: Sequence[Any]) -> Any:
@@ -227,22 +245,20 @@ class Pipeline:
                 if shapes
                 else "a pipeline step needs micro-batches, and got none: pass a list of at least one."
             )
-        key = (len(batches), *shapes)
-        if key not in self._made:
+        key = (len(batches), shapes.pop())
+        if key != self._key:
             self._schedule.check(len(batches), self._axis.size)
-            self._learn(batches[0])
-            stages = [self._stage(number, part, *shapes) for number, part in self._parts.items()]
-            kind = get_schedule_class(self._schedule.torch)
-            what = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-            self._made[key] = kind(what, n_microbatches=len(batches), loss_fn=lambda loss, _: loss, scale_grads=False)
-        return self._made[key]
+            for stage in self._stages:
+                stage.free()
+            self._key = key
+            self._made = self._make(*key)
+        return self._made
 
-    def _learn(self, batch: Any) -> None:
-        """How many router logits leave each part: one forward without gradients, once."""
-        if self._in_turn.routes and not self._in_turn.learned:
-            devices = [self._like.device] if self._like.device.type != "cpu" else []
-            with torch.no_grad(), torch.random.fork_rng(devices, device_type=self._like.device.type):
-                self.output(batch)
+    def _make(self, count: int, shape: tuple[int, ...]) -> Any:
+        self._stages = [self._stage(number, part, shape) for number, part in self._parts.items()]
+        kind = get_schedule_class(self._schedule.torch)
+        what = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
+        return kind(what, n_microbatches=count, loss_fn=lambda loss, _: loss, scale_grads=False)
 
     def _hidden(self, shape: Sequence[int]) -> Tensor:
         return torch.empty((*shape, self._width), dtype=self._like.dtype, device=self._like.device)
@@ -257,13 +273,13 @@ class Pipeline:
         tokens = hidden.shape[:-1].numel()
         return hidden, torch.empty((layers, tokens, experts), dtype=dtype, device="meta", requires_grad=True)
 
-    def _stage(self, number: int, part: Any, shape: tuple[int, ...]) -> _Stage:
+    def _stage(self, number: int, part: Any, shape: tuple[int, ...]) -> Stage:
         last = number == self._total - 1
         index = torch.empty(1, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         takes = (index,) if number == 0 else self._leaving(number - 1, shape)
         gives = (loss,) if last else self._leaving(number, shape)
-        return _Stage(_Part(part, self, number, last), number, self._total, self._like.device, takes, gives,
+        return Stage(Part(part, self, number, last), number, self._total, self._like.device, takes, gives,
                       group=self._axis.gathers)  # fmt: skip
 
     def loss_of(self, output: Any, batch: Any) -> Tensor:
@@ -271,62 +287,3 @@ class Pipeline:
         total, weight = self._sum_and_weight(output, batch)
         self._seen.append((total.detach(), weight))
         return total * self._scale if self._scale != 1.0 else total
-
-
-class _Part(nn.Module):
-    """A part as schedules call it: with the number of a micro-batch."""
-
-    def __init__(self, part: nn.Module, pipeline: Pipeline, number: int, last: bool) -> None:
-        super().__init__()
-        self.part, self.pipeline = part, pipeline
-        self.number, self._last = number, last
-
-    def forward(self, *entering: Tensor, index: Tensor) -> Any:
-        batch = self.pipeline.batches[int(index)]
-        ids, rest = self.pipeline.split_batch(batch)
-        output = self.pipeline.call(self.number, entering if self.number else (ids,), rest)
-        if not self._last:
-            return output
-        with self.pipeline.running(self.number):
-            return self.pipeline.loss_of(output, batch)
-
-
-class _Stage(PipelineStage):
-    """Tells the engine about backwards (Note 1)."""
-
-    submod: _Part
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._note("F", fwd_chunk_id)
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        self._note("B" if full_backward else "I", bwd_chunk_id)
-        with self.submod.pipeline.backward(self.stage_index):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        self._note("W", bwd_chunk_id)
-        pipeline, number = self.submod.pipeline, self.stage_index
-        with pipeline.backward(number), pipeline.weights(number):
-            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Torch 2.11 greets neighbours before the first step, itself too where a V turns, which gloo refuses."""
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._sent("send_forward", super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._sent("send_backward", super().get_bwd_send_ops(bwd_chunk_id))
-
-    def _sent(self, op: str, sends: list[dist.P2POp]) -> list[dist.P2POp]:
-        for send in sends:
-            self.submod.pipeline.sent(op, f"part {self.stage_index}", send.tensor)
-        return sends
-
-    def _note(self, kind: str, micro_batch: int) -> None:
-        self.submod.pipeline.recorded.append(Action(kind, self.stage_index, micro_batch))

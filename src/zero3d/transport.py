@@ -22,13 +22,17 @@ _NOTE = "zero3d/why a rank went away"
 
 @dataclass
 class Axis:
-    """One mesh axis as this rank sees it: two groups over the same ranks, or none for degree 1."""
+    """One mesh axis as this rank sees it: two groups over the same ranks, or none for degree 1.
+
+    broken  why its ranks no longer agree on which message comes next
+    """
 
     name: str
     rank: int
     size: int
     gathers: dist.ProcessGroup | None = None
     reductions: dist.ProcessGroup | None = None
+    broken: str = ""
 
     def close(self) -> None:
         """Drop the groups: their threads must end before the interpreter does."""
@@ -51,10 +55,10 @@ class Axis:
                 raise OrderError(
                     f"{where} and no peer came: ranks used units in different orders or numbers, or a peer is stuck. "
                     "At stage 3 all ranks must run the same units in the same order; look at what the other ranks say."
-                    + _note()
+                    + _quoted()
                 ) from error
             if any(word in str(error).lower() for word in ("connection", "closed", "peer", "reset")):
-                message = f"{where} when a peer went away: look at the first rank that failed. ({error}){_note()}"
+                message = f"{where} when a peer went away: look at the first rank that failed. ({error}){_quoted()}"
                 raise Zero3dError(message) from error
             raise
 
@@ -115,10 +119,26 @@ def leave_note(text: str) -> None:
             store.set(_NOTE, text)
 
 
-def _note() -> str:
-    """What the first rank that failed said."""
+def read_note() -> str:
+    """What the first rank that failed said; nothing if none did."""
     try:
         store = _get_default_store()
-        return " It said: " + store.get(_NOTE).decode() if store.check([_NOTE]) else ""
+        return str(store.get(_NOTE).decode()) if store.check([_NOTE]) else ""
     except (RuntimeError, ValueError):
         return ""
+
+
+def forget_note(axis: Axis) -> None:
+    """Begin anew on all ranks of the axis: none of them quotes what failed before."""
+    if axis.size == 1:
+        return
+    for turn in range(2):  # all have left what failed; none can fail again before the note is gone
+        axis.call("barrier", "-", lambda: dist.barrier(group=axis.gathers))
+        if turn == 0 and axis.rank == 0:
+            with suppress(RuntimeError, ValueError):
+                _get_default_store().delete_key(_NOTE)
+
+
+def _quoted() -> str:
+    note = read_note()
+    return f" It said: {note}" if note else ""

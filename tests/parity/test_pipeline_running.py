@@ -7,7 +7,7 @@ import torch
 from models import batch
 from pipelines import build, engine_of, micro_batches, modules_of, schedule_of, weights_of
 
-import zero3d
+import zero3d.engine
 from zero3d.errors import ConfigError
 from zero3d.zero.arena import STATES, TRANSIENT
 
@@ -164,6 +164,7 @@ def twelve_steps(schedule, release, poisoned):
     for step in range(12):
         if step == 6:
             engine.evaluate(micro_batches(0, 0))
+            assert not any(unit.users for unit in engine.units)
         losses.append(float(engine.train_batch(micro_batches(step, 0))))
         users = sum(len(unit.users) for unit in engine.units)
         held.append(([float(engine.arena.live(category)) for category in (*STATES, *TRANSIENT)], users))

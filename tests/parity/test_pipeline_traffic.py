@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import Net, batch
+from pipelines import build, engine_of, micro_batches
 
 import zero3d
 from zero3d.plan.bubble import bubble
@@ -47,7 +48,8 @@ def traffic_of_a_step(schedule, stage, dp):
     engine.train_batch(rows)
     kind = Schedule.of(schedule)
     mine = kind.parts_of(mesh.place.pp, 2)
-    sends = pipeline_traffic(mine, 2 * kind.parts_per_rank, M, batch(0).numel() * WIDTH, 4)
+    cuts = [[(batch(0).numel() * WIDTH, 4)]] * (2 * kind.parts_per_rank - 1)
+    sends = pipeline_traffic(mine, M, cuts)
     held = {unit.name: 1 for unit in engine.units}  # gathered once, held for the schedule
     state = step_traffic(stage, engine.traffic_units, dp, held, M, "every_step")
     return moved(engine, "pp"), sends, moved(engine, "dp"), state, engine.pipeline.order()
@@ -74,3 +76,45 @@ def test_the_bubble_of_what_was_recorded_is_p_minus_1_over_m(ranks, schedule):
 def test_looped_and_split_schedules_wait_less(ranks):
     waits = [bubble(ranks(2, traffic_of_a_step, name, 0, 1)[0][-1]) for name in ("1f1b", "interleaved", "zbv")]
     assert waits[0] > waits[1] > waits[2]
+
+
+def traffic_of_experts(schedule, stage, dp):
+    """Every step's traffic of a mixture of experts whose router logits travel, first step first, and the formula."""
+    model = build("qwen3_moe", 4)
+    model.config.output_router_logits = True
+    engine = engine_of(model, zero3d.Mesh(pp=2, dp=dp), stage=stage, schedule=schedule, loss=None)
+    found = []
+    for step in range(2):
+        engine.traffic.reset()
+        given = [{"input_ids": each["input_ids"], "labels": each["input_ids"]} for each in micro_batches(step, 0, M)]
+        engine.train_batch(given)
+        gathers = {unit: each.calls for (op, unit), each in moved(engine, "dp").items() if op == "all_gather"}
+        sends = {key: value for key, value in moved(engine, "pp").items() if key[0].startswith("send")}
+        found.append((sends, engine.pipeline.traffic(M), gathers))
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "stage", "dp"), [("1f1b", 3, 2), ("zbv", 0, 1)])
+def test_router_logits_are_in_the_formula_and_learning_their_shapes_is_no_training(ranks, schedule, stage, dp):
+    for steps in ranks(2 * dp, traffic_of_experts, schedule, stage, dp):
+        for sends, formula, gathers in steps:
+            assert sends == formula
+            assert all(calls == 1 for calls in gathers.values())
+        assert steps[0][1] == steps[1][1]
+
+
+def lengths_in_turn():
+    engine = engine_of(build("net", 4), zero3d.Mesh(pp=2))
+    found = []
+    for step, length in enumerate((12, 8, 12)):
+        engine.traffic.reset()
+        engine.train_batch(micro_batches(step, 0, M, length=length))
+        sends = {key: value for key, value in moved(engine, "pp").items() if key[0].startswith("send")}
+        found.append((sends, engine.pipeline.traffic(M)))
+    return found
+
+
+def test_the_formula_is_that_of_the_last_step_s_length(ranks):
+    for steps in ranks(2, lengths_in_turn):
+        assert all(sends == formula for sends, formula in steps)
+        assert steps[0] == steps[2] != steps[1]

@@ -143,7 +143,7 @@ BAD = {
     "muon": (lambda: zero3d.Engine(Net(), optimizer=lambda p: torch.optim.Adafactor(p)), zero3d.ConfigError, "AdamW"),
     "exact": (lambda: zero3d.Engine(Net(), exact=True), zero3d.ConfigError, "not built yet"),
     "tp": (lambda: zero3d.Mesh(tp=2), zero3d.MeshError, r"dp would be 1 / 2 = 0.5"),
-    "pp": (lambda: zero3d.Mesh(dp=1, pp=2), zero3d.MeshError, r"tp would be 1 / 2 = 0.5"),
+    "pp": (lambda: zero3d.Mesh(dp=1, pp=2), zero3d.MeshError, r"1 rank cannot form pp=2 x dp=1 (= 2 ranks)"),
     "dp": (lambda: zero3d.Mesh(dp=3), zero3d.MeshError, "leave dp out"),
     "degree": (lambda: zero3d.Mesh(dp=0), zero3d.MeshError, "whole number from 1"),
     "no match": (lambda: zero3d.Engine(Net(), param_groups=[{"lr": 1.0}]), zero3d.ConfigError, "'match'"),

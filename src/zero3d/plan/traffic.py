@@ -200,17 +200,19 @@ def step_traffic(
 
 
 def pipeline_traffic(
-    mine: Sequence[int], parts: int, micro_batches: int, elements: int, width: int
+    mine: Sequence[int], micro_batches: int, cuts: Sequence[Sequence[tuple[int, int]]]
 ) -> dict[tuple[str, str], Moved]:
-    """Hidden states and their gradients that a rank sends in one step, by (operation, part).
+    """What passes between parts, and its gradients, that a rank sends in one step, by (operation, part).
 
-    mine      the parts of this rank, of `parts` in all; between neighbours on one rank nothing is sent
-    elements  of one micro-batch's hidden state, `width` bytes each
+    mine  the parts of this rank; between neighbours on one rank nothing is sent
+    cuts  what of one micro-batch passes from part i to part i+1: (elements, bytes of each) of every tensor,
+          the hidden state and, behind layers whose router logits the loss needs, those
     """
     sent: dict[tuple[str, str], Moved] = {}
     for part in mine:
-        for operation, neighbour in (("send_forward", part + 1), ("send_backward", part - 1)):
-            if 0 <= neighbour < parts and neighbour not in mine:
-                total = micro_batches * elements
-                sent[operation, f"part {part}"] = Moved(micro_batches, total, total * width)
+        for operation, cut, neighbour in (("send_forward", part, part + 1), ("send_backward", part - 1, part - 1)):
+            if 0 <= cut < len(cuts) and neighbour not in mine:
+                elements, size = (sum(each) for each in zip(*((n, n * width) for n, width in cuts[cut]), strict=True))
+                moved = len(cuts[cut]), elements, size
+                sent[operation, f"part {part}"] = Moved(*(micro_batches * figure for figure in moved))
     return sent
