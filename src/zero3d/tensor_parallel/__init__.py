@@ -1,12 +1,12 @@
 """Tensor parallelism: every matrix of a block is cut, every rank computes with its part, activations are summed.
 
-    plan.py        which style each module gets
-    styles.py      what a style cuts and hooks
-    sequence.py    sequence parallelism and dropout around cut modules
-    vocabulary.py  embedding, head and loss
-    regions.py     the autograd passages between common and own activations
-    channel.py     their collectives
-    cuts.py        how a parameter is cut
+plan.py        which style each module gets
+styles.py      what a style cuts and hooks
+sequence.py    sequence parallelism and dropout around cut modules
+vocabulary.py  embedding, head and loss
+regions.py     the autograd passages between common and own activations
+channel.py     their collectives
+cuts.py        how a parameter is cut
 """
 
 from __future__ import annotations

@@ -65,7 +65,6 @@ class Work:
         return not self.sequence or name.rpartition(".")[0] in self.blocks
 
 
-
 def apply_style(work: Work, name: str, style: Style, head: Head) -> None:
     """One entry of a plan. `head` joins the outputs of colwise_gather_output where the model's head is meant."""
     if style.kind == "divided":
@@ -115,11 +114,12 @@ def _rowwise(work: Work, name: str, module: nn.Module, style: Style, head: Head)
 
 
 def _embedding(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    table: Any = module
     if not isinstance(module, nn.Embedding):
         raise ConfigError(f"{name}: style {style.kind!r} is for an nn.Embedding, and this is {_kind(module)}.")
-    work.cut(f"{name}.weight", module.weight, 0)
+    work.cut(f"{name}.weight", table.weight, 0)
     work.handled.add(module)
-    module.forward = LocalEmbedding(module, work.doors, name)
+    table.forward = LocalEmbedding(module, work.doors, name)
 
 
 def _partial(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
@@ -188,7 +188,9 @@ def _matrix(name: str, module: nn.Module) -> tuple[Any, list[tuple[nn.Module, nn
             f"these can be. Take it out of the plan with {name!r}: 'none'."
         )
     if len(getattr(module, "lora_variant", {}) or {}) > 0 or (base is not module and not a):
-        raise ConfigError(f"{name}: of PEFT's methods plain LoRA can be cut over tp, not {_kind(module)} with variants.")
+        raise ConfigError(
+            f"{name}: of PEFT's methods plain LoRA can be cut over tp, not {_kind(module)} with variants."
+        )
     return base, [(a[key], b[key]) for key in a]
 
 
