@@ -5,13 +5,14 @@ import hashlib
 import pytest
 import torch
 import torch.distributed as dist
-from models import bits
+from models import bits, net
 from tensors import LAYERS, axis, cut_model, ids, logical_gradients, one_process, step, tiny
 from test_stages import LiftCasts
+from torch.nn import functional as F
 
 from zero3d.errors import ConfigError
 from zero3d.ledger import Ledger
-from zero3d.tensor_parallel import Channel, cross_entropy
+from zero3d.tensor_parallel import Channel, cross_entropy, parallelize
 
 
 def loss_and_gradients(name, policy, options):
@@ -234,7 +235,6 @@ def test_every_rank_gets_the_bits_of_a_sum_in_rank_order(ranks, world, numel):
 def parts_of_a_pipeline(name):
     """The halves of a model, each cut over tp, called one after the other."""
     from zero3d.hf.split import split
-    from zero3d.tensor_parallel import parallelize
 
     with LiftCasts():
         model = tiny(name).double()
@@ -284,3 +284,30 @@ def test_bf16_differs_from_one_process_by_rounding_only(ranks):
         assert found == pytest.approx(float(loss), rel=1e-2)
         total = torch.cat([(joined[n] - g).float().flatten() for n, g in grads.items()]).norm()
         assert float(total / torch.cat([g.float().flatten() for g in grads.values()]).norm()) < 0.03
+
+
+NET = {
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+    "embed": "embedding_rowwise",
+    "head": "colwise_gather_output",
+}
+
+
+def own_model(sequence):
+    """A plain module with a user's map, its matrices directly in the block, tied."""
+    model = net(tied=True, vocab=64).double()
+    sharded = parallelize(model, axis(), Ledger(), plan=NET, sequence=sequence)
+    loss = F.cross_entropy(model(ids()).flatten(0, 1), ids().flatten())
+    loss.backward()
+    return loss.detach(), logical_gradients(model, sharded)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_model_of_ones_own_is_cut_by_a_map(ranks, sequence):
+    plain = net(tied=True, vocab=64).double()
+    loss = F.cross_entropy(plain(ids()).flatten(0, 1), ids().flatten())
+    loss.backward()
+    for found, joined in ranks(2, own_model, sequence):
+        assert abs(float(found - loss)) < 1e-12
+        assert all(torch.allclose(joined[n], p.grad, rtol=1e-9, atol=1e-14) for n, p in plain.named_parameters())
