@@ -58,7 +58,10 @@ def axis():
 
 
 def ids(length=8):
-    return batch(3, size=2, length=length)
+    """Token ids [2, length], the padding token (2) and, 32 rows further on, its like among them."""
+    tokens = batch(3, size=2, length=length)
+    tokens[1, :2] = torch.tensor([2, 34])
+    return tokens
 
 
 def step(model, policy="none"):

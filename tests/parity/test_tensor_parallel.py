@@ -14,6 +14,9 @@ from zero3d.errors import ConfigError
 from zero3d.ledger import Ledger
 from zero3d.tensor_parallel import Channel, cross_entropy, parallelize
 
+COMMON_ATTENTION = {f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"}
+COMMON_ATTENTION |= {"layers.*.self_attn.o_proj": "rowwise_split_input", "embed_tokens": "replicate"}
+
 
 def loss_and_gradients(name, policy, options):
     """fp64 throughout, as the oracle."""
@@ -38,10 +41,11 @@ def assert_equal_one_process(results, name, **options):
     ("qwen3", 2, "none", {}), ("qwen3", 4, "none", {"sequence": True, "kv_heads": 4}),
     ("gpt2", 2, "every:2", {}), ("gpt2", 4, "full", {"sequence": True}), ("moe", 2, "none", {}),
     ("llama", 2, "none", {"lora": True}), ("llama", 2, "none", {"lora": True, "sequence": True}), ("gpt2", 2, "full", {"lora": True}),
+    ("llama", 2, "none", {"plan": COMMON_ATTENTION}),
 ])  # fmt: skip
 def test_loss_and_gradients_equal_one_process_in_float64(ranks, name, world, policy, options):
     results = ranks(world, loss_and_gradients, name, policy, options)
-    assert_equal_one_process(results, name, **{k: v for k, v in options.items() if k != "sequence"})
+    assert_equal_one_process(results, name, **{k: v for k, v in options.items() if k not in ("sequence", "plan")})
 
 
 def recomputed_bits(name, options):
@@ -202,10 +206,11 @@ def test_dropout_is_alike_where_activations_are_and_a_ranks_own_elsewhere(ranks,
 # --- the rest ---------------------------------------------------------------------------------------
 
 
-def sums(numel):
+def sums(numel, native):
     rank, size = dist.get_rank(), dist.get_world_size()
     ledger = Ledger()
     channel = Channel(axis(), ledger)
+    channel._pairwise = not native
     t = torch.randn(numel, 3, generator=torch.Generator().manual_seed(rank))
     summed = channel.all_reduce(t, "m")
     rows = t[: numel // size * size]
@@ -213,18 +218,19 @@ def sums(numel):
     return t, summed, scattered, {(e.op, e.axis, e.unit): (e.calls, e.elements, e.bytes) for e in ledger}
 
 
-@pytest.mark.parametrize(("world", "numel"), [(2, 5), (4, 8), (4, 7)])
-def test_every_rank_gets_the_bits_of_a_sum_in_rank_order(ranks, world, numel):
-    results = ranks(world, sums, numel)
+@pytest.mark.parametrize(("world", "numel", "native"), [(2, 5, False), (4, 8, False), (4, 7, False), (2, 6, True)])
+def test_every_rank_gets_the_bits_of_a_sum_in_rank_order(ranks, world, numel, native):
+    results = ranks(world, sums, numel, native)
     wanted = results[0][0].clone()
     for t, *_ in results[1:]:
         wanted += t
     even, padded = numel // world * world * 3, -(-numel * 3 // world) * world
+    reduced, moved = 2 * (world - 1) * padded // world, even * (world - 1) // world
+    if world == 2:
+        reduced = numel * 3
     for _, summed, scattered, ledger in results:
         assert torch.equal(summed, wanted)
         assert torch.equal(scattered, wanted[: len(scattered)])
-        reduced = numel * 3 if world == 2 else 2 * (world - 1) * padded // world
-        moved = even * (world - 1) // world
         assert ledger == {
             ("all_reduce", "tp", "m"): (1, reduced, 4 * reduced),
             ("all_gather", "tp", "m"): (1, moved, 4 * moved),

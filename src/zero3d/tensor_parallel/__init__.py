@@ -24,8 +24,9 @@ from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.cuts import Cut
 from zero3d.tensor_parallel.plan import Style, read_plan
 from zero3d.tensor_parallel.regions import Doors
+from zero3d.tensor_parallel.replace import apply_cuts
 from zero3d.tensor_parallel.sequence import cut_blocks, install_random, install_sequence
-from zero3d.tensor_parallel.styles import Work, apply_cuts, apply_style
+from zero3d.tensor_parallel.styles import Work, apply_style
 from zero3d.tensor_parallel.vocabulary import Head, cross_entropy, gather_logits
 from zero3d.transport import Axis
 

@@ -11,6 +11,7 @@ model, at the model inside a PEFT wrapper, or at the base model below the head.
     rowwise                         inputs, the bias is not            output leaves, then the bias is added
     packed_colwise, packed_rowwise  the same, of fused matrices        (fused experts: [experts, 2 I, H] and so on)
     colwise_gather_output           as colwise                         and the ranks' outputs are joined
+    rowwise_split_input             as rowwise                         but its input is common
     embedding_rowwise               the vocabulary of an Embedding     output leaves
     replicated_with_grad_allreduce  nothing: gradients are partial
     moe_tp_experts                  nothing (its parameters are)       floating inputs enter, output leaves
@@ -35,12 +36,12 @@ from zero3d.hf.elsewhere import Elsewhere
 
 NONE = "none"
 STYLES = (
-    "colwise", "rowwise", "packed_colwise", "packed_rowwise", "colwise_gather_output", "colwise_rep",
-    "embedding_rowwise", "replicated_with_grad_allreduce", "moe_tp_experts", "all_reduce", "divided", "replicate",
+    "colwise", "rowwise", "packed_colwise", "packed_rowwise", "colwise_gather_output", "rowwise_split_input",
+    "colwise_rep", "rowwise_rep", "embedding_rowwise", "replicated_with_grad_allreduce", "moe_tp_experts",
+    "all_reduce", "divided", "replicate",
 )  # fmt: skip
+OLD_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 REFUSED = {
-    "rowwise_split_input": "its input is common to all ranks and would have to be cut first",
-    "rowwise_rep": "its input is common to all ranks and would have to be cut first",
     "mla_kv_a_proj": "half of its output goes past the next projection and is common to all ranks",
     "local_params": "a parameter without a module, such as attention sinks, is used by an uncut forward",
     "embedding_colwise": "embeddings are cut along the vocabulary",
@@ -112,7 +113,7 @@ def parse(name: str, style: str) -> Style:
             f"{name}: unknown tensor-parallel style {style!r}. Known are {', '.join(STYLES)}, "
             "packed_colwise:3 (three fused matrices) and none."
         )
-    return Style("colwise_gather_output" if kind == "colwise_rep" else kind, int(count or 2) if packed else 1)
+    return Style(OLD_NAMES.get(kind, kind), int(count or 2) if packed else 1)
 
 
 def _own_plan(model: nn.Module) -> dict[str, str]:
