@@ -45,7 +45,7 @@ VERBS = {
 
 def eager(function: F) -> F:
     """Keep a function out of torch.compile's graphs (Note 2)."""
-    return cast(F, torch.compiler.disable(function))
+    return cast(F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 class Way(NamedTuple):
