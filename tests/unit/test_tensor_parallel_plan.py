@@ -142,6 +142,13 @@ def test_what_cannot_be_cut_is_refused_with_names_and_numbers(model, options, to
         cut(built, **options)
 
 
+def test_a_plan_for_the_head_alone_is_none():
+    model = on_meta("llama")
+    model._tp_plan = {"lm_head": "colwise_gather_output"}
+    with pytest.raises(ConfigError, match="without a tensor-parallel plan for its blocks"):
+        cut(model)
+
+
 def test_names_that_only_the_models_own_plan_lacks_are_no_error():
     assert "layers.*.mlp.gate_proj" in on_meta("moe").config.base_model_tp_plan
     read_plan(on_meta("moe"))

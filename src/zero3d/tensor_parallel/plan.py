@@ -96,6 +96,8 @@ def read_plan(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[
     for pattern in own:
         if own[pattern] == "divided":
             _is_attribute(model, pattern, plan, "divided")
+    if not user and not any(name.startswith(f"{block}.") for name in plan for block in find_blocks(model)):
+        raise ConfigError(_no_plan(model))  # some models' own plan is about their head alone
     return {name: style for name, style in plan.items() if style.kind != NONE}
 
 
@@ -123,7 +125,7 @@ def _own_plan(model: nn.Module) -> dict[str, str]:
     config = getattr(inner, "config", None)
     if not plan:  # a base model that was built without the usual ending
         plan = dict(getattr(config, "base_model_tp_plan", None) or {})
-    return plan or dict(SHIPPED.get(getattr(config, "model_type", ""), {}))
+    return SHIPPED.get(getattr(config, "model_type", ""), {}) | plan
 
 
 def _roots(model: nn.Module) -> list[str]:
@@ -183,8 +185,8 @@ def _away(model: nn.Module, pattern: str) -> bool:
 
 def _no_plan(model: nn.Module) -> str:
     return (
-        f"{type(model).__name__} comes without a tensor-parallel plan. Write one, with colwise for matrices whose "
-        f"outputs the ranks share out and rowwise for those that take these as inputs. {_first_block(model)}"
+        f"{type(model).__name__} comes without a tensor-parallel plan for its blocks. Write one, with colwise for matrices "
+        f"whose outputs the ranks share out and rowwise for those that take these as inputs. {_first_block(model)}"
     )
 
 
