@@ -186,7 +186,8 @@ def _away(model: nn.Module, pattern: str) -> bool:
 def _no_plan(model: nn.Module) -> str:
     return (
         f"{type(model).__name__} comes without a tensor-parallel plan for its blocks. Write one, with colwise for "
-        f"matrices whose outputs the ranks share out and rowwise for those that take these as inputs. {_first_block(model)}"
+        "matrices whose outputs the ranks share out and rowwise for those that take these as inputs. "
+        + _first_block(model)
     )
 
 
