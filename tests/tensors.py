@@ -20,7 +20,9 @@ def tiny(name, dropout=0.0, kv_heads=2, lora=False):
     common |= {"num_attention_heads": 4, "num_key_value_heads": kv_heads, "max_position_embeddings": 64}
     common |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "use_cache": False}
     if name == "llama":
-        model = t.LlamaForCausalLM(t.LlamaConfig(**common, attention_dropout=dropout, attention_bias=True, mlp_bias=True))
+        model = t.LlamaForCausalLM(
+            t.LlamaConfig(**common, attention_dropout=dropout, attention_bias=True, mlp_bias=True)
+        )
     elif name == "qwen3":
         model = t.Qwen3ForCausalLM(t.Qwen3Config(**common, head_dim=8, tie_word_embeddings=True))
     elif name == "moe":
@@ -56,12 +58,16 @@ def axis():
 
 
 def ids(length=8):
-    return batch(3, size=2, length=length)
+    """Token ids [2, length], the padding token (2) and, 32 rows further on, its like among them."""
+    tokens = batch(3, size=2, length=length)
+    tokens[1, :2] = torch.tensor([2, 34])
+    return tokens
 
 
 def step(model, policy="none"):
     """Loss of one batch, some labels left out, and its gradients."""
-    recompute(model, policy)
+    if policy != "none":
+        recompute(model, policy)
     tokens = ids()
     labels = tokens.clone()
     labels[0, :3] = -100

@@ -1,12 +1,12 @@
 """Tensor parallelism: every matrix of a block is cut, every rank computes with its part, activations are summed.
 
-    plan.py        which style each module gets
-    styles.py      what a style cuts and hooks
-    sequence.py    sequence parallelism and dropout around cut modules
-    vocabulary.py  embedding, head and loss
-    regions.py     the autograd passages between common and own activations
-    channel.py     their collectives
-    cuts.py        how a parameter is cut
+plan.py        which style each module gets
+styles.py      what a style cuts and hooks
+sequence.py    sequence parallelism and dropout around cut modules
+vocabulary.py  embedding, head and loss
+regions.py     the autograd passages between common and own activations
+channel.py     their collectives
+cuts.py        how a parameter is cut
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.cuts import Cut
 from zero3d.tensor_parallel.plan import Style, read_plan
 from zero3d.tensor_parallel.regions import Doors
+from zero3d.tensor_parallel.replace import apply_cuts
 from zero3d.tensor_parallel.sequence import cut_blocks, install_random, install_sequence
-from zero3d.tensor_parallel.styles import Work, apply_cuts, apply_style
+from zero3d.tensor_parallel.styles import Work, apply_style
 from zero3d.tensor_parallel.vocabulary import Head, cross_entropy, gather_logits
 from zero3d.transport import Axis
 

@@ -84,7 +84,11 @@ class Channel:
             return
         self._record("broadcast", name, t, t.numel())
         raw = t.view(torch.uint8) if t.dtype == torch.bool else t
-        self.axis.call("broadcast", name, partial(dist.broadcast, raw, group=self.axis.reductions, group_src=0))
+        on_device = "nccl" in self.axis.backend and raw.device.type == "cpu"  # it sends device memory only
+        sent = raw.to(torch.accelerator.current_accelerator()) if on_device else raw.contiguous()
+        self.axis.call("broadcast", name, partial(dist.broadcast, sent, group=self.axis.reductions, group_src=0))
+        if sent is not raw:
+            raw.copy_(sent)
 
     def _record(self, op: str, name: str, t: Tensor, elements: int) -> None:
         self._ledger.record(op, self.axis.name, name, elements, t.dtype.itemsize)

@@ -11,6 +11,7 @@ model, at the model inside a PEFT wrapper, or at the base model below the head.
     rowwise                         inputs, the bias is not            output leaves, then the bias is added
     packed_colwise, packed_rowwise  the same, of fused matrices        (fused experts: [experts, 2 I, H] and so on)
     colwise_gather_output           as colwise                         and the ranks' outputs are joined
+    rowwise_split_input             as rowwise                         but its input is common
     embedding_rowwise               the vocabulary of an Embedding     output leaves
     replicated_with_grad_allreduce  nothing: gradients are partial
     moe_tp_experts                  nothing (its parameters are)       floating inputs enter, output leaves
@@ -35,12 +36,12 @@ from zero3d.hf.elsewhere import Elsewhere
 
 NONE = "none"
 STYLES = (
-    "colwise", "rowwise", "packed_colwise", "packed_rowwise", "colwise_gather_output", "colwise_rep",
-    "embedding_rowwise", "replicated_with_grad_allreduce", "moe_tp_experts", "all_reduce", "divided", "replicate",
+    "colwise", "rowwise", "packed_colwise", "packed_rowwise", "colwise_gather_output", "rowwise_split_input",
+    "colwise_rep", "rowwise_rep", "embedding_rowwise", "replicated_with_grad_allreduce", "moe_tp_experts",
+    "all_reduce", "divided", "replicate",
 )  # fmt: skip
+OLD_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 REFUSED = {
-    "rowwise_split_input": "its input is common to all ranks and would have to be cut first",
-    "rowwise_rep": "its input is common to all ranks and would have to be cut first",
     "mla_kv_a_proj": "half of its output goes past the next projection and is common to all ranks",
     "local_params": "a parameter without a module, such as attention sinks, is used by an uncut forward",
     "embedding_colwise": "embeddings are cut along the vocabulary",
@@ -95,6 +96,8 @@ def read_plan(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[
     for pattern in own:
         if own[pattern] == "divided":
             _is_attribute(model, pattern, plan, "divided")
+    if not user and not any(name.startswith(f"{block}.") for name in plan for block in find_blocks(model)):
+        raise ConfigError(_no_plan(model))  # some models' own plan is about their head alone
     return {name: style for name, style in plan.items() if style.kind != NONE}
 
 
@@ -112,7 +115,7 @@ def parse(name: str, style: str) -> Style:
             f"{name}: unknown tensor-parallel style {style!r}. Known are {', '.join(STYLES)}, "
             "packed_colwise:3 (three fused matrices) and none."
         )
-    return Style("colwise_gather_output" if kind == "colwise_rep" else kind, int(count or 2) if packed else 1)
+    return Style(OLD_NAMES.get(kind, kind), int(count or 2) if packed else 1)
 
 
 def _own_plan(model: nn.Module) -> dict[str, str]:
@@ -122,7 +125,7 @@ def _own_plan(model: nn.Module) -> dict[str, str]:
     config = getattr(inner, "config", None)
     if not plan:  # a base model that was built without the usual ending
         plan = dict(getattr(config, "base_model_tp_plan", None) or {})
-    return plan or dict(SHIPPED.get(getattr(config, "model_type", ""), {}))
+    return SHIPPED.get(getattr(config, "model_type", ""), {}) | plan
 
 
 def _roots(model: nn.Module) -> list[str]:
@@ -182,8 +185,9 @@ def _away(model: nn.Module, pattern: str) -> bool:
 
 def _no_plan(model: nn.Module) -> str:
     return (
-        f"{type(model).__name__} comes without a tensor-parallel plan. Write one, with colwise for matrices whose "
-        f"outputs the ranks share out and rowwise for those that take these as inputs. {_first_block(model)}"
+        f"{type(model).__name__} comes without a tensor-parallel plan for its blocks. Write one, with colwise for "
+        "matrices whose outputs the ranks share out and rowwise for those that take these as inputs. "
+        + _first_block(model)
     )
 
 

@@ -15,13 +15,15 @@ before one all-reduce: `Doors` remembers what entered until something leaves.
 
 Note 1, who keeps the memo's graph alive. A recomputed forward may end before anything leaves; the backward
 of `enter` then makes the memo forget. It never runs between q and k.
+Note 2, torch.compile sees none of this: identities of tensors would be guards, and a new graph each step.
 """
 
 from __future__ import annotations
 
 import weakref
 import zlib
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from torch import Tensor
 from zero3d.errors import ConfigError
 from zero3d.tensor_parallel.channel import Channel
 
+F = TypeVar("F", bound=Callable[..., Any])
 SEQUENCE = -2  # dim of [batch, length, hidden]
 VERBS = {
     "enter": ("keep", "all_reduce"),
@@ -38,6 +41,11 @@ VERBS = {
     "split": ("chunk", "all_gather"),
     "join": ("all_gather", "chunk"),
 }
+
+
+def eager(function: F) -> F:
+    """Keep a function out of torch.compile's graphs (Note 2)."""
+    return cast(F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 class Way(NamedTuple):
@@ -105,6 +113,7 @@ class Doors:
         """Whether activations outside cut modules are chunks of the sequence now."""
         return self._sequence and torch.is_grad_enabled()
 
+    @eager
     def enter(self, t: Tensor, name: str, whole: bool = False) -> Tensor:
         """A common tensor, or (unless it is `whole`) a chunk of the sequence, for cut modules; once per tensor."""
         known = self._entered.get(id(t))
@@ -116,12 +125,14 @@ class Doors:
         self._entered[id(t)] = Entered(weakref.ref(t), version, torch.is_grad_enabled(), result)
         return result
 
+    @eager
     def leave(self, t: Tensor, name: str, whole: bool = False) -> Tensor:
         """Partial sums -> the sum, or (unless it is to be `whole`) this rank's chunk of it along the sequence."""
         self.forget()
         kind = "scatter" if self.by_sequence and not whole else "leave"
         return cross(t, Way(kind, SEQUENCE, name, self.channel))
 
+    @eager
     def split(self, t: Tensor, name: str) -> Tensor:
         """[batch, length, hidden] -> [batch, length / N, hidden]. Raises ConfigError for a length N does not divide."""
         length, size = t.shape[SEQUENCE], self.channel.size
@@ -132,10 +143,12 @@ class Doors:
             )
         return cross(t, Way("split", SEQUENCE, name, self.channel))
 
+    @eager
     def join(self, t: Tensor, name: str, dim: int = SEQUENCE) -> Tensor:
         """The chunks of all ranks along `dim`; all ranks use the result alike, so its gradient is only taken apart."""
         return cross(t, Way("join", dim, name, self.channel))
 
+    @eager
     def forget(self) -> None:
         """Drop what entered, and the graphs that hang on it."""
         self._entered.clear()
@@ -153,6 +166,7 @@ class OwnRandom:
         self._rank = rank
         self._before: tuple[torch.Generator, Tensor] | None = None
 
+    @eager
     def begin(self, device: torch.device, on: bool = True) -> None:
         """If `on`, advance the common generator by one number and continue with this rank's own."""
         self._before = None
@@ -164,6 +178,7 @@ class OwnRandom:
         common = generator.get_state().numpy().tobytes()
         generator.manual_seed(zlib.crc32(common + self._rank.to_bytes(4, "little")))
 
+    @eager
     def end(self) -> None:
         """Go on with the common numbers, if `begin` was called."""
         before, self._before = self._before, None

@@ -57,7 +57,7 @@ def install_sequence(work: Work) -> None:
     for block in blocks.values():
         work.partial.update(p for p in block.parameters() if p not in work.cuts)
     random = OwnRandom(work.doors.channel.rank)
-    (first, start), (last, end) = list(blocks.items())[0], list(blocks.items())[-1]
+    (first, start), *_, (last, end) = [*blocks.items(), *blocks.items()]
     start.register_forward_pre_hook(partial(_split, work.doors, random, first), with_kwargs=True)
     end.register_forward_hook(partial(_join, work.doors, random, last))
 

@@ -2,7 +2,7 @@
 
     x --enter--> [ colwise ] --own outputs--> ... --own inputs--> [ rowwise ] --leave--> + bias
 
-Cuts are collected by parameter, tied ones once; `apply_cuts` then replaces them all. Of a LoRA pair
+Cuts are collected by parameter, tied ones once; `apply_cuts` (replace.py) then replaces them all. Of a LoRA pair
 around a colwise matrix A is common and B is cut as the matrix is; around a rowwise one A is cut and B is
 common. What is common between two cut things gets partial gradients.
 
@@ -24,7 +24,7 @@ from zero3d.errors import ConfigError
 from zero3d.nested import map_tensors
 from zero3d.tensor_parallel.cuts import Cut
 from zero3d.tensor_parallel.plan import Style
-from zero3d.tensor_parallel.regions import Doors
+from zero3d.tensor_parallel.regions import Doors, Way, cross
 from zero3d.tensor_parallel.vocabulary import Head, LocalEmbedding
 
 
@@ -36,7 +36,7 @@ class Work:
     cuts      by parameter
     handled   modules whose forward knows that their parameters are cut
     partial   parameters that all ranks have and whose gradients are parts
-    colwise   names of modules whose outputs are cut, rowwise: whose inputs are
+    colwise   names of modules whose outputs are the ranks' own, rowwise: whose inputs are
     """
 
     model: nn.Module
@@ -60,10 +60,16 @@ class Work:
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
 
+    def refuse_sequence(self, name: str, style: Style) -> None:
+        """Raises ConfigError inside blocks under sequence parallelism: outside matrices a rank has a chunk only."""
+        if self.sequence and any(name.startswith(block + ".") for block in self.blocks):
+            raise ConfigError(
+                f"{name}: style {style.kind!r} does not go with sequence=True inside blocks: leave it out."
+            )
+
     def entering(self, name: str) -> bool:
         """Whether this module lets its input enter, not the module around it (which does under sequence)."""
         return not self.sequence or name.rpartition(".")[0] in self.blocks
-
 
 
 def apply_style(work: Work, name: str, style: Style, head: Head) -> None:
@@ -80,7 +86,7 @@ def apply_style(work: Work, name: str, style: Style, head: Head) -> None:
 
 def _colwise(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
     base, adapters = _matrix(name, module)
-    work.cut(f"{name}.weight", base.weight, 1 if _is_conv(base) else 0, style.blocks)
+    work.cut(f"{name}.weight", base.weight, 1 if is_conv(base) else 0, style.blocks)
     if base.bias is not None:
         work.cut(f"{name}.bias", base.bias, 0, style.blocks)
     for a, b in adapters:
@@ -89,17 +95,19 @@ def _colwise(work: Work, name: str, module: nn.Module, style: Style, head: Head)
             work.cut(f"{name}.{local}", p, 0, style.blocks)
         work.handled.add(b)
     work.handled.add(base)
-    work.colwise.append(name)
     whole = style.kind == "colwise_gather_output"
+    if whole:
+        work.refuse_sequence(name, style)
+        module.register_forward_hook(head.finish)
+    else:
+        work.colwise.append(name)
     if whole or work.entering(name):
         module.register_forward_pre_hook(partial(_enter_first, work.doors, name, whole), with_kwargs=True)
-    if whole:
-        module.register_forward_hook(head.finish)
 
 
 def _rowwise(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
     base, adapters = _matrix(name, module)
-    work.cut(f"{name}.weight", base.weight, 0 if _is_conv(base) else 1, style.blocks)
+    work.cut(f"{name}.weight", base.weight, 0 if is_conv(base) else 1, style.blocks)
     for a, b in adapters:
         for local, p in a.named_parameters():
             work.cut(f"{name}.{local}", p, 1, style.blocks)
@@ -108,18 +116,23 @@ def _rowwise(work: Work, name: str, module: nn.Module, style: Style, head: Head)
         work.partial.update(b.parameters())
         work.handled.add(a)
     work.handled.add(base)
-    work.rowwise.append(name)
+    if style.kind == "rowwise_split_input":
+        work.refuse_sequence(name, style)
+        module.register_forward_pre_hook(partial(_split_first, work.doors, name), with_kwargs=True)
+    else:
+        work.rowwise.append(name)
     if base.bias is not None:
         base.forward = Unbiased(base)
     module.register_forward_hook(partial(_leave, work.doors, name, base))
 
 
 def _embedding(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    table: Any = module
     if not isinstance(module, nn.Embedding):
         raise ConfigError(f"{name}: style {style.kind!r} is for an nn.Embedding, and this is {_kind(module)}.")
-    work.cut(f"{name}.weight", module.weight, 0)
+    work.cut(f"{name}.weight", table.weight, 0)
     work.handled.add(module)
-    module.forward = LocalEmbedding(module, work.doors, name)
+    table.forward = LocalEmbedding(module, work.doors, name)
 
 
 def _partial(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
@@ -148,6 +161,7 @@ APPLY: Mapping[str, Callable[[Work, str, nn.Module, Style, Head], None]] = {
     "colwise_gather_output": _colwise,
     "rowwise": _rowwise,
     "packed_rowwise": _rowwise,
+    "rowwise_split_input": _rowwise,
     "embedding_rowwise": _embedding,
     "replicated_with_grad_allreduce": _partial,
     "moe_tp_experts": _experts,
@@ -182,17 +196,19 @@ def _matrix(name: str, module: nn.Module) -> tuple[Any, list[tuple[nn.Module, nn
     """The Linear or Conv1D that is cut, and PEFT's LoRA pairs (A, B) around it."""
     base: Any = getattr(module, "base_layer", module)
     a, b = getattr(module, "lora_A", {}), getattr(module, "lora_B", {})
-    if not (isinstance(base, nn.Linear) or _is_conv(base)) or not base.weight.is_floating_point():
+    if not (isinstance(base, nn.Linear) or is_conv(base)) or not base.weight.is_floating_point():
         raise ConfigError(
             f"{name} should be cut over tp and is {_kind(base)}: nn.Linear, transformers' Conv1D and PEFT's LoRA of "
             f"these can be. Take it out of the plan with {name!r}: 'none'."
         )
     if len(getattr(module, "lora_variant", {}) or {}) > 0 or (base is not module and not a):
-        raise ConfigError(f"{name}: of PEFT's methods plain LoRA can be cut over tp, not {_kind(module)} with variants.")
+        raise ConfigError(
+            f"{name}: of PEFT's methods plain LoRA can be cut over tp, not {_kind(module)} with variants."
+        )
     return base, [(a[key], b[key]) for key in a]
 
 
-def _is_conv(module: nn.Module) -> bool:
+def is_conv(module: nn.Module) -> bool:
     """transformers' Conv1D: a linear layer with its weight transposed, [inputs, outputs]."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
@@ -210,7 +226,7 @@ class Unbiased:
     """Forward of a Linear or Conv1D without its bias, which must be added once, to the sum over ranks."""
 
     def __init__(self, module: Any) -> None:
-        self._module, self._conv = module, _is_conv(module)
+        self._module, self._conv = module, is_conv(module)
 
     def __call__(self, x: Tensor) -> Tensor:
         weight: Tensor = self._module.weight
@@ -224,6 +240,10 @@ def _enter_first(doors: Doors, name: str, whole: bool, module: nn.Module, args: 
     return change_first(args, kwargs, lambda t: doors.enter(t, name, whole))
 
 
+def _split_first(doors: Doors, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return change_first(args, kwargs, lambda t: cross(t, Way("split", -1, name, doors.channel)))
+
+
 def _leave(doors: Doors, name: str, base: Any, module: nn.Module, args: Any, output: Tensor) -> Tensor:
     out = doors.leave(output, name)
     return out if base is None or base.bias is None else out + base.bias
@@ -235,47 +255,3 @@ def change_first(args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> 
         key = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
         return args, {**kwargs, key: change(kwargs[key])}
     return (change(args[0]), *args[1:]), kwargs
-
-
-# --- parameters -------------------------------------------------------------------------------------
-
-
-def apply_cuts(work: Work) -> None:
-    """Replace every cut parameter by this rank's part, wherever it is; values are rank 0's.
-
-    Raises ConfigError where a module holds a cut parameter and no style is about that module.
-    """
-    owners = [(name, m, key, p) for name, m in work.model.named_modules() for key, p in m._parameters.items()]
-    for name, module, key, p in owners:
-        if p in work.cuts and module not in work.handled:
-            raise ConfigError(
-                f"{name}.{key} is tied to a parameter that is cut over tp, or its experts have no style: give {name} "
-                "a style in the tensor-parallel plan (colwise_gather_output for a head, moe_tp_experts for experts)."
-            )
-    for t in (*work.model.parameters(), *work.model.buffers()):
-        if not t.is_meta:
-            work.doors.channel.broadcast(t.data, "initial")
-    locals_ = {p: _local(p, cut) for p, cut in work.cuts.items()}
-    for _, module, key, p in owners:
-        if p in locals_:
-            module._parameters[key] = locals_[p]
-            _resize(module, locals_[p] if key == "weight" else None)
-    work.cuts = {locals_[p]: cut for p, cut in work.cuts.items()}
-
-
-def _local(p: nn.Parameter, cut: Cut) -> nn.Parameter:
-    own = nn.Parameter(cut.take(p), requires_grad=p.requires_grad)
-    own.__dict__.update(p.__dict__)  # transformers marks what it has initialised
-    return own
-
-
-def _resize(module: nn.Module, weight: Tensor | None) -> None:
-    """A module's own numbers, where it has them: Conv1D's forward reads its."""
-    if weight is None or weight.dim() != 2:
-        return
-    sizes = ("nx", "nf") if _is_conv(module) else ("out_features", "in_features")
-    for attribute, size in zip(sizes, weight.shape, strict=True):
-        if hasattr(module, attribute):
-            setattr(module, attribute, size)
-    if isinstance(module, nn.Embedding):
-        module.num_embeddings = weight.shape[0]

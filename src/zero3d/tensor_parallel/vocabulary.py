@@ -33,7 +33,7 @@ class LocalEmbedding:
         self._rows = module.num_embeddings // doors.channel.size
         self._start = doors.channel.rank * self._rows
         padding = -1 if module.padding_idx is None else module.padding_idx - self._start
-        module.padding_idx = padding if 0 <= padding < self._rows else None  # type: ignore[assignment]
+        module.padding_idx = padding if 0 <= padding < self._rows else None
 
     def __call__(self, ids: Tensor) -> Tensor:
         own = ids - self._start
@@ -58,7 +58,7 @@ class Head:
 
     def install_loss(self, model: Any) -> None:
         """Let a causal model of Hugging Face's compute its loss from local logits; other losses get joined ones."""
-        whole = getattr(model, "loss_function", None)
+        whole: Any = getattr(model, "loss_function", None)
         if getattr(whole, "__name__", "") != "ForCausalLMLoss":
             return
         model.loss_function = CausalLoss(self._doors.channel, self._name, whole)

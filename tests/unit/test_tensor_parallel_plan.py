@@ -1,0 +1,176 @@
+"""Plans: what is read, what is refused and how, which parameters are cut; no ranks."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from models import net
+from tensors import tiny
+from torch import nn
+
+from zero3d.errors import ConfigError
+from zero3d.hf.split import split
+from zero3d.ledger import Ledger
+from zero3d.tensor_parallel import parallelize
+from zero3d.tensor_parallel.plan import REFUSED, STYLES, read_plan
+from zero3d.tensor_parallel.regions import Doors
+from zero3d.transport import Axis
+
+NET = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
+def on_meta(name, **options):
+    """A tiny model whose parameters have shapes only: cutting it needs no peers."""
+    model = tiny(name, **options).to("meta")
+    model.tie_weights()
+    return model
+
+
+def cut(model, size=2, rank=0, **options):
+    return parallelize(model, Axis("tp", rank, size), Ledger(), **options)
+
+
+def shapes(model):
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def test_every_style_that_transformers_uses_is_known_or_refused_for_a_reason():
+    import transformers
+
+    found = set()
+    for path in Path(transformers.__file__).parent.glob("models/*/[cm]o*.py"):
+        for plan in re.findall(r"_tp_plan\s*=\s*\{([^}]*)\}", path.read_text()):
+            found |= set(re.findall(r":\s*\"(\w+)\"", plan))
+    assert {"colwise", "rowwise", "packed_colwise", "moe_tp_experts"} <= found
+    assert found <= set(STYLES) | set(REFUSED), found - set(STYLES) - set(REFUSED)
+    assert not set(STYLES) & set(REFUSED)
+
+
+def test_a_plan_is_read_from_the_model_and_the_users_map_wins():
+    model = on_meta("llama")
+    plan = read_plan(model, {"model.layers.*.mlp.*": "none", "layers.1.self_attn.o_proj": "replicate"})
+    assert plan["model.layers.0.self_attn.q_proj"].kind == "colwise"
+    assert plan["model.layers.1.self_attn.o_proj"].kind == "replicate"
+    assert not any("mlp" in name for name in plan)
+
+
+def test_names_inside_a_peft_wrapper_and_below_the_head_are_found():
+    model = on_meta("llama", lora=True)
+    done = cut(model, rank=1)
+    start = "base_model.model.model.layers.0."
+    assert done.cuts[start + "self_attn.q_proj.lora_B.default.weight"][:3] == (0, 2, 1)
+    assert done.cuts[start + "self_attn.o_proj.lora_A.default.weight"][:3] == (1, 2, 1)
+    assert done.cuts[start + "mlp.down_proj.base_layer.weight"][:3] == (1, 2, 1)
+    lora = {name.removeprefix(start) for name in done.partial if name.startswith(start)}
+    assert lora == {
+        "self_attn.q_proj.lora_A.default.weight",
+        "self_attn.o_proj.lora_B.default.weight",
+        "mlp.down_proj.lora_B.default.weight",
+    }
+
+
+def test_experts_are_cut_in_their_inner_width_and_norms_of_heads_are_partial():
+    model = on_meta("moe")
+    whole = shapes(model)
+    done = cut(model)
+    experts = "model.layers.0.mlp.experts."
+    assert whole[experts + "gate_up_proj"] == (4, 32, 32)
+    assert shapes(model)[experts + "gate_up_proj"] == (4, 16, 32)
+    assert done.cuts[experts + "gate_up_proj"] == (1, 2, 0, 2)
+    assert shapes(model)[experts + "down_proj"] == (4, 32, 8)
+    assert {name for name in done.partial if "layers.0." in name} == {
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.self_attn.k_norm.weight",
+    }
+
+
+def test_a_tied_head_is_one_parameter_with_one_cut():
+    model = on_meta("qwen3")
+    done = cut(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert shapes(model)["model.embed_tokens.weight"] == (32, 32)
+    assert "lm_head.weight" not in done.cuts
+    assert model.model.embed_tokens.num_embeddings == 32
+
+
+def test_under_sequence_parallelism_all_that_is_whole_inside_the_blocks_is_partial():
+    model = on_meta("llama")
+    done = cut(model, sequence=True)
+    inside = {name for name, _ in model.named_parameters() if ".layers." in name} - done.cuts.keys()
+    assert done.partial == inside
+    assert "model.layers.0.self_attn.o_proj.bias" in inside
+    assert "model.norm.weight" not in done.partial
+
+
+def test_only_part_of_a_model_is_cut_where_other_blocks_are_elsewhere():
+    plan = {"transformer.h.1.attn.c_attn": "packed_colwise:3"}
+    part = split(on_meta("gpt2"), [1, 1], 0)
+    done = cut(part, plan=plan)  # names what is on the other part
+    assert {name.split(".")[2] for name in done.cuts if ".h." in name} == {"0"}
+    assert part.get_submodule("transformer.h.0.attn").split_size == 16
+
+
+def test_one_rank_leaves_a_model_as_it_is():
+    model = on_meta("gpt2")
+    before = shapes(model)
+    assert cut(model, size=1) == ({}, frozenset())
+    assert shapes(model) == before
+
+
+@pytest.mark.parametrize(("model", "options", "told"), [
+    ("net", {}, "'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'"),
+    ("net", {"plan": {"layers.*.upp": "colwise"}}, "gives 'layers.*.upp' a style, and nothing in Net has that name"),
+    ("llama", {"plan": {"layers.*.mlp.up_proj": "colwize"}}, "layers.*.mlp.up_proj: unknown tensor-parallel style 'colwize'"),
+    ("llama", {"plan": {"layers.*.mlp.up_proj": "colwise:2"}}, "unknown tensor-parallel style 'colwise:2'"),
+    ("llama", {"plan": {"layers.*.mlp.up_proj": "mla_kv_a_proj"}}, "style 'mla_kv_a_proj' is not built"),
+    ("llama", {"plan": {"layers.*.input_layernorm": "colwise"}}, "is a LlamaRMSNorm"),
+    ("llama", {"plan": {"lm_head": "embedding_rowwise"}}, "is for an nn.Embedding, and this is a Linear"),
+    ("llama", {"size": 4}, "num_key_value_heads=2: 2 / 4 is not whole"),
+    ("llama", {"size": 3}, "num_attention_heads=4: 4 / 3 is not whole. Pass a tp that divides it (1, 2, 4)"),
+    ("qwen3", {"plan": {"lm_head": "replicate"}}, "lm_head.weight is tied to a parameter that is cut"),
+    ("moe", {"sequence": True}, "mlp.gate.weight (4, 32) is whole"),
+    ("net", {"plan": {"head": "replicate"}, "sequence": True}, "needs one list of blocks"),
+    ("net", {"plan": NET | {"head": "colwise"}}, "head.weight: 61 is not divisible by"),
+    ("gpt2", {"plan": {"h.*.attn.split_size": "divided"}, "size": 4, "twice": True}, "'divided' is for whole numbers"),
+])  # fmt: skip
+def test_what_cannot_be_cut_is_refused_with_names_and_numbers(model, options, told):
+    built = net().to("meta") if model == "net" else on_meta(model)
+    if options.pop("twice", False):
+        built.transformer.h[0].attn.split_size = 30
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        cut(built, **options)
+
+
+def test_a_plan_for_the_head_alone_is_none():
+    model = on_meta("llama")
+    model._tp_plan = {"lm_head": "colwise_gather_output"}
+    with pytest.raises(ConfigError, match="without a tensor-parallel plan for its blocks"):
+        cut(model)
+
+
+def test_names_that_only_the_models_own_plan_lacks_are_no_error():
+    assert "layers.*.mlp.gate_proj" in on_meta("moe").config.base_model_tp_plan
+    read_plan(on_meta("moe"))
+
+
+def test_a_tensor_enters_once_until_it_is_written_or_something_leaves():
+    doors = Doors(channel=Axis("tp", 0, 1), sequence=False)
+    x = torch.ones(2, 3, requires_grad=True) * 1
+    first = doors.enter(x, "q")
+    assert doors.enter(x, "k") is first
+    with torch.no_grad():
+        assert doors.enter(x, "k") is not first
+    again = doors.enter(x, "q")
+    x += 1
+    assert doors.enter(x, "v") is not again
+    assert doors.enter(x + 0, "v") is not first
+    kept = doors.enter(x, "q")
+    doors.forget()
+    assert doors.enter(x, "q") is not kept
+
+
+def test_linear_layers_of_other_kinds_are_refused_by_class():
+    model = nn.ModuleDict({"one": nn.Conv1d(4, 4, 1)})
+    with pytest.raises(ConfigError, match="a Conv1d:"):
+        cut(model.to("meta"), plan={"one": "rowwise"})
