@@ -98,7 +98,8 @@ def read_plan(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[
             _is_attribute(model, pattern, plan, "divided")
     if not user and not any(name.startswith(f"{block}.") for name in plan for block in find_blocks(model)):
         raise ConfigError(_no_plan(model))  # some models' own plan is about their head alone
-    return {name: style for name, style in plan.items() if style.kind != NONE}
+    away = {name for name, module in model.named_modules() if isinstance(module, Elsewhere)}
+    return {name: style for name, style in plan.items() if style.kind != NONE and name not in away}
 
 
 def parse(name: str, style: str) -> Style:
