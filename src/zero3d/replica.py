@@ -96,7 +96,7 @@ class Replica:
         if not parts:
             return
         total = self._slices.tp.exchange(torch.cat(parts)).sum(0)
-        for part, values in zip(parts, total.split([part.numel() for part in parts]), strict=True):
+        for part, values in zip(parts, torch.split(total, [part.numel() for part in parts]), strict=True):
             part.copy_(values)
 
     def sum_ties(self) -> None:

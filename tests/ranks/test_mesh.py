@@ -43,17 +43,3 @@ def test_one_axis_of_all_ranks_uses_the_default_group(ranks):
         assert sums["pp"] == [6] * 3
         assert place[1:] == (0, 0)
         assert shape == (4,)
-
-
-def refused(tp):
-    mesh = zero3d.Mesh(tp=tp)
-    try:
-        zero3d.Engine(torch.nn.Linear(2, 2), mesh=mesh)
-    except zero3d.MeshError as error:
-        return str(error)
-
-
-def test_an_engine_refuses_axes_that_are_not_built_yet(ranks):
-    assert all(
-        "pp 1 x dp 1 x tp 2: an Engine trains on the dp and pp axes only" in said for said in ranks(2, refused, 2)
-    )

@@ -5,7 +5,6 @@ that every byte of a file and of a rank can be compared with `Cut.take` of the l
 """
 
 import json
-from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from unittest import mock
@@ -17,8 +16,9 @@ from safetensors import safe_open
 from torch import nn
 
 import zero3d
-from zero3d.pipeline import names_of_copies, take_parts
+from zero3d.pipeline import names_of_copies
 from zero3d.precision import to_compute
+from zero3d.tensor_parallel import Sharded
 from zero3d.tensor_parallel.cuts import Cut
 
 NET = {"embed.weight": (0, 1), "layers.*.up.*": (0, 2), "layers.0.down.weight": (1, 1), "layers.*.down.weight": (1, 3)}
@@ -74,18 +74,14 @@ def engine_on(family, shape, stage, precision="bf16"):
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     cuts = cuts_of(family, shapes, mesh)
 
-    def take_sliced_parts(*args):
-        parts = take_parts(*args)
-        copies = names_of_copies(parts)
-        for part in parts.values():
-            slice_parameters(part, cuts | {copy: cuts[owner] for copy, owner in copies.items()})
-        return parts
+    def cut_in_test(part, *_, **__):
+        copies = names_of_copies({0: part})
+        own = cuts | {copy: cuts[owner] for copy, owner in copies.items()}
+        slice_parameters(part, own)
+        return Sharded({name: own[name] for name, _ in part.named_parameters() if name in own}, frozenset())
 
-    with mock.patch.multiple("zero3d.engine", refuse_unbuilt=mock.DEFAULT, take_parts=take_sliced_parts):
-        engine = zero3d.Engine(model, mesh=mesh, stage=stage, precision=precision, optimizer=adamw)
-    whole, parts = engine.whole._replace(shapes=shapes), engine._parts
-    engine._parts = lambda loop=None: replace(parts(loop), whole=whole, cuts=cuts)
-    return engine
+    with mock.patch.multiple("zero3d.engine", parallelize=cut_in_test):
+        return zero3d.Engine(model, mesh=mesh, stage=stage, precision=precision, optimizer=adamw)
 
 
 def logical(family):

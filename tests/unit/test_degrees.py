@@ -6,7 +6,6 @@ from zero3d.config import Train
 from zero3d.config.batch import resolve_batch
 from zero3d.degrees import Degrees, Place
 from zero3d.errors import MeshError
-from zero3d.mesh import refuse_unbuilt
 
 
 def test_64_ranks_as_8_pipeline_stages_of_8_tensor_ranks_are_one_replica():
@@ -82,11 +81,6 @@ def test_a_degree_that_is_left_out_is_computed(world, asked, found):
 def test_degrees_that_do_not_multiply_show_the_arithmetic(world, asked, message):
     with pytest.raises(MeshError, match=message):
         Degrees.resolve(world, **asked)
-
-
-def test_a_computed_tp_is_refused_in_terms_of_dp():
-    with pytest.raises(MeshError, match=r"pp 2 x dp 1 x tp 2.*Leave dp and tp out: dp is then 4 / 2 = 2\.$"):
-        refuse_unbuilt(Degrees.resolve(4, pp=2, dp=1))
 
 
 def test_the_rank_map_is_a_table():
