@@ -58,11 +58,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, d] -> [B, T, d]."""
-        batch, length, d = x.shape
+        batch, length, _ = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, HEAD_SIZE)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, d))
+        x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
         out: Tensor = x + self.down(F.gelu(self.up(self.mlp_norm(x))))
         return out
 

@@ -22,7 +22,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -86,12 +86,18 @@ class Variant(Protocol):
 class Zero3d:
     """zero3d's engine."""
 
-    def __init__(self, mesh: Mesh, arguments: argparse.Namespace, stage: int) -> None:
+    def __init__(self, mesh: Mesh, arguments: argparse.Namespace, stage: int, **options: Any) -> None:
         self.engine = Engine(
-            build(arguments.model), stage=stage, mesh=mesh, precision="bf16", clip_norm=CLIP, optimizer=adamw,
-            accumulate=arguments.micro_batches, schedule=arguments.schedule,
-            loss=lambda logits, b: (sum_of_losses(logits, b["labels"]), float(b["labels"].numel())),
+            self.build(arguments), stage=stage, mesh=mesh, precision="bf16", clip_norm=CLIP, optimizer=adamw,
+            accumulate=arguments.micro_batches, schedule=arguments.schedule if mesh.pp > 1 else None,
+            loss=lambda logits, b: (self.loss(logits, b["labels"]), float(b["labels"].numel())), **options,
         )  # fmt: skip
+
+    def build(self, arguments: argparse.Namespace) -> Lm:
+        return build(arguments.model)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return sum_of_losses(logits, targets)
 
     def step(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> float:
         return float(self.engine.train_batch([{"input_ids": x, "labels": y} for x, y in micro_batches]))
@@ -118,13 +124,13 @@ class Fsdp2:
     """fully_shard and torch.distributed.pipelining."""
 
     def __init__(self, mesh: Mesh, arguments: argparse.Namespace) -> None:
-        model, axis, schedule = build(arguments.model), mesh.axis("pp"), Schedule.of(arguments.schedule)
+        model, axis, schedule = self.build(arguments), mesh.axis("pp"), Schedule.of(arguments.schedule)
         counts = balance(model, axis.size, TOKENS, schedule=schedule.name)
-        self.pipeline, self.dp, self.size = axis, mesh.data, mesh.dp
+        self.pipeline, self.mesh, self.size = axis, mesh, mesh.dp * mesh.tp
         self.parts, stages = [], []
         for number in schedule.parts_of(axis.rank, axis.size):
             part = Part(model, sum(counts[:number]), sum(counts[: number + 1]))
-            self._shard(part, mesh.torch)
+            self.shard(part, mesh.torch)
             self.parts.append(part)
             stages.append(PipelineStage(part, number, len(counts), mesh.device, group=axis.gathers))
         self.is_first, self.is_last = stages[0].is_first, any(stage.is_last for stage in stages)
@@ -133,13 +139,22 @@ class Fsdp2:
         self.targets = 1
         self.schedule = kind(
             what, n_microbatches=arguments.micro_batches, scale_grads=False,
-            loss_fn=lambda logits, targets: sum_of_losses(logits, targets) / self.targets,
+            loss_fn=lambda logits, targets: self.loss(logits, targets) / self.targets,
         )  # fmt: skip
         self.weights = [p for part in self.parts for p in part.parameters()]
-        self.optimizer = adamw(self.weights)
+        self.optimizer = adamw(self.groups())
 
-    @staticmethod
-    def _shard(part: Part, mesh: DeviceMesh) -> None:
+    def build(self, arguments: argparse.Namespace) -> Lm:
+        return build(arguments.model)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return sum_of_losses(logits, targets)
+
+    def groups(self) -> list[Any]:
+        """What the optimizer is given."""
+        return self.weights
+
+    def shard(self, part: Part, mesh: DeviceMesh) -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         dp = mesh["dp"]
         for module in [part.embedding, *part.blocks, part.head]:
@@ -153,14 +168,14 @@ class Fsdp2:
         losses: list[Tensor] = []
         first = (ids,) if self.is_first else ()
         self.schedule.step(*first, target=targets, losses=losses, return_outputs=False)
-        self._clip()
+        self.clip()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         mean = torch.tensor([float(sum(losses).detach()) if self.is_last else 0.0], dtype=torch.float64)
         dist.all_reduce(mean)
         return float(mean) / self.size
 
-    def _clip(self) -> None:
+    def clip(self) -> None:
         """Global norm over the dp and pp axes."""
         grads = [p.grad for p in self.weights if p.grad is not None]
         total = torch.nn.utils.get_total_norm(grads).full_tensor() ** 2  # type: ignore[union-attr, attr-defined]
@@ -188,7 +203,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; bad input exits with code 2."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options(__doc__)
+    arguments = parser.parse_args(argv)
+    if min(arguments.pp, arguments.dp, arguments.micro_batches, arguments.rounds) < 1 or arguments.pp < 2:
+        parser.error("--pp from 2, --dp, --micro-batches and --rounds from 1")
+    return arguments
+
+
+def options(doc: str | None) -> argparse.ArgumentParser:
+    """The options of a benchmark with pipeline stages."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--pp", type=int, default=2)
     parser.add_argument("--dp", type=int, default=2)
     parser.add_argument("--schedule", choices=("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"), default="1f1b")
@@ -199,10 +223,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Shape.parse, default=Shape(), metavar="layers=8,d=512,vocab=8192")
     parser.add_argument("--rounds", type=int, default=6, help="counted steps of each")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args(argv)
-    if min(arguments.pp, arguments.dp, arguments.micro_batches, arguments.rounds) < 1 or arguments.pp < 2:
-        parser.error("--pp from 2, --dp, --micro-batches and --rounds from 1")
-    return arguments
+    return parser
 
 
 def make(name: str, mesh: Mesh, arguments: argparse.Namespace) -> Variant:
@@ -217,9 +238,18 @@ def data(arguments: argparse.Namespace, mesh: Mesh, step: int) -> list[tuple[Ten
 
 
 def take_turns(device: torch.device, arguments: argparse.Namespace, names: list[str]) -> Any:
-    """Seconds of the slowest rank by variant, and the loss of the last step."""
+    """Seconds of the slowest rank by variant, the loss of the last step, and the bubble."""
     mesh = Mesh(pp=arguments.pp, dp=arguments.dp, device=device)
     variants = {name: make(name, mesh, arguments) for name in names}
+    seconds, losses = timed(variants, mesh, arguments)
+    pipeline = next(v.engine.pipeline for v in variants.values() if isinstance(v, Zero3d))
+    assert pipeline is not None
+    return seconds, losses, str(bubble(pipeline.order()))
+
+
+def timed(variants: Mapping[str, Variant], mesh: Mesh, arguments: argparse.Namespace) -> Any:
+    """Seconds of the slowest rank and the loss of the last step, by variant, which take turns step by step."""
+    names = list(variants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     losses = {}
     for turn in range(WARM_UP + arguments.rounds):
@@ -228,11 +258,9 @@ def take_turns(device: torch.device, arguments: argparse.Namespace, names: list[
             dist.barrier()
             begun = time.perf_counter()
             losses[name] = variants[name].step(micro_batches)
-            seconds[name].append(over_ranks([time.perf_counter() - begun], dist.ReduceOp.MAX, device)[0])
-    pipeline = next(v.engine.pipeline for v in variants.values() if isinstance(v, Zero3d))
-    assert pipeline is not None
-    waits = str(bubble(pipeline.order()))
-    return {name: times[WARM_UP:] for name, times in seconds.items()}, losses, waits
+            slowest = over_ranks([time.perf_counter() - begun], dist.ReduceOp.MAX, mesh.device)
+            seconds[name].append(slowest[0])
+    return {name: times[WARM_UP:] for name, times in seconds.items()}, losses
 
 
 def peak_of(device: torch.device, arguments: argparse.Namespace, name: str) -> float:
