@@ -39,7 +39,7 @@ import pipeline
 import torch
 import torch.distributed as dist
 from peers import CLIP, adamw
-from pipeline import Fsdp2, Lm, Part, Variant, Zero3d, data, options, sum_of_losses, timed
+from pipeline import Fsdp2, Lm, Part, Zero3d, data, options, sum_of_losses, timed
 from ranks import Start, over_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
