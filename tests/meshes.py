@@ -17,7 +17,7 @@ ACTIVATIONS = ("none", "full", "every:2", "selective")
 LOSSES = ("model's", "given")  # local logits, or joined ones
 SETTINGS = (FAMILIES, MESHES, STAGES, SCHEDULES, SEQUENCE, ACTIVATIONS, LOSSES)
 ALL_MICRO_BATCHES = 4  # of a step, over all replicas
-STEPS, CLIP = 2, 0.5
+STEPS, CLIP = 2, 0.1
 
 
 def is_possible(case):
@@ -75,6 +75,11 @@ def engine_of(model, mesh, **options):
     return zero3d.Engine(model, mesh=mesh, **made | options)
 
 
+def world_of(shape):
+    dp, tp, pp = shape
+    return dp * tp * pp
+
+
 def mesh_of(shape):
     dp, tp, pp = shape
     return zero3d.Mesh(dp=dp, tp=tp, pp=pp)
@@ -86,10 +91,10 @@ def step(engine, number):
     return float(engine.train_batch(given)), float(engine.last_step.grad_norm)
 
 
-def run(case, precision):
+def run(case, precision, **options):
     """[(loss, norm), ...] of one engine."""
     family, shape, stage, schedule, sequence, activations, loss = case
-    model, mesh = model_of(family, shape), mesh_of(shape)
+    model, mesh = model_of(family, shape, **options), mesh_of(shape)
     recompute(model, activations)
     engine = engine_of(
         model, mesh, precision=precision, stage=stage, schedule=schedule, sequence_parallel=sequence,
@@ -99,14 +104,14 @@ def run(case, precision):
     return [step(engine, number) for number in range(STEPS)]
 
 
-def run_all(cases, precision):
+def run_all(cases, precision, **options):
     with LiftCasts():
-        return [run(case, precision) for case in cases]
+        return [run(case, precision, **options) for case in cases]
 
 
-def oracle(family, shape, loss, precision="fp64"):
+def oracle(family, shape, loss, precision="fp64", **options):
     """The same of one process and no engine: the mean over all targets, clipped, stepped."""
-    model = model_of(family, shape)
+    model = model_of(family, shape, **options)
     for p in model.parameters():  # buffers keep their dtype, as in an engine
         p.data = p.data.to(zero3d.precision.DTYPES[precision])
     optimizer, found = sgd(model.parameters()), []

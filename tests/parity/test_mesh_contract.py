@@ -6,7 +6,7 @@ All cases of a mesh run one after the other on the same ranks.
 from itertools import product
 
 import pytest
-from meshes import CLIP, MESHES, SETTINGS, is_possible, layers_of, oracle, pairs, run_all
+from meshes import CLIP, MESHES, SETTINGS, is_possible, layers_of, oracle, pairs, run_all, world_of
 
 PAIRS = pairs()
 
@@ -28,12 +28,11 @@ def one_process():
 
 
 def check(ranks, one_process, cases, precision, bound):
-    shape = cases[0][1]
-    world = shape[0] * shape[1] * shape[2]
-    for runs in ranks(world, run_all, cases, precision, timeout=120.0 + 10 * len(cases)):
-        for case, found in zip(cases, runs, strict=True):
-            for here, there in zip(found, one_process(case, precision), strict=True):
-                assert here == pytest.approx(there, rel=bound), case
+    everywhere = ranks(world_of(cases[0][1]), run_all, cases, precision, timeout=120.0 + 10 * len(cases))
+    assert all(runs == everywhere[0] for runs in everywhere)  # all ranks know the same bits
+    for case, found in zip(cases, everywhere[0], strict=True):
+        for here, there in zip(found, one_process(case, precision), strict=True):
+            assert here == pytest.approx(there, rel=bound), case
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
