@@ -71,7 +71,12 @@ def sgd(params):
 
 
 def engine_of(model, mesh, **options):
-    made = {"precision": "fp64", "clip_norm": CLIP, "optimizer": sgd, "accumulate": ALL_MICRO_BATCHES // mesh.dp}
+    made = {
+        "precision": "fp64",
+        "clip_norm": CLIP,
+        "optimizer": sgd,
+        "accumulate": max(1, ALL_MICRO_BATCHES // mesh.dp),
+    }
     return zero3d.Engine(model, mesh=mesh, **made | options)
 
 

@@ -59,7 +59,9 @@ def overflow_on_one_rank(shape, name, sequence):
         before, overflows[0] = weights_of(engine), number == 1
         step(engine, number)
         last = engine.last_step
-        found.append((float(last.loss_scale), bool(last.applied), str(float(last.grad_norm)), weights_of(engine) != before))
+        found.append(
+            (float(last.loss_scale), bool(last.applied), str(float(last.grad_norm)), weights_of(engine) != before)
+        )
     return found
 
 
