@@ -16,7 +16,6 @@ SEQUENCE = (False, True)
 ACTIVATIONS = ("none", "full", "every:2", "selective")
 LOSSES = ("model's", "given")  # local logits, or joined ones
 SETTINGS = (FAMILIES, MESHES, STAGES, SCHEDULES, SEQUENCE, ACTIVATIONS, LOSSES)
-ALL_MICRO_BATCHES = 4  # of a step, over all replicas
 STEPS, CLIP = 2, 0.1
 
 
@@ -40,10 +39,15 @@ def model_of(family, mesh, **options):
     return tiny(family, kv_heads=4, layers=layers_of(mesh), **options)
 
 
-def micro_batches(step):
+def count_of(shape):
+    """Micro-batches of a step, over all replicas."""
+    return 4 if shape[2] > 1 else 2
+
+
+def micro_batches(step, count):
     """Those of all replicas; each leaves out other labels."""
     found = []
-    for i in range(ALL_MICRO_BATCHES):
+    for i in range(count):
         ids = batch(100 * step + i, size=2, length=8)
         labels = ids.clone()
         labels[0, : 2 + i] = -100
@@ -71,12 +75,7 @@ def sgd(params):
 
 
 def engine_of(model, mesh, **options):
-    made = {
-        "precision": "fp64",
-        "clip_norm": CLIP,
-        "optimizer": sgd,
-        "accumulate": max(1, ALL_MICRO_BATCHES // mesh.dp),
-    }
+    made = {"precision": "fp64", "clip_norm": CLIP, "optimizer": sgd, "accumulate": 2}
     return zero3d.Engine(model, mesh=mesh, **made | options)
 
 
@@ -90,9 +89,10 @@ def mesh_of(shape):
     return zero3d.Mesh(dp=dp, tp=tp, pp=pp)
 
 
-def step(engine, number):
-    """Loss and gradient norm of one step."""
-    given = own(micro_batches(number), engine.mesh.place.dp, engine.mesh.dp)
+def step(engine, number, count=None):
+    """Loss and gradient norm of one step; `count` micro-batches over all replicas."""
+    mesh = engine.mesh
+    given = own(micro_batches(number, count or count_of((mesh.dp, mesh.tp, mesh.pp))), mesh.place.dp, mesh.dp)
     return float(engine.train_batch(given)), float(engine.last_step.grad_norm)
 
 
@@ -123,7 +123,7 @@ def oracle(family, shape, loss, precision="fp64", **options):
     with LiftCasts():
         for number in range(STEPS):
             total, weight = 0.0, 0.0
-            for given in micro_batches(number):
+            for given in micro_batches(number, count_of(shape)):
                 output = model(**given)
                 summed, count = sum_of(output, given)
                 total = total + (output.loss * count if loss == "model's" else summed)

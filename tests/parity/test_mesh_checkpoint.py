@@ -25,7 +25,7 @@ def results(engine, folder):
     """The checkpoint's folder and the loss; the model is exported."""
     engine.export(folder / "hf")
     place, dp = engine.mesh.place.dp, engine.mesh.dp
-    given = own(micro_batches(9) * 2, place, dp)
+    given = own(micro_batches(9, 8), place, dp)
     return Path(engine.save(folder / "again")), float(engine.evaluate(given))
 
 

@@ -131,8 +131,8 @@ def answers(family, shape, sequence, samples=False):
         torch.manual_seed(mesh.rank)
         sampling = {"do_sample": True, "temperature": 2.0} if samples else {}
         tokens = [engine.generate(batch(5, length=7), 5, keep_full=keep, **sampling) for keep in (True, False)]
-        loss = engine.evaluate(micro_batches(3))
-        return [t.tolist() for t in tokens], float(loss), step(engine, 0)[0]
+        loss = engine.evaluate(micro_batches(3, 4))
+        return [t.tolist() for t in tokens], float(loss), step(engine, 0, 4)[0]
 
 
 @pytest.mark.parametrize(("family", "shape", "sequence"), [
@@ -152,7 +152,7 @@ def alone(family, layers):
         model.generation_config.eos_token_id = None
         engine = engine_of(model, zero3d.Mesh(dp=1), stage=0)
         tokens = engine.generate(batch(5, length=7), 5).tolist()
-        return tokens, float(engine.evaluate(micro_batches(3))), step(engine, 0)[0]
+        return tokens, float(engine.evaluate(micro_batches(3, 4))), step(engine, 0, 4)[0]
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 2, 2)], ids=str)
