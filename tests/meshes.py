@@ -114,12 +114,15 @@ def run_all(cases, precision, **options):
         return [run(case, precision, **options) for case in cases]
 
 
-def oracle(family, shape, loss, precision="fp64", **options):
-    """The same of one process and no engine: the mean over all targets, clipped, stepped."""
+def oracle(family, shape, loss, precision="fp64", made=lambda model: (sgd(model.parameters()), None), **options):
+    """The same of one process and no engine: the mean over all targets, clipped, stepped.
+
+    made    model -> its optimizer and a scheduler or None
+    """
     model = model_of(family, shape, **options)
     for p in model.parameters():  # buffers keep their dtype, as in an engine
         p.data = p.data.to(zero3d.precision.DTYPES[precision])
-    optimizer, found = sgd(model.parameters()), []
+    (optimizer, scheduler), found = made(model), []
     with LiftCasts():
         for number in range(STEPS):
             total, weight = 0.0, 0.0
@@ -132,5 +135,7 @@ def oracle(family, shape, loss, precision="fp64", **options):
             (total / weight).backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
             found.append((float(total.detach() / weight), float(norm)))
     return found
