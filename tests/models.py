@@ -2,12 +2,15 @@
 
 import copy
 import hashlib
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 VOCAB = 61
+BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+RUN_BACKWARD = torch.autograd.graph._engine_run_backward
 
 
 class Block(nn.Module):
@@ -93,10 +96,13 @@ def loss_of(model, ids):
 
 
 class LiftCasts(torch.overrides.TorchFunctionMode):
-    """Hugging Face norms, rotary and softmax cast to fp32; in the oracle run they must not."""
+    """Hugging Face norms, rotary and softmax cast to fp32; in the oracle run they must not, when recomputed neither."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        if func in BACKWARD:  # a mode is off while it handles a call, and this one may call modules again
+            with mock.patch("torch.autograd._engine_run_backward", self._run_backward):
+                return func(*args, **kwargs)
         if func is torch.Tensor.float and args[0].dtype == torch.float64:
             return args[0]
         if func is torch.Tensor.to and torch.float32 in args[1:] and args[0].dtype == torch.float64:
@@ -105,6 +111,10 @@ class LiftCasts(torch.overrides.TorchFunctionMode):
         if kwargs.get("dtype") is torch.float32 and isinstance(given, torch.Tensor) and given.dtype == torch.float64:
             kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
+
+    def _run_backward(self, *args, **kwargs):
+        with self:
+            return RUN_BACKWARD(*args, **kwargs)
 
 
 def bits(tensors):

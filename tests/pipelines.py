@@ -100,12 +100,13 @@ def layers_for(pp, schedule):
     return 8 if pp == 4 and schedule in SCHEDULES[2:] else 4
 
 
-def covering(settings):
+def covering(settings, is_possible=lambda case: True):
     """The fewest cases, found greedily, that together have every pair of values of two settings."""
-    missing = {pair for case in product(*settings) for pair in combinations(enumerate(case), 2)}
+    pairs = {case: set(combinations(enumerate(case), 2)) for case in product(*settings) if is_possible(case)}
+    missing = set().union(*pairs.values())
     chosen = []
     while missing:
-        best = max(product(*settings), key=lambda case: len(missing & set(combinations(enumerate(case), 2))))
-        missing -= set(combinations(enumerate(best), 2))
+        best = max(pairs, key=lambda case: len(missing & pairs[case]))
+        missing -= pairs[best]
         chosen.append(best)
     return chosen

@@ -11,14 +11,17 @@ from zero3d.transport import Axis
 LAYERS = 2
 
 
-def tiny(name, dropout=0.0, kv_heads=2, lora=False):
-    """llama, qwen3 (tied), gpt2 (tied), moe: vocabulary 64, width 32, 4 heads, 2 layers, in training mode."""
+def tiny(name, dropout=0.0, kv_heads=2, lora=False, layers=LAYERS, **sizes):
+    """llama, qwen3 (tied), gpt2 (tied), moe: vocabulary 64, width 32, 4 heads, 2 layers, in training mode.
+
+    sizes   other than that, as configs call them (not GPT-2's)
+    """
     import transformers as t
 
     torch.manual_seed(7)
-    common = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS}
+    common = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}
     common |= {"num_attention_heads": 4, "num_key_value_heads": kv_heads, "max_position_embeddings": 64}
-    common |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "use_cache": False}
+    common |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "use_cache": False} | sizes
     if name == "llama":
         model = t.LlamaForCausalLM(
             t.LlamaConfig(**common, attention_dropout=dropout, attention_bias=True, mlp_bias=True)
@@ -30,10 +33,10 @@ def tiny(name, dropout=0.0, kv_heads=2, lora=False):
         model = t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**common, **experts, output_router_logits=True))
         model.set_experts_implementation("eager")
     else:
-        sizes = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64, "use_cache": False}
+        shape = {"n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 64, "use_cache": False}
         drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
         model = t.GPT2LMHeadModel(
-            t.GPT2Config(vocab_size=64, bos_token_id=0, eos_token_id=1, pad_token_id=2, **sizes, **drops)
+            t.GPT2Config(vocab_size=64, bos_token_id=0, eos_token_id=1, pad_token_id=2, **shape, **drops)
         )
     with torch.no_grad():  # biases and norms that matter
         for p in model.parameters():

@@ -36,6 +36,7 @@ from zero3d.pipeline import Around, Pipeline, find_ties, names_of_copies, pipeli
 from zero3d.plan.traffic import UnitTraffic
 from zero3d.precision import DTYPES, NAMES, LossScale, Precision, at_least_fp32
 from zero3d.replica import Replica, Slices
+from zero3d.rng import share_torch_rng
 from zero3d.schedules import Schedule
 from zero3d.tensor_parallel import parallelize
 from zero3d.transport import forget_note
@@ -93,7 +94,9 @@ class Engine:
     weights       values of parameters on the meta device (`hf.load.open_model` gives both): every
                   rank reads only what it holds
 
-    Every rank must build it with the same arguments; rank 0's weights and buffers win. Costs one
+    Every rank must build it with the same arguments; rank 0's weights and buffers win, and of the ranks that
+    share layers over tp the first one's random state: seed them alike afterwards, too. Over tp `engine.module`
+    has this rank's slices of the parameters that are cut, in `full_params()`, too. Costs one
     broadcast of the model (none with `weights`), below stage 3 also an all-gather. Raises
     ConfigError, MeshError. A parameter without a gradient counts as one with gradient zero (weight
     decay and momentum apply), as under data-parallel PyTorch. Writes through `p.data` outside
@@ -175,8 +178,14 @@ class Engine:
                 parallelize(part, axis, self.traffic, plan, sequence=sequence_parallel, local_logits=local_logits)
                 for part in self.parts.values()
             ]
+        self._draw_alike()
         self._cuts = {name: each for found in cut for name, each in found.cuts.items()}
         self._partial = frozenset(name for found in cut for name in found.partial)
+
+    def _draw_alike(self) -> None:
+        """tp ranks go on from tp rank 0's random state: what they hold alike must be dropped out and sampled alike."""
+        if self.tp.size > 1:
+            share_torch_rng(self.mesh.device, lambda state: self.tp.broadcast(state, "-"))
 
     def _build_unit(self, spec: UnitSpec, choice: OptimizerChoice, source: Source | None) -> Unit:
         owner = {name: self._copies.get(name, name) for name in spec.params}
@@ -392,6 +401,7 @@ class Engine:
         pipeline, ids = self.pipeline, input_ids.to(self.mesh.device)
         alone = keep_full or self.comm.size == 1
         with self._together(), self._evaluating(keep_full):
+            self._draw_alike()  # tokens that differed would end sequences at other times, and no rank would come back
             own = getattr(self.module, "generate", None)
             if pipeline is None and own is not None:
                 synced = {} if alone else {"synced_gpus": True}

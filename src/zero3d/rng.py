@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -45,3 +45,11 @@ def set_torch_rng(device: torch.device, states: Sequence[Tensor]) -> None:
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.get_device_module(device).set_rng_state(state, device)
+
+
+def share_torch_rng(device: torch.device, broadcast: Callable[[Tensor], None]) -> None:
+    """Continue from the state of the rank whose tensors `broadcast` sends, which is on `device`; about 5 kB."""
+    states = [state.to(device) for state in torch_rng(device)]
+    for state in states:
+        broadcast(state)
+    set_torch_rng(device, [state.cpu() for state in states])

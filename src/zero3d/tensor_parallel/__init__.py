@@ -63,6 +63,7 @@ def parallelize(
     styles = _vocabulary(model, inner) | read_plan(model, plan)
     config = inner.config.get_text_config() if hasattr(inner, "config") else None
     check_config(config, styles, axis.size)
+    check_vocabulary(model, styles, axis.size)
     blocks = frozenset(cut_blocks(model, list(styles)))
     work = Work(model, Doors(Channel(axis, ledger), sequence), blocks, sequence)
     for name, style in styles.items():
@@ -90,6 +91,18 @@ def check_config(config: Any, styles: Mapping[str, Style], size: int) -> None:
             raise ConfigError(
                 f"tp={size} cannot share out {what}={heads}: {heads} / {size} is not whole. Pass a tp that divides it "
                 f"({', '.join(fits)}), or leave attention out of the plan with 'none'."
+            )
+
+
+def check_vocabulary(model: nn.Module, styles: Mapping[str, Style], size: int) -> None:
+    """A token embedding that is cut must have rows for all ranks alike. Raises ConfigError."""
+    for name, style in styles.items():
+        rows = model.get_submodule(name).num_embeddings if style.kind == "embedding_rowwise" else 0
+        if isinstance(rows, int) and rows % size:
+            raise ConfigError(
+                f"tp={size} cannot share out {name}'s {rows} tokens: {rows} / {size} is not whole. Pad it before "
+                f"zero3d.Engine: model.resize_token_embeddings(pad_to_multiple_of={size}) makes them "
+                f"{rows + -rows % size}; or keep embedding and head whole with 'none' in the tensor-parallel plan."
             )
 
 

@@ -109,6 +109,8 @@ class Hooks:
             return args, kwargs
 
         def ends(module: nn.Module, args: Any, output: Any) -> None:
+            if not self._open.get(module):  # a hook before `begins` raised: its error is on the way
+                return
             call = self._open[module].pop()
             for unit in units:
                 self._gathers.release(unit, ("forward", call))

@@ -1,0 +1,62 @@
+"""Contract 3: any (dp, tp, pp), stage, schedule and recomputation equals one process, in float64 to 1e-10.
+
+All cases of a mesh run one after the other on the same ranks.
+"""
+
+from itertools import product
+
+import pytest
+from meshes import CLIP, MESHES, SETTINGS, is_possible, layers_of, oracle, pairs, run_all, world_of
+
+PAIRS = pairs()
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    """(case, precision) -> what one process finds, each once."""
+    found = {}
+
+    def look(case, precision):
+        family, shape, loss = case[0], case[1], case[-1]
+        key = family, layers_of(shape), loss, precision
+        if key not in found:
+            found[key] = oracle(family, shape, loss, precision)
+            assert found[key][0][1] > CLIP  # clipping is active
+        return found[key]
+
+    return look
+
+
+def check(ranks, one_process, cases, precision, bound):
+    everywhere = ranks(world_of(cases[0][1]), run_all, cases, precision, timeout=120.0 + 10 * len(cases))
+    assert all(runs == everywhere[0] for runs in everywhere)  # all ranks know the same bits
+    for case, found in zip(cases, everywhere[0], strict=True):
+        for here, there in zip(found, one_process(case, precision), strict=True):
+            assert here == pytest.approx(there, rel=bound), case
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_mesh_equals_one_process_in_float64_to_1e_10(ranks, one_process, mesh):
+    check(ranks, one_process, [case for case in PAIRS if case[1] == mesh], "fp64", 1e-10)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_mesh_equals_one_process_in_fp32_to_1e_5(ranks, one_process, mesh):
+    check(ranks, one_process, [case for case in PAIRS if case[1] == mesh][:1], "fp32", 1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("family", SETTINGS[0])
+def test_every_setting_of_a_mesh_equals_one_process(ranks, one_process, family, mesh):
+    cases = [case for case in product(*SETTINGS) if case[:2] == (family, mesh) and is_possible(case)]
+    for start in range(0, len(cases), 16):
+        check(ranks, one_process, cases[start : start + 16], "fp64", 1e-10)
+
+
+def test_the_cases_have_every_possible_pair_of_settings():
+    assert len(PAIRS) <= 40
+    for i, j in product(range(len(SETTINGS)), repeat=2):
+        if i < j:
+            possible = {(case[i], case[j]) for case in product(*SETTINGS) if is_possible(case)}
+            assert {(case[i], case[j]) for case in PAIRS} == possible
