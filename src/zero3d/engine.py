@@ -177,6 +177,7 @@ class Engine:
             ]
         self._cuts = {name: each for found in cut for name, each in found.cuts.items()}
         self._partial = frozenset(name for found in cut for name in found.partial)
+        self.passages = [passage for found in cut for passage in found.passages]
 
     def _build_unit(self, spec: UnitSpec, choice: OptimizerChoice, source: Source | None) -> Unit:
         owner = {name: self._copies.get(name, name) for name in spec.params}

@@ -61,6 +61,7 @@ class Replica:
         self.tied = {tied.unit for tied in ties}
         self._places: list[tuple[int, int]] | None = None
         self.longest = 0  # the most norms that one rank of the replica has; known from the first step on
+        self.summed = 0  # elements of partial gradients that a step sums; likewise
 
     @property
     def traded(self) -> list[Unit]:
@@ -95,7 +96,9 @@ class Replica:
         parts = [grad for name, grad in grads if name in self._slices.partial]
         if not parts:
             return
-        total = self._slices.tp.exchange(torch.cat(parts)).sum(0)
+        mine = torch.cat(parts)
+        self.summed = mine.numel()
+        total = self._slices.tp.exchange(mine).sum(0)
         for part, values in zip(parts, torch.split(total, [part.numel() for part in parts]), strict=True):
             part.copy_(values)
 
