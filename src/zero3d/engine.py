@@ -37,7 +37,7 @@ from zero3d.plan.traffic import UnitTraffic
 from zero3d.precision import DTYPES, NAMES, LossScale, Precision, at_least_fp32
 from zero3d.replica import Replica, Slices
 from zero3d.schedules import Schedule
-from zero3d.tensor_parallel import parallelize
+from zero3d.tensor_parallel import parallelize, warn_across_hosts
 from zero3d.transport import forget_note
 from zero3d.zero.arena import STATES, TRANSIENT, Arena
 from zero3d.zero.collectives import Comm, broadcast_ints
@@ -178,6 +178,8 @@ class Engine:
         self._cuts = {name: each for found in cut for name, each in found.cuts.items()}
         self._partial = frozenset(name for found in cut for name in found.partial)
         self.passages = [passage for found in cut for passage in found.passages]
+        if self.mesh.rank == 0:
+            warn_across_hosts(self.mesh.degrees, self.mesh.local_world, self.passages, self.precision.dtype.itemsize)
 
     def _build_unit(self, spec: UnitSpec, choice: OptimizerChoice, source: Source | None) -> Unit:
         owner = {name: self._copies.get(name, name) for name in spec.params}

@@ -69,6 +69,11 @@ class Replica:
         return [tied.unit for tied in self._ties if tied.there is None and tied.unit.grads is not None]
 
     @property
+    def has_norms(self) -> bool:
+        """Whether a step exchanges norms: false where all shards of this dp rank are padding."""
+        return bool(self._places)
+
+    @property
     def alone(self) -> bool:
         """This rank is the whole replica."""
         return self._comm.size == 1

@@ -24,7 +24,7 @@ from zero3d.ledger import Ledger
 from zero3d.plan.traffic import Passage
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.cuts import Cut
-from zero3d.tensor_parallel.passages import Looked, find_passages
+from zero3d.tensor_parallel.passages import Looked, find_passages, warn_across_hosts
 from zero3d.tensor_parallel.plan import Style, read_plan
 from zero3d.tensor_parallel.regions import Doors
 from zero3d.tensor_parallel.replace import apply_cuts
@@ -33,7 +33,7 @@ from zero3d.tensor_parallel.styles import Work, apply_style
 from zero3d.tensor_parallel.vocabulary import Head, cross_entropy, gather_logits, has_causal_loss
 from zero3d.transport import Axis
 
-__all__ = ["Channel", "Cut", "Sharded", "cross_entropy", "gather_logits", "parallelize"]
+__all__ = ["Channel", "Cut", "Sharded", "cross_entropy", "gather_logits", "parallelize", "warn_across_hosts"]
 
 
 class Sharded(NamedTuple):

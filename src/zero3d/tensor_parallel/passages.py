@@ -14,14 +14,17 @@ one when nothing behind it is kept: recomputation ends where everything that was
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from torch import nn
 
 from zero3d.activations import Recomputed
-from zero3d.plan.traffic import Passage
+from zero3d.degrees import Degrees
+from zero3d.plan.traffic import Passage, tensor_traffic
 from zero3d.tensor_parallel.plan import Style
 from zero3d.tensor_parallel.sequence import cut_blocks
 
@@ -49,6 +52,22 @@ def find_passages(looked: Looked, size: int) -> list[Passage]:
     passages = [p if reached(p.name) else p._replace(backward="") for p in found]
     again = _recomputed(looked.model, passages)
     return [p._replace(again=p.name in again) for p in passages]
+
+
+def warn_across_hosts(degrees: Degrees, local: int | None, passages: list[Passage], width: int) -> None:
+    """Say what it costs when the tp ranks of one replica are on several hosts of `local` ranks each (None: unknown)."""
+    tp = degrees.tp
+    if local is None or local % tp == 0:
+        return
+    inside = gcd(tp, local)
+    sent = sum(moved.bytes for moved in tensor_traffic(passages, tp, 1, tp, width).values()) // tp
+    layer = f"{sent:,} bytes per token from this rank for its {len(passages)} passages"
+    warnings.warn(
+        f"mesh.tp={tp} on hosts of {local} ranks: every layer's all-reduces, 2 forward and 2 backward, cross hosts, and "
+        f"the computation waits for each ({layer}). Type mesh.tp={inside} mesh.pp={degrees.pp * tp // inside}: stages "
+        "of a pipeline send one hidden state per token.",
+        stacklevel=4,
+    )
 
 
 def _of_styles(looked: Looked, size: int, blocks: list[str]) -> Iterator[Passage]:

@@ -165,9 +165,10 @@ def planned_replica(engine: Engine, steps: int) -> dict[tuple[str, str], Moved]:
     replica, mesh = engine.replica, engine.mesh
     planned: dict[tuple[str, str], Moved] = {}
     if not replica.alone:
-        values = steps * (2 + replica.longest + LOSS_VALUES) + 1 + replica.longest
+        with_norms = steps if replica.has_norms else 0
+        values = steps * (2 + LOSS_VALUES) + with_norms * replica.longest + 1 + replica.longest
         values *= mesh.pp * mesh.tp - 1
-        planned[_on(mesh.replica.name, "exchange"), "-"] = Moved(3 * steps + 2, values, 8 * values)
+        planned[_on(mesh.replica.name, "exchange"), "-"] = Moved(2 * steps + with_norms + 2, values, 8 * values)
     if replica.summed:
         values = steps * replica.summed * (mesh.tp - 1)
         before = planned.get((_on("tp", "exchange"), "-"), NOTHING)
