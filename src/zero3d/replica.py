@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zero3d.zero.arena import host_value
 from zero3d.zero.collectives import Comm
 from zero3d.zero.unit import Unit
 
@@ -156,11 +157,13 @@ class Replica:
         """(rank, position there) of every norm, in model order; they never change."""
         device = self._comm.device
         count = torch.tensor([float(len(orders))], dtype=torch.float64, device=device)
-        self.longest = max(int(self._comm.exchange(count).max()), 1)
+        counts = host_value(self._comm.exchange(count).view(-1), [float(len(orders))])
+        self.longest = max(int(max(counts)), 1)
         mine = torch.full((self.longest,), -1.0, dtype=torch.float64, device=device)
         mine[: len(orders)] = torch.tensor(orders, dtype=torch.float64, device=device)
-        table = self._comm.exchange(mine).tolist()
-        found = [(int(order), rank, i) for rank, row in enumerate(table) for i, order in enumerate(row) if order >= 0]
+        assumed = [float(order) for order in orders] + [-1.0] * (self.longest - len(orders))
+        table = host_value(self._comm.exchange(mine).view(-1), assumed * self._comm.size)
+        found = [(int(order), *divmod(i, self.longest)) for i, order in enumerate(table) if order >= 0]
         return [(rank, i) for _, rank, i in sorted(found)]
 
 

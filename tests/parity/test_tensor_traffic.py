@@ -12,8 +12,13 @@ M, STEPS, ROWS, LENGTH = 2, 2, 2, 8
 AXES = ("tp", "pp", "replica")
 
 
-def traffic(name, mesh=None, sequence=False, policy="none", lora=False, dropout=0.0, precision="fp32"):
-    """(measured, formula) of a few steps on this rank, by (operation, module), and the names of its passages."""
+def traffic(name, options):
+    """What `options` describes: see `measured_and_planned`."""
+    return measured_and_planned(name, **options)
+
+
+def measured_and_planned(name, mesh=None, sequence=False, policy="none", lora=False, dropout=0.0, precision="fp32"):
+    """What a few steps sent from this rank over the axes of a replica, by (operation, module), and the formula."""
     model = tiny(name, lora=lora, dropout=dropout)
     if policy != "none":
         recompute(model, policy)
@@ -31,37 +36,34 @@ def traffic(name, mesh=None, sequence=False, policy="none", lora=False, dropout=
     done = Done(STEPS, 0, M, STEPS * M * ROWS * LENGTH)
     planned = planned_pipeline(engine, done) | planned_tensor(engine, done) | planned_replica(engine, STEPS)
     measured = {(f"{e.op} ({e.axis})", e.unit): e.moved for e in counted.entries() if e.axis in AXES and any(e.moved)}
-    return measured, planned, engine.passages
+    return measured, planned
 
 
-@pytest.mark.parametrize(("name", "options"), [
-    ("llama", {}), ("llama", {"sequence": True}), ("llama", {"precision": "bf16"}), ("gpt2", {}),
-    ("gpt2", {"sequence": True, "policy": "full"}), ("gpt2", {"dropout": 0.1, "policy": "full"}), ("qwen3", {}),
-    ("moe", {}), ("moe", {"policy": "full"}), ("llama", {"policy": "every:2", "sequence": True}),
-    ("llama", {"policy": "every:2"}), ("llama", {"policy": "selective"}), ("llama", {"policy": "full", "sequence": True}),
-    ("llama", {"lora": True}), ("gpt2", {"lora": True, "sequence": True}),
-])  # fmt: skip
-def test_tp_ranks_send_what_the_plan_says(ranks, name, options):
-    for measured, planned, _ in ranks(2, traffic, name, None, *options_of(options)):
-        assert measured == planned
-
-
-def options_of(options):
-    return [
-        options.get(key, other)
-        for key, other in {
-            "sequence": False,
-            "policy": "none",
-            "lora": False,
-            "dropout": 0.0,
-            "precision": "fp32",
-        }.items()
-    ]
+OFTEN = [
+    ("llama", {}), ("llama", {"sequence": True}), ("gpt2", {}), ("gpt2", {"sequence": True, "policy": "full"}),
+    ("moe", {"policy": "full"}), ("llama", {"lora": True}),
+]  # fmt: skip
+SELDOM = [
+    ("llama", {"precision": "bf16"}), ("gpt2", {"dropout": 0.1, "policy": "full"}), ("qwen3", {}), ("moe", {}),
+    ("llama", {"policy": "every:2"}), ("llama", {"policy": "every:2", "sequence": True}),
+    ("llama", {"policy": "selective"}), ("llama", {"policy": "full", "sequence": True}),
+    ("gpt2", {"lora": True, "sequence": True}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("mesh", "sequence"), [({"tp": 2, "pp": 2}, True), ({"tp": 4}, False), ({"tp": 2, "dp": 2}, False)]
+    ("name", "options"), [*OFTEN, *(pytest.param(*case, marks=pytest.mark.long) for case in SELDOM)]
 )
-def test_and_on_other_meshes(ranks, mesh, sequence):
-    for measured, planned, _ in ranks(4, traffic, "llama" if mesh != {"tp": 4} else "gpt2", mesh, sequence):
+def test_tp_ranks_send_what_the_plan_says(ranks, name, options):
+    for measured, planned in ranks(2, traffic, name, options):
+        assert measured == planned
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "options"), [
+    ("llama", {"mesh": {"tp": 2, "pp": 2}, "sequence": True}), ("gpt2", {"mesh": {"tp": 4}}),
+    ("llama", {"mesh": {"tp": 2, "dp": 2}}),
+])  # fmt: skip
+def test_and_on_other_meshes(ranks, name, options):
+    for measured, planned in ranks(4, traffic, name, options):
         assert measured == planned
