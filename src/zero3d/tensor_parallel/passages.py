@@ -61,11 +61,10 @@ def warn_across_hosts(degrees: Degrees, local: int | None, passages: list[Passag
         return
     inside = gcd(tp, local)
     sent = sum(moved.bytes for moved in tensor_traffic(passages, tp, 1, tp, width).values()) // tp
-    layer = f"{sent:,} bytes per token from this rank for its {len(passages)} passages"
     warnings.warn(
-        f"mesh.tp={tp} on hosts of {local} ranks: every layer's all-reduces, 2 forward and 2 backward, cross hosts, and "
-        f"the computation waits for each ({layer}). Type mesh.tp={inside} mesh.pp={degrees.pp * tp // inside}: stages "
-        "of a pipeline send one hidden state per token.",
+        f"mesh.tp={tp} on hosts of {local} ranks: a layer's all-reduces, 2 forward and 2 backward, cross hosts, and "
+        f"computation waits for each ({sent:,} bytes per token from this rank for all layers it has). Type "
+        f"mesh.tp={inside} mesh.pp={degrees.pp * tp // inside}: a pipeline sends a hidden state once per stage.",
         stacklevel=4,
     )
 
