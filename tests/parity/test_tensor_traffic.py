@@ -45,6 +45,7 @@ OFTEN = [
 ]  # fmt: skip
 SELDOM = [
     ("llama", {"precision": "bf16"}), ("gpt2", {"dropout": 0.1, "policy": "full"}), ("qwen3", {}), ("moe", {}),
+    ("gemma2", {"policy": "full"}),
     ("llama", {"policy": "every:2"}), ("llama", {"policy": "every:2", "sequence": True}),
     ("llama", {"policy": "selective"}), ("llama", {"policy": "full", "sequence": True}),
     ("gpt2", {"lora": True, "sequence": True}),

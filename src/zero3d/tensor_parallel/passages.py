@@ -160,7 +160,11 @@ def _recomputed(model: nn.Module, passages: list[Passage]) -> set[str]:
 
 
 def _kept_behind(module: nn.Module, name: str) -> bool:
-    """Whether a module's own modules behind `name` save something for the backward: dropout does."""
-    names = [inner for inner, m in module.named_modules() if m.training and isinstance(m, nn.Dropout) and m.p > 0]
+    """Whether something behind a module's `name` saves its input for the backward: dropout, or a norm of the output.
+
+    Norms come in no order, but models that have one behind their MLP call it post_feedforward or post_mlp.
+    """
     order = [inner for inner, _ in module.named_modules()]
-    return any(order.index(inner) > order.index(name) for inner in names)
+    drops = [inner for inner, m in module.named_modules() if m.training and isinstance(m, nn.Dropout) and m.p > 0]
+    normed = any(child.startswith(("post_feedforward", "post_mlp")) for child, _ in module.named_children())
+    return normed or any(order.index(inner) > order.index(name) for inner in drops)
