@@ -74,7 +74,6 @@ def parallelize(
     check_config(config, styles, axis.size)
     blocks = frozenset(cut_blocks(model, list(styles)))
     head_name = _head_name(model, inner) if local_logits and has_causal_loss(inner) else None
-    passages = find_passages(Looked(model, styles, config, sequence, head_name), axis.size)
     work = Work(model, Doors(Channel(axis, ledger), sequence), blocks, sequence)
     for name, style in styles.items():
         head = Head(work.doors, name)
@@ -84,6 +83,7 @@ def parallelize(
     install_random(work, config)
     if sequence:
         install_sequence(work)
+    passages = find_passages(Looked(model, styles, config, sequence, head_name), axis.size)
     apply_cuts(work)
     model.register_forward_hook(lambda *_: work.doors.forget())
     names = dict(model.named_parameters())

@@ -101,18 +101,26 @@ def _leaving(looked: Looked, name: str, kind: str, module: nn.Module, chunks: bo
         if kind == "rowwise_split_input":
             yield Passage(name, "", "all_gather", inputs)
     else:
-        width = looked.config.hidden_size
+        width = _hidden(looked)
     if kind == "moe_tp_experts":  # hidden states, and each token's weights of its experts
         yield Passage(name, "", "all_reduce", width)
-        yield Passage(name, "", "all_reduce", looked.config.num_experts_per_tok)
+        yield Passage(name, "", "all_reduce", getattr(looked.config, "num_experts_per_tok", 0))
     yield Passage(name, *(("reduce_scatter", "all_gather") if chunks else ("all_reduce", "")), width)
 
 
 def _split(blocks: list[str], looked: Looked) -> Iterator[Passage]:
     """Sequences are cut at the first block and joined at the last."""
     if blocks:
-        yield Passage(blocks[0], "", "all_gather", looked.config.hidden_size)
-        yield Passage(blocks[-1], "all_gather", "", looked.config.hidden_size)
+        yield Passage(blocks[0], "", "all_gather", _hidden(looked))
+        yield Passage(blocks[-1], "all_gather", "", _hidden(looked))
+
+
+def _hidden(looked: Looked) -> int:
+    """Width of the common activations: what a rowwise matrix gives."""
+    rowwise = (_get(looked.model, name) for name, style in looked.styles.items() if style.kind in ROWWISE)
+    matrices = (m for m in rowwise if isinstance(m, nn.Module))
+    found = next((_shape(m)[1] for m in matrices), 0)
+    return found or getattr(looked.config, "hidden_size", 0)
 
 
 def _shape(module: nn.Module) -> tuple[int, int]:
