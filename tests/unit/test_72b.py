@@ -44,6 +44,8 @@ def fake(monkeypatch):
     yes = SimpleNamespace(item=lambda: 1)
     for vote in ("_warmup_forward_vote", "_warmup_backward_result"):
         monkeypatch.setattr(PipelineStage, vote, lambda *_, **__: yes, raising=False)
+    # States of generators have no values either, and set_state would read them; the model has no dropout.
+    monkeypatch.setattr("zero3d.tensor_parallel.regions.OwnRandom.begin", lambda *_, **__: None)
     yield FakeTensorMode(allow_non_fake_inputs=True)
     dist.destroy_process_group()
 
@@ -70,7 +72,6 @@ def check(engine, pp):
     assert sum(map(prod, engine.whole.shapes.values())) == MODEL == 72_706_203_648
 
 
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize(("pp", "dp", "tp"), [
     (4, 1, 3), *(pytest.param(pp, dp, tp, marks=pytest.mark.long) for pp, dp, tp in [(0, 0, 0), (0, 1, 7), (1, 0, 5), (7, 0, 7), (7, 1, 0)]),
 ])  # fmt: skip
