@@ -51,7 +51,7 @@ def net(**options):
     return Net(**options)
 
 
-def hf(name, inner=48):
+def hf(name, inner=48, vocab=VOCAB):
     """A tiny Hugging Face model: llama, qwen3 (tied), qwen3_moe (fused experts) or gpt2 (tied, dropout off).
 
     inner  width of Llama's and Qwen3's MLP; from 96 on a block is larger than half of a unit's least storage
@@ -60,7 +60,7 @@ def hf(name, inner=48):
     import transformers as t
 
     torch.manual_seed(7)
-    common = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": inner, "num_hidden_layers": 2}
+    common = {"vocab_size": vocab, "hidden_size": 32, "intermediate_size": inner, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     if name == "llama":
@@ -73,7 +73,7 @@ def hf(name, inner=48):
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return t.GPT2LMHeadModel(
         t.GPT2Config(
-            vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1, **off
+            vocab_size=vocab, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1, **off
         )
     )
 

@@ -10,9 +10,9 @@ from models import VOCAB, hf
 ROWS, LENGTH = 14, 16
 
 
-def save_model(folder, name="llama", **changes):
+def save_model(folder, name="llama", vocab=VOCAB, **changes):
     """A tiny model as `save_pretrained` leaves it; `changes` are of its config."""
-    model = hf(name, inner=96)
+    model = hf(name, inner=96, vocab=vocab)
     for key, value in changes.items():
         setattr(model.config, key, value)
     model.save_pretrained(folder)

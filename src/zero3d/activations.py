@@ -108,6 +108,11 @@ class Recomputed:
         """Whether a recomputation is calling the blocks, with the arguments they had behind their hooks."""
         return self._recorder.replaying
 
+    @property
+    def every(self) -> int:
+        """How many modules of a kind are recomputed together."""
+        return self._recorder.length
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.replaying and not (torch.is_grad_enabled() and self._module.training):
             return self._forward(*args, **kwargs)

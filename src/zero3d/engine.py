@@ -38,7 +38,7 @@ from zero3d.precision import DTYPES, NAMES, LossScale, Precision, at_least_fp32
 from zero3d.replica import Replica, Slices
 from zero3d.rng import share_torch_rng
 from zero3d.schedules import Schedule
-from zero3d.tensor_parallel import parallelize
+from zero3d.tensor_parallel import parallelize, warn_across_hosts
 from zero3d.transport import forget_note
 from zero3d.zero.arena import STATES, TRANSIENT, Arena
 from zero3d.zero.collectives import Comm, broadcast_ints
@@ -181,6 +181,9 @@ class Engine:
         self._draw_alike()
         self._cuts = {name: each for found in cut for name, each in found.cuts.items()}
         self._partial = frozenset(name for found in cut for name in found.partial)
+        self.passages = [passage for found in cut for passage in found.passages]
+        if self.mesh.rank == 0:
+            warn_across_hosts(self.mesh.degrees, self.mesh.local_world, self.passages, self.precision.dtype.itemsize)
 
     def _draw_alike(self) -> None:
         """tp ranks go on from tp rank 0's random state: what they hold alike must be dropped out and sampled alike."""

@@ -115,6 +115,12 @@ class Mesh:
         """This rank's number on its machine, as the launcher says."""
         return int(os.environ.get("LOCAL_RANK", "0"))
 
+    @property
+    def local_world(self) -> int | None:
+        """How many ranks this machine has; None where no launcher says so."""
+        said = os.environ.get("LOCAL_WORLD_SIZE", "")
+        return int(said) if said.isdecimal() and int(said) > 0 else None
+
     @contextmanager
     def waiting_room(self) -> Iterator[Axis]:
         """All ranks, on the host, with a day's patience: for work that one rank does while the others wait."""

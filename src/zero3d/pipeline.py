@@ -146,7 +146,7 @@ class Pipeline:
         self.batches, self._seen, self._scale, self.recorded = batches, [], scale, []
         numbers = torch.arange(len(batches))
         first = (numbers,) if 0 in self._parts else ()
-        step = partial(schedule.step, *first, index=numbers, target=numbers, losses=[], return_outputs=False)
+        step = partial(schedule.step, *first, target=numbers, losses=[], return_outputs=False)
         try:
             self._axis.call("a step", "pipeline", step)
         finally:

@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 
 
 class Part(nn.Module):
-    """A part as schedules call it: with the number of a micro-batch."""
+    """A part as schedules call it. `micro_batch`: the number of the one to run, as its Stage says."""
 
     def __init__(self, part: nn.Module, pipeline: Pipeline, number: int, last: bool) -> None:
         super().__init__()
         self.part, self.pipeline = part, pipeline
         self.number, self._last = number, last
+        self.micro_batch = 0
 
-    def forward(self, *entering: Tensor, index: Tensor) -> Any:
-        batch = self.pipeline.batches[int(index)]
+    def forward(self, *entering: Tensor) -> Any:
+        batch = self.pipeline.batches[self.micro_batch]
         ids, rest = self.pipeline.split_batch(batch)
         output = self.pipeline.call(self.number, entering if self.number else (ids,), rest)
         if not self._last:
@@ -42,6 +43,7 @@ class Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._note("F", fwd_chunk_id)
+        self.submod.micro_batch = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(

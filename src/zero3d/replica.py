@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zero3d.zero.arena import host_value
 from zero3d.zero.collectives import Comm
 from zero3d.zero.unit import Unit
 
@@ -61,11 +62,17 @@ class Replica:
         self.tied = {tied.unit for tied in ties}
         self._places: list[tuple[int, int]] | None = None
         self.longest = 0  # the most norms that one rank of the replica has; known from the first step on
+        self.summed = 0  # elements of partial gradients that a step sums; likewise
 
     @property
     def traded(self) -> list[Unit]:
         """Units whose gradients are sent to another rank."""
         return [tied.unit for tied in self._ties if tied.there is None and tied.unit.grads is not None]
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether a step exchanges norms: false where all shards of this dp rank are padding."""
+        return bool(self._places)
 
     @property
     def alone(self) -> bool:
@@ -95,7 +102,9 @@ class Replica:
         parts = [grad for name, grad in grads if name in self._slices.partial]
         if not parts:
             return
-        total = self._slices.tp.exchange(torch.cat(parts)).sum(0)
+        mine = torch.cat(parts)
+        self.summed = mine.numel()
+        total = self._slices.tp.exchange(mine).sum(0)
         for part, values in zip(parts, torch.split(total, [part.numel() for part in parts]), strict=True):
             part.copy_(values)
 
@@ -148,11 +157,13 @@ class Replica:
         """(rank, position there) of every norm, in model order; they never change."""
         device = self._comm.device
         count = torch.tensor([float(len(orders))], dtype=torch.float64, device=device)
-        self.longest = max(int(self._comm.exchange(count).max()), 1)
+        counts = host_value(self._comm.exchange(count).view(-1), [float(len(orders))])
+        self.longest = max(int(max(counts)), 1)
         mine = torch.full((self.longest,), -1.0, dtype=torch.float64, device=device)
         mine[: len(orders)] = torch.tensor(orders, dtype=torch.float64, device=device)
-        table = self._comm.exchange(mine).tolist()
-        found = [(int(order), rank, i) for rank, row in enumerate(table) for i, order in enumerate(row) if order >= 0]
+        assumed = [float(order) for order in orders] + [-1.0] * (self.longest - len(orders))
+        table = host_value(self._comm.exchange(mine).view(-1), assumed * self._comm.size)
+        found = [(int(order), *divmod(i, self.longest)) for i, order in enumerate(table) if order >= 0]
         return [(rank, i) for _, rank, i in sorted(found)]
 
 

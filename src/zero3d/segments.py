@@ -147,7 +147,7 @@ class Recorder:
     """Runs the blocks of one model, cut into segments of `length` calls."""
 
     def __init__(self, length: int) -> None:
-        self._length = length
+        self.length = length
         self._open: weakref.ref[Segment] | None = None  # Note 2
         self._replay: Replay | None = None
 
@@ -175,7 +175,7 @@ class Recorder:
             output = forward(*args, **kwargs)
         segment.calls.append(call)
         segment.last = [(weakref.ref(t), t._version) for t in tensors_in(output)]
-        if len(segment.calls) < self._length:
+        if len(segment.calls) < self.length:
             self._open = weakref.ref(segment)
         return output
 

@@ -40,14 +40,17 @@ def join_environment() -> bool:
 
 
 def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of a task of srun; nothing for all others."""
+    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and, where nodes are alike, LOCAL_WORLD_SIZE of a task
+    of srun; nothing for all others."""
     step, tasks = (_number(environment, f"SLURM_STEP_{name}") for name in ("ID", "NUM_TASKS"))
     rank, local = (_number(environment, f"SLURM_{name}") for name in ("PROCID", "LOCALID"))
     if step is None or step >= SPECIAL_STEP or tasks is None or tasks < 2 or rank is None or local is None:
         return {}
     job = _number(environment, "SLURM_JOB_ID") or 0
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    here = re.match(r"(\d+)(\(x\d+\))?$", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))  # 8(x16): all nodes alike
     return {
+        **({"LOCAL_WORLD_SIZE": here[1]} if here else {}),
         "RANK": str(rank),
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": str(local),

@@ -5,6 +5,7 @@ gpt2         124 M   Radford et al. 2019, table 2
 qwen3-0.6b   0.6 B   tied embeddings
 llama-3-1b   1.2 B   Llama 3.2
 llama-3-8b   8.0 B   Grattafiori et al. 2024, table 3
+qwen2.5-72b  72.7 B  Qwen Team 2024, table 1
 """
 
 from __future__ import annotations
@@ -36,5 +37,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
         **_LLAMA_3, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "head_dim": 128,
+    },
+    "qwen2.5-72b": {
+        "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568,
+        "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "max_position_embeddings": 131072, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5,
+        "bos_token_id": 151643, "eos_token_id": 151645,
     },
 }  # fmt: skip

@@ -7,11 +7,12 @@ vocabulary.py  embedding, head and loss
 regions.py     the autograd passages between common and own activations
 channel.py     their collectives
 cuts.py        how a parameter is cut
+passages.py    what all of it sends, from the plan alone
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -20,24 +21,32 @@ from zero3d.data.masking import inner_model
 from zero3d.errors import ConfigError
 from zero3d.hf.split import model_of
 from zero3d.ledger import Ledger
+from zero3d.plan.traffic import Passage
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.cuts import Cut
+from zero3d.tensor_parallel.passages import Looked, find_passages, warn_across_hosts
 from zero3d.tensor_parallel.plan import Style, read_plan
 from zero3d.tensor_parallel.regions import Doors
 from zero3d.tensor_parallel.replace import apply_cuts
 from zero3d.tensor_parallel.sequence import cut_blocks, install_random, install_sequence
 from zero3d.tensor_parallel.styles import Work, apply_style
-from zero3d.tensor_parallel.vocabulary import Head, cross_entropy, gather_logits
+from zero3d.tensor_parallel.vocabulary import Head, cross_entropy, gather_logits, has_causal_loss
 from zero3d.transport import Axis
 
-__all__ = ["Channel", "Cut", "Sharded", "cross_entropy", "gather_logits", "parallelize"]
+__all__ = ["Channel", "Cut", "Sharded", "cross_entropy", "gather_logits", "parallelize", "warn_across_hosts"]
 
 
 class Sharded(NamedTuple):
-    """What the tp axis did to a model, by parameter name: how parameters are cut, and whose gradients are parts."""
+    """What the tp axis did to a model.
+
+    cuts      how parameters are cut, by name
+    partial   names of those whose gradients are parts of a sum over tp
+    passages  what it sends in each micro-batch, for `plan.traffic.tensor_traffic`
+    """
 
     cuts: Mapping[str, Cut]
     partial: frozenset[str]
+    passages: Sequence[Passage] = ()
 
 
 def parallelize(
@@ -65,20 +74,23 @@ def parallelize(
     check_config(config, styles, axis.size)
     check_vocabulary(model, styles, axis.size)
     blocks = frozenset(cut_blocks(model, list(styles)))
+    head_name = _head_name(model, inner) if local_logits and has_causal_loss(inner) else None
     work = Work(model, Doors(Channel(axis, ledger), sequence), blocks, sequence)
     for name, style in styles.items():
         head = Head(work.doors, name)
-        if name == _head_name(model, inner) and local_logits:
+        if name == head_name:
             head.install_loss(inner)
         apply_style(work, name, style, head)
     install_random(work, config)
     if sequence:
         install_sequence(work)
+    passages = find_passages(Looked(model, styles, config, sequence, head_name), axis.size)
     apply_cuts(work)
     model.register_forward_hook(lambda *_: work.doors.forget())
     names = dict(model.named_parameters())
     cuts = {name: work.cuts[p] for name, p in names.items() if p in work.cuts}
-    return Sharded(cuts, frozenset(name for name, p in names.items() if p in work.partial and name not in cuts))
+    partial = frozenset(name for name, p in names.items() if p in work.partial and name not in cuts)
+    return Sharded(cuts, partial, passages)
 
 
 def check_config(config: Any, styles: Mapping[str, Style], size: int) -> None:

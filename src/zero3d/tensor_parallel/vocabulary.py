@@ -57,11 +57,8 @@ class Head:
         return output if self.local else gather_logits(output, self._doors.channel, self._name)
 
     def install_loss(self, model: Any) -> None:
-        """Let a causal model of Hugging Face's compute its loss from local logits; other losses get joined ones."""
-        whole: Any = getattr(model, "loss_function", None)
-        if getattr(whole, "__name__", "") != "ForCausalLMLoss":
-            return
-        model.loss_function = CausalLoss(self._doors.channel, self._name, whole)
+        """Let a model that `has_causal_loss` compute it from local logits; other losses get joined ones."""
+        model.loss_function = CausalLoss(self._doors.channel, self._name, model.loss_function)
         signature = inspect.signature(model.forward)
 
         def look(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -69,6 +66,11 @@ class Head:
             self.local = given.get("labels") is not None
 
         model.register_forward_pre_hook(look, with_kwargs=True)
+
+
+def has_causal_loss(model: Any) -> bool:
+    """Whether a model's own loss is Hugging Face's of the next token."""
+    return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
 
 
 class CausalLoss:

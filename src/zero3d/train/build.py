@@ -149,7 +149,7 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         model,
         stage=config.zero.stage,
         mesh=mesh,
-        **_of_pipeline(config, mesh),
+        **_of_mesh(config, mesh),
         precision=precision_of(config),
         reduce_dtype=config.zero.reduce_dtype,
         optimizer=adamw(config.optimizer),
@@ -164,19 +164,25 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
     )
 
 
-def _of_pipeline(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """mesh.schedule and mesh.blocks where there is a pipeline; a file that has them may also be run without one."""
-    given = {"schedule": config.mesh.schedule, "blocks": config.mesh.blocks}
-    if mesh.pp > 1:
-        return given
-    unused = [f"mesh.{key}={value}" for key, value in given.items() if value is not None]
-    if unused and mesh.rank == 0:
-        warnings.warn(
-            f"{', '.join(unused)} without effect: mesh.pp is 1, so there is no pipeline; pass mesh.pp=2 or more for "
-            "one.",
-            stacklevel=3,
-        )
-    return {}
+def _of_mesh(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """What `mesh` says of pipelines and of tp; a file that says it may also be run without such an axis."""
+    asked = config.mesh
+    given: dict[str, Any] = {}
+    for axis, degree, what, options in (
+        ("pp", mesh.pp, "pipeline", {"schedule": asked.schedule, "blocks": asked.blocks}),
+        ("tp", mesh.tp, "tensor-parallel axis",
+         {"tp_plan": asked.tp_plan, "sequence_parallel": asked.sequence_parallel}),
+    ):  # fmt: skip
+        unused = [f"mesh.{key}={value}" for key, value in options.items() if value]
+        if degree > 1:
+            given |= options
+        elif unused and mesh.rank == 0:
+            warnings.warn(
+                f"{', '.join(unused)} without effect: mesh.{axis} is 1, so there is no {what}; pass mesh.{axis}=2 or "
+                "more for one.",
+                stacklevel=3,
+            )
+    return given
 
 
 def precision_of(config: Config) -> Precision:

@@ -16,17 +16,17 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero3d.config import Config
 from zero3d.data.batches import BatchStream, validation_batches
 from zero3d.data.sequences import Sequences
 from zero3d.engine import Engine
-from zero3d.train.flops import flops_per_token, peak_flops
+from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
-from zero3d.train.measure import Traffic
 from zero3d.train.metrics import Metrics, Record
 from zero3d.train.progress import Progress
+from zero3d.train.sent import Traffic
 from zero3d.train.stop import Stopped, StopRequest
 from zero3d.train.trace import Tracer
 
@@ -57,7 +57,8 @@ class Loop:
 
     options     passed to every forward beside the batch
     validation  sequences held out, or None
-    model       the whole of it, for its arithmetic
+    flops       useful operations per token, of the whole model
+    tokens      that this rank trained on in this session
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Loop:
         validation: Sequences | None,
         folder: Folder,
         options: Mapping[str, Any],
-        model: nn.Module,
+        flops: float,
     ) -> None:
         self.config, self.engine, self.stream, self.folder = config, engine, stream, folder
         self.history: list[Record] = []
@@ -76,7 +77,7 @@ class Loop:
         self.traffic = Traffic(engine)
         self.checkpoint = folder.checkpoints
         self._validation, self._options = validation, options
-        self._flops = flops_per_token(model, config.data.length)
+        self._flops, self.tokens = flops, 0
         device = engine.mesh.device
         self._name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
@@ -109,6 +110,7 @@ class Loop:
         begun = time.monotonic()
         batches = [self.on_device(batch) for batch in next(self.stream)]
         tokens = sum(batch["input_ids"].numel() for batch in batches)
+        self.tokens += tokens
         loss = self.engine.train_batch(batches)
         done = self.engine.last_step
         assert done is not None

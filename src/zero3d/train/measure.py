@@ -8,14 +8,14 @@ optimizer states   held by the arena                      stages.engine_bytes, e
 padding            held by the arena                      from the layouts, exact
 temporary buffers  most held at any instant, by kind      an upper bound from unit sizes
 activations        what autograd saved in one forward     none
-traffic            engine.traffic, per operation          traffic.step_traffic x steps, exact
+
+What ranks sent is in `sent.py`.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,12 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zero3d.engine import Engine, MemoryEntry
 from zero3d.hf.blocks import ROOT
-from zero3d.plan.traffic import Moved, count_gathers, step_traffic
 from zero3d.precision import NAMES
 from zero3d.zero.prefetch import WINDOW
-
-NOTHING = Moved(0, 0, 0)
-LOSS_VALUES = 2  # of train_batch's exchange: sum of losses, sum of weights
 
 
 class MemoryRow(NamedTuple):
@@ -42,15 +38,6 @@ class MemoryRow(NamedTuple):
     at_most: bool
     measured: int
     agrees: bool | None
-
-
-class TrafficRow(NamedTuple):
-    """What one operation sent on one rank in the whole run; `equal` compares unit by unit."""
-
-    op: str
-    formula: Moved
-    measured: Moved
-    equal: bool
 
 
 # --- activations --------------------------------------------------------------------------------
@@ -153,128 +140,6 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
         "bucket": full + tied if policy.reduce == "every_micro_batch" else 0,
         "wire": WINDOW * moving + (shard if micro_batches > 1 else 0),
     }
-
-
-# --- traffic ------------------------------------------------------------------------------------
-
-
-class Traffic:
-    """The ledger's part that training moved: evaluations and checkpoints are taken out.
-
-    gathers  parameter gathers per unit and step, from the tokens of the first step
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self.gathers: Mapping[str, int] = {}
-        self._ledger, self._tokens = engine.traffic, engine.gathers
-        self._apart: Counter[tuple[str, str, str, str]] = Counter()
-        self._last = 0
-        engine.traffic.reset()
-        engine.gathers.events = []
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """What is moved inside is no training."""
-        before = self._rows()
-        yield
-        self._apart.update({key: figure - before[key] for key, figure in self._rows().items()})
-
-    def last_step(self) -> int:
-        """Bytes since it was asked last."""
-        if self._tokens.events is not None:
-            self.gathers, self._tokens.events = count_gathers(self._tokens.events), None
-        total = sum(entry.moved.bytes for entry in self.entries())
-        self._last, last = total, self._last
-        return total - last
-
-    def entries(self) -> list[TrafficEntry]:
-        """Training's traffic by axis, operation and unit."""
-        left = self._rows() - self._apart
-        names = dict.fromkeys(key[:3] for key in left)
-        return [TrafficEntry(*key, Moved(*(left[*key, f] for f in Moved._fields))) for key in names]
-
-    def _rows(self) -> Counter[tuple[str, str, str, str]]:
-        rows: Counter[tuple[str, str, str, str]] = Counter()
-        for entry in self._ledger:
-            for name in Moved._fields:
-                rows[entry.axis, entry.op, entry.unit, name] += getattr(entry, name)
-        return rows
-
-
-class TrafficEntry(NamedTuple):
-    """What one operation moved on one unit."""
-
-    axis: str
-    op: str
-    unit: str
-    moved: Moved
-
-
-def traffic_rows(engine: Engine, traffic: Traffic, applied: int, skipped: int, micro_batches: int) -> list[TrafficRow]:
-    """The whole session per operation."""
-    measured = {(_on(entry.axis, entry.op), entry.unit): entry.moved for entry in traffic.entries()}
-    planned = planned_traffic(engine, traffic.gathers, applied, skipped, micro_batches)
-    planned |= planned_pipeline(engine, applied + skipped, micro_batches)
-    rows = []
-    for op in dict.fromkeys(op for op, _ in [*planned, *measured]):
-        ours = {unit: moved for (kind, unit), moved in measured.items() if kind == op}
-        formula = {unit: moved for (kind, unit), moved in planned.items() if kind == op}
-        rows.append(TrafficRow(op, _total(formula.values()), _total(ours.values()), ours == formula))
-    return rows
-
-
-def planned_traffic(
-    engine: Engine, gathers: Mapping[str, int], applied: int, skipped: int, micro_batches: int
-) -> dict[tuple[str, str], Moved]:
-    """By (operation, unit): step_traffic times steps, the mean loss of each, and once the order of reductions.
-
-    A skipped step (fp16 overflow) updates nothing, so stages 0-2 gather nothing after it.
-    """
-    n = engine.comm.size
-    if n == 1:
-        return {}
-    policy, units = engine.policy, engine.traffic_units
-    each = step_traffic(engine.stage, units, n, gathers, micro_batches, policy.reduce)
-    calls, values, size = each["exchange", "-"]
-    loss = LOSS_VALUES * (n - 1)
-    each["exchange", "-"] = Moved(calls + 1, values + loss, size + 8 * loss)
-    planned = {}
-    for (op, unit), moved in each.items():
-        every = op != "all_gather" or policy.stage.shards_parameters
-        steps = applied + skipped if every else applied
-        planned[op, unit] = Moved(*(steps * figure for figure in moved))
-    trainable = sum(unit.trainable for unit in units)
-    planned["broadcast", "-"] = Moved(1, trainable, 8 * trainable)
-    return planned
-
-
-def planned_pipeline(engine: Engine, steps: int, micro_batches: int) -> dict[tuple[str, str], Moved]:
-    """By (operation, part or unit) on the pp axis: hidden states, tied gradients, and what a replica agrees on.
-
-    A step exchanges the weight with the verdict on orders, the norms and the mean loss; the first one also
-    the places of the norms.
-    """
-    if engine.pipeline is None or steps == 0:
-        return {}
-    peers, replica = engine.mesh.pp - 1, engine.replica
-    each = engine.pipeline.traffic(micro_batches)
-    for unit in replica.traded:
-        shard = unit.gradients.shard
-        each["trade", unit.name] = Moved(1, shard.numel(), shard.numel() * shard.element_size())
-    planned = {
-        (_on("pp", op), unit): Moved(*(steps * figure for figure in moved)) for (op, unit), moved in each.items()
-    }
-    values = (steps * (2 + replica.longest + LOSS_VALUES) + 1 + replica.longest) * peers
-    planned[_on("pp", "exchange"), "-"] = Moved(3 * steps + 2, values, 8 * values)
-    return planned
-
-
-def _on(axis: str, op: str) -> str:
-    return op if axis == "dp" else f"{op} ({axis})"
-
-
-def _total(moved: Iterable[Moved]) -> Moved:
-    return Moved(*(sum(figures) for figures in zip(NOTHING, *moved, strict=True)))
 
 
 def _name(dtype: torch.dtype) -> str:

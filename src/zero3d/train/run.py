@@ -24,12 +24,14 @@ from zero3d.engine import Engine
 from zero3d.errors import ConfigError
 from zero3d.hf.blocks import find_blocks
 from zero3d.train.build import Inputs, build_engine, of_config, open_inputs, steps_of_run, with_output
+from zero3d.train.flops import flops_per_token
 from zero3d.train.folder import AUTO, Folder, first_free, numbered
 from zero3d.train.loop import Loop, memory_bytes, progressed
-from zero3d.train.measure import Activations, MemoryRow, TrafficRow, memory_rows, traffic_rows
+from zero3d.train.measure import Activations, MemoryRow, memory_rows
 from zero3d.train.metrics import Metrics, Record, losses
 from zero3d.train.optim import rate, set_again, settings
 from zero3d.train.progress import Progress
+from zero3d.train.sent import Done, TrafficRow, traffic_rows
 from zero3d.zero.collectives import broadcast_ints
 
 SAMPLE_LENGTH, TEMPERATURE, TOP_K = 240, 0.7, 40
@@ -84,6 +86,7 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
     inputs = open_inputs(config, lambda: check_start(config, start))
     options, layers = forward_options(inputs.opened.module), len(find_blocks(inputs.opened.module))
     notes, data = inputs.opened.notes, inputs.data
+    flops = flops_per_token(inputs.opened.module, config.data.length)  # before parameters are cut
     engine = build_engine(config, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
     stream = _stream(config, inputs, engine)
     found = find_checkpoint(config, start, engine)
@@ -92,7 +95,7 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
     config = with_output(config, folder.root)
     for line in (*introduction(config, inputs, steps, engine, folder), *notes, *data.notes):
         progress.say(line)
-    loop = Loop(config, engine, stream, data.validation, folder, options, inputs.opened.module)
+    loop = Loop(config, engine, stream, data.validation, folder, options, flops)
     if saved is not None:
         loop.done, loop.checkpoint = progressed(saved), found or loop.checkpoint
         progress.say(f"going on from {found}, after step {loop.done.step}")
@@ -104,7 +107,7 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
     m, first = inputs.batch.accumulate, engine.everyone.rank == 0
     applied = sum(record["applied"] for record in loop.history)
     memory = memory_rows(engine, engine.memory, activations.bytes, m)
-    traffic = traffic_rows(engine, loop.traffic, applied, len(loop.history) - applied, m)
+    traffic = traffic_rows(engine, loop.traffic, Done(applied, len(loop.history) - applied, m, loop.tokens))
     peak = int(engine.everyone.exchange(torch.tensor([float(memory_peak(engine))], dtype=torch.float64)).max())
     history = [*earlier, *loop.history]
     held_out = losses(history, "validation_loss")[-1] if history else math.nan
@@ -190,7 +193,7 @@ def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, fol
              f"{engine.mesh.device.type}"]  # fmt: skip
     parts += [f"activations {config.activations}"] if config.activations != "none" else []
     return [
-        *([engine.mesh.degrees.table()] if engine.mesh.pp > 1 else []),
+        *([engine.mesh.degrees.table()] if engine.mesh.pp * engine.mesh.tp > 1 else []),
         f"zero3d train: {', '.join(parts)}; {kind} with {count_params(engine):,} parameters",
         f"{inputs.batch.equation}; {steps:,} steps; writing to {folder.root}",
     ]
@@ -204,7 +207,7 @@ def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
 
 
 def count_params(engine: Engine) -> int:
-    """Psi, of all pipeline stages."""
+    """Psi, of all pipeline stages and tp ranks."""
     return sum(map(math.prod, engine.whole.shapes.values()))
 
 

@@ -1,0 +1,178 @@
+"""Where a model's activations pass between own and common ones, told from its plan: what tp sends, before it is sent.
+
+    common  --enter-->  [colwise | own outputs | rowwise]  --leave-->  common
+
+    passage                         without sequence parallelism   with it (around a module of such matrices)
+    enter, the first of a module    backward all_reduce            all_gather, backward reduce_scatter
+    leave                           all_reduce                     reduce_scatter, backward all_gather
+    first block, last block         nothing                        backward all_gather; all_gather
+    embedding, head                 all_reduce; backward all_reduce, and two fp32 numbers per token for the loss
+
+Module order is taken for the order of calls. A recomputed module repeats its forwards, but for the last
+one when nothing behind it is kept: recomputation ends where everything that was asked for is there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+from torch import nn
+
+from zero3d.activations import Recomputed
+from zero3d.degrees import Degrees
+from zero3d.plan.traffic import Passage, tensor_traffic
+from zero3d.tensor_parallel.plan import Style
+from zero3d.tensor_parallel.sequence import cut_blocks
+
+COLWISE = ("colwise", "packed_colwise", "colwise_gather_output")
+ROWWISE = ("rowwise", "packed_rowwise", "rowwise_split_input")
+LOSS, FP32 = 2, 4  # numbers per token and rank; bytes of each, or 8 under fp64
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A model before it is cut. `head`: the name of its head, where its loss takes local logits."""
+
+    model: nn.Module
+    styles: Mapping[str, Style]
+    config: Any
+    sequence: bool
+    head: str | None
+
+
+def find_passages(looked: Looked, size: int) -> list[Passage]:
+    """All passages of one micro-batch's forward and backward on one of `size` ranks, in module order."""
+    blocks = list(cut_blocks(looked.model, list(looked.styles))) if looked.sequence else []
+    found = [*_split(blocks, looked), *_of_styles(looked, size, blocks)]
+    reached = _reached(looked)
+    passages = [p if reached(p.name) else p._replace(backward="") for p in found]
+    again = _recomputed(looked.model, passages)
+    return [p._replace(again=p.name in again) for p in passages]
+
+
+def warn_across_hosts(degrees: Degrees, local: int | None, passages: list[Passage], width: int) -> None:
+    """Say what it costs when the tp ranks of one replica are on several hosts of `local` ranks each (None: unknown)."""
+    tp = degrees.tp
+    if local is None or local % tp == 0:
+        return
+    inside = gcd(tp, local)
+    sent = sum(moved.bytes for moved in tensor_traffic(passages, tp, 1, tp, width).values()) // tp
+    warnings.warn(
+        f"mesh.tp={tp} on hosts of {local} ranks: a layer's all-reduces, 2 forward and 2 backward, cross hosts, and "
+        f"computation waits for each ({sent:,} bytes per token from this rank for all layers it has). Type "
+        f"mesh.tp={inside} mesh.pp={degrees.pp * tp // inside}: a pipeline sends a hidden state once per stage.",
+        stacklevel=4,
+    )
+
+
+def _of_styles(looked: Looked, size: int, blocks: list[str]) -> Iterator[Passage]:
+    entered: str | None = None  # the module whose matrices have their input
+    for name, style in looked.styles.items():
+        kind, parent = style.kind, name.rpartition(".")[0]
+        module = _get(looked.model, name)
+        chunks = looked.sequence and any(name.startswith(block + ".") for block in blocks)
+        if kind in COLWISE and isinstance(module, nn.Module):
+            inputs, outputs = _shape(module)
+            if parent != entered:
+                around = name if not chunks or parent in blocks else parent
+                yield Passage(around, *(("all_gather", "reduce_scatter") if chunks else ("", "all_reduce")), inputs)
+                entered = parent
+            if name == looked.head:
+                yield Passage(name, "all_gather", "", LOSS * size, FP32)
+            elif kind == "colwise_gather_output":
+                yield Passage(name, "all_gather", "", outputs)
+        elif isinstance(module, nn.Module) and (
+            kind in ROWWISE or kind in ("embedding_rowwise", "all_reduce", "moe_tp_experts")
+        ):
+            entered = None
+            yield from _leaving(looked, name, kind, module, chunks)
+
+
+def _leaving(looked: Looked, name: str, kind: str, module: nn.Module, chunks: bool) -> Iterator[Passage]:
+    if isinstance(module, nn.Embedding):
+        yield Passage(name, "all_reduce", "", module.embedding_dim)
+        return
+    if kind in ROWWISE:
+        inputs, width = _shape(module)
+        if kind == "rowwise_split_input":
+            yield Passage(name, "", "all_gather", inputs)
+    else:
+        width = _hidden(looked)
+    if kind == "moe_tp_experts":  # hidden states, and each token's weights of its experts
+        yield Passage(name, "", "all_reduce", width)
+        yield Passage(name, "", "all_reduce", getattr(looked.config, "num_experts_per_tok", 0))
+    yield Passage(name, *(("reduce_scatter", "all_gather") if chunks else ("all_reduce", "")), width)
+
+
+def _split(blocks: list[str], looked: Looked) -> Iterator[Passage]:
+    """Sequences are cut at the first block and joined at the last."""
+    if blocks:
+        yield Passage(blocks[0], "", "all_gather", _hidden(looked))
+        yield Passage(blocks[-1], "all_gather", "", _hidden(looked))
+
+
+def _hidden(looked: Looked) -> int:
+    """Width of the common activations: what a rowwise matrix gives."""
+    rowwise = (_get(looked.model, name) for name, style in looked.styles.items() if style.kind in ROWWISE)
+    matrices = (m for m in rowwise if isinstance(m, nn.Module))
+    found = next((_shape(m)[1] for m in matrices), 0)
+    return found or getattr(looked.config, "hidden_size", 0)
+
+
+def _shape(module: nn.Module) -> tuple[int, int]:
+    """Inputs and outputs of a Linear or Conv1D, inside PEFT's wrapper or not."""
+    base: Any = getattr(module, "base_layer", module)
+    a, b = base.weight.shape
+    return (a, b) if hasattr(base, "nf") else (b, a)
+
+
+def _get(model: nn.Module, name: str) -> Any:
+    owner, _, local = name.rpartition(".")
+    return getattr(model.get_submodule(owner), local)
+
+
+def _reached(looked: Looked) -> Any:
+    """Whether a passage's input has a gradient: something before it is trained, or a norm beside it in its block."""
+    model = looked.model
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    trained = {name: any(p.requires_grad for p in m.parameters(recurse=False)) for name, m in model.named_modules()}
+    first = min((i for name, i in order.items() if trained[name]), default=len(order))
+    received = not getattr(model, "is_first", True)  # a later part of a pipeline
+    in_cut = tuple(f"{name}." for name in looked.styles) + tuple(looked.styles)
+
+    def reached(name: str) -> bool:
+        if received or first < order[name]:
+            return True
+        block = ".".join(name.split(".")[:-2])
+        beside = (n for n in trained if block and n.startswith(block + ".") and not n.startswith(in_cut))
+        return any(trained[n] for n in beside)
+
+    return reached
+
+
+def _recomputed(model: nn.Module, passages: list[Passage]) -> set[str]:
+    """Names of the passages whose forward runs again."""
+    modules = {name: m.forward for name, m in model.named_modules() if isinstance(m.forward, Recomputed)}
+    again = set()
+    for i, (name, forward) in enumerate(modules.items()):
+        inside = [p.name for p in passages if p.forward and p.name.startswith(name + ".")]
+        ends = (i + 1) % forward.every == 0 or i == len(modules) - 1
+        if inside and ends and not _kept_behind(model.get_submodule(name), inside[-1].removeprefix(name + ".")):
+            inside.pop()
+        again.update(inside)
+    return again
+
+
+def _kept_behind(module: nn.Module, name: str) -> bool:
+    """Whether something behind a module's `name` saves its input for the backward: dropout, or a norm of the output.
+
+    Norms come in no order, but models that have one behind their MLP call it post_feedforward or post_mlp.
+    """
+    order = [inner for inner, _ in module.named_modules()]
+    drops = [inner for inner, m in module.named_modules() if m.training and isinstance(m, nn.Dropout) and m.p > 0]
+    normed = any(child.startswith(("post_feedforward", "post_mlp")) for child, _ in module.named_children())
+    return normed or any(order.index(inner) > order.index(name) for inner in drops)

@@ -1,0 +1,185 @@
+"""What a run sent beside what the formulas say, by axis and operation, unit by unit.
+
+rows                                        formula
+------------------------------------------  ----------------------------------------------------------------
+all_gather, reduce_scatter, exchange        traffic.step_traffic x steps
+send_forward (pp), send_backward (pp)       traffic.pipeline_traffic x steps
+trade (pp)                                  gradients of tied parameters, once a step
+all_reduce (tp), all_gather (tp), ...       traffic.tensor_traffic of all tokens trained on
+exchange (pp), (tp) or (replica)            weight, norms and loss of a replica; partial gradients, once a step
+
+Evaluations and checkpoints are taken out on both sides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from zero3d.engine import Engine
+from zero3d.plan.traffic import Moved, count_gathers, step_traffic, tensor_traffic
+
+NOTHING = Moved(0, 0, 0)
+LOSS_VALUES = 2  # of train_batch's exchange: sum of losses, sum of weights
+
+
+class TrafficRow(NamedTuple):
+    """What one operation sent on one rank in the whole run; `equal` compares unit by unit."""
+
+    op: str
+    formula: Moved
+    measured: Moved
+    equal: bool
+
+
+class Traffic:
+    """The ledger's part that training moved: evaluations and checkpoints are taken out.
+
+    gathers  parameter gathers per unit and step, from the tokens of the first step
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.gathers: Mapping[str, int] = {}
+        self._ledger, self._tokens = engine.traffic, engine.gathers
+        self._apart: Counter[tuple[str, str, str, str]] = Counter()
+        self._last = 0
+        engine.traffic.reset()
+        engine.gathers.events = []
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is moved inside is no training."""
+        before = self._rows()
+        yield
+        self._apart.update({key: figure - before[key] for key, figure in self._rows().items()})
+
+    def last_step(self) -> int:
+        """Bytes since it was asked last."""
+        if self._tokens.events is not None:
+            self.gathers, self._tokens.events = count_gathers(self._tokens.events), None
+        total = sum(entry.moved.bytes for entry in self.entries())
+        self._last, last = total, self._last
+        return total - last
+
+    def entries(self) -> list[TrafficEntry]:
+        """Training's traffic by axis, operation and unit."""
+        left = self._rows() - self._apart
+        names = dict.fromkeys(key[:3] for key in left)
+        return [TrafficEntry(*key, Moved(*(left[*key, f] for f in Moved._fields))) for key in names]
+
+    def _rows(self) -> Counter[tuple[str, str, str, str]]:
+        rows: Counter[tuple[str, str, str, str]] = Counter()
+        for entry in self._ledger:
+            for name in Moved._fields:
+                rows[entry.axis, entry.op, entry.unit, name] += getattr(entry, name)
+        return rows
+
+
+class TrafficEntry(NamedTuple):
+    """What one operation moved on one unit."""
+
+    axis: str
+    op: str
+    unit: str
+    moved: Moved
+
+
+class Done(NamedTuple):
+    """What a session did: steps applied and skipped, of so many micro-batches each; tokens this rank trained on."""
+
+    applied: int
+    skipped: int
+    micro_batches: int
+    tokens: int
+
+    @property
+    def steps(self) -> int:
+        return self.applied + self.skipped
+
+
+def traffic_rows(engine: Engine, traffic: Traffic, done: Done) -> list[TrafficRow]:
+    """The whole session per operation."""
+    measured = {(_on(entry.axis, entry.op), entry.unit): entry.moved for entry in traffic.entries()}
+    planned = planned_traffic(engine, traffic.gathers, done)
+    if done.steps:
+        planned |= planned_pipeline(engine, done) | planned_tensor(engine, done) | planned_replica(engine, done.steps)
+    rows = []
+    for op in dict.fromkeys(op for op, _ in [*planned, *measured]):
+        ours = {unit: moved for (kind, unit), moved in measured.items() if kind == op}
+        formula = {unit: moved for (kind, unit), moved in planned.items() if kind == op}
+        rows.append(TrafficRow(op, _total(formula.values()), _total(ours.values()), ours == formula))
+    return rows
+
+
+def planned_traffic(engine: Engine, gathers: Mapping[str, int], done: Done) -> dict[tuple[str, str], Moved]:
+    """By (operation, unit): step_traffic times steps, the mean loss of each, and once the order of reductions.
+
+    A skipped step (fp16 overflow) updates nothing, so stages 0-2 gather nothing after it.
+    """
+    n = engine.comm.size
+    if n == 1:
+        return {}
+    policy, units = engine.policy, engine.traffic_units
+    each = step_traffic(engine.stage, units, n, gathers, done.micro_batches, policy.reduce)
+    calls, values, size = each["exchange", "-"]
+    loss = LOSS_VALUES * (n - 1)
+    each["exchange", "-"] = Moved(calls + 1, values + loss, size + 8 * loss)
+    planned = {}
+    for (op, unit), moved in each.items():
+        every = op != "all_gather" or policy.stage.shards_parameters
+        steps = done.steps if every else done.applied
+        planned[op, unit] = Moved(*(steps * figure for figure in moved))
+    trainable = sum(unit.trainable for unit in units)
+    planned["broadcast", "-"] = Moved(1, trainable, 8 * trainable)
+    return planned
+
+
+def planned_pipeline(engine: Engine, done: Done) -> dict[tuple[str, str], Moved]:
+    """By (operation, part or unit) on the pp axis: hidden states and tied gradients."""
+    if engine.pipeline is None:
+        return {}
+    each = engine.pipeline.traffic(done.micro_batches)
+    for unit in engine.replica.traded:
+        shard = unit.gradients.shard
+        each["trade", unit.name] = Moved(1, shard.numel(), shard.numel() * shard.element_size())
+    return {
+        (_on("pp", op), unit): Moved(*(done.steps * figure for figure in moved)) for (op, unit), moved in each.items()
+    }
+
+
+def planned_tensor(engine: Engine, done: Done) -> dict[tuple[str, str], Moved]:
+    """By (operation, module) on the tp axis: activations and their gradients."""
+    width, micro_batches = engine.precision.dtype.itemsize, done.steps * done.micro_batches
+    moved = tensor_traffic(engine.passages, done.tokens, micro_batches, engine.mesh.tp, width)
+    return {(_on("tp", op), module): each for (op, module), each in moved.items()}
+
+
+def planned_replica(engine: Engine, steps: int) -> dict[tuple[str, str], Moved]:
+    """What the ranks of a replica agree on, by (operation, "-").
+
+    A step exchanges the weight with the verdict on orders, the norms and the mean loss, all float64; the first
+    one also the places of the norms. Partial gradients are exchanged over tp.
+    """
+    replica, mesh = engine.replica, engine.mesh
+    planned: dict[tuple[str, str], Moved] = {}
+    if not replica.alone:
+        with_norms = steps if replica.has_norms else 0
+        values = steps * (2 + LOSS_VALUES) + with_norms * replica.longest + 1 + replica.longest
+        values *= mesh.pp * mesh.tp - 1
+        planned[_on(mesh.replica.name, "exchange"), "-"] = Moved(2 * steps + with_norms + 2, values, 8 * values)
+    if replica.summed:
+        values = steps * replica.summed * (mesh.tp - 1)
+        before = planned.get((_on("tp", "exchange"), "-"), NOTHING)
+        added = Moved(steps, values, values * engine.policy.master.itemsize)
+        planned[_on("tp", "exchange"), "-"] = Moved(*map(sum, zip(before, added, strict=True)))
+    return planned
+
+
+def _on(axis: str, op: str) -> str:
+    return op if axis == "dp" else f"{op} ({axis})"
+
+
+def _total(moved: Iterable[Moved]) -> Moved:
+    return Moved(*(sum(figures) for figures in zip(NOTHING, *moved, strict=True)))

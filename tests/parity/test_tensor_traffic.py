@@ -1,0 +1,70 @@
+"""What tp ranks and replicas send equals the formulas, module by module and element by element."""
+
+import pytest
+import torch
+from tensors import tiny
+
+import zero3d
+from zero3d.activations import recompute
+from zero3d.train.sent import Done, Traffic, planned_pipeline, planned_replica, planned_tensor
+
+M, STEPS, ROWS, LENGTH = 2, 2, 2, 8
+AXES = ("tp", "pp", "replica")
+
+
+def traffic(name, options):
+    """What `options` describes: see `measured_and_planned`."""
+    return measured_and_planned(name, **options)
+
+
+def measured_and_planned(name, mesh=None, sequence=False, policy="none", lora=False, dropout=0.0, precision="fp32"):
+    """What a few steps sent from this rank over the axes of a replica, by (operation, module), and the formula."""
+    model = tiny(name, lora=lora, dropout=dropout)
+    if policy != "none":
+        recompute(model, policy)
+    torch.manual_seed(3)
+    engine = zero3d.Engine(
+        model, stage=1, mesh=zero3d.Mesh(**(mesh or {"tp": 2})), precision=precision, sequence_parallel=sequence,
+        accumulate=M,
+    )  # fmt: skip
+    counted = Traffic(engine)
+    for _ in range(STEPS):
+        ids = torch.randint(3, 60, (ROWS, LENGTH))
+        engine.train_batch([{"input_ids": ids, "labels": ids, "use_cache": False}] * M)
+    with counted.apart():
+        engine.evaluate([{"input_ids": ids, "labels": ids}] * M)
+    done = Done(STEPS, 0, M, STEPS * M * ROWS * LENGTH)
+    planned = planned_pipeline(engine, done) | planned_tensor(engine, done) | planned_replica(engine, STEPS)
+    measured = {(f"{e.op} ({e.axis})", e.unit): e.moved for e in counted.entries() if e.axis in AXES and any(e.moved)}
+    return measured, planned
+
+
+OFTEN = [
+    ("llama", {}), ("llama", {"sequence": True}), ("gpt2", {}), ("gpt2", {"sequence": True, "policy": "full"}),
+    ("moe", {"policy": "full"}), ("llama", {"lora": True}),
+]  # fmt: skip
+SELDOM = [
+    ("llama", {"precision": "bf16"}), ("gpt2", {"dropout": 0.1, "policy": "full"}), ("qwen3", {}), ("moe", {}),
+    ("gemma2", {"policy": "full"}),
+    ("llama", {"policy": "every:2"}), ("llama", {"policy": "every:2", "sequence": True}),
+    ("llama", {"policy": "selective"}), ("llama", {"policy": "full", "sequence": True}),
+    ("gpt2", {"lora": True, "sequence": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*OFTEN, *(pytest.param(*case, marks=pytest.mark.long) for case in SELDOM)]
+)
+def test_tp_ranks_send_what_the_plan_says(ranks, name, options):
+    for measured, planned in ranks(2, traffic, name, options):
+        assert measured == planned
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "options"), [
+    ("llama", {"mesh": {"tp": 2, "pp": 2}, "sequence": True}), ("gpt2", {"mesh": {"tp": 4}}),
+    ("llama", {"mesh": {"tp": 2, "dp": 2}}),
+])  # fmt: skip
+def test_and_on_other_meshes(ranks, name, options):
+    for measured, planned in ranks(4, traffic, name, options):
+        assert measured == planned

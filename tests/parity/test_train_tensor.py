@@ -1,0 +1,43 @@
+"""`zero3d train` over a tp axis: the run of one process, up to the order of sums."""
+
+import pytest
+from tensors import tiny
+from training import field, metrics, save_rows, train, tree
+from transformers import AutoModelForCausalLM
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tensor")
+    tiny("llama").save_pretrained(folder / "model")
+    save_rows(folder / "rows.npy", rows=26)
+    return folder
+
+
+def run_of(folder, name, tp, **sections):
+    sections = {"data": {"validation": 0.2}, "evaluate": {"every": 2}, "mesh": {"tp": tp}} | sections
+    return tree(folder, name, **sections)
+
+
+def test_a_run_over_tp_ranks_is_the_run_of_one_process(ranks, folder):
+    two = run_of(folder, "two", 2, checkpoint={"export": True, "every": 2})
+    split = ranks(2, train, two)[0]
+    alone = train(run_of(folder, "one", 1))
+    for name in ("loss", "grad_norm"):
+        assert field(split, name) == pytest.approx(field(alone, name), abs=1e-5)
+    for name in ("lr", "tokens", "epoch"):
+        assert field(split, name) == field(alone, name)
+    held_out = [[r["validation_loss"] for r in run if "validation_loss" in r] for run in (split, alone)]
+    assert held_out[0] == pytest.approx(held_out[1], abs=1e-5)
+    AutoModelForCausalLM.from_pretrained(folder / "two" / "hf")
+    assert [line["step"] for line in metrics(two)] == [1, 2, 3, 4, 5]
+
+
+def test_a_run_goes_on_over_another_axis(ranks, folder):
+    """Two steps on tp 2, the rest on dp 2."""
+    whole = field(train(run_of(folder, "whole", 1)), "loss")
+    made = run_of(folder, "down", 2, checkpoint={"export": False, "every": 2, "keep": 9})
+    ranks(2, train, made)
+    made["mesh"]["tp"] = 1
+    again = ranks(2, train, made, str(folder / "down" / "checkpoints" / "step-2"))[0]
+    assert field(again, "loss")[-3:] == pytest.approx(whole[-3:], abs=1e-5)

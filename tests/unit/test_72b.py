@@ -1,0 +1,103 @@
+"""examples/72b_128gpu.yaml on a fake group of 128 ranks under FakeTensorMode: no data, every byte on the account.
+
+Nothing arrives on a fake group and no tensor has values: torch's vote whether neighbours in the pipeline know the
+shapes of what they send is assumed to be a yes, and so are the numbers that decide about the step.
+
+    Qwen2.5 72B  hidden 8,192, inner 29,568, vocabulary 152,064, 64 heads of 128 and 8 of keys and values, 80 blocks
+    PP 8 x TP 8 x DP 2: 10, 11, 5 x 10 and 9 blocks by stage (the head costs one), 1/8 of every matrix per tp rank, optimizer states cut over 2
+"""
+
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import PipelineStage
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from zero3d.cli.main import main
+from zero3d.config import load
+from zero3d.hf.open import Opened, open_model
+from zero3d.train.build import build_engine, open_mesh
+from zero3d.zero.arena import STATES
+from zero3d.zero.stages import engine_bytes
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "72b_128gpu.yaml"
+TP, DP, MICRO_BATCHES = 8, 2, 8
+HIDDEN, INNER, VOCAB, KV = 8192, 29568, 152064, 8 * 128
+MATRICES = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KV + 3 * HIDDEN * INNER  # q, o; k, v; gate, up, down
+CUT = MATRICES + HIDDEN + 2 * KV  # with the biases of q, k and v
+BLOCK = CUT // TP + 2 * HIDDEN  # 109,724,928 on a tp rank: norms are whole on all
+EMBEDDING = HEAD = VOCAB * HIDDEN // TP
+ELEMENTS = {0: EMBEDDING + 10 * BLOCK, 1: 11 * BLOCK, 4: 10 * BLOCK, 7: 9 * BLOCK + HIDDEN + HEAD}  # by stage
+MODEL = 80 * (CUT + 2 * HIDDEN) + HIDDEN + 2 * VOCAB * HIDDEN  # 72,706,203,648
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """The mode under which tensors have shapes only, and what is assumed under it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    yes = SimpleNamespace(item=lambda: 1)
+    for vote in ("_warmup_forward_vote", "_warmup_backward_result"):
+        monkeypatch.setattr(PipelineStage, vote, lambda *_, **__: yes, raising=False)
+    # States of generators have no values either, and set_state would read them; the model has no dropout.
+    monkeypatch.setattr("zero3d.tensor_parallel.regions.OwnRandom.begin", lambda *_, **__: None)
+    yield FakeTensorMode(allow_non_fake_inputs=True)
+    dist.destroy_process_group()
+
+
+def built(pp, dp, tp):
+    """The engine that `zero3d train` would build on this rank; weights are not made, but for their shapes."""
+    config = load(EXAMPLE)
+    dist.init_process_group("fake", rank=(pp * DP + dp) * TP + tp, world_size=128, store=FakeStore())
+    module = open_model(config.model).module
+
+    def weights(name, box):
+        return torch.zeros([stop - start for start, stop in box], dtype=torch.bfloat16)
+
+    return build_engine(config, Opened(module, weights), open_mesh(config), MICRO_BATCHES, steps=10)
+
+
+def check(engine, pp):
+    """All bytes equal engine_bytes of this rank's elements, and the arena's account of them."""
+    wanted = engine_bytes(1, DP, "bf16").times(ELEMENTS[pp])
+    held = [engine.arena.live(category) for category in STATES[:3]]
+    place = engine.mesh.place
+    print(f"pp {place.pp} dp {place.dp} tp {place.tp}: {ELEMENTS[pp]:,} elements,", *map(int, held), "bytes")
+    assert list(engine.planned_bytes) == list(wanted) == held
+    assert sum(map(prod, engine.whole.shapes.values())) == MODEL == 72_706_203_648
+
+
+@pytest.mark.parametrize(("pp", "dp", "tp"), [
+    (4, 1, 3), *(pytest.param(pp, dp, tp, marks=pytest.mark.long) for pp, dp, tp in [(0, 0, 0), (0, 1, 7), (1, 0, 5), (7, 0, 7), (7, 1, 0)]),
+])  # fmt: skip
+def test_a_rank_of_128_builds_and_steps_with_the_bytes_of_the_formula(fake, pp, dp, tp):
+    with fake:
+        engine = built(pp, dp, tp)
+        check(engine, pp)
+        ids = torch.zeros(1, 16, dtype=torch.int64)
+        engine.train_batch([{"input_ids": ids, "labels": ids}] * MICRO_BATCHES)
+        check(engine, pp)
+    assert (engine.steps, engine.mesh.degrees) == (1, (8, 2, 8))
+    assert [action.kind for action in engine.pipeline.recorded].count("B") == MICRO_BATCHES
+
+
+@pytest.mark.parametrize("target", ["slurm", "torchrun", "k8s"])
+def test_launch_prints_what_starts_it_on_16_nodes_of_8(capsys, target):
+    assert main(["launch", target, str(EXAMPLE), "--nodes", "16"]) == 0
+    text = capsys.readouterr().out
+    for word in {
+        "slurm": ["--nodes=16", "--ntasks-per-node=8", "--gpus-per-node=8", f"zero3d train {EXAMPLE}"],
+        "torchrun": ["--nnodes=16", "--nproc-per-node=8", "HEAD_NODE", "--resume auto"],
+        "k8s": ["completions: 16", "parallelism: 16", "nvidia.com/gpu: 8", "--nnodes=16", "name: zero3d-72b-128gpu"],
+    }[target]:
+        assert word in text
+
+
+def test_launch_refuses_it_on_fewer_nodes(capsys):
+    assert main(["launch", "slurm", str(EXAMPLE), "--nodes", "8"]) == 2
+    assert "8 x 8 = 64 processes: 64 ranks cannot form pp=8 x dp=2 x tp=8" in capsys.readouterr().err

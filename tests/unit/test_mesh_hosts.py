@@ -1,0 +1,43 @@
+"""A tp axis that does not fit on a host is warned of, with what it sends and what to type."""
+
+import warnings
+
+import pytest
+
+from zero3d.cli.cluster import from_slurm
+from zero3d.degrees import Degrees
+from zero3d.plan.traffic import Passage
+from zero3d.tensor_parallel import warn_across_hosts
+
+HIDDEN, WIDTH = 4096, 2
+LAYER = [Passage(name, *ops, HIDDEN) for name, ops in
+         (("q", ("", "all_reduce")), ("o", ("all_reduce", "")), ("gate", ("", "all_reduce")), ("down", ("all_reduce", "")))]  # fmt: skip
+
+
+def said(degrees, local):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        warn_across_hosts(degrees, local, LAYER, WIDTH)
+    return [str(warning.message) for warning in found]
+
+
+def test_16_tp_ranks_on_hosts_of_8_cost_4_all_reduces_per_layer_across_hosts():
+    (text,) = said(Degrees(1, 2, 16), 8)
+    assert f"{4 * HIDDEN * WIDTH * 2 * 15 // 16:,} bytes per token" in text
+    assert text.startswith("mesh.tp=16 on hosts of 8 ranks")
+    assert "mesh.tp=8 mesh.pp=2" in text
+
+
+@pytest.mark.parametrize(("tp", "local"), [(8, 8), (4, 8), (1, 8), (16, None)])
+def test_nothing_is_said_where_it_fits_or_nobody_knows(tp, local):
+    assert said(Degrees(1, 2, tp), local) == []
+
+
+def test_tp_groups_that_straddle_two_hosts_are_told_too():
+    assert "mesh.tp=2 mesh.pp=2" in said(Degrees(1, 3, 4), 6)[0]
+
+
+@pytest.mark.parametrize(("tasks", "here"), [("8(x16)", "8"), ("8", "8"), ("8(x2),4", None), ("", None)])
+def test_slurm_says_how_many_tasks_a_node_has(tasks, here):
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "128", "SLURM_PROCID": "3", "SLURM_LOCALID": "3"}
+    assert from_slurm(step | {"SLURM_STEP_TASKS_PER_NODE": tasks}).get("LOCAL_WORLD_SIZE") == here
