@@ -7,6 +7,8 @@ shapes of what they send is assumed to be a yes, and so are the numbers that dec
     PP 8 x TP 8 x DP 2: 10, 11, 5 x 10 and 9 blocks by stage (the head costs one), 1/8 of every matrix per tp rank, optimizer states cut over 2
 """
 
+import subprocess
+import sys
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from zero3d.cli.main import main
 from zero3d.config import load
 from zero3d.hf.open import Opened, open_model
+from zero3d.tensor_parallel.regions import OwnRandom
 from zero3d.train.build import build_engine, open_mesh
 from zero3d.zero.arena import STATES
 from zero3d.zero.stages import engine_bytes
@@ -34,20 +37,6 @@ BLOCK = CUT // TP + 2 * HIDDEN  # 109,724,928 on a tp rank: norms are whole on a
 EMBEDDING = HEAD = VOCAB * HIDDEN // TP
 ELEMENTS = {0: EMBEDDING + 10 * BLOCK, 1: 11 * BLOCK, 4: 10 * BLOCK, 7: 9 * BLOCK + HIDDEN + HEAD}  # by stage
 MODEL = 80 * (CUT + 2 * HIDDEN) + HIDDEN + 2 * VOCAB * HIDDEN  # 72,706,203,648
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    """The mode under which tensors have shapes only, and what is assumed under it."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    yes = SimpleNamespace(item=lambda: 1)
-    for vote in ("_warmup_forward_vote", "_warmup_backward_result"):
-        monkeypatch.setattr(PipelineStage, vote, lambda *_, **__: yes, raising=False)
-    # States of generators have no values either, and set_state would read them; the model has no dropout.
-    monkeypatch.setattr("zero3d.tensor_parallel.regions.OwnRandom.begin", lambda *_, **__: None)
-    yield FakeTensorMode(allow_non_fake_inputs=True)
-    dist.destroy_process_group()
 
 
 def built(pp, dp, tp):
@@ -65,6 +54,8 @@ def built(pp, dp, tp):
 def check(engine, pp):
     """All bytes equal engine_bytes of this rank's elements, and the arena's account of them."""
     wanted = engine_bytes(1, DP, "bf16").times(ELEMENTS[pp])
+    if pp == 7 and engine.comm.rank == 1:  # its half of the last norm's unit is padding, without m and v
+        wanted = wanted._replace(optimizer=wanted.optimizer - 8 * HIDDEN // DP)
     held = [engine.arena.live(category) for category in STATES[:3]]
     place = engine.mesh.place
     print(f"pp {place.pp} dp {place.dp} tp {place.tp}: {ELEMENTS[pp]:,} elements,", *map(int, held), "bytes")
@@ -72,11 +63,17 @@ def check(engine, pp):
     assert sum(map(prod, engine.whole.shapes.values())) == MODEL == 72_706_203_648
 
 
-@pytest.mark.parametrize(("pp", "dp", "tp"), [
-    (4, 1, 3), *(pytest.param(pp, dp, tp, marks=pytest.mark.long) for pp, dp, tp in [(0, 0, 0), (0, 1, 7), (1, 0, 5), (7, 0, 7), (7, 1, 0)]),
-])  # fmt: skip
-def test_a_rank_of_128_builds_and_steps_with_the_bytes_of_the_formula(fake, pp, dp, tp):
-    with fake:
+def assume():
+    """What a fake group and tensors without values cannot tell."""
+    yes = SimpleNamespace(item=lambda: 1)
+    PipelineStage._warmup_forward_vote = PipelineStage._warmup_backward_result = lambda *_, **__: yes
+    OwnRandom.begin = lambda *_, **__: None  # states of generators; the model has no dropout
+
+
+def one_rank(pp, dp, tp):
+    """Build and step on one rank."""
+    assume()
+    with FakeTensorMode(allow_non_fake_inputs=True):
         engine = built(pp, dp, tp)
         check(engine, pp)
         ids = torch.zeros(1, 16, dtype=torch.int64)
@@ -84,6 +81,18 @@ def test_a_rank_of_128_builds_and_steps_with_the_bytes_of_the_formula(fake, pp, 
         check(engine, pp)
     assert (engine.steps, engine.mesh.degrees) == (1, (8, 2, 8))
     assert [action.kind for action in engine.pipeline.recorded].count("B") == MICRO_BATCHES
+
+
+@pytest.mark.parametrize(("pp", "dp", "tp"), [
+    (4, 1, 3), *(pytest.param(pp, dp, tp, marks=pytest.mark.long) for pp, dp, tp in [(0, 0, 0), (0, 1, 7), (1, 0, 5), (7, 0, 7), (7, 1, 0)]),
+])  # fmt: skip
+def test_a_rank_of_128_builds_and_steps_with_the_bytes_of_the_formula(pp, dp, tp):
+    """In a process of its own: a second build after such a step crashed torch 2.13 in one process."""
+    done = subprocess.run(
+        [sys.executable, __file__, *map(str, (pp, dp, tp))], capture_output=True, text=True, timeout=300
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("target", ["slurm", "torchrun", "k8s"])
@@ -101,3 +110,7 @@ def test_launch_prints_what_starts_it_on_16_nodes_of_8(capsys, target):
 def test_launch_refuses_it_on_fewer_nodes(capsys):
     assert main(["launch", "slurm", str(EXAMPLE), "--nodes", "8"]) == 2
     assert "8 x 8 = 64 processes: 64 ranks cannot form pp=8 x dp=2 x tp=8" in capsys.readouterr().err
+
+
+if __name__ == "__main__":
+    one_rank(*map(int, sys.argv[1:]))
