@@ -25,13 +25,17 @@ def evaluate_and_generate(family, dp, pp, stage, schedule):
     assert all(module.training for module in engine.module.modules())
     ids = batch(3, mesh.place.dp)
     forward = zero3d.generation.generate
+
+    def logits(prefix):
+        return zero3d.generation.next_logits(engine.module(prefix))
+
     tokens = []
     for options in ({}, {"do_sample": True, "temperature": 0.7, "top_k": 9}):
         torch.manual_seed(5)
         if pp == 1:  # Hugging Face's own generate draws other numbers
             ending = zero3d.generation.Ending.of(engine.module)
             with engine._evaluating(True), torch.no_grad():
-                tokens.append(forward(engine.module, lambda t: t, ids, GEN, ending, **options).tolist())
+                tokens.append(forward(logits, lambda t: t, ids, GEN, ending, **options).tolist())
         else:
             tokens.append(engine.generate(ids, max_new_tokens=GEN, **options).tolist())
     return losses, tokens

@@ -109,12 +109,13 @@ def check_config(config: Any, styles: Mapping[str, Style], size: int) -> None:
 def check_vocabulary(model: nn.Module, styles: Mapping[str, Style], size: int) -> None:
     """A token embedding that is cut must have rows for all ranks alike. Raises ConfigError."""
     for name, style in styles.items():
-        rows = model.get_submodule(name).num_embeddings if style.kind == "embedding_rowwise" else 0
-        if isinstance(rows, int) and rows % size:
+        table = model.get_submodule(name) if style.kind == "embedding_rowwise" else None
+        rows = table.num_embeddings if isinstance(table, nn.Embedding) else 0
+        if rows % size:
             raise ConfigError(
                 f"tp={size} cannot share out {name}'s {rows} tokens: {rows} / {size} is not whole. Pad it before "
                 f"zero3d.Engine: model.resize_token_embeddings(pad_to_multiple_of={size}) makes them "
-                f"{rows + -rows % size}; or keep embedding and head whole with 'none' in the tensor-parallel plan."
+                f"{rows + -rows % size}; or keep embedding and head whole with 'replicate' in the tensor-parallel plan."
             )
 
 
