@@ -1,0 +1,54 @@
+"""LLaVA with images: its language model is cut over tp, its vision tower is whole on every rank."""
+
+import pytest
+import torch
+from models import adamw
+
+import zero3d
+
+IMAGE = 63  # the token that images replace
+
+
+def llava():
+    import transformers as t
+
+    torch.manual_seed(3)
+    text = t.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    vision = t.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14,
+        projection_dim=32,
+    )  # fmt: skip
+    config = t.LlavaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE)
+    return t.LlavaForConditionalGeneration(config).train()
+
+
+def micro_batch(generator):
+    """Two sequences with an image of four tokens each."""
+    ids = torch.randint(3, 60, (2, 10), generator=generator)
+    ids[:, 1:5] = IMAGE
+    return {"input_ids": ids, "labels": ids, "pixel_values": torch.randn(2, 3, 28, 28, generator=generator)}
+
+
+def train(tp, stage):
+    model = llava()
+    mesh = zero3d.Mesh(tp=tp)
+    engine = zero3d.Engine(model, mesh=mesh, stage=stage, precision="fp32", clip_norm=0.5, optimizer=adamw)
+    generator = torch.Generator().manual_seed(1)
+    steps = []
+    for _ in range(3):
+        loss = engine.train_batch([micro_batch(generator) for _ in range(2)])
+        steps += [float(loss), float(engine.last_step.grad_norm)]
+    tower = {p for name, p in model.named_parameters() if "vision" in name or "projector" in name}
+    cut = sum(unit.layout.numel for unit in engine.units if not tower & set(unit.weights.params))
+    return steps, cut
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_llava_whose_language_model_is_cut_equals_one_process(ranks, stage):
+    whole, language = ranks(1, train, 1, stage)[0]
+    for steps, own in ranks(2, train, 2, stage):
+        assert steps == pytest.approx(whole, rel=1e-5)
+        assert own < 0.6 * language
