@@ -91,9 +91,10 @@ class Replica:
         """Of [ranks, ...] those of the first tp rank of each pipeline stage."""
         return rows[:: self._slices.tp.size]
 
-    def counts(self, unit: Unit, name: str) -> bool:
-        """Whether this rank's piece of a parameter belongs into the norm."""
-        return unit not in self.copies and (name in self._slices.cut or self._slices.tp.rank == 0)
+    def counted(self, name: str, norm: Tensor) -> Tensor:
+        """A parameter's norm as this rank counts it: 0 where another tp rank does, unless it is not finite."""
+        counts = name in self._slices.cut or self._slices.tp.rank == 0
+        return norm if counts else norm * 0.0
 
     def sum_partial(self, grads: Iterable[tuple[str, Tensor]]) -> None:
         """Add up the reduced gradients of partial parameters, by name; their shards to every other tp rank."""

@@ -81,6 +81,7 @@ def overflow_on_one_rank(shape, name, sequence):
 @pytest.mark.parametrize(("shape", "name", "sequence"), [
     ((2, 2, 1), "layers.0.mlp.up_proj.weight", False),  # cut
     ((1, 2, 2), "layers.3.input_layernorm.weight", True),  # the rank's gradient is a part
+    ((1, 2, 1), "model.norm.weight", False),  # all tp ranks have the same, and only the last one's overflows
 ])  # fmt: skip
 def test_an_fp16_overflow_on_one_rank_skips_the_step_on_all(ranks, shape, name, sequence):
     first, *others = ranks(world_of(shape), overflow_on_one_rank, shape, name, sequence)

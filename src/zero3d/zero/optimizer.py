@@ -205,8 +205,8 @@ class ShardedOptimizer:
 
     def _norm(self) -> Tensor:
         """Global gradient norm, the same on all ranks, stages and pipelines."""
-        counted = ((o, g) for o, g in self.shard_grads() if self._replica.counts(o.unit, o.name))
-        parts = [(owned.order, torch.linalg.vector_norm(grad)) for owned, grad in counted]
+        grads = ((o, g) for o, g in self.shard_grads() if o.unit not in self._replica.copies)
+        parts = [(o.order, self._replica.counted(o.name, torch.linalg.vector_norm(g))) for o, g in grads]
         wide = self._units[0].weights.master.dtype if self._units else torch.float32
         partial: Tensor = torch.linalg.vector_norm(self._replica.stack(parts, wide))
         if self._comm.size == 1:
