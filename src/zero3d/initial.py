@@ -4,14 +4,13 @@ from_module   the parameters of the module itself; rank 0's win (one broadcast o
 from_source   a Source, asked only for the boxes that this rank owns; nothing is sent, and the
               peak is the slice plus what the source itself holds
 
-Under tensor parallelism units hold local tensors, and both are given whole ones: `cuts` says by name
-which parameters are cut, and how.
+Under tensor parallelism units and modules hold local tensors, and a source has whole ones: `cuts` says by
+name which parameters are cut, and how.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -23,7 +22,6 @@ from zero3d.tensor_parallel.cuts import Cut, cover
 from zero3d.zero.collectives import Comm
 from zero3d.zero.layout import UnitLayout
 
-NO_CUTS: Mapping[str, Cut] = MappingProxyType({})
 Fill = Callable[[Tensor], None]  # writes this rank's slice [total/N], padding apart, in the tensor's dtype
 
 
@@ -34,27 +32,20 @@ class Source(Protocol):
         """The values in a box of the whole parameter `name`, in the box's shape, of any dtype."""
 
 
-def from_module(
-    layout: UnitLayout, params: Mapping[str, nn.Parameter], comm: Comm, wide: torch.dtype,
-    cuts: Mapping[str, Cut] = NO_CUTS,
-) -> Fill:  # fmt: skip
-    """Broadcasts [total] of `wide` from rank 0. A parameter named in `cuts` is still whole in `params`."""
+def from_module(layout: UnitLayout, params: Mapping[str, nn.Parameter], comm: Comm, wide: torch.dtype) -> Fill:
+    """Broadcasts [total] of `wide` from rank 0."""
 
     def fill(out: Tensor) -> None:
         whole = torch.zeros(layout.total, dtype=wide, device=comm.device)
         for slot in layout.slots:
-            values = params[slot.name].detach()
-            local = cuts[slot.name].take(values) if slot.name in cuts else values
-            whole[slot.start : slot.start + slot.numel].copy_(local.reshape(-1))
+            whole[slot.start : slot.start + slot.numel].copy_(params[slot.name].detach().reshape(-1))
         comm.broadcast(whole, "-")
         to_compute(whole.view(comm.size, -1)[comm.rank], out.dtype, out=out)
 
     return fill
 
 
-def from_source(
-    source: Source, layout: UnitLayout, comm: Comm, wide: torch.dtype, cuts: Mapping[str, Cut] = NO_CUTS
-) -> Fill:
+def from_source(source: Source, layout: UnitLayout, comm: Comm, wide: torch.dtype, cuts: Mapping[str, Cut]) -> Fill:
     """Sends nothing; holds one box at a time."""
 
     def fill(out: Tensor) -> None:

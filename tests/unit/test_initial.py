@@ -5,18 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import hf
-from torch import nn
 
 from zero3d.boxes import box_shape, slices
 from zero3d.hf.build import build
 from zero3d.hf.load import FileWeights
-from zero3d.initial import from_module, from_source
-from zero3d.ledger import Ledger
+from zero3d.initial import from_source
 from zero3d.precision import to_compute
 from zero3d.tensor_parallel.cuts import Cut
-from zero3d.transport import Axis
-from zero3d.zero.arena import Arena
-from zero3d.zero.collectives import Comm
 from zero3d.zero.layout import UnitLayout
 
 SHAPES = {"norm": (96,), "column": (96, 200), "row": (160, 192), "packed": (120, 144), "experts": (4, 48, 40)}
@@ -66,15 +61,6 @@ def test_every_dp_and_tp_rank_reads_its_slices_and_nothing_else(n, dtype):
             from_source(source, layout, comm, torch.float32, cuts_of(tp_rank))(out)
             assert torch.equal(out, to_compute(expected.view(n, -1)[rank], dtype))
         assert sum(asked) == layout.numel
-
-
-def test_a_module_with_whole_parameters_gives_this_ranks_slices():
-    layout, expected = layout_and_slices(2, 1)
-    comm = Comm(Axis("dp", 0, 1), Arena(torch.device("cpu")), Ledger())
-    params = {name: nn.Parameter(value) for name, value in whole_tensors().items()}
-    out = torch.zeros(layout.shard)
-    from_module(layout, params, comm, torch.float32, cuts_of(2))(out)
-    assert torch.equal(out, expected)
 
 
 def test_columns_of_a_file_are_read_without_the_others(tmp_path):

@@ -46,7 +46,7 @@ REFUSED = {
     "local_params": "a parameter without a module, such as attention sinks, is used by an uncut forward",
     "embedding_colwise": "embeddings are cut along the vocabulary",
     "moe_identity_expert": "identity experts must count once, not once per rank",
-    "sequence_parallel": "pass sequence=True, which cuts sequences from the first block to the last",
+    "sequence_parallel": "pass sequence_parallel=True, which cuts sequences from the first block to the last",
 }
 # Of models transformers has no plan for; also examples of a map.
 SHIPPED = {

@@ -45,8 +45,8 @@ def install_sequence(work: Work) -> None:
     blocks = cut_blocks(work.model, work.rowwise)
     if not blocks or len({name.rpartition(".")[0] for name in blocks}) > 1:
         raise ConfigError(
-            f"sequence=True needs one list of blocks, and the tensor-parallel plan cuts {len(blocks)} blocks of "
-            f"{type(work.model).__name__}, not in one list: leave sequence out."
+            f"sequence_parallel=True needs one list of blocks, and the tensor-parallel plan cuts {len(blocks)} blocks "
+            f"of {type(work.model).__name__}, not in one list: leave sequence_parallel out."
         )
     _check_whole(work, blocks)
     around = dict.fromkeys(name.rpartition(".")[0] for name in work.colwise if _inside(name, blocks))
@@ -93,9 +93,9 @@ def _check_whole(work: Work, blocks: dict[str, nn.Module]) -> None:
         for local, p in block.named_parameters():
             if name.rpartition(".")[0] == listed and p.dim() > 1 and p not in work.cuts and p not in work.partial:
                 raise ConfigError(
-                    f"sequence=True needs all matrices of the blocks cut, and {name}.{local} {tuple(p.shape)} is whole "
-                    "(a router of experts, or a module that the plan leaves out): leave sequence out, or add it to "
-                    "the plan."
+                    f"sequence_parallel=True needs all matrices of the blocks cut, and {name}.{local} "
+                    f"{tuple(p.shape)} is whole (a router of experts, or a module that the plan leaves out): leave "
+                    "sequence_parallel out, or add it to the plan."
                 )
 
 

@@ -64,7 +64,7 @@ class Work:
         """Raises ConfigError inside blocks under sequence parallelism: outside matrices a rank has a chunk only."""
         if self.sequence and any(name.startswith(block + ".") for block in self.blocks):
             raise ConfigError(
-                f"{name}: style {style.kind!r} does not go with sequence=True inside blocks: leave it out."
+                f"{name}: style {style.kind!r} does not go with sequence_parallel=True inside blocks: leave it out."
             )
 
     def entering(self, name: str) -> bool:
