@@ -1,0 +1,280 @@
+"""What a planner works on, as data: a model, a cluster, a plan, an estimate. No torch; JSON there and back.
+
+    ModelSpec      parts in order, as pipelines cut them:  embedding | block | block | ... | head
+      Part         units (parameters gathered together), operations and activations per token
+        Unit       weights of one unit
+          Weight   a logical shape, and the dimension that tp divides
+    ClusterSpec    nodes of alike GPUs; links inside and across them
+    ParallelPlan   degrees, ZeRO stage, micro-batch, recomputation, schedule
+    Estimate       memory of the fullest rank class, seconds of a step, and what they are made of
+
+Bytes are bytes, times seconds, rates per second. A token's figures are of one forward at `ModelSpec.length`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import Any
+
+KINDS = ("embedding", "block", "head")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter.
+
+    shape      logical
+    group      optimizer parameter group: a unit's slots are packed by it
+    cut        the dimension that tp divides, None where every tp rank has the whole
+    itemsize   bytes per element where the model keeps it in another dtype than the run's
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool = True
+    group: int = 0
+    cut: int | None = None
+    itemsize: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return prod(self.shape)
+
+    def local(self, tp: int) -> tuple[int, ...]:
+        """Shape on one of `tp` ranks."""
+        return tuple(size // tp if i == self.cut else size for i, size in enumerate(self.shape))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Weights that are gathered, released and reduced together.
+
+    copy_of  name of the unit whose weights these are once more (a tied head): it is there only on another pipeline
+             stage than that unit
+    """
+
+    name: str
+    weights: tuple[Weight, ...]
+    copy_of: str | None = None
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Floating-point operations of one token's forward, and activations in bytes of a 2-byte run.
+
+    matrices   operations of matrix products with weights; tp divides them
+    scores     operations of attention's scores and values; tp divides them
+    kept_cut   bytes kept for the backward that tp divides (attention's and the MLP's inside)
+    kept_whole bytes kept that lie on every tp rank; sequence parallelism divides them
+    attention  of kept_cut, what recomputing attention alone frees
+    input      bytes of the part's input, all that is kept where the whole part is recomputed
+    transient  bytes alive at the peak of its backward beyond the kept ones; tp divides them
+    """
+
+    matrices: float
+    scores: float = 0.0
+    kept_cut: float = 0.0
+    kept_whole: float = 0.0
+    attention: float = 0.0
+    input: float = 0.0
+    transient: float = 0.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """An embedding, a block, or the head with the last norm."""
+
+    kind: str
+    units: tuple[Unit, ...]
+    operations: Operations
+
+    @property
+    def numel(self) -> int:
+        """Parameters, copies apart."""
+        return sum(weight.numel for unit in self.units if unit.copy_of is None for weight in unit.weights)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model at one sequence length. heads: of queries; experts: 0 for a dense model."""
+
+    name: str
+    parts: tuple[Part, ...]
+    length: int
+    hidden: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    experts: int = 0
+    provenance: str = "closed form"
+
+    @property
+    def params(self) -> int:
+        """Psi: all parameters, tied ones once."""
+        return sum(part.numel for part in self.parts)
+
+    @property
+    def trainable(self) -> int:
+        """Parameters that get gradients."""
+        return sum(
+            weight.numel
+            for part in self.parts
+            for unit in part.units
+            if unit.copy_of is None
+            for weight in unit.weights
+            if weight.trainable
+        )
+
+    @property
+    def blocks(self) -> tuple[Part, ...]:
+        """The repeated parts."""
+        return tuple(part for part in self.parts if part.kind == "block")
+
+
+# --- cluster ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device.
+
+    memory     bytes
+    flops      dense bf16 (fp16 where there is no bf16) peak per second
+    bandwidth  of its memory, bytes per second
+    """
+
+    name: str
+    memory: float
+    flops: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one GPU can send over a link, one way: latency + bytes / bandwidth, half of it at `half` bytes."""
+
+    bandwidth: float
+    latency: float = 5e-6
+    half: float = 1e6
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """Nodes of alike GPUs.
+
+    inside, across  links between GPUs of a node, and of two nodes
+    host_memory     bytes of a node
+    host_link       GPU to host memory, bytes per second and GPU
+    disk            bytes per second and node
+    provenance      field name -> measured | datasheet | user
+    """
+
+    gpu: Gpu
+    nodes: int
+    per_node: int
+    inside: Link
+    across: Link
+    host_memory: float
+    host_link: float = 20e9
+    disk: float = 2e9
+    provenance: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def gpus(self) -> int:
+        """All of them."""
+        return self.nodes * self.per_node
+
+
+# --- plan ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """How a model is trained. Ranks = dp x tp x pp; sequences per step = micro_batch x accumulate x dp.
+
+    activations    none, full, every:K, selective
+    schedule       of a pipeline: gpipe, 1f1b, interleaved, zero-bubble, zbv
+    virtual        pipeline parts per rank
+    offload        none, host (optimizer states and their update on the host)
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    stage: int = 3
+    micro_batch: int = 1
+    accumulate: int = 1
+    activations: str = "none"
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    virtual: int = 1
+    precision: str = "bf16"
+    reduce_dtype: str = "fp32"
+    release: str = "auto"
+    reduce: str = "auto"
+    offload: str = "none"
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.dp * self.tp * self.pp
+
+
+# --- estimate -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the fullest rank.
+
+    states     parameters, gradients, optimizer, as `stages.engine_bytes` counts
+    allocated  the most live bytes at any instant (torch's max allocated)
+    reserved   what the allocator took from the device for it (max reserved)
+    device     what a device monitor shows: reserved and the contexts of CUDA and NCCL
+    host       of the fullest node's memory
+    parts      bytes by category at the instant of the peak; they add up to `allocated`
+    instant    when that is, and on which rank class
+    """
+
+    states: float
+    allocated: float
+    reserved: float
+    device: float
+    host: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    instant: str = ""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of a step, from the lucky to the unlucky; parts add up to mid."""
+
+    low: float
+    mid: float
+    high: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a plan needs and how long a step takes.
+
+    traffic  bytes that the busiest rank sends per step, by operation and axis
+    tokens   of a step, over all ranks
+    flops    useful operations of a step, over all ranks (no recomputation)
+    notes    what a reader must know of these figures
+    """
+
+    memory: Memory
+    seconds: Seconds
+    traffic: Mapping[str, float]
+    tokens: int
+    flops: float
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
