@@ -1,210 +1,196 @@
-"""`zero3d plan --theory`: the ZeRO paper's figures for any model, and this engine's beside them."""
+"""`zero3d plan MODEL`: how to train a model on a cluster, what it needs and how long it takes, before it is rented.
+
+zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80        ranked plans, what was rejected, what if, the ladder
+zero3d plan explain train.yaml --gpu a100-80            one given configuration, term by term
+zero3d plan --theory --params 7.5e9 --gpus 64           the ZeRO paper's figures
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
-from decimal import Decimal
-from fractions import Fraction
-from typing import Any
+from pathlib import Path
 
+import yaml
+
+from zero3d.cli import plan_explain, plan_text, plan_theory
+from zero3d.cli.plan_theory import parse_gpus, parse_params
 from zero3d.errors import ConfigError
-from zero3d.plan.theory import EXAMPLES, Breakdown, K, StageTheory, all_stages, breakdown
-from zero3d.zero.stages import StateBytes
+from zero3d.plan.emit import deepspeed_config, train_config
+from zero3d.plan.evaluate import evaluate
+from zero3d.plan.hardware import cluster
+from zero3d.plan.ladder import ladder
+from zero3d.plan.search import GOALS, Asked, Row, resized, search, what_if
+from zero3d.plan.spec import ClusterSpec, ModelSpec
 
-MOST_PARAMS, MOST_DIGITS = 10**18, 9  # more is a typing error
-SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-USAGE = "zero3d plan --theory --params 7.5e9 --gpus 64"
-FORMULAS = (  # the paper's, and this engine's in bf16
-    ("(2 + 2 + K) Psi", "(2 + 4 + 12) Psi"),
-    ("(2 + 2) Psi + K Psi/N", "(2 + 2) Psi + (4 + 12) Psi/N"),
-    ("2 Psi + (2 + K) Psi/N", "2 Psi + (4 + 12) Psi/N"),
-    ("(2 + 2 + K) Psi/N", "(2 + 4 + 12) Psi/N"),
-)
-TRAVELS = ("gradients", "parameters", "parameters", "parameters, forward and backward")
+USAGE = "zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory --params 7.5e9 --gpus 64"
+LENGTH, TOKENS = 4096, 4 * 2**20  # tokens of a sequence, and of a step, where nothing is said
+UNITS = {"GB": 1e9, "GIB": 2**30, "MB": 1e6, "MIB": 2**20, "TB": 1e12}
+LARGER = 64  # times the cluster, up to which one that fits is looked for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    parser.add_argument("--theory", action="store_true", help="the paper's formulas (the only plan built so far)")
-    parser.add_argument("--params", default="7.5e9", help="parameters: 7.5e9, 7.5B, 1500M (default %(default)s)")
-    parser.add_argument("--gpus", default="64", help="data-parallel degree N (default %(default)s)")
+    parser.add_argument(
+        "words", nargs="*", metavar="MODEL",
+        help="a folder, config.json, preset or module:function; or: explain CONFIG KEY=VALUE ...",
+    )  # fmt: skip
+    parser.add_argument("--theory", action="store_true", help="the ZeRO paper's formulas for --params and --gpus")
+    parser.add_argument("--params", help="a number of parameters in place of MODEL: 7.5e9, 7.5B, 1500M")
+    parser.add_argument("--gpus", help="how many GPUs (default: 64; or nodes x GPUs of a node)")
+    parser.add_argument("--gpu", help="which: v100-32, a100-80, h100, a6000, ... (default: a100-80)")
+    parser.add_argument("--nodes", help="machines they are in (default: full ones)")
+    parser.add_argument("--cluster", metavar="FILE", help="what is known of the cluster, as YAML or JSON of calibrate")
+    parser.add_argument("--seq", default=str(LENGTH), help="tokens of a sequence (default %(default)s)")
+    parser.add_argument("--tokens-per-batch", metavar="T", help=f"tokens of a step (default: about {TOKENS:,})")
+    parser.add_argument("--tokens", metavar="T", help="tokens of the whole training, for its GPU-hours: 1e12")
+    parser.add_argument("--price", type=float, metavar="P", help="of a GPU-hour, in any currency")
+    parser.add_argument("--lora", metavar="r=R", help="train low-rank adapters of this rank only: r=128")
+    parser.add_argument("--goal", default="fastest", help=f"{', '.join(GOALS)} (default %(default)s)")
+    parser.add_argument("--assert-fits", metavar="SIZE", help="exit with 1 unless a plan needs no more, such as 78GB")
+    parser.add_argument("--top", type=int, default=10, help="plans shown (default %(default)s)")
+    parser.add_argument("--emit", metavar="FILE", help="write the best plan as a file for zero3d train")
+    parser.add_argument(
+        "--emit-deepspeed", metavar="FILE", help="write the best plan without a pipeline as DeepSpeed JSON"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the tables."""
-    if not arguments.theory:
-        raise ConfigError(f"zero3d plan: only --theory is built so far. Type {USAGE}")
-    params, gpus = parse_params(arguments.params), parse_gpus(arguments.gpus)
-    stages = all_stages(params, gpus)
-    print(json.dumps(as_json(params, gpus, stages), indent=2) if arguments.json else as_text(params, gpus, stages))
+    """Theory, one plan explained, or a search."""
+    words = arguments.words
+    if arguments.theory:
+        plan_theory.show(arguments.params or "7.5e9", arguments.gpus or "64", arguments.json)
+        return 0
+    if words[:1] == ["explain"]:
+        return plan_explain.run(arguments, words[1:])
+    if len(words) > 1 or bool(words) == bool(arguments.params):
+        raise ConfigError(
+            f"zero3d plan takes one MODEL, or --params (and got {' '.join(words) or 'none'}). Type {USAGE}"
+        )
+    return _search(arguments, words[0] if words else None)
+
+
+def _search(arguments: argparse.Namespace, path: str | None) -> int:
+    """Find plans, print them, write what was asked for."""
+    place = open_cluster(arguments)
+    model = open_model(arguments, path)
+    asked = _asked(arguments, model, place)
+    found = search(model, place, asked, evaluate)
+    if not found.rows:
+        if arguments.assert_fits:
+            print(plan_text.nothing_fits(model, place, asked, found, None))
+            return 1
+        raise ConfigError(plan_text.nothing_fits(model, place, asked, found, _larger(model, place, asked)))
+    best = found.rows[0]
+    here = resized(place, best.plan.world)
+    rungs = ladder(model, here, best.plan, asked.limit, evaluate)
+    knobs = what_if(best, model, here, evaluate)
+    answer = plan_text.Answer(
+        model, here, asked, found, rungs, knobs, number(arguments.tokens, "--tokens"), arguments.price
+    )
+    _write(arguments, answer, path)
+    print(
+        json.dumps(plan_text.as_json(answer), indent=2) if arguments.json else plan_text.as_text(answer, arguments.top)
+    )
     return 0
 
 
-def parse_params(text: str) -> int:
-    """7.5e9, 7.5B, 1500M -> a whole number of parameters. Raises ConfigError."""
-    digits, scale = text.strip(), 1
-    if digits[-1:].upper() in SUFFIXES:
-        digits, scale = digits[:-1], SUFFIXES[digits[-1].upper()]
+def open_cluster(arguments: argparse.Namespace) -> ClusterSpec:
+    """What --gpu, --gpus, --nodes and --cluster say. Raises ConfigError."""
+    gpus = parse_gpus(arguments.gpus) if arguments.gpus else None
+    nodes = parse_gpus(arguments.nodes) if arguments.nodes else None
+    return cluster(arguments.gpu, gpus, nodes, arguments.cluster)
+
+
+def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
+    """Traced where there is a model, else of a typical shape with that many parameters. Raises ConfigError."""
+    length = int(number(arguments.seq, "--seq") or 0)
+    if length < 2:
+        raise ConfigError(f"--seq {arguments.seq}: a sequence has 2 tokens or more.")
+    if path is None:
+        if arguments.lora:
+            raise ConfigError("--lora needs a MODEL whose matrices it can adapt, not --params.")
+        from zero3d.plan.shapes import of_params
+
+        return of_params(parse_params(arguments.params), length)
+    from zero3d.sim.trace import open_spec
+
+    return open_spec(path, length, lora=arguments.lora)
+
+
+def _asked(arguments: argparse.Namespace, model: ModelSpec, place: ClusterSpec) -> Asked:
+    tokens = number(arguments.tokens_per_batch, "--tokens-per-batch")
+    sequences = _typical_batch(model, place) if tokens is None else int(tokens) // model.length
+    if tokens is not None and tokens != sequences * model.length:
+        near = max(1, sequences) * model.length
+        raise ConfigError(
+            f"--tokens-per-batch {arguments.tokens_per_batch} is no multiple of --seq {model.length}: {int(tokens)} / "
+            f"{model.length} = {tokens / model.length:.4g}. Type {near} or {near + model.length}."
+        )
+    limit = parse_size(arguments.assert_fits) if arguments.assert_fits else place.gpu.memory
+    return Asked(sequences, limit, arguments.goal)
+
+
+def _typical_batch(model: ModelSpec, place: ClusterSpec) -> int:
+    """The multiple of the GPUs that is nearest to TOKENS."""
+    return max(1, round(TOKENS / model.length / place.gpus)) * place.gpus
+
+
+def _larger(model: ModelSpec, place: ClusterSpec, asked: Asked) -> tuple[int, Row] | None:
+    """The smallest power-of-two multiple of this cluster that can do it, and its best plan."""
+    times = 2
+    while times <= LARGER:
+        bigger = resized(place, place.gpus * times)
+        sequences = -(-asked.sequences // bigger.gpus) * bigger.gpus
+        found = search(model, bigger, asked._replace(sequences=sequences, goal="fastest"), evaluate)
+        if found.rows:
+            return bigger.gpus, found.rows[0]
+        times *= 2
+    return None
+
+
+def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | None) -> None:
+    """The files that --emit and --emit-deepspeed ask for. Raises ConfigError before anything is written."""
+    rows = answer.found.rows
+    texts: dict[str, str] = {}
+    if arguments.emit:
+        if path is None or arguments.lora:
+            what = "--lora, which a file cannot say yet" if arguments.lora else "--params, which is no model"
+            raise ConfigError(f"--emit writes a file for `zero3d train`, and got {what}.")
+        texts[arguments.emit] = plan_text.head(answer) + yaml.safe_dump(
+            train_config(answer.model, rows[0].plan, path, _tokenizer(path)), sort_keys=False
+        )
+    if arguments.emit_deepspeed:
+        flat = next((row for row in rows if row.plan.pp == 1 and not row.plan.sequence_parallel), rows[0])
+        texts[arguments.emit_deepspeed] = json.dumps(deepspeed_config(flat.plan), indent=2) + "\n"
+    for name, text in texts.items():
+        Path(name).write_text(text)
+
+
+def _tokenizer(path: str) -> str | None:
+    """bytes for a model that comes without a tokenizer."""
+    return None if Path(path).is_dir() and any(Path(path).glob("tokenizer*")) else "bytes"
+
+
+def number(text: str | None, option: str) -> float | None:
+    """4096, 4e6, 4M -> a number. Raises ConfigError."""
+    if text is None:
+        return None
     try:
-        value = Decimal(digits) * scale
-    except ArithmeticError:
-        value = Decimal("NaN")
-    if not value.is_finite() or not 0 < value <= MOST_PARAMS or value != value.to_integral_value():
-        raise ConfigError(f"--params {text!r} is no number of parameters: type 7.5e9, 7.5B or 1500M.")
-    return int(value)
+        return float(parse_params(text))
+    except ConfigError as error:
+        raise ConfigError(f"{option} {text!r} is no whole number: type 4096, 4e6 or 4M.") from error
 
 
-def parse_gpus(text: str) -> int:
-    """A positive whole number. Raises ConfigError."""
-    if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS and int(text) > 0):
-        raise ConfigError(f"--gpus {text!r} is no number of GPUs: type a whole number from 1, such as --gpus 64.")
-    return int(text)
-
-
-# --- json ---------------------------------------------------------------------------------------
-
-
-def as_json(params: int, gpus: int, stages: Sequence[StageTheory]) -> dict[str, Any]:
-    """All figures as plain numbers, whole ones as int."""
-    return {
-        "params": params,
-        "gpus": gpus,
-        "k": K,
-        "stages": {str(row.stage): _stage_json(row, stages[0]) for row in stages},
-        "mixed_precision": _breakdown_json(breakdown(params)),
-        "examples": {label: _breakdown_json(breakdown(psi)) for label, psi in EXAMPLES},
-    }
-
-
-def _stage_json(row: StageTheory, baseline: StageTheory) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "paper_bytes": number(row.paper.total),
-        "percent_of_baseline": number(100 * row.paper.total / baseline.paper.total),
-        "paper": _states_json(row.paper),
-        "engine_bytes": number(row.engine.total),
-        "engine": _states_json(row.engine),
-        "traffic_elements": number(row.elements),
-        "traffic_psi": row.multiples[0] + row.multiples[1],
-        "reduce_scatter_elements": number(row.reduce_scatter),
-        "all_gather_elements": number(row.all_gather),
-        "traffic_bytes": number(row.bytes_half),
-        "engine_traffic_bytes": number(row.bytes_engine),
-    }
-
-
-def _states_json(states: StateBytes) -> dict[str, int | float]:
-    return {name: number(value) for name, value in states._asdict().items()}
-
-
-def _breakdown_json(parts: Breakdown) -> dict[str, int]:
-    return {**parts._asdict(), "optimizer": parts.optimizer, "total": parts.total}
-
-
-def number(value: Fraction | int) -> int | float:
-    """An int when whole."""
-    return int(value) if value == int(value) else float(value)
-
-
-# --- text ---------------------------------------------------------------------------------------
-
-
-def as_text(params: int, gpus: int, stages: Sequence[StageTheory]) -> str:
-    """Three tables and what they mean."""
-    cluster = f"N = {gpus} GPU{'s' if gpus > 1 else ''}"
-    head = f"Psi = {count(params)} parameters, {cluster}, K = {K} optimizer bytes per parameter (Adam, mixed precision)"
-    return "\n".join([head, "", *_states(stages), "", *_mixed(params), "", *_traffic(stages, gpus)])
-
-
-def _states(stages: Sequence[StageTheory]) -> Iterator[str]:
-    yield "1. Model states per GPU (GB = 10^9 bytes; the paper's figure 1, and what this engine holds in bf16)"
-    rows = [("stage", "paper", "", "of stage 0", "engine", "")]
-    for row in stages:
-        percent = 100 * row.paper.total / stages[0].paper.total
-        formula, own = FORMULAS[row.stage]
-        label = f"{row.stage} {row.name}"
-        rows.append((label, size(row.paper.total), formula, f"{float(percent):.3g} %", size(row.engine.total), own))
-    yield from columns(rows, "<><>><")
-    yield "   The engine sums gradients over ranks in fp32, 4 bytes where the paper counts 2; from stage 1 on only in"
-    yield "   shards. Padding and the units gathered for the moment come on top."
-
-
-def _mixed(params: int) -> Iterator[str]:
-    yield f"2. Where {breakdown(1).total} bytes per parameter come from (mixed precision with Adam, nothing sharded)"
-    cases = {count(params): breakdown(params)} | {label: breakdown(psi) for label, psi in EXAMPLES}
-    each, rows = breakdown(1), [("", "bytes", *cases)]
-    for label, field in (
-        ("fp16 weights", "weights"),
-        ("fp16 gradients", "gradients"),
-        ("fp32 master weights", "master"),
-        ("fp32 m (Adam)", "m"),
-        ("fp32 v (Adam)", "v"),
-        ("together", "total"),
-    ):
-        rows.append((label, f"{getattr(each, field)} Psi", *(size(getattr(case, field)) for case in cases.values())))
-    yield from columns(rows, "<" + ">" * (1 + len(cases)))
-    (large, large_psi), (small, small_psi) = EXAMPLES
-    big, gpt2 = breakdown(large_psi), breakdown(small_psi)
-    terms = " + ".join(trim(part / 1e9) for part in (big.weights, big.gradients, big.optimizer))
-    yield f"   {large}: {terms} = {size(big.total)}."
-    yield f"   {small}: {size(gpt2.total)} to train what takes {size(gpt2.weights)} of weights."
-
-
-def _traffic(stages: Sequence[StageTheory], gpus: int) -> Iterator[str]:
-    yield "3. Traffic per GPU and step (one micro-batch, M = 1)"
-    yield from columns(
-        [
-            ("ring reduce-scatter", "N-1 hops of Psi/N elements", "(N-1)/N Psi"),
-            ("ring all-gather", "N-1 hops of Psi/N elements", "(N-1)/N Psi"),
-            ("ring all-reduce", "a reduce-scatter, then an all-gather", "2(N-1)/N Psi, about 2 Psi"),
-        ],
-        "<<<",
-    )
-    rows = [("stage", "reduce-scatter", "all-gather", "together", "", "elements", "in 2 bytes", "engine")]
-    baseline = sum(stages[0].multiples)
-    for row in stages:
-        scattered, gathered = row.multiples
-        total = scattered + gathered
-        rows.append(
-            (f"{row.stage} {row.name}", f"{scattered} of gradients", f"{gathered} of {TRAVELS[row.stage]}",
-             f"{total} Psi", f"{trim(total / baseline)}x", f"{float(row.elements):.4g}", size(row.bytes_half),
-             size(row.bytes_engine))
-        )  # fmt: skip
-    yield from columns(rows, "<<<>>>>>")
-    unit = count(float(stages[0].elements) / baseline)
-    yield f"   Multiples are of (N-1)/N Psi, which is {unit} elements at N = {gpus}. The engine reduces gradients"
-    yield "   in fp32 and gathers parameters in bf16."
-    yield "   Optimizer states never travel: each rank updates only the slice whose fp32 master, m and v it holds;"
-    yield "   gradients come in, new parameters go out, and K stands in no traffic formula."
-
-
-def columns(rows: Sequence[Sequence[str]], align: str) -> Iterator[str]:
-    """Lines of a table, every column as wide as its widest cell; `align` has one of < > per column."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(align))]
-    for row in rows:
-        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True))
-        yield ("   " + "  ".join(cells)).rstrip()
-
-
-def size(nbytes: Fraction | int) -> str:
-    """Decimal GB, MB, kB or B with one digit, as the paper prints them."""
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if nbytes >= scale:
-            return f"{trim(float(nbytes) / scale)} {unit}"
-    return f"{trim(float(nbytes))} B"
-
-
-def trim(value: float) -> str:
-    """One digit after the point, none when it is zero."""
-    return f"{value:.1f}".removesuffix(".0")
-
-
-def count(params: float) -> str:
-    """7500000000 -> 7.5B."""
-    for unit, scale in reversed(SUFFIXES.items()):
-        if params >= scale:
-            return f"{params / scale:.4g}{unit}"
-    return f"{params:.4g}"
+def parse_size(text: str) -> float:
+    """78GB, 80GiB -> bytes. Raises ConfigError."""
+    digits = text.strip().rstrip("GMTBIgmtbi")
+    unit = text.strip()[len(digits) :].upper()
+    try:
+        value = float(digits) * UNITS[unit]
+    except (ValueError, KeyError):
+        value = 0.0
+    if not 0 < value < 1e18:
+        raise ConfigError(f"{text!r} is no size: type 78GB, 72.5GiB or 800MB.")
+    return value

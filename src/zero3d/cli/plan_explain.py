@@ -1,0 +1,90 @@
+"""`zero3d plan explain CONFIG KEY=VALUE ...`: what one configuration needs and how long its step takes, by terms."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+
+from zero3d.cli import plan_text
+from zero3d.config import Config, load, resolve_batch, split_words
+from zero3d.degrees import Degrees
+from zero3d.errors import ConfigError
+from zero3d.plan.evaluate import evaluate
+from zero3d.plan.search import Row, WhatIf, resized, tp_refused, what_if
+from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
+from zero3d.schedules import Schedule
+
+
+def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
+    """Print the terms; 1 if --assert-fits says a size and it needs more."""
+    from zero3d.cli.plan import open_cluster, parse_size
+    from zero3d.sim.trace import open_spec
+
+    path, overrides = split_words(list(words))
+    if path is None:
+        raise ConfigError("zero3d plan explain takes the file of a run: zero3d plan explain train.yaml --gpu a100-80")
+    config = load(path, overrides)
+    place = open_cluster(arguments)
+    plan = plan_of(config, place.gpus if arguments.gpus or arguments.nodes or arguments.cluster else None)
+    place = resized(place, plan.world)
+    model = open_spec(config.model.path, config.data.length, config.model.attn, arguments.lora)
+    check(model, plan, place)
+    row = Row(plan, evaluate(model, place, plan))
+    limit = parse_size(arguments.assert_fits) if arguments.assert_fits else place.gpu.memory
+    if arguments.json:
+        print(json.dumps(plan_text.row_json(row), indent=2))
+    else:
+        print("\n".join(_lines(model, place, row, limit, what_if(row, model, place, evaluate))))
+    return int(bool(arguments.assert_fits) and row.estimate.memory.device > limit)
+
+
+def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
+    """What a configuration means on `gpus` ranks (None: as many as its mesh says). Raises ConfigError, MeshError."""
+    asked = config.mesh
+    world = gpus or (asked.dp or 1) * (asked.tp or 1) * (asked.pp or 1)
+    degrees = Degrees.resolve(world, asked.dp, asked.tp, asked.pp)
+    batch = resolve_batch(config.train, degrees.dp)
+    schedule = Schedule.of(asked.schedule)
+    if degrees.pp > 1:
+        schedule.check(batch.accumulate, degrees.pp)
+    return ParallelPlan(
+        degrees.dp, degrees.tp, degrees.pp, config.zero.stage, batch.micro_batch, batch.accumulate,
+        config.activations, asked.sequence_parallel and degrees.tp > 1, schedule.name,
+        schedule.parts_per_rank if degrees.pp > 1 else 1, config.precision, config.zero.reduce_dtype,
+        config.zero.release, config.zero.reduce,
+    )  # fmt: skip
+
+
+def check(model: ModelSpec, plan: ParallelPlan, place: ClusterSpec) -> None:
+    """Raise ConfigError for degrees that do not divide the model."""
+    why = tp_refused(model, plan.tp, max(place.per_node, plan.tp))
+    if why is not None:
+        raise ConfigError(f"mesh.tp={plan.tp} cannot be: {why}. Pass another mesh.tp.")
+    if plan.pp > 1:
+        Schedule.of(plan.schedule).check_blocks(len(model.blocks), plan.pp, model.name)
+
+
+def _lines(model: ModelSpec, place: ClusterSpec, row: Row, limit: float, knobs: Sequence[WhatIf]) -> Iterator[str]:
+    plan, estimate = row.plan, row.estimate
+    yield from plan_text.heading(model, place, plan.micro_batch * plan.accumulate * plan.dp)
+    yield plan_text.short(plan)
+    yield ""
+    yield from plan_text.memory_lines(estimate.memory)
+    yield _verdict(estimate, limit)
+    yield ""
+    yield from plan_text.time_lines(estimate, plan.world)
+    yield ""
+    yield "What if, one setting changed:"
+    for knob in knobs[: plan_text.KNOBS]:
+        percent = 100 * knob.seconds / estimate.seconds.mid
+        yield f"   {knob.change}: {knob.memory / 1e9:+.1f} GB, {percent:+.1f} %"
+    for note in estimate.notes:
+        yield f"Note: {note}"
+
+
+def _verdict(estimate: Estimate, limit: float) -> str:
+    left = limit - estimate.memory.device
+    if left < 0:
+        return f"Does not fit {limit / 1e9:.1f} GB: {-left / 1e9:.1f} GB too much."
+    return f"Fits {limit / 1e9:.1f} GB, {left / 1e9:.1f} GB to spare."

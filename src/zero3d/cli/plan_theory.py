@@ -1,0 +1,197 @@
+"""`zero3d plan --theory`: the ZeRO paper's figures for any model, and this engine's beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from zero3d.errors import ConfigError
+from zero3d.plan.theory import EXAMPLES, Breakdown, K, StageTheory, all_stages, breakdown
+from zero3d.zero.stages import StateBytes
+
+MOST_PARAMS, MOST_DIGITS = 10**18, 9  # more is a typing error
+SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+FORMULAS = (  # the paper's, and this engine's in bf16
+    ("(2 + 2 + K) Psi", "(2 + 4 + 12) Psi"),
+    ("(2 + 2) Psi + K Psi/N", "(2 + 2) Psi + (4 + 12) Psi/N"),
+    ("2 Psi + (2 + K) Psi/N", "2 Psi + (4 + 12) Psi/N"),
+    ("(2 + 2 + K) Psi/N", "(2 + 4 + 12) Psi/N"),
+)
+TRAVELS = ("gradients", "parameters", "parameters", "parameters, forward and backward")
+
+
+def show(params: str, gpus: str, as_object: bool) -> None:
+    """Print the tables, or one JSON object. Raises ConfigError."""
+    psi, n = parse_params(params), parse_gpus(gpus)
+    stages = all_stages(psi, n)
+    print(json.dumps(as_json(psi, n, stages), indent=2) if as_object else as_text(psi, n, stages))
+
+
+def parse_params(text: str) -> int:
+    """7.5e9, 7.5B, 1500M -> a whole number of parameters. Raises ConfigError."""
+    digits, scale = text.strip(), 1
+    if digits[-1:].upper() in SUFFIXES:
+        digits, scale = digits[:-1], SUFFIXES[digits[-1].upper()]
+    try:
+        value = Decimal(digits) * scale
+    except ArithmeticError:
+        value = Decimal("NaN")
+    if not value.is_finite() or not 0 < value <= MOST_PARAMS or value != value.to_integral_value():
+        raise ConfigError(f"--params {text!r} is no number of parameters: type 7.5e9, 7.5B or 1500M.")
+    return int(value)
+
+
+def parse_gpus(text: str) -> int:
+    """A positive whole number. Raises ConfigError."""
+    if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS and int(text) > 0):
+        raise ConfigError(f"--gpus {text!r} is no number of GPUs: type a whole number from 1, such as --gpus 64.")
+    return int(text)
+
+
+# --- json ---------------------------------------------------------------------------------------
+
+
+def as_json(params: int, gpus: int, stages: Sequence[StageTheory]) -> dict[str, Any]:
+    """All figures as plain numbers, whole ones as int."""
+    return {
+        "params": params,
+        "gpus": gpus,
+        "k": K,
+        "stages": {str(row.stage): _stage_json(row, stages[0]) for row in stages},
+        "mixed_precision": _breakdown_json(breakdown(params)),
+        "examples": {label: _breakdown_json(breakdown(psi)) for label, psi in EXAMPLES},
+    }
+
+
+def _stage_json(row: StageTheory, baseline: StageTheory) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "paper_bytes": number(row.paper.total),
+        "percent_of_baseline": number(100 * row.paper.total / baseline.paper.total),
+        "paper": _states_json(row.paper),
+        "engine_bytes": number(row.engine.total),
+        "engine": _states_json(row.engine),
+        "traffic_elements": number(row.elements),
+        "traffic_psi": row.multiples[0] + row.multiples[1],
+        "reduce_scatter_elements": number(row.reduce_scatter),
+        "all_gather_elements": number(row.all_gather),
+        "traffic_bytes": number(row.bytes_half),
+        "engine_traffic_bytes": number(row.bytes_engine),
+    }
+
+
+def _states_json(states: StateBytes) -> dict[str, int | float]:
+    return {name: number(value) for name, value in states._asdict().items()}
+
+
+def _breakdown_json(parts: Breakdown) -> dict[str, int]:
+    return {**parts._asdict(), "optimizer": parts.optimizer, "total": parts.total}
+
+
+def number(value: Fraction | int) -> int | float:
+    """An int when whole."""
+    return int(value) if value == int(value) else float(value)
+
+
+# --- text ---------------------------------------------------------------------------------------
+
+
+def as_text(params: int, gpus: int, stages: Sequence[StageTheory]) -> str:
+    """Three tables and what they mean."""
+    cluster = f"N = {gpus} GPU{'s' if gpus > 1 else ''}"
+    head = f"Psi = {count(params)} parameters, {cluster}, K = {K} optimizer bytes per parameter (Adam, mixed precision)"
+    return "\n".join([head, "", *_states(stages), "", *_mixed(params), "", *_traffic(stages, gpus)])
+
+
+def _states(stages: Sequence[StageTheory]) -> Iterator[str]:
+    yield "1. Model states per GPU (GB = 10^9 bytes; the paper's figure 1, and what this engine holds in bf16)"
+    rows = [("stage", "paper", "", "of stage 0", "engine", "")]
+    for row in stages:
+        percent = 100 * row.paper.total / stages[0].paper.total
+        formula, own = FORMULAS[row.stage]
+        label = f"{row.stage} {row.name}"
+        rows.append((label, size(row.paper.total), formula, f"{float(percent):.3g} %", size(row.engine.total), own))
+    yield from columns(rows, "<><>><")
+    yield "   The engine sums gradients over ranks in fp32, 4 bytes where the paper counts 2; from stage 1 on only in"
+    yield "   shards. Padding and the units gathered for the moment come on top."
+
+
+def _mixed(params: int) -> Iterator[str]:
+    yield f"2. Where {breakdown(1).total} bytes per parameter come from (mixed precision with Adam, nothing sharded)"
+    cases = {count(params): breakdown(params)} | {label: breakdown(psi) for label, psi in EXAMPLES}
+    each, rows = breakdown(1), [("", "bytes", *cases)]
+    for label, field in (
+        ("fp16 weights", "weights"),
+        ("fp16 gradients", "gradients"),
+        ("fp32 master weights", "master"),
+        ("fp32 m (Adam)", "m"),
+        ("fp32 v (Adam)", "v"),
+        ("together", "total"),
+    ):
+        rows.append((label, f"{getattr(each, field)} Psi", *(size(getattr(case, field)) for case in cases.values())))
+    yield from columns(rows, "<" + ">" * (1 + len(cases)))
+    (large, large_psi), (small, small_psi) = EXAMPLES
+    big, gpt2 = breakdown(large_psi), breakdown(small_psi)
+    terms = " + ".join(trim(part / 1e9) for part in (big.weights, big.gradients, big.optimizer))
+    yield f"   {large}: {terms} = {size(big.total)}."
+    yield f"   {small}: {size(gpt2.total)} to train what takes {size(gpt2.weights)} of weights."
+
+
+def _traffic(stages: Sequence[StageTheory], gpus: int) -> Iterator[str]:
+    yield "3. Traffic per GPU and step (one micro-batch, M = 1)"
+    yield from columns(
+        [
+            ("ring reduce-scatter", "N-1 hops of Psi/N elements", "(N-1)/N Psi"),
+            ("ring all-gather", "N-1 hops of Psi/N elements", "(N-1)/N Psi"),
+            ("ring all-reduce", "a reduce-scatter, then an all-gather", "2(N-1)/N Psi, about 2 Psi"),
+        ],
+        "<<<",
+    )
+    rows = [("stage", "reduce-scatter", "all-gather", "together", "", "elements", "in 2 bytes", "engine")]
+    baseline = sum(stages[0].multiples)
+    for row in stages:
+        scattered, gathered = row.multiples
+        total = scattered + gathered
+        rows.append(
+            (f"{row.stage} {row.name}", f"{scattered} of gradients", f"{gathered} of {TRAVELS[row.stage]}",
+             f"{total} Psi", f"{trim(total / baseline)}x", f"{float(row.elements):.4g}", size(row.bytes_half),
+             size(row.bytes_engine))
+        )  # fmt: skip
+    yield from columns(rows, "<<<>>>>>")
+    unit = count(float(stages[0].elements) / baseline)
+    yield f"   Multiples are of (N-1)/N Psi, which is {unit} elements at N = {gpus}. The engine reduces gradients"
+    yield "   in fp32 and gathers parameters in bf16."
+    yield "   Optimizer states never travel: each rank updates only the slice whose fp32 master, m and v it holds;"
+    yield "   gradients come in, new parameters go out, and K stands in no traffic formula."
+
+
+def columns(rows: Sequence[Sequence[str]], align: str) -> Iterator[str]:
+    """Lines of a table, every column as wide as its widest cell; `align` has one of < > per column."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(align))]
+    for row in rows:
+        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True))
+        yield ("   " + "  ".join(cells)).rstrip()
+
+
+def size(nbytes: Fraction | int) -> str:
+    """Decimal GB, MB, kB or B with one digit, as the paper prints them."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= scale:
+            return f"{trim(float(nbytes) / scale)} {unit}"
+    return f"{trim(float(nbytes))} B"
+
+
+def trim(value: float) -> str:
+    """One digit after the point, none when it is zero."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def count(params: float) -> str:
+    """7500000000 -> 7.5B."""
+    for unit, scale in reversed(SUFFIXES.items()):
+        if params >= scale:
+            return f"{params / scale:.4g}{unit}"
+    return f"{params:.4g}"

@@ -1,0 +1,68 @@
+"""A plan as a file that starts it: a configuration of `zero3d train`, or DeepSpeed's JSON.
+
+ParallelPlan                      zero3d                      DeepSpeed
+--------------------------------  --------------------------  ------------------------------------------------
+dp, tp, pp                        mesh.dp, .tp, .pp           -, tensor_parallel.autotp_size, refused
+schedule, sequence_parallel       mesh.schedule, ...          refused
+stage                             zero.stage                  zero_optimization.stage
+offload                           refused (not built yet)     zero_optimization.offload_optimizer.device
+micro_batch, accumulate           train.*                     train_micro_batch_size_per_gpu, gradient_...
+activations                       activations                 - (a setting of the model there)
+precision                         precision                   bf16.enabled
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zero3d.errors import ConfigError
+from zero3d.plan.spec import ModelSpec, ParallelPlan
+
+
+def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str | None) -> dict[str, Any]:
+    """The tree of a file for `zero3d train`. tokenizer: of data.tokenizer, None for the model's own.
+
+    Raises ConfigError for a plan that the engine cannot run.
+    """
+    if plan.offload != "none":
+        raise ConfigError("--emit: offloading is not built yet, so `zero3d train` could not run this plan.")
+    mesh: dict[str, Any] = {"dp": plan.dp, "tp": plan.tp, "pp": plan.pp}
+    if plan.pp > 1:
+        mesh["schedule"] = plan.schedule
+    if plan.tp > 1 and plan.sequence_parallel:
+        mesh["sequence_parallel"] = True
+    sequences = plan.micro_batch * plan.accumulate * plan.dp
+    return {
+        "model": {"path": path},
+        "data": {"length": model.length} | ({"tokenizer": tokenizer} if tokenizer else {}),
+        "train": {"batch": sequences, "micro_batch": plan.micro_batch, "accumulate": plan.accumulate},
+        "mesh": mesh,
+        "zero": {"stage": plan.stage, "reduce_dtype": plan.reduce_dtype},
+        "precision": plan.precision,
+        "activations": plan.activations,
+    }
+
+
+def deepspeed_config(plan: ParallelPlan) -> dict[str, Any]:
+    """The JSON of a run without pipelines. Raises ConfigError."""
+    if plan.pp > 1 or plan.sequence_parallel:
+        raise ConfigError(
+            f"--emit-deepspeed: DeepSpeed's JSON cannot say pp={plan.pp}"
+            f"{' with sequence parallelism' if plan.sequence_parallel else ''}: its pipelines are written in Python."
+        )
+    zero: dict[str, Any] = {"stage": plan.stage, "overlap_comm": True, "contiguous_gradients": True}
+    if plan.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    tree: dict[str, Any] = {
+        "train_batch_size": plan.micro_batch * plan.accumulate * plan.dp,
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.accumulate,
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    }
+    if plan.precision in ("bf16", "fp16"):
+        tree[plan.precision] = {"enabled": True}
+    if plan.tp > 1:
+        tree["tensor_parallel"] = {"autotp_size": plan.tp}
+    return tree

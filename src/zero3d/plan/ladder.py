@@ -1,0 +1,55 @@
+"""The ladder of ZeRO stages and offload for one model and N ranks, in the order of its own bytes.
+
+    rung          on the device, bytes per parameter       moved to the host
+    ------------  ---------------------------------------  ------------------
+    1             2 + 4 + 12/N                             -
+    2             2 + 4/N + 12/N                           -
+    2 + offload   2 + 4/N                                  12/N
+    3             (2 + 4 + 12)/N                           -
+    3 + offload   (2 + 4)/N                                12/N
+
+The practice report's rule of thumb climbs them in this order: 1, 2, 2 + offload, 3, 3 + offload, each needing less
+memory than the one before. That holds only while stage 2 with offload keeps more than stage 3. Its 2 Psi do not
+shrink with N, and stage 3's do: by the paper's bytes 2 + 2/N = 16/N, by the engine's 2 + 4/N = 18/N, both at N = 7
+(and 2 Psi alone against 16 Psi/N at N = 8). With fewer ranks stage 3 needs more, and comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from zero3d.plan.search import Evaluate
+from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
+
+RULE = ("1", "2", "2 + offload", "3", "3 + offload")  # the practice report's order
+RUNGS = {"1": (1, "none"), "2": (2, "none"), "2 + offload": (2, "host"), "3": (3, "none"), "3 + offload": (3, "host")}
+
+
+class Rung(NamedTuple):
+    """One way to hold the states. fits: with the activations of this plan."""
+
+    name: str
+    plan: ParallelPlan
+    estimate: Estimate
+    fits: bool
+
+
+def ladder(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, limit: float, evaluate: Evaluate) -> list[Rung]:
+    """All rungs at the degrees, micro-batch and recomputation of `plan`, from the most device bytes to the fewest."""
+    rungs = []
+    for name, (stage, offload) in RUNGS.items():
+        each = replace(plan, stage=stage, offload=offload)
+        estimate = evaluate(model, cluster, each)
+        fits = estimate.memory.device <= limit and estimate.memory.host <= cluster.host_memory
+        rungs.append(Rung(name, each, estimate, fits))
+    return sorted(rungs, key=lambda rung: -rung.estimate.memory.states)
+
+
+def differs(rungs: Sequence[Rung]) -> str | None:
+    """Where the computed order is not the rule's, None where it is."""
+    order = [rung.name for rung in rungs]
+    if order == list(RULE):
+        return None
+    return f"the rule of thumb says {', '.join(RULE)}; by bytes it is {', '.join(order)} here"

@@ -1,0 +1,293 @@
+"""Every way to train a model on a cluster that the planner prices, the best of them first.
+
+    dimension          values                                                          left out where
+    -----------------  --------------------------------------------------------------  -------------------------
+    tp                 numbers that divide heads, key-value heads and every cut size   more than a node has
+    pp                 divisors of ranks / tp                                          more parts than blocks
+    dp                 ranks / (tp x pp)                                               it divides no batch
+    ZeRO stage         0, 1, 2, 3                                                      dp = 1: all are stage 0
+    micro-batch        powers of two that divide a rank's sequences                    above one that does not fit
+    recomputation      none, selective, full
+    sequence parallel  off, on                                                         tp = 1, the length not whole
+    schedule           1f1b, interleaved, zero-bubble                                  pp = 1
+
+Memory decides first: it grows with the micro-batch, so the first that does not fit ends its row. What fits is
+timed by `evaluate`. Every rejected plan is counted under the reason, with the one that was nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from zero3d.errors import ConfigError
+from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
+from zero3d.schedules import Schedule
+
+GOALS = ("fastest", "fewest-gpus", "largest-batch")
+ACTIVATIONS = ("none", "selective", "full")
+PIPELINES = ("1f1b", "interleaved", "zero-bubble")
+Evaluate = Callable[[ModelSpec, ClusterSpec, ParallelPlan], Estimate]
+
+
+class Row(NamedTuple):
+    """A plan that fits, what it needs, and why it stands where it does."""
+
+    plan: ParallelPlan
+    estimate: Estimate
+    reason: str = ""
+
+
+class Rejected(NamedTuple):
+    """Plans that were left out for one reason. nearest: the one that missed by the least, `excess` bytes."""
+
+    reason: str
+    plans: int
+    nearest: ParallelPlan | None = None
+    excess: float = 0.0
+
+
+class Found(NamedTuple):
+    """The outcome of a search: ranked rows, and all that was rejected. tried: plans looked at."""
+
+    rows: list[Row]
+    rejected: list[Rejected]
+    tried: int
+
+
+class Asked(NamedTuple):
+    """What is looked for. sequences: per step over all ranks; limit: bytes of a GPU that may be used."""
+
+    sequences: int
+    limit: float
+    goal: str = "fastest"
+
+
+def search(model: ModelSpec, cluster: ClusterSpec, asked: Asked, evaluate: Evaluate) -> Found:
+    """All plans of the table that fit, ranked by the goal. Raises ConfigError for an unknown goal."""
+    if asked.goal not in GOALS:
+        raise ConfigError(f"--goal {asked.goal!r} is unknown: pass one of {', '.join(GOALS)}.")
+    account = _Account(asked.limit)
+    rows: list[Row] = []
+    for gpus in _sizes(cluster) if asked.goal == "fewest-gpus" else [cluster.gpus]:
+        here = resized(cluster, gpus)
+        rows += [
+            row
+            for group in _groups(model, here, asked, account)
+            for row in _fitting(group, model, here, evaluate, account)
+        ]
+        if rows:
+            break
+    return Found(_explained(sorted(rows, key=_KEYS[asked.goal])), account.rejected(), account.tried)
+
+
+def resized(cluster: ClusterSpec, gpus: int) -> ClusterSpec:
+    """The same machines, fewer or more of them; less than a node is one node with fewer GPUs."""
+    per_node = min(gpus, cluster.per_node)
+    if gpus % per_node:
+        raise ConfigError(f"{gpus} GPUs are no whole number of nodes of {per_node}.")
+    return replace(cluster, nodes=gpus // per_node, per_node=per_node)
+
+
+def _sizes(cluster: ClusterSpec) -> Iterator[int]:
+    """1, 2, 4, ... GPUs of one node, then whole nodes in powers of two, up to the cluster."""
+    gpus = 1
+    while gpus < cluster.gpus:
+        if gpus <= cluster.per_node or gpus % cluster.per_node == 0:
+            yield gpus
+        gpus *= 2
+    yield cluster.gpus
+
+
+_KEYS: dict[str, Callable[[Row], tuple[float, ...]]] = {
+    "fastest": lambda row: (row.estimate.seconds.mid, row.estimate.memory.allocated),
+    "fewest-gpus": lambda row: (row.plan.world, row.estimate.seconds.mid),
+    "largest-batch": lambda row: (-row.plan.micro_batch * row.plan.dp, row.estimate.seconds.mid),
+}
+
+
+class _Account:
+    """Counts what is rejected, by reason."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit, self.tried = limit, 0
+        self._count: dict[str, int] = {}
+        self._nearest: dict[str, tuple[float, ParallelPlan]] = {}
+
+    def reject(self, reason: str, count: int = 1, plan: ParallelPlan | None = None, excess: float = 0.0) -> None:
+        self.tried += count
+        self._count[reason] = self._count.get(reason, 0) + count
+        if plan is not None and (reason not in self._nearest or excess < self._nearest[reason][0]):
+            self._nearest[reason] = excess, plan
+
+    def rejected(self) -> list[Rejected]:
+        found = []
+        for reason, count in self._count.items():
+            excess, plan = self._nearest.get(reason, (0.0, None))
+            found.append(Rejected(reason, count, plan, excess))
+        return sorted(found, key=lambda each: -each.plans)
+
+
+# --- enumeration --------------------------------------------------------------------------------
+
+
+def _groups(model: ModelSpec, cluster: ClusterSpec, asked: Asked, account: _Account) -> Iterator[list[ParallelPlan]]:
+    """Plans that differ in the micro-batch alone, smallest first."""
+    for pp, dp, tp in _degrees(model, cluster, asked.sequences, account):
+        each = asked.sequences // dp
+        for stage in (0, 1, 2, 3) if dp > 1 else (0,):
+            for schedule in PIPELINES if pp > 1 else ("1f1b",):
+                for activations in ACTIVATIONS:
+                    for sequence_parallel in (False, True) if tp > 1 and model.length % tp == 0 else (False,):
+                        virtual = Schedule.of(schedule).parts_per_rank
+                        plan = ParallelPlan(
+                            dp, tp, pp, stage, activations=activations, sequence_parallel=sequence_parallel,
+                            schedule=schedule, virtual=virtual,
+                        )  # fmt: skip
+                        yield list(_micro_batches(plan, each, len(model.blocks), account))
+
+
+def _degrees(
+    model: ModelSpec, cluster: ClusterSpec, sequences: int, account: _Account
+) -> Iterator[tuple[int, int, int]]:
+    """(pp, dp, tp) of all ranks."""
+    world = cluster.gpus
+    for tp in divisors(world):
+        why = tp_refused(model, tp, cluster.per_node)
+        for pp in divisors(world // tp):
+            dp = world // tp // pp
+            if why is not None:
+                account.reject(why)
+            elif pp > len(model.blocks):
+                account.reject(f"more pipeline stages than {len(model.blocks)} blocks")
+            elif sequences % dp:
+                account.reject(f"{sequences} sequences a step are no multiple of dp")
+            else:
+                yield pp, dp, tp
+
+
+def tp_refused(model: ModelSpec, tp: int, per_node: int) -> str | None:
+    """Why a tp degree cannot be, None where it can."""
+    if tp > per_node:
+        return f"tp beyond the {per_node} GPUs of a node"
+    for what, heads in (("heads", model.heads), ("key-value heads", model.kv_heads)):
+        if heads % tp:
+            return f"tp does not divide {heads} {what}"
+    uncut = not any(weight.cut is not None for part in model.blocks for unit in part.units for weight in unit.weights)
+    if tp > 1 and uncut:
+        return "the model has no tensor-parallel plan"
+    for part in model.parts:
+        for unit in part.units:
+            for weight in unit.weights:
+                if weight.cut is not None and weight.shape[weight.cut] % tp:
+                    return f"tp does not divide the {weight.shape[weight.cut]} of {weight.name}"
+    return None
+
+
+def _micro_batches(plan: ParallelPlan, sequences: int, blocks: int, account: _Account) -> Iterator[ParallelPlan]:
+    """The micro-batches that a rank's sequences can be made of, and that the schedule takes."""
+    schedule, micro = Schedule.of(plan.schedule), 1
+    while sequences % micro == 0:
+        candidate = replace(plan, micro_batch=micro, accumulate=sequences // micro)
+        try:
+            if plan.pp > 1:
+                schedule.check(candidate.accumulate, plan.pp)
+                schedule.check_blocks(blocks, plan.pp, "the model")
+        except ConfigError:
+            account.reject(f"{plan.schedule} cannot run these micro-batches or parts")
+        else:
+            yield candidate
+        micro *= 2
+
+
+def divisors(number: int) -> list[int]:
+    """In ascending order."""
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
+
+
+# --- judgement ----------------------------------------------------------------------------------
+
+
+def _fitting(
+    group: list[ParallelPlan], model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate, account: _Account
+) -> Iterator[Row]:
+    """Those that fit, up to the first that does not: more sequences at a time need more memory."""
+    for i, plan in enumerate(group):
+        estimate = evaluate(model, cluster, plan)
+        excess = estimate.memory.device - account.limit
+        hosts = estimate.memory.host - cluster.host_memory
+        if excess > 0 or hosts > 0:
+            reason = "the GPU's memory" if excess > 0 else "the host's memory"
+            account.reject(reason, len(group) - i, plan, excess if excess > 0 else hosts)
+            return
+        account.tried += 1
+        yield Row(plan, estimate)
+
+
+def _explained(rows: list[Row]) -> list[Row]:
+    """Each with what sets it apart from the first."""
+    return [row._replace(reason=_why(row, rows[0]) if i else _strength(row)) for i, row in enumerate(rows)]
+
+
+def _strength(row: Row) -> str:
+    seconds = row.estimate.seconds
+    largest = sorted(seconds.parts.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{name} {100 * value / seconds.mid:.0f} %" for name, value in largest if value > 0)
+
+
+def _why(row: Row, best: Row) -> str:
+    """The parts of the step that take longer than in the best plan, the greatest first."""
+    ours, theirs = row.estimate.seconds, best.estimate.seconds
+    more = {name: value - theirs.parts.get(name, 0.0) for name, value in ours.parts.items()}
+    worst = [(name, each) for name, each in sorted(more.items(), key=lambda item: -item[1]) if each > 0][:2]
+    told = [f"{name} {_signed_seconds(each)}" for name, each in worst if each > 0.002 * theirs.mid]
+    saved = best.estimate.memory.allocated - row.estimate.memory.allocated
+    if saved > 0.02 * best.estimate.memory.allocated:
+        told.append(f"saves {saved / 1e9:.1f} GB")
+    return ", ".join(told) or "as fast"
+
+
+def _signed_seconds(value: float) -> str:
+    return f"{value:+.3g} s"
+
+
+# --- what if ------------------------------------------------------------------------------------
+
+
+class WhatIf(NamedTuple):
+    """One knob turned: what it does to memory (bytes) and to the step (seconds)."""
+
+    change: str
+    plan: ParallelPlan
+    memory: float
+    seconds: float
+
+
+def what_if(row: Row, model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate) -> list[WhatIf]:
+    """Every single knob of a plan turned once; those that buy the most memory per second first."""
+    found = []
+    for change, plan in _neighbours(row.plan, model):
+        estimate = evaluate(model, cluster, plan)
+        memory = estimate.memory.allocated - row.estimate.memory.allocated
+        found.append(WhatIf(change, plan, memory, estimate.seconds.mid - row.estimate.seconds.mid))
+    return sorted(found, key=lambda each: each.memory / max(each.seconds / row.estimate.seconds.mid, 1e-3))
+
+
+def _neighbours(plan: ParallelPlan, model: ModelSpec) -> Iterable[tuple[str, ParallelPlan]]:
+    for activations in ACTIVATIONS:
+        if activations != plan.activations:
+            yield f"activations: {activations}", replace(plan, activations=activations)
+    for stage in (plan.stage - 1, plan.stage + 1):
+        if stage in (0, 1, 2, 3) and plan.dp > 1:
+            yield f"zero.stage: {stage}", replace(plan, stage=stage)
+    for micro, accumulate in ((plan.micro_batch * 2, plan.accumulate / 2), (plan.micro_batch / 2, plan.accumulate * 2)):
+        if micro == int(micro) and accumulate == int(accumulate) and (plan.pp == 1 or accumulate >= plan.pp):
+            changed = replace(plan, micro_batch=int(micro), accumulate=int(accumulate))
+            yield f"train.micro_batch: {int(micro)}", changed
+    if plan.tp > 1 and model.length % plan.tp == 0:
+        other = not plan.sequence_parallel
+        yield f"mesh.sequence_parallel: {str(other).lower()}", replace(plan, sequence_parallel=other)
+    if plan.reduce_dtype == "fp32" and plan.dp > 1:
+        yield "zero.reduce_dtype: bf16", replace(plan, reduce_dtype="bf16")
