@@ -1,0 +1,68 @@
+"""`zero3d calibrate`: measure this machine for the planner, on workers it starts itself or as one of a launcher's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from zero3d.cli.cluster import join_environment
+from zero3d.cli.train import check_ranks
+from zero3d.cli.workers import as_worker, launch, quiet_environment, ranks_here
+from zero3d.errors import ConfigError
+from zero3d.plan.spec import ClusterSpec
+
+DEFAULT = "cluster.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    parser.add_argument("--ranks", type=int, help="processes to start on this machine (default: one per GPU; CPU: 2)")
+    parser.add_argument("--out", metavar="FILE", default=DEFAULT, help="what is written (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print what was written")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Join a launcher's workers or start workers; rank 0 writes and prints. Raises ConfigError."""
+    quiet_environment()
+    check_ranks(arguments.ranks)
+    folder = Path(arguments.out).resolve().parent
+    if not folder.is_dir():
+        raise ConfigError(f"--out {arguments.out}: there is no folder {folder}.")
+    if join_environment():
+        as_worker(lambda: work(arguments))
+    words = ["calibrate", f"--out={arguments.out}"] + ["--json"] * arguments.json
+    return launch(words, arguments.ranks or ranks_here(None, None, None))
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """One rank's part."""
+    from zero3d.calibrate import calibrate
+    from zero3d.mesh import Mesh
+    from zero3d.plan.spec_json import to_json
+
+    path = Path(arguments.out)
+    spec = calibrate(Mesh(), path.resolve().parent)
+    if os.environ["RANK"] != "0":
+        return
+    text = json.dumps(to_json(spec), indent=2)
+    path.write_text(text + "\n")
+    print(text if arguments.json else "\n".join(lines(spec, path)), flush=True)
+
+
+def lines(spec: ClusterSpec, path: Path) -> list[str]:
+    """What was measured, and how to use it."""
+    gpu = spec.gpu
+    said = [
+        f"{spec.gpus} x {gpu.name}, {spec.nodes} node{'s' if spec.nodes > 1 else ''} of {spec.per_node}, all at once:",
+        f"   products in bf16    {gpu.flops * (gpu.matrix or 0) / 1e12:.3g} TFLOP/s",
+        f"   attention in bf16   {gpu.flops * (gpu.flash or 0) / 1e12:.3g} TFLOP/s",
+        f"   memory              {gpu.bandwidth / 1e9:.3g} GB/s, {gpu.memory / 1e9:.3g} GB",
+        f"   host                {spec.host_link / 1e9:.3g} GB/s, {spec.host_memory / 1e9:.3g} GB",
+        f"   disk                {spec.disk / 1e9:.3g} GB/s",
+    ]
+    for name, link in (("inside a node", spec.inside), ("between nodes", spec.across)):
+        told = spec.provenance.get(name.split()[0] if name.startswith("inside") else "across", "datasheet")
+        said.append(f"   {name:<20}{link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.3g} us ({told})")
+    return [*said, f"written: {path}    use: zero3d plan MODEL --cluster {path} --gpus {spec.gpus}"]
