@@ -64,9 +64,7 @@ def calibrate(mesh: Mesh, folder: Path) -> ClusterSpec:
     return _spec(mesh, rates, local, inside, across, disk)
 
 
-def _spec(
-    mesh: Mesh, rates: Rates, local: int, inside: Link | None, across: Link | None, disk: float
-) -> ClusterSpec:
+def _spec(mesh: Mesh, rates: Rates, local: int, inside: Link | None, across: Link | None, disk: float) -> ClusterSpec:
     name = named(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else "cpu"
     base = cluster(name or "a100-80", mesh.world, mesh.world // local)
     peak = base.gpu.flops if name not in (None, "cpu") else rates.matrix
@@ -76,9 +74,7 @@ def _spec(
         ("gpu.matrix", "gpu.flash", "gpu.bandwidth", "gpu.memory", "host_memory", "host_link", "disk"), MEASURED
     )}  # fmt: skip
     provenance |= {key: MEASURED for key, link in (("inside", inside), ("across", across)) if link is not None}
-    gpu = Gpu(
-        base.gpu.name, memory, peak, rates.bandwidth, min(1.0, rates.matrix / peak), min(1.0, rates.flash / peak)
-    )
+    gpu = Gpu(base.gpu.name, memory, peak, rates.bandwidth, min(1.0, rates.matrix / peak), min(1.0, rates.flash / peak))
     return ClusterSpec(
         gpu, mesh.world // local, local, inside or base.inside, across or base.across, host, rates.host_link,
         disk or base.disk, provenance,

@@ -7,9 +7,9 @@ import json
 from collections.abc import Iterator, Sequence
 
 from zero3d.cli import plan_text
-from zero3d.config import Config, load, resolve_batch, split_words
-from zero3d.degrees import Degrees
+from zero3d.config import load, split_words
 from zero3d.errors import ConfigError
+from zero3d.plan.emit import plan_of
 from zero3d.plan.evaluate import evaluate
 from zero3d.plan.search import Row, WhatIf, resized, tp_refused, what_if
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
@@ -37,23 +37,6 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     else:
         print("\n".join(_lines(model, place, row, limit, what_if(row, model, place, evaluate))))
     return int(bool(arguments.assert_fits) and row.estimate.memory.device > limit)
-
-
-def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
-    """What a configuration means on `gpus` ranks (None: as many as its mesh says). Raises ConfigError, MeshError."""
-    asked = config.mesh
-    world = gpus or (asked.dp or 1) * (asked.tp or 1) * (asked.pp or 1)
-    degrees = Degrees.resolve(world, asked.dp, asked.tp, asked.pp)
-    batch = resolve_batch(config.train, degrees.dp)
-    schedule = Schedule.of(asked.schedule)
-    if degrees.pp > 1:
-        schedule.check(batch.accumulate, degrees.pp)
-    return ParallelPlan(
-        degrees.dp, degrees.tp, degrees.pp, config.zero.stage, batch.micro_batch, batch.accumulate,
-        config.activations, asked.sequence_parallel and degrees.tp > 1, schedule.name,
-        schedule.parts_per_rank if degrees.pp > 1 else 1, config.precision, config.zero.reduce_dtype,
-        config.zero.release, config.zero.reduce,
-    )  # fmt: skip
 
 
 def check(model: ModelSpec, plan: ParallelPlan, place: ClusterSpec) -> None:

@@ -1,4 +1,4 @@
-"""A plan as a file that starts it: a configuration of `zero3d train`, or DeepSpeed's JSON.
+"""A plan as a file that starts it (a configuration of `zero3d train`, DeepSpeed's JSON), and a configuration as a plan.
 
 ParallelPlan                      zero3d                      DeepSpeed
 --------------------------------  --------------------------  ------------------------------------------------
@@ -15,8 +15,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from zero3d.config import Config, resolve_batch
+from zero3d.degrees import Degrees
 from zero3d.errors import ConfigError
 from zero3d.plan.spec import ModelSpec, ParallelPlan
+from zero3d.schedules import Schedule
 
 
 def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str | None) -> dict[str, Any]:
@@ -41,6 +44,23 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
         "precision": plan.precision,
         "activations": plan.activations,
     }
+
+
+def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
+    """What a configuration means on `gpus` ranks (None: as many as its mesh says). Raises ConfigError, MeshError."""
+    asked = config.mesh
+    world = gpus or (asked.dp or 1) * (asked.tp or 1) * (asked.pp or 1)
+    degrees = Degrees.resolve(world, asked.dp, asked.tp, asked.pp)
+    batch = resolve_batch(config.train, degrees.dp)
+    schedule = Schedule.of(asked.schedule)
+    if degrees.pp > 1:
+        schedule.check(batch.accumulate, degrees.pp)
+    return ParallelPlan(
+        degrees.dp, degrees.tp, degrees.pp, config.zero.stage, batch.micro_batch, batch.accumulate,
+        config.activations, asked.sequence_parallel and degrees.tp > 1, schedule.name,
+        schedule.parts_per_rank if degrees.pp > 1 else 1, config.precision, config.zero.reduce_dtype,
+        config.zero.release, config.zero.reduce,
+    )  # fmt: skip
 
 
 def deepspeed_config(plan: ParallelPlan) -> dict[str, Any]:

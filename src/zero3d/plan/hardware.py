@@ -82,6 +82,20 @@ def cluster(name: str, gpus: int, nodes: int | None = None, file: Path | str | N
     return spec if file is None else _override(spec, file)
 
 
+def named(device: str) -> str | None:
+    """The catalogue's name of a device as its driver calls it, None for one that is not there.
+
+    "NVIDIA A100-SXM4-80GB" -> a100-80, "NVIDIA GeForce RTX 4090" -> rtx-4090
+    """
+    words = device.lower().replace("-", " ").replace("_", " ").split()
+    spaced = " ".join(words)
+    for name in sorted(CATALOGUE, key=len, reverse=True):
+        model, _, memory = name.partition("-") if name[0] in "vah" else (name.replace("-", " "), "", "")
+        if model in spaced.replace("rtx a6000", "a6000") and (not memory or f"{memory}gb" in words):
+            return name
+    return None
+
+
 def _key(name: str) -> str:
     key = name.strip().lower().replace("_", "-").replace(" ", "-")
     return ALIASES.get(key, key)

@@ -144,12 +144,16 @@ class Gpu:
     memory     bytes
     flops      dense bf16 (fp16 where there is no bf16) peak per second
     bandwidth  of its memory, bytes per second
+    matrix     what products of large matrices reach of the peak, where that was measured
+    flash      what attention reaches of it, where that was measured; then `bandwidth` was measured, too
     """
 
     name: str
     memory: float
     flops: float
     bandwidth: float
+    matrix: float | None = None
+    flash: float | None = None
 
 
 @dataclass(frozen=True)

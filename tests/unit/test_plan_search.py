@@ -1,0 +1,168 @@
+"""The search of `zero3d plan`: what it tries, keeps, ranks and rejects, under a made-up price list."""
+
+import json
+from dataclasses import replace
+from math import isclose, sqrt
+
+import pytest
+
+from zero3d.config import load
+from zero3d.errors import ConfigError
+from zero3d.plan.emit import deepspeed_config, plan_of, train_config
+from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
+from zero3d.plan.hardware import cluster
+from zero3d.plan.ladder import RULE, differs, ladder
+from zero3d.plan.search import Asked, divisors, resized, search, tp_refused, what_if
+from zero3d.plan.shapes import gpt, llama
+from zero3d.plan.spec import Estimate, Memory, ParallelPlan, Seconds
+from zero3d.zero.stages import engine_bytes
+
+MODEL = gpt(8, 1024, 16, 50304, 1024)
+A100 = cluster("a100-80", 16, 2)
+
+
+def price(model, place, plan):
+    """States by formula over tp and pp, a byte of activations per token; time grows with every axis but dp."""
+    share = model.params / plan.tp / plan.pp
+    states = float(engine_bytes(plan.stage, plan.dp).total) * share
+    on_host = 0.0
+    if plan.offload == "host":
+        on_host = 12 * share / plan.dp
+        states -= on_host
+    keep = {"none": 1e5, "selective": 5e4, "full": 1e4}[plan.activations]
+    used = states + keep * plan.micro_batch * model.length / plan.tp
+    seconds = (
+        1
+        + 0.1 * plan.tp
+        + 0.2 * plan.pp
+        + 0.05 * plan.stage
+        + {"none": 0, "selective": 0.1, "full": 0.3}[plan.activations]
+    )
+    seconds += 1 / plan.micro_batch + plan.world / 1e4 - 0.001 * place.gpus
+    return Estimate(
+        Memory(states, used, used, used, on_host * place.per_node),
+        Seconds(seconds * 0.9, seconds, seconds * 1.1, {"compute": seconds}),
+        {},
+        plan.micro_batch * plan.accumulate * plan.dp * model.length,
+        1e15,
+    )
+
+
+def found(limit=80e9, goal="fastest", sequences=64, place=A100, model=MODEL):
+    return search(model, place, Asked(sequences, limit, goal), price)
+
+
+def test_every_plan_found_uses_all_gpus_and_the_whole_batch_and_fits():
+    for row in found(limit=4e9).rows:
+        plan = row.plan
+        assert plan.world == 16
+        assert plan.micro_batch * plan.accumulate * plan.dp == 64
+        assert row.estimate.memory.device <= 4e9
+        assert MODEL.heads % plan.tp == 0
+        assert plan.tp <= 8
+        assert plan.pp <= 8
+        assert plan.stage == 0 or plan.dp > 1
+        assert not plan.sequence_parallel or plan.tp > 1
+
+
+def test_the_ranking_follows_the_goal_and_says_why():
+    rows = found().rows
+    assert [row.estimate.seconds.mid for row in rows] == sorted(row.estimate.seconds.mid for row in rows)
+    assert all(row.reason for row in rows)
+    widest = found(goal="largest-batch").rows[0].plan
+    assert widest.micro_batch * widest.dp == max(r.plan.micro_batch * r.plan.dp for r in rows)
+
+
+def test_nothing_is_lost_between_tried_fitting_and_rejected():
+    for limit in (1e8, 2e9, 80e9):
+        all_of_it = found(limit)
+        assert all_of_it.tried == len(all_of_it.rows) + sum(each.plans for each in all_of_it.rejected)
+    assert found(1e8).rows == []
+    nearest = next(each for each in found(1e8).rejected if each.nearest)
+    assert isclose(nearest.excess, price(MODEL, A100, nearest.nearest).memory.device - 1e8)
+
+
+def test_a_brute_search_finds_nothing_better():
+    best = found(limit=3e9).rows[0].estimate.seconds.mid
+    for plan in (ParallelPlan(dp, tp, 16 // dp // tp, stage, micro, 64 // dp // micro, activations)
+                 for tp in (1, 2, 4, 8) for dp in divisors(16 // tp) for stage in ((0, 1, 2, 3) if dp > 1 else (0,))
+                 for micro in (1, 2, 4, 8, 16, 32, 64) if 64 // dp % micro == 0
+                 for activations in ("none", "selective", "full")
+                 if 16 // dp // tp <= 8 and (16 // dp // tp == 1 or 64 // dp // micro >= 16 // dp // tp)):  # fmt: skip
+        estimate = price(MODEL, A100, plan)
+        assert estimate.memory.device > 3e9 or estimate.seconds.mid >= best
+
+
+def test_fewest_gpus_stops_at_the_first_number_that_fits():
+    small = found(limit=0.9e9, goal="fewest-gpus")
+    assert {row.plan.world for row in small.rows} == {4}
+    for gpus in (1, 2):
+        assert found(limit=0.9e9, place=resized(A100, gpus)).rows == []
+
+
+def test_degrees_that_do_not_divide_are_counted_with_the_reason():
+    odd = llama(4, 768, 12, 4, 2048, 32000, 512)
+    reasons = [each.reason for each in found(model=odd).rejected]
+    assert "tp does not divide 12 heads" in reasons or "tp does not divide 4 key-value heads" in reasons
+    assert "more pipeline stages than 4 blocks" in reasons
+    assert tp_refused(odd, 2, 8) is None
+    assert tp_refused(odd, 8, 4) == "tp beyond the 4 GPUs of a node"
+    bare = replace(odd, parts=tuple(
+        replace(p, units=tuple(replace(u, weights=tuple(replace(w, cut=None) for w in u.weights)) for u in p.units))
+        for p in odd.parts
+    ))  # fmt: skip
+    assert tp_refused(bare, 2, 8) == "the model has no tensor-parallel plan"
+
+
+def test_an_unknown_goal_is_refused_by_name():
+    with pytest.raises(ConfigError, match="--goal 'cheapest' is unknown: pass one of fastest, fewest-gpus"):
+        found(goal="cheapest")
+
+
+def test_what_if_turns_one_knob_at_a_time():
+    row = next(row for row in found().rows if row.plan.tp == 2 and row.plan.dp == 4 and row.plan.stage == 1)
+    knobs = what_if(row, MODEL, A100, price)
+    for knob in knobs:
+        changed = [name for name, value in vars(knob.plan).items() if value != getattr(row.plan, name)]
+        assert changed in ([knob.change.partition(":")[0].rpartition(".")[2]], ["micro_batch", "accumulate"])
+        assert isclose(knob.memory, price(MODEL, A100, knob.plan).memory.allocated - row.estimate.memory.allocated)
+
+
+@pytest.mark.parametrize(("dp", "holds"), [(2, False), (4, False), (8, True), (64, True)])
+def test_the_ladder_is_in_the_order_of_bytes_and_says_where_the_rule_of_thumb_fails(dp, holds):
+    place = cluster("a100-80", dp, 1)
+    rungs = ladder(MODEL, place, ParallelPlan(dp=dp), 80e9, price)
+    held = [rung.estimate.memory.states for rung in rungs]
+    assert held == sorted(held, reverse=True)
+    assert (differs(rungs) is None) == holds
+    assert ([rung.name for rung in rungs] == list(RULE)) == holds
+
+
+def test_the_checkpoint_interval_is_youngs():
+    good = goodput(MODEL, A100)
+    assert good.mtbf == GPU_HOURS_BETWEEN_FAILURES * 3600 / 16
+    assert good.save == 12 * MODEL.params / (2 * A100.disk)
+    assert good.every == sqrt(2 * good.save * good.mtbf)
+    assert isclose(1 - good.share, 2 * good.save / good.every)  # at the best interval both losses are equal
+
+
+def test_an_emitted_file_means_the_plan_it_was_made_of(tmp_path):
+    for plan in (
+        ParallelPlan(dp=2, tp=2, pp=4, stage=1, micro_batch=2, accumulate=8, activations="full", sequence_parallel=True,
+                     schedule="interleaved", virtual=2),
+        ParallelPlan(dp=4, stage=3, micro_batch=4, accumulate=1),
+    ):  # fmt: skip
+        config = load(train_config(MODEL, plan, "gpt2", "bytes"))
+        assert plan_of(config, None) == plan
+        assert config.data.length == MODEL.length
+
+
+def test_what_a_file_cannot_say_is_refused():
+    with pytest.raises(ConfigError, match="offloading is not built yet"):
+        train_config(MODEL, ParallelPlan(offload="host"), "gpt2", None)
+    with pytest.raises(ConfigError, match="DeepSpeed's JSON cannot say pp=2"):
+        deepspeed_config(ParallelPlan(pp=2))
+    tree = deepspeed_config(ParallelPlan(dp=8, tp=2, stage=2, micro_batch=4, accumulate=2, offload="host"))
+    assert json.loads(json.dumps(tree))["train_batch_size"] == 64
+    assert tree["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert tree["tensor_parallel"] == {"autotp_size": 2}
