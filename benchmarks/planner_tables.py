@@ -1,0 +1,306 @@
+"""Readers of published tables: a row of a CSV -> points, each a prediction beside what was published.
+
+A reader raises KeyError or ValueError for a row it cannot use (a column missing, a word it does not know): skipped.
+Shapes and clusters that a table leaves to its source stand here, beside the reader that needs them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from zero3d.plan import formulas
+from zero3d.plan.evaluate import evaluate
+from zero3d.plan.hardware import cluster
+from zero3d.plan.kernels import part_work, shapes
+from zero3d.plan.shapes import gpt, llama
+from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
+from zero3d.zero.stages import paper_bytes
+
+Row = dict[str, str]
+GIB, MIB = 2**30, 2**20
+
+
+class Point(NamedTuple):
+    """kind: formula, memory, time or fits (1 if it ran, 0 if it ran out of memory). group: one model's configurations."""
+
+    set: str
+    id: str
+    kind: str
+    predicted: float
+    actual: float
+    group: str = ""
+    unit: str = ""
+
+
+def number(row: Row, name: str) -> float:
+    """A cell. KeyError where the column is missing, ValueError where it is empty."""
+    return float(row[name])
+
+
+def whole(row: Row, name: str) -> int:
+    """A cell that is a whole number."""
+    value = float(row[name])
+    if value != int(value):
+        raise ValueError(name)
+    return int(value)
+
+
+def machines(gpu: str, gpus: int, across: float, per_node: int = 8) -> ClusterSpec:
+    """A cluster with `across` bytes per second and GPU between nodes."""
+    nodes = max(1, -(-gpus // per_node))
+    found = cluster(gpu, nodes * (gpus // nodes), nodes)
+    return replace(found, across=replace(found.across, bandwidth=across))
+
+
+def fastest(model: ModelSpec, spec: ClusterSpec, plans: list[ParallelPlan], system: str) -> Estimate:
+    """The best of plans that fit, where a table does not say which was run; of all if none fits."""
+    estimates = [evaluate(model, spec, plan, system) for plan in plans]
+    fitting = [e for e in estimates if e.memory.device <= spec.gpu.memory] or estimates
+    return min(fitting, key=lambda estimate: estimate.seconds.mid)
+
+
+# --- formulas -----------------------------------------------------------------------------------
+
+STAGES = {"Pos": 1, "Pos+g": 2, "Pos+g+p": 3}
+KORTHIKANTI = {"22B": (48, 6144, 64, 8, 1, 1, 4), "175B": (96, 12288, 96, 8, 8, 3, 1),
+               "530B": (105, 20480, 128, 8, 35, 3, 1), "1T": (128, 25600, 160, 8, 64, 1, 1)}  # fmt: skip
+
+
+def zero_table1(row: Row) -> Iterator[Point]:
+    params = int(number(row, "params_b") * 10**9)
+    found = paper_bytes(STAGES[row["stage"]], params, whole(row, "dp")).total
+    yield Point("zero_table1", row["id"], "formula", float(found) / 1e9, number(row, "paper_gb"), unit="GB")
+
+
+def zero_infinity(row: Row) -> Iterator[Point]:
+    found = formulas.infinity_memory(whole(row, "layers"), whole(row, "hidden"), whole(row, "heads"))
+    units = {"model_states_tb": 2**40, "act_tb": 2**40, "act_ckpt_tb": 2**40, "mswm_gb": GIB, "awm_gb": GIB}
+    for (column, unit), value in zip(units.items(), found, strict=True):
+        yield Point("zero_infinity_fig2a", f"{row['id']} {column}", "formula", value / unit, number(row, column))
+
+
+def korthikanti_fig1(row: Row) -> Iterator[Point]:
+    layers, h, a, t, p, v, b = KORTHIKANTI[row["model"]]
+    found = {
+        "par_opt_gib_fig": formulas.megatron_states(layers, h, t, p),
+        "act_none_gib_fig": formulas.model_activations("TP baseline", layers, p, v, 2048, b, h, a, t),
+        "act_seqsel_gib_fig": formulas.model_activations("TP+SP+selective", layers, p, v, 2048, b, h, a, t),
+    }
+    for column, value in found.items():
+        yield Point("korthikanti_fig1", f"{row['id']} {column}", "formula", float(value) / GIB, number(row, column))
+
+
+def korthikanti_fig7(row: Row) -> Iterator[Point]:
+    _, h, a, t, _, _, b = KORTHIKANTI[row["model"]]
+    share = formulas.layer_activations(row["technique"], 2048, b, h, a, t)
+    base = formulas.layer_activations("TP baseline", 2048, b, h, a, t)
+    yield Point("korthikanti_fig7", row["id"], "formula", float(100 * share / base), number(row, "pct_of_tp_baseline"))
+
+
+# --- Megatron -----------------------------------------------------------------------------------
+
+MEGATRON_MICRO = {"1.7": (16, 1), "3.6": (16, 1), "7.5": (16, 1), "18.4": (8, 1), "39.1": (4, 1), "76.1": (2, 3),
+                  "145.6": (2, 2), "310.1": (1, 2), "529.6": (1, 3), "1008.0": (1, 1)}  # fmt: skip
+# micro-batch and parts per rank by parameters: NVIDIA/Megatron-LM, examples/sc21/run_table_1.sh
+
+
+def pipelined(dp: int, tp: int, pp: int, virtual: int, micro_batch: int, batch: int, **rest: object) -> ParallelPlan:
+    """A Megatron plan of `batch` sequences per step."""
+    accumulate = batch / (dp * micro_batch)
+    if accumulate != int(accumulate) or accumulate < 1:
+        raise ValueError("batch")
+    schedule = "interleaved" if virtual > 1 else "1f1b"
+    plan = ParallelPlan(dp, tp, pp, 0, micro_batch, int(accumulate), schedule=schedule, virtual=virtual)
+    return replace(plan, **rest)  # type: ignore[arg-type]
+
+
+def gpt_of(row: Row, flash: bool = False, vocab: int | None = None) -> ModelSpec:
+    return gpt(whole(row, "layers"), whole(row, "hidden"), whole(row, "heads"), vocab or whole(row, "vocab"),
+               whole(row, "seq"), flash=flash)  # fmt: skip
+
+
+def megatron_table1(row: Row) -> Iterator[Point]:
+    model, gpus, batch = gpt_of(row), whole(row, "gpus"), whole(row, "gbs")
+    size = min(MEGATRON_MICRO, key=lambda name: abs(float(name) - number(row, "params_b")))
+    micro, virtual = MEGATRON_MICRO[size]
+    plan = pipelined(whole(row, "dp"), whole(row, "tp"), whole(row, "pp"), virtual, micro, batch, activations="full")
+    found = evaluate(model, machines("a100-80", gpus, 25e9), plan, "megatron")
+    flops = formulas.step_flops(batch, 2048, whole(row, "layers"), model.hidden, model.vocab, recompute=True)
+    actual = flops / gpus / number(row, "tflops_per_gpu") / 1e12
+    yield Point("megatron2021_table1", row["id"], "time", found.seconds.mid, actual, unit="s")
+
+
+def megatron_table2(row: Row) -> Iterator[Point]:
+    gpus, batch, micro = whole(row, "gpus"), whole(row, "gbs"), whole(row, "mbs")
+    layers, hidden, heads = (96, 12288, 96) if number(row, "params_b") < 300 else (105, 20480, 128)
+    model = gpt(layers, hidden, heads, 51200, 2048, flash=False)
+    spec = machines("a100-80", gpus, 25e9)
+    if row["scheme"] == "ZeRO-3":
+        plan = ParallelPlan(gpus, 1, 1, 3, micro, batch // gpus // micro, "full", reduce_dtype="fp16")
+        found = evaluate(model, spec, plan, "deepspeed")
+    else:
+        pp = whole(row, "mp") // 8
+        plan = pipelined(gpus // (8 * pp), 8, pp, 1, micro, batch, activations="full")
+        plans = [plan, *(replace(plan, virtual=v, schedule="interleaved") for v in (2, 3) if layers % (pp * v) == 0)]
+        found = fastest(model, spec, plans, "megatron")
+    flops = formulas.step_flops(batch, 2048, layers, hidden, 51200, recompute=True)
+    actual = flops / gpus / number(row, "tflops_per_gpu") / 1e12
+    yield Point("megatron2021_table2", row["id"], "time", found.seconds.mid, actual, f"{row['scheme']}{hidden}", "s")
+
+
+def korthikanti_table5(row: Row) -> Iterator[Point]:
+    model, gpus = gpt_of(row), whole(row, "gpus")
+    tp, pp, virtual = whole(row, "tp"), whole(row, "pp"), whole(row, "vpp")
+    plan = pipelined(gpus // (tp * pp), tp, pp, virtual, whole(row, "mbs"), whole(row, "gbs"))
+    for column, kept, parallel in (
+        ("iter_s_full_recompute", "full", False),
+        ("iter_s_seqpar_selective", "selective", True),
+    ):
+        run = replace(plan, activations=kept, sequence_parallel=parallel)
+        found = evaluate(model, machines("a100-80", gpus, 25e9), run, "megatron")
+        actual = number(row, column)
+        yield Point("korthikanti_table5", f"{row['id']} {kept}", "time", found.seconds.mid, actual, row["model"], "s")
+
+
+LAYER_RUNS = {"1": ("none", False), "2": ("none", True), "3": ("full", False), "4": ("selective", False),
+              "5": ("selective", True)}  # fmt: skip
+
+
+def korthikanti_table4(row: Row) -> Iterator[Point]:
+    kept, parallel = LAYER_RUNS[row["id"].rsplit("-", 1)[1]]
+    base = ParallelPlan(1, 8, 1, 0, 4, 1, kept, parallel)
+    times = [
+        evaluate(gpt(n, 6144, 64, 51200, 2048, flash=False), machines("a100-80", 8, 25e9), base, "megatron").seconds
+        for n in (24, 48)
+    ]
+    layer = sum((times[1].parts[k] - times[0].parts[k]) / 24 for k in times[0].parts if k not in ("optimizer", "fixed"))
+    yield Point("korthikanti_table4", row["id"], "time", 1e3 * layer, number(row, "combined_ms"), "22B layer", "ms")
+
+
+def megatron_core(row: Row) -> Iterator[Point]:
+    model, gpus, batch = gpt_of(row, flash=True), whole(row, "gpus"), whole(row, "gbs")
+    dp, tp, pp = whole(row, "dp"), whole(row, "tp"), whole(row, "pp")
+    plans = []
+    for micro in (1, 2, 4):
+        for virtual in [
+            v for v in (1, 2, 3, 4, 6) if v == 1 or (pp > 1 and model.blocks and len(model.blocks) % (pp * v) == 0)
+        ]:
+            if batch % (dp * micro) == 0:
+                plans.append(pipelined(dp, tp, pp, virtual, micro, batch, stage=1, sequence_parallel=tp > 1))
+    found = fastest(model, machines("h100", gpus, 50e9), plans, "megatron")
+    flops = formulas.step_flops(batch, model.length, len(model.blocks), model.hidden, model.vocab, recompute=False)
+    actual = flops / gpus / number(row, "tflops_per_gpu") / 1e12
+    yield Point("megatron_core_h100", row["id"], "time", found.seconds.mid, actual, unit="s")
+
+
+# --- BLOOM, DeepSpeed ---------------------------------------------------------------------------
+
+
+def bloom(row: Row) -> Iterator[Point]:
+    """Jean Zay: 8 A100 per node, four 100 Gb/s ports. The tokenizer of 250k came with the first full batches."""
+    batch = whole(row, "gbs") if row["gbs"] else 0
+    model = gpt(whole(row, "layers"), whole(row, "hidden"), whole(row, "heads"), 250880 if batch else 50304, 2048,
+                flash=False)  # fmt: skip
+    dp, tp, pp, micro = (whole(row, name) for name in ("dp", "tp", "pp", "mbs"))
+    wide = "fp32 grad accumulation" in row["note"]
+    plan = ParallelPlan(dp, tp, pp, 1, micro, batch // dp // micro if batch else 64, "full",
+                        reduce_dtype="fp32" if wide else "fp16")  # fmt: skip
+    found = evaluate(model, machines("a100-80", whole(row, "gpus"), 6.25e9), plan, "deepspeed")
+    device = found.memory.device / GIB
+    group = f"{row['size_label']} {row['gpus']} {row['gbs']}"
+    if row["mem_gb_nvidia_smi"] and row["exclude"] != "mem":
+        yield Point("bloom176b_prequel", row["id"], "memory", device, number(row, "mem_gb_nvidia_smi"), group, "GiB")
+    if row["exclude"] != "mem":
+        yield Point("bloom176b_prequel", row["id"], "fits", float(device <= 80), float(row["oom"] != "1"), group)
+    if row["sec_per_iter"] and batch:
+        yield Point("bloom176b_prequel", row["id"], "time", found.seconds.mid, number(row, "sec_per_iter"), group, "s")
+
+
+def azure(row: Row) -> Iterator[Point]:
+    gpus, s, micro = whole(row, "gpus"), whole(row, "seq"), whole(row, "mbs")
+    model = gpt(whole(row, "layers"), whole(row, "hidden"), whole(row, "heads"), 51200, s, flash=False)
+    plan = ParallelPlan(gpus, 1, 1, 3, micro, 1, "full", reduce_dtype="fp16")
+    found = evaluate(model, machines("a100-80", gpus, 25e9), plan, "deepspeed")
+    flops = formulas.step_flops(micro, s, len(model.blocks), model.hidden, model.vocab, recompute=True)
+    actual = flops / number(row, "tflops_per_gpu") / 1e12
+    yield Point("deepspeed_azure", row["id"], "time", found.seconds.mid, actual, unit="s")
+
+
+# --- nanotron, torchtitan, galvatron ------------------------------------------------------------
+
+NANOTRON = {1.34: (16, 2048, 32, 32, 8192, True), 3.57: (28, 3072, 24, 24, 8192, True),
+            8.86: (32, 4096, 32, 32, 14336, False), 80.0: (80, 8192, 64, 64, 28672, False),
+            469.0: (126, 16384, 128, 128, 53248, False)}  # fmt: skip
+LLAMA = {"8B": (32, 4096, 32, 8, 14336, 128256), "70B": (80, 8192, 64, 8, 28672, 128256),
+         "405B": (126, 16384, 128, 8, 53248, 128256)}  # fmt: skip
+
+
+def nanotron(row: Row) -> Iterator[Point]:
+    size = min(NANOTRON, key=lambda known: abs(known / number(row, "params_b") - 1))
+    layers, h, a, kv, ffn, tied = NANOTRON[size]
+    model = llama(layers, h, a, kv, ffn, 131072, 4096, tied, fused=True)
+    dp, tp, pp, micro, gas = (whole(row, name) for name in ("dp", "tp", "pp", "mbs", "gas"))
+    plan = ParallelPlan(dp, tp, pp, whole(row, "zero_stage"), micro, gas, sequence_parallel=tp > 1)
+    found = evaluate(model, machines("h100", whole(row, "gpus"), 50e9), plan, "nanotron")
+    useful = found.flops / (plan.world * 989e12)
+    yield Point("nanotron", row["id"], "memory", found.memory.reserved / GIB, number(row, "mem_gb"), unit="GiB")
+    yield Point("nanotron", row["id"], "time", found.seconds.mid, useful / (number(row, "mfu_pct") / 100), unit="s")
+
+
+def torchtitan(row: Row) -> Iterator[Point]:
+    if "loat8" in row["config"] or "fp8" in row["config"] or re.search(r"CP [2-9]", row["config"]):
+        raise ValueError("config")
+    name = row["model"].rsplit("-", 1)[1]
+    gpus, local = whole(row, "gpus"), whole(row, "local_batch")
+    model = llama(*LLAMA[name], whole(row, "seq"), fused=True)
+    tp, pp = (8 if "TP" in row["parallelism"] or "TP" in row["config"] or row["parallelism"] == "2D" else 1), 1
+    if "PP" in row["parallelism"]:
+        pp = 8
+    dp = gpus // (tp * pp)
+    virtual = 2 if "Interleaved" in row["config"] else 1
+    micro = local if pp == 1 else 1
+    kept = {"full": "full", "selective-op": "selective", "selective-layer": "selective"}[row["ac"]]
+    plan = ParallelPlan(dp, tp, pp, 3, micro, local // micro, kept, sequence_parallel=tp > 1,
+                        schedule="interleaved" if virtual > 1 else "1f1b", virtual=virtual)  # fmt: skip
+    a100 = "A100" in row["hw"]
+    spec = machines("a100-80" if a100 else "h100-96", gpus, 25e9 if a100 else 50e9)
+    found = evaluate(model, spec, plan, "torchtitan")
+    tokens = plan.accumulate * micro * model.length / (tp * pp)
+    group = f"{name} {gpus} {row['hw'][:8]}"
+    yield Point("torchtitan", row["id"], "time", found.seconds.mid, tokens / number(row, "tps_per_gpu"), group, "s")
+    if row["mem_gib_max_reserved_over_ranks"]:
+        actual = number(row, "mem_gib_max_reserved_over_ranks")
+        yield Point("torchtitan", row["id"], "memory", found.memory.reserved / GIB, actual, group, "GiB")
+
+
+def galvatron_time(row: Row) -> Iterator[Point]:
+    found = re.match(r"(?:layertype_0|layernum\[(\d+)\])_bsz(\d+)_seq(\d+)", row["key"])
+    if not found:
+        raise ValueError("key")
+    layers, batch, length = int(found[1] or 1), int(found[2]), int(found[3])
+    model = llama(layers, 4096, 32, 32, 11008, 32000, length, fused=True)
+    spec, plan = machines("a100-80", 8, 25e9), ParallelPlan(micro_batch=batch)
+    works = [part_work(shape, model, plan, spec).forward for shape in shapes(model)]
+    seconds = sum(works) if found[1] else works[1] / batch
+    yield Point("galvatron_forward", row["id"], "time", 1e3 * seconds, number(row, "ms"), unit="ms")
+
+
+READERS: dict[str, Callable[[Row], Iterator[Point]]] = {
+    "zero_table1_model_states": zero_table1,
+    "zero_infinity_fig2a_memory": zero_infinity,
+    "korthikanti2022_fig1_memory": korthikanti_fig1,
+    "korthikanti2022_fig7_act_pct": korthikanti_fig7,
+    "megatron2021_table1_weak_scaling": megatron_table1,
+    "megatron2021_table2_zero3_vs_ptdp": megatron_table2,
+    "korthikanti2022_table4_layer_ms": korthikanti_table4,
+    "korthikanti2022_table5_iter_time": korthikanti_table5,
+    "megatron_core_h100": megatron_core,
+    "bloom176b_prequel_a100_80g": bloom,
+    "deepspeed_azure_zero3_a100": azure,
+    "nanotron_best_configs": nanotron,
+    "torchtitan_measured": torchtitan,
+    "galvatron_llama2_7b_layer_fwd_ms": galvatron_time,
+}

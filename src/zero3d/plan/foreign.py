@@ -1,0 +1,95 @@
+"""Memory of other systems' fullest rank, from a model's closed form and a profile's bytes per parameter.
+
+    rank class   the pipeline ranks: first (most micro-batches in flight), ..., last (logits)
+    states       its parameters / tp x bytes per parameter
+    activations  its blocks x micro-batches in flight x what a policy keeps, and one block's interior where recomputed
+    logits       of the last rank; a gathered unit or two at stage 3; buffers
+    reserved     spare x the sum; device: and the contexts
+
+In flight under 1F1B: min(m, p - rank); interleaved as many layers more as Korthikanti's 1 + (p - 1)/(p v) says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from zero3d.plan.formulas import interleave_factor
+from zero3d.plan.profiles import Profile
+from zero3d.plan.recompute import recompute_arithmetic
+from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, Operations, ParallelPlan
+from zero3d.plan.time import part_indices
+
+
+def foreign_memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, system: Profile) -> Memory:
+    """Of the fullest pipeline rank."""
+    cut = part_indices(model, plan.pp, plan.virtual)
+    ranks = [[i for part in cut[rank :: plan.pp] for i in part] for rank in range(plan.pp)]
+    classes = {rank: _rank_bytes(model, plan, system, inside, rank) for rank, inside in enumerate(ranks)}
+    fullest = max(classes, key=lambda rank: sum(classes[rank].values()))
+    parts = classes[fullest]
+    allocated = sum(parts.values())
+    reserved = system.spare * allocated
+    host = _host(model, plan, cluster, system)
+    return Memory(
+        parts["states"],
+        allocated,
+        reserved,
+        reserved + system.context,
+        host,
+        parts,
+        f"pipeline rank {fullest} of {plan.pp}",
+    )
+
+
+def _rank_bytes(
+    model: ModelSpec, plan: ParallelPlan, system: Profile, inside: list[int], rank: int
+) -> Mapping[str, float]:
+    parts = [model.parts[i] for i in inside]
+    held = sum(part.numel for part in parts) / plan.tp
+    if plan.pp > 1 and rank == plan.pp - 1:  # a tied head has the embedding's weight once more
+        copies = {unit.copy_of for part in parts for unit in part.units if unit.copy_of}
+        held += sum(w.numel for p in model.parts for u in p.units if u.name in copies for w in u.weights) / plan.tp
+    trainable = held * model.trainable / model.params
+    per_parameter = system.states(plan.stage, plan.dp, plan.reduce_dtype)
+    weight = (system.shard_weight / plan.dp) if plan.stage == 3 else system.weight
+    states = held * weight + trainable * (per_parameter - weight - _offloaded(plan, system))
+    blocks = [part for part in parts if part.kind == "block"]
+    tokens = plan.micro_batch * model.length
+    flight = float(min(plan.accumulate, plan.pp - rank) if plan.schedule != "gpipe" else plan.accumulate)
+    if plan.virtual > 1:
+        flight = min(float(plan.accumulate), flight * float(interleave_factor(plan.pp, plan.virtual)))
+    gathered = system.units * 2.0 * max(part.numel for part in model.parts) / plan.tp if plan.stage == 3 else 0.0
+    found = {"states": states, "gathered": gathered, "buffers": system.buffers}
+    if blocks:
+        found["activations"] = tokens * _kept(blocks[0].operations, len(blocks), flight, plan, system)
+        found["transient"] = tokens * blocks[0].operations.transient / plan.tp
+    heads = [part.operations for part in parts if part.kind == "head"]
+    if heads:
+        found["logits"] = tokens * sum((head.kept_cut + head.transient) / plan.tp for head in heads)
+        found["transient"] = 0.0
+    return found
+
+
+def _kept(operations: Operations, blocks: int, flight: float, plan: ParallelPlan, system: Profile) -> float:
+    """Bytes per token of a rank's blocks: those in flight, and one that is recomputed now."""
+    whole = operations.kept_whole / (plan.tp if plan.sequence_parallel else 1)
+    attention = operations.attention / plan.tp
+    interior = system.interior * ((operations.kept_cut - operations.attention) / plan.tp + whole)
+    ledger = recompute_arithmetic(blocks, plan.activations)
+    entry = operations.input / (plan.tp if plan.sequence_parallel else 1)
+    if plan.activations == "none":
+        return flight * blocks * (interior + attention)
+    if plan.activations == "selective":
+        return flight * blocks * interior + attention
+    return flight * ledger.kept_inputs * entry + ledger.interiors * (interior + attention)
+
+
+def _offloaded(plan: ParallelPlan, system: Profile) -> float:
+    """Bytes per parameter that live on the host."""
+    return system.optimizer / (plan.dp if plan.stage else 1) if plan.offload != "none" else 0.0
+
+
+def _host(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, system: Profile) -> float:
+    """Of a node: each rank loads a whole model before it is cut (2 bytes a parameter), and offloaded states."""
+    ranks = min(plan.world, cluster.per_node)
+    return ranks * (2.0 * model.params + _offloaded(plan, system) * model.trainable / (plan.tp * plan.pp))

@@ -1,0 +1,151 @@
+"""Seconds of a part's forward and backward on one rank: a roofline per matrix, attention, and what memory bounds.
+
+    matrix product    flops / (e x peak) + bytes / bandwidth, for each weight of the part; backward twice, once if frozen
+    attention, flash  flops / (a x peak); backward 2.5 times (scores are computed again)
+    attention, eager  flops / (e/2 x peak) + 2.6 passes over the kept scores; backward twice
+    the rest          2 passes over the bytes kept for the backward (written, then read); backward 2 again
+
+e and a are what kernels reach of a card's peak; small matrices lose by their bytes. Fitted on cards of the reference
+tables: galvatron's layer times and Korthikanti's table 4 (A100), nanotron, torchtitan and Megatron-Core (H100).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from zero3d.plan.spec import ClusterSpec, Gpu, ModelSpec, Operations, ParallelPlan, Part
+
+EAGER_PASSES, REST_PASSES, FLASH_BACKWARD = 2.6, 2.0, 2.5
+LAUNCH = 4e-6  # seconds per kernel, where the device waits for the host
+ODD_HEAD = 3.0  # attention's matrices with heads that are no multiple of 8 miss the tensor cores
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What kernels get of a card: fractions of its peak (matrix products, flash attention) and of its bandwidth."""
+
+    matrix: float
+    flash: float
+    memory: float = 0.8
+
+
+REACHED = {  # by the start of a card's name; "": any other
+    "v100": Reached(0.62, 0.5),
+    "a100": Reached(0.80, 0.75),
+    "h100": Reached(0.70, 0.60),
+    "h200": Reached(0.70, 0.60),
+    "cpu": Reached(0.60, 0.30, 0.5),
+    "": Reached(0.70, 0.60),
+}
+
+
+class Work(NamedTuple):
+    """Seconds of one kind of kernel, forward and backward."""
+
+    forward: float
+    backward: float
+
+
+class PartWork(NamedTuple):
+    """One micro-batch through a part on one rank."""
+
+    matrices: Work
+    attention: Work
+    rest: Work
+
+    @property
+    def forward(self) -> float:
+        """Seconds of the forward."""
+        return sum(work.forward for work in self)
+
+    @property
+    def backward(self) -> float:
+        """Seconds of the backward, nothing recomputed."""
+        return sum(work.backward for work in self)
+
+
+class Matrix(NamedTuple):
+    """A weight that tokens are multiplied with: rows, columns, the dimension that tp cuts, and how many there are."""
+
+    shape: tuple[int, int]
+    cut: int | None
+    trainable: bool
+    count: int
+
+
+class Shape(NamedTuple):
+    """What of a part its time hangs on."""
+
+    kind: str
+    matrices: tuple[Matrix, ...]
+    operations: Operations
+    head: int
+
+
+def reached(gpu: Gpu) -> Reached:
+    """The row of REACHED for a card."""
+    return REACHED[max((name for name in REACHED if gpu.name.startswith(name)), key=len)]
+
+
+@lru_cache(maxsize=64)
+def shapes(model: ModelSpec) -> tuple[Shape, ...]:
+    """Of each part of the model, in order."""
+    return tuple(_shape(part, model.hidden // model.heads) for part in model.parts)
+
+
+def _shape(part: Part, head: int) -> Shape:
+    found: Counter[tuple[tuple[int, int], int | None, bool]] = Counter()
+    for unit in part.units if part.kind != "embedding" else ():
+        for weight in unit.weights:
+            if len(weight.shape) == 2:
+                found[(weight.shape[0], weight.shape[1]), weight.cut, weight.trainable] += 1
+    return Shape(part.kind, tuple(Matrix(*key, count) for key, count in found.items()), part.operations, head)
+
+
+def part_work(shape: Shape, model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, speed: float = 1.0) -> PartWork:
+    """Seconds of one micro-batch. speed: what a system's kernels reach of REACHED's."""
+    return _part_work(shape, plan.micro_batch * model.length, plan.tp, plan.sequence_parallel, cluster.gpu, speed)
+
+
+@lru_cache(maxsize=4096)
+def _part_work(shape: Shape, tokens: int, tp: int, sequence_parallel: bool, gpu: Gpu, speed: float) -> PartWork:
+    got, operations = reached(gpu), shape.operations
+    bandwidth, peak = got.memory * gpu.bandwidth, got.matrix * speed * gpu.flops
+    matrices = _matrices(shape, tokens, tp, peak, bandwidth)
+    flops = operations.scores * tokens / tp
+    if operations.attention:
+        slow = ODD_HEAD if shape.head % 8 else 1.0
+        scores = 2 * flops / peak * slow + EAGER_PASSES * operations.attention * tokens / tp / bandwidth
+        attention = Work(scores, 2 * scores)
+    else:
+        flash = flops / (got.flash * speed * gpu.flops)
+        attention = Work(flash, FLASH_BACKWARD * flash)
+    whole = operations.kept_whole / (tp if sequence_parallel else 1)
+    kept = (operations.kept_cut - operations.attention) / tp + whole
+    rest = REST_PASSES * kept * tokens / bandwidth
+    return PartWork(matrices, attention, Work(rest, rest))
+
+
+def _matrices(shape: Shape, tokens: int, tp: int, peak: float, bandwidth: float) -> Work:
+    """All products with weights; operations beyond the weights' own (routed experts, convolutions) at the same rate."""
+    forward = backward = counted = 0.0
+    for (rows, columns), cut, trainable, count in shape.matrices:
+        n, k = rows // (tp if cut == 0 else 1), columns // (tp if cut == 1 else 1)
+        seconds = 2.0 * tokens * n * k / peak + 2.0 * (tokens * n + n * k + tokens * k) / bandwidth + LAUNCH
+        forward += count * seconds
+        backward += count * seconds * (2 if trainable else 1)
+        counted += count * 2.0 * rows * columns
+    if not counted:
+        return Work(shape.operations.matrices * tokens / tp / peak, 2 * shape.operations.matrices * tokens / tp / peak)
+    scale = shape.operations.matrices / counted
+    return Work(forward * scale, backward * scale)
+
+
+def total(works: Iterable[PartWork]) -> PartWork:
+    """Parts one after the other."""
+    listed = list(works)
+    return PartWork(*(Work(sum(w[i].forward for w in listed), sum(w[i].backward for w in listed)) for i in range(3)))

@@ -1,0 +1,80 @@
+"""Seconds of collectives: alpha-beta, rings and trees, on two levels of links.
+
+    seconds = hops x latency + bytes moved / B(bytes)          B(S) = B_inf S / (S + S_half)
+
+    inside a node    ring over the L members that a group has there
+    across nodes     ring over n/L nodes; the L members' network cards work in parallel, so L x bandwidth
+    both             the slower of the two: the pieces are pipelined
+
+An all-reduce takes the better of a ring, 2 (n-1) hops, and a double tree, 2 log2 n hops of as many bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log2
+
+from zero3d.plan.spec import ClusterSpec, Link, ParallelPlan
+
+REACHED = 0.8  # of a data sheet's link rate, what the best collective gets (NCCL's bus bandwidth on NVLink and HDR)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate: `size` in all, `local` of them on each node they touch."""
+
+    size: int
+    local: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes it touches."""
+        return -(-self.size // self.local)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a plan; tp ranks are neighbours, then dp, then pp."""
+
+    tp: Group
+    dp: Group
+    hop_inside: bool
+
+    @classmethod
+    def of(cls, plan: ParallelPlan, cluster: ClusterSpec) -> Groups:
+        """Where a plan's ranks lie."""
+        tp = Group(plan.tp, min(plan.tp, cluster.per_node))
+        dp = Group(plan.dp, max(1, min(plan.dp, cluster.per_node // plan.tp)))
+        return cls(tp, dp, plan.tp * plan.dp < cluster.per_node)
+
+
+def send_seconds(size: float, link: Link) -> float:
+    """A message between two ranks."""
+    return link.latency + _wire(size, link) if size else 0.0
+
+
+def gather_seconds(size: float, group: Group, cluster: ClusterSpec) -> float:
+    """An all-gather of `size` bytes in all, or a reduce-scatter of as many."""
+    if group.size == 1 or not size:
+        return 0.0
+    inside, across = cluster.inside, cluster.across
+    near = size * (group.local - 1) / group.local
+    far = size * (group.nodes - 1) / group.nodes / group.local
+    wire = max(_wire(near, inside), _wire(far, across))
+    return wire + (group.local - 1) * inside.latency + (group.nodes - 1) * across.latency
+
+
+def reduce_seconds(size: float, group: Group, cluster: ClusterSpec) -> float:
+    """An all-reduce of `size` bytes: the better of ring and tree."""
+    if group.size == 1 or not size:
+        return 0.0
+    ring = 2 * gather_seconds(size, group, cluster)
+    inside, across = cluster.inside, cluster.across
+    near, far = 2 * size * (group.local > 1), 2 * size * (group.nodes > 1) / group.local
+    hops = 2 * log2(group.local) * inside.latency + 2 * log2(group.nodes) * across.latency
+    return min(ring, max(_wire(near, inside), _wire(far, across)) + hops)
+
+
+def _wire(size: float, link: Link) -> float:
+    """size / B(size) = (size + half) / B_inf."""
+    return (size + link.half) / (REACHED * link.bandwidth) if size else 0.0

@@ -1,0 +1,172 @@
+"""Seconds of a step, and what they are made of.
+
+compute      matrices, attention, rest of the rank that works most (kernels.py)       x micro-batches
+recompute    its forwards that run again
+tp           all-reduces in forward and backward, and again where recomputed; what of them is not hidden
+bubble       the schedule's end less that rank's work: waits and hops (timeline.py)
+dp           gradients out, parameters in; at stage 3 per unit and micro-batch; what backward does not hide
+optimizer    bytes of states read and written, by the card's memory, or the host's where offloaded
+offload      gradients down and parameters up the host link
+fixed        a system's own per step and micro-batch: launching, data, logging
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zero3d.plan.kernels import LAUNCH, PartWork, Shape, part_work, reached, shapes, total
+from zero3d.plan.network import Groups, gather_seconds, reduce_seconds, send_seconds
+from zero3d.plan.recompute import Policy
+from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
+from zero3d.plan.timeline import pipeline_seconds
+from zero3d.zero.stages import stage_row
+
+HOST_BANDWIDTH = 100e9  # bytes per second of a node's memory that host Adam gets, over all its GPUs
+UNCERTAIN = (0.85, 1.2)  # of mid: what the reference tables' rows scatter around the model
+
+
+@dataclass(frozen=True)
+class Pace:
+    """A system's way with time.
+
+    speed      of its kernels, of kernels.REACHED; 1 unless fitted. By the start of a card's name
+    hide_dp    fraction of the backward that may run beside the data axis' communication
+    hide_tp    fraction of tp's all-reduces that runs beside products
+    gradient   bytes of a gradient on the wire
+    unit_hops  at stage 3, latencies of the ring per unit and pass, in multiples of one collective's
+    fixed      seconds per step
+    """
+
+    speed: dict[str, float]
+    hide_dp: float = 0.0
+    hide_tp: float = 0.0
+    gradient: float = 2.0
+    unit_hops: float = 1.0
+    fixed: float = 0.05
+    network: float = 1.0
+
+    def speed_on(self, gpu: str) -> float:
+        """Of a card."""
+        return next((speed for name, speed in self.speed.items() if gpu.startswith(name)), 1.0)
+
+
+def part_indices(model: ModelSpec, ranks: int, virtual: int = 1) -> list[list[int]]:
+    """Parts of the model per pipeline part: blocks evenly, the first ones longer; embedding first, head last."""
+    blocks = [i for i, part in enumerate(model.parts) if part.kind == "block"]
+    first = [i for i, part in enumerate(model.parts) if part.kind == "embedding"]
+    last = [i for i, part in enumerate(model.parts) if part.kind == "head"]
+    count = ranks * virtual
+    bounds = [len(blocks) * i // count for i in range(count + 1)]
+    cut = [blocks[bounds[i] : bounds[i + 1]] for i in range(count)]
+    cut[0], cut[-1] = first + cut[0], cut[-1] + last
+    return cut
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What all terms share."""
+
+    model: ModelSpec
+    plan: ParallelPlan
+    cluster: ClusterSpec
+    pace: Pace
+    groups: Groups
+
+    @property
+    def tokens(self) -> int:
+        return self.plan.micro_batch * self.model.length
+
+
+def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pace: Pace) -> Seconds:
+    """A step of `accumulate` micro-batches on each of dp replicas, low to high."""
+    step = _Step(model, plan, cluster, pace, Groups.of(plan, cluster))
+    listed = shapes(model)
+    works = [part_work(shape, model, plan, cluster, pace.speed_on(cluster.gpu.name)) for shape in listed]
+    cut = part_indices(model, plan.pp, plan.virtual)
+    terms = [_part_terms(step, [(listed[i], works[i]) for i in part]) for part in cut]
+    forward, backward = [t["forward"] for t in terms], [t["backward"] for t in terms]
+    micro_batches = plan.accumulate
+    hop = _hop(step) if plan.pp > 1 else 0.0
+    end = pipeline_seconds(plan.schedule, forward, backward, micro_batches, plan.pp, hop)
+    rank = max(range(plan.pp), key=lambda r: sum(forward[r :: plan.pp]) + sum(backward[r :: plan.pp]))
+    parts = {
+        name: micro_batches * sum(term[name] for term in terms[rank :: plan.pp])
+        for name in ("matrices", "attention", "rest", "recompute", "tp")
+    }
+    parts["bubble"] = end - sum(parts.values())
+    numel = max(
+        sum(model.parts[i].numel for r in range(rank, len(cut), plan.pp) for i in cut[r]) for rank in range(plan.pp)
+    )
+    backward_seconds = micro_batches * sum(backward[rank :: plan.pp])
+    parts["dp"] = _data(step, numel / plan.tp, end, backward_seconds)
+    parts |= _update(step, numel / plan.tp * model.trainable / model.params)
+    parts["fixed"] = pace.fixed
+    mid = sum(parts.values())
+    return Seconds(UNCERTAIN[0] * mid, mid, UNCERTAIN[1] * mid, parts)
+
+
+def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[str, float]:
+    """Seconds of one micro-batch through a pipeline part."""
+    work = total(w for _, w in inside)
+    kinds = [shape.kind for shape, _ in inside]
+    policy = Policy.of(step.plan.activations)
+    blocks = total(w for shape, w in inside if shape.kind == "block")
+    again = blocks.attention.forward if policy.kind == "selective" else blocks.forward
+    recompute = 0.0 if policy.kind == "none" else again
+    tp = reduce_seconds(2.0 * step.tokens * step.model.hidden, step.groups.tp, step.cluster) * (1 - step.pace.hide_tp)
+    passes = 3 if policy.kind in ("full", "every") else 2
+    exposed = 2 * kinds.count("block") * tp
+    ends = tp * (len(kinds) - kinds.count("block"))
+    forward = work.forward + exposed + ends
+    backward = work.backward + recompute + (passes - 1) * exposed + ends
+    return {
+        "forward": forward,
+        "backward": backward,
+        "matrices": work.matrices.forward + work.matrices.backward,
+        "attention": work.attention.forward + work.attention.backward,
+        "rest": work.rest.forward + work.rest.backward,
+        "recompute": recompute,
+        "tp": passes * exposed + 2 * ends,
+    }
+
+
+def _hop(step: _Step) -> float:
+    """Activations of a micro-batch from one pipeline stage to the next, each tp rank its part of them."""
+    link = step.cluster.inside if step.groups.hop_inside else step.cluster.across
+    return send_seconds(2.0 * step.tokens * step.model.hidden / step.plan.tp, link)
+
+
+def _data(step: _Step, numel: float, end: float, backward: float) -> float:
+    """What the data axis adds: communication that the computation does not hide."""
+    plan, group, pace = step.plan, step.groups.dp, step.pace
+    if group.size == 1:
+        return 0.0
+    row = stage_row(plan.stage)
+    trained = numel * step.model.trainable / step.model.params
+    reductions = plan.accumulate if row.shards_gradients else 1
+    units = max(1.0, len(step.model.blocks) / plan.pp)
+
+    def collective(elements: float, width: float) -> float:
+        each = gather_seconds(elements * width / units, group, step.cluster)
+        hops = (group.size - 1) * step.cluster.across.latency if group.nodes > 1 else 0.0
+        return units * (each / pace.network + (pace.unit_hops - 1) * hops)
+
+    reduce = reductions * collective(trained, pace.gradient)
+    if row.shards_parameters:
+        gathers = collective(numel, 2.0) * (2 * plan.accumulate if plan.release != "every_step" else 1)
+        return max(0.0, reduce + gathers - pace.hide_dp * end) + collective(numel, 2.0) / units
+    hidden = pace.hide_dp * backward / plan.accumulate  # beside the last micro-batch's backward
+    return max(0.0, reduce - hidden) + collective(trained, 2.0)
+
+
+def _update(step: _Step, trained: float) -> dict[str, float]:
+    """Optimizer and offload. Adam reads gradient, master, m, v and writes master, m, v and the weight: 30 bytes."""
+    plan, cluster = step.plan, step.cluster
+    share = trained / (plan.dp if stage_row(plan.stage).shards_optimizer else 1)
+    if plan.offload == "none":
+        return {"optimizer": 30 * share / (reached(cluster.gpu).memory * cluster.gpu.bandwidth) + 100 * LAUNCH}
+    return {
+        "optimizer": 30 * share / (HOST_BANDWIDTH / cluster.per_node),
+        "offload": (4 * share + 2 * share) / cluster.host_link,
+    }
