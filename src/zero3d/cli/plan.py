@@ -24,8 +24,10 @@ from zero3d.plan.search import GOALS, Asked, Row, resized, search, what_if
 from zero3d.plan.spec import ClusterSpec, ModelSpec
 
 USAGE = "zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory --params 7.5e9 --gpus 64"
+GPU, GPUS = "a100-80", 64
 LENGTH, TOKENS = 4096, 4 * 2**20  # tokens of a sequence, and of a step, where nothing is said
 UNITS = {"GB": 1e9, "GIB": 2**30, "MB": 1e6, "MIB": 2**20, "TB": 1e12}
+USABLE = 0.95  # of a GPU's memory: what estimates may be wrong by, and what fragments
 LARGER = 64  # times the cluster, up to which one that fits is looked for
 
 
@@ -100,7 +102,7 @@ def open_cluster(arguments: argparse.Namespace) -> ClusterSpec:
     """What --gpu, --gpus, --nodes and --cluster say. Raises ConfigError."""
     gpus = parse_gpus(arguments.gpus) if arguments.gpus else None
     nodes = parse_gpus(arguments.nodes) if arguments.nodes else None
-    return cluster(arguments.gpu, gpus, nodes, arguments.cluster)
+    return cluster(arguments.gpu or GPU, gpus or GPUS, nodes, arguments.cluster)
 
 
 def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
@@ -128,7 +130,7 @@ def _asked(arguments: argparse.Namespace, model: ModelSpec, place: ClusterSpec) 
             f"--tokens-per-batch {arguments.tokens_per_batch} is no multiple of --seq {model.length}: {int(tokens)} / "
             f"{model.length} = {tokens / model.length:.4g}. Type {near} or {near + model.length}."
         )
-    limit = parse_size(arguments.assert_fits) if arguments.assert_fits else place.gpu.memory
+    limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * place.gpu.memory
     return Asked(sequences, limit, arguments.goal)
 
 

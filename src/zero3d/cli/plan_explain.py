@@ -18,7 +18,7 @@ from zero3d.schedules import Schedule
 
 def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     """Print the terms; 1 if --assert-fits says a size and it needs more."""
-    from zero3d.cli.plan import open_cluster, parse_size
+    from zero3d.cli.plan import USABLE, open_cluster, parse_size
     from zero3d.sim.trace import open_spec
 
     path, overrides = split_words(list(words))
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     model = open_spec(config.model.path, config.data.length, config.model.attn, arguments.lora)
     check(model, plan, place)
     row = Row(plan, evaluate(model, place, plan))
-    limit = parse_size(arguments.assert_fits) if arguments.assert_fits else place.gpu.memory
+    limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * place.gpu.memory
     if arguments.json:
         print(json.dumps(plan_text.row_json(row), indent=2))
     else:
