@@ -1,0 +1,156 @@
+"""The GPU catalogue and cluster files -> ClusterSpec.
+
+    zero3d plan --gpu a100-80 --gpus 128              all from data sheets
+    zero3d plan --gpu a100-80 --gpus 128 --cluster cluster.yaml
+        gpu: {memory: 79.1e9}                         any field of ClusterSpec replaces the catalogue's: "user"
+        across: {bandwidth: 12.5e9}
+        provenance: {across.bandwidth: measured}      as `zero3d calibrate` writes it
+
+Memory is what the vendor sells, in GiB (an "80 GB" card has 80 x 2^30 bytes); rates are decimal and one way.
+Peaks are dense bf16 without sparsity (fp16 on V100). Networks are the usual ones of such machines: a cloud's differ.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zero3d.errors import ConfigError
+from zero3d.plan.spec import ClusterSpec, Gpu, Link
+from zero3d.plan.spec_json import from_json, to_json
+
+GIB, GB, TFLOP = 2.0**30, 1e9, 1e12
+
+
+@dataclass(frozen=True)
+class Card:
+    """A row of the catalogue. GiB, TFLOP/s, GB/s; per GPU and one way where it is a link.
+
+    host   GiB of host memory that such a node has
+    """
+
+    memory: float
+    tflops: float
+    bandwidth: float
+    inside: float
+    across: float
+    host_link: float
+    host: float
+    per_node: int = 8
+
+
+CATALOGUE = {
+    # name          GiB    TFLOP/s  HBM GB/s  inside  across  host link  host GiB per node
+    "v100-16": Card(16, 125, 900, 150, 3.125, 12, 768),
+    "v100-32": Card(32, 125, 900, 150, 6.25, 12, 1536),
+    "a100-40": Card(40, 312, 1555, 300, 25, 24, 1024),
+    "a100-80": Card(80, 312, 2039, 300, 25, 24, 2048),
+    "h100": Card(80, 989, 3352, 450, 50, 50, 2048),
+    "h100-96": Card(96, 989, 2400, 450, 50, 50, 2048),  # HBM2e, 500 W: the torchtitan tables' card
+    "h200": Card(141, 989, 4800, 450, 50, 50, 2048),
+    "b200": Card(180, 2250, 8000, 900, 50, 50, 2048),
+    "mi300x": Card(192, 1307, 5300, 448, 50, 50, 2048),
+    "a6000": Card(48, 155, 768, 25, 3.125, 24, 256, 4),
+    "rtx-4090": Card(24, 165, 1008, 20, 1.25, 24, 128, 4),
+    "rtx-3090": Card(24, 71, 936, 12, 1.25, 12, 128, 4),
+    "cpu": Card(64, 1, 100, 10, 1.25, 50, 64, 1),
+}
+ALIASES = {"v100": "v100-32", "a100": "a100-80", "h100-80": "h100", "rtx4090": "rtx-4090", "rtx3090": "rtx-3090",
+           "rtx-a6000": "a6000", "4090": "rtx-4090", "3090": "rtx-3090"}  # fmt: skip
+
+
+def cluster(name: str, gpus: int, nodes: int | None = None, file: Path | str | None = None) -> ClusterSpec:
+    """`gpus` cards of the catalogue on `nodes` nodes (None: nodes as such cards usually come), a file's fields on top.
+
+    Raises ConfigError for an unknown card, GPUs that do not divide over the nodes, and misfit files.
+    """
+    card = _card(name)
+    if gpus < 1 or (nodes is not None and (nodes < 1 or gpus % nodes)):
+        raise ConfigError(f"{gpus} GPUs on {nodes} nodes: pass --gpus as a multiple of --nodes, both from 1.")
+    count = nodes if nodes is not None else -(-gpus // card.per_node)
+    if gpus % count:
+        raise ConfigError(
+            f"{gpus} GPUs do not fill whole nodes of {card.per_node}: pass --nodes, which divides {gpus}, or --gpus "
+            f"{count * card.per_node}."
+        )
+    spec = _datasheet(_key(name), card, count, gpus // count)
+    return spec if file is None else _override(spec, file)
+
+
+def _key(name: str) -> str:
+    key = name.strip().lower().replace("_", "-").replace(" ", "-")
+    return ALIASES.get(key, key)
+
+
+def _card(name: str) -> Card:
+    key = _key(name)
+    if key in CATALOGUE:
+        return CATALOGUE[key]
+    near = difflib.get_close_matches(key, [*CATALOGUE, *ALIASES], n=1, cutoff=0.3)
+    hint = f" Did you mean {ALIASES.get(near[0], near[0])}?" if near else ""
+    raise ConfigError(f"GPU {name!r} is not in the catalogue: {', '.join(CATALOGUE)}; or write a cluster file.{hint}")
+
+
+def _datasheet(name: str, card: Card, nodes: int, per_node: int) -> ClusterSpec:
+    spec = ClusterSpec(
+        gpu=Gpu(name, card.memory * GIB, card.tflops * TFLOP, card.bandwidth * GB),
+        nodes=nodes,
+        per_node=per_node,
+        inside=Link(card.inside * GB, latency=4e-6, half=2e6),
+        across=Link(card.across * GB, latency=12e-6, half=1e6),
+        host_memory=card.host * GIB,
+        host_link=card.host_link * GB,
+    )
+    return replace(spec, provenance={field.name: "datasheet" for field in fields(spec) if field.name != "provenance"})
+
+
+def _override(spec: ClusterSpec, file: Path | str) -> ClusterSpec:
+    """The spec with a file's fields in place of its own; their provenance is "user" if the file names none."""
+    path = Path(file)
+    try:
+        given = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"cluster file {path}: {str(error).splitlines()[0]}") from error
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"cluster file {path}: expected fields of a cluster, such as across: {{bandwidth: 12.5e9}}.")
+    named = dict(given.get("provenance") or {})
+    told = {
+        field: str(named.get(field, "user")) for field in _leaves({k: v for k, v in given.items() if k != "provenance"})
+    }
+    tree = _merge(to_json(spec), {**given, "provenance": {**spec.provenance, **named, **told}})
+    return from_json(ClusterSpec, _numbers(tree))
+
+
+def _leaves(tree: Mapping[str, Any], path: str = "") -> list[str]:
+    """Dotted names of a tree's values."""
+    found = []
+    for key, value in tree.items():
+        found += _leaves(value, f"{path}{key}.") if isinstance(value, Mapping) else [f"{path}{key}"]
+    return found
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **base,
+        **{
+            k: _merge(base[k], v) if isinstance(base.get(k), dict) and isinstance(v, Mapping) else v
+            for k, v in over.items()
+        },
+    }
+
+
+def _numbers(tree: Any) -> Any:
+    """YAML 1.1 reads 12.5e9 (no sign in the exponent) as text: make numbers of it again."""
+    if isinstance(tree, Mapping):
+        return {key: _numbers(value) for key, value in tree.items()}
+    if isinstance(tree, str):
+        try:
+            return float(tree)
+        except ValueError:
+            return tree
+    return tree

@@ -1,0 +1,79 @@
+"""Planner data as JSON and back. What a tree must look like is read off the dataclasses' own annotations.
+
+dataclass <-> object        tuple[X, ...] <-> list        Mapping[str, X] <-> object        X | None <-> X or null
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from zero3d.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def to_json(value: Any) -> dict[str, Any]:
+    """A dataclass of `plan.spec` as a tree that `json.dump` takes."""
+    tree = _plain(asdict(value))
+    assert isinstance(tree, dict)
+    return tree
+
+
+def from_json(cls: type[T], tree: Any) -> T:
+    """The dataclass `cls` of a tree. Raises ConfigError for unknown, missing and misfit entries, with their path."""
+    built = _build(cls, tree, cls.__name__)
+    assert isinstance(built, cls)
+    return built
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _build(kind: Any, value: Any, path: str) -> Any:
+    if is_dataclass(kind) and isinstance(kind, type):
+        return _build_dataclass(kind, value, path)
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        rest = [option for option in inner if option is not type(None)]
+        return None if value is None else _build(rest[0], value, path)
+    if origin is tuple:
+        items = _expect(value, (list, tuple), path, "a list")
+        return tuple(_build(inner[0], item, f"{path}[{i}]") for i, item in enumerate(items))
+    if origin is Mapping:
+        entries = _expect(value, (Mapping,), path, "an object")
+        return {str(key): _build(inner[1], item, f"{path}.{key}") for key, item in entries.items()}
+    if kind is float:
+        return float(_expect(value, (int, float), path, "a number"))
+    return _expect(value, (kind,), path, {int: "a whole number", str: "text", bool: "true or false"}[kind])
+
+
+def _build_dataclass(kind: type, value: Any, path: str) -> Any:
+    entries = _expect(value, (Mapping,), path, "an object")
+    names = [field.name for field in fields(kind)]
+    for key in entries:
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{path}: {key!r} is unknown; it has {', '.join(names)}.{hint}")
+    hints = get_type_hints(kind)
+    built = {key: _build(hints[key], inner, f"{path}.{key}") for key, inner in entries.items()}
+    try:
+        return kind(**built)
+    except TypeError as error:
+        raise ConfigError(f"{path}: {str(error).replace('__init__() ', '')}.") from None
+
+
+def _expect(value: Any, kinds: tuple[Any, ...], path: str, words: str) -> Any:
+    """The value, or a ConfigError. True and False are no numbers."""
+    if isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{path}={value!r}: expected {words}.")
