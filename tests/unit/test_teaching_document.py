@@ -33,7 +33,7 @@ FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 HEADING = re.compile(r"^(#+) (.*)$", re.M)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
-QUANTITY = re.compile(rf"({NUMBER}) ?(?:[kMGT]i?B|TFLOP|%)(?![A-Za-z])")
+QUANTITY = re.compile(rf"({NUMBER})\s?(?:[kMGT]i?B|TFLOP|%)(?![A-Za-z])")
 NOT_OURS = re.compile(r'"[^"\n]*"|“[^”\n]*”|`[^`\n]*`|\]\([^)]*\)')  # quoted from a source, code, addresses
 
 
