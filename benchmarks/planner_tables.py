@@ -200,9 +200,9 @@ def megatron_core(row: Row) -> Iterator[Point]:
 
 
 def jean_zay(gpus: int) -> ClusterSpec:
-    """8 A100 per node, four 100 Gb/s ports. 150 GB/s within a node is fitted: tp=8 against tp=4 and 2."""
+    """8 A100 per node, four 100 Gb/s ports. 115 GB/s within a node is fitted: tp=8 against tp=4 and 2."""
     found = machines("a100-80", gpus, 6.25e9)
-    return replace(found, inside=replace(found.inside, bandwidth=150e9))
+    return replace(found, inside=replace(found.inside, bandwidth=115e9))
 
 
 def bloom(row: Row) -> Iterator[Point]:
@@ -214,7 +214,7 @@ def bloom(row: Row) -> Iterator[Point]:
     wide = "fp32 grad accumulation" in row["note"]
     plan = ParallelPlan(dp, tp, pp, 1, micro, batch // dp // micro if batch else 64, "full",
                         reduce_dtype="fp32" if wide else "fp16")  # fmt: skip
-    found = evaluate(model, jean_zay(whole(row, "gpus")), plan, "deepspeed")
+    found = evaluate(model, jean_zay(whole(row, "gpus")), plan, "megatron-deepspeed")
     device = found.memory.device / GIB
     group = " ".join(row[name] for name in ("hidden", "layers", "heads", "gpus", "gbs"))
     if row["mem_gb_nvidia_smi"] and row["exclude"] != "mem":

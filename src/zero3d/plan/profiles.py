@@ -73,13 +73,14 @@ class Profile:
 
 
 A100_2021 = Pace({"a100": 0.97})
-AZURE = Pace({"a100": 0.9}, hide_dp=0.05, unit_hops=4.5, network=0.9, block=0.008)
-DEEPSPEED_2021 = replace(AZURE, hide_dp=0.0, unit_hops=9.0, network=0.44, block=0.0)
+AZURE = Pace({"a100": 0.9}, hide_dp=0.05, unit_hops=4.5, network=0.9)
+DEEPSPEED_2021 = replace(AZURE, hide_dp=0.0, unit_hops=9.0, network=0.44)
 PROFILES = {
-    "zero3d": Profile("zero3d", 2, 4, 12, 1.06, Pace({}, hide_dp=0.9, gradient=4.0), engine=True, loads_whole=False),
+    "zero3d": Profile("zero3d", 2, 4, 12, 1.06, Pace({}, hide_dp=0.65, gradient=4.0), engine=True, loads_whole=False),
     "megatron": Profile("megatron", 2, 4, 12, 1.1, A100_2021),
     "megatron-core": Profile("megatron-core", 2, 4, 12, 1.1, Pace({}, hide_dp=0.9, hide_tp=0.5)),
     "deepspeed": Profile("deepspeed", 2, 2, 16, 1.2, AZURE, context=5e9),
+    "megatron-deepspeed": Profile("megatron-deepspeed", 2, 2, 16, 1.2, Pace({}, block=0.0084), context=5e9),
     "deepspeed-0.3": Profile("deepspeed-0.3", 2, 2, 12, 1.1, DEEPSPEED_2021, context=1.5e9, buffers=0.5e9),
     "torchtitan": Profile(
         "torchtitan",
@@ -87,7 +88,7 @@ PROFILES = {
         4,
         8,
         1.24,
-        Pace({"h100-96": 0.93, "a100": 0.95}, hide_dp=0.9, again=0.5),
+        Pace({"h100-96": 0.93, "a100": 0.95}, hide_dp=0.65, again=0.5),
         shard_weight=4,
         selective=0.36,
         keeps_in_pipelines=True,

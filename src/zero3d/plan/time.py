@@ -31,7 +31,7 @@ class Pace:
     """A system's way with time.
 
     speed      of its kernels, of kernels.REACHED; 1 unless fitted. By the start of a card's name
-    hide_dp    fraction of the backward that may run beside the data axis' communication
+    hide_dp    fraction of the data axis' communication that computation hides, if there is as much of it
     hide_tp    fraction of tp's all-reduces that runs beside products
     gradient   bytes of a gradient on the wire
     unit_hops  at stage 3, collectives per unit and pass (1: a unit travels as one; 12: each parameter of its own)
@@ -64,7 +64,8 @@ def part_indices(model: ModelSpec, ranks: int, virtual: int = 1) -> list[list[in
     count = ranks * virtual
     bounds = [len(blocks) * i // count for i in range(count + 1)]
     cut = [blocks[bounds[i] : bounds[i + 1]] for i in range(count)]
-    cut[0], cut[-1] = first + cut[0], cut[-1] + last
+    cut[0] = first + cut[0]
+    cut[-1] = cut[-1] + last
     return cut
 
 
@@ -170,9 +171,14 @@ def _data(step: _Step, numel: float, end: float, backward: float) -> float:
     reduce = reductions * collective(trained, pace.gradient)
     if row.shards_parameters:
         gathers = collective(numel, 2.0) * (2 * plan.accumulate if plan.release != "every_step" else 1)
-        return max(0.0, reduce + gathers - pace.hide_dp * end) + collective(numel, 2.0) / units
-    hidden = pace.hide_dp * backward / plan.accumulate  # beside the last micro-batch's backward
-    return max(0.0, reduce - hidden) + (1 - pace.hide_dp) * collective(trained, 2.0)
+        return _exposed(reduce + gathers, end, pace.hide_dp) + collective(numel, 2.0) / units
+    beside = backward / plan.accumulate  # the last micro-batch's; parameters travel beside the next step's forward
+    return _exposed(reduce, beside, pace.hide_dp) + _exposed(collective(trained, 2.0), beside / 2, pace.hide_dp)
+
+
+def _exposed(communication: float, computation: float, hide: float) -> float:
+    """Seconds of communication that are seen: what cannot hide, and what finds nothing to hide behind."""
+    return (1 - hide) * communication + max(0.0, hide * communication - computation)
 
 
 def _update(step: _Step, trained: float) -> dict[str, float]:
