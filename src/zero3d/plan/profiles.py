@@ -16,11 +16,12 @@ system itself. All fits are on the published tables alone; benchmarks/planner_ac
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from zero3d.errors import ConfigError
+from zero3d.plan.spec import ParallelPlan
 from zero3d.plan.time import Pace
-from zero3d.zero.stages import stage_row
+from zero3d.zero.stages import engine_bytes, stage_row
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,15 @@ class Profile:
 
     weight, gradient, optimizer  bytes per parameter; the stage says which are divided by dp
     shard_weight                 at stage 3, bytes of the weight's shard where it is kept wider than `weight`
+    keeps_in_pipelines           at stage 3, whole weights and gradients stay through a pipeline's step
     interior                     of the activations a model says it keeps, the part that this system's kernels keep
+    selective                    of a block's interior, what its "selective" keeps; None: all but attention's scores
     spare                        reserved over live bytes
     context                      bytes of CUDA and NCCL that no allocator sees
+    buffers                      bytes of communication buckets
+    units                        gathered at a time at stage 3
+    engine                       bytes per parameter are this engine's own (zero/stages.py)
+    loads_whole                  each rank reads a whole model into host memory
     pace                         of its time
     """
 
@@ -44,27 +51,51 @@ class Profile:
     context: float = 2e9
     shard_weight: float = 2.0
     interior: float = 1.0
+    selective: float | None = None
     buffers: float = 1e9
     units: int = 2
-    notes: str = field(default="")
+    keeps_in_pipelines: bool = False
+    engine: bool = False
+    loads_whole: bool = True
 
-    def states(self, stage: int, dp: int, reduce_dtype: str) -> float:
-        """Bytes per parameter on one rank."""
-        row = stage_row(stage)
-        weight = self.shard_weight / dp if row.shards_parameters else self.weight
-        wide = 4.0 if reduce_dtype == "fp32" else self.gradient
-        gradient = (wide if self.gradient < 4 else self.gradient) / (dp if row.shards_gradients else 1)
-        return weight + gradient + self.optimizer / (dp if row.shards_optimizer else 1)
+    def rates(self, plan: ParallelPlan) -> tuple[float, float, float]:
+        """Bytes per parameter on one rank: weight, gradient, optimizer."""
+        if self.engine:
+            held = engine_bytes(plan.stage, plan.dp, plan.precision, plan.release, plan.reduce, plan.accumulate)
+            return float(held.parameters), float(held.gradients), float(held.optimizer)
+        row = stage_row(plan.stage)
+        wide = 4.0 if plan.reduce_dtype == "fp32" and self.gradient < 4 else 0.0  # accumulated beside the 2-byte ones
+        return (
+            self.shard_weight / plan.dp if row.shards_parameters else self.weight,
+            (self.gradient + wide) / (plan.dp if row.shards_gradients else 1),
+            self.optimizer / (plan.dp if row.shards_optimizer else 1),
+        )
 
 
-ZERO3D_PACE = Pace({}, hide_dp=0.9, gradient=4.0)
+A100_2021 = Pace({"a100": 0.97})
+AZURE = Pace({"a100": 0.9}, hide_dp=0.05, unit_hops=4.5, network=0.9)
+DEEPSPEED_2021 = replace(AZURE, hide_dp=0.0, unit_hops=9.0, network=0.44)
 PROFILES = {
-    "megatron": Profile("megatron", 2, 4, 12, 1.1, Pace({}, fixed=0.02)),
-    "deepspeed": Profile("deepspeed", 2, 2, 16, 1.2, Pace({}), context=5e9),
-    "torchtitan": Profile("torchtitan", 2, 4, 8, 1.1, Pace({}, hide_dp=0.9), shard_weight=4),
-    "nanotron": Profile("nanotron", 2, 4, 12, 1.1, Pace({})),
+    "zero3d": Profile("zero3d", 2, 4, 12, 1.06, Pace({}, hide_dp=0.65, gradient=4.0), engine=True, loads_whole=False),
+    "megatron": Profile("megatron", 2, 4, 12, 1.1, A100_2021),
+    "megatron-core": Profile("megatron-core", 2, 4, 12, 1.1, Pace({}, hide_dp=0.9, hide_tp=0.5)),
+    "deepspeed": Profile("deepspeed", 2, 2, 16, 1.2, AZURE, context=5e9),
+    "megatron-deepspeed": Profile("megatron-deepspeed", 2, 2, 16, 1.2, Pace({}, block=0.0084), context=5e9),
+    "deepspeed-0.3": Profile("deepspeed-0.3", 2, 2, 12, 1.1, DEEPSPEED_2021, context=1.5e9, buffers=0.5e9),
+    "torchtitan": Profile(
+        "torchtitan",
+        2,
+        4,
+        8,
+        1.24,
+        Pace({"h100-96": 0.93, "a100": 0.95}, hide_dp=0.65, again=0.5),
+        shard_weight=4,
+        selective=0.36,
+        keeps_in_pipelines=True,
+    ),
+    "nanotron": Profile("nanotron", 2, 4, 12, 1.15, Pace({"h100": 1.06}, gradient=4.0), interior=1.2),
 }
-SYSTEMS = ("zero3d", *PROFILES)
+SYSTEMS = tuple(PROFILES)
 
 
 def profile(system: str) -> Profile:

@@ -119,9 +119,9 @@ def _badness(shape: tuple[int, int], psi: int, length: int) -> float:
 
 
 def _head(hidden: int, vocab: int) -> Operations:
-    """Norm, product and loss: logits in the compute dtype (2 V), their fp32 copy (4 V), which the loss keeps."""
+    """Norm, product and loss, which keeps logits (2 V) and their fp32 copy (4 V); transient: its gradient (4 V)."""
     return Operations(
-        2.0 * hidden * vocab, kept_cut=6 * vocab, kept_whole=4 * hidden, input=2 * hidden, transient=6 * vocab
+        2.0 * hidden * vocab, kept_cut=6 * vocab, kept_whole=4 * hidden, input=2 * hidden, transient=4 * vocab
     )
 
 

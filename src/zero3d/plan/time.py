@@ -31,10 +31,13 @@ class Pace:
     """A system's way with time.
 
     speed      of its kernels, of kernels.REACHED; 1 unless fitted. By the start of a card's name
-    hide_dp    fraction of the backward that may run beside the data axis' communication
+    hide_dp    fraction of the data axis' communication that computation hides, if there is as much of it
     hide_tp    fraction of tp's all-reduces that runs beside products
     gradient   bytes of a gradient on the wire
-    unit_hops  at stage 3, latencies of the ring per unit and pass, in multiples of one collective's
+    unit_hops  at stage 3, collectives per unit and pass (1: a unit travels as one; 12: each parameter of its own)
+    network    of links' bandwidth that the data axis gets
+    block      seconds per block and micro-batch that the host adds: synchronising, checkpointing
+    again      of the blocks' forward, what "selective" runs again; None: attention alone
     fixed      seconds per step
     """
 
@@ -43,8 +46,10 @@ class Pace:
     hide_tp: float = 0.0
     gradient: float = 2.0
     unit_hops: float = 1.0
-    fixed: float = 0.05
     network: float = 1.0
+    block: float = 0.0
+    again: float | None = None
+    fixed: float = 0.02
 
     def speed_on(self, gpu: str) -> float:
         """Of a card."""
@@ -59,7 +64,8 @@ def part_indices(model: ModelSpec, ranks: int, virtual: int = 1) -> list[list[in
     count = ranks * virtual
     bounds = [len(blocks) * i // count for i in range(count + 1)]
     cut = [blocks[bounds[i] : bounds[i + 1]] for i in range(count)]
-    cut[0], cut[-1] = first + cut[0], cut[-1] + last
+    cut[0] = first + cut[0]
+    cut[-1] = cut[-1] + last
     return cut
 
 
@@ -92,7 +98,7 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
     rank = max(range(plan.pp), key=lambda r: sum(forward[r :: plan.pp]) + sum(backward[r :: plan.pp]))
     parts = {
         name: micro_batches * sum(term[name] for term in terms[rank :: plan.pp])
-        for name in ("matrices", "attention", "rest", "recompute", "tp")
+        for name in ("matrices", "attention", "rest", "recompute", "tp", "host")
     }
     parts["bubble"] = end - sum(parts.values())
     numel = max(
@@ -112,13 +118,13 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
     kinds = [shape.kind for shape, _ in inside]
     policy = Policy.of(step.plan.activations)
     blocks = total(w for shape, w in inside if shape.kind == "block")
-    again = blocks.attention.forward if policy.kind == "selective" else blocks.forward
-    recompute = 0.0 if policy.kind == "none" else again
+    recompute = _recomputed(policy.kind, blocks, step.pace)
     tp = reduce_seconds(2.0 * step.tokens * step.model.hidden, step.groups.tp, step.cluster) * (1 - step.pace.hide_tp)
     passes = 3 if policy.kind in ("full", "every") else 2
     exposed = 2 * kinds.count("block") * tp
     ends = tp * (len(kinds) - kinds.count("block"))
-    forward = work.forward + exposed + ends
+    host = step.pace.block * kinds.count("block")
+    forward = work.forward + exposed + ends + host
     backward = work.backward + recompute + (passes - 1) * exposed + ends
     return {
         "forward": forward,
@@ -128,7 +134,17 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
         "rest": work.rest.forward + work.rest.backward,
         "recompute": recompute,
         "tp": passes * exposed + 2 * ends,
+        "host": host,
     }
+
+
+def _recomputed(kind: str, blocks: PartWork, pace: Pace) -> float:
+    """Seconds of the blocks' forwards that a policy runs again."""
+    if kind == "none":
+        return 0.0
+    if kind == "selective":
+        return blocks.attention.forward if pace.again is None else pace.again * blocks.forward
+    return blocks.forward
 
 
 def _hop(step: _Step) -> float:
@@ -155,9 +171,14 @@ def _data(step: _Step, numel: float, end: float, backward: float) -> float:
     reduce = reductions * collective(trained, pace.gradient)
     if row.shards_parameters:
         gathers = collective(numel, 2.0) * (2 * plan.accumulate if plan.release != "every_step" else 1)
-        return max(0.0, reduce + gathers - pace.hide_dp * end) + collective(numel, 2.0) / units
-    hidden = pace.hide_dp * backward / plan.accumulate  # beside the last micro-batch's backward
-    return max(0.0, reduce - hidden) + collective(trained, 2.0)
+        return _exposed(reduce + gathers, end, pace.hide_dp) + collective(numel, 2.0) / units
+    beside = backward / plan.accumulate  # the last micro-batch's; parameters travel beside the next step's forward
+    return _exposed(reduce, beside, pace.hide_dp) + _exposed(collective(trained, 2.0), beside / 2, pace.hide_dp)
+
+
+def _exposed(communication: float, computation: float, hide: float) -> float:
+    """Seconds of communication that are seen: what cannot hide, and what finds nothing to hide behind."""
+    return (1 - hide) * communication + max(0.0, hide * communication - computation)
 
 
 def _update(step: _Step, trained: float) -> dict[str, float]:
