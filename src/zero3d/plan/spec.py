@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -38,7 +39,7 @@ class Weight:
     cut: int | None = None
     itemsize: int | None = None
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole."""
         return prod(self.shape)
@@ -91,7 +92,7 @@ class Part:
     units: tuple[Unit, ...]
     operations: Operations
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Parameters, copies apart."""
         return sum(weight.numel for unit in self.units if unit.copy_of is None for weight in unit.weights)
@@ -111,12 +112,12 @@ class ModelSpec:
     experts: int = 0
     provenance: str = "closed form"
 
-    @property
+    @cached_property
     def params(self) -> int:
         """Psi: all parameters, tied ones once."""
         return sum(part.numel for part in self.parts)
 
-    @property
+    @cached_property
     def trainable(self) -> int:
         """Parameters that get gradients."""
         return sum(
@@ -128,7 +129,7 @@ class ModelSpec:
             if weight.trainable
         )
 
-    @property
+    @cached_property
     def blocks(self) -> tuple[Part, ...]:
         """The repeated parts."""
         return tuple(part for part in self.parts if part.kind == "block")
