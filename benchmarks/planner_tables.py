@@ -14,7 +14,7 @@ from typing import NamedTuple
 import zero3d.plan.formulas as formulas
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
-from zero3d.plan.kernels import part_work, shapes
+from zero3d.plan.kernels import digest, part_work
 from zero3d.plan.shapes import gpt, llama
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.zero.stages import paper_bytes
@@ -299,7 +299,7 @@ def galvatron_time(row: Row) -> Iterator[Point]:
     layers, batch, length = int(found[1] or 1), int(found[2]), int(found[3])
     model = llama(layers, 4096, 32, 32, 11008, 32000, length, fused=True)
     spec, plan = machines("a100-80", 8, 25e9), ParallelPlan(micro_batch=batch)
-    works = [part_work(shape, model, plan, spec).forward for shape in shapes(model)]
+    works = [part_work(shape, model, plan, spec).forward for shape in digest(model).shapes]
     seconds = sum(works) if found[1] else works[1] / batch
     yield Point("galvatron_forward", row["id"], "time", 1e3 * seconds, number(row, "ms"), unit="ms")
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from zero3d.errors import ConfigError
 from zero3d.plan.spec import ParallelPlan
 from zero3d.plan.time import Pace
-from zero3d.zero.stages import engine_bytes, stage_row
+from zero3d.zero.stages import stage_row
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,6 @@ class Profile:
     context                      bytes of CUDA and NCCL that no allocator sees
     buffers                      bytes of communication buckets
     units                        gathered at a time at stage 3
-    engine                       bytes per parameter are this engine's own (zero/stages.py)
-    loads_whole                  each rank reads a whole model into host memory
     pace                         of its time
     """
 
@@ -55,14 +53,9 @@ class Profile:
     buffers: float = 1e9
     units: int = 2
     keeps_in_pipelines: bool = False
-    engine: bool = False
-    loads_whole: bool = True
 
     def rates(self, plan: ParallelPlan) -> tuple[float, float, float]:
         """Bytes per parameter on one rank: weight, gradient, optimizer."""
-        if self.engine:
-            held = engine_bytes(plan.stage, plan.dp, plan.precision, plan.release, plan.reduce, plan.accumulate)
-            return float(held.parameters), float(held.gradients), float(held.optimizer)
         row = stage_row(plan.stage)
         wide = 4.0 if plan.reduce_dtype == "fp32" and self.gradient < 4 else 0.0  # accumulated beside the 2-byte ones
         return (
@@ -76,7 +69,7 @@ A100_2021 = Pace({"a100": 0.97})
 AZURE = Pace({"a100": 0.9}, hide_dp=0.05, unit_hops=4.5, network=0.9)
 DEEPSPEED_2021 = replace(AZURE, hide_dp=0.0, unit_hops=9.0, network=0.44)
 PROFILES = {
-    "zero3d": Profile("zero3d", 2, 4, 12, 1.06, Pace({}, hide_dp=0.65, gradient=4.0), engine=True, loads_whole=False),
+    "zero3d": Profile("zero3d", 2, 4, 12, 1.06, Pace({}, hide_dp=0.65, gradient=4.0)),
     "megatron": Profile("megatron", 2, 4, 12, 1.1, A100_2021),
     "megatron-core": Profile("megatron-core", 2, 4, 12, 1.1, Pace({}, hide_dp=0.9, hide_tp=0.5)),
     "deepspeed": Profile("deepspeed", 2, 2, 16, 1.2, AZURE, context=5e9),

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zero3d.plan.kernels import LAUNCH, PartWork, Shape, part_work, reached, shapes, total
+from zero3d.plan.kernels import LAUNCH, PartWork, Shape, digest, part_work, reached, total
 from zero3d.plan.network import Groups, gather_seconds, reduce_seconds, send_seconds
 from zero3d.plan.recompute import Policy
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
@@ -23,6 +23,7 @@ from zero3d.plan.timeline import pipeline_seconds
 from zero3d.zero.stages import stage_row
 
 HOST_BANDWIDTH = 100e9  # bytes per second of a node's memory that host Adam gets, over all its GPUs
+WORKING = ("matrices", "attention", "rest", "recompute", "tp", "host")
 UNCERTAIN = (0.85, 1.2)  # of mid: what the reference tables' rows scatter around the model
 
 
@@ -87,26 +88,20 @@ class _Step:
 def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pace: Pace) -> Seconds:
     """A step of `accumulate` micro-batches on each of dp replicas, low to high."""
     step = _Step(model, plan, cluster, pace, Groups.of(plan, cluster))
-    listed = shapes(model)
-    works = [part_work(shape, model, plan, cluster, pace.speed_on(cluster.gpu.name)) for shape in listed]
+    known, speed = digest(model), pace.speed_on(cluster.gpu.name)
+    alike = {id(shape): shape for shape in known.shapes}
+    works = {key: part_work(shape, model, plan, cluster, speed) for key, shape in alike.items()}
     cut = part_indices(model, plan.pp, plan.virtual)
-    terms = [_part_terms(step, [(listed[i], works[i]) for i in part]) for part in cut]
+    terms = [_part_terms(step, [(shape := known.shapes[i], works[id(shape)]) for i in part]) for part in cut]
     forward, backward = [t["forward"] for t in terms], [t["backward"] for t in terms]
-    micro_batches = plan.accumulate
     hop = _hop(step) if plan.pp > 1 else 0.0
-    end = pipeline_seconds(plan.schedule, forward, backward, micro_batches, plan.pp, hop)
+    end = pipeline_seconds(plan.schedule, forward, backward, plan.accumulate, plan.pp, hop)
     rank = max(range(plan.pp), key=lambda r: sum(forward[r :: plan.pp]) + sum(backward[r :: plan.pp]))
-    parts = {
-        name: micro_batches * sum(term[name] for term in terms[rank :: plan.pp])
-        for name in ("matrices", "attention", "rest", "recompute", "tp", "host")
-    }
+    parts = {name: plan.accumulate * sum(term[name] for term in terms[rank :: plan.pp]) for name in WORKING}
     parts["bubble"] = end - sum(parts.values())
-    numel = max(
-        sum(model.parts[i].numel for r in range(rank, len(cut), plan.pp) for i in cut[r]) for rank in range(plan.pp)
-    )
-    backward_seconds = micro_batches * sum(backward[rank :: plan.pp])
-    parts["dp"] = _data(step, numel / plan.tp, end, backward_seconds)
-    parts |= _update(step, numel / plan.tp * model.trainable / model.params)
+    held = [sum(known.numels[i] for part in cut[r :: plan.pp] for i in part) / plan.tp for r in range(plan.pp)]
+    parts["dp"] = _data(step, max(held), end, plan.accumulate * sum(backward[rank :: plan.pp]))
+    parts |= _update(step, max(held) * known.trainable / known.params)
     parts["fixed"] = pace.fixed
     mid = sum(parts.values())
     return Seconds(UNCERTAIN[0] * mid, mid, UNCERTAIN[1] * mid, parts)
@@ -159,7 +154,8 @@ def _data(step: _Step, numel: float, end: float, backward: float) -> float:
     if group.size == 1:
         return 0.0
     row = stage_row(plan.stage)
-    trained = numel * step.model.trainable / step.model.params
+    known = digest(step.model)
+    trained = numel * known.trainable / known.params
     reductions = plan.accumulate if row.shards_gradients else 1
     units = max(1.0, len(step.model.blocks) / plan.pp)
 
