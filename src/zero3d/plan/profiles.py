@@ -65,16 +65,18 @@ class Profile:
         )
 
 
-A100_2021 = Pace({"a100": 0.97})
+A100_2021 = Pace({"a100": 0.97}, blocking=True)
 AZURE = Pace({"a100": 0.9}, hide_dp=0.05, unit_hops=4.5, network=0.9)
 DEEPSPEED_2021 = replace(AZURE, hide_dp=0.0, unit_hops=9.0, network=0.44)
 PROFILES = {
-    "zero3d": Profile("zero3d", 2, 4, 12, 1.06, Pace({}, hide_dp=0.65, gradient=4.0)),
+    "zero3d": Profile("zero3d", 2, 4, 12, 1.06, Pace({}, hide_dp=0.65)),
     "megatron": Profile("megatron", 2, 4, 12, 1.1, A100_2021),
     "megatron-core": Profile("megatron-core", 2, 4, 12, 1.1, Pace({}, hide_dp=0.9, hide_tp=0.5)),
     "deepspeed": Profile("deepspeed", 2, 2, 16, 1.2, AZURE, context=5e9),
-    "megatron-deepspeed": Profile("megatron-deepspeed", 2, 2, 16, 1.2, Pace({}, block=0.0084), context=5e9),
-    "deepspeed-0.3": Profile("deepspeed-0.3", 2, 2, 12, 1.1, DEEPSPEED_2021, context=1.5e9, buffers=0.5e9),
+    "megatron-deepspeed": Profile(
+        "megatron-deepspeed", 2, 2, 16, 1.2, Pace({}, block=0.0084, blocking=True), context=5e9
+    ),
+    "deepspeed-0.3": Profile("deepspeed-0.3", 2, 2, 12, 1.0, DEEPSPEED_2021, context=1e9, buffers=0.5e9),
     "torchtitan": Profile(
         "torchtitan",
         2,
@@ -86,7 +88,7 @@ PROFILES = {
         selective=0.36,
         keeps_in_pipelines=True,
     ),
-    "nanotron": Profile("nanotron", 2, 4, 12, 1.15, Pace({"h100": 1.06}, gradient=4.0), interior=1.2),
+    "nanotron": Profile("nanotron", 2, 4, 12, 1.15, Pace({"h100": 1.06}), interior=1.2),
 }
 SYSTEMS = tuple(PROFILES)
 

@@ -34,10 +34,10 @@ class Pace:
     speed      of its kernels, of kernels.REACHED; 1 unless fitted. By the start of a card's name
     hide_dp    fraction of the data axis' communication that computation hides, if there is as much of it
     hide_tp    fraction of tp's all-reduces that runs beside products
-    gradient   bytes of a gradient on the wire
     unit_hops  at stage 3, collectives per unit and pass (1: a unit travels as one; 12: each parameter of its own)
     network    of links' bandwidth that the data axis gets
     block      seconds per block and micro-batch that the host adds: synchronising, checkpointing
+    blocking   ranks wait while they pass activations on, so that a hop is part of every forward and backward
     again      of the blocks' forward, what "selective" runs again; None: attention alone
     fixed      seconds per step
     """
@@ -45,10 +45,10 @@ class Pace:
     speed: dict[str, float]
     hide_dp: float = 0.0
     hide_tp: float = 0.0
-    gradient: float = 2.0
     unit_hops: float = 1.0
     network: float = 1.0
     block: float = 0.0
+    blocking: bool = False
     again: float | None = None
     fixed: float = 0.02
 
@@ -95,7 +95,9 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
     terms = [_part_terms(step, [(shape := known.shapes[i], works[id(shape)]) for i in part]) for part in cut]
     forward, backward = [t["forward"] for t in terms], [t["backward"] for t in terms]
     hop = _hop(step) if plan.pp > 1 else 0.0
-    end = pipeline_seconds(plan.schedule, forward, backward, plan.accumulate, plan.pp, hop)
+    waits, hop = (hop, 0.0) if pace.blocking else (0.0, hop)
+    passing = [f + waits for f in forward], [b + waits for b in backward]
+    end = pipeline_seconds(plan.schedule, *passing, plan.accumulate, plan.pp, hop)
     rank = max(range(plan.pp), key=lambda r: sum(forward[r :: plan.pp]) + sum(backward[r :: plan.pp]))
     parts = {name: plan.accumulate * sum(term[name] for term in terms[rank :: plan.pp]) for name in WORKING}
     parts["bubble"] = end - sum(parts.values())
@@ -164,7 +166,7 @@ def _data(step: _Step, numel: float, end: float, backward: float) -> float:
         hops = (group.size - 1) * step.cluster.across.latency if group.nodes > 1 else 0.0
         return units * (each / pace.network + (pace.unit_hops - 1) * hops)
 
-    reduce = reductions * collective(trained, pace.gradient)
+    reduce = reductions * collective(trained, 4.0 if plan.reduce_dtype == "fp32" else 2.0)
     if row.shards_parameters:
         gathers = collective(numel, 2.0) * (2 * plan.accumulate if plan.release != "every_step" else 1)
         return _exposed(reduce + gathers, end, pace.hide_dp) + collective(numel, 2.0) / units
