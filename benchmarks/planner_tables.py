@@ -218,15 +218,15 @@ def bloom(row: Row) -> Iterator[Point]:
     model = gpt(whole(row, "layers"), whole(row, "hidden"), whole(row, "heads"), 250880 if batch else 50304, 2048,
                 flash=False)  # fmt: skip
     dp, tp, pp, micro = (whole(row, name) for name in ("dp", "tp", "pp", "mbs"))
-    wide = "fp32 grad accumulation" in row["note"]
+    wide = "fp32 grad accumulation" in row.get("note", "")
     plan = ParallelPlan(dp, tp, pp, 1, micro, batch // dp // micro if batch else 64, "full",
                         reduce_dtype="fp32" if wide else "fp16")  # fmt: skip
     found = evaluate(model, jean_zay(whole(row, "gpus")), plan, "megatron-deepspeed")
     device = found.memory.device / GIB
     group = " ".join(row[name] for name in ("hidden", "layers", "heads", "gpus", "gbs"))
-    if row["mem_gb_nvidia_smi"] and row["exclude"] != "mem":
+    if row["mem_gb_nvidia_smi"] and row.get("exclude") != "mem":
         yield Point("bloom176b_prequel", row["id"], "memory", device, number(row, "mem_gb_nvidia_smi"), group, "GiB")
-    if row["exclude"] != "mem":
+    if row.get("exclude") != "mem":
         yield Point("bloom176b_prequel", row["id"], "fits", fits(found, 80), float(row["oom"] != "1"), group)
     if row["sec_per_iter"] and batch:
         yield Point("bloom176b_prequel", row["id"], "time", found.seconds.mid, number(row, "sec_per_iter"), group, "s")

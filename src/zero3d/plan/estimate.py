@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from zero3d.errors import ConfigError
 from zero3d.plan.kernels import digest
 from zero3d.plan.memory import memory as engine_memory
@@ -11,6 +13,7 @@ from zero3d.plan.recompute import Policy
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.time import step_seconds
 from zero3d.plan.traffic import traffic_elements
+from zero3d.schedules import Schedule
 
 EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
 
@@ -21,6 +24,8 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
     system  zero3d: memory by the engine's own arithmetic (memory.py); or the profile of megatron, megatron-core,
             deepspeed, megatron-deepspeed, deepspeed-0.3, torchtitan, nanotron
     """
+    if system == "zero3d":  # its schedules are torch's: the parts per rank follow
+        plan = replace(plan, virtual=Schedule.of(plan.schedule).parts_per_rank)
     check(model, cluster, plan)
     found = profile(system)
     own = system == "zero3d"

@@ -5,8 +5,8 @@
     attention, eager  flops / (e/2 x peak) + 2.6 passes over the kept scores; backward twice
     the rest          2 passes over the bytes kept for the backward (written, then read); backward 2 again
 
-e and a are what kernels reach of a card's peak; small matrices lose by their bytes. Fitted on cards of the reference
-tables: galvatron's layer times and Korthikanti's table 4 (A100), nanotron, torchtitan and Megatron-Core (H100).
+e and a are what kernels reach of a card's peak; small matrices lose by their bytes. Fitted on galvatron's layer times
+(A100), nanotron's and Megatron-Core's runs (H100); V100 and cards without a row are guesses. ODD_HEAD: BLOOM's runs.
 """
 
 from __future__ import annotations

@@ -1,16 +1,21 @@
-"""How other systems spend memory and time, one profile each; and zero3d's own time.
+"""How systems spend memory and time, one profile each. zero3d's own memory is memory.py's, its time is here.
 
-    system      bytes per parameter, d data-parallel ranks                      activations        fitted
-    ----------  --------------------------------------------------------------  -----------------  --------------------
-    megatron    18; distributed optimizer (stage 1) 6 + 12/d                    kept, or inputs    -
-    deepspeed   stage 0: 2+2+16, 1: 4 + 16/d, 2: 2 + 18/d, 3: 20/d              kept, or inputs    spare on bloom176b
-                (fp32 copies of gradients at the update; ZeRO-Infinity's 20)
-    torchtitan  16/d: fp32 weights, gradients, m, v; bf16 copies of two units   kept, or inputs    spare on torchtitan
-    nanotron    18; ZeRO-1 6 + 12/d                                             kept               spare on nanotron
+    system              bytes per parameter, d data-parallel ranks              fitted, and on which published table
+    ------------------  ------------------------------------------------------  ----------------------------------------
+    megatron            18; distributed optimizer (stage 1) 6 + 12/d            speed 0.97: megatron2021_table1
+    megatron-core       the same; hides most of tp and dp                       hide_tp 0.5: megatron_core_h100
+    deepspeed           stages 0-3: 20, 4 + 16/d, 2 + 18/d, 20/d: 16 and an     speed, network, unit_hops:
+                        fp32 copy of gradients; + 4 if accumulated in fp32      deepspeed_azure_zero3_a100
+    megatron-deepspeed  the same                                                spare, block: bloom176b_prequel
+    deepspeed-0.3       16 as in the ZeRO paper; half the network of its        spare 1.0: zero_appendix_configs;
+                        successor                                               network: megatron2021_table2
+    torchtitan          16/d, bf16 copies of two units; in pipelines whole      spare, speed, selective:
+                        weights and gradients                                   torchtitan_measured; hide_dp: IBM's FSDP
+    nanotron            18; ZeRO-1 6 + 12/d                                     spare, speed: nanotron_best_configs
 
-`spare` is what the allocator holds beyond live bytes (fragmentation, temporaries): one constant per system. `speed`
-is what kernels reach of kernels.REACHED: one constant per system and card where that row of 1.0 was not fitted on the
-system itself. All fits are on the published tables alone; benchmarks/planner_accuracy.py prints what errors they leave.
+`spare` is what the allocator holds beyond live bytes: one constant per system. `speed` is what kernels reach of
+kernels.REACHED, whose rows were fitted on galvatron's layer times (A100) and nanotron's runs (H100). Nothing was fitted
+on rows outside those tables; `benchmarks/planner_accuracy.py` prints the errors that are left.
 """
 
 from __future__ import annotations
