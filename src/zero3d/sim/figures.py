@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,11 +30,11 @@ from zero3d.hf.elsewhere import Elsewhere, first_argument
 from zero3d.ledger import Ledger
 from zero3d.nested import tensors_out
 from zero3d.precision import at_least_fp32
-from zero3d.sim.live import Live, fake_like, without_values
+from zero3d.sim.live import Live
+from zero3d.sim.pretend import Silent, fake_like, without_values
 from zero3d.sim.units import RUN, Rooms
 from zero3d.tensor_parallel import parallelize
 from zero3d.train.build import next_token_loss
-from zero3d.transport import Axis
 
 EMBEDDING, HEAD = "embedding", "head"
 
@@ -56,18 +56,6 @@ class Figures:
     curve: tuple[tuple[float, float], ...]
     matrices: float
     scores: float
-
-
-class Silent(Axis):
-    """An axis on which nothing is sent."""
-
-    @property
-    def backend(self) -> str:
-        """As in a dry run."""
-        return "fake"
-
-    def call(self, op: str, unit: str, call: Callable[[], Any]) -> Any:
-        """Nothing."""
 
 
 class Forms(dict[int, bool]):

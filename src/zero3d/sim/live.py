@@ -9,21 +9,13 @@ live.events                           (bytes, storage) in order; negative bytes 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
-from unittest.mock import patch
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
-
-from zero3d.tensor_parallel.regions import OwnRandom
 
 SCORES = ("attention", "bmm")  # in the names of operators whose factors are both activations
 
@@ -93,25 +85,3 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             return
         self.flops.append((len(self.events), counted, any(word in name for word in SCORES)))
-
-
-@contextmanager
-def without_values() -> Iterator[None]:
-    """Inside, what would read values does not.
-
-    find_packed_sequence_indices  transformers reads positions to learn whether a row has several documents, and
-                                  without values always makes a mask for them
-    OwnRandom.begin               reads the bytes of a generator's state
-    """
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(OwnRandom, "begin", lambda *_, **__: None))
-        if find_spec("transformers") is not None:
-            masks = import_module("transformers.masking_utils")
-            stack.enter_context(patch.object(masks, "find_packed_sequence_indices", lambda *_, **__: None))
-        yield
-
-
-def fake_like(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty tensor of this shape on the CPU; inside FakeTensorMode without memory."""
-    made = torch.empty(t.shape, dtype=dtype or t.dtype, device="cpu")
-    return torch.nn.Parameter(made, requires_grad=t.requires_grad) if isinstance(t, torch.nn.Parameter) else made
