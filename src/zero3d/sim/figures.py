@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,11 +30,11 @@ from zero3d.hf.elsewhere import Elsewhere, first_argument
 from zero3d.ledger import Ledger
 from zero3d.nested import tensors_out
 from zero3d.precision import at_least_fp32
-from zero3d.sim.live import Live, fake_like
+from zero3d.sim.live import Live
+from zero3d.sim.pretend import Silent, fake_like, without_values
 from zero3d.sim.units import RUN, Rooms
 from zero3d.tensor_parallel import parallelize
 from zero3d.train.build import next_token_loss
-from zero3d.transport import Axis
 
 EMBEDDING, HEAD = "embedding", "head"
 
@@ -56,18 +56,6 @@ class Figures:
     curve: tuple[tuple[float, float], ...]
     matrices: float
     scores: float
-
-
-class Silent(Axis):
-    """An axis on which nothing is sent."""
-
-    @property
-    def backend(self) -> str:
-        """As in a dry run."""
-        return "fake"
-
-    def call(self, op: str, unit: str, call: Callable[[], Any]) -> Any:
-        """Nothing."""
 
 
 class Forms(dict[int, bool]):
@@ -128,7 +116,7 @@ def measure(model: nn.Module, rooms: Rooms, length: int, tp: int, batch: int = 1
     tp   1, or a degree that divides the model. The model stays as it is.
     """
     reduced = reduce_model(model, rooms)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, without_values():
         tensors = [*reduced.module.parameters(), *reduced.module.buffers()]
         copies: dict[nn.Module | Tensor, object] = {t: fake_like(t, _dtype(t)) for t in dict.fromkeys(tensors)}
         run = copy_with(reduced.module, copies).train()
@@ -237,11 +225,12 @@ class _Watch:
     def figures(self, part: Any) -> Figures:
         """Of a kind of block, or of the ends."""
         begin, end = self._forward_of(part)
-        kept = self._alive(begin, end, end)
+        over = self._live.marks["F", HEAD, "end"]  # what a caller lets go a moment later was not kept
+        kept = self._alive(begin, end, over)
         attention = 0.0
         marks = self._live.marks
         for key in [k for k in marks if k[0] == "A" and k[1] == part and k[3] == "begin"]:
-            born = self._alive(marks[key], marks[(*key[:3], "end")], end)
+            born = self._alive(marks[key], marks[(*key[:3], "end")], over)
             attention += sum(size for number, size in born.items() if number not in self._outputs)
         flops = [(n, scores) for at, n, scores in self._live.flops if begin <= at < end]
         return Figures(
@@ -283,7 +272,7 @@ class _Watch:
     def _curve(self, begin: int, end: int) -> Iterator[tuple[float, float]]:
         """(bytes that follow the tokens, bytes of gradients) beyond what forwards had kept, over a window."""
         forward = self._live.marks["F", HEAD, "end"]
-        waiting = {n for n, shape in self._live.shapes.items() if n >= forward and shape in self._tied} - self._grads
+        waiting = self._waiting()
         alive = self._alive(min(begin, forward), begin, begin)
         tokens, gradients = float(sum(size for n, size in alive.items() if n not in waiting)), 0.0
         for change, number in self._live.events[begin:end]:
@@ -292,3 +281,10 @@ class _Watch:
             elif number not in waiting:
                 tokens += change
             yield tokens, gradients
+
+    def _waiting(self) -> set[int]:
+        """Gradients of tied parameters that wait for the embedding's, or are summed there."""
+        marks = self._live.marks
+        forward, last = marks["F", HEAD, "end"], marks.get(("B", self._kinds[0], "end"), len(self._live.events))
+        born = set(self._alive(forward, last, last)) | {n for n in self._live.shapes if n >= last}
+        return {n for n in born - self._grads if self._live.shapes[n] in self._tied}

@@ -12,7 +12,6 @@ import weakref
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -86,9 +85,3 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             return
         self.flops.append((len(self.events), counted, any(word in name for word in SCORES)))
-
-
-def fake_like(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty tensor of this shape on the CPU; inside FakeTensorMode without memory."""
-    made = torch.empty(t.shape, dtype=dtype or t.dtype, device="cpu")
-    return torch.nn.Parameter(made, requires_grad=t.requires_grad) if isinstance(t, torch.nn.Parameter) else made
