@@ -14,13 +14,14 @@ from typing import NamedTuple
 import zero3d.plan.formulas as formulas
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
-from zero3d.plan.kernels import part_work, shapes
+from zero3d.plan.kernels import digest, part_work
 from zero3d.plan.shapes import gpt, llama
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.zero.stages import paper_bytes
 
 Row = dict[str, str]
 GIB, MIB = 2**30, 2**20
+MARGIN = 0.12  # what nine in ten memory predictions stay within
 
 
 class Point(NamedTuple):
@@ -60,6 +61,11 @@ def fastest(model: ModelSpec, spec: ClusterSpec, plans: list[ParallelPlan], syst
     estimates = [evaluate(model, spec, plan, system) for plan in plans]
     fitting = [e for e in estimates if e.memory.device <= spec.gpu.memory] or estimates
     return min(fitting, key=lambda estimate: estimate.seconds.mid)
+
+
+def fits(estimate: Estimate, gib: float) -> float:
+    """1.0 where a card of so many GiB has room, with MARGIN to spare."""
+    return float(estimate.memory.device <= (1 - MARGIN) * gib * GIB)
 
 
 # --- formulas -----------------------------------------------------------------------------------
@@ -126,7 +132,8 @@ def megatron_table1(row: Row) -> Iterator[Point]:
     model, gpus, batch = gpt_of(row), whole(row, "gpus"), whole(row, "gbs")
     size = min(MEGATRON_MICRO, key=lambda name: abs(float(name) - number(row, "params_b")))
     micro, virtual = MEGATRON_MICRO[size]
-    plan = pipelined(whole(row, "dp"), whole(row, "tp"), whole(row, "pp"), virtual, micro, batch, activations="full")
+    plan = pipelined(whole(row, "dp"), whole(row, "tp"), whole(row, "pp"), virtual, micro, batch, activations="full",
+                     reduce_dtype="fp16")  # fmt: skip
     found = evaluate(model, machines("a100-80", gpus, 25e9), plan, "megatron")
     flops = formulas.step_flops(batch, 2048, whole(row, "layers"), model.hidden, model.vocab, recompute=True)
     actual = flops / gpus / number(row, "tflops_per_gpu") / 1e12
@@ -143,7 +150,7 @@ def megatron_table2(row: Row) -> Iterator[Point]:
         found = evaluate(model, spec, plan, "deepspeed-0.3")
     else:
         pp = whole(row, "mp") // 8
-        plan = pipelined(gpus // (8 * pp), 8, pp, 1, micro, batch, activations="full")
+        plan = pipelined(gpus // (8 * pp), 8, pp, 1, micro, batch, activations="full", reduce_dtype="fp16")
         plans = [plan, *(replace(plan, virtual=v, schedule="interleaved") for v in (2, 3) if layers % (pp * v) == 0)]
         found = fastest(model, spec, plans, "megatron")
     flops = formulas.step_flops(batch, 2048, layers, hidden, 51200, recompute=True)
@@ -211,16 +218,16 @@ def bloom(row: Row) -> Iterator[Point]:
     model = gpt(whole(row, "layers"), whole(row, "hidden"), whole(row, "heads"), 250880 if batch else 50304, 2048,
                 flash=False)  # fmt: skip
     dp, tp, pp, micro = (whole(row, name) for name in ("dp", "tp", "pp", "mbs"))
-    wide = "fp32 grad accumulation" in row["note"]
+    wide = "fp32 grad accumulation" in row.get("note", "")
     plan = ParallelPlan(dp, tp, pp, 1, micro, batch // dp // micro if batch else 64, "full",
                         reduce_dtype="fp32" if wide else "fp16")  # fmt: skip
     found = evaluate(model, jean_zay(whole(row, "gpus")), plan, "megatron-deepspeed")
     device = found.memory.device / GIB
     group = " ".join(row[name] for name in ("hidden", "layers", "heads", "gpus", "gbs"))
-    if row["mem_gb_nvidia_smi"] and row["exclude"] != "mem":
+    if row["mem_gb_nvidia_smi"] and row.get("exclude") != "mem":
         yield Point("bloom176b_prequel", row["id"], "memory", device, number(row, "mem_gb_nvidia_smi"), group, "GiB")
-    if row["exclude"] != "mem":
-        yield Point("bloom176b_prequel", row["id"], "fits", float(device <= 80), float(row["oom"] != "1"), group)
+    if row.get("exclude") != "mem":
+        yield Point("bloom176b_prequel", row["id"], "fits", fits(found, 80), float(row["oom"] != "1"), group)
     if row["sec_per_iter"] and batch:
         yield Point("bloom176b_prequel", row["id"], "time", found.seconds.mid, number(row, "sec_per_iter"), group, "s")
 
@@ -299,7 +306,7 @@ def galvatron_time(row: Row) -> Iterator[Point]:
     layers, batch, length = int(found[1] or 1), int(found[2]), int(found[3])
     model = llama(layers, 4096, 32, 32, 11008, 32000, length, fused=True)
     spec, plan = machines("a100-80", 8, 25e9), ParallelPlan(micro_batch=batch)
-    works = [part_work(shape, model, plan, spec).forward for shape in shapes(model)]
+    works = [part_work(shape, model, plan, spec).forward for shape in digest(model).shapes]
     seconds = sum(works) if found[1] else works[1] / batch
     yield Point("galvatron_forward", row["id"], "time", 1e3 * seconds, number(row, "ms"), unit="ms")
 

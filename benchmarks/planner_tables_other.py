@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from planner_tables import GIB, MIB, Point, Row, fastest, machines, number, pipelined, whole
+from planner_tables import GIB, MIB, Point, Row, fastest, fits, machines, number, pipelined, whole
 
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.shapes import gpt, llama, of_params
@@ -23,9 +23,9 @@ def zero_appendix(row: Row) -> Iterator[Point]:
     model = gpt(whole(row, "layers"), whole(row, "hidden"), whole(row, "heads"), 50304, 1024, flash=False)
     plan = ParallelPlan(gpus // tp, tp, 1, 2 if zero else 0, whole(row, "batch_per_mp_group"), 1, "full", zero,
                         reduce_dtype="fp16")  # fmt: skip
-    found = evaluate(model, machines("v100-32", gpus, 6.25e9, 16), plan, "deepspeed-0.3" if zero else "megatron")
+    found = evaluate(model, machines("v100-32", gpus, 6.25e9, 16), plan, "deepspeed-0.3")
     ran = {"fits": 1.0, "oom": 0.0, "out": 0.0}[row["label"].lower().split()[0]]
-    yield Point("zero_appendix", row["id"], "fits", float(found.memory.device <= 32 * GIB), ran)
+    yield Point("zero_appendix", row["id"], "fits", fits(found, 32), ran)
 
 
 def zero_table2(row: Row) -> Iterator[Point]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from zero3d.errors import ConfigError
+from zero3d.plan.kernels import digest
+from zero3d.plan.memory import memory as engine_memory
 from zero3d.plan.profile_memory import profile_memory
 from zero3d.plan.profiles import profile
 from zero3d.plan.recompute import Policy
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.time import step_seconds
 from zero3d.plan.traffic import traffic_elements
+from zero3d.schedules import Schedule
 
 EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
 
@@ -16,15 +21,21 @@ EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash ke
 def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system: str = "zero3d") -> Estimate:
     """Memory of the fullest rank class and seconds of a step. Raises ConfigError for what cannot be.
 
-    system  zero3d, or another's profile: megatron, megatron-core, deepspeed, deepspeed-0.3, torchtitan, nanotron
+    system  zero3d: memory by the engine's own arithmetic (memory.py); or the profile of megatron, megatron-core,
+            deepspeed, megatron-deepspeed, deepspeed-0.3, torchtitan, nanotron
     """
+    if system == "zero3d":  # its schedules are torch's: the parts per rank follow
+        plan = replace(plan, virtual=Schedule.of(plan.schedule).parts_per_rank)
     check(model, cluster, plan)
     found = profile(system)
-    memory = profile_memory(model, plan, cluster, found)
+    own = system == "zero3d"
+    memory = engine_memory(model, plan, cluster) if own else profile_memory(model, plan, cluster, found)
     seconds = step_seconds(model, plan, cluster, found.pace)
     tokens = plan.dp * plan.accumulate * plan.micro_batch * model.length
     per_token = sum(part.operations.matrices + part.operations.scores for part in model.parts)
-    trained = 2.0 + model.trainable / model.params  # a frozen weight's gradient is not computed: 4 N, not 6 N
+    trained = (
+        2.0 + digest(model).trainable / digest(model).params
+    )  # a frozen weight's gradient is not computed: 4 N, not 6 N
     return Estimate(
         memory, seconds, sent(model, plan), tokens, trained * tokens * per_token, _notes(model, cluster, memory)
     )
@@ -32,7 +43,7 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
 
 def sent(model: ModelSpec, plan: ParallelPlan, width: float = 2.0) -> dict[str, float]:
     """Bytes that a rank sends per step, by operation and axis (rings; parts of equal size)."""
-    numel = model.params // (plan.tp * plan.pp)
+    numel = digest(model).params // (plan.tp * plan.pp)
     moved = traffic_elements(plan.stage, numel, plan.dp, plan.accumulate)
     state = width * plan.micro_batch * model.length * model.hidden * plan.accumulate  # of one block's output
     passes = 2 if Policy.of(plan.activations).kind in ("none", "selective") else 3

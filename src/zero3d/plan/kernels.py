@@ -5,8 +5,8 @@
     attention, eager  flops / (e/2 x peak) + 2.6 passes over the kept scores; backward twice
     the rest          2 passes over the bytes kept for the backward (written, then read); backward 2 again
 
-e and a are what kernels reach of a card's peak; small matrices lose by their bytes. Fitted on cards of the reference
-tables: galvatron's layer times and Korthikanti's table 4 (A100), nanotron, torchtitan and Megatron-Core (H100).
+e and a are what kernels reach of a card's peak; small matrices lose by their bytes. Fitted on galvatron's layer times
+(A100), nanotron's and Megatron-Core's runs (H100); V100 and cards without a row are guesses. ODD_HEAD: BLOOM's runs.
 """
 
 from __future__ import annotations
@@ -91,10 +91,32 @@ def reached(gpu: Gpu) -> Reached:
     return REACHED[max((name for name in REACHED if gpu.name.startswith(name)), key=len)]
 
 
-@lru_cache(maxsize=64)
-def shapes(model: ModelSpec) -> tuple[Shape, ...]:
-    """Of each part of the model, in order."""
-    return tuple(_shape(part, model.hidden // model.heads) for part in model.parts)
+class Digest(NamedTuple):
+    """A model's parts, in order, alike ones the same object; all parameters, and those that get gradients."""
+
+    shapes: tuple[Shape, ...]
+    numels: tuple[int, ...]
+    params: int
+    trainable: int
+
+
+_DIGESTS: dict[int, tuple[ModelSpec, Digest]] = {}  # by id, beside the model itself: hashing one takes milliseconds
+
+
+def digest(model: ModelSpec) -> Digest:
+    """Computed once per model object; the last few are kept."""
+    known = _DIGESTS.get(id(model))
+    if known is not None and known[0] is model:
+        return known[1]
+    alike: dict[Shape, Shape] = {}
+    listed = [_shape(part, model.hidden // model.heads) for part in model.parts]
+    shapes = tuple(alike.setdefault(shape, shape) for shape in listed)
+    numels = tuple(part.numel for part in model.parts)
+    found = Digest(shapes, numels, sum(numels), model.trainable)
+    while len(_DIGESTS) >= 8:
+        _DIGESTS.pop(next(iter(_DIGESTS)))
+    _DIGESTS[id(model)] = model, found
+    return found
 
 
 def _shape(part: Part, head: int) -> Shape:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zero3d.plan.formulas import interleave_factor
+from zero3d.plan.kernels import digest
 from zero3d.plan.profiles import Profile
 from zero3d.plan.recompute import recompute_arithmetic
 from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, Operations, ParallelPlan
@@ -44,12 +45,13 @@ def profile_memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, s
 def _rank_bytes(
     model: ModelSpec, plan: ParallelPlan, system: Profile, inside: list[int], rank: int
 ) -> Mapping[str, float]:
+    known = digest(model)
     parts = [model.parts[i] for i in inside]
-    held = sum(part.numel for part in parts) / plan.tp
+    held = sum(known.numels[i] for i in inside) / plan.tp
     if plan.pp > 1 and rank == plan.pp - 1:  # a tied head has the embedding's weight once more
         copies = {unit.copy_of for part in parts for unit in part.units if unit.copy_of}
         held += sum(w.numel for p in model.parts for u in p.units if u.name in copies for w in u.weights) / plan.tp
-    trainable = held * model.trainable / model.params
+    trainable = held * known.trainable / known.params
     weight, gradient, optimizer = system.rates(plan)
     states = held * weight + trainable * (gradient + (optimizer if plan.offload == "none" else 0.0))
     blocks = [part for part in parts if part.kind == "block"]
@@ -57,7 +59,7 @@ def _rank_bytes(
     flight = float(min(plan.accumulate, plan.pp - rank) if plan.schedule != "gpipe" else plan.accumulate)
     if plan.virtual > 1:
         flight = min(float(plan.accumulate), flight * float(interleave_factor(plan.pp, plan.virtual)))
-    gathered = system.units * 2.0 * max(part.numel for part in model.parts) / plan.tp if plan.stage == 3 else 0.0
+    gathered = system.units * 2.0 * max(known.numels) / plan.tp if plan.stage == 3 else 0.0
     if plan.stage == 3 and plan.pp > 1 and system.keeps_in_pipelines:
         gathered = held * system.weight + trainable * system.gradient
     found = {"states": states, "gathered": gathered, "buffers": system.buffers}
@@ -87,8 +89,8 @@ def _kept(operations: Operations, blocks: int, flight: float, plan: ParallelPlan
 
 
 def _host(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, system: Profile) -> float:
-    """Of a node: what each rank loads before it is cut (2 bytes a parameter, whole or its part), offloaded states."""
+    """Of a node: what each rank loads before it is cut (2 bytes a parameter), offloaded states."""
     ranks = min(plan.world, cluster.per_node)
-    mine = model.params / (1 if system.loads_whole else plan.world)
-    offloaded = 0.0 if plan.offload == "none" else system.rates(plan)[2] * model.trainable / (plan.tp * plan.pp)
-    return ranks * (2.0 * mine + offloaded)
+    known = digest(model)
+    offloaded = 0.0 if plan.offload == "none" else system.rates(plan)[2] * known.trainable / (plan.tp * plan.pp)
+    return ranks * (2.0 * known.params + offloaded)
