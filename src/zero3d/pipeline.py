@@ -33,7 +33,7 @@ from zero3d.hf.split import balance, split
 from zero3d.in_turn import InTurn
 from zero3d.ledger import Ledger
 from zero3d.pipeline_stage import Part, Stage
-from zero3d.plan.bubble import Action
+from zero3d.plan.bubble import COSTS, Action
 from zero3d.plan.traffic import Moved, pipeline_traffic
 from zero3d.replica import Tied
 from zero3d.schedules import Schedule
@@ -207,6 +207,18 @@ class Pipeline:
         everyone: list[Any] = [None] * self._axis.size
         dist.all_gather_object(everyone, self.recorded, group=self._axis.gathers)
         return dict(enumerate(everyone))
+
+    def planned(self) -> dict[int, list[Action]]:
+        """What every rank of the axis does in a step like the last one, in order, as torch plans it."""
+        rows = {rank: [a for a in row if a is not None] for rank, row in self._made.pipeline_order.items()}
+        return {
+            rank: [
+                Action(kind, a.stage_index, a.microbatch_index)
+                for a in row
+                if (kind := str(a.computation_type)) in COSTS
+            ]
+            for rank, row in rows.items()
+        }
 
     @contextmanager
     def backward(self, number: int) -> Iterator[None]:
