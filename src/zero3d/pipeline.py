@@ -15,6 +15,7 @@ tells either that recomputed blocks and saved weights are read again, so the par
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -33,13 +34,14 @@ from zero3d.hf.split import balance, split
 from zero3d.in_turn import InTurn
 from zero3d.ledger import Ledger
 from zero3d.pipeline_stage import Part, Stage
-from zero3d.plan.bubble import COSTS, Action
+from zero3d.plan.bubble import Action
 from zero3d.plan.traffic import Moved, pipeline_traffic
 from zero3d.replica import Tied
 from zero3d.schedules import Schedule
 from zero3d.transport import Axis
 from zero3d.zero.unit import Unit
 
+ACTION = re.compile(r"\b(\d+)([FBIW])(\d+)\b")  # as torch writes them: 1F0 is the forward of part 1 on micro-batch 0
 TOKENS = 2048  # of a micro-batch, where the split must not depend on the one that comes first
 
 
@@ -208,16 +210,16 @@ class Pipeline:
         dist.all_gather_object(everyone, self.recorded, group=self._axis.gathers)
         return dict(enumerate(everyone))
 
-    def planned(self) -> dict[int, list[Action]]:
-        """What every rank of the axis does in a step like the last one, in order, as torch plans it."""
-        rows = {rank: [a for a in row if a is not None] for rank, row in self._made.pipeline_order.items()}
+    def planned(self, micro_batches: int) -> dict[int, list[Action]]:
+        """What every rank of the axis does in a step of so many like the last one, in order, as torch plans it."""
+        assert self._key is not None, "there was a step"
+        stages = self._stages
+        plan, self._stages = self._make(micro_batches, self._key[1]).pipeline_order, stages
         return {
             rank: [
-                Action(kind, a.stage_index, a.microbatch_index)
-                for a in row
-                if (kind := str(a.computation_type)) in COSTS
+                Action(kind, int(part), int(number)) for part, kind, number in ACTION.findall(" ".join(map(str, row)))
             ]
-            for rank, row in rows.items()
+            for rank, row in plan.items()
         }
 
     @contextmanager

@@ -18,6 +18,7 @@ from zero3d.errors import ConfigError, Zero3dError
 VERBS = {
     "config": "what a run would use (show), what a key means (explain), and a JSON Schema for editors (schema)",
     "plan": "memory and traffic of ZeRO stages 0-3 by formula; no GPU and no torch needed",
+    "simulate": "a step of a configuration without its ranks: bytes over time, the peak, traffic, FLOPs",
     "train": "train a small language model on this machine and measure what the formulas say",
     "compare": "runs that differ in some keys, one after another, and what each cost, as one table and a picture",
     "launch": "print what starts a run on a cluster: slurm, k8s or torchrun",

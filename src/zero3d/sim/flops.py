@@ -39,11 +39,14 @@ class Flops:
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+    flops: int = sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
+    return flops
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+    shapes = grad.shape, query.shape, key.shape, value.shape
+    flops: int = sdpa_backward_flop_count(*shapes)  # type: ignore[no-untyped-call]
+    return flops
 
 
 _ATEN = torch.ops.aten

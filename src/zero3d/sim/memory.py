@@ -66,14 +66,14 @@ class Log:
     peak_place: Place = NOWHERE
 
 
-class Memory(TorchDispatchMode):
+class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the log while `watching()`; `restart()` forgets all but what is alive.
 
     heard   called after each operation with (operation, arguments, keywords, result)
     """
 
     def __init__(self, where: Where, heard: Callable[[Any, Any, Any, Any], None] = lambda *_: None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._where, self._heard = where, heard
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # by id
         self._alive: dict[int, Storage] = {}  # by place in log.storages
@@ -84,6 +84,8 @@ class Memory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # questions such as on which device
+            return out
         for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.see(leaf)
@@ -175,8 +177,8 @@ class Memory(TorchDispatchMode):
             if storage is not None:
                 self._follow(storage, moved[number])
         self.live = 0
-        for number, storage in self._alive.items():
-            self._change(number, storage.nbytes)
+        for number, each in self._alive.items():
+            self._change(number, each.nbytes)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -33,6 +33,7 @@ class Observed:
     engine: Engine
     log: Log
     flops: Mapping[tuple[str, str, int], int]
+    first: tuple[Sent, ...]  # traffic of the first step
 
     @property
     def states(self) -> tuple[States, ...]:
@@ -56,11 +57,10 @@ class Observed:
         pipeline = self.engine.pipeline
         return () if pipeline is None else tuple(Did(*action) for action in pipeline.recorded)
 
-    @property
-    def orders(self) -> tuple[tuple[Did, ...], ...]:
-        """All ranks' actions, as planned, by pipeline stage."""
+    def orders(self, micro_batches: int) -> tuple[tuple[Did, ...], ...]:
+        """All ranks' actions in a step of so many, as planned, by pipeline stage."""
         pipeline = self.engine.pipeline
-        rows = {} if pipeline is None else pipeline.planned()
+        rows = {} if pipeline is None else pipeline.planned(micro_batches)
         return tuple(tuple(Did(*action) for action in rows[rank]) for rank in sorted(rows))
 
     @property
@@ -82,8 +82,11 @@ class Observed:
         return tuple(rank for rank in ranks if [bool(unit.layout.pieces(rank)) for unit in units] == mine)
 
 
-def observe(build: Callable[[], Engine], give: Callable[[Engine], Batches]) -> Observed:
-    """Build an engine and watch its second step over the micro-batches that `give` returns for it."""
+def observe(build: Callable[[], Engine], give: Callable[[], Batches], run: tuple[int, int] | None = None) -> Observed:
+    """Build an engine and watch its second step over the micro-batches that `give` returns.
+
+    run   of these, how many the first and the second step take (None: all)
+    """
     where = Where()
     flops = Flops(where)
     memory = Memory(where, flops)
@@ -93,18 +96,20 @@ def observe(build: Callable[[], Engine], give: Callable[[Engine], Batches]) -> O
         for buffer in engine.module.buffers():
             memory.lent(BUFFERS, buffer)
         _name_states(engine, memory)
-        batches = give(engine)
+        batches = give()
+        warm, taken = run or (len(batches), len(batches))
         for tensor in (t for batch in batches for t in tensors_in(dict(batch))):
             memory.lent(INPUTS, tensor)
         with around(engine, "step", where.step):
-            engine.train_batch(batches)
+            engine.train_batch(batches[:warm])
             gc.collect()
+            first = tuple(Sent(*entry) for entry in engine.traffic)
             where.restart()
             memory.restart()
             flops.reset()
             engine.traffic.reset()
-            engine.train_batch(batches)
-        return Observed(engine, memory.log, dict(flops.counted))
+            engine.train_batch(batches[:taken])
+        return Observed(engine, memory.log, dict(flops.counted), first)
 
 
 def _name_states(engine: Engine, memory: Memory) -> None:

@@ -11,8 +11,8 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -33,42 +33,40 @@ from zero3d.schedules import Schedule
 from zero3d.sim.group import fake_group
 from zero3d.sim.observe import Observed, blank_batches, observe
 from zero3d.sim.patches import standing_in
+from zero3d.sim.repeats import enough, sent_by_all, work_of_all
 from zero3d.sim.replay import peak_of, timeline_of
+from zero3d.sim.request import Request
 from zero3d.sim.result import RankResult
 from zero3d.train.build import build_engine, of_config
 
 STEPS = 1000  # of the learning rate's schedule, where the configuration counts epochs
 
 
-@dataclass(frozen=True)
-class Request:
-    """Which rank of how many of which configuration (config.to_dict), with whose collectives: nccl or gloo."""
+def dry_run(config: Config, rank: int, world: int, backend: str = "nccl", whole: bool = False) -> RankResult:
+    """Build this rank's engine and step twice. Once in a process. Raises ConfigError, MeshError.
 
-    config: Mapping[str, Any]
-    rank: int
-    world: int
-    backend: str
-
-
-def dry_run(config: Config, rank: int, world: int, backend: str = "nccl") -> RankResult:
-    """Build this rank's engine and step twice. Once in a process. Raises ConfigError, MeshError."""
+    whole   run every micro-batch, though some repeat others (repeats.py)
+    """
     begun = time.monotonic()
     with fake_group(rank, world), standing_in(backend, config.data.packing):
         mesh = Mesh(config.mesh.dp, config.mesh.tp, config.mesh.pp, device="cpu")
-        seen = _observe(config, mesh)
-        place = mesh.place
+        place, m = mesh.place, resolve_batch(config.train, mesh.dp).accumulate
+        schedule = Schedule.of(config.mesh.schedule)
+        if mesh.pp > 1:
+            schedule.check(m, mesh.pp)
+        ran = (m, m) if whole else enough(schedule.name, mesh.pp, m)
+        seen = _observe(config, mesh, ran)
         alike = seen.alike(place.dp)
         return RankResult(
             rank, *place, alike, len(alike) * mesh.tp, seen.elements, seen.states, peak_of(seen.log),
-            timeline_of(seen.log), seen.sent, seen.work, seen.did, seen.orders, seen.norms,
+            timeline_of(seen.log), sent_by_all(seen.first, seen.sent, ran, m), work_of_all(seen.work, ran[1], m),
+            seen.did, seen.orders(m), seen.norms,
             time.monotonic() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )  # fmt: skip
 
 
-def _observe(config: Config, mesh: Mesh) -> Observed:
+def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> Observed:
     batch = resolve_batch(config.train, mesh.dp)
-    if mesh.pp > 1:
-        Schedule.of(config.mesh.schedule).check(batch.accumulate, mesh.pp)
     opened = open_without_weights(config)
     check_length(config.data.length, of_config(opened.module, "max_position_embeddings"))
     if config.data.packing:
@@ -83,7 +81,10 @@ def _observe(config: Config, mesh: Mesh) -> Observed:
         def build() -> Engine:
             return build_engine(plain, opened, mesh, batch.accumulate, config.train.steps or STEPS)
 
-        return observe(build, lambda _: blank_batches(batch.accumulate, shape, config.data.packing, options))
+        def give() -> list[dict[str, Any]]:
+            return blank_batches(batch.accumulate, shape, config.data.packing, options)
+
+        return observe(build, give, run)
 
 
 def open_without_weights(config: Config) -> Opened:
@@ -114,7 +115,7 @@ def main(lines: Sequence[str]) -> int:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what models print is no part of the answer
     try:
-        answer = asdict(dry_run(load(request.config), request.rank, request.world, request.backend))
+        answer = asdict(dry_run(load(request.config), request.rank, request.world, request.backend, request.whole))
     except Zero3dError as error:
         answer = {"error": type(error).__name__, "text": str(error)}
     with out:

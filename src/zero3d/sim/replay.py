@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from heapq import nlargest
+from operator import itemgetter
 
 from zero3d.sim.memory import CATEGORIES, PADDING, Log
 from zero3d.sim.result import Alive, Instant, Mark, Peak, Timeline
@@ -28,13 +29,11 @@ def peak_of(log: Log) -> Peak:
         totals[PADDING] += padding
     place = log.peak_place
     largest = []
-    for number, nbytes in nlargest(LARGEST, sizes.items(), key=lambda item: item[1]):
+    for number, nbytes in nlargest(LARGEST, ((n, size) for n, size in sizes.items() if size), key=itemgetter(1)):
         storage = log.storages[number]
         made = Instant(*storage.born)
         largest.append(Alive(nbytes, storage.category, storage.dtype, storage.shape, made))
-    return Peak(
-        log.peak, log.peak_event, Instant(*place), _whole(totals), tuple(each for each in largest if each.nbytes)
-    )
+    return Peak(log.peak, log.peak_event, Instant(*place), _whole(totals), tuple(largest))
 
 
 def timeline_of(log: Log, points: int = POINTS) -> Timeline:
