@@ -207,6 +207,18 @@ class Pipeline:
         dist.all_gather_object(everyone, self.recorded, group=self._axis.gathers)
         return dict(enumerate(everyone))
 
+    def torch_plan(self, micro_batches: int) -> Mapping[int, Sequence[Any]]:
+        """torch's actions of every rank in a step of so many like the last one; none is an idle moment."""
+        assert self._key is not None, "there was a step"
+        stages = self._stages
+        made, self._stages = self._make(micro_batches, self._key[1]), stages
+        plan: Mapping[int, Sequence[Any]] = made.pipeline_order
+        return plan
+
+    def received(self) -> list[Tensor]:
+        """Where what neighbours send arrives: torch has a buffer for every micro-batch of a step."""
+        return [buffer for stage in self._stages for buffer in stage.received()]
+
     @contextmanager
     def backward(self, number: int) -> Iterator[None]:
         """Around every backward of a schedule (Note 1)."""
