@@ -6,7 +6,6 @@ Shapes and clusters that a table leaves to its source stand here, beside the rea
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,8 +13,7 @@ from typing import NamedTuple
 import zero3d.plan.formulas as formulas
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
-from zero3d.plan.kernels import digest, part_work
-from zero3d.plan.shapes import gpt, llama
+from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.zero.stages import paper_bytes
 
@@ -92,8 +90,12 @@ def korthikanti_fig1(row: Row) -> Iterator[Point]:
     layers, h, a, t, p, v, b = KORTHIKANTI[row["model"]]
     found = {
         "par_opt_gib_fig": formulas.megatron_states(layers, h, t, p),
-        "act_none_gib_fig": formulas.model_activations("TP baseline", layers, p, v, 2048, b, h, a, t),
-        "act_seqsel_gib_fig": formulas.model_activations("TP+SP+selective", layers, p, v, 2048, b, h, a, t),
+        "act_none_gib_fig": formulas.model_activations(
+            formulas.layer_activations("TP baseline", 2048, b, h, a, t), layers, p, v
+        ),
+        "act_seqsel_gib_fig": formulas.model_activations(
+            formulas.layer_activations("TP+SP+selective", 2048, b, h, a, t), layers, p, v
+        ),
     }
     for column, value in found.items():
         yield Point("korthikanti_fig1", f"{row['id']} {column}", "formula", float(value) / GIB, number(row, column))
@@ -242,75 +244,6 @@ def azure(row: Row) -> Iterator[Point]:
     yield Point("deepspeed_azure", row["id"], "time", found.seconds.mid, actual, unit="s")
 
 
-# --- nanotron, torchtitan, galvatron ------------------------------------------------------------
-
-NANOTRON = {1.34: (16, 2048, 32, 32, 8192, True), 3.57: (28, 3072, 24, 24, 8192, True),
-            8.86: (32, 4096, 32, 32, 14336, False), 80.0: (80, 8192, 64, 64, 28672, False),
-            469.0: (126, 16384, 128, 128, 53248, False)}  # fmt: skip
-LLAMA = {"8B": (32, 4096, 32, 8, 14336, 128256), "70B": (80, 8192, 64, 8, 28672, 128256),
-         "405B": (126, 16384, 128, 8, 53248, 128256)}  # fmt: skip
-
-
-ASYNC_TP = 0.45  # of tp's all-reduces, what asynchronous ones hide there
-
-
-def nanotron(row: Row) -> Iterator[Point]:
-    size = min(NANOTRON, key=lambda known: abs(known / number(row, "params_b") - 1))
-    layers, h, a, kv, ffn, tied = NANOTRON[size]
-    model = llama(layers, h, a, kv, ffn, 131072, 4096, tied, fused=True)
-    dp, tp, pp, micro, gas = (whole(row, name) for name in ("dp", "tp", "pp", "mbs", "gas"))
-    plan = ParallelPlan(dp, tp, pp, whole(row, "zero_stage"), micro, gas, sequence_parallel=tp > 1)
-    across = 50e9 if whole(row, "gpus") <= 256 else 15e9  # its 64-node rows, all 1.6 to 2.3 times slower: fitted
-    found = evaluate(model, machines("h100", whole(row, "gpus"), across), plan, "nanotron")
-    useful = found.flops / (plan.world * 989e12)
-    yield Point("nanotron", row["id"], "memory", found.memory.reserved / GIB, number(row, "mem_gb"), unit="GiB")
-    yield Point("nanotron", row["id"], "time", found.seconds.mid, useful / (number(row, "mfu_pct") / 100), unit="s")
-
-
-def torchtitan(row: Row) -> Iterator[Point]:
-    """Tables 2, 4 and 5 of the source ran in Float8, as their captions there say; row-wise scaling gained nothing."""
-    if re.search(r"CP [2-9]", row["config"]):
-        raise ValueError("config")
-    narrow = re.search("(?i)fp8-tensor|float8", row["config"]) or re.match(r"TT-T[245]-", row["id"])
-    name = row["model"].rsplit("-", 1)[1]
-    gpus, local = whole(row, "gpus"), whole(row, "local_batch")
-    model = llama(*LLAMA[name], whole(row, "seq"), fused=True)
-    tp, pp = (8 if "TP" in row["parallelism"] or "TP" in row["config"] or row["parallelism"] == "2D" else 1), 1
-    if "PP" in row["parallelism"]:
-        pp = 8
-    dp = gpus // (tp * pp)
-    virtual = 2 if "Interleaved" in row["config"] else 1
-    micro = local if pp == 1 else 2  # not told; 2 explains both rows
-    kept = {"full": "full", "selective-op": "selective", "selective-layer": "selective"}[row["ac"]]
-    plan = ParallelPlan(dp, tp, pp, 3, micro, local // micro, kept, sequence_parallel=tp > 1,
-                        schedule="interleaved" if virtual > 1 else "1f1b", virtual=virtual,
-                        precision="fp8" if narrow else "bf16")  # fmt: skip
-    a100 = "A100" in row["hw"]
-    spec = machines("a100-80" if a100 else "h100-96", gpus, 25e9 if a100 else 50e9)
-    found = evaluate(model, spec, plan, "torchtitan")
-    hidden = ASYNC_TP * found.seconds.parts["tp"] if "syncTP" in row["config"] else 0.0
-    tokens = plan.accumulate * micro * model.length / (tp * pp)
-    group = f"{name} {gpus} {row['hw'][:8]}"
-    yield Point(
-        "torchtitan", row["id"], "time", found.seconds.mid - hidden, tokens / number(row, "tps_per_gpu"), group, "s"
-    )
-    if row["mem_gib_max_reserved_over_ranks"]:
-        actual = number(row, "mem_gib_max_reserved_over_ranks")
-        yield Point("torchtitan", row["id"], "memory", found.memory.reserved / GIB, actual, group, "GiB")
-
-
-def galvatron_time(row: Row) -> Iterator[Point]:
-    found = re.match(r"(?:layertype_0|layernum\[(\d+)\])_bsz(\d+)_seq(\d+)", row["key"])
-    if not found:
-        raise ValueError("key")
-    layers, batch, length = int(found[1] or 1), int(found[2]), int(found[3])
-    model = llama(layers, 4096, 32, 32, 11008, 32000, length, fused=True)
-    spec, plan = machines("a100-80", 8, 25e9), ParallelPlan(micro_batch=batch)
-    works = [part_work(shape, model, plan, spec).forward for shape in digest(model).shapes]
-    seconds = sum(works) if found[1] else works[1] / batch
-    yield Point("galvatron_forward", row["id"], "time", 1e3 * seconds, number(row, "ms"), unit="ms")
-
-
 READERS: dict[str, Callable[[Row], Iterator[Point]]] = {
     "zero_table1_model_states": zero_table1,
     "zero_infinity_fig2a_memory": zero_infinity,
@@ -323,7 +256,4 @@ READERS: dict[str, Callable[[Row], Iterator[Point]]] = {
     "megatron_core_h100": megatron_core,
     "bloom176b_prequel_a100_80g": bloom,
     "deepspeed_azure_zero3_a100": azure,
-    "nanotron_best_configs": nanotron,
-    "torchtitan_measured": torchtitan,
-    "galvatron_llama2_7b_layer_fwd_ms": galvatron_time,
 }

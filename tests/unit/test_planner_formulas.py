@@ -49,8 +49,12 @@ def test_korthikanti_figure_1_to_the_digit():
         layers, h, a, t, p, v, b = RUNS[row["model"]]
         found = {
             "par_opt_gib_fig": formulas.megatron_states(layers, h, t, p),
-            "act_none_gib_fig": formulas.model_activations("TP baseline", layers, p, v, 2048, b, h, a, t),
-            "act_seqsel_gib_fig": formulas.model_activations("TP+SP+selective", layers, p, v, 2048, b, h, a, t),
+            "act_none_gib_fig": formulas.model_activations(
+                formulas.layer_activations("TP baseline", 2048, b, h, a, t), layers, p, v
+            ),
+            "act_seqsel_gib_fig": formulas.model_activations(
+                formulas.layer_activations("TP+SP+selective", 2048, b, h, a, t), layers, p, v
+            ),
         }
         for column, value in found.items():
             assert float(value / GIB) == pytest.approx(float(row[column]), rel=1e-7), (row["id"], column)

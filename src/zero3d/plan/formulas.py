@@ -70,9 +70,9 @@ def interleave_factor(p: int, v: int) -> Fraction:
     return 1 + Fraction(p - 1, p * v) if v > 1 else Fraction(1)
 
 
-def model_activations(technique: str, layers: int, p: int, v: int, s: int, b: int, h: int, a: int, t: int) -> Fraction:
-    """Bytes of the first pipeline stage under 1F1B: p micro-batches of layers/p layers."""
-    return layers * interleave_factor(p, v) * layer_activations(technique, s, b, h, a, t)
+def model_activations(layer: Fraction, layers: int, p: int, v: int) -> Fraction:
+    """Bytes of the first pipeline stage under 1F1B, of one layer's: p micro-batches of layers/p layers."""
+    return layers * interleave_factor(p, v) * layer
 
 
 def megatron_states(layers: int, h: int, t: int, p: int) -> Fraction:

@@ -21,6 +21,8 @@ from zero3d.plan.spec import ModelSpec, Operations, Part, Unit, Weight
 
 GPT_VOCAB = 50304  # GPT-2's 50257, padded to a multiple of 128 as everybody does
 TYPICAL_HEAD = 128
+EAGER_COPIES = 6.5  # per hidden unit: what eager mode copies of queries, keys and gates; makes 64 at 7B's shape
+EAGER_NORMS, FUSED_NORMS = 28, 8  # likewise, of norms: with fp32 copies, and in one kernel
 
 
 def gpt(
@@ -51,25 +53,16 @@ def gpt(
 
 
 def llama(
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    ffn: int,
-    vocab: int,
-    length: int,
-    tied: bool = False,
-    fused: bool = False,
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, length: int, tied: bool = False
 ) -> ModelSpec:
-    """Llama's shape: gated MLP, grouped keys, no biases. fused: kernels as trainers use them, not eager mode."""
+    """Llama's shape: gated MLP, grouped keys, no biases; activations of eager mode (see `fused`)."""
     _check(layers, hidden, heads, kv_heads, vocab, length)
     kv = hidden // heads * kv_heads
-    copies = 0.0 if fused else 6.5 * hidden  # what eager mode copies of queries, keys and gates; makes 64 at 7B's shape
     operations = Operations(
         matrices=2.0 * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * ffn),
         scores=4.0 * length * hidden,
-        kept_cut=8 * ffn + 2 * (2 * hidden + 2 * kv) + copies,
-        kept_whole=(8 if fused else 28) * hidden,
+        kept_cut=8 * ffn + 2 * (2 * hidden + 2 * kv) + EAGER_COPIES * hidden,
+        kept_whole=EAGER_NORMS * hidden,
         input=2 * hidden,
         transient=4 * ffn + 4 * hidden,
     )
@@ -84,6 +77,14 @@ def llama(
     )
     name = f"Llama {layers} x {hidden}, {heads}/{kv_heads} heads, MLP {ffn}, vocabulary {vocab}"
     return ModelSpec(name, parts, length, hidden, vocab, heads, kv_heads)
+
+
+def fused(model: ModelSpec) -> ModelSpec:
+    """A Llama of `llama` with norms and attention in one kernel each, as trainers run it."""
+    old = model.blocks[0].operations
+    cut, whole = old.kept_cut - EAGER_COPIES * model.hidden, FUSED_NORMS * model.hidden
+    new = replace(old, kept_cut=cut, kept_whole=whole)
+    return replace(model, parts=tuple(replace(p, operations=new) if p.kind == "block" else p for p in model.parts))
 
 
 def of_params(psi: int, length: int) -> ModelSpec:
