@@ -100,5 +100,6 @@ def test_micro_batches_in_flight():
 
     assert [of("1f1b", stage) for stage in range(4)] == [{0: 4}, {1: 3}, {2: 2}, {3: 1}]
     assert of("gpipe", 2) == {2: 8}
+    assert of("zbv", 1) == {1: 8, 6: 8}
     assert of("interleaved", 0) == {0: 7, 4: 4}
     assert in_flight(ParallelPlan(), 0) == {0: 1}

@@ -3,8 +3,8 @@
     gpipe         M
     1f1b          p - s of stage s, at most M                      one part
     interleaved   the first (v-1) r + 2 (p-1-s) + 1 forwards       v parts, r = M / rounds of each in a row
-    zero-bubble   the first (v-1) r + (p-1-s) + 1, and p-1-s       whose weights' gradients wait
-    zbv           2 (p-s) - 1 + s of the first part, s + 1 of the second
+    zero-bubble   M of each part: what weights' gradients need is kept until they are taken, and in dry runs nearly
+    zbv           all of a step's were waiting at the peak
 
 As the schedules of torch.distributed.pipelining run them (torch 2.13). Source of 1f1b's figure: Narayanan et al.
 (2021), section 2.2.
@@ -24,13 +24,11 @@ def in_flight(plan: ParallelPlan, pp_stage: int) -> dict[int, int]:
         return {0: 1}
     schedule = Schedule.of(plan.schedule)
     parts, count, behind = schedule.parts_of(pp_stage, plan.pp), plan.accumulate, plan.pp - 1 - pp_stage
-    if schedule.name == "gpipe":
+    if schedule.name == "gpipe" or schedule.splits_backward:
         return dict.fromkeys(parts, count)
     if schedule.name == "1f1b":
         return {parts[0]: min(count, behind + 1)}
-    if schedule.in_a_v:
-        return {parts[0]: min(count, 2 * behind + 1 + pp_stage), parts[1]: min(count, pp_stage + 1)}
     row = count // max(1, count // plan.pp)
-    first = min((len(parts) - 1) * row + 2 * behind + 1, len(parts) * count)  # zero-bubble: half of them wait for W
+    first = min((len(parts) - 1) * row + 2 * behind + 1, len(parts) * count)
     seen = Counter((index // row) % len(parts) for index in range(first))
     return {part: min(count, seen[turn]) for turn, part in enumerate(parts)}
