@@ -8,7 +8,6 @@ from zero3d.config import load, to_dict
 from zero3d.sim.request import Request
 from zero3d.sim.simulate import in_own_process
 
-
 SCALARS = 256  # bytes of numbers that a dry run keeps a little longer or less long than a real rank
 
 
