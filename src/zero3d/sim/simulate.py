@@ -80,7 +80,7 @@ def _of_all_classes(degrees: Degrees, run: Callable[[int], RankResult]) -> list[
         apart = set(other[each.pp].alike) if each.pp in other else set()
         alike = tuple(dp for dp in range(degrees.dp) if dp not in apart)
         known.append(replace(each, alike=alike, stands_for=len(alike) * degrees.tp))
-        known += [other[each.pp]] * bool(apart)
+        known += [other[each.pp]] if apart else []
     return known if degrees.pp == 1 else _with_longest_norms(degrees, known)
 
 
