@@ -11,6 +11,7 @@ has a share of the embedding part and one of the head; weights kept in fp32 are 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from zero3d.errors import ConfigError
@@ -43,14 +44,18 @@ def pipeline_parts(model: ModelSpec, plan: ParallelPlan) -> list[list[Part]]:
         return [list(model.parts)]
     if not model.chain:
         raise ConfigError(f"{model.name} is no chain of blocks, so that no pipeline can cut it: pass pp=1.")
-    schedule = Schedule.of(plan.schedule)
-    blocks = model.blocks
-    schedule.check_blocks(len(blocks), plan.pp, "the model's list")
-    schedule.check(plan.accumulate, plan.pp)
+    Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
+    return _cut(model, plan.pp, plan.schedule)
+
+
+@lru_cache(maxsize=256)
+def _cut(model: ModelSpec, pp: int, name: str) -> list[list[Part]]:
+    schedule, blocks = Schedule.of(name), model.blocks
+    schedule.check_blocks(len(blocks), pp, "the model's list")
     before, after = ([p for p in model.parts if p.kind == kind] for kind in ("embedding", "head"))
     weights = [Weights(_numel([block]), block.active) for block in blocks]
     costs = chain_costs(_numel(before), weights, _numel(after), TOKENS, model.hidden, model.vocab)
-    counts = cut(costs.blocks, plan.pp * schedule.parts_per_rank, costs.before, costs.after)
+    counts = cut(costs.blocks, pp * schedule.parts_per_rank, costs.before, costs.after)
     parts, start = [], 0
     for count in counts:
         parts.append(list(blocks[start : start + count]))
@@ -69,6 +74,43 @@ def parts_of_rank(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[i
     if plan.pp == 1:
         return {0: parts[0]}
     return {number: parts[number] for number in Schedule.of(plan.schedule).parts_of(pp_stage, plan.pp)}
+
+
+class Rank(NamedTuple):
+    """What one rank of the pp axis has.
+
+    parts   of each of its pipeline parts, by number
+    units   the engine's units of each
+    own     units of each of the parts, in their order
+    """
+
+    parts: dict[int, list[Part]]
+    units: dict[int, list[Held]]
+    own: dict[int, list[list[Held]]]
+
+
+def rank_of(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> Rank:
+    """Parts and units on one rank of the pp axis. Raises ConfigError for what cannot be cut so."""
+    if plan.pp > 1:
+        Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
+    skeleton = ParallelPlan(
+        plan.dp, plan.tp, plan.pp, schedule=plan.schedule, accumulate=plan.pp, precision=plan.precision
+    )
+    return _rank(model, skeleton, pp_stage)
+
+
+@lru_cache(maxsize=4096)
+def _rank(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> Rank:
+    parts = parts_of_rank(model, plan, pp_stage)
+    units = {number: units_of(inside, plan) for number, inside in parts.items()}
+    own = {}
+    for number, inside in parts.items():
+        by_owner: dict[str, list[Held]] = {}
+        for held in units[number]:
+            by_owner.setdefault(held.owner, []).append(held)
+        names = [dict.fromkeys(unit.name.partition("/")[0] for unit in part.units) for part in inside]
+        own[number] = [[held for name in owners for held in by_owner.get(name, ())] for owners in names]
+    return Rank(parts, units, own)
 
 
 def units_of(parts: Sequence[Part], plan: ParallelPlan) -> list[Held]:

@@ -100,23 +100,14 @@ class Digest(NamedTuple):
     trainable: int
 
 
-_DIGESTS: dict[int, tuple[ModelSpec, Digest]] = {}  # by id, beside the model itself: hashing one takes milliseconds
-
-
+@lru_cache(maxsize=8)
 def digest(model: ModelSpec) -> Digest:
-    """Computed once per model object; the last few are kept."""
-    known = _DIGESTS.get(id(model))
-    if known is not None and known[0] is model:
-        return known[1]
+    """Of a model's parts, alike ones as one object."""
     alike: dict[Shape, Shape] = {}
     listed = [_shape(part, model.hidden // model.heads) for part in model.parts]
     shapes = tuple(alike.setdefault(shape, shape) for shape in listed)
     numels = tuple(part.numel for part in model.parts)
-    found = Digest(shapes, numels, sum(numels), model.trainable)
-    while len(_DIGESTS) >= 8:
-        _DIGESTS.pop(next(iter(_DIGESTS)))
-    _DIGESTS[id(model)] = model, found
-    return found
+    return Digest(shapes, numels, sum(numels), model.trainable)
 
 
 def _shape(part: Part, head: int) -> Shape:

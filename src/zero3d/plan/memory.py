@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from zero3d.plan.held import Held, itemsize, parts_of_rank, units_of
+from zero3d.plan.held import Held, itemsize, rank_of
 from zero3d.plan.in_flight import in_flight
 from zero3d.plan.recompute import Policy
 from zero3d.plan.spec import ClusterSpec, Instant, Memory, ModelSpec, Operations, ParallelPlan, Part
@@ -71,8 +71,7 @@ class _Rank:
 
     def __init__(self, model: ModelSpec, plan: ParallelPlan, stage: int) -> None:
         self.model, self.plan, self.stage = model, plan, stage
-        self.parts = parts_of_rank(model, plan, stage)
-        self.units = {number: units_of(parts, plan) for number, parts in self.parts.items()}
+        self.parts, self.units, self._own = rank_of(model, plan, stage)
         self.held: States = states(model, plan, stage)
         self.tokens = plan.micro_batch * model.length
         self.width = max(1.0, WIDTHS[plan.precision].weight / 2)  # figures are of a 2-byte run
@@ -157,7 +156,7 @@ class _Rank:
         last = max(self.parts)
         others = sum(flights[n] * sum(map(self._kept, parts)) for n, parts in self.parts.items() if n != last)
         order = list(reversed(self.parts[last]))
-        units = [self._units_of(part, last) for part in order]
+        units: list[Sequence[Held]] = [*reversed(self._own[last])]
         kept = [self._kept(part) for part in order]
         waiting = others + (flights[last] - 1) * sum(kept)
         for at, part in enumerate(order):
@@ -167,10 +166,6 @@ class _Rank:
             yield from self._backward(part, alive, windows(units, at, self.tied, self.plan))
         yield self._peak("end of the backward", waiting, 0.0, flush(units, self.tied, self.plan))
         yield self._step()
-
-    def _units_of(self, part: Part, number: int) -> Sequence[Held]:
-        owners = {unit.name.partition("/")[0] for unit in part.units}
-        return [unit for unit in self.units[number] if unit.owner in owners]
 
     def _backward(self, part: Part, alive: float, held: Windows) -> Iterator[Peak]:
         names = {"embedding": "backward of the embedding", "head": "logits and loss"}

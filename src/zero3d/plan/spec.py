@@ -137,6 +137,14 @@ class ModelSpec:
     provenance: str = "closed form"
     chain: bool = True
 
+    def __hash__(self) -> int:
+        """Computed once: plans by the thousand are priced for one model."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.parts, self.length))
+
     @cached_property
     def params(self) -> int:
         """Psi: all parameters, tied ones once."""

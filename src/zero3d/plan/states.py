@@ -9,11 +9,14 @@ A rank whose shard of a unit is all padding has the master of it, but no m and v
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
-from zero3d.plan.held import Held, parts_of_rank, units_of
+from zero3d.plan.held import Held, rank_of
 from zero3d.plan.spec import ModelSpec, ParallelPlan
+from zero3d.schedules import Schedule
 from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
 
 NAMES = {2: "bf16", 4: "fp32", 8: "fp64"}
@@ -34,13 +37,21 @@ class States(NamedTuple):
 
 def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int = 0) -> States:
     """What an engine holds on rank `dp_rank` of pipeline stage `pp_stage`. Raises ConfigError for what it refuses."""
+    if plan.pp > 1:
+        Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
+    many = 1 if plan.accumulate == 1 else max(2, plan.pp)  # all that the bytes hang on, of what they do not hang on
+    alike = replace(plan, micro_batch=1, accumulate=many, activations="none", sequence_parallel=False, offload="none")
+    return _states(model, alike, pp_stage, dp_rank)
+
+
+@lru_cache(maxsize=4096)
+def _states(model: ModelSpec, plan: ParallelPlan, pp_stage: int, dp_rank: int) -> States:
     total = States(NO_BYTES, Fraction(0))
-    for parts in parts_of_rank(model, plan, pp_stage).values():
-        for unit in units_of(parts, plan):
-            each = per_parameter(unit, plan, dp_rank)
-            total = States(
-                total.states + each.times(unit.layout.numel), total.padding + each.total * unit.layout.padding
-            )
+    every: dict[tuple[bool, int, bool], StateBytes] = {}
+    for unit in (unit for units in rank_of(model, plan, pp_stage).units.values() for unit in units):
+        owns = plan.stage == 0 or dp_rank * unit.layout.shard < unit.used
+        each = every.setdefault((unit.trainable, unit.itemsize, owns), per_parameter(unit, plan, dp_rank))
+        total = States(total.states + each.times(unit.layout.numel), total.padding + each.total * unit.layout.padding)
     return total
 
 

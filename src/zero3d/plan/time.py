@@ -19,6 +19,7 @@ from zero3d.plan.kernels import LAUNCH, PartWork, Shape, digest, part_work, reac
 from zero3d.plan.network import Groups, gather_seconds, reduce_seconds, send_seconds
 from zero3d.plan.recompute import Policy
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
+from zero3d.plan.states import policies
 from zero3d.plan.timeline import pipeline_seconds
 from zero3d.zero.stages import stage_row
 
@@ -156,9 +157,10 @@ def _data(step: _Step, numel: float, end: float, backward: float) -> float:
     if group.size == 1:
         return 0.0
     row = stage_row(plan.stage)
+    release, reduce = policies(plan)
     known = digest(step.model)
     trained = numel * known.trainable / known.params
-    reductions = plan.accumulate if row.shards_gradients else 1
+    reductions = plan.accumulate if reduce == "every_micro_batch" else 1
     units = max(1.0, len(step.model.blocks) / plan.pp)
 
     def collective(elements: float, width: float) -> float:
@@ -166,12 +168,12 @@ def _data(step: _Step, numel: float, end: float, backward: float) -> float:
         hops = (group.size - 1) * step.cluster.across.latency if group.nodes > 1 else 0.0
         return units * (each / pace.network + (pace.unit_hops - 1) * hops)
 
-    reduce = reductions * collective(trained, 4.0 if plan.reduce_dtype == "fp32" else 2.0)
+    reducing = reductions * collective(trained, 4.0 if plan.reduce_dtype == "fp32" else 2.0)
     if row.shards_parameters:
-        gathers = collective(numel, 2.0) * (2 * plan.accumulate if plan.release != "every_step" else 1)
-        return _exposed(reduce + gathers, end, pace.hide_dp) + collective(numel, 2.0) / units
+        gathers = collective(numel, 2.0) * (2 * plan.accumulate if release != "every_step" else 1)
+        return _exposed(reducing + gathers, end, pace.hide_dp) + collective(numel, 2.0) / units
     beside = backward / plan.accumulate  # the last micro-batch's; parameters travel beside the next step's forward
-    return _exposed(reduce, beside, pace.hide_dp) + _exposed(collective(trained, 2.0), beside / 2, pace.hide_dp)
+    return _exposed(reducing, beside, pace.hide_dp) + _exposed(collective(trained, 2.0), beside / 2, pace.hide_dp)
 
 
 def _exposed(communication: float, computation: float, hide: float) -> float:
