@@ -15,6 +15,7 @@ tells either that recomputed blocks and saved weights are read again, so the par
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -40,6 +41,7 @@ from zero3d.schedules import Schedule
 from zero3d.transport import Axis
 from zero3d.zero.unit import Unit
 
+ACTION = re.compile(r"\b(\d+)([FBIW])(\d+)\b")  # as torch writes them: 1F0 is the forward of part 1 on micro-batch 0
 TOKENS = 2048  # of a micro-batch, where the split must not depend on the one that comes first
 
 
@@ -207,6 +209,18 @@ class Pipeline:
         everyone: list[Any] = [None] * self._axis.size
         dist.all_gather_object(everyone, self.recorded, group=self._axis.gathers)
         return dict(enumerate(everyone))
+
+    def planned(self, micro_batches: int) -> dict[int, list[Action]]:
+        """What every rank of the axis does in a step of so many like the last one, in order, as torch plans it."""
+        assert self._key is not None, "there was a step"
+        stages = self._stages
+        plan, self._stages = self._make(micro_batches, self._key[1]).pipeline_order, stages
+        return {
+            rank: [
+                Action(kind, int(part), int(number)) for part, kind, number in ACTION.findall(" ".join(map(str, row)))
+            ]
+            for rank, row in plan.items()
+        }
 
     @contextmanager
     def backward(self, number: int) -> Iterator[None]:

@@ -19,6 +19,7 @@ VERBS = {
     "config": "what a run would use (show), what a key means (explain), and a JSON Schema for editors (schema)",
     "plan": "how to train a model on a cluster, what it needs and how long it takes; no GPU needed",
     "calibrate": "measure this machine's devices, links and disk for `zero3d plan --cluster`, within a minute",
+    "simulate": "a step of a configuration without its ranks: bytes over time, the peak, traffic, FLOPs",
     "train": "train a small language model on this machine and measure what the formulas say",
     "compare": "runs that differ in some keys, one after another, and what each cost, as one table and a picture",
     "launch": "print what starts a run on a cluster: slurm, k8s or torchrun",

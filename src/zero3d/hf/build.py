@@ -33,7 +33,7 @@ def build(config: Any, attn: str | None = None) -> nn.Module:
 
     options = {} if attn is None else {"attn_implementation": attn}
     try:
-        with _parameters_on_meta():
+        with parameters_on_meta():
             model: nn.Module = AutoModelForCausalLM.from_config(config, **options)
     except (ValueError, ImportError, KeyError) as error:
         said = str(error).strip().splitlines()[0]
@@ -42,7 +42,7 @@ def build(config: Any, attn: str | None = None) -> nn.Module:
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Parameters lose their data when a module registers them; initialisers then have nothing to do."""
     register = nn.Module.register_parameter
 

@@ -13,7 +13,7 @@ over the time it works: (p - 1) / m for gpipe and 1f1b, p pipeline stages and m 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -30,26 +30,42 @@ class Action(NamedTuple):
     micro_batch: int
 
 
-def makespan(order: Mapping[int, Sequence[Action]], costs: Mapping[str, int] = COSTS) -> int:
-    """When the last action ends. Raises ConfigError for lists that wait for each other."""
+class Interval(NamedTuple):
+    """When a rank does it."""
+
+    action: Action
+    start: int
+    end: int
+
+
+def intervals(order: Mapping[int, Sequence[Action]], cost: Callable[[Action], int]) -> dict[int, list[Interval]]:
+    """When every rank does what; `cost`: how long an action takes. Raises ConfigError for lists that wait in a ring."""
     last = max(action.part for actions in order.values() for action in actions)
     done: dict[Action, int] = {}
-    clock, position = dict.fromkeys(order, 0), dict.fromkeys(order, 0)
+    found: dict[int, list[Interval]] = {rank: [] for rank in order}
     left = sum(map(len, order.values()))
     while left:
         before = left
         for rank, actions in order.items():
-            while position[rank] < len(actions):
-                action = actions[position[rank]]
+            mine = found[rank]
+            while len(mine) < len(actions):
+                action = actions[len(mine)]
                 ready = _ready(action, last, done)
                 if ready is None:
                     break
-                clock[rank] = done[action] = max(clock[rank], ready) + costs[action.kind]
-                position[rank] += 1
+                start = max(mine[-1].end if mine else 0, ready)
+                done[action] = start + cost(action)
+                mine.append(Interval(action, start, done[action]))
                 left -= 1
         if left == before:
             raise ConfigError("the schedule's ranks wait for each other: its action lists fit no order.")
-    return max(clock.values())
+    return found
+
+
+def makespan(order: Mapping[int, Sequence[Action]], costs: Mapping[str, int] = COSTS) -> int:
+    """When the last action ends. Raises ConfigError for lists that wait for each other."""
+    found = intervals(order, lambda action: costs[action.kind])
+    return max(each.end for mine in found.values() for each in mine)
 
 
 def bubble(order: Mapping[int, Sequence[Action]], costs: Mapping[str, int] = COSTS) -> Fraction:

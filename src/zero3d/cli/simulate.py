@@ -1,0 +1,135 @@
+"""`zero3d simulate CONFIG [KEY=VALUE ...]`: a step of the real engine on ranks that are not there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zero3d.cli.plan_theory import columns, count, size
+from zero3d.cli.preflight import check_transformers
+from zero3d.cli.train import check_ranks, named, quiet_libraries
+from zero3d.cli.workers import quiet_environment, ranks_here
+from zero3d.config import load, split_words
+from zero3d.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zero3d.sim.result import Instant, RankResult, Simulation
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    parser.add_argument(
+        "words", nargs="*", metavar="CONFIG KEY=VALUE", help="a YAML file (default: the demo), overrides"
+    )
+    parser.add_argument("--ranks", type=int, help="size of the world (default: as zero3d train would start here)")
+    parser.add_argument("--rank", type=int, help="simulate this rank alone (default: one of every class)")
+    parser.add_argument("--backend", default="nccl", help="whose collectives: nccl (default), or gloo as on CPU ranks")
+    parser.add_argument(
+        "--every-micro-batch", action="store_true", help="run also those that repeat others: slower, the same bytes"
+    )
+    parser.add_argument("--trace", metavar="FILE", help="write memory and actions over time for Perfetto")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate, then print."""
+    quiet_environment()
+    file, overrides = split_words(arguments.words)
+    config = load(named(file)[1], overrides)
+    check_ranks(arguments.ranks)
+    check_transformers(config.model)
+    quiet_libraries()
+    from zero3d.sim.chrome import chrome_trace
+    from zero3d.sim.result import to_json
+    from zero3d.sim.simulate import simulate
+
+    world = arguments.ranks or ranks_here(config.mesh.dp, config.mesh.tp, config.mesh.pp)
+
+    def said(rank: RankResult) -> None:
+        print(f"rank {rank.rank} of {world}: {rank.seconds:.1f} s", file=sys.stderr, flush=True)
+
+    found = simulate(config, world, arguments.rank, arguments.backend, arguments.every_micro_batch, said)
+    if arguments.trace is not None:
+        try:
+            Path(arguments.trace).write_text(json.dumps(chrome_trace(found)))
+        except OSError as error:
+            raise ConfigError(f"--trace {arguments.trace}: cannot be written ({error.strerror}).") from error
+    print(json.dumps(to_json(found)) if arguments.json else "\n".join(as_text(found)))
+    return 0
+
+
+def as_text(found: Simulation) -> Iterator[str]:
+    """Tables: ranks, states, the peaks, traffic, FLOPs, the pipeline."""
+    from zero3d.sim.gantt import gantt
+
+    yield (
+        f"{found.model}, stage {found.stage}, {found.precision}: pp {found.pp} x dp {found.dp} x tp {found.tp} = "
+        f"{found.pp * found.dp * found.tp} ranks with {found.backend}, none of which is there"
+    )
+    yield (
+        f"a step: batch {found.batch} = micro_batch {found.micro_batch} x accumulate {found.accumulate} x dp "
+        f"{found.dp}, sequences of {found.length:,} tokens"
+    )
+    yield from found.notes
+    yield from ("", "1. What each class of ranks holds (states: the arena's account, which equals the formula)")
+    yield from columns([*_ranks(found)], "<>>>>>>>")
+    for rank in found.ranks:
+        yield from ("", *_peak(rank))
+    yield from ("", "3. What a rank sends in a step, and receives")
+    yield from columns([*_traffic(found)], "<<<>>>")
+    yield from ("", "4. Multiplications and additions in matrix products and attention, per rank and step")
+    yield from columns([*_flops(found)], "<>>>>")
+    if (chart := gantt(found)) is not None:
+        yield from (
+            "",
+            f"5. The pipeline: {found.schedule}, idle {float(chart.bubble):.1%} of the work (in {chart.unit})",
+        )
+
+
+def _ranks(found: Simulation) -> Iterator[tuple[str, ...]]:
+    yield "rank (stands for)", "elements", "parameters", "gradients", "optimizer", "padding", "by formula", "peak alive"
+    for rank in found.ranks:
+        held = {state.category: state.held for state in rank.states}
+        equal = "equal" if all(state.held == state.formula for state in rank.states) else "DIFFERS"
+        name = f"{rank.rank}: pp {rank.pp} dp {rank.dp} ({rank.stands_for})"
+        yield name, count(rank.elements), *map(size, held.values()), equal, size(rank.peak.nbytes)
+
+
+def _peak(rank: RankResult) -> Iterator[str]:
+    peak = rank.peak
+    yield f"2. The peak of rank {rank.rank}: {peak.nbytes:,} bytes, {_where(peak.at)}"
+    parts = sorted(((n, category) for category, n in peak.categories.items() if n), reverse=True)
+    yield "   " + ", ".join(f"{category} {size(nbytes)}" for nbytes, category in parts)
+    rows = [("largest tensors", "", "", "made")]
+    rows += [
+        (size(each.nbytes), each.category, f"{each.dtype} {list(each.shape)}", _where(each.made))
+        for each in peak.largest
+    ]
+    yield from columns(rows, "<<<<")
+
+
+def _where(at: Instant) -> str:
+    place = f" of micro-batch {at.micro_batch}" if at.micro_batch >= 0 else ""
+    return f"{at.phase}{place}{' in ' if at.phase else 'for '}{at.module}" if at.module else f"{at.phase}{place}"
+
+
+def _traffic(found: Simulation) -> Iterator[tuple[str, ...]]:
+    yield "rank", "axis", "operation", "calls", "elements", "bytes"
+    for rank in found.ranks:
+        rows: dict[tuple[str, str], list[int]] = {}
+        for sent in rank.sent:
+            row = rows.setdefault((sent.axis, sent.op), [0, 0, 0])
+            row[:] = row[0] + sent.calls, row[1] + sent.elements, row[2] + sent.nbytes
+        for (axis, op), (calls, elements, nbytes) in sorted(rows.items()):
+            yield str(rank.rank), axis, op, f"{calls:,}", count(elements), size(nbytes)
+
+
+def _flops(found: Simulation) -> Iterator[tuple[str, ...]]:
+    yield "rank", "forward", "backward", "recomputed", "together"
+    for rank in found.ranks:
+        parts = [rank.flops(phase) for phase in ("forward", "backward", "recomputed")]
+        yield str(rank.rank), *(f"{flops:.4g}" for flops in (*parts, sum(parts)))

@@ -1,0 +1,187 @@
+"""Every storage on the engine's device from birth to death, to the byte, as a log.
+
+    born     the first operation that returns a tensor in it (a dispatch mode sees all, below autograd)
+    resized  stage 3 frees and refills storages in place (`untyped_storage().resize_`)
+    dead     its last reference is gone: a weak reference tells
+
+    categories   parameters, gradients, optimizer, padding, gathered, bucket, wire    as the arena lent it
+                 buffers, inputs                                                      of modules; the micro-batches
+                 activations                                                          autograd saved it for backward
+                 temporary                                                            what else there is
+
+A category is known only after birth: the log has changes of size alone, and a storage's last label counts.
+Nothing here reads a value, so tensors may be real ones or those of a dry run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zero3d.sim.patches import listening
+from zero3d.sim.where import NOWHERE, Place, Where
+from zero3d.zero.arena import STATES, TRANSIENT
+
+BUFFERS, INPUTS, ACTIVATIONS, TEMPORARY, PADDING = "buffers", "inputs", "activations", "temporary", "padding"
+CATEGORIES = (*STATES, *TRANSIENT, BUFFERS, INPUTS, ACTIVATIONS, TEMPORARY)
+NONE = Fraction(0)
+
+
+@dataclass(slots=True)
+class Storage:
+    """One storage. padding: of its bytes at birth."""
+
+    nbytes: int
+    category: str
+    shape: tuple[int, ...]
+    dtype: str
+    born: Place
+    padding: Fraction = NONE
+
+
+@dataclass
+class Log:
+    """What happened to whom: `changes[i]` bytes of storage `who[i]`; `marks`: (event, what began there).
+
+    peak         the most bytes alive, reached by event `peak_event`, at `peak_place`
+    """
+
+    storages: list[Storage]
+    who: array[int]
+    changes: array[int]
+    marks: list[tuple[int, Place]]
+    peak: int = 0
+    peak_event: int = -1
+    peak_place: Place = NOWHERE
+
+
+class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the log while `watching()`; `restart()` forgets all but what is alive.
+
+    heard   called after each operation with (operation, arguments, keywords, result)
+    """
+
+    def __init__(self, where: Where, heard: Callable[[Any, Any, Any, Any], None] = lambda *_: None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._where, self._heard = where, heard
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # by id
+        self._alive: dict[int, Storage] = {}  # by place in log.storages
+        self.live = 0
+        self.log = Log([], array("q"), array("q"), [])
+
+    # --- what happens ---------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # questions such as on which device
+            return out
+        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.see(leaf)
+        self._heard(func, args, kwargs or {}, out)
+        return out
+
+    def see(self, tensor: Tensor, category: str = TEMPORARY) -> Storage | None:
+        """A tensor exists; None for one that takes no memory."""
+        if tensor.device.type == "meta":
+            return None
+        storage = tensor.untyped_storage()
+        number = self._number(storage)
+        if number is None:
+            place, number = self._where.now(), len(self.log.storages)
+            dtype, nbytes = str(tensor.dtype).removeprefix("torch."), storage.nbytes()
+            self._alive[number] = Storage(nbytes, category, tuple(tensor.shape), dtype, place)
+            self.log.storages.append(self._alive[number])
+            self._follow(storage, number)
+            self._mark(place)
+            self._change(number, nbytes, place)
+        return self._alive[number]
+
+    def lent(self, category: str, buffer: Tensor, used: Fraction | int | None = None) -> None:
+        """The arena has lent a buffer, of whose elements so many are used (None: all)."""
+        found = self.see(buffer, category)
+        if found is not None:
+            found.category = category
+            found.padding = NONE if used is None else found.nbytes - Fraction(used * buffer.dtype.itemsize)
+
+    def name(self, tensor: Tensor, module: str) -> None:
+        """A tensor was made for this module."""
+        found = self.see(tensor)
+        if found is not None:
+            found.born = found.born._replace(module=module)
+
+    def saved(self, tensor: Tensor) -> Tensor:
+        """Autograd keeps a tensor."""
+        found = self.see(tensor)
+        if found is not None and found.category == TEMPORARY:
+            found.category = ACTIVATIONS
+        return tensor
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has been freed or filled in place."""
+        number = self._number(storage)
+        if number is not None:
+            found = self._alive[number]
+            change, found.nbytes = storage.nbytes() - found.nbytes, storage.nbytes()
+            self._change(number, change)
+
+    def _dead(self, key: int, number: int) -> None:
+        del self._known[key]
+        self._change(number, -self._alive.pop(number).nbytes)
+
+    def _number(self, storage: torch.UntypedStorage) -> int | None:
+        known = self._known.get(id(storage))
+        return None if known is None else known[1]
+
+    def _follow(self, storage: torch.UntypedStorage, number: int) -> None:
+        key = id(storage)
+        self._known[key] = weakref.ref(storage, lambda _: self._dead(key, number)), number
+
+    # --- the log --------------------------------------------------------------------------------
+
+    def _change(self, number: int, change: int, place: Place | None = None) -> None:
+        log = self.log
+        if change == 0:
+            return
+        log.who.append(number)
+        log.changes.append(change)
+        self.live += change
+        if self.live > log.peak:
+            log.peak, log.peak_event = self.live, len(log.who) - 1
+            log.peak_place = place or self._where.now()
+
+    def _mark(self, place: Place) -> None:
+        marks = self.log.marks
+        if not marks or marks[-1][1][:3] != place[:3]:
+            marks.append((len(self.log.who), place))
+
+    def restart(self) -> None:
+        """Begin a new log with what is alive now."""
+        alive = sorted(self._alive.items())
+        moved = {number: i for i, (number, _) in enumerate(alive)}
+        self._alive = {i: storage for i, (_, storage) in enumerate(alive)}
+        self.log = Log(list(self._alive.values()), array("q"), array("q"), [])
+        for reference, number in list(self._known.values()):
+            storage = reference()
+            if storage is not None:
+                self._follow(storage, moved[number])
+        self.live = 0
+        for number, each in self._alive.items():
+            self._change(number, each.nbytes)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, every storage is seen; afterwards all is as before."""
+        with listening(self), saved_tensors_hooks(self.saved, lambda tensor: tensor), self:
+            yield

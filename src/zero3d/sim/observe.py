@@ -1,0 +1,146 @@
+"""One step of an engine under the microscope; the engine may be a real one or a dry run's.
+
+The step that is measured is the second: in the first, orders are recorded and schedules are made. Python's own
+garbage collector waits meanwhile, so that what dies when does not depend on chance.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zero3d.engine import Engine
+from zero3d.nested import tensors_in
+from zero3d.sim.flops import Flops
+from zero3d.sim.memory import BUFFERS, INPUTS, Log, Memory
+from zero3d.sim.patches import around
+from zero3d.sim.result import Did, Sent, States, Work
+from zero3d.sim.where import Where
+from zero3d.zero.arena import STATES
+
+Batches = Sequence[Mapping[str, Any]]
+
+
+@dataclass
+class Observed:
+    """An engine after its second step, and what that was."""
+
+    engine: Engine
+    log: Log
+    flops: Mapping[tuple[str, str, int], int]
+    first: tuple[Sent, ...]  # traffic of the first step
+
+    @property
+    def states(self) -> tuple[States, ...]:
+        """Model states and padding."""
+        held = {entry.category: entry for entry in self.engine.memory}
+        return tuple(States(name, held[name].measured, held[name].planned or 0) for name in STATES)
+
+    @property
+    def sent(self) -> tuple[Sent, ...]:
+        """The ledger."""
+        return tuple(Sent(*entry) for entry in self.engine.traffic)
+
+    @property
+    def work(self) -> tuple[Work, ...]:
+        """FLOPs."""
+        return tuple(Work(*key, count) for key, count in sorted(self.flops.items()))
+
+    @property
+    def did(self) -> tuple[Did, ...]:
+        """This rank's actions in the pipeline."""
+        pipeline = self.engine.pipeline
+        return () if pipeline is None else tuple(Did(*action) for action in pipeline.recorded)
+
+    def orders(self, micro_batches: int) -> tuple[tuple[Did, ...], ...]:
+        """All ranks' actions in a step of so many, as planned, by pipeline stage."""
+        pipeline = self.engine.pipeline
+        rows = {} if pipeline is None else pipeline.planned(micro_batches)
+        return tuple(tuple(Did(*action) for action in rows[rank]) for rank in sorted(rows))
+
+    @property
+    def elements(self) -> int:
+        """Parameters of this rank's units."""
+        return sum(unit.layout.numel for unit in self.engine.units)
+
+    @property
+    def norms(self) -> int:
+        """Norms that this rank tells its replica."""
+        copies = self.engine.replica.copies
+        return sum(owned.unit not in copies for owned, _ in self.engine.optimizer.shard_grads())
+
+    def alike(self, dp: int) -> tuple[int, ...]:
+        """The dp ranks that update parts of the same units as rank `dp`: of others, shards are all padding."""
+        units = [unit for unit in self.engine.units if unit.grads is not None and not unit.weights.updates_all]
+        mine = [bool(unit.layout.pieces(dp)) for unit in units]
+        ranks = range(self.engine.comm.size)
+        return tuple(rank for rank in ranks if [bool(unit.layout.pieces(rank)) for unit in units] == mine)
+
+
+def observe(build: Callable[[], Engine], give: Callable[[], Batches], run: tuple[int, int] | None = None) -> Observed:
+    """Build an engine and watch its second step over the micro-batches that `give` returns.
+
+    run   of these, how many the first and the second step take (None: all)
+    """
+    where = Where()
+    flops = Flops(where)
+    memory = Memory(where, flops)
+    with where.watching(), memory.watching(), _garbage_kept():
+        engine = build()
+        where.follow(engine)
+        for buffer in engine.module.buffers():
+            memory.lent(BUFFERS, buffer)
+        _name_states(engine, memory)
+        batches = give()
+        warm, taken = run or (len(batches), len(batches))
+        for tensor in (t for batch in batches for t in tensors_in(dict(batch))):
+            memory.lent(INPUTS, tensor)
+        with around(engine, "step", where.step):
+            engine.train_batch(batches[:warm])
+            gc.collect()
+            first = tuple(Sent(*entry) for entry in engine.traffic)
+            where.restart()
+            memory.restart()
+            flops.reset()
+            engine.traffic.reset()
+            engine.train_batch(batches[:taken])
+        return Observed(engine, memory.log, dict(flops.counted), first)
+
+
+def _name_states(engine: Engine, memory: Memory) -> None:
+    """What the arena lent for a unit was made for it."""
+    for unit in engine.units:
+        grads = [] if unit.grads is None else [unit.grads.full, unit.grads.shard]
+        for tensor in (unit.weights.full, unit.weights.shard, unit.weights.master, *grads):
+            if tensor is not None:
+                memory.name(tensor, unit.name)
+    for owned in engine.optimizer.pieces:
+        for tensor in engine.optimizer.torch.state[owned.master].values():
+            memory.name(tensor, owned.unit.name)
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    was = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def blank_batches(count: int, shape: tuple[int, int], packed: bool, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Micro-batches as `zero3d train` would read them: ids and labels [micro_batch, length], positions if packed."""
+
+    def one() -> dict[str, Any]:
+        names = ["input_ids", "labels"] + ["position_ids"] * packed
+        return {name: torch.zeros(shape, dtype=torch.int64) for name in names} | dict(options)
+
+    return [one() for _ in range(count)]

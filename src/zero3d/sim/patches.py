@@ -1,0 +1,132 @@
+"""Everything that is put in the place of something else, for the time of a block, and why.
+
+listening     to see what no operation shows: the arena's lending, storages that change their size in place
+standing_in   what a process group without ranks and tensors without values cannot do
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from fractions import Fraction
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from zero3d import precision
+from zero3d.tensor_parallel.regions import OwnRandom
+from zero3d.transport import Axis
+from zero3d.zero.arena import Arena
+
+WHOLE = 1 << 62  # elements
+
+
+def _documents(packed: bool, position_ids: Tensor) -> Tensor | None:
+    """As transformers numbers the documents of packed sequences, operation by operation, with the answer given."""
+    before = position_ids[:, :1] - 1
+    changes = torch.diff(position_ids, prepend=before, dim=-1)
+    numbers = (changes != 1).cumsum(-1)
+    (numbers[:, -1] == 0).all()
+    return numbers if packed else None
+
+
+class Listener(Protocol):
+    """Who wants to know."""
+
+    def lent(self, category: str, buffer: Tensor, used: Fraction | int | None = None) -> None:
+        """The arena has lent a buffer."""
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has another size."""
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, `owner.name` is `value`."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Inside, `listener` hears of the arena's buffers and of resized storages."""
+    resize, allocate, borrow = torch.UntypedStorage.resize_, Arena.allocate, Arena.borrow
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        done = resize(storage, size)
+        listener.resized(storage)
+        return done
+
+    def allocated(arena: Arena, category: str, elements: int, used: Fraction | int, dtype: torch.dtype) -> Tensor:
+        buffer = allocate(arena, category, elements, used, dtype)
+        listener.lent(category, buffer, used)
+        return buffer
+
+    def borrowed(arena: Arena, category: str, elements: int, dtype: torch.dtype) -> Tensor:
+        buffer = borrow(arena, category, elements, dtype)
+        listener.lent(category, buffer)
+        return buffer
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
+        stack.enter_context(replaced(Arena, "allocate", allocated))
+        stack.enter_context(replaced(Arena, "borrow", borrowed))
+        yield
+
+
+@contextmanager
+def around(owner: Any, name: str, context: Callable[[], Any]) -> Iterator[None]:
+    """Inside, calls of the method `owner.name` run in a `context()`."""
+    method = getattr(owner, name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return method(*args, **kwargs)
+
+    with replaced(owner, name, called):
+        yield
+
+
+@contextmanager
+def standing_in(backend: str, packed: bool) -> Iterator[None]:
+    """Inside, an engine can be built and stepped on the fake group, under FakeTensorMode, as it would be on `backend`.
+
+    Axis.backend     the algorithm of collectives, and so its buffers, follow from the backend's name
+    the votes        neighbours in a pipeline ask each other whether they know the shapes of what they send, and
+                     read the answer; ours always know (torch 2.13; 2.11 does not ask)
+    OwnRandom.begin  reads the bytes of a generator's state, which a dry run has none of
+    _CHUNK           casts on a CPU go chunk by chunk for its cache, on an accelerator all at once
+    packed sequences transformers reads positions to learn whether a row has several documents, and makes a mask if
+                     so; without values it would always make one. Ours have several where documents are packed
+    """
+    yes = SimpleNamespace(item=lambda: 1)
+
+    def agreed(*_: Any, **__: Any) -> Any:
+        return yes
+
+    named = property(lambda axis: "none" if axis.gathers is None else backend)
+    with ExitStack() as stack:
+        stack.enter_context(replaced(Axis, "backend", named))
+        for vote in ("_warmup_forward_vote", "_warmup_backward_result"):
+            if hasattr(PipelineStage, vote):
+                stack.enter_context(replaced(PipelineStage, vote, agreed))
+        stack.enter_context(replaced(OwnRandom, "begin", lambda *_, **__: None))
+        if find_spec("transformers") is not None:
+            masks = import_module("transformers.masking_utils")
+            stack.enter_context(replaced(masks, "find_packed_sequence_indices", partial(_documents, packed)))
+        if backend != "gloo":
+            stack.enter_context(replaced(precision, "_CHUNK", WHOLE))
+        yield

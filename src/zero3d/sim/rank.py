@@ -1,0 +1,129 @@
+"""One rank of a configuration, dry: the engine that `zero3d train` builds, without data, weights, values and peers.
+
+`python -m zero3d.sim.rank` is a process of its own, since torch 2.13 dies of a second pipeline after a dry step:
+a Request as JSON on stdin; a RankResult on stdout, or exit code 2 and {"error": name, "text": ...}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zero3d.boxes import Box
+from zero3d.config import Config, load, resolve_batch
+from zero3d.data.masking import check_packing, forward_options
+from zero3d.data.tokenizers import check_length
+from zero3d.engine import Engine
+from zero3d.errors import Zero3dError
+from zero3d.hf.build import parameters_on_meta
+from zero3d.hf.open import Opened, open_model
+from zero3d.mesh import Mesh
+from zero3d.precision import DTYPES
+from zero3d.schedules import Schedule
+from zero3d.sim.group import fake_group
+from zero3d.sim.observe import Observed, blank_batches, observe
+from zero3d.sim.patches import standing_in
+from zero3d.sim.repeats import enough, sent_by_all, work_of_all
+from zero3d.sim.replay import peak_of, timeline_of
+from zero3d.sim.request import Request
+from zero3d.sim.result import RankResult
+from zero3d.train.build import build_engine, of_config
+
+STEPS = 1000  # of the learning rate's schedule, where the configuration counts epochs
+
+
+def dry_run(config: Config, rank: int, world: int, backend: str = "nccl", whole: bool = False) -> RankResult:
+    """Build this rank's engine and step twice. Once in a process. Raises ConfigError, MeshError.
+
+    whole   run every micro-batch, though some repeat others (repeats.py)
+    """
+    begun = time.monotonic()
+    with fake_group(rank, world), standing_in(backend, config.data.packing):
+        mesh = Mesh(config.mesh.dp, config.mesh.tp, config.mesh.pp, device="cpu")
+        place, m = mesh.place, resolve_batch(config.train, mesh.dp).accumulate
+        schedule = Schedule.of(config.mesh.schedule)
+        if mesh.pp > 1:
+            schedule.check(m, mesh.pp)
+        ran = (m, m) if whole else enough(schedule.name, mesh.pp, m)
+        seen = _observe(config, mesh, ran)
+        alike = seen.alike(place.dp)
+        return RankResult(
+            rank, *place, alike, len(alike) * mesh.tp, seen.elements, seen.states, peak_of(seen.log),
+            timeline_of(seen.log), sent_by_all(seen.first, seen.sent, ran, m), work_of_all(seen.work, ran[1], m),
+            seen.did, seen.orders(m), seen.norms,
+            time.monotonic() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )  # fmt: skip
+
+
+def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> Observed:
+    batch = resolve_batch(config.train, mesh.dp)
+    opened = open_without_weights(config)
+    check_length(config.data.length, of_config(opened.module, "max_position_embeddings"))
+    if config.data.packing:
+        check_packing(opened.module, batch.micro_batch)
+    options = forward_options(opened.module)
+    shape = (batch.micro_batch, config.data.length)
+    plain = replace(config, train=replace(config.train, compile=False))
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        _forget_buffers(opened.module, fake)
+
+        def build() -> Engine:
+            return build_engine(plain, opened, mesh, batch.accumulate, config.train.steps or STEPS)
+
+        def give() -> list[dict[str, Any]]:
+            return blank_batches(batch.accumulate, shape, config.data.packing, options)
+
+        return observe(build, give, run)
+
+
+def open_without_weights(config: Config) -> Opened:
+    """The module on the meta device; nothing but a config is read. Raises ConfigError."""
+    with parameters_on_meta():
+        module = open_model(replace(config.model, init="random"), config.seed).module
+    shapes = {name: p.dtype for name, p in module.named_parameters()}
+
+    def weights(name: str, box: Box) -> Tensor:
+        dtype = shapes.get(name, DTYPES[config.precision])
+        return torch.empty([stop - start for start, stop in box], dtype=dtype)
+
+    return Opened(module, weights)
+
+
+def _forget_buffers(module: nn.Module, fake: FakeTensorMode) -> None:
+    """Buffers keep their shapes only."""
+    for each in module.modules():
+        for name, buffer in each._buffers.items():
+            if buffer is not None:
+                each._buffers[name] = fake.from_tensor(buffer)
+
+
+def main(lines: Sequence[str]) -> int:
+    """Answer one request."""
+    request = Request(**json.loads("".join(lines)))
+    torch.set_num_threads(1)
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what models print is no part of the answer
+    try:
+        answer = asdict(dry_run(load(request.config), request.rank, request.world, request.backend, request.whole))
+    except Zero3dError as error:
+        answer = {"error": type(error).__name__, "text": str(error)}
+    with out:
+        json.dump(answer, out)
+    return 2 if "error" in answer else 0
+
+
+if __name__ == "__main__":
+    code = main(sys.stdin.readlines())
+    sys.stdout.flush()
+    os._exit(code)  # torch's teardown of fake tensors in pipelines is not our business

@@ -1,0 +1,58 @@
+"""How many micro-batches of a step must be run to know all of them.
+
+Once a pipeline is full, and from the second micro-batch on without one, micro-batches repeat each other: bytes
+alive do not depend on how many there are, traffic and FLOPs are linear in them.
+
+    schedule           run                           why
+    -----------------  ----------------------------  -----------------------------------------------------------
+    no pipeline        3                             a first one, one in the middle, a last one
+    1f1b               pp + 2                        at most pp are in flight
+    interleaved        4 pp, where pp divides M      rounds of pp; at most 2 pp + 1 are in flight
+    zero-bubble        4 pp, where pp divides M      the same
+    zbv                4 pp                          at most 2 pp are in flight
+    gpipe              M                             all are in flight
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from zero3d.sim.result import Sent, Work
+
+PER_STEP = ("exchange", "trade", "broadcast")  # operations that a step has once, however many micro-batches
+
+
+def enough(schedule: str | None, pp: int, micro_batches: int) -> tuple[int, int]:
+    """Micro-batches to run in the first step and in the one that is measured."""
+    first, second = micro_batches, micro_batches
+    if pp == 1:
+        first, second = 2, 3
+    elif schedule == "1f1b":
+        first, second = pp, pp + 2
+    elif schedule == "zbv" or (schedule != "gpipe" and micro_batches % pp == 0):
+        first, second = 3 * pp, 4 * pp
+    return (first, second) if second < micro_batches else (micro_batches, micro_batches)
+
+
+def sent_by_all(first: Iterable[Sent], second: Iterable[Sent], ran: tuple[int, int], wanted: int) -> tuple[Sent, ...]:
+    """Traffic of `wanted` micro-batches from that of two steps of `ran` micro-batches each."""
+    if ran[1] == wanted:
+        return tuple(second)
+    before = {(s.op, s.axis, s.unit): (s.calls, s.elements, s.nbytes) for s in first}
+    found = []
+    for s in second:
+        key, now = (s.op, s.axis, s.unit), [s.calls, s.elements, s.nbytes]
+        if s.op not in PER_STEP:
+            more, left = ran[1] - ran[0], wanted - ran[1]
+            now = [b + (b - a) * left // more for a, b in zip(before[key], now, strict=True)]
+        found.append(Sent(*key, *now))
+    return tuple(found)
+
+
+def work_of_all(work: Iterable[Work], ran: int, wanted: int) -> tuple[Work, ...]:
+    """FLOPs of `wanted` micro-batches from those of `ran`."""
+    found: Counter[tuple[str, str, int]] = Counter()
+    for each in work:
+        found[each.phase, each.kind, each.part] += each.flops * wanted // ran
+    return tuple(Work(*key, flops) for key, flops in sorted(found.items()))

@@ -1,0 +1,122 @@
+"""A configuration on a mesh that is not there: one rank of each class, each in a process of its own.
+
+Ranks of one class hold and do the same:
+
+    pp   every pipeline stage is a class of its own: layers differ, and so do the micro-batches in flight
+    dp   ranks of a stage differ where the shard of a unit is all padding on some of them, which then hold no
+         optimizer states of it; the first rank that is simulated says which others are like it (RankResult.alike)
+    tp   all ranks have slices of one size, so one stands for all
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from typing import Any
+
+from zero3d import errors
+from zero3d.config import Config, resolve_batch, to_dict
+from zero3d.degrees import Degrees, Place
+from zero3d.errors import ConfigError, Zero3dError
+from zero3d.schedules import Schedule
+from zero3d.sim.request import Request
+from zero3d.sim.result import RankResult, Sent, Simulation, from_json
+
+BACKENDS = ("nccl", "gloo")
+AT_ONCE = 2  # processes of about 0.5 GB
+REPLICA = ("replica", "pp")  # the axis over which norms travel: without tp it is pp itself
+
+Said = Callable[[RankResult], None]
+
+
+def simulate(
+    config: Config, world: int, rank: int | None = None, backend: str = "nccl", whole: bool = False,
+    said: Said = lambda _: None,
+) -> Simulation:  # fmt: skip
+    """One step of one rank per class (or of `rank` alone). `said`: called with each result as it comes;
+    `whole`: run every micro-batch, though some repeat others (repeats.py).
+
+    Raises ConfigError and MeshError for what `train` could not run, and for a rank that is not there.
+    """
+    degrees = Degrees.resolve(world, config.mesh.dp, config.mesh.tp, config.mesh.pp)
+    batch = resolve_batch(config.train, degrees.dp)
+    if rank is not None and not 0 <= rank < world:
+        raise ConfigError(f"rank {rank} is not there: {degrees} has ranks 0 to {world - 1}.")
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend {backend!r} is unknown: pass one of {', '.join(BACKENDS)}.")
+
+    def run(each: int) -> RankResult:
+        found = in_own_process(Request(to_dict(config), each, world, backend, whole))
+        said(found)
+        return found
+
+    found = [run(rank)] if rank is not None else _of_all_classes(degrees, run)
+    schedule = Schedule.of(config.mesh.schedule).name if degrees.pp > 1 else ""
+    notes = ["train.compile is left out: what a compiler fuses, it alone knows."] * config.train.compile
+    return Simulation(
+        config.model.path, config.zero.stage, config.precision, *degrees, schedule, batch.batch, batch.micro_batch,
+        batch.accumulate, config.data.length, backend, tuple(found), tuple(notes),
+    )  # fmt: skip
+
+
+def representatives(degrees: Degrees) -> list[int]:
+    """A first rank of every pipeline stage."""
+    return [degrees.rank(Place(pp, 0, 0)) for pp in range(degrees.pp)]
+
+
+def others(degrees: Degrees, found: RankResult) -> Iterator[int]:
+    """One rank for the dp ranks of a pipeline stage that are not like the first, if there are any."""
+    left = sorted(set(range(degrees.dp)) - set(found.alike))
+    if left:
+        yield degrees.rank(Place(found.pp, left[0], 0))
+
+
+def _of_all_classes(degrees: Degrees, run: Callable[[int], RankResult]) -> list[RankResult]:
+    known: list[RankResult] = []
+    wanted = representatives(degrees)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        while wanted:
+            new = list(pool.map(run, wanted))
+            known += new
+            wanted = []
+            for each in new:
+                same_stage = [one for one in known if one.pp == each.pp]
+                together = replace(each, alike=tuple(dp for one in same_stage for dp in one.alike))
+                wanted += others(degrees, together)
+    known.sort(key=lambda each: each.rank)
+    return known if degrees.pp == 1 else _with_longest_norms(degrees, known)
+
+
+def _with_longest_norms(degrees: Degrees, known: Sequence[RankResult]) -> list[RankResult]:
+    """Ranks of a replica exchange as many norms as the one with the most; a rank alone knows its own number only."""
+    fixed = []
+    for each in known:
+        replica = [one for one in known if each.dp in one.alike]
+        more = (max(one.norms for one in replica) - each.norms) * (degrees.pp * degrees.tp - 1) if each.norms else 0
+        fixed.append(replace(each, sent=tuple(_more_norms(sent, more) for sent in each.sent)))
+    return fixed
+
+
+def _more_norms(sent: Sent, elements: int) -> Sent:
+    if sent.op != "exchange" or sent.axis not in REPLICA:
+        return sent
+    return replace(sent, elements=sent.elements + elements, nbytes=sent.nbytes + 8 * elements)
+
+
+def in_own_process(request: Request) -> RankResult:
+    """What `python -m zero3d.sim.rank` answers. Raises its Zero3dError; RuntimeError with its last words if it died."""
+    done = subprocess.run(
+        [sys.executable, "-m", "zero3d.sim.rank"], input=json.dumps(asdict(request)), capture_output=True, text=True
+    )
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except ValueError as error:
+        raise RuntimeError(f"the process of rank {request.rank} died:\n{done.stderr}") from error
+    if "error" in answer:
+        kind: type[Zero3dError] = getattr(errors, answer["error"])
+        raise kind(answer["text"])
+    return from_json(RankResult, answer)
