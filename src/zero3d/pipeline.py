@@ -15,7 +15,6 @@ tells either that recomputed blocks and saved weights are read again, so the par
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -41,7 +40,6 @@ from zero3d.schedules import Schedule
 from zero3d.transport import Axis
 from zero3d.zero.unit import Unit
 
-ACTION = re.compile(r"\b(\d+)([FBIW])(\d+)\b")  # as torch writes them: 1F0 is the forward of part 1 on micro-batch 0
 TOKENS = 2048  # of a micro-batch, where the split must not depend on the one that comes first
 
 
@@ -210,17 +208,17 @@ class Pipeline:
         dist.all_gather_object(everyone, self.recorded, group=self._axis.gathers)
         return dict(enumerate(everyone))
 
-    def planned(self, micro_batches: int) -> dict[int, list[Action]]:
-        """What every rank of the axis does in a step of so many like the last one, in order, as torch plans it."""
+    def torch_plan(self, micro_batches: int) -> Mapping[int, Sequence[Any]]:
+        """torch's actions of every rank in a step of so many like the last one; none is an idle moment."""
         assert self._key is not None, "there was a step"
         stages = self._stages
-        plan, self._stages = self._make(micro_batches, self._key[1]).pipeline_order, stages
-        return {
-            rank: [
-                Action(kind, int(part), int(number)) for part, kind, number in ACTION.findall(" ".join(map(str, row)))
-            ]
-            for rank, row in plan.items()
-        }
+        made, self._stages = self._make(micro_batches, self._key[1]), stages
+        plan: Mapping[int, Sequence[Any]] = made.pipeline_order
+        return plan
+
+    def received(self) -> list[Tensor]:
+        """Where what neighbours send arrives: torch has a buffer for every micro-batch of a step."""
+        return [buffer for stage in self._stages for buffer in stage.received()]
 
     @contextmanager
     def backward(self, number: int) -> Iterator[None]:

@@ -69,12 +69,15 @@ class Stage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return self._sent("send_backward", super().get_bwd_send_ops(bwd_chunk_id))
 
+    def received(self) -> list[Tensor]:
+        """Buffers of what arrives, one or more for every micro-batch."""
+        infos = [info for each in (*self.args_recv_info.values(), *self.grad_recv_info.values()) for info in each]
+        return [buffer for info in infos if (buffer := getattr(info, "buffer", None)) is not None]
+
     def free(self) -> None:
         """Give back the memory of what was received: graphs that wait for the garbage collector still hold it."""
-        for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
-            for buffer in (getattr(info, "buffer", None) for info in infos):
-                if buffer is not None:
-                    buffer.untyped_storage().resize_(0)
+        for buffer in self.received():
+            buffer.untyped_storage().resize_(0)
 
     def _sent(self, op: str, sends: list[dist.P2POp]) -> list[dist.P2POp]:
         for send in sends:

@@ -6,7 +6,8 @@
 
     categories   parameters, gradients, optimizer, padding, gathered, bucket, wire    as the arena lent it
                  buffers, inputs                                                      of modules; the micro-batches
-                 activations                                                          autograd saved it for backward
+                 received                                                             what neighbours in a pipeline send
+    activations                                                          autograd saved it for backward
                  temporary                                                            what else there is
 
 A category is known only after birth: the log has changes of size alone, and a storage's last label counts.
@@ -33,8 +34,9 @@ from zero3d.sim.patches import listening
 from zero3d.sim.where import NOWHERE, Place, Where
 from zero3d.zero.arena import STATES, TRANSIENT
 
-BUFFERS, INPUTS, ACTIVATIONS, TEMPORARY, PADDING = "buffers", "inputs", "activations", "temporary", "padding"
-CATEGORIES = (*STATES, *TRANSIENT, BUFFERS, INPUTS, ACTIVATIONS, TEMPORARY)
+BUFFERS, INPUTS, RECEIVED, ACTIVATIONS, TEMPORARY = "buffers", "inputs", "received", "activations", "temporary"
+PADDING = "padding"
+CATEGORIES = (*STATES, *TRANSIENT, BUFFERS, INPUTS, RECEIVED, ACTIVATIONS, TEMPORARY)
 NONE = Fraction(0)
 
 

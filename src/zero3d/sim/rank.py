@@ -32,6 +32,7 @@ from zero3d.precision import DTYPES
 from zero3d.schedules import Schedule
 from zero3d.sim.group import fake_group
 from zero3d.sim.observe import Observed, blank_batches, observe
+from zero3d.sim.orders import orders
 from zero3d.sim.patches import standing_in
 from zero3d.sim.repeats import enough, sent_by_all, work_of_all
 from zero3d.sim.replay import peak_of, timeline_of
@@ -60,7 +61,7 @@ def dry_run(config: Config, rank: int, world: int, backend: str = "nccl", whole:
         return RankResult(
             rank, *place, alike, len(alike) * mesh.tp, seen.elements, seen.states, peak_of(seen.log),
             timeline_of(seen.log), sent_by_all(seen.first, seen.sent, ran, m), work_of_all(seen.work, ran[1], m),
-            seen.did, seen.orders(m), seen.norms,
+            seen.did, orders(seen.engine, schedule.name, m), seen.norms,
             time.monotonic() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )  # fmt: skip
 

@@ -33,7 +33,13 @@ def peak_of(log: Log) -> Peak:
         storage = log.storages[number]
         made = Instant(*storage.born)
         largest.append(Alive(nbytes, storage.category, storage.dtype, storage.shape, made))
-    return Peak(log.peak, log.peak_event, Instant(*place), _whole(totals), tuple(largest))
+    return Peak(
+        log.peak,
+        log.peak_event,
+        Instant(*place),
+        dict(zip(CATEGORIES, _whole(list(totals.values()), log.peak), strict=True)),
+        tuple(largest),
+    )
 
 
 def timeline_of(log: Log, points: int = POINTS) -> Timeline:
@@ -55,11 +61,13 @@ def timeline_of(log: Log, points: int = POINTS) -> Timeline:
             events.append(event)
             rows.append(())
         if total > most:
-            most, events[-1], rows[-1] = total, event, tuple(int(value) for value in live)
+            most, events[-1], rows[-1] = total, event, tuple(_whole(live, total))
     marks = tuple(Mark(event, Instant(*place)) for event, place in log.marks)
     return Timeline(CATEGORIES, tuple(events), tuple(rows), marks, len(log.who))
 
 
-def _whole(totals: dict[str, Fraction]) -> dict[str, int]:
-    """Whole bytes; a rank's share of a unit's padding may be a fraction, the sum is whole."""
-    return {category: round(value) for category, value in totals.items()}
+def _whole(values: list[Fraction], total: int) -> list[int]:
+    """Whole bytes by category; a rank's share of a unit's padding may be a fraction, the sum is whole."""
+    whole = [int(value) for value in values]
+    whole[CATEGORIES.index(PADDING)] += total - sum(whole)
+    return whole

@@ -4,7 +4,7 @@ Ranks of one class hold and do the same:
 
     pp   every pipeline stage is a class of its own: layers differ, and so do the micro-batches in flight
     dp   ranks of a stage differ where the shard of a unit is all padding on some of them, which then hold no
-         optimizer states of it; the first rank that is simulated says which others are like it (RankResult.alike)
+         optimizer states of it. The first has all, and stands also for those that hold more than the last
     tp   all ranks have slices of one size, so one stands for all
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
@@ -68,26 +68,19 @@ def representatives(degrees: Degrees) -> list[int]:
     return [degrees.rank(Place(pp, 0, 0)) for pp in range(degrees.pp)]
 
 
-def others(degrees: Degrees, found: RankResult) -> Iterator[int]:
-    """One rank for the dp ranks of a pipeline stage that are not like the first, if there are any."""
-    left = sorted(set(range(degrees.dp)) - set(found.alike))
-    if left:
-        yield degrees.rank(Place(found.pp, left[0], 0))
-
-
 def _of_all_classes(degrees: Degrees, run: Callable[[int], RankResult]) -> list[RankResult]:
-    known: list[RankResult] = []
-    wanted = representatives(degrees)
+    """The first dp rank of every pipeline stage, and the last one where it is not like it."""
+    last = degrees.dp - 1
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        while wanted:
-            new = list(pool.map(run, wanted))
-            known += new
-            wanted = []
-            for each in new:
-                same_stage = [one for one in known if one.pp == each.pp]
-                together = replace(each, alike=tuple(dp for one in same_stage for dp in one.alike))
-                wanted += others(degrees, together)
-    known.sort(key=lambda each: each.rank)
+        first = list(pool.map(run, representatives(degrees)))
+        unlike = [degrees.rank(Place(each.pp, last, 0)) for each in first if last not in each.alike]
+        other = {each.pp: each for each in pool.map(run, unlike)}
+    known: list[RankResult] = []
+    for each in first:
+        apart = set(other[each.pp].alike) if each.pp in other else set()
+        alike = tuple(dp for dp in range(degrees.dp) if dp not in apart)
+        known.append(replace(each, alike=alike, stands_for=len(alike) * degrees.tp))
+        known += [other[each.pp]] if apart else []
     return known if degrees.pp == 1 else _with_longest_norms(degrees, known)
 
 

@@ -1,0 +1,39 @@
+"""What every pipeline stage does in a step, in order: gpipe and 1f1b by rule, the others as torch plans them.
+
+    gpipe   all forwards, then all backwards
+    1f1b    p - 1 - s forwards on stage s of p, then a forward and a backward in turn, then the backwards left
+
+torch 2.13's own plan of 1f1b (not its execution) has the last stage begin with micro-batch 1.
+"""
+
+from __future__ import annotations
+
+import re
+
+from zero3d.engine import Engine
+from zero3d.sim.result import Did
+
+ACTION = re.compile(r"\b(\d+)([FBIW])(\d+)\b")  # as torch writes them: 1F0 is the forward of part 1 on micro-batch 0
+
+
+def orders(engine: Engine, schedule: str, micro_batches: int) -> tuple[tuple[Did, ...], ...]:
+    """By pipeline stage; empty without a pipeline. The engine has made a step."""
+    stages = engine.mesh.pp
+    if engine.pipeline is None:
+        return ()
+    if schedule in ("gpipe", "1f1b"):
+        ahead = [micro_batches if schedule == "gpipe" else stages - 1 - stage for stage in range(stages)]
+        return tuple(one_part(stage, ahead[stage], micro_batches) for stage in range(stages))
+    plan = engine.pipeline.torch_plan(micro_batches)
+    rows = [ACTION.findall(" ".join(map(str, plan[stage]))) for stage in range(stages)]
+    return tuple(tuple(Did(kind, int(part), int(number)) for part, kind, number in row) for row in rows)
+
+
+def one_part(stage: int, ahead: int, micro_batches: int) -> tuple[Did, ...]:
+    """A stage that runs `ahead` forwards before it alternates."""
+    forwards = [Did("F", stage, number) for number in range(micro_batches)]
+    backwards = [Did("B", stage, number) for number in range(micro_batches)]
+    row, rest = forwards[:ahead], forwards[ahead:]
+    for forward, backward in zip(rest, backwards, strict=False):
+        row += [forward, backward]
+    return (*row, *backwards[len(rest) :])

@@ -1,0 +1,59 @@
+"""A simulated rank beside a real one on gloo, under the same microscope: every byte at every instant, and the ledger."""
+
+import json
+
+import pytest
+
+from zero3d.config import load, to_dict
+from zero3d.sim.request import Request
+from zero3d.sim.simulate import in_own_process
+
+
+def real(tree):
+    """One rank: the step that a simulated one makes, with weights, values and peers."""
+    from zero3d.config import resolve_batch
+    from zero3d.data.masking import forward_options
+    from zero3d.hf.open import open_model
+    from zero3d.sim.observe import blank_batches, observe
+    from zero3d.sim.replay import peak_of, timeline_of
+    from zero3d.train.build import build_engine, open_mesh
+
+    config = load(tree)
+    mesh = open_mesh(config)
+    batch = resolve_batch(config.train, mesh.dp)
+    opened = open_model(config.model, config.seed)
+    options, held = forward_options(opened.module), [opened]
+    del opened  # it keeps the last weights that it made
+    seen = observe(
+        lambda: build_engine(config, held.pop(), mesh, batch.accumulate, 5),
+        lambda: blank_batches(batch.accumulate, (batch.micro_batch, config.data.length), False, options),
+    )
+    found = {"states": seen.states, "sent": seen.sent, "did": seen.did, "work": seen.work}
+    made = {name: [plain(each) for each in rows] for name, rows in found.items()}
+    return made | {"peak": plain(peak_of(seen.log)), "timeline": plain(timeline_of(seen.log))}
+
+
+def plain(value):
+    """As JSON has it: no tuples."""
+    from zero3d.sim.result import to_json
+
+    return json.loads(json.dumps(to_json(value)))
+
+
+@pytest.mark.parametrize("overrides", [
+    ["zero.stage=3"],
+    *(pytest.param(words, marks=pytest.mark.long) for words in (
+        ["zero.stage=0"], ["zero.stage=1", "precision=fp32"], ["zero.stage=2", "activations=full"],
+        ["zero.stage=1", "mesh.tp=2", "mesh.sequence_parallel=true"], ["zero.stage=0", "mesh.pp=2"],
+    )),
+])  # fmt: skip
+def test_a_simulated_rank_has_every_byte_of_a_real_one(ranks, overrides):
+    tree = to_dict(load(None, ["data.length=32", "train.accumulate=2", "data.packing=false", *overrides]))
+    found = ranks(2, real, tree)
+    for rank in (0,) if "mesh.pp=2" not in overrides else (0, 1):
+        simulated = plain(in_own_process(Request(tree, rank, 2, "gloo", whole=True)))
+        for part, wanted in found[rank].items():
+            got = simulated[part]
+            if part == "sent" and "mesh.pp=2" in overrides:  # how many norms a peer has, one rank alone cannot know
+                got, wanted = ([s for s in rows if s["op"] != "exchange"] for rows in (got, wanted))
+            assert got == wanted, part

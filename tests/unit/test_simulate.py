@@ -1,0 +1,125 @@
+"""zero3d simulate: results as JSON, micro-batches that repeat, orders of pipelines, 1024 ranks, refusals."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from zero3d.cli.main import main
+from zero3d.config import load, to_dict
+from zero3d.degrees import Degrees
+from zero3d.plan.bubble import Action, bubble
+from zero3d.sim.orders import one_part
+from zero3d.sim.repeats import enough
+from zero3d.sim.request import Request
+from zero3d.sim.result import RankResult, Simulation, from_json, to_json
+from zero3d.sim.simulate import in_own_process, representatives, simulate
+
+TINY = ["data.length=64", "train.micro_batch=2", "data.packing=false"]
+
+
+def tiny(*overrides):
+    return load(None, [*TINY, *overrides])
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    """A pipeline of two stages over 1024 ranks: one rank of each class."""
+    return simulate(tiny("mesh.pp=2", "train.accumulate=6", "zero.stage=0"), world=1024)
+
+
+def test_1024_ranks_need_one_process_per_class(pipeline):
+    assert [rank.pp for rank in pipeline.ranks] == sorted(rank.pp for rank in pipeline.ranks)
+    assert sum(rank.stands_for for rank in pipeline.ranks) == 1024
+    assert {rank.rank for rank in pipeline.ranks} >= set(representatives(Degrees(2, 512, 1))) == {0, 512}
+    for rank in pipeline.ranks:
+        assert all(state.held == state.formula for state in rank.states)
+        assert rank.peak.nbytes == sum(rank.peak.categories.values()) == max(map(sum, rank.timeline.rows))
+        assert [t.nbytes for t in rank.peak.largest] == sorted((t.nbytes for t in rank.peak.largest), reverse=True)
+        assert rank.resident < 1.5e9
+
+
+def test_a_result_survives_json(pipeline):
+    assert from_json(Simulation, json.loads(json.dumps(to_json(pipeline)))) == pipeline
+
+
+def test_the_recorded_actions_begin_as_planned(pipeline):
+    first = pipeline.ranks[0]
+    assert first.orders[0][:3] == first.did[:3]
+
+
+def test_1f1b_waits_p_minus_1_over_m():
+    order = {s: [Action(d.kind, d.part, d.micro_batch) for d in one_part(s, 3 - s, 8)] for s in range(4)}
+    assert bubble(order) * 8 == 3
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "micro_batches", "run"),
+    [(None, 1, 2, (2, 2)), (None, 1, 64, (2, 3)), ("1f1b", 8, 32, (8, 10)), ("gpipe", 8, 32, (32, 32)),
+     ("interleaved", 4, 18, (18, 18)), ("interleaved", 4, 32, (12, 16)), ("zbv", 2, 8, (8, 8))],
+)  # fmt: skip
+def test_how_many_micro_batches_are_run(schedule, pp, micro_batches, run):
+    assert enough(schedule, pp, micro_batches) == run
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "overrides"), [
+    ("alone", ["zero.stage=3", "mesh.dp=2"]), ("accumulated", ["zero.stage=2", "mesh.dp=2", "activations=full"]),
+    ("1f1b", ["zero.stage=1", "mesh.pp=2"]), ("interleaved", ["mesh.pp=1", "mesh.dp=2", "zero.stage=0"]),
+    ("zbv", ["zero.stage=3", "mesh.pp=1", "mesh.dp=4"]),
+])  # fmt: skip
+def test_micro_batches_that_are_not_run_change_nothing(name, overrides):
+    config = tiny("train.accumulate=9", *overrides)
+    some, every = (
+        in_own_process(Request(to_dict(config), 0, 4 if "mesh.dp=4" in overrides else 2, "nccl", whole))
+        for whole in (False, True)
+    )
+    assert (some.sent, some.work, some.states) == (every.sent, every.work, every.states)
+    assert abs(some.peak.nbytes - every.peak.nbytes) <= 9 * 16  # losses and weights of micro-batches: two numbers each
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--rank", "9"], "rank 9 is not there: pp 1 x dp 2 x tp 1 has ranks 0 to 1"),
+    (["mesh.tp=3", "mesh.dp=1"], "ConfigError"),
+    (["mesh.pp=3", "mesh.dp=1"], "2 ranks cannot form"),
+    (["model.path=nowhere"], "no folder, no config.json"),
+    (["train.batch=3"], "not a multiple of"),
+    (["--backend", "smoke"], "pass one of nccl, gloo"),
+    (["mesh.pp=2", "train.accumulate=1"], "needs a micro-batch for each of 2 pipeline stages"),
+])  # fmt: skip
+def test_bad_input_is_one_line(capsys, words, said):
+    world = ["--ranks", "3" if "mesh.tp=3" in words else "2"]
+    assert main(["simulate", *TINY, *world, *words]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said in error or (said == "ConfigError" and error.startswith("ConfigError: "))
+
+
+def test_tables_json_and_trace(capsys, tmp_path, pipeline, monkeypatch):
+    monkeypatch.setattr("zero3d.sim.simulate.simulate", lambda *_, **__: pipeline)
+    trace = tmp_path / "trace.json"
+    assert main(["simulate", *TINY, "--ranks", "1024", "--trace", str(trace)]) == 0
+    text = capsys.readouterr().out
+    assert "The peak of rank 512" in text
+    assert "DIFFERS" not in text
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"C", "M", "X", "i"}
+    assert main(["simulate", *TINY, "--ranks", "1024", "--json"]) == 0
+    assert from_json(Simulation, json.loads(capsys.readouterr().out)) == pipeline
+
+
+def test_a_module_of_ones_own(tmp_path):
+    """module:function, without weights: what it makes is never allocated."""
+    source = (
+        "import torch\nclass Lm(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.embed = torch.nn.Embedding(100, 1 << 20)\n        self.head = torch.nn.Linear(1 << 20, 100, bias=False)\n"
+        "    def forward(self, input_ids):\n        return self.head(self.embed(input_ids))\ndef make():\n    return Lm()\n"
+    )
+    (tmp_path / "own.py").write_text(source)
+    request = Request(to_dict(tiny("model.path=own:make", "mesh.dp=2")), 1, 2, "gloo")
+    script = f"import json,sys\nfrom zero3d.sim.rank import main\nsys.exit(main([{json.dumps(json.dumps(request.__dict__))}]))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = from_json(RankResult, json.loads(done.stdout))
+    assert found.elements == 2 * 100 << 20
+    assert found.peak.nbytes > found.elements * 2
