@@ -43,7 +43,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from zero3d import Engine, Mesh
 from zero3d.hf.split import balance
-from zero3d.pipeline import TOKENS
+from zero3d.plan.balance import TOKENS
 from zero3d.plan.bubble import bubble
 from zero3d.schedules import Schedule
 

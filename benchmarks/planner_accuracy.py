@@ -1,6 +1,6 @@
 """How far the planner is from published numbers: `python benchmarks/planner_accuracy.py --tables DIR [--json]`.
 
-    DIR/*.csv -> planner_tables.READERS -> points -> per set and kind: rows, mean, p90, worst error, and
+    DIR/*.csv -> planner_tables*.py -> points -> per set and kind: rows, mean, p90, worst error, and
         fits   OOM recall (of runs that ran out, those predicted to) and false alarms (of those that ran)
         time   per group of one model's configurations: Kendall's tau, and regret: how much slower than the best
                run the one is that the planner would have chosen
@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from planner_tables import READERS, Point
+from planner_tables_other import OTHER
 
 SMALLEST_GROUP = 3  # configurations of one model, for a ranking to mean something
 
@@ -33,7 +34,7 @@ def read(folder: Path) -> tuple[list[Point], dict[str, int], list[str]]:
     skipped: dict[str, int] = {}
     unknown = []
     for path in sorted(folder.glob("*.csv")):
-        reader = READERS.get(path.stem)
+        reader = {**READERS, **OTHER}.get(path.stem)
         if reader is None:
             unknown.append(path.name)
             continue
@@ -42,7 +43,7 @@ def read(folder: Path) -> tuple[list[Point], dict[str, int], list[str]]:
                 continue
             try:
                 points += reader(row)
-            except (KeyError, ValueError, TypeError):
+            except (LookupError, ValueError, TypeError):
                 skipped[path.stem] = skipped.get(path.stem, 0) + 1
     return points, skipped, unknown
 
@@ -79,7 +80,7 @@ def labels(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def ranking(points: Sequence[Point]) -> dict[str, Any] | None:
-    """Kendall's tau over all pairs within groups, and the mean and worst regret of the groups."""
+    """Kendall's tau over pairs within groups (repeats apart), and the mean and worst regret of the groups."""
     groups: dict[str, list[Point]] = defaultdict(list)
     for point in points:
         if point.group:
@@ -87,7 +88,8 @@ def ranking(points: Sequence[Point]) -> dict[str, Any] | None:
     kept = [group for group in groups.values() if len(group) >= SMALLEST_GROUP]
     if not kept:
         return None
-    pairs = [(a, b) for group in kept for a, b in combinations(group, 2) if a.actual != b.actual]
+    pairs = [pair for group in kept for pair in combinations(group, 2)]
+    pairs = [(a, b) for a, b in pairs if a.actual != b.actual and a.predicted != b.predicted]
     agree = sum(_sign(a.predicted - b.predicted) * _sign(a.actual - b.actual) for a, b in pairs)
     regrets = [min(g, key=lambda p: p.predicted).actual / min(p.actual for p in g) - 1 for g in kept]
     return {
@@ -160,9 +162,8 @@ def main() -> int:
         return 0
     if arguments.rows:
         for p in points:
-            print(
-                f"{p.set:22} {p.kind:8} {p.id:34} {p.predicted:10.4g} {p.actual:10.4g} {100 * (p.predicted / p.actual - 1) if p.actual else 0:+7.1f}%"
-            )
+            off = 100 * (p.predicted / p.actual - 1) if p.actual else 0.0
+            print(f"{p.set:22} {p.kind:8} {p.id:34} {p.predicted:10.4g} {p.actual:10.4g} {off:+7.1f}%")
     print(as_text(scores, skipped, unknown))
     return 0
 

@@ -154,7 +154,7 @@ def _refuse_compiled(blocks: Blocks) -> None:
 
 def _attentions(blocks: Blocks) -> Blocks:
     """The outermost attention modules of each block, by name. Blocks may lack one, but not all."""
-    found = {f"{name}.{inner}": module for name, block in blocks.items() for inner, module in _attentions_in(block)}
+    found = {f"{name}.{inner}": module for name, block in blocks.items() for inner, module in attentions_in(block)}
     if not found:
         name, block = next(iter(blocks.items()))
         parts = ", ".join(dict(block.named_children())) or "no parts"
@@ -165,9 +165,10 @@ def _attentions(blocks: Blocks) -> Blocks:
     return found
 
 
-def _attentions_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def attentions_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost attention modules inside a block, with their names there."""
     for name, child in module.named_children():
         if type(child).__name__.endswith("Attention") or name.endswith(("attn", "attention")):
             yield name, child
         else:
-            yield from ((f"{name}.{inner}", found) for inner, found in _attentions_in(child))
+            yield from ((f"{name}.{inner}", found) for inner, found in attentions_in(child))

@@ -33,14 +33,13 @@ from zero3d.hf.split import balance, split
 from zero3d.in_turn import InTurn
 from zero3d.ledger import Ledger
 from zero3d.pipeline_stage import Part, Stage
+from zero3d.plan.balance import TOKENS
 from zero3d.plan.bubble import Action
 from zero3d.plan.traffic import Moved, pipeline_traffic
 from zero3d.replica import Tied
 from zero3d.schedules import Schedule
 from zero3d.transport import Axis
 from zero3d.zero.unit import Unit
-
-TOKENS = 2048  # of a micro-batch, where the split must not depend on the one that comes first
 
 
 def pipeline_policies(pp: int, release: str, reduce: str) -> tuple[str, str]:

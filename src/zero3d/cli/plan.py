@@ -18,7 +18,7 @@ from zero3d.cli.plan_theory import parse_gpus, parse_params
 from zero3d.errors import ConfigError
 from zero3d.page.plan_page import plan_page
 from zero3d.plan.emit import deepspeed_config, train_config
-from zero3d.plan.evaluate import evaluate
+from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
 from zero3d.plan.ladder import ladder
 from zero3d.plan.search import GOALS, Asked, Row, resized, search, what_if

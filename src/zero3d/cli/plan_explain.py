@@ -10,7 +10,7 @@ from zero3d.cli import plan_text
 from zero3d.config import load, split_words
 from zero3d.errors import ConfigError
 from zero3d.plan.emit import plan_of
-from zero3d.plan.evaluate import evaluate
+from zero3d.plan.estimate import evaluate
 from zero3d.plan.search import Row, WhatIf, resized, tp_refused, what_if
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.schedules import Schedule

@@ -168,13 +168,13 @@ def balance(
         for names in (chain.before, chain.after)
     )
     weights = [
-        _weights(block, getattr(model, "config", None)) for block in model.get_submodule(chain.blocks).children()
+        active_weights(block, getattr(model, "config", None)) for block in model.get_submodule(chain.blocks).children()
     ]
     costs = chain_costs(before, weights, after, tokens, hidden, vocab)
     return cut(costs.blocks, stages * order.parts_per_rank, costs.before, costs.after)
 
 
-def _weights(block: nn.Module, config: Any) -> Weights:
+def active_weights(block: nn.Module, config: Any) -> Weights:
     """A block's parameters; of fused experts [experts, ., .] a token meets `num_experts_per_tok`."""
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     met = getattr(config, "num_experts_per_tok", None)

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 from zero3d.errors import ConfigError
 
+TOKENS = 2048  # of a micro-batch, where the split must not depend on the one that comes first
 TRAINING_FLOPS = 6  # per parameter and token: 2 forward, 4 backward
 STATE_BYTES = 16  # per parameter: weight 2, gradient 2, master, m and v 4 each
 BLOCK_BYTES = 34  # per token and hidden element, kept for the backward

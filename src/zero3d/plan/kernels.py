@@ -1,17 +1,16 @@
 """Seconds of a part's forward and backward on one rank: a roofline per matrix, attention, and what memory bounds.
 
-    matrix product    flops / (e x peak) + bytes / bandwidth, for each weight of the part; backward twice, once if frozen
+    matrix product    flops / (e x peak) + bytes / bandwidth, for each weight; backward twice, once if frozen
     attention, flash  flops / (a x peak); backward 2.5 times (scores are computed again)
     attention, eager  flops / (e/2 x peak) + 2.6 passes over the kept scores; backward twice
     the rest          2 passes over the bytes kept for the backward (written, then read); backward 2 again
 
-e and a are what kernels reach of a card's peak; small matrices lose by their bytes. Fitted on cards of the reference
-tables: galvatron's layer times and Korthikanti's table 4 (A100), nanotron, torchtitan and Megatron-Core (H100).
+e and a are what kernels reach of a card's peak; small matrices lose by their bytes. Fitted on galvatron's layer times
+(A100), nanotron's and Megatron-Core's runs (H100); V100 and cards without a row are guesses. ODD_HEAD: BLOOM's runs.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +20,8 @@ from zero3d.plan.spec import ClusterSpec, Gpu, ModelSpec, Operations, ParallelPl
 
 EAGER_PASSES, REST_PASSES, FLASH_BACKWARD = 2.6, 2.0, 2.5
 LAUNCH = 4e-6  # seconds per kernel, where the device waits for the host
-ODD_HEAD = 3.0  # attention's matrices with heads that are no multiple of 8 miss the tensor cores
+FP8 = 1.8  # matrix products in 8 bits over those in 16, quantising included
+ODD_HEAD = 12.0  # attention's matrices with heads that are no multiple of 8 miss the tensor cores
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Reached:
 
 REACHED = {  # by the start of a card's name; "": any other
     "v100": Reached(0.62, 0.5),
-    "a100": Reached(0.80, 0.75),
-    "h100": Reached(0.70, 0.60),
-    "h200": Reached(0.70, 0.60),
+    "a100": Reached(0.85, 0.75),
+    "h100": Reached(0.68, 0.55, 0.75),
+    "h200": Reached(0.68, 0.55, 0.75),
     "cpu": Reached(0.60, 0.30, 0.5),
-    "": Reached(0.70, 0.60),
+    "": Reached(0.68, 0.55),
 }
 
 
@@ -69,12 +69,12 @@ class PartWork(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A weight that tokens are multiplied with: rows, columns, the dimension that tp cuts, and how many there are."""
+    """A weight that tokens are multiplied with: rows, columns, the dimension that tp cuts, and how many."""
 
     shape: tuple[int, int]
     cut: int | None
     trainable: bool
-    count: int
+    many: int
 
 
 class Shape(NamedTuple):
@@ -91,31 +91,58 @@ def reached(gpu: Gpu) -> Reached:
     return REACHED[max((name for name in REACHED if gpu.name.startswith(name)), key=len)]
 
 
-@lru_cache(maxsize=64)
-def shapes(model: ModelSpec) -> tuple[Shape, ...]:
-    """Of each part of the model, in order."""
-    return tuple(_shape(part, model.hidden // model.heads) for part in model.parts)
+class Digest(NamedTuple):
+    """A model's parts, in order, alike ones the same object; all parameters, and those that get gradients."""
+
+    shapes: tuple[Shape, ...]
+    numels: tuple[int, ...]
+    params: int
+    trainable: int
+
+
+_DIGESTS: dict[int, tuple[ModelSpec, Digest]] = {}  # by id, beside the model itself: hashing one takes milliseconds
+
+
+def digest(model: ModelSpec) -> Digest:
+    """Computed once per model object; the last few are kept."""
+    known = _DIGESTS.get(id(model))
+    if known is not None and known[0] is model:
+        return known[1]
+    alike: dict[Shape, Shape] = {}
+    listed = [_shape(part, model.hidden // model.heads) for part in model.parts]
+    shapes = tuple(alike.setdefault(shape, shape) for shape in listed)
+    numels = tuple(part.numel for part in model.parts)
+    found = Digest(shapes, numels, sum(numels), model.trainable)
+    while len(_DIGESTS) >= 8:
+        _DIGESTS.pop(next(iter(_DIGESTS)))
+    _DIGESTS[id(model)] = model, found
+    return found
 
 
 def _shape(part: Part, head: int) -> Shape:
-    found: Counter[tuple[tuple[int, int], int | None, bool]] = Counter()
+    found: dict[tuple[tuple[int, int], int | None, bool], int] = {}
     for unit in part.units if part.kind != "embedding" else ():
         for weight in unit.weights:
             if len(weight.shape) == 2:
-                found[(weight.shape[0], weight.shape[1]), weight.cut, weight.trainable] += 1
-    return Shape(part.kind, tuple(Matrix(*key, count) for key, count in found.items()), part.operations, head)
+                key = (weight.shape[0], weight.shape[1]), weight.cut, weight.trainable
+                found[key] = found.get(key, 0) + 1
+    return Shape(part.kind, tuple(Matrix(*key, many) for key, many in found.items()), part.operations, head)
 
 
 def part_work(shape: Shape, model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, speed: float = 1.0) -> PartWork:
     """Seconds of one micro-batch. speed: what a system's kernels reach of REACHED's."""
-    return _part_work(shape, plan.micro_batch * model.length, plan.tp, plan.sequence_parallel, cluster.gpu, speed)
+    narrow = FP8 if plan.precision == "fp8" else 1.0
+    tokens = plan.micro_batch * model.length
+    return _part_work(shape, tokens, plan.tp, plan.sequence_parallel, cluster.gpu, speed, narrow)
 
 
 @lru_cache(maxsize=4096)
-def _part_work(shape: Shape, tokens: int, tp: int, sequence_parallel: bool, gpu: Gpu, speed: float) -> PartWork:
+def _part_work(
+    shape: Shape, tokens: int, tp: int, sequence_parallel: bool, gpu: Gpu, speed: float, narrow: float
+) -> PartWork:
     got, operations = reached(gpu), shape.operations
     bandwidth, peak = got.memory * gpu.bandwidth, got.matrix * speed * gpu.flops
-    matrices = _matrices(shape, tokens, tp, peak, bandwidth)
+    matrices = _matrices(shape, tokens, tp, narrow * peak, bandwidth)
     flops = operations.scores * tokens / tp
     if operations.attention:
         slow = ODD_HEAD if shape.head % 8 else 1.0
@@ -133,12 +160,12 @@ def _part_work(shape: Shape, tokens: int, tp: int, sequence_parallel: bool, gpu:
 def _matrices(shape: Shape, tokens: int, tp: int, peak: float, bandwidth: float) -> Work:
     """All products with weights; operations beyond the weights' own (routed experts, convolutions) at the same rate."""
     forward = backward = counted = 0.0
-    for (rows, columns), cut, trainable, count in shape.matrices:
+    for (rows, columns), cut, trainable, many in shape.matrices:
         n, k = rows // (tp if cut == 0 else 1), columns // (tp if cut == 1 else 1)
         seconds = 2.0 * tokens * n * k / peak + 2.0 * (tokens * n + n * k + tokens * k) / bandwidth + LAUNCH
-        forward += count * seconds
-        backward += count * seconds * (2 if trainable else 1)
-        counted += count * 2.0 * rows * columns
+        forward += many * seconds
+        backward += many * seconds * (2 if trainable else 1)
+        counted += many * 2.0 * rows * columns
     if not counted:
         return Work(shape.operations.matrices * tokens / tp / peak, 2 * shape.operations.matrices * tokens / tp / peak)
     scale = shape.operations.matrices / counted

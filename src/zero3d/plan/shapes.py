@@ -13,6 +13,8 @@ Source: Korthikanti et al. 2022, section 4.1; the 64 was measured on transformer
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from zero3d.errors import ConfigError
 from zero3d.plan.formulas import parameters
 from zero3d.plan.spec import ModelSpec, Operations, Part, Unit, Weight
@@ -95,7 +97,7 @@ def of_params(psi: int, length: int) -> ModelSpec:
     head = TYPICAL_HEAD if hidden % TYPICAL_HEAD == 0 and hidden >= 2048 else 64
     model = gpt(layers, hidden, hidden // head, GPT_VOCAB, length)
     told = f"assumed: {model.name}, {model.params:,} parameters for {psi:,} asked"
-    return ModelSpec(**{**vars(model), "provenance": told})
+    return replace(model, provenance=told)
 
 
 def _candidates(psi: int) -> list[tuple[int, int]]:
@@ -119,9 +121,9 @@ def _badness(shape: tuple[int, int], psi: int, length: int) -> float:
 
 
 def _head(hidden: int, vocab: int) -> Operations:
-    """Norm, product and loss: logits in the compute dtype (2 V), their fp32 copy (4 V), which the loss keeps."""
+    """Norm, product and loss, which keeps logits (2 V) and their fp32 copy (4 V); transient: its gradient (4 V)."""
     return Operations(
-        2.0 * hidden * vocab, kept_cut=6 * vocab, kept_whole=4 * hidden, input=2 * hidden, transient=6 * vocab
+        2.0 * hidden * vocab, kept_cut=6 * vocab, kept_whole=4 * hidden, input=2 * hidden, transient=4 * vocab
     )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -28,6 +29,7 @@ class Weight:
     shape      logical
     group      optimizer parameter group: a unit's slots are packed by it
     cut        the dimension that tp divides, None where every tp rank has the whole
+    blocks     equal blocks of that dimension, each of which tp divides (fused matrices)
     itemsize   bytes per element where the model keeps it in another dtype than the run's
     """
 
@@ -37,8 +39,9 @@ class Weight:
     group: int = 0
     cut: int | None = None
     itemsize: int | None = None
+    blocks: int = 1
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole."""
         return prod(self.shape)
@@ -62,6 +65,19 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Instant:
+    """What is alive at one instant beyond what was kept.
+
+    cut, whole  bytes per token that tp divides, and that are on every tp rank
+    gradients   bytes of parameters' gradients that autograd holds; tp divides them
+    """
+
+    cut: float
+    whole: float
+    gradients: float = 0.0
+
+
+@dataclass(frozen=True)
 class Operations:
     """Floating-point operations of one token's forward, and activations in bytes of a 2-byte run.
 
@@ -72,6 +88,8 @@ class Operations:
     attention  of kept_cut, what recomputing attention alone frees
     input      bytes of the part's input, all that is kept where the whole part is recomputed
     transient  bytes alive at the peak of its backward beyond the kept ones; tp divides them
+    instants   those that may be the fullest of its backward, where they are known better than by `transient`
+    over_tp    what holds where tp > 1, if that is not this divided
     """
 
     matrices: float
@@ -81,17 +99,20 @@ class Operations:
     attention: float = 0.0
     input: float = 0.0
     transient: float = 0.0
+    instants: tuple[Instant, ...] = ()
+    over_tp: Operations | None = None
 
 
 @dataclass(frozen=True)
 class Part:
-    """An embedding, a block, or the head with the last norm."""
+    """An embedding, a block, or the head with the last norm. active: parameters that a token meets, all if None."""
 
     kind: str
     units: tuple[Unit, ...]
     operations: Operations
+    active: int | None = None
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Parameters, copies apart."""
         return sum(weight.numel for unit in self.units if unit.copy_of is None for weight in unit.weights)
@@ -99,7 +120,11 @@ class Part:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model at one sequence length. heads: of queries; experts: 0 for a dense model."""
+    """A model at one sequence length.
+
+    heads   of queries; experts: 0 for a dense model
+    chain   pipelines can cut it
+    """
 
     name: str
     parts: tuple[Part, ...]
@@ -110,13 +135,14 @@ class ModelSpec:
     kv_heads: int
     experts: int = 0
     provenance: str = "closed form"
+    chain: bool = True
 
-    @property
+    @cached_property
     def params(self) -> int:
         """Psi: all parameters, tied ones once."""
         return sum(part.numel for part in self.parts)
 
-    @property
+    @cached_property
     def trainable(self) -> int:
         """Parameters that get gradients."""
         return sum(
@@ -128,7 +154,7 @@ class ModelSpec:
             if weight.trainable
         )
 
-    @property
+    @cached_property
     def blocks(self) -> tuple[Part, ...]:
         """The repeated parts."""
         return tuple(part for part in self.parts if part.kind == "block")

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zero3d.plan.kernels import LAUNCH, PartWork, Shape, part_work, reached, shapes, total
+from zero3d.plan.kernels import LAUNCH, PartWork, Shape, digest, part_work, reached, total
 from zero3d.plan.network import Groups, gather_seconds, reduce_seconds, send_seconds
 from zero3d.plan.recompute import Policy
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
@@ -23,6 +23,7 @@ from zero3d.plan.timeline import pipeline_seconds
 from zero3d.zero.stages import stage_row
 
 HOST_BANDWIDTH = 100e9  # bytes per second of a node's memory that host Adam gets, over all its GPUs
+WORKING = ("matrices", "attention", "rest", "recompute", "tp", "host")
 UNCERTAIN = (0.85, 1.2)  # of mid: what the reference tables' rows scatter around the model
 
 
@@ -31,20 +32,25 @@ class Pace:
     """A system's way with time.
 
     speed      of its kernels, of kernels.REACHED; 1 unless fitted. By the start of a card's name
-    hide_dp    fraction of the backward that may run beside the data axis' communication
+    hide_dp    fraction of the data axis' communication that computation hides, if there is as much of it
     hide_tp    fraction of tp's all-reduces that runs beside products
-    gradient   bytes of a gradient on the wire
-    unit_hops  at stage 3, latencies of the ring per unit and pass, in multiples of one collective's
+    unit_hops  at stage 3, collectives per unit and pass (1: a unit travels as one; 12: each parameter of its own)
+    network    of links' bandwidth that the data axis gets
+    block      seconds per block and micro-batch that the host adds: synchronising, checkpointing
+    blocking   ranks wait while they pass activations on, so that a hop is part of every forward and backward
+    again      of the blocks' forward, what "selective" runs again; None: attention alone
     fixed      seconds per step
     """
 
     speed: dict[str, float]
     hide_dp: float = 0.0
     hide_tp: float = 0.0
-    gradient: float = 2.0
     unit_hops: float = 1.0
-    fixed: float = 0.05
     network: float = 1.0
+    block: float = 0.0
+    blocking: bool = False
+    again: float | None = None
+    fixed: float = 0.02
 
     def speed_on(self, gpu: str) -> float:
         """Of a card."""
@@ -59,7 +65,8 @@ def part_indices(model: ModelSpec, ranks: int, virtual: int = 1) -> list[list[in
     count = ranks * virtual
     bounds = [len(blocks) * i // count for i in range(count + 1)]
     cut = [blocks[bounds[i] : bounds[i + 1]] for i in range(count)]
-    cut[0], cut[-1] = first + cut[0], cut[-1] + last
+    cut[0] = first + cut[0]
+    cut[-1] = cut[-1] + last
     return cut
 
 
@@ -81,26 +88,22 @@ class _Step:
 def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pace: Pace) -> Seconds:
     """A step of `accumulate` micro-batches on each of dp replicas, low to high."""
     step = _Step(model, plan, cluster, pace, Groups.of(plan, cluster))
-    listed = shapes(model)
-    works = [part_work(shape, model, plan, cluster, pace.speed_on(cluster.gpu.name)) for shape in listed]
+    known, speed = digest(model), pace.speed_on(cluster.gpu.name)
+    alike = {id(shape): shape for shape in known.shapes}
+    works = {key: part_work(shape, model, plan, cluster, speed) for key, shape in alike.items()}
     cut = part_indices(model, plan.pp, plan.virtual)
-    terms = [_part_terms(step, [(listed[i], works[i]) for i in part]) for part in cut]
+    terms = [_part_terms(step, [(shape := known.shapes[i], works[id(shape)]) for i in part]) for part in cut]
     forward, backward = [t["forward"] for t in terms], [t["backward"] for t in terms]
-    micro_batches = plan.accumulate
     hop = _hop(step) if plan.pp > 1 else 0.0
-    end = pipeline_seconds(plan.schedule, forward, backward, micro_batches, plan.pp, hop)
+    waits, hop = (hop, 0.0) if pace.blocking else (0.0, hop)
+    passing = [f + waits for f in forward], [b + waits for b in backward]
+    end = pipeline_seconds(plan.schedule, *passing, plan.accumulate, plan.pp, hop)
     rank = max(range(plan.pp), key=lambda r: sum(forward[r :: plan.pp]) + sum(backward[r :: plan.pp]))
-    parts = {
-        name: micro_batches * sum(term[name] for term in terms[rank :: plan.pp])
-        for name in ("matrices", "attention", "rest", "recompute", "tp")
-    }
+    parts = {name: plan.accumulate * sum(term[name] for term in terms[rank :: plan.pp]) for name in WORKING}
     parts["bubble"] = end - sum(parts.values())
-    numel = max(
-        sum(model.parts[i].numel for r in range(rank, len(cut), plan.pp) for i in cut[r]) for rank in range(plan.pp)
-    )
-    backward_seconds = micro_batches * sum(backward[rank :: plan.pp])
-    parts["dp"] = _data(step, numel / plan.tp, end, backward_seconds)
-    parts |= _update(step, numel / plan.tp * model.trainable / model.params)
+    held = [sum(known.numels[i] for part in cut[r :: plan.pp] for i in part) / plan.tp for r in range(plan.pp)]
+    parts["dp"] = _data(step, max(held), end, plan.accumulate * sum(backward[rank :: plan.pp]))
+    parts |= _update(step, max(held) * known.trainable / known.params)
     parts["fixed"] = pace.fixed
     mid = sum(parts.values())
     return Seconds(UNCERTAIN[0] * mid, mid, UNCERTAIN[1] * mid, parts)
@@ -112,13 +115,13 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
     kinds = [shape.kind for shape, _ in inside]
     policy = Policy.of(step.plan.activations)
     blocks = total(w for shape, w in inside if shape.kind == "block")
-    again = blocks.attention.forward if policy.kind == "selective" else blocks.forward
-    recompute = 0.0 if policy.kind == "none" else again
+    recompute = _recomputed(policy.kind, blocks, step.pace)
     tp = reduce_seconds(2.0 * step.tokens * step.model.hidden, step.groups.tp, step.cluster) * (1 - step.pace.hide_tp)
     passes = 3 if policy.kind in ("full", "every") else 2
     exposed = 2 * kinds.count("block") * tp
     ends = tp * (len(kinds) - kinds.count("block"))
-    forward = work.forward + exposed + ends
+    host = step.pace.block * kinds.count("block")
+    forward = work.forward + exposed + ends + host
     backward = work.backward + recompute + (passes - 1) * exposed + ends
     return {
         "forward": forward,
@@ -128,7 +131,17 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
         "rest": work.rest.forward + work.rest.backward,
         "recompute": recompute,
         "tp": passes * exposed + 2 * ends,
+        "host": host,
     }
+
+
+def _recomputed(kind: str, blocks: PartWork, pace: Pace) -> float:
+    """Seconds of the blocks' forwards that a policy runs again."""
+    if kind == "none":
+        return 0.0
+    if kind == "selective":
+        return blocks.attention.forward if pace.again is None else pace.again * blocks.forward
+    return blocks.forward
 
 
 def _hop(step: _Step) -> float:
@@ -143,7 +156,8 @@ def _data(step: _Step, numel: float, end: float, backward: float) -> float:
     if group.size == 1:
         return 0.0
     row = stage_row(plan.stage)
-    trained = numel * step.model.trainable / step.model.params
+    known = digest(step.model)
+    trained = numel * known.trainable / known.params
     reductions = plan.accumulate if row.shards_gradients else 1
     units = max(1.0, len(step.model.blocks) / plan.pp)
 
@@ -152,12 +166,17 @@ def _data(step: _Step, numel: float, end: float, backward: float) -> float:
         hops = (group.size - 1) * step.cluster.across.latency if group.nodes > 1 else 0.0
         return units * (each / pace.network + (pace.unit_hops - 1) * hops)
 
-    reduce = reductions * collective(trained, pace.gradient)
+    reduce = reductions * collective(trained, 4.0 if plan.reduce_dtype == "fp32" else 2.0)
     if row.shards_parameters:
         gathers = collective(numel, 2.0) * (2 * plan.accumulate if plan.release != "every_step" else 1)
-        return max(0.0, reduce + gathers - pace.hide_dp * end) + collective(numel, 2.0) / units
-    hidden = pace.hide_dp * backward / plan.accumulate  # beside the last micro-batch's backward
-    return max(0.0, reduce - hidden) + collective(trained, 2.0)
+        return _exposed(reduce + gathers, end, pace.hide_dp) + collective(numel, 2.0) / units
+    beside = backward / plan.accumulate  # the last micro-batch's; parameters travel beside the next step's forward
+    return _exposed(reduce, beside, pace.hide_dp) + _exposed(collective(trained, 2.0), beside / 2, pace.hide_dp)
+
+
+def _exposed(communication: float, computation: float, hide: float) -> float:
+    """Seconds of communication that are seen: what cannot hide, and what finds nothing to hide behind."""
+    return (1 - hide) * communication + max(0.0, hide * communication - computation)
 
 
 def _update(step: _Step, trained: float) -> dict[str, float]:

@@ -22,7 +22,7 @@ Event = tuple[str, int, int]  # F or B, the part, the micro-batch
 
 @lru_cache(maxsize=256)
 def order(schedule: str, rank: int, ranks: int, micro_batches: int, virtual: int = 1) -> tuple[Event, ...]:
-    """A rank's actions in order. `virtual` parts per rank, part v x ranks + rank; interleaved: m a multiple of ranks."""
+    """A rank's actions in order. `virtual` parts per rank, part v x ranks + rank; interleaved: m in whole rounds."""
     total = micro_batches * virtual
     forwards = [_event("F", i, rank, ranks, virtual) for i in range(total)]
     backwards = [_event("B", i, rank, ranks, virtual) for i in range(total)]

@@ -1,4 +1,4 @@
-"""The dry run: the real engine on a fake process group, without data, values and GPUs.
+"""The dry run: the real engine on a fake process group, without data, values and GPUs; and models traced likewise.
 
 group       one rank of a world that is not there
 patches     everything that is put in the place of something else meanwhile, and why
@@ -13,4 +13,5 @@ simulate    one rank of each class of a mesh
 result      what comes out, with JSON round trip
 gantt       when the stages of a pipeline work and wait
 chrome      all of it for chrome://tracing or Perfetto
+trace       a model as the planner sees it; `units`, `figures`, `live` are its parts
 """

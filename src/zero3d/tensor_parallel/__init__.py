@@ -33,7 +33,16 @@ from zero3d.tensor_parallel.styles import Work, apply_style
 from zero3d.tensor_parallel.vocabulary import Head, cross_entropy, gather_logits, has_causal_loss
 from zero3d.transport import Axis
 
-__all__ = ["Channel", "Cut", "Sharded", "cross_entropy", "gather_logits", "parallelize", "warn_across_hosts"]
+__all__ = [
+    "Channel",
+    "Cut",
+    "Sharded",
+    "cross_entropy",
+    "gather_logits",
+    "parallelize",
+    "read_styles",
+    "warn_across_hosts",
+]
 
 
 class Sharded(NamedTuple):
@@ -69,7 +78,7 @@ def parallelize(
     if axis.size == 1:
         return Sharded({}, frozenset())
     inner: Any = inner_model(model_of(model))
-    styles = _vocabulary(model, inner) | read_plan(model, plan)
+    styles = read_styles(model, plan)
     config = inner.config.get_text_config() if hasattr(inner, "config") else None
     check_config(config, styles, axis.size)
     check_vocabulary(model, styles, axis.size)
@@ -119,8 +128,12 @@ def check_vocabulary(model: nn.Module, styles: Mapping[str, Style], size: int) -
             )
 
 
+def read_styles(model: nn.Module, plan: Mapping[str, str] | None = None) -> dict[str, Style]:
+    """Styles by name. Token embedding and head are always cut unless the plan says otherwise. Raises ConfigError."""
+    return _vocabulary(model, inner_model(model_of(model))) | read_plan(model, plan)
+
+
 def _vocabulary(model: nn.Module, inner: Any) -> dict[str, Style]:
-    """Styles of the token embedding and the head, which are always cut unless the plan says otherwise."""
     found = {}
     names = {module: name for name, module in model.named_modules()}
     for ask, style, kind in (

@@ -1,4 +1,4 @@
-"""Memory of other systems' fullest rank, from a model's closed form and a profile's bytes per parameter.
+"""Memory of a system's fullest rank, from a model's closed form and a profile's bytes per parameter.
 
     rank class   the pipeline ranks: first (most micro-batches in flight), ..., last (logits)
     states       its parameters / tp x bytes per parameter
@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zero3d.plan.formulas import interleave_factor
+from zero3d.plan.kernels import digest
 from zero3d.plan.profiles import Profile
 from zero3d.plan.recompute import recompute_arithmetic
 from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, Operations, ParallelPlan
 from zero3d.plan.time import part_indices
 
 
-def foreign_memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, system: Profile) -> Memory:
+def profile_memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, system: Profile) -> Memory:
     """Of the fullest pipeline rank."""
     cut = part_indices(model, plan.pp, plan.virtual)
     ranks = [[i for part in cut[rank :: plan.pp] for i in part] for rank in range(plan.pp)]
@@ -44,21 +45,23 @@ def foreign_memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, s
 def _rank_bytes(
     model: ModelSpec, plan: ParallelPlan, system: Profile, inside: list[int], rank: int
 ) -> Mapping[str, float]:
+    known = digest(model)
     parts = [model.parts[i] for i in inside]
-    held = sum(part.numel for part in parts) / plan.tp
+    held = sum(known.numels[i] for i in inside) / plan.tp
     if plan.pp > 1 and rank == plan.pp - 1:  # a tied head has the embedding's weight once more
         copies = {unit.copy_of for part in parts for unit in part.units if unit.copy_of}
         held += sum(w.numel for p in model.parts for u in p.units if u.name in copies for w in u.weights) / plan.tp
-    trainable = held * model.trainable / model.params
-    per_parameter = system.states(plan.stage, plan.dp, plan.reduce_dtype)
-    weight = (system.shard_weight / plan.dp) if plan.stage == 3 else system.weight
-    states = held * weight + trainable * (per_parameter - weight - _offloaded(plan, system))
+    trainable = held * known.trainable / known.params
+    weight, gradient, optimizer = system.rates(plan)
+    states = held * weight + trainable * (gradient + (optimizer if plan.offload == "none" else 0.0))
     blocks = [part for part in parts if part.kind == "block"]
     tokens = plan.micro_batch * model.length
     flight = float(min(plan.accumulate, plan.pp - rank) if plan.schedule != "gpipe" else plan.accumulate)
     if plan.virtual > 1:
         flight = min(float(plan.accumulate), flight * float(interleave_factor(plan.pp, plan.virtual)))
-    gathered = system.units * 2.0 * max(part.numel for part in model.parts) / plan.tp if plan.stage == 3 else 0.0
+    gathered = system.units * 2.0 * max(known.numels) / plan.tp if plan.stage == 3 else 0.0
+    if plan.stage == 3 and plan.pp > 1 and system.keeps_in_pipelines:
+        gathered = held * system.weight + trainable * system.gradient
     found = {"states": states, "gathered": gathered, "buffers": system.buffers}
     if blocks:
         found["activations"] = tokens * _kept(blocks[0].operations, len(blocks), flight, plan, system)
@@ -80,16 +83,14 @@ def _kept(operations: Operations, blocks: int, flight: float, plan: ParallelPlan
     if plan.activations == "none":
         return flight * blocks * (interior + attention)
     if plan.activations == "selective":
-        return flight * blocks * interior + attention
+        share = 1.0 if system.selective is None else system.selective
+        return flight * blocks * share * interior + attention
     return flight * ledger.kept_inputs * entry + ledger.interiors * (interior + attention)
 
 
-def _offloaded(plan: ParallelPlan, system: Profile) -> float:
-    """Bytes per parameter that live on the host."""
-    return system.optimizer / (plan.dp if plan.stage else 1) if plan.offload != "none" else 0.0
-
-
 def _host(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, system: Profile) -> float:
-    """Of a node: each rank loads a whole model before it is cut (2 bytes a parameter), and offloaded states."""
+    """Of a node: what each rank loads before it is cut (2 bytes a parameter), offloaded states."""
     ranks = min(plan.world, cluster.per_node)
-    return ranks * (2.0 * model.params + _offloaded(plan, system) * model.trainable / (plan.tp * plan.pp))
+    known = digest(model)
+    offloaded = 0.0 if plan.offload == "none" else system.rates(plan)[2] * known.trainable / (plan.tp * plan.pp)
+    return ranks * (2.0 * known.params + offloaded)

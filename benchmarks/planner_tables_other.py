@@ -1,0 +1,147 @@
+"""More readers of published tables (planner_tables.py): fits and misfits, other throughputs, V100s, single cards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from planner_tables import GIB, MIB, Point, Row, fastest, fits, machines, number, pipelined, whole
+
+from zero3d.plan.estimate import evaluate
+from zero3d.plan.shapes import gpt, llama, of_params
+from zero3d.plan.spec import ModelSpec, ParallelPlan
+from zero3d.zero.stages import paper_bytes
+
+# --- ZeRO's own runs on V100 --------------------------------------------------------------------
+
+
+def zero_appendix(row: Row) -> Iterator[Point]:
+    """All of them ran. ZeRO-100B cuts kept inputs over tp, which is what sequence parallelism does to them."""
+    tp, gpus = whole(row, "mp"), whole(row, "gpus")
+    zero = row["system"] == "ZeRO"
+    model = gpt(whole(row, "layers"), whole(row, "hidden"), whole(row, "heads"), 50304, 1024, flash=False)
+    plan = ParallelPlan(gpus // tp, tp, 1, 2 if zero else 0, whole(row, "batch_per_mp_group"), 1, "full", zero,
+                        reduce_dtype="fp16")  # fmt: skip
+    found = evaluate(model, machines("v100-32", gpus, 6.25e9, 16), plan, "deepspeed-0.3")
+    ran = {"fits": 1.0, "oom": 0.0, "out": 0.0}[row["label"].lower().split()[0]]
+    yield Point("zero_appendix", row["id"], "fits", fits(found, 32), ran)
+
+
+def zero_table2(row: Row) -> Iterator[Point]:
+    """Largest models by theory: 32 GB x mp / bytes per parameter."""
+    columns = {"theory_baseline": 0, "theory_Pos": 1, "theory_Pos+g": 2, "theory_Pos+g+p": 3}
+    for column, stage in columns.items():
+        if row.get(column):
+            per_parameter = float(paper_bytes(stage, 1, whole(row, "dp")).total)
+            size = float(row[column][:-1]) * {"B": 1, "T": 1000}[row[column][-1]]
+            predicted = 32 * whole(row, "mp") / per_parameter
+            yield Point("zero_table2", f"{row['id']} {column}", "formula", predicted, size, unit="B")
+
+
+def bigscience(row: Row) -> Iterator[Point]:
+    """+-40 % of network noise: printed, never a gate. 4 V100 per node; shapes are guessed from the sizes."""
+    guess = of_params(int(number(row, "params_b") * 10**9), whole(row, "seq"))
+    model = gpt(len(guess.blocks), guess.hidden, guess.heads, guess.vocab, guess.length, flash=False)
+    dp, tp, pp, gas, micro = (whole(row, name) for name in ("dp", "tp", "pp", "gas", "mbs"))
+    stage = (
+        3
+        if re.search("zero3|z3", row["framework"])
+        else 2
+        if "z2" in row["framework"]
+        else int("z1" in row["framework"])
+    )
+    offload = "host" if "off" in row["framework"] else "none"
+    plan = ParallelPlan(dp, tp, pp, stage, micro, gas, "full", offload=offload, reduce_dtype="fp16")
+    spec = machines("v100-32", whole(row, "gpus"), 6.25e9, 4)
+    found = evaluate(model, spec, plan, "deepspeed" if stage > 1 else "megatron-deepspeed" if stage else "megatron")
+    if row["iter_s"]:
+        yield Point("bigscience_v100 (no gate)", row["id"], "time", found.seconds.mid, number(row, "iter_s"), unit="s")
+    if row["mem_gb"]:
+        actual = number(row, "mem_gb")
+        yield Point("bigscience_v100 (no gate)", row["id"], "memory", found.memory.device / GIB, actual, unit="GiB")
+
+
+# --- throughputs --------------------------------------------------------------------------------
+
+LLAMA2 = {"7B": (32, 4096, 32, 32, 11008, 32000), "13B": (40, 5120, 40, 40, 13824, 32000),
+          "34B": (48, 8192, 64, 8, 22016, 32000), "70B": (80, 8192, 64, 8, 28672, 32000)}  # fmt: skip
+NETWORK = {"400Gbps": 6.25e9, "800Gbps": 12.5e9}  # of a node of 8
+
+
+def throughput(row: Row) -> Iterator[Point]:
+    """FSDP on Llama 2 (IBM) and GPT-175B, 530B in Megatron (MegaScale's baseline, MT-NLG)."""
+    gpus, length = whole(row, "gpus"), whole(row, "seq")
+    if row["id"].startswith("IBM-FSDP"):
+        model = llama(*LLAMA2[row["model"].rsplit("-", 1)[1]], length, fused=True)
+        micro = int(re.findall(r"lbs (\d+)", row["batch"])[0])
+        kept = re.findall(r"AC (none|selective|full)", row["batch"])[0]
+        gpu = "h100" if "H100" in row["hw"] else "a100-80"
+        spec = machines(gpu, gpus, NETWORK[row["hw"].split()[-1]])
+        found = evaluate(model, spec, ParallelPlan(gpus, 1, 1, 3, micro, 1, kept), "torchtitan")
+        actual = micro * length / number(row, "tokens_per_s_per_gpu")
+        yield Point("ibm_fsdp", row["id"], "time", found.seconds.mid, actual, unit="s")
+        return
+    batch, seconds = re.findall(r"GBS (\d+);.*iter ([\d.]+)s", row["batch"])[0]
+    if row["id"].startswith("MS-175B"):
+        model, kept, virtual = gpt(96, 12288, 128, 64000, length, flash=True), "none", 6
+    elif row["id"].startswith("MTNLG"):
+        model, kept, virtual = gpt(105, 20480, 128, 51200, length, flash=False), "full", 1
+    else:
+        raise ValueError("id")
+    plan = pipelined(whole(row, "dp"), whole(row, "tp"), whole(row, "pp"), 1, 1, int(batch), activations=kept)
+    plans = [plan, *([replace(plan, schedule="interleaved", virtual=virtual)] if virtual > 1 else [])]
+    name, system = ("megascale_megatron", "megatron") if virtual > 1 else ("mt_nlg", "megatron-deepspeed")
+    found = fastest(model, machines("a100-80", gpus, 25e9), plans, system)
+    yield Point(name, row["id"], "time", found.seconds.mid, float(seconds), unit="s")
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+LITGPT = {"Llama-2-7B": LLAMA2["7B"], "Llama-2-13B": LLAMA2["13B"], "Falcon-40B": (60, 8192, 128, 8, 32768, 65024)}
+QUANTISED = {"none": 2.0, "nf4": 0.56, "nf4-dq": 0.52, "fp4": 0.56, "fp4-dq": 0.52, "int8": 1.0}
+ALPACA = 1304  # tokens of its longest document
+LITGPT_KEPT = 0.87  # of the eager Llama's 64 h, fitted on its three rows
+
+
+def lora_bytes(model: ModelSpec, quantised: float, batch: int) -> float:
+    """LoRA on one card: blocks' weights as quantised, the rest in bf16, all activations; adapters are little."""
+    blocks = sum(part.numel for part in model.blocks)
+    weights = quantised * blocks + 2.0 * (model.params - blocks)
+    operations = model.blocks[0].operations
+    kept = LITGPT_KEPT * len(model.blocks) * (operations.kept_cut + operations.kept_whole)
+    head = model.parts[-1].operations
+    return weights + batch * model.length * (kept + head.kept_cut + head.transient)
+
+
+def measured_memory(row: Row) -> Iterator[Point]:
+    """LitGPT's LoRA table. Host memory and free-text rows have no reader."""
+    found = re.match(r"(\S+) LoRA r8 bf16-true, quant (\S+), Alpaca", row["workload"])
+    if not found or "GB max allocated" not in row["memory_kind"]:
+        raise ValueError("workload")
+    model = llama(*LITGPT[found[1]], ALPACA)
+    predicted = lora_bytes(model, QUANTISED[found[2]], whole(row, "batch_per_gpu")) / 1e9
+    out = row["memory"] == "OOM"
+    card = float(re.findall(r"(\d+)GB", row["hw"])[0])
+    yield Point("litgpt_lora", row["id"], "fits", float(predicted <= card * GIB / 1e9), float(not out))
+    if not out:
+        yield Point("litgpt_lora", row["id"], "memory", predicted, number(row, "memory"), unit="GB")
+
+
+def galvatron_states(row: Row) -> Iterator[Point]:
+    """bf16 Llama 2 7B of one or two blocks, ZeRO-3 over dp: model states."""
+    model = llama(whole(row, "layers"), 4096, 32, 32, 11008, 32000, whole(row, "seq"), fused=True)
+    plan = ParallelPlan(whole(row, "dp"), whole(row, "tp"), whole(row, "pp"), 3, 1, 2)
+    found = evaluate(model, machines("a100-80", 8, 25e9), plan, "torchtitan")
+    actual = number(row, "model_states_mib")
+    yield Point("galvatron_states", row["id"], "memory", found.memory.states / MIB, actual, unit="MiB")
+
+
+OTHER: dict[str, Callable[[Row], Iterator[Point]]] = {
+    "zero_appendix_configs": zero_appendix,
+    "zero_table2_max_model": zero_table2,
+    "bigscience_v100_gpt2": bigscience,
+    "throughput_other": throughput,
+    "measured_memory_misc_llava": measured_memory,
+    "galvatron_llama2_7b_layer_memory": galvatron_states,
+}

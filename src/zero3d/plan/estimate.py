@@ -1,0 +1,89 @@
+"""What a plan needs and how long its step takes: `evaluate(model, cluster, plan, system) -> Estimate`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zero3d.errors import ConfigError
+from zero3d.plan.kernels import digest
+from zero3d.plan.memory import memory as engine_memory
+from zero3d.plan.profile_memory import profile_memory
+from zero3d.plan.profiles import profile
+from zero3d.plan.recompute import Policy
+from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
+from zero3d.plan.time import step_seconds
+from zero3d.plan.traffic import traffic_elements
+from zero3d.schedules import Schedule
+
+EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
+
+
+def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system: str = "zero3d") -> Estimate:
+    """Memory of the fullest rank class and seconds of a step. Raises ConfigError for what cannot be.
+
+    system  zero3d: memory by the engine's own arithmetic (memory.py); or the profile of megatron, megatron-core,
+            deepspeed, megatron-deepspeed, deepspeed-0.3, torchtitan, nanotron
+    """
+    if system == "zero3d":  # its schedules are torch's: the parts per rank follow
+        plan = replace(plan, virtual=Schedule.of(plan.schedule).parts_per_rank)
+    check(model, cluster, plan)
+    found = profile(system)
+    own = system == "zero3d"
+    memory = engine_memory(model, plan, cluster) if own else profile_memory(model, plan, cluster, found)
+    seconds = step_seconds(model, plan, cluster, found.pace)
+    tokens = plan.dp * plan.accumulate * plan.micro_batch * model.length
+    per_token = sum(part.operations.matrices + part.operations.scores for part in model.parts)
+    trained = (
+        2.0 + digest(model).trainable / digest(model).params
+    )  # a frozen weight's gradient is not computed: 4 N, not 6 N
+    return Estimate(
+        memory, seconds, sent(model, plan), tokens, trained * tokens * per_token, _notes(model, cluster, memory)
+    )
+
+
+def sent(model: ModelSpec, plan: ParallelPlan, width: float = 2.0) -> dict[str, float]:
+    """Bytes that a rank sends per step, by operation and axis (rings; parts of equal size)."""
+    numel = digest(model).params // (plan.tp * plan.pp)
+    moved = traffic_elements(plan.stage, numel, plan.dp, plan.accumulate)
+    state = width * plan.micro_batch * model.length * model.hidden * plan.accumulate  # of one block's output
+    passes = 2 if Policy.of(plan.activations).kind in ("none", "selective") else 3
+    around = 2 * (plan.tp - 1) / plan.tp
+    return {
+        "reduce_scatter dp": (4.0 if plan.reduce_dtype == "fp32" else width) * float(moved["reduce_scatter"]),
+        "all_gather dp": width * float(moved["all_gather"]),
+        "all_reduce tp": around * state * 2 * passes * len(model.blocks) / plan.pp,
+        "send pp": 2 * state * plan.virtual / plan.tp if plan.pp > 1 else 0.0,
+    }
+
+
+def _notes(model: ModelSpec, cluster: ClusterSpec, memory: Memory) -> tuple[str, ...]:
+    notes = [model.provenance] if model.provenance.startswith("assumed") else []
+    if any(part.operations.attention for part in model.blocks):
+        notes.append(EAGER)
+    if memory.host > cluster.host_memory:
+        notes.append(f"host memory: {memory.host / 1e9:.0f} GB needed on a node of {cluster.host_memory / 1e9:.0f} GB")
+    return tuple(notes)
+
+
+def check(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> None:
+    """Refuse degrees that fit neither cluster nor model."""
+    degrees = {
+        "dp": plan.dp,
+        "tp": plan.tp,
+        "pp": plan.pp,
+        "micro_batch": plan.micro_batch,
+        "accumulate": plan.accumulate,
+    }
+    small = [name for name, value in degrees.items() if value < 1]
+    if small:
+        raise ConfigError(f"{small[0]}={degrees[small[0]]}: must be at least 1.")
+    if plan.world > cluster.gpus:
+        raise ConfigError(
+            f"dp={plan.dp} x tp={plan.tp} x pp={plan.pp} = {plan.world} ranks do not fit {cluster.gpus} GPUs: "
+            f"pass dp={max(1, cluster.gpus // (plan.tp * plan.pp))}."
+        )
+    if model.heads % plan.tp or model.hidden % plan.tp:
+        raise ConfigError(f"tp={plan.tp} does not divide {model.heads} heads and hidden {model.hidden}.")
+    parts = plan.pp * plan.virtual
+    if parts > len(model.blocks):
+        raise ConfigError(f"pp={plan.pp} x virtual={plan.virtual} = {parts} parts for {len(model.blocks)} blocks.")

@@ -1,0 +1,65 @@
+"""Bytes of model states on one rank, exactly: unit by unit, padding included. No torch.
+
+    per parameter   stages.engine_bytes of the unit's dtype, stages.frozen_bytes where it is frozen
+    parameters      those times the parameters of the unit, /N where they are sharded
+    padding         those times the elements of its storage that are no parameter
+
+A rank whose shard of a unit is all padding has the master of it, but no m and v.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import NamedTuple
+
+from zero3d.plan.held import Held, parts_of_rank, units_of
+from zero3d.plan.spec import ModelSpec, ParallelPlan
+from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
+
+NAMES = {2: "bf16", 4: "fp32", 8: "fp64"}
+WIDE = {"fp64": 8}  # of masters and reduced gradients; else 4
+
+
+class States(NamedTuple):
+    """Bytes of one rank: of parameters' states, and of the padding of their storages."""
+
+    states: StateBytes
+    padding: Fraction
+
+    @property
+    def total(self) -> Fraction:
+        """All that the arena holds for the engine's life."""
+        return self.states.total + self.padding
+
+
+def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int = 0) -> States:
+    """What an engine holds on rank `dp_rank` of pipeline stage `pp_stage`. Raises ConfigError for what it refuses."""
+    total = States(NO_BYTES, Fraction(0))
+    for parts in parts_of_rank(model, plan, pp_stage).values():
+        for unit in units_of(parts, plan):
+            each = per_parameter(unit, plan, dp_rank)
+            total = States(
+                total.states + each.times(unit.layout.numel), total.padding + each.total * unit.layout.padding
+            )
+    return total
+
+
+def policies(plan: ParallelPlan) -> tuple[str, str]:
+    """Release and reduce as the engine resolves them."""
+    held = "every_step" if plan.pp > 1 else "auto"
+    release, reduce = (held if asked == "auto" else asked for asked in (plan.release, plan.reduce))
+    return resolve_policies(stage_row(plan.stage), release, reduce)
+
+
+def per_parameter(unit: Held, plan: ParallelPlan, dp_rank: int = 0) -> StateBytes:
+    """Bytes per parameter (and per element of padding) of one unit on one rank."""
+    release, reduce = policies(plan)
+    if not unit.trainable:
+        return frozen_bytes(plan.stage, plan.dp, unit.itemsize, release)
+    wide = WIDE.get(plan.precision, 4)
+    master = 0 if unit.itemsize == wide else wide
+    owns = plan.stage == 0 or dp_rank * unit.layout.shard < unit.used
+    return engine_bytes(
+        plan.stage, plan.dp, NAMES[unit.itemsize], release, reduce, plan.accumulate,
+        optimizer=master + 2 * wide * owns,
+    )  # fmt: skip

@@ -1,0 +1,85 @@
+"""Buffers that come and go with units, as the engine holds them in one backward. No torch.
+
+    gathered   stage 3, released after every use: the root, the unit in use, and WINDOW gathered ahead of it
+    bucket     stages 2 and 3: local gradients of the unit in its backward, of WINDOW being reduced, of those that are
+               reduced last (root and tied units)
+    wire       WINDOW reductions: the gradients as they travel, if that is another dtype, and the shard that arrives
+
+The order is that of the second micro-batch on: head, last block, .. first block. `zero/prefetch.py` has the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zero3d.plan.held import Held
+from zero3d.plan.spec import ParallelPlan
+from zero3d.plan.states import WIDE, policies
+from zero3d.zero.stages import WIDTHS
+
+WINDOW = 2  # zero/prefetch.py's
+ROOT = "root"
+
+
+class Windows(NamedTuple):
+    """Bytes alive during the backward of one unit."""
+
+    gathered: float
+    bucket: float
+    wire: float
+
+
+def windows(order: Sequence[Sequence[Held]], at: int, tied: frozenset[str], plan: ParallelPlan) -> Windows:
+    """While part number `at` is in its backward. Part 0's bucket opens after its fullest instant, the logits'.
+
+    order  units by part, in the order of backwards; the root's are in any of them
+    tied   owners whose units the first and the last part use
+    """
+    release, reduce = policies(plan)
+    late = _late(order, tied)
+    turns = [[unit for unit in units if unit not in late] for units in order]
+    roots = [unit for unit in late if unit.owner == ROOT]
+    gathered = bucket = 0.0
+    if plan.stage == 3 and release != "every_step":
+        using = late if at == 0 else roots
+        ahead = turns[at : at + 1 + WINDOW]
+        gathered = sum(map(_whole, (*using, *(unit for units in ahead for unit in units))))
+    moving = [unit for units in turns[:at] for unit in units if unit.trainable][-WINDOW:]
+    if reduce == "every_micro_batch" and at > 0:
+        filling = late if at == len(order) - 1 else roots
+        bucket = sum(_whole(unit) for unit in (*moving, *turns[at], *filling) if unit.trainable)
+    return Windows(gathered, bucket, sum(_wire(unit, plan, reduce) for unit in moving))
+
+
+def flush(order: Sequence[Sequence[Held]], tied: frozenset[str], plan: ParallelPlan) -> Windows:
+    """At the end of a backward, when what is left is reduced."""
+    _, reduce = policies(plan)
+    late = [unit for unit in _late(order, tied) if unit.trainable]
+    early = [unit for units in order for unit in units if unit.trainable and unit not in late]
+    moving = (early + late)[-WINDOW:]
+    bucket = sum(map(_whole, dict.fromkeys((*moving, *late)))) if reduce == "every_micro_batch" else 0.0
+    return Windows(0.0, bucket, sum(_wire(unit, plan, reduce) for unit in moving))
+
+
+def _late(order: Sequence[Sequence[Held]], tied: frozenset[str]) -> list[Held]:
+    """Units that are reduced last, each once: a root unit belongs to several parts."""
+    found = (unit for units in order for unit in units if unit.owner == ROOT or unit.owner in tied)
+    return list(dict.fromkeys(found))
+
+
+def _whole(unit: Held) -> int:
+    return unit.layout.total * unit.itemsize
+
+
+def _wire(unit: Held, plan: ParallelPlan, reduce: str) -> float:
+    """One reduction under way."""
+    if plan.dp == 1:
+        return 0.0
+    wide = WIDE.get(plan.precision, 4)
+    asked = WIDTHS[plan.reduce_dtype].weight if plan.precision != "fp64" else 8
+    travels = asked if asked >= unit.itemsize else wide
+    kept_wide = reduce == "every_step" and (plan.accumulate > 1 or plan.stage == 0)
+    local = wide if kept_wide else unit.itemsize
+    cast = 0 if travels == local else unit.layout.total * travels
+    return cast + unit.layout.shard * travels

@@ -1,0 +1,197 @@
+"""A real model as the planner's data, found by running one block of each kind without data.
+
+    parameters   sim/units.py     parts, units, what tp cuts: exact
+    a token      sim/figures.py   bytes and operations at tp = 1 and at two larger degrees
+
+What lies on every tp rank and what tp divides are told apart by two degrees: kept(t) = whole + cut / t. The code
+paths of tp = 1 are others than those of tp > 1 (its loss, above all), so both have figures of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from zero3d.config import Model
+from zero3d.errors import ConfigError
+from zero3d.hf.open import open_model
+from zero3d.hf.split import active_weights
+from zero3d.plan.spec import Instant, ModelSpec, Operations, Part
+from zero3d.sim.figures import EMBEDDING, HEAD, Figures, kinds_of, measure, reduce_model
+from zero3d.sim.units import Rooms, config_of, find_cuts, find_rooms, units_by_part
+from zero3d.tensor_parallel.cuts import Cut
+
+DEGREES = (2, 3, 4, 5, 6, 7, 8)
+LENGTH = 2048
+
+
+def trace(model: nn.Module, length: int, name: str = "") -> ModelSpec:
+    """The spec of a model for sequences of `length` tokens.
+
+    model    parameters on meta or real ones, frozen ones and adapters as they will be trained; it stays as it is
+    Errors: no repeated blocks, a forward that cannot run without data (ConfigError).
+    """
+    rooms = find_rooms(model)
+    spec = _outline(model, rooms, length, name)
+    figures = _figures(model, rooms, length, spec)
+    names: list[Any] = [EMBEDDING, *kinds_of(model, rooms), HEAD]
+    parts = (
+        replace(part, operations=_operations(key, figures, length)) for key, part in zip(names, spec.parts, strict=True)
+    )
+    return replace(spec, parts=tuple(parts), provenance="traced")
+
+
+def outline(model: nn.Module, length: int, name: str = "") -> ModelSpec:
+    """The same without running anything: parameters are exact, operations zero. Raises ConfigError."""
+    return _outline(model, find_rooms(model), length, name)
+
+
+def _outline(model: nn.Module, rooms: Rooms, length: int, name: str) -> ModelSpec:
+    config = config_of(model)
+    units = units_by_part(model, rooms, _cuts(model, rooms))
+    met = [None, *(active_weights(model.get_submodule(block), config).active for block in rooms.blocks), None]
+    kinds = ["embedding", *("block" for _ in rooms.blocks), "head"]
+    parts = tuple(
+        Part(kind, held, Operations(0.0), active) for kind, held, active in zip(kinds, units, met, strict=True)
+    )
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    table = max(tables, key=lambda m: m.weight.numel(), default=None)
+    vocab, hidden = (0, 0) if table is None else (table.num_embeddings, table.embedding_dim)
+    heads = _setting(config, "num_attention_heads")
+    return ModelSpec(
+        name or type(model).__name__, parts, length, hidden, vocab, heads,
+        kv_heads=_setting(config, "num_key_value_heads") or heads,
+        experts=_setting(config, "num_experts") or _setting(config, "num_local_experts"),
+        provenance="outline", chain=rooms.chain,
+    )  # fmt: skip
+
+
+def _setting(config: Any, name: str) -> int:
+    """A number of a configuration, 0 where there is none."""
+    return int(getattr(config, name, None) or 0)
+
+
+def open_spec(path: str, length: int = LENGTH, attn: str | None = None, lora: str | None = None) -> ModelSpec:
+    """The spec of a preset, a config.json, a folder with one, or module:function.
+
+    attn   attention implementation, as `model.attn` of a configuration
+    lora   such as "r=128": adapters on all linear layers of the blocks, everything else frozen
+    Errors: nothing of this name, a model that cannot be built or run, an unknown `lora` (ConfigError).
+    """
+    model = open_model(Model(path=path, init="random", attn=attn)).module
+    return trace(model if lora is None else adapt(model, lora), length, path)
+
+
+def adapt(model: nn.Module, lora: str) -> nn.Module:
+    """PEFT's LoRA on all linear layers of the language model's blocks; all else is frozen. Raises ConfigError."""
+    from peft import LoraConfig, get_peft_model
+
+    key, _, rank = lora.partition("=")
+    if key != "r" or not rank.isdecimal() or int(rank) < 1:
+        raise ConfigError(f"lora={lora!r} is unknown: pass the rank of the adapters, such as r=128.")
+    rooms = find_rooms(model)
+    found = [
+        f"{block}.{name}"
+        for block in rooms.blocks
+        for name, module in model.get_submodule(block).named_modules()
+        if type(module).__name__ in ("Linear", "Conv1D")
+    ]
+    if not found:
+        raise ConfigError(f"lora={lora}: the blocks of {type(model).__name__} have no linear layers.")
+    options = LoraConfig(r=int(rank), lora_alpha=2 * int(rank), target_modules=found, lora_dropout=0.05)
+    adapted: nn.Module = get_peft_model(model, options)
+    return adapted
+
+
+# --- tensor parallelism -------------------------------------------------------------------------
+
+
+def _cuts(model: nn.Module, rooms: Rooms) -> dict[str, Cut]:
+    """How tp would cut each parameter, by name: read off one block of each kind."""
+    reduced = reduce_model(model, rooms)
+    found = find_cuts(reduced.module)
+    cuts = {name: found[p] for name, p in model.named_parameters(remove_duplicate=False) if p in found}
+    for block, kind in zip(rooms.blocks, kinds_of(model, rooms), strict=True):
+        alike = reduced.ran[kind]
+        for name, _ in model.get_submodule(block).named_parameters():
+            if f"{alike}.{name}" in cuts:
+                cuts[f"{block}.{name}"] = cuts[f"{alike}.{name}"]
+    return cuts
+
+
+def _figures(model: nn.Module, rooms: Rooms, length: int, spec: ModelSpec) -> list[tuple[int, dict[Any, Figures]]]:
+    """(tp, figures by part) of tp = 1 and of the two smallest degrees that divide the model, if there are any."""
+    try:
+        found = [(1, measure(model, rooms, length, 1))]
+    except Exception as error:  # any error of the model's own, told with its text
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise ConfigError(f"{spec.name} cannot run without data: {type(error).__name__}: {said}") from error
+    weights = [weight for part in spec.parts for unit in part.units for weight in unit.weights]
+    sizes = {weight.shape[weight.cut] // weight.blocks for weight in weights if weight.cut is not None}
+    for tp in DEGREES if sizes else ():
+        if len(found) < 3 and not any(size % tp for size in (*sizes, spec.heads, spec.kv_heads)):
+            with suppress(RuntimeError):  # kernels refuse slices that are too thin
+                found.append((tp, measure(model, rooms, length, tp)))
+    return found
+
+
+def _operations(part: Any, figures: list[tuple[int, dict[Any, Figures]]], length: int) -> Operations:
+    """Per token, with figures of their own for tp > 1."""
+    by_degree = [(tp, found[part]) for tp, found in figures]
+    alone = _solved(by_degree[0], None, length)
+    if len(by_degree) == 1:
+        return alone
+    over = _solved(by_degree[1], by_degree[-1] if len(by_degree) == 3 else by_degree[0], length)
+    return replace(alone, kept_cut=over.kept_cut, kept_whole=_sum(alone) - over.kept_cut, over_tp=over)
+
+
+def _sum(operations: Operations) -> float:
+    return operations.kept_cut + operations.kept_whole
+
+
+def _solved(a: tuple[int, Figures], b: tuple[int, Figures] | None, length: int) -> Operations:
+    """whole + cut / t through the figures of two degrees; without a second one all is whole."""
+    tp, one = a
+    scale = 1.0 if b is None else 1 / tp - 1 / b[0]
+
+    def solve(x: float, y: float | None) -> tuple[float, float]:
+        """(cut, whole) per token of bytes at the one degree and at the other."""
+        cut = 0.0 if y is None else (x - y) / scale / length
+        return cut, x / length - cut / tp
+
+    other = None if b is None else b[1]
+    instants = _instants(tp, one, other, solve)
+    most = max(instants, key=lambda at: at.cut + at.whole, default=Instant(0.0, 0.0))
+    return Operations(
+        tp * one.matrices / length, tp * one.scores / length, *solve(one.kept, None if other is None else other.kept),
+        attention=tp * one.attention / length, input=one.entering / length, transient=most.cut + most.whole,
+        instants=tuple(instants),
+    )  # fmt: skip
+
+
+def _instants(
+    tp: int, one: Figures, other: Figures | None, solve: Callable[[float, float | None], tuple[float, float]]
+) -> list[Instant]:
+    """Those of a curve that may be the fullest, at any degree of tp and for few or many tokens.
+
+    Two degrees > 1 run the same operators, so their curves have the same events; else the one degree's curve counts
+    as if tp divided it.
+    """
+    aligned = other is not None and len(other.curve) == len(one.curve) and tp > 1
+    if other is not None and aligned:
+        pairs = zip(one.curve, other.curve, strict=True)
+        curve = [Instant(*solve(x, y), tp * grads) for (x, grads), (y, _) in pairs]
+    else:
+        whole = [solve(x, None)[1] for x, _ in one.curve]
+        curve = [Instant(tp * x, 0.0, tp * grads) for x, (_, grads) in zip(whole, one.curve, strict=True)]
+    found = dict.fromkeys(
+        max(curve, key=lambda at: (at.cut / t + at.whole) * tokens + at.gradients / t)
+        for t in ((tp, 4 * tp, 16 * tp) if aligned else (tp,))
+        for tokens in (1, 1024, 4096, 65536)
+        if curve
+    )
+    return list(found)

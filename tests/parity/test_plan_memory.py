@@ -1,0 +1,104 @@
+"""The planner's memory against a dry run of the engine: every storage alive, at every instant of a step."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import zero3d
+from zero3d.activations import recompute
+from zero3d.errors import ConfigError
+from zero3d.plan.in_flight import in_flight
+from zero3d.plan.memory import memory
+from zero3d.plan.spec import ParallelPlan
+from zero3d.sim.live import Live
+from zero3d.sim.pretend import without_values
+from zero3d.sim.trace import trace
+
+LENGTH = 512
+
+
+def model_of(tied):
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=2048, tie_word_embeddings=tied, max_position_embeddings=LENGTH, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return {tied: trace(model_of(tied), LENGTH) for tied in (False, True)}
+
+
+def dry_peak(tied, plan):
+    """Most bytes alive in the second step of a rank, without data; stages below 3."""
+    dist.init_process_group("fake", rank=0, world_size=plan.world, store=FakeStore())
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), without_values(), Live() as live:
+            model = model_of(tied)
+            recompute(model, plan.activations)
+            engine = zero3d.Engine(
+                model, stage=plan.stage, mesh=zero3d.Mesh(dp=plan.dp, tp=plan.tp), accumulate=plan.accumulate
+            )
+            ids = torch.zeros(plan.micro_batch, LENGTH, dtype=torch.int64)
+            for _ in range(2):
+                live.mark(f"step {engine.steps}")
+                engine.train_batch([{"input_ids": ids, "labels": ids}] * plan.accumulate)
+            return max(list(accumulate(size for size, _ in live.events))[live.marks["step 1"] :])
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("tied", "plan"), [
+    (False, ParallelPlan(dp=8, stage=2)),
+    (True, ParallelPlan(dp=4, stage=1, accumulate=2, activations="full")),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in [
+        (True, ParallelPlan(dp=2, stage=0, micro_batch=2)),
+        (False, ParallelPlan(dp=4, tp=2, stage=2, activations="selective")),
+        (False, ParallelPlan(dp=2, tp=4, stage=1, micro_batch=4, activations="every:2")),
+    ]),
+])  # fmt: skip
+def test_the_peak_is_that_of_a_dry_run(spec, tied, plan):
+    found, peak = memory(spec[tied], plan), dry_peak(tied, plan)
+    print(f"planned {found.allocated:,.0f}, dry run {peak:,} ({found.allocated / peak - 1:+.1%}), {found.instant}")
+    assert 0.97 <= found.allocated / peak <= 1.05
+
+
+def test_parts_add_up_and_the_instant_has_a_name(spec):
+    found = memory(spec[False], ParallelPlan(dp=2, tp=2, pp=2, stage=1, accumulate=4))
+    assert sum(found.parts.values()) == pytest.approx(found.allocated)
+    assert "pipeline stage" in found.instant
+    assert found.states < found.allocated < found.reserved < found.device
+
+
+def test_offloading_moves_the_optimizer_to_the_host(spec):
+    here, there = (memory(spec[False], ParallelPlan(dp=4, stage=2, offload=where)) for where in ("none", "host"))
+    states = 12 * spec[False].trainable / 4
+    assert here.parts["optimizer"] == pytest.approx(states, rel=0.01)
+    assert "optimizer" not in there.parts
+    assert there.host - here.host == pytest.approx(4 * states, rel=0.01)
+
+
+@pytest.mark.parametrize(("plan", "said"), [
+    (ParallelPlan(tp=3), "tp 3 does not divide"),
+    (ParallelPlan(pp=8, accumulate=8), "need a block each"),
+    (ParallelPlan(pp=2, accumulate=1), "needs a micro-batch for each"),
+])  # fmt: skip
+def test_what_the_engine_refuses_is_refused(spec, plan, said):
+    with pytest.raises(ConfigError, match=said):
+        memory(spec[False], plan)
+
+
+def test_micro_batches_in_flight():
+    def of(schedule, stage):
+        return in_flight(ParallelPlan(pp=4, accumulate=8, schedule=schedule), stage)
+
+    assert [of("1f1b", stage) for stage in range(4)] == [{0: 4}, {1: 3}, {2: 2}, {3: 1}]
+    assert of("gpipe", 2) == {2: 8}
+    assert of("interleaved", 0) == {0: 7, 4: 4}
+    assert in_flight(ParallelPlan(), 0) == {0: 1}

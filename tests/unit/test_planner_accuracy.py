@@ -1,0 +1,54 @@
+"""The accuracy benchmark reads any folder, and its errors on the project's own copy of the tables stay small."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data" / "planner"
+
+
+def scores(folder):
+    script = ROOT / "benchmarks" / "planner_accuracy.py"
+    done = subprocess.run(
+        [sys.executable, script, "--tables", folder, "--json"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return {(entry["set"], entry["kind"]): entry for entry in scores(DATA)["scores"]}
+
+
+def test_formulas_are_met(found):
+    formulas = [entry for (_, kind), entry in found.items() if kind == "formula"]
+    assert len(formulas) == 4
+    assert all(entry["mean"] < 0.005 for entry in formulas)
+
+
+@pytest.mark.parametrize("name", ["megatron2021_table1", "korthikanti_table5", "megatron_core_h100", "torchtitan"])
+def test_iteration_times_meet_the_target(found, name):
+    assert found[name, "time"]["mean"] <= 0.10
+    assert found[name, "time"]["worst"] <= 0.25
+
+
+def test_memory_meets_the_target(found):
+    entry = found["torchtitan", "memory"]
+    assert (entry["mean"] <= 0.12, entry["p90"] <= 0.20) == (True, True)
+
+
+def test_unknown_files_are_listed_and_unusable_rows_counted(tmp_path):
+    (tmp_path / "notes.csv").write_text("a,b\n1,2\n")
+    shutil.copy(DATA / "korthikanti2022_fig1_memory.csv", tmp_path)
+    table = (DATA / "megatron_core_h100.csv").read_text().splitlines()
+    (tmp_path / "megatron_core_h100.csv").write_text("\n".join([table[0], table[1], table[6]]))
+    report = scores(tmp_path)
+    assert report["unknown"] == ["notes.csv"]
+    assert report["skipped"] == {"megatron_core_h100": 1}
+    assert [entry["rows"] for entry in report["scores"]] == [12, 1]

@@ -1,0 +1,176 @@
+"""Collectives, kernels and a step's seconds: limits that must hold whatever the constants are."""
+
+from dataclasses import replace
+
+import pytest
+
+from zero3d.errors import ConfigError
+from zero3d.plan import Estimate, ParallelPlan, evaluate
+from zero3d.plan.hardware import cluster
+from zero3d.plan.kernels import digest, part_work
+from zero3d.plan.network import REACHED, Group, Groups, gather_seconds, reduce_seconds, send_seconds
+from zero3d.plan.profiles import SYSTEMS, profile
+from zero3d.plan.shapes import gpt, llama, of_params
+from zero3d.plan.spec import Link
+from zero3d.plan.time import Pace, part_indices, step_seconds
+
+A100 = cluster("a100", 64)
+MODEL = gpt(24, 2048, 16, 50304, 2048)
+
+
+def seconds(plan, pace=None, model=MODEL, spec=A100):
+    return step_seconds(model, plan, spec, pace or Pace({}))
+
+
+def test_parts_add_up_to_mid_between_low_and_high():
+    for plan in (
+        ParallelPlan(dp=8),
+        ParallelPlan(dp=2, tp=4, pp=4, stage=1, accumulate=8),
+        ParallelPlan(offload="host"),
+    ):
+        found = seconds(plan)
+        assert sum(found.parts.values()) == pytest.approx(found.mid)
+        assert found.low < found.mid < found.high
+        assert min(found.parts.values()) > -1e-9
+
+
+def test_half_the_bandwidth_at_half_bytes():
+    link = Link(bandwidth=10e9, latency=0.0, half=1e6)
+    assert 1e6 / send_seconds(1e6, link) == pytest.approx(REACHED * 10e9 / 2)
+    assert 1e12 / send_seconds(1e12, link) == pytest.approx(REACHED * 10e9, rel=1e-5)
+
+
+def test_a_ring_moves_n_minus_1_over_n_and_the_slower_level_decides():
+    spec = replace(A100, inside=Link(100e9, 0.0, 0.0), across=Link(10e9, 0.0, 0.0))
+    assert gather_seconds(8e9, Group(8, 8), spec) == pytest.approx(7e9 / (REACHED * 100e9))
+    assert gather_seconds(8e9, Group(16, 8), spec) == pytest.approx(7e9 / (REACHED * 100e9))
+    assert gather_seconds(8e9, Group(16, 2), spec) == pytest.approx(8e9 * 7 / 8 / 2 / (REACHED * 10e9))
+    assert gather_seconds(8e9, Group(4, 1), spec) == pytest.approx(6e9 / (REACHED * 10e9))
+    assert gather_seconds(8e9, Group(1, 1), spec) == reduce_seconds(0, Group(8, 8), spec) == 0.0
+
+
+def test_trees_win_where_latency_counts_and_rings_where_bytes_do():
+    group = Group(512, 8)
+    ring = 2 * gather_seconds(1e3, group, A100)
+    assert reduce_seconds(1e3, group, A100) < ring / 2
+    assert reduce_seconds(1e9, Group(8, 8), A100) == 2 * gather_seconds(1e9, Group(8, 8), A100)
+
+
+def test_groups_lie_as_ranks_are_numbered():
+    found = Groups.of(ParallelPlan(dp=4, tp=4, pp=4), A100)
+    assert (found.tp, found.dp, found.hop_inside) == (Group(4, 4), Group(4, 2), False)
+    assert Groups.of(ParallelPlan(dp=1, tp=2, pp=4), A100).hop_inside
+
+
+def test_twice_the_tokens_take_less_than_twice_as_long_and_tp_divides_less_than_evenly():
+    shape = digest(MODEL).shapes[1]
+    one, two = (part_work(shape, MODEL, ParallelPlan(micro_batch=b), A100).forward for b in (1, 2))
+    assert one < two < 2 * one
+    cut = part_work(shape, MODEL, ParallelPlan(tp=4), A100).forward
+    assert one / 4 < cut < one
+
+
+def test_frozen_weights_save_their_gradients_time_and_fp8_halves_nearly_only_products():
+    block = MODEL.blocks[0]
+    frozen = replace(block.units[0], weights=tuple(replace(w, trainable=False) for w in block.units[0].weights))
+    lora = replace(MODEL, parts=tuple(replace(p, units=(frozen,)) if p.kind == "block" else p for p in MODEL.parts))
+    plan = ParallelPlan()
+    full, less = (part_work(digest(m).shapes[1], m, plan, A100) for m in (MODEL, lora))
+    assert less.matrices.backward == pytest.approx(full.matrices.backward / 2)
+    narrow = part_work(digest(MODEL).shapes[1], MODEL, replace(plan, precision="fp8"), A100)
+    assert narrow.matrices.forward < full.matrices.forward
+    assert narrow.attention == full.attention
+
+
+def test_recomputation_costs_the_forwards_of_the_blocks():
+    kept, again = (seconds(ParallelPlan(activations=name)).parts for name in ("none", "full"))
+    shape = digest(MODEL).shapes[1]
+    forward = part_work(shape, MODEL, ParallelPlan(), A100).forward
+    assert kept["recompute"] == 0
+    assert again["recompute"] == pytest.approx(24 * forward)
+
+
+def test_communication_hides_only_behind_as_much_computation():
+    plan = ParallelPlan(dp=64, stage=3)
+    slow = replace(A100, across=Link(1e6))
+    bare, hidden = seconds(plan, Pace({}, hide_dp=0.0)).parts["dp"], seconds(plan, Pace({}, hide_dp=1.0)).parts["dp"]
+    assert hidden < bare
+    swamped = [seconds(plan, Pace({}, hide_dp=h), spec=slow).parts["dp"] for h in (0.0, 1.0)]
+    assert swamped[1] == pytest.approx(swamped[0], rel=0.01)
+
+
+def test_every_part_of_a_model_lies_on_one_rank():
+    for ranks, virtual in ((1, 1), (4, 1), (3, 2)):
+        cut = part_indices(MODEL, ranks, virtual)
+        assert [i for part in cut for i in part] == list(range(len(MODEL.parts)))
+        assert len(cut) == ranks * virtual
+
+
+def test_offloading_moves_the_optimizer_to_the_slower_host():
+    plan = ParallelPlan(dp=8, stage=2)
+    on, off = seconds(plan).parts, seconds(replace(plan, offload="host")).parts
+    assert off["optimizer"] > on["optimizer"]
+    assert off["offload"] > 0 == on.get("offload", 0)
+
+
+def test_zero3ds_parts_per_rank_follow_from_the_schedule():
+    plan = ParallelPlan(pp=4, stage=1, accumulate=8)
+    ends = {
+        name: evaluate(MODEL, A100, replace(plan, schedule=name)).seconds.parts["bubble"] for name in ("1f1b", "zbv")
+    }
+    ends["interleaved"] = evaluate(MODEL, A100, replace(plan, schedule="interleaved")).seconds.parts["bubble"]
+    assert ends["1f1b"] > ends["interleaved"] > ends["zbv"]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_system_estimates_every_stage(system):
+    for stage in range(4):
+        found = evaluate(MODEL, A100, ParallelPlan(dp=64, stage=stage), system)
+        assert isinstance(found, Estimate)
+        memory = found.memory
+        assert 0 < memory.states <= memory.allocated <= memory.reserved <= memory.device
+        assert sum(memory.parts.values()) == pytest.approx(memory.allocated)
+        assert found.tokens == 64 * 2048
+
+
+def test_profiles_have_the_published_bytes_per_parameter():
+    for d in (1, 12):
+        plan = ParallelPlan(dp=d, stage=1)
+        assert sum(profile("megatron").rates(plan)) == pytest.approx(6 + 12 / d)
+    assert sum(profile("torchtitan").rates(ParallelPlan(dp=8, stage=3))) == 2
+    assert sum(profile("deepspeed").rates(ParallelPlan(dp=1, stage=3, reduce_dtype="fp16"))) == 20
+
+
+def test_less_memory_per_stage_and_more_traffic_at_stage_3():
+    model = llama(32, 4096, 32, 32, 11008, 32000, 2048)
+    found = [evaluate(model, A100, ParallelPlan(dp=64, stage=s, activations="full")) for s in range(4)]
+    states = [estimate.memory.states for estimate in found]
+    assert states == sorted(states, reverse=True)
+    gathers = [estimate.traffic["all_gather dp"] for estimate in found]
+    assert gathers[3] == 2 * gathers[2]
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (ParallelPlan(dp=128), "do not fit 64 GPUs: pass dp=64"),
+        (ParallelPlan(tp=3), "does not divide 16 heads"),
+        (ParallelPlan(pp=32), "24 blocks"),
+        (ParallelPlan(micro_batch=0), "at least 1"),
+    ],
+)
+def test_degrees_that_cannot_be_are_refused(plan, said):
+    with pytest.raises(ConfigError, match=said):
+        evaluate(MODEL, A100, plan)
+
+
+def test_an_unknown_system_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match="Did you mean 'megatron'"):
+        evaluate(MODEL, A100, ParallelPlan(), "megatorn")
+
+
+def test_an_assumed_shape_and_eager_attention_are_told():
+    notes = evaluate(of_params(10**9, 2048), A100, ParallelPlan()).notes
+    assert any("assumed" in note for note in notes)
+    eager = gpt(2, 64, 4, 100, 32, flash=False)
+    assert any("flash" in note for note in evaluate(eager, A100, ParallelPlan()).notes)

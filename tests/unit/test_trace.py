@@ -1,0 +1,124 @@
+"""Real models as the planner's data: parameters to the last one, operations and bytes of a token by hand."""
+
+import pytest
+from tensors import tiny
+
+from zero3d.errors import ConfigError
+from zero3d.hf.build import build
+from zero3d.sim.figures import HEAD, measure
+from zero3d.sim.trace import adapt, outline, trace
+from zero3d.sim.units import find_rooms
+
+# Published sizes; the counts follow from them by the sums in `llama` and `gpt2` below.
+LLAMAS = {  # hidden, inner, layers, heads, kv heads, head dim, vocabulary, tied
+    "llama 2 7B": (4096, 11008, 32, 32, 32, 128, 32000, False, 6_738_415_616),
+    "llama 2 13B": (5120, 13824, 40, 40, 40, 128, 32000, False, 13_015_864_320),
+    "llama 2 70B": (8192, 28672, 80, 64, 8, 128, 32000, False, 68_976_648_192),
+    "llama 3 8B": (4096, 14336, 32, 32, 8, 128, 128256, False, 8_030_261_248),
+    "llama 3.2 1B": (2048, 8192, 16, 32, 8, 64, 128256, True, 1_235_814_400),
+    "mistral 7B": (4096, 14336, 32, 32, 8, 128, 32000, False, 7_241_732_096),
+}
+GPTS = {  # hidden, layers, heads
+    "gpt2": (768, 12, 12, 124_439_808),
+    "gpt2 medium": (1024, 24, 16, 354_823_168),
+    "gpt2 large": (1280, 36, 20, 774_030_080),
+    "gpt2 xl": (1600, 48, 25, 1_557_611_200),
+}
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_parameters_of_llamas(name):
+    from transformers import LlamaConfig
+
+    h, inner, layers, heads, kv, dim, vocab, tied, wanted = LLAMAS[name]
+    block = 2 * h * heads * dim + 2 * h * kv * dim + 3 * h * inner + 2 * h
+    assert layers * block + h + vocab * h * (1 if tied else 2) == wanted
+    config = LlamaConfig(
+        hidden_size=h, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv, head_dim=dim, vocab_size=vocab, tie_word_embeddings=tied,
+    )  # fmt: skip
+    spec = outline(build(config), 16)
+    assert spec.params == spec.trainable == wanted
+    assert [part.numel for part in spec.blocks] == [block] * layers
+    assert (spec.hidden, spec.vocab, spec.heads, spec.kv_heads, spec.chain) == (h, vocab, heads, kv, True)
+
+
+@pytest.mark.parametrize("name", GPTS)
+def test_parameters_of_gpts(name):
+    from transformers import GPT2Config
+
+    h, layers, heads, wanted = GPTS[name]
+    assert layers * (12 * h * h + 13 * h) + 2 * h + 50257 * h + 1024 * h == wanted
+    spec = outline(build(GPT2Config(n_embd=h, n_layer=layers, n_head=heads)), 16)
+    assert spec.params == wanted
+    assert [unit.copy_of for unit in spec.parts[-1].units] == [None, "transformer.wte"]
+
+
+def test_operations_of_a_llama_block_and_head():
+    h, inner, kv, length, vocab = 32, 48, 16, 8, 64
+    spec = trace(tiny("llama"), length)
+    block, head = spec.parts[1].operations, spec.parts[-1].operations
+    assert block.matrices == 2 * (2 * h * h + 2 * h * kv + 3 * h * inner)
+    assert block.scores == 4 * length * h
+    assert head.matrices == 2 * h * vocab
+    assert block.input == 2 * h
+
+
+def test_bytes_of_a_llama_block():
+    """fp32 copies that two norms keep, 16-bit inputs of matrices, flash attention's q, k, v and output."""
+    h, inner, kv, length = 32, 48, 32, 8
+    figures = measure(model := tiny("llama", kv_heads=4), find_rooms(model), length, 1)
+    norms = 2 * (4 * h + 4 + 2 * h + 2 * h)  # as it enters in fp32, 1/rms, normed, times weight
+    attention = 2 * (h + 2 * kv + h) + 4 * 4  # of four heads a logsumexp each
+    mlp = 2 * 4 * inner  # gate, its silu, up, their product
+    assert figures[0].kept == length * (norms + attention + mlp)
+
+
+def test_figures_are_linear_in_the_micro_batch_and_the_same_at_any_depth():
+    one, two = (measure(model := tiny("llama", layers=2), find_rooms(model), 8, 1, batch=b) for b in (1, 2))
+    deeper = measure(model := tiny("llama", layers=5), find_rooms(model), 8, 1)
+    for part in (0, HEAD):
+        assert deeper[part] == one[part]
+        assert two[part].kept == pytest.approx(2 * one[part].kept, rel=0.01)  # a scalar or two
+        assert two[part].matrices == 2 * one[part].matrices
+
+
+def test_what_tp_cuts_of_a_fused_matrix():
+    spec = outline(tiny("gpt2"), 8)
+    weights = {weight.name: weight for unit in spec.parts[1].units for weight in unit.weights}
+    assert (
+        weights["transformer.h.0.attn.c_attn.weight"].cut,
+        weights["transformer.h.0.attn.c_attn.weight"].blocks,
+    ) == (1, 3)
+    assert (weights["transformer.h.0.mlp.c_proj.weight"].cut, weights["transformer.h.0.mlp.c_proj.bias"].cut) == (
+        0,
+        None,
+    )
+    assert spec.parts[0].units[0].weights[0].cut == 0
+
+
+def test_experts_of_which_a_token_meets_some():
+    spec = trace(tiny("moe"), 8)
+    block = spec.parts[1]
+    experts = 3 * 32 * 16
+    assert block.active == block.numel - 4 * experts + 2 * experts
+    assert spec.experts == 4
+
+
+def test_adapters_on_all_linear_layers_of_the_blocks():
+    spec = trace(adapt(tiny("llama"), "r=4"), 8)
+    inputs_and_outputs = 2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48)
+    assert spec.trainable == 2 * 4 * inputs_and_outputs
+
+
+@pytest.mark.parametrize("asked", ["128", "r=0", "r=many", "rank=8"])
+def test_an_unknown_lora_is_refused(asked):
+    with pytest.raises(ConfigError, match="such as r=128"):
+        adapt(tiny("llama"), asked)
+
+
+def test_a_model_without_blocks_is_refused():
+    from torch import nn
+
+    with pytest.raises(ConfigError, match="no list of two or more blocks"):
+        outline(nn.Sequential(nn.Linear(4, 4)), 8)
