@@ -12,9 +12,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from zero3d.cli.main import main
 from zero3d.cli.plan_text import Answer
 from zero3d.page.plan_page import front, plan_page
 from zero3d.page.simulation_page import simulation_page
+from zero3d.page.svg import Scale
 from zero3d.plan.hardware import cluster
 from zero3d.plan.ladder import ladder
 from zero3d.plan.search import Asked, Found, Rejected, Row, what_if
@@ -92,7 +94,7 @@ MAKERS = {
     "2,000 plans of an evil model": lambda: plan_page(answer(2000, EVIL), 10),
     "one rank": lambda: simulation_page(simulation(1)),
     "two stages of an evil model": lambda: simulation_page(simulation(2, name=EVIL)),
-    "32 stages": lambda: simulation_page(simulation(32, 64, 600)),
+    "20 stages": lambda: simulation_page(simulation(20, 48, 600)),
 }
 
 
@@ -171,6 +173,16 @@ def test_the_page_says_what_was_found():
     assert [row[0].text for row in ranked] == ["1", "2", "3"]
 
 
+def test_plan_writes_the_page_and_refuses_what_is_no_search(tmp_path, capsys):
+    file = tmp_path / "plan.html"
+    asked = ["plan", "--params", "1e8", "--gpus", "1", "--tokens-per-batch", "4096", "--html"]
+    assert main([*asked, str(file)]) == 0
+    assert "How to train GPT" in file.read_text(encoding="utf-8")
+    assert main([*asked, str(tmp_path / "none" / "plan.html")]) == 2
+    assert main(["plan", "--theory", "--html", str(file)]) == 2
+    assert "--html writes what a search finds" in capsys.readouterr().err
+
+
 def test_the_front_is_what_no_other_plan_beats():
     rows = answer(200).found.rows
 
@@ -183,6 +195,18 @@ def test_the_front_is_what_no_other_plan_beats():
     assert {row.estimate.memory.device for row in front(rows)} == {
         row.estimate.memory.device for row in rows if not beaten(row)
     }
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "log"), [(0, 81.6, False), (3e-4, 5e-4, False), (2, 90, True), (0.003, 4e6, True)]
+)
+def test_an_axis_has_a_few_round_values_inside(low, high, log):
+    scale = Scale(low, high, 0, 400, log)
+    ticks = scale.ticks()
+    assert 2 <= len(ticks) <= 10
+    assert all(low <= tick <= high * 1.001 and 0 <= scale(tick) <= 400.1 for tick in ticks)
+    assert log or all(f"{b - a:.3g}".strip("0.e-")[0] in "125" for a, b in pairwise(ticks))
+    assert all(scale(b) - scale(a) >= 30 for a, b in pairwise(ticks))
 
 
 def test_thinning_keeps_the_peak_and_differences_from_the_formula_stand_out():
@@ -253,7 +277,7 @@ def test_a_browser_lays_the_pages_out_without_cut_or_overlapping_labels_in_both_
     screens = [(width, scheme) for width in (390, 1280) for scheme in ("light", "dark")]
     frames = "".join(
         f'<iframe title="{name} {width} {scheme}" width="{width}" height="900" style="color-scheme: {scheme}" srcdoc="{escape(page(name))}"></iframe>'
-        for name in ("forty plans", "two stages of an evil model")
+        for name in ("one plan", "forty plans", "two stages of an evil model")
         for width, scheme in screens
     )
     harness = tmp_path / "harness.html"
@@ -268,6 +292,6 @@ def test_a_browser_lays_the_pages_out_without_cut_or_overlapping_labels_in_both_
     told = done.stdout.partition("MEASURED\n")[2].partition("\nEND")[0].split("\n")
     backgrounds = [line for line in told if ": background " in line]
     assert [line for line in told if line not in backgrounds] == []
-    assert len(backgrounds) == 2 * len(screens)
+    assert len(backgrounds) == 3 * len(screens)
     for line in backgrounds:
         assert line.endswith("rgb(14, 17, 22)" if " dark:" in line else "rgb(246, 247, 249)"), line

@@ -19,6 +19,7 @@ from zero3d.plan.spec import Estimate, Seconds
 
 BARS = 8  # plans that are drawn in parts
 GB = 1e9
+BEYOND = "allocator and contexts"  # what a device holds beyond what is allocated at the peak
 
 
 def plan_page(answer: Answer, top: int) -> str:
@@ -130,7 +131,7 @@ def _memory(answer: Answer, rows: Sequence[Row]) -> Markup:
     def parts(estimate: Estimate) -> Mapping[str, float]:
         memory = estimate.memory
         inside = memory.parts or {"allocated": memory.allocated}
-        beyond = {"allocator and contexts": memory.device - memory.allocated}
+        beyond = {BEYOND: memory.device - memory.allocated}
         return {name: value / GB for name, value in {**inside, **beyond}.items()}
 
     drawn = [
@@ -163,9 +164,10 @@ def _name(place: int, row: Row) -> str:
 
 
 def _series(rows: Sequence[Bar]) -> list[str]:
-    """Parts that can be seen somewhere, as they first come."""
+    """Parts that can be seen somewhere, as they first come; what is beyond all of them last."""
     most = max(sum(row.parts.values()) for row in rows)
-    return list(dict.fromkeys(name for row in rows for name, value in row.parts.items() if value > 5e-4 * most))
+    seen = dict.fromkeys(name for row in rows for name, value in row.parts.items() if value > 5e-4 * most)
+    return sorted(seen, key=lambda name: name == BEYOND)
 
 
 # --- tables -------------------------------------------------------------------------------------

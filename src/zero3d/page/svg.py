@@ -42,7 +42,8 @@ class Scale:
         """Round values inside: 1, 2 or 5 times powers of ten."""
         if self.log:
             powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
-            found = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+            digits = (1, 2, 5) if self.high < 200 * self.low else (1,)
+            found = [digit * 10.0**power for power in powers for digit in digits]
         else:
             step = round_step((self.high - self.low) / about)
             found = [i * step for i in range(ceil(self.low / step), floor(self.high / step + 1e-9) + 1)]
