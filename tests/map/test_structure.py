@@ -24,7 +24,7 @@ LAYERS = [
      "restore", "hf", "data"],
     ["engine"],
     ["train", "sim"],
-    ["doctor", "integrations", "cli"],
+    ["doctor", "integrations", "cli", "page"],
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import yaml
 from zero3d.cli import plan_explain, plan_text, plan_theory
 from zero3d.cli.plan_theory import parse_gpus, parse_params
 from zero3d.errors import ConfigError
+from zero3d.page.plan_page import plan_page
 from zero3d.plan.emit import deepspeed_config, train_config
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
@@ -55,12 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--emit-deepspeed", metavar="FILE", help="write the best plan without a pipeline as DeepSpeed JSON"
     )
+    parser.add_argument("--html", metavar="FILE", help="write all of it as a page, with charts")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Theory, one plan explained, or a search."""
     words = arguments.words
+    if arguments.html and (arguments.theory or words[:1] == ["explain"]):
+        raise ConfigError(f"--html writes what a search finds, and this is none. Type {USAGE.partition(', or')[0]}")
     if arguments.theory:
         plan_theory.show(arguments.params or "7.5e9", arguments.gpus or "64", arguments.json)
         return 0
@@ -153,7 +157,7 @@ def _larger(model: ModelSpec, place: ClusterSpec, asked: Asked) -> tuple[int, Ro
 
 
 def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | None) -> None:
-    """The files that --emit and --emit-deepspeed ask for. Raises ConfigError before anything is written."""
+    """The files that --emit, --emit-deepspeed and --html ask for. Raises ConfigError before anything is written."""
     rows = answer.found.rows
     texts: dict[str, str] = {}
     if arguments.emit:
@@ -166,8 +170,13 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
     if arguments.emit_deepspeed:
         flat = next((row for row in rows if row.plan.pp == 1 and not row.plan.sequence_parallel), rows[0])
         texts[arguments.emit_deepspeed] = json.dumps(deepspeed_config(flat.plan), indent=2) + "\n"
+    if arguments.html:
+        texts[arguments.html] = plan_page(answer, arguments.top)
     for name, text in texts.items():
-        Path(name).write_text(text)
+        try:
+            Path(name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{name}: cannot be written ({error.strerror}).") from error
 
 
 def _tokenizer(path: str) -> str | None:

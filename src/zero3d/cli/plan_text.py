@@ -39,7 +39,7 @@ def as_text(answer: Answer, top: int) -> str:
     shown = distinct(answer.found.rows)[:top]
     lines = [*heading(answer.model, answer.cluster, answer.asked.sequences), ""]
     lines += _ranked(shown, answer.asked)
-    lines += ["", *_rejected(answer.found), "", *_what_if(answer), "", *_ladder(answer), "", *_costs(answer)]
+    lines += ["", *_rejected(answer.found), "", *_what_if(answer), "", *_ladder(answer), "", *costs(answer)]
     return "\n".join(lines)
 
 
@@ -136,7 +136,8 @@ def _ladder(answer: Answer) -> Iterator[str]:
     yield "   (Offload is priced, but not built yet: no plan above uses it.)"
 
 
-def _costs(answer: Answer) -> Iterator[str]:
+def costs(answer: Answer) -> Iterator[str]:
+    """GPU-hours, how often to save, and what must be known of these figures."""
     estimate, cluster = answer.best.estimate, answer.cluster
     billion = gpu_hours(estimate, cluster, 1e9)
     yield f"Cost: {billion:,.1f} GPU-hours per billion tokens{_money(billion, answer.price)}."

@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--every-micro-batch", action="store_true", help="run also those that repeat others: slower, the same bytes"
     )
     parser.add_argument("--trace", metavar="FILE", help="write memory and actions over time for Perfetto")
+    parser.add_argument("--html", metavar="FILE", help="write all of it as a page, with charts")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -43,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_ranks(arguments.ranks)
     check_transformers(config.model)
     quiet_libraries()
+    from zero3d.page.simulation_page import simulation_page
     from zero3d.sim.chrome import chrome_trace
     from zero3d.sim.result import to_json
     from zero3d.sim.simulate import simulate
@@ -54,12 +56,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = simulate(config, world, arguments.rank, arguments.backend, arguments.every_micro_batch, said)
     if arguments.trace is not None:
-        try:
-            Path(arguments.trace).write_text(json.dumps(chrome_trace(found)))
-        except OSError as error:
-            raise ConfigError(f"--trace {arguments.trace}: cannot be written ({error.strerror}).") from error
+        write("--trace", arguments.trace, json.dumps(chrome_trace(found)))
+    if arguments.html is not None:
+        write("--html", arguments.html, simulation_page(found))
     print(json.dumps(to_json(found)) if arguments.json else "\n".join(as_text(found)))
     return 0
+
+
+def write(option: str, file: str, text: str) -> None:
+    """A file that an option asks for. Raises ConfigError."""
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option} {file}: cannot be written ({error.strerror}).") from error
 
 
 def as_text(found: Simulation) -> Iterator[str]:

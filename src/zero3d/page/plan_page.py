@@ -1,0 +1,225 @@
+"""`zero3d plan --html FILE`: what a search found, as a page.
+
+key figures of the best plan | ranked table | memory against time of all that fits | memory and step by parts of the
+first plans | the ladder | what if | what was left out | costs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from zero3d.cli.plan_text import Answer, costs, distinct, gpu_hours, heading, mesh, settings, short
+from zero3d.cli.plan_theory import size
+from zero3d.page import frame
+from zero3d.page.charts import Axis, Bar, Dot, bars, scatter
+from zero3d.page.markup import Markup, tag
+from zero3d.plan.ladder import RULE, differs
+from zero3d.plan.search import Row
+from zero3d.plan.spec import Estimate, Seconds
+
+BARS = 8  # plans that are drawn in parts
+GB = 1e9
+BEYOND = "allocator and contexts"  # what a device holds beyond what is allocated at the peak
+
+
+def plan_page(answer: Answer, top: int) -> str:
+    """The page, with `top` plans in its table."""
+    shown = distinct(answer.found.rows)[:top]
+    return frame.page(
+        f"{answer.model.name} on {answer.cluster.gpus} x {answer.cluster.gpu.name}",
+        tag("h1", f"How to train {answer.model.name} on {answer.cluster.gpus} x {answer.cluster.gpu.name}"),
+        *(frame.paragraph(line, "dim") for line in heading(answer.model, answer.cluster, answer.asked.sequences)),
+        frame.tiles(_figures(answer)),
+        _ranked(answer, shown),
+        _pareto(answer),
+        frame.pair(_memory(answer, shown[:BARS]), _step(shown[:BARS])),
+        frame.pair(_ladder(answer), _what_if(answer)),
+        frame.pair(_left_out(answer), _costs(answer)),
+    )
+
+
+def _figures(answer: Answer) -> Iterator[tuple[str, str, str]]:
+    best, cluster = answer.best, answer.cluster
+    memory, seconds, world = best.estimate.memory, best.estimate.seconds, best.plan.world
+    rate = best.estimate.flops / seconds.mid / world
+    more = f"ZeRO stage {best.plan.stage}, micro-batch {best.plan.micro_batch}, {settings(best.plan)}"
+    yield "Best plan", mesh(best.plan), more.removesuffix(", -")
+    yield "Step", f"{_digits(seconds.mid)} s", f"{_between(seconds)} s"
+    allowed = f"of {size(int(answer.asked.limit))} allowed, {size(int(cluster.gpu.memory))} there"
+    yield "Memory of a GPU", f"{memory.device / GB:.1f} GB", allowed
+    yield "Memory of a host", f"{memory.host / GB:,.0f} GB", f"of {cluster.host_memory / GB:,.0f} GB"
+    useful = f"{rate / 1e12:.0f} TFLOP/s, {100 * rate / cluster.gpu.flops:.0f} % of its peak"
+    yield "Tokens per second and GPU", f"{best.estimate.tokens / seconds.mid / world:,.0f}", useful
+    yield "GPU-hours", f"{gpu_hours(best.estimate, cluster, 1e9):,.0f}", "per billion tokens"
+    yield "Plans that fit", f"{len(answer.found.rows):,}", f"of {answer.found.tried:,} tried"
+
+
+def _digits(value: float) -> str:
+    """Three of them, and all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
+
+
+def _between(seconds: Seconds) -> str:
+    return f"{_digits(seconds.low)} to {_digits(seconds.high)}"
+
+
+def _ranked(answer: Answer, rows: Sequence[Row]) -> Markup:
+    title = f"Plans that fit {size(int(answer.asked.limit))} of a GPU, {answer.asked.goal} first"
+    head = ("", "Mesh", "ZeRO", "Micro x accum", "Settings", "GPU GB", "Host GB", "Step s", "Tokens/s/GPU", "Why")
+    remark = "The best plan of each mesh, ZeRO stage and schedule."
+    return frame.card(title, frame.paragraph(remark, "dim"), frame.table(title, head, _cells(rows), "><><=>>>>="))
+
+
+def _cells(rows: Sequence[Row]) -> Iterator[tuple[object, ...]]:
+    for place, row in enumerate(rows, 1):
+        plan, memory, seconds = row.plan, row.estimate.memory, row.estimate.seconds
+        yield (
+            place, mesh(plan), plan.stage, f"{plan.micro_batch} x {plan.accumulate}", settings(plan),
+            f"{memory.device / GB:.1f}", f"{memory.host / GB:,.0f}", f"{_digits(seconds.mid)} ({_between(seconds)})",
+            f"{row.estimate.tokens / seconds.mid / plan.world:,.0f}", row.reason,
+        )  # fmt: skip
+
+
+# --- memory against time ------------------------------------------------------------------------
+
+
+def front(rows: Iterable[Row]) -> list[Row]:
+    """Those that no other beats on both memory and time, from the least memory on."""
+    found: list[Row] = []
+    for row in sorted(rows, key=lambda row: (row.estimate.memory.device, row.estimate.seconds.mid)):
+        if not found or row.estimate.seconds.mid < found[-1].estimate.seconds.mid:
+            found.append(row)
+    return found
+
+
+def _pareto(answer: Answer) -> Markup:
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for row in sorted(answer.found.rows, key=lambda row: row.plan.stage):
+        groups.setdefault(f"ZeRO stage {row.plan.stage}", []).append(_place(row.estimate))
+    best = front(answer.found.rows)
+    dots = [Dot(*_place(row.estimate), f"{_said(row)} with {short(row.plan)}") for row in best]
+    across = Axis("memory of a GPU (GB)", answer.asked.limit / GB)
+    chart = scatter("pareto", "Memory against time of all plans that fit", groups, dots, across, Axis("step (s)"))
+    head = ("GPU GB", "Step s", "Plan")
+    rows = [
+        (f"{row.estimate.memory.device / GB:.1f}", _digits(row.estimate.seconds.mid), short(row.plan)) for row in best
+    ]
+    return frame.card(
+        "What memory buys",
+        frame.paragraph("Every plan that fits. Those on the line: none needs less memory and is as fast.", "dim"),
+        frame.pair(
+            tag("div", frame.legend(list(groups)), chart),
+            tag("div", tag("h3", "On the line"), frame.table("Plans on the line", head, rows, ">>=", low=True)),
+        ),
+    )
+
+
+def _place(estimate: Estimate) -> tuple[float, float]:
+    return estimate.memory.device / GB, estimate.seconds.mid
+
+
+def _said(row: Row) -> str:
+    return f"{row.estimate.memory.device / GB:.1f} GB, {_digits(row.estimate.seconds.mid)} s"
+
+
+# --- parts --------------------------------------------------------------------------------------
+
+
+def _memory(answer: Answer, rows: Sequence[Row]) -> Markup:
+    """Parts at the peak, and what the device holds beyond them."""
+
+    def parts(estimate: Estimate) -> Mapping[str, float]:
+        memory = estimate.memory
+        inside = memory.parts or {"allocated": memory.allocated}
+        beyond = {BEYOND: memory.device - memory.allocated}
+        return {name: value / GB for name, value in {**inside, **beyond}.items()}
+
+    drawn = [
+        Bar(_name(i, row), parts(row.estimate), f"{row.estimate.memory.device / GB:.1f} GB")
+        for i, row in _numbered(rows)
+    ]
+    series = _series(drawn)
+    title = "Memory of the fullest GPU at its peak"
+    chart = bars("memory", title, drawn, series, "GB", answer.asked.limit / GB)
+    return frame.card(title, frame.legend(series), chart)
+
+
+def _step(rows: Sequence[Row]) -> Markup:
+    drawn = [
+        Bar(_name(i, row), row.estimate.seconds.parts, f"{_digits(row.estimate.seconds.mid)} s")
+        for i, row in _numbered(rows)
+    ]
+    series = _series(drawn)
+    title = "What a step's seconds go into"
+    return frame.card(title, frame.legend(series), bars("step", title, drawn, series, "s"))
+
+
+def _numbered(rows: Sequence[Row]) -> Iterator[tuple[int, Row]]:
+    return enumerate(rows, 1)
+
+
+def _name(place: int, row: Row) -> str:
+    plan = row.plan
+    return f"{place}:  {mesh(plan)}, stage {plan.stage}" + (f", {plan.schedule}" if plan.pp > 1 else "")
+
+
+def _series(rows: Sequence[Bar]) -> list[str]:
+    """Parts that can be seen somewhere, as they first come; what is beyond all of them last."""
+    most = max(sum(row.parts.values()) for row in rows)
+    seen = dict.fromkeys(name for row in rows for name, value in row.parts.items() if value > 5e-4 * most)
+    return sorted(seen, key=lambda name: name == BEYOND)
+
+
+# --- tables -------------------------------------------------------------------------------------
+
+
+def _ladder(answer: Answer) -> Markup:
+    plan = answer.best.plan
+    rows = [
+        (
+            rung.name, f"{rung.estimate.memory.states / GB:.1f}", f"{rung.estimate.memory.device / GB:.1f}",
+            f"{rung.estimate.memory.host / GB:,.0f}", _digits(rung.estimate.seconds.mid),
+            "yes" if rung.fits else tag("span", "no", class_="bad"),
+        )
+        for rung in answer.ladder
+    ]  # fmt: skip
+    head = ("ZeRO stage", "States GB", "GPU GB", "Host GB", "Step s", "Fits")
+    title = f"The ladder for {mesh(plan)} (N = {plan.dp})"
+    told = differs(answer.ladder) or f"The rule of thumb ({', '.join(RULE)}) holds here"
+    return frame.card(
+        title,
+        frame.paragraph("From the most bytes of states on the GPU to the fewest.", "dim"),
+        frame.table(title, head, rows, "<>>>><"),
+        frame.paragraph(f"{told[0].upper()}{told[1:]}."),
+        frame.paragraph("Offload is priced, but not built yet: no plan above uses it.", "dim"),
+    )
+
+
+def _what_if(answer: Answer) -> Markup:
+    mid = answer.best.estimate.seconds.mid
+    rows = [(knob.change, f"{knob.memory / GB:+.1f} GB", f"{100 * knob.seconds / mid:+.1f} %") for knob in answer.knobs]
+    title = "What if one setting of the best plan changed"
+    told = frame.paragraph("Those that free the most memory per second of a step come first.", "dim")
+    head = ("Setting", "Memory", "Step")
+    return frame.card(
+        title, told, frame.table(title, head, rows, "<>>") if rows else frame.paragraph("Nothing to change.")
+    )
+
+
+def _left_out(answer: Answer) -> Markup:
+    rows = [
+        (
+            f"{each.plans:,}",
+            each.reason,
+            f"+{size(int(each.excess))} with {short(each.nearest)}" if each.nearest else "-",
+        )
+        for each in answer.found.rejected
+    ]
+    title = f"What was left out of {answer.found.tried:,} plans"
+    if not rows:
+        return frame.card(title, frame.paragraph("Nothing: all of them fit."))
+    return frame.card(title, frame.table(title, ("Plans", "Why", "Nearest"), rows, ">=="))
+
+
+def _costs(answer: Answer) -> Markup:
+    return frame.card("Costs", *(frame.paragraph(line.strip()) for line in costs(answer)))

@@ -1,0 +1,297 @@
+"""The HTML reports: well-formed, self-contained, escaped, small, and laid out by a browser without cuts or overlaps."""
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from functools import cache
+from html import escape
+from html.parser import HTMLParser
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from zero3d.cli.main import main
+from zero3d.cli.plan_text import Answer
+from zero3d.page.plan_page import front, plan_page
+from zero3d.page.simulation_page import simulation_page
+from zero3d.page.svg import Scale
+from zero3d.plan.hardware import cluster
+from zero3d.plan.ladder import ladder
+from zero3d.plan.search import Asked, Found, Rejected, Row, what_if
+from zero3d.plan.shapes import gpt
+from zero3d.plan.spec import Estimate, Memory, ParallelPlan, Seconds
+from zero3d.plan.timeline import order
+from zero3d.sim.result import Alive, Did, Instant, Mark, Peak, RankResult, Sent, Simulation, States, Timeline, Work
+
+EVIL = '<script>alert("1")</script> & "quotes" \x00'
+MODEL = gpt(32, 4096, 32, 50304, 2048)
+PLACE = cluster("a100-80", 64, 8)
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CATEGORIES = ("parameters", "gradients", "optimizer", "padding", "gathered", "bucket", "buffers", "activations")
+
+
+def price(model, place, plan):
+    """Some figures: more memory, less time, neither in a straight line."""
+    used = (
+        18e9 / (1 + plan.stage) + 2e9 * plan.micro_batch + 1e9 * (plan.dp * 7 % 11) + (plan.activations == "none") * 9e9
+    )
+    seconds = 3 + 60e9 / used + plan.stage * 0.3 + plan.dp * 5 % 13 / 4 + (plan.activations == "full") * 2
+    parts = {"states": 0.6 * used, "activations": 0.3 * used, "logits": 0.1 * used}
+    spent = {"matrices": 0.8 * seconds, "tp": 0.15 * seconds, "bubble": 0.05 * seconds}
+    memory = Memory(0.6 * used, used, used, used + 1e9, 3e11, parts)
+    return Estimate(memory, Seconds(0.85 * seconds, seconds, 1.2 * seconds, spent), {}, 2**20, 1e17, ("A note.",))
+
+
+def answer(rows=40, name=MODEL.name):
+    model = replace(MODEL, name=name)
+    plans = [
+        ParallelPlan(1 + i, 1 + i % 8, 1 + i % 3, i % 4, activations=("none", "selective", "full")[i // 4 % 3])
+        for i in range(rows)
+    ]
+    found = sorted(
+        (Row(p, price(model, PLACE, p), f"tp +{p.tp} s") for p in plans), key=lambda r: r.estimate.seconds.mid
+    )
+    rejected = [Rejected("the GPU's memory", 1234, plans[0], 22.7e6), Rejected("<more> stages than blocks", 1)]
+    best, asked = found[0], Asked(512, 81.6e9)
+    rungs = ladder(model, PLACE, best.plan, asked.limit, price)
+    knobs = what_if(best, model, PLACE, price)
+    return Answer(model, PLACE, asked, Found(found, rejected, rows + 1235), rungs, knobs, 1e12, 2.0)
+
+
+def rank_result(rank, ranks, micro_batches, samples):
+    at = Instant("backward", 1, rank, "model.layers.1.mlp")
+    rows = [tuple(10**6 * (1 + c) * (1 + (i * 37 + c) % 101) for c in range(len(CATEGORIES))) for i in range(samples)]
+    sums = [sum(row) for row in rows]
+    marks = tuple(Mark(i * samples // 8, Instant(("forward", "backward")[i % 2], i // 2, rank, "")) for i in range(7))
+    peak = Peak(
+        max(sums),
+        sums.index(max(sums)),
+        at,
+        dict.fromkeys(CATEGORIES, 1),
+        (Alive(10**6, "activations", "bfloat16", (4, 128), at),) * 10,
+    )
+    orders = [order("1f1b", r, ranks, micro_batches) for r in range(ranks)] if ranks > 1 else []
+    return RankResult(
+        rank, rank, 0, 0, (0,), 4, 10**6, (States("parameters", 2 * 10**6, 2 * 10**6), States("padding", 10, 12)), peak,
+        Timeline(CATEGORIES, tuple(range(samples)), tuple(rows), (*marks, Mark(samples - 3, Instant("step", -1, 0, ""))), samples),
+        (Sent("all_gather", "dp", "layers.0", 3, 1000, 2000), Sent("all_gather", "dp", "layers.1", 3, 1000, 2000)),
+        (Work("forward", "F", rank, 10**9), Work("backward", "B", rank, 2 * 10**9)),
+        (), tuple(tuple(Did(*event) for event in row) for row in orders), 1, 1.5, 10**9,
+    )  # fmt: skip
+
+
+def simulation(ranks=2, micro_batches=6, samples=300, name="models/llama"):
+    found = tuple(rank_result(rank, ranks, micro_batches, samples) for rank in range(ranks))
+    schedule = "1f1b" if ranks > 1 else ""
+    return Simulation(name, 2, "bf16", ranks, 4, 1, schedule, 96, 4, micro_batches, 128, "nccl", found, ("A note.",))
+
+
+MAKERS = {
+    "one plan": lambda: plan_page(answer(1), 10),
+    "forty plans": lambda: plan_page(answer(40), 10),
+    "2,000 plans of an evil model": lambda: plan_page(answer(2000, EVIL), 10),
+    "one rank": lambda: simulation_page(simulation(1)),
+    "two stages of an evil model": lambda: simulation_page(simulation(2, name=EVIL)),
+    "20 stages": lambda: simulation_page(simulation(20, 48, 600)),
+}
+
+
+@cache
+def page(name):
+    return MAKERS[name]()
+
+
+class Balanced(HTMLParser):
+    """As a browser reads it: what is open at the end; every tag must close the one opened last."""
+
+    VOID = ("meta",)
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append(tag)
+        self.open += [tag] * (tag not in self.VOID)
+
+    def handle_startendtag(self, tag, attrs):
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_page_is_well_formed_small_and_needs_nothing_from_elsewhere(name):
+    text = page(name)
+    reader = Balanced()
+    reader.feed(text)
+    assert reader.open == []
+    assert not {"script", "link", "img", "iframe", "object", "form"} & set(reader.seen)
+    assert not re.search(r"https?://|//\w+\.|url\(|@import|\bsrc=|\bhref=|\bnan\b|\binf\b", text)
+    assert len(text.encode()) < 1e6
+    for needed in ("prefers-color-scheme: dark", 'name="viewport"', 'content="light dark"', "default-src 'none'"):
+        assert needed in text or escape(needed) in text
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_drawing_has_a_title_and_a_description_and_only_known_classes(name):
+    root = ElementTree.fromstring(page(name))
+    ids = [element.get("id") for element in root.iter() if element.get("id")]
+    assert len(ids) == len(set(ids))
+    drawings = list(root.iter("svg"))
+    assert drawings
+    for drawing in drawings:
+        title, description = drawing[0], drawing[1]
+        assert drawing.get("aria-labelledby") == f"{title.get('id')} {description.get('id')}"
+        assert title.text
+        assert description.text
+    style = next(root.iter("style")).text
+    used = {each for element in root.iter() for each in (element.get("class") or "").split()}
+    assert all(re.search(rf"\.{re.escape(each)}\b", style) for each in used), used
+
+
+def test_a_models_name_stays_text():
+    root = ElementTree.fromstring(plan_page(answer(3, EVIL), 10))
+    said = EVIL.replace("\x00", "?")
+    assert next(root.iter("h1")).text == f"How to train {said} on 64 x a100-80"
+    assert next(root.iter("title")).text.startswith(said)
+
+
+def test_the_page_says_what_was_found():
+    asked = answer(40)
+    text = plan_page(asked, 3)
+    best = asked.best
+    assert f"{best.estimate.memory.device / 1e9:.1f} GB" in text
+    assert "+22.7 MB with pp 1 x dp 1 x tp 1" in text
+    assert "&lt;more&gt; stages than blocks" in text
+    assert "GPU-hours per billion tokens" in text
+    assert "A note." in text
+    ranked = next(ElementTree.fromstring(text).iter("tbody"))
+    assert [row[0].text for row in ranked] == ["1", "2", "3"]
+
+
+def test_plan_writes_the_page_and_refuses_what_is_no_search(tmp_path, capsys):
+    file = tmp_path / "plan.html"
+    asked = ["plan", "--params", "1e8", "--gpus", "1", "--tokens-per-batch", "4096", "--html"]
+    assert main([*asked, str(file)]) == 0
+    assert "How to train GPT" in file.read_text(encoding="utf-8")
+    assert main([*asked, str(tmp_path / "none" / "plan.html")]) == 2
+    assert main(["plan", "--theory", "--html", str(file)]) == 2
+    assert "--html writes what a search finds" in capsys.readouterr().err
+
+
+def test_the_front_is_what_no_other_plan_beats():
+    rows = answer(200).found.rows
+
+    def beaten(row):
+        mine = row.estimate.memory.device, row.estimate.seconds.mid
+        theirs = [(each.estimate.memory.device, each.estimate.seconds.mid) for each in rows]
+        return any(a <= mine[0] and b <= mine[1] and (a, b) != mine for a, b in theirs)
+
+    assert {id(row) for row in front(rows)} <= {id(row) for row in rows if not beaten(row)}
+    assert {row.estimate.memory.device for row in front(rows)} == {
+        row.estimate.memory.device for row in rows if not beaten(row)
+    }
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "log"), [(0, 81.6, False), (3e-4, 5e-4, False), (2, 90, True), (0.003, 4e6, True)]
+)
+def test_an_axis_has_a_few_round_values_inside(low, high, log):
+    scale = Scale(low, high, 0, 400, log)
+    ticks = scale.ticks()
+    assert 2 <= len(ticks) <= 10
+    assert all(low <= tick <= high * 1.001 and 0 <= scale(tick) <= 400.1 for tick in ticks)
+    assert log or all(f"{b - a:.3g}".strip("0.e-")[0] in "125" for a, b in pairwise(ticks))
+    assert all(scale(b) - scale(a) >= 30 for a, b in pairwise(ticks))
+
+
+def test_thinning_keeps_the_peak_and_differences_from_the_formula_stand_out():
+    found = simulation(3, 4, 1000)
+    text = simulation_page(found)
+    assert f"peak {max(rank.peak.nbytes for rank in found.ranks) / 1e9:.4g} GB" in text
+    assert '<span class="bad">-2</span>' in text
+    assert "2,000" in text  # elements of both units together
+    assert "4 kB" in text
+
+
+def colours(style, dark):
+    """The style's variables, as the dark scheme overrides them."""
+    light, night = re.findall(r":root \{(.*?)\}", style, flags=re.DOTALL)
+    found = {}
+    for block in (light, night)[: 1 + dark]:
+        found |= dict(re.findall(r"--(\w+): (#\w{6})", block))
+    return found
+
+
+def contrast(one, other):
+    def luminance(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_can_be_read_and_neighbouring_colours_differ_in_brightness(dark):
+    found = colours(plan_page(answer(1), 1), dark)
+    for text in ("text", "dim", "accent", "bad"):
+        assert contrast(found[text], found["card"]) >= 4.5
+        assert contrast(found[text], found["back"]) >= 4.5
+    assert contrast(found["on"], found["c0"]) >= 4.5
+    series = [found[f"c{i}"] for i in range(12)]
+    assert len(set(series)) == 12
+    for one, next_one in pairwise(series):
+        assert contrast(one, next_one) >= 1.25, (one, next_one)
+
+
+MEASURE = """
+const told = [];
+for (const frame of document.querySelectorAll('iframe')) {
+  const page = frame.contentDocument, root = page.documentElement, name = frame.title;
+  if (root.scrollWidth > root.clientWidth) told.push(name + ': wider than the screen by ' + (root.scrollWidth - root.clientWidth));
+  for (const svg of page.querySelectorAll('svg')) {
+    const box = svg.getBoundingClientRect(), texts = [...svg.querySelectorAll('text')].map(t => [t.textContent, t.getBoundingClientRect()]);
+    if (box.width < 200 || box.height < 40) told.push(name + ': a drawing of ' + box.width + ' x ' + box.height);
+    for (const [words, t] of texts)
+      if (t.left < box.left - 1 || t.right > box.right + 1 || t.top < box.top - 1 || t.bottom > box.bottom + 1) told.push(name + ': cut: ' + words);
+    for (let i = 0; i < texts.length; i++) for (let k = i + 1; k < texts.length; k++) {
+      const [a, b] = [texts[i][1], texts[k][1]];
+      if (Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 4)
+        told.push(name + ': overlap: ' + texts[i][0] + ' / ' + texts[k][0]);
+    }
+  }
+  told.push(name + ': background ' + page.defaultView.getComputedStyle(page.body).backgroundColor);
+}
+document.body.textContent = 'MEASURED\\n' + told.join('\\n') + '\\nEND';
+"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH")
+def test_a_browser_lays_the_pages_out_without_cut_or_overlapping_labels_in_both_schemes(tmp_path):
+    screens = [(width, scheme) for width in (390, 1280) for scheme in ("light", "dark")]
+    frames = "".join(
+        f'<iframe title="{name} {width} {scheme}" width="{width}" height="900" style="color-scheme: {scheme}" srcdoc="{escape(page(name))}"></iframe>'
+        for name in ("one plan", "forty plans", "two stages of an evil model")
+        for width, scheme in screens
+    )
+    harness = tmp_path / "harness.html"
+    harness.write_text(
+        f"<!DOCTYPE html><meta charset='utf-8'><body>{frames}<script>addEventListener('load', () => {{{MEASURE}}})</script>"
+    )
+    done = subprocess.run(
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--dump-dom", harness.as_uri()],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert "MEASURED" in done.stdout, done.stderr[-2000:]
+    told = done.stdout.partition("MEASURED\n")[2].partition("\nEND")[0].split("\n")
+    backgrounds = [line for line in told if ": background " in line]
+    assert [line for line in told if line not in backgrounds] == []
+    assert len(backgrounds) == 3 * len(screens)
+    for line in backgrounds:
+        assert line.endswith("rgb(14, 17, 22)" if " dark:" in line else "rgb(246, 247, 249)"), line
