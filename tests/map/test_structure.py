@@ -23,7 +23,7 @@ LAYERS = [
     ["activations", "segments", "tensor_parallel", "pipeline", "pipeline_stage", "faults", "in_turn", "generation", "moe", "checkpoint",
      "restore", "hf", "data"],
     ["engine"],
-    ["train", "sim"],
+    ["train", "sim", "calibrate"],
     ["doctor", "integrations", "cli", "page"],
 ]  # fmt: skip
 

@@ -55,7 +55,7 @@ def answer(rows=40, name=MODEL.name):
     )
     rejected = [Rejected("the GPU's memory", 1234, plans[0], 22.7e6), Rejected("<more> stages than blocks", 1)]
     best, asked = found[0], Asked(512, 81.6e9)
-    rungs = ladder(model, PLACE, best.plan, asked.limit, price)
+    rungs = ladder(model, PLACE, asked.sequences, asked.limit, price)
     knobs = what_if(best, model, PLACE, price)
     return Answer(model, PLACE, asked, Found(found, rejected, rows + 1235), rungs, knobs, 1e12, 2.0)
 

@@ -131,7 +131,7 @@ def test_what_if_turns_one_knob_at_a_time():
 @pytest.mark.parametrize(("dp", "holds"), [(2, False), (4, False), (8, True), (64, True)])
 def test_the_ladder_is_in_the_order_of_bytes_and_says_where_the_rule_of_thumb_fails(dp, holds):
     place = cluster("a100-80", dp, 1)
-    rungs = ladder(MODEL, place, ParallelPlan(dp=dp), 80e9, price)
+    rungs = ladder(MODEL, place, 2 * dp, 80e9, price)
     held = [rung.estimate.memory.states for rung in rungs]
     assert held == sorted(held, reverse=True)
     assert (differs(rungs) is None) == holds
@@ -151,6 +151,7 @@ def test_an_emitted_file_means_the_plan_it_was_made_of(tmp_path):
         ParallelPlan(dp=2, tp=2, pp=4, stage=1, micro_batch=2, accumulate=8, activations="full", sequence_parallel=True,
                      schedule="interleaved", virtual=2),
         ParallelPlan(dp=4, stage=3, micro_batch=4, accumulate=1),
+        ParallelPlan(dp=2, pp=2, stage=3, accumulate=2, release="every_use", reduce="every_micro_batch"),
     ):  # fmt: skip
         config = load(train_config(MODEL, plan, "gpt2", "bytes"))
         assert plan_of(config, None) == plan

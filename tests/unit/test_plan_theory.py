@@ -85,7 +85,7 @@ def test_one_gpu_sends_nothing(capsys):
     "words",
     [
         ["plan"],
-        ["plan", "--params", "7.5e9"],
+        ["plan", "gpt2", "--params", "7.5e9"],
         ["plan", "--theory", "--params", "-1"],
         ["plan", "--theory", "--params", "0"],
         ["plan", "--theory", "--params", "1.5"],
@@ -113,9 +113,7 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(capsys, words):
 
 def test_the_refusal_says_what_to_type(capsys):
     main(["plan"])
-    assert (
-        "only --theory is built so far. Type zero3d plan --theory --params 7.5e9 --gpus 64" in capsys.readouterr().err
-    )
+    assert "Type zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["plan", "--theory"]], ids=" ".join)

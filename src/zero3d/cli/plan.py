@@ -14,21 +14,18 @@ from pathlib import Path
 import yaml
 
 from zero3d.cli import plan_explain, plan_text, plan_theory
-from zero3d.cli.plan_theory import parse_gpus, parse_params
+from zero3d.cli.plan_options import USABLE, number, open_cluster, parse_size
+from zero3d.cli.plan_theory import parse_params
 from zero3d.errors import ConfigError
 from zero3d.page.plan_page import plan_page
 from zero3d.plan.emit import deepspeed_config, train_config
 from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import cluster
 from zero3d.plan.ladder import ladder
 from zero3d.plan.search import GOALS, Asked, Row, resized, search, what_if
 from zero3d.plan.spec import ClusterSpec, ModelSpec
 
 USAGE = "zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory --params 7.5e9 --gpus 64"
-GPU, GPUS = "a100-80", 64
 LENGTH, TOKENS = 4096, 4 * 2**20  # tokens of a sequence, and of a step, where nothing is said
-UNITS = {"GB": 1e9, "GIB": 2**30, "MB": 1e6, "MIB": 2**20, "TB": 1e12}
-USABLE = 0.95  # of a GPU's memory: what estimates may be wrong by, and what fragments
 LARGER = 64  # times the cluster, up to which one that fits is looked for
 
 
@@ -90,7 +87,7 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
         raise ConfigError(plan_text.nothing_fits(model, place, asked, found, _larger(model, place, asked)))
     best = found.rows[0]
     here = resized(place, best.plan.world)
-    rungs = ladder(model, here, best.plan, asked.limit, evaluate)
+    rungs = ladder(model, here, asked.sequences, asked.limit, evaluate)
     knobs = what_if(best, model, here, evaluate)
     answer = plan_text.Answer(
         model, here, asked, found, rungs, knobs, number(arguments.tokens, "--tokens"), arguments.price
@@ -100,13 +97,6 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
         json.dumps(plan_text.as_json(answer), indent=2) if arguments.json else plan_text.as_text(answer, arguments.top)
     )
     return 0
-
-
-def open_cluster(arguments: argparse.Namespace) -> ClusterSpec:
-    """What --gpu, --gpus, --nodes and --cluster say. Raises ConfigError."""
-    gpus = parse_gpus(arguments.gpus) if arguments.gpus else None
-    nodes = parse_gpus(arguments.nodes) if arguments.nodes else None
-    return cluster(arguments.gpu or GPU, gpus or GPUS, nodes, arguments.cluster)
 
 
 def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
@@ -182,26 +172,3 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
 def _tokenizer(path: str) -> str | None:
     """bytes for a model that comes without a tokenizer."""
     return None if Path(path).is_dir() and any(Path(path).glob("tokenizer*")) else "bytes"
-
-
-def number(text: str | None, option: str) -> float | None:
-    """4096, 4e6, 4M -> a number. Raises ConfigError."""
-    if text is None:
-        return None
-    try:
-        return float(parse_params(text))
-    except ConfigError as error:
-        raise ConfigError(f"{option} {text!r} is no whole number: type 4096, 4e6 or 4M.") from error
-
-
-def parse_size(text: str) -> float:
-    """78GB, 80GiB -> bytes. Raises ConfigError."""
-    digits = text.strip().rstrip("GMTBIgmtbi")
-    unit = text.strip()[len(digits) :].upper()
-    try:
-        value = float(digits) * UNITS[unit]
-    except (ValueError, KeyError):
-        value = 0.0
-    if not 0 < value < 1e18:
-        raise ConfigError(f"{text!r} is no size: type 78GB, 72.5GiB or 800MB.")
-    return value

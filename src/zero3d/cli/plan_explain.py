@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from zero3d.cli import plan_text
+from zero3d.cli.plan_options import USABLE, open_cluster, parse_size
 from zero3d.config import load, split_words
 from zero3d.errors import ConfigError
 from zero3d.plan.emit import plan_of
@@ -18,7 +19,6 @@ from zero3d.schedules import Schedule
 
 def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     """Print the terms; 1 if --assert-fits says a size and it needs more."""
-    from zero3d.cli.plan import USABLE, open_cluster, parse_size
     from zero3d.sim.trace import open_spec
 
     path, overrides = split_words(list(words))

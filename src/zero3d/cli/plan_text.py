@@ -121,8 +121,8 @@ def _what_if(answer: Answer) -> Iterator[str]:
 
 
 def _ladder(answer: Answer) -> Iterator[str]:
-    plan = answer.best.plan
-    yield f"The ladder for this model on {mesh(plan)} (N = {plan.dp}), by the bytes of its states:"
+    n = answer.ladder[0].plan.dp
+    yield f"The ladder for this model with N = {n} data-parallel ranks, blocks recomputed, by the bytes of its states:"
     rows = [("stage", "states GB", "GPU GB", "host GB", "step s", "")]
     for rung in answer.ladder:
         memory = rung.estimate.memory
@@ -132,7 +132,7 @@ def _ladder(answer: Answer) -> Iterator[str]:
         ))  # fmt: skip
     yield from columns(rows, "<>>>><")
     differing = differs(answer.ladder)
-    yield f"   {differing}." if differing else "   The rule of thumb (1, 2, 2 + offload, 3, 3 + offload) holds here."
+    yield f"   {differing or 'the rule of thumb (1, 2, 2 + offload, 3, 3 + offload) holds for this N'}."
     yield "   (Offload is priced, but not built yet: no plan above uses it.)"
 
 

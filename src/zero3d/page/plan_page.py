@@ -174,7 +174,6 @@ def _series(rows: Sequence[Bar]) -> list[str]:
 
 
 def _ladder(answer: Answer) -> Markup:
-    plan = answer.best.plan
     rows = [
         (
             rung.name, f"{rung.estimate.memory.states / GB:.1f}", f"{rung.estimate.memory.device / GB:.1f}",
@@ -184,7 +183,7 @@ def _ladder(answer: Answer) -> Markup:
         for rung in answer.ladder
     ]  # fmt: skip
     head = ("ZeRO stage", "States GB", "GPU GB", "Host GB", "Step s", "Fits")
-    title = f"The ladder for {mesh(plan)} (N = {plan.dp})"
+    title = f"The ladder for N = {answer.ladder[0].plan.dp} data-parallel ranks, blocks recomputed"
     told = differs(answer.ladder) or f"The rule of thumb ({', '.join(RULE)}) holds here"
     return frame.card(
         title,

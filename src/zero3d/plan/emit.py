@@ -34,13 +34,14 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
         mesh["schedule"] = plan.schedule
     if plan.tp > 1 and plan.sequence_parallel:
         mesh["sequence_parallel"] = True
+    asked = {key: value for key in ("release", "reduce") if (value := getattr(plan, key)) != "auto"}
     sequences = plan.micro_batch * plan.accumulate * plan.dp
     return {
         "model": {"path": path},
         "data": {"length": model.length} | ({"tokenizer": tokenizer} if tokenizer else {}),
         "train": {"batch": sequences, "micro_batch": plan.micro_batch, "accumulate": plan.accumulate},
         "mesh": mesh,
-        "zero": {"stage": plan.stage, "reduce_dtype": plan.reduce_dtype},
+        "zero": {"stage": plan.stage, "reduce_dtype": plan.reduce_dtype} | asked,
         "precision": plan.precision,
         "activations": plan.activations,
     }

@@ -58,7 +58,7 @@ def sent(model: ModelSpec, plan: ParallelPlan, width: float = 2.0) -> dict[str, 
 
 def _notes(model: ModelSpec, cluster: ClusterSpec, memory: Memory) -> tuple[str, ...]:
     notes = [model.provenance] if model.provenance.startswith("assumed") else []
-    if any(part.operations.attention for part in model.blocks):
+    if any(part.operations.eager for part in model.blocks):
         notes.append(EAGER)
     if memory.host > cluster.host_memory:
         notes.append(f"host memory: {memory.host / 1e9:.0f} GB needed on a node of {cluster.host_memory / 1e9:.0f} GB")

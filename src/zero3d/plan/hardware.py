@@ -69,16 +69,16 @@ def cluster(name: str, gpus: int, nodes: int | None = None, file: Path | str | N
 
     Raises ConfigError for an unknown card, GPUs that do not divide over the nodes, and misfit files.
     """
-    card = _card(name)
+    row = card(name)
     if gpus < 1 or (nodes is not None and (nodes < 1 or gpus % nodes)):
         raise ConfigError(f"{gpus} GPUs on {nodes} nodes: pass --gpus as a multiple of --nodes, both from 1.")
-    count = nodes if nodes is not None else -(-gpus // card.per_node)
+    count = nodes if nodes is not None else -(-gpus // row.per_node)
     if gpus % count:
         raise ConfigError(
-            f"{gpus} GPUs do not fill whole nodes of {card.per_node}: pass --nodes, which divides {gpus}, or --gpus "
-            f"{count * card.per_node}."
+            f"{gpus} GPUs do not fill whole nodes of {row.per_node}: pass --nodes, which divides {gpus}, or --gpus "
+            f"{count * row.per_node}."
         )
-    spec = _datasheet(_key(name), card, count, gpus // count)
+    spec = _datasheet(_key(name), row, count, gpus // count)
     return spec if file is None else _override(spec, file)
 
 
@@ -101,7 +101,8 @@ def _key(name: str) -> str:
     return ALIASES.get(key, key)
 
 
-def _card(name: str) -> Card:
+def card(name: str) -> Card:
+    """A row of the catalogue. Raises ConfigError with the nearest."""
     key = _key(name)
     if key in CATALOGUE:
         return CATALOGUE[key]
@@ -124,7 +125,20 @@ def _datasheet(name: str, card: Card, nodes: int, per_node: int) -> ClusterSpec:
 
 
 def _override(spec: ClusterSpec, file: Path | str) -> ClusterSpec:
-    """The spec with a file's fields in place of its own; their provenance is "user" if the file names none."""
+    """The spec with a file's fields in place of its own; their provenance is "user" if the file names none.
+
+    How many GPUs and nodes there are is the caller's to say.
+    """
+    given = read_file(file)
+    named = dict(given.get("provenance") or {})
+    leaves = _leaves({key: value for key, value in given.items() if key != "provenance"})
+    told = {field: str(named.get(field, named.get(field.partition(".")[0], "user"))) for field in leaves}
+    tree = _merge(to_json(spec), {**given, "provenance": {**spec.provenance, **named, **told}})
+    return replace(from_json(ClusterSpec, _numbers(tree)), nodes=spec.nodes, per_node=spec.per_node)
+
+
+def read_file(file: Path | str) -> dict[str, Any]:
+    """A cluster file's fields. Raises ConfigError."""
     path = Path(file)
     try:
         given = yaml.safe_load(path.read_text())
@@ -132,12 +146,7 @@ def _override(spec: ClusterSpec, file: Path | str) -> ClusterSpec:
         raise ConfigError(f"cluster file {path}: {str(error).splitlines()[0]}") from error
     if not isinstance(given, Mapping):
         raise ConfigError(f"cluster file {path}: expected fields of a cluster, such as across: {{bandwidth: 12.5e9}}.")
-    named = dict(given.get("provenance") or {})
-    told = {
-        field: str(named.get(field, "user")) for field in _leaves({k: v for k, v in given.items() if k != "provenance"})
-    }
-    tree = _merge(to_json(spec), {**given, "provenance": {**spec.provenance, **named, **told}})
-    return from_json(ClusterSpec, _numbers(tree))
+    return dict(given)
 
 
 def _leaves(tree: Mapping[str, Any], path: str = "") -> list[str]:

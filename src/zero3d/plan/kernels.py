@@ -87,7 +87,9 @@ class Shape(NamedTuple):
 
 
 def reached(gpu: Gpu) -> Reached:
-    """The row of REACHED for a card."""
+    """The row of REACHED for a card, or what `zero3d calibrate` measured (its bandwidth is a measured one)."""
+    if gpu.matrix is not None and gpu.flash is not None:
+        return Reached(gpu.matrix, gpu.flash, 1.0)
     return REACHED[max((name for name in REACHED if gpu.name.startswith(name)), key=len)]
 
 
@@ -135,7 +137,7 @@ def _part_work(
     bandwidth, peak = got.memory * gpu.bandwidth, got.matrix * speed * gpu.flops
     matrices = _matrices(shape, tokens, tp, narrow * peak, bandwidth)
     flops = operations.scores * tokens / tp
-    if operations.attention:
+    if operations.eager:
         slow = ODD_HEAD if shape.head % 8 else 1.0
         scores = 2 * flops / peak * slow + EAGER_PASSES * operations.attention * tokens / tp / bandwidth
         attention = Work(scores, 2 * scores)

@@ -36,8 +36,9 @@ class Rung(NamedTuple):
     fits: bool
 
 
-def ladder(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, limit: float, evaluate: Evaluate) -> list[Rung]:
-    """All rungs at the degrees, micro-batch and recomputation of `plan`, from the most device bytes to the fewest."""
+def ladder(model: ModelSpec, cluster: ClusterSpec, sequences: int, limit: float, evaluate: Evaluate) -> list[Rung]:
+    """All rungs with every GPU on the data axis, blocks recomputed, from the most bytes of states to the fewest."""
+    plan = ParallelPlan(dp=cluster.gpus, accumulate=max(1, sequences // cluster.gpus), activations="full")
     rungs = []
     for name, (stage, offload) in RUNGS.items():
         each = replace(plan, stage=stage, offload=offload)

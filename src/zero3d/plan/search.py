@@ -10,6 +10,7 @@
     recomputation      none, selective, full
     sequence parallel  off, on                                                         tp = 1, the length not whole
     schedule           1f1b, interleaved, zero-bubble                                  pp = 1
+    in a pipeline      stage 2 reduces every micro-batch, 3 also releases every use    (by default they are as 1)
 
 Memory decides first: it grows with the micro-batch, so the first that does not fit ends its row. What fits is
 timed by `evaluate`. Every rejected plan is counted under the reason, with the one that was nearest.
@@ -143,9 +144,16 @@ def _groups(model: ModelSpec, cluster: ClusterSpec, asked: Asked, account: _Acco
                         virtual = Schedule.of(schedule).parts_per_rank
                         plan = ParallelPlan(
                             dp, tp, pp, stage, activations=activations, sequence_parallel=sequence_parallel,
-                            schedule=schedule, virtual=virtual,
+                            schedule=schedule, virtual=virtual, **_policies(stage, pp),
                         )  # fmt: skip
                         yield list(_micro_batches(plan, each, len(model.blocks), account))
+
+
+def _policies(stage: int, pp: int) -> dict[str, str]:
+    """In a pipeline: by default stages 2 and 3 hold what stage 1 holds, and would be no choice of their own."""
+    if pp == 1 or stage < 2:
+        return {}
+    return {"reduce": "every_micro_batch"} | ({"release": "every_use"} if stage == 3 else {})
 
 
 def _degrees(

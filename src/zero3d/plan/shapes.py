@@ -39,6 +39,7 @@ def gpt(
         kept_cut=cut,
         kept_whole=10 * hidden,
         attention=scores,
+        eager=not flash,
         input=2 * hidden,
         transient=2 * f + 6 * hidden,
     )

@@ -86,6 +86,8 @@ class Operations:
     kept_cut   bytes kept for the backward that tp divides (attention's and the MLP's inside)
     kept_whole bytes kept that lie on every tp rank; sequence parallelism divides them
     attention  of kept_cut, what recomputing attention alone frees
+    eager      attention keeps its scores, as a flash kernel would not
+    again      of matrices, those that recomputing attention alone repeats
     input      bytes of the part's input, all that is kept where the whole part is recomputed
     transient  bytes alive at the peak of its backward beyond the kept ones; tp divides them
     instants   those that may be the fullest of its backward, where they are known better than by `transient`
@@ -97,6 +99,8 @@ class Operations:
     kept_cut: float = 0.0
     kept_whole: float = 0.0
     attention: float = 0.0
+    eager: bool = False
+    again: float = 0.0
     input: float = 0.0
     transient: float = 0.0
     instants: tuple[Instant, ...] = ()

@@ -115,8 +115,7 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
     work = total(w for _, w in inside)
     kinds = [shape.kind for shape, _ in inside]
     policy = Policy.of(step.plan.activations)
-    blocks = total(w for shape, w in inside if shape.kind == "block")
-    recompute = _recomputed(policy.kind, blocks, step.pace)
+    recompute = sum(_again(policy.kind, shape, w, step.pace) for shape, w in inside if shape.kind == "block")
     tp = reduce_seconds(2.0 * step.tokens * step.model.hidden, step.groups.tp, step.cluster) * (1 - step.pace.hide_tp)
     passes = 3 if policy.kind in ("full", "every") else 2
     exposed = 2 * kinds.count("block") * tp
@@ -136,13 +135,17 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
     }
 
 
-def _recomputed(kind: str, blocks: PartWork, pace: Pace) -> float:
-    """Seconds of the blocks' forwards that a policy runs again."""
+def _again(kind: str, shape: Shape, work: PartWork, pace: Pace) -> float:
+    """Seconds of a block's forward that a policy runs again."""
     if kind == "none":
         return 0.0
-    if kind == "selective":
-        return blocks.attention.forward if pace.again is None else pace.again * blocks.forward
-    return blocks.forward
+    if kind != "selective":
+        return work.forward
+    if pace.again is not None:
+        return pace.again * work.forward
+    operations = shape.operations
+    projections = operations.again / operations.matrices if operations.matrices else 0.0
+    return work.attention.forward + projections * work.matrices.forward
 
 
 def _hop(step: _Step) -> float:

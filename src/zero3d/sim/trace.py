@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from zero3d.activations import attentions_in
 from zero3d.config import Model
 from zero3d.errors import ConfigError
 from zero3d.hf.open import open_model
@@ -39,9 +40,14 @@ def trace(model: nn.Module, length: int, name: str = "") -> ModelSpec:
     spec = _outline(model, rooms, length, name)
     figures = _figures(model, rooms, length, spec)
     names: list[Any] = [EMBEDDING, *kinds_of(model, rooms), HEAD]
-    parts = (
+    parts = [
         replace(part, operations=_operations(key, figures, length)) for key, part in zip(names, spec.parts, strict=True)
-    )
+    ]
+    eager = getattr(config_of(model), "_attn_implementation", None) == "eager"
+    for i, block in enumerate(rooms.blocks, 1):
+        attention = [p for _, module in attentions_in(model.get_submodule(block)) for p in module.parameters()]
+        again = 2.0 * sum(p.numel() for p in attention if p.dim() == 2)
+        parts[i] = replace(parts[i], operations=replace(parts[i].operations, eager=eager, again=again))
     return replace(spec, parts=tuple(parts), provenance="traced")
 
 

@@ -1,0 +1,52 @@
+"""What the options of `zero3d plan` say: a cluster, a size, a number."""
+
+from __future__ import annotations
+
+import argparse
+
+from zero3d.cli.plan_theory import parse_gpus, parse_params
+from zero3d.errors import ConfigError
+from zero3d.plan.hardware import CATALOGUE, card, cluster, read_file
+from zero3d.plan.spec import ClusterSpec
+
+GPU, GPUS = "a100-80", 64  # where nothing is said
+USABLE = 0.95  # of a GPU's memory: what estimates may be wrong by, and what fragments
+UNITS = {"GB": 1e9, "GIB": 2**30, "MB": 1e6, "MIB": 2**20, "TB": 1e12}
+
+
+def open_cluster(arguments: argparse.Namespace) -> ClusterSpec:
+    """What --gpu, --gpus, --nodes and --cluster say; a file of calibrate says all of it. Raises ConfigError."""
+    gpus = parse_gpus(arguments.gpus) if arguments.gpus else None
+    nodes = parse_gpus(arguments.nodes) if arguments.nodes else None
+    told = read_file(arguments.cluster) if arguments.cluster else {}
+    known = (told.get("gpu") or {}).get("name")
+    name = arguments.gpu or (known if known in CATALOGUE else GPU)
+    if gpus is None and nodes is None and "per_node" in told:
+        nodes = int(told.get("nodes", 1))
+        gpus = nodes * int(told["per_node"])
+    if gpus is None:
+        gpus = GPUS if nodes is None else nodes * card(name).per_node
+    return cluster(name, gpus, nodes, arguments.cluster)
+
+
+def number(text: str | None, option: str) -> float | None:
+    """4096, 4e6, 4M -> a number. Raises ConfigError."""
+    if text is None:
+        return None
+    try:
+        return float(parse_params(text))
+    except ConfigError as error:
+        raise ConfigError(f"{option} {text!r} is no whole number: type 4096, 4e6 or 4M.") from error
+
+
+def parse_size(text: str) -> float:
+    """78GB, 80GiB -> bytes. Raises ConfigError."""
+    digits = text.strip().rstrip("GMTBIgmtbi")
+    unit = text.strip()[len(digits) :].upper()
+    try:
+        value = float(digits) * UNITS[unit]
+    except (ValueError, KeyError):
+        value = 0.0
+    if not 0 < value < 1e18:
+        raise ConfigError(f"{text!r} is no size: type 78GB, 72.5GiB or 800MB.")
+    return value
