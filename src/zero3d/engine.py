@@ -230,7 +230,7 @@ class Engine:
         ]  # fmt: skip
         self.pipeline = None
         if across.size > 1:
-            around = Around(self.boundary, self.reductions.sweep, self._whole)
+            around = Around(self.boundary, self.reductions.sweep, self._whole, self.arena)
             loss = self._sum_and_weight
             self.pipeline = Pipeline(self.parts, schedule, across, self.traffic, around, loss, self._takes)
         forget_note(self.mesh.everyone)

@@ -39,6 +39,7 @@ from zero3d.plan.traffic import Moved, pipeline_traffic
 from zero3d.replica import Tied
 from zero3d.schedules import Schedule
 from zero3d.transport import Axis
+from zero3d.zero.arena import Arena
 from zero3d.zero.unit import Unit
 
 
@@ -99,11 +100,13 @@ class Around(NamedTuple):
     boundary  counts micro-batches
     sweep     hands on gradients that no hook saw
     gathered  a part's units, whole inside the block
+    arena     lends what is received into
     """
 
     boundary: Boundary
     sweep: Callable[[], None]
     gathered: Callable[[nn.Module], AbstractContextManager[None]]
+    arena: Arena
 
 
 class Pipeline:
@@ -122,6 +125,7 @@ class Pipeline:
     ) -> None:  # fmt: skip
         self._parts, self._schedule, self._axis, self._ledger = parts, schedule, axis, ledger
         self._around, self._sum_and_weight, self._takes = around, sum_and_weight, takes
+        self.arena = around.arena
         self._total = schedule.parts_per_rank * axis.size
         self.faults = Faults(axis, self._total)
         self._key: tuple[int, tuple[int, ...]] | None = None  # micro-batches and their shape in the last step
@@ -214,10 +218,6 @@ class Pipeline:
         made, self._stages = self._make(micro_batches, self._key[1]), stages
         plan: Mapping[int, Sequence[Any]] = made.pipeline_order
         return plan
-
-    def received(self) -> list[Tensor]:
-        """Where what neighbours send arrives: torch has a buffer for every micro-batch of a step."""
-        return [buffer for stage in self._stages for buffer in stage.received()]
 
     @contextmanager
     def backward(self, number: int) -> Iterator[None]:

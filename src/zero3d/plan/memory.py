@@ -61,7 +61,7 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
     offloaded = float(rank.held.states.optimizer) if plan.offload == "host" else 0.0
     host = on_node * (PROCESS + 4 * largest + offloaded)
     return Memory(
-        float(rank.held.states.total), allocated, reserved, device, host,
+        float(rank.held.states.total) - offloaded, allocated, reserved, device, host,
         {name: size for name, size in peak.parts.items() if size}, peak.instant,
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zero3d.errors import ConfigError
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
@@ -144,12 +144,13 @@ def _groups(model: ModelSpec, cluster: ClusterSpec, asked: Asked, account: _Acco
                         virtual = Schedule.of(schedule).parts_per_rank
                         plan = ParallelPlan(
                             dp, tp, pp, stage, activations=activations, sequence_parallel=sequence_parallel,
-                            schedule=schedule, virtual=virtual, **_policies(stage, pp),
+                            schedule=schedule, virtual=virtual,
                         )  # fmt: skip
+                        plan = replace(plan, **_policies(stage, pp))
                         yield list(_micro_batches(plan, each, len(model.blocks), account))
 
 
-def _policies(stage: int, pp: int) -> dict[str, str]:
+def _policies(stage: int, pp: int) -> dict[str, Any]:
     """In a pipeline: by default stages 2 and 3 hold what stage 1 holds, and would be no choice of their own."""
     if pp == 1 or stage < 2:
         return {}
@@ -289,7 +290,8 @@ def _neighbours(plan: ParallelPlan, model: ModelSpec) -> Iterable[tuple[str, Par
             yield f"activations: {activations}", replace(plan, activations=activations)
     for stage in (plan.stage - 1, plan.stage + 1):
         if stage in (0, 1, 2, 3) and plan.dp > 1:
-            yield f"zero.stage: {stage}", replace(plan, stage=stage)
+            asked = {"release": "auto", "reduce": "auto", **_policies(stage, plan.pp)}
+            yield f"zero.stage: {stage}", replace(plan, stage=stage, **asked)
     for micro, accumulate in ((plan.micro_batch * 2, plan.accumulate / 2), (plan.micro_batch / 2, plan.accumulate * 2)):
         if micro == int(micro) and accumulate == int(accumulate) and (plan.pp == 1 or accumulate >= plan.pp):
             changed = replace(plan, micro_batch=int(micro), accumulate=int(accumulate))

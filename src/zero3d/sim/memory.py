@@ -4,9 +4,9 @@
     resized  stage 3 frees and refills storages in place (`untyped_storage().resize_`)
     dead     its last reference is gone: a weak reference tells
 
-    categories   parameters, gradients, optimizer, padding, gathered, bucket, wire    as the arena lent it
+    categories   parameters, gradients, optimizer, padding,
+                 gathered, bucket, wire, received                                     as the arena lent it
                  buffers, inputs                                                      of modules; the micro-batches
-                 received                                                             what neighbours in a pipeline send
     activations                                                          autograd saved it for backward
                  temporary                                                            what else there is
 
@@ -34,9 +34,9 @@ from zero3d.sim.patches import listening
 from zero3d.sim.where import NOWHERE, Place, Where
 from zero3d.zero.arena import STATES, TRANSIENT
 
-BUFFERS, INPUTS, RECEIVED, ACTIVATIONS, TEMPORARY = "buffers", "inputs", "received", "activations", "temporary"
+BUFFERS, INPUTS, ACTIVATIONS, TEMPORARY = "buffers", "inputs", "activations", "temporary"
 PADDING = "padding"
-CATEGORIES = (*STATES, *TRANSIENT, BUFFERS, INPUTS, RECEIVED, ACTIVATIONS, TEMPORARY)
+CATEGORIES = (*STATES, *TRANSIENT, BUFFERS, INPUTS, ACTIVATIONS, TEMPORARY)
 NONE = Fraction(0)
 
 

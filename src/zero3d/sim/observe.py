@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zero3d.engine import Engine
 from zero3d.nested import tensors_in
 from zero3d.sim.flops import Flops
-from zero3d.sim.memory import BUFFERS, INPUTS, RECEIVED, Log, Memory
+from zero3d.sim.memory import BUFFERS, INPUTS, Log, Memory
 from zero3d.sim.patches import around
 from zero3d.sim.result import Did, Sent, States, Work
 from zero3d.sim.where import Where
@@ -97,7 +96,6 @@ def observe(build: Callable[[], Engine], give: Callable[[], Batches], run: tuple
             memory.lent(INPUTS, tensor)
         with around(engine, "step", where.step):
             engine.train_batch(batches[:warm])
-            others = _received(engine, memory, warm, len(batches) - taken)
             gc.collect()
             first = tuple(Sent(*entry) for entry in engine.traffic)
             where.restart()
@@ -105,20 +103,7 @@ def observe(build: Callable[[], Engine], give: Callable[[], Batches], run: tuple
             flops.reset()
             engine.traffic.reset()
             engine.train_batch(batches[:taken])
-            _received(engine, memory, taken, 0)
-            del others
         return Observed(engine, memory.log, dict(flops.counted), first)
-
-
-def _received(engine: Engine, memory: Memory, ran: int, more: int) -> list[Tensor]:
-    """Note what a pipeline receives into, and make as much for `more` micro-batches that are not run."""
-    buffers = [] if engine.pipeline is None else engine.pipeline.received()
-    for buffer in buffers:
-        memory.lent(RECEIVED, buffer)
-    made = [torch.empty_like(buffer) for buffer in buffers[: len(buffers) // ran] for _ in range(more)]
-    for buffer in made:
-        memory.lent(RECEIVED, buffer)
-    return made
 
 
 def _name_states(engine: Engine, memory: Memory) -> None:

@@ -4,7 +4,8 @@ Every buffer has a category and a place. Categories of model states are held for
 life; transient ones come and go with a unit:
 
     states     parameters | gradients | optimizer | padding (elements of a storage that are no parameter)
-    transient  gathered (full parameters) | bucket (local gradients on their way) | wire (send and receive)
+    transient  gathered (full parameters) | bucket (local gradients on their way) | wire (send and receive) |
+               received (activations and their gradients from neighbours in a pipeline)
 
 A dry run sees all memory here, and no value-dependent branch but through `host_value`.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 STATES = ("parameters", "gradients", "optimizer", "padding")
-TRANSIENT = ("gathered", "bucket", "wire")
+TRANSIENT = ("gathered", "bucket", "wire", "received")
 
 
 class Arena:
