@@ -12,7 +12,7 @@ LAYERS = 2
 
 
 def tiny(name, dropout=0.0, kv_heads=2, lora=False, layers=LAYERS, **sizes):
-    """llama, qwen3 and gemma2 (tied), gpt2 (tied), moe: vocabulary 64, width 32, 4 heads, 2 layers, in training mode.
+    """llama, qwen3 and gemma2 (tied), gpt2 (tied), apertus, moe: vocabulary 64, width 32, 4 heads, 2 layers, in training mode.
 
     sizes   other than that, as configs call them (not GPT-2's)
     """
@@ -30,6 +30,8 @@ def tiny(name, dropout=0.0, kv_heads=2, lora=False, layers=LAYERS, **sizes):
         model = t.Qwen3ForCausalLM(t.Qwen3Config(**common, head_dim=8, tie_word_embeddings=True))
     elif name == "gemma2":
         model = t.Gemma2ForCausalLM(t.Gemma2Config(**common, head_dim=8, attn_implementation="eager"))
+    elif name == "apertus":  # its activation has weights
+        model = t.ApertusForCausalLM(t.ApertusConfig(**common))
     elif name == "moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
         model = t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**common, **experts, output_router_logits=True))

@@ -14,6 +14,7 @@ Every dp rank has its own replica; of one rank all of this is the identity and s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ from torch import Tensor
 from zero3d.zero.arena import host_value
 from zero3d.zero.collectives import Comm
 from zero3d.zero.unit import Unit
+
+APART = 0.01  # of a norm: more than an accelerator's order of sums can change
 
 
 class Tied(NamedTuple):
@@ -61,6 +64,7 @@ class Replica:
         self.copies = {tied.unit for tied in ties if tied.copy}
         self.tied = {tied.unit for tied in ties}
         self._places: list[tuple[int, int]] | None = None
+        self.uneven: int | None = None  # place in the model of a parameter that tp ranks disagree on
         self.longest = 0  # the most norms that one rank of the replica has; known from the first step on
         self.summed = 0  # elements of partial gradients that a step sums; likewise
 
@@ -91,7 +95,7 @@ class Replica:
         """Of [ranks, ...] those of the first tp rank of each pipeline stage."""
         return rows[:: self._slices.tp.size]
 
-    def counted(self, name: str, norm: Tensor) -> Tensor:
+    def _counted(self, name: str, norm: Tensor) -> Tensor:
         """A parameter's norm as this rank counts it: 0 where another tp rank does, unless it is not finite."""
         counts = name in self._slices.cut or self._slices.tp.rank == 0
         return norm if counts else norm * 0.0
@@ -139,13 +143,14 @@ class Replica:
             elif tied.unit in written and not (tied.copy and tied.there in written):
                 _overwrite(tied.there, master)
 
-    def stack(self, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
-        """All norms of the replica in model order; `parts`: (place in the model, norm) of this rank's, in order."""
-        norms = [norm for _, norm in parts] or [torch.zeros((), dtype=dtype, device=self._comm.device)]
+    def stack(self, parts: Sequence[tuple[int, str, Tensor]], dtype: torch.dtype) -> Tensor:
+        """All norms of the replica in model order; `parts`: (place in the model, name, norm) of this rank's."""
+        norms = [self._counted(name, norm) for _, name, norm in parts]
+        norms = norms or [torch.zeros((), dtype=dtype, device=self._comm.device)]
         if self.alone:
             return torch.stack(norms)
         if self._places is None:
-            self._places = self._arrange([order for order, _ in parts])
+            self._places = self._arrange(parts)
         if not self._places:  # all of this dp rank's shards are padding
             return torch.stack(norms)
         mine = torch.zeros(self.longest, dtype=torch.float64, device=self._comm.device)
@@ -154,18 +159,32 @@ class Replica:
         rows, columns = [rank for rank, _ in self._places], [i for _, i in self._places]
         return seen[rows, columns].to(dtype)
 
-    def _arrange(self, orders: Sequence[int]) -> list[tuple[int, int]]:
-        """(rank, position there) of every norm, in model order; they never change."""
+    def _arrange(self, parts: Sequence[tuple[int, str, Tensor]]) -> list[tuple[int, int]]:
+        """(rank, position there) of every norm, in model order; they never change. Finds what is `uneven`."""
         device = self._comm.device
-        count = torch.tensor([float(len(orders))], dtype=torch.float64, device=device)
-        counts = host_value(self._comm.exchange(count).view(-1), [float(len(orders))])
+        count = torch.tensor([float(len(parts))], dtype=torch.float64, device=device)
+        counts = host_value(self._comm.exchange(count).view(-1), [float(len(parts))])
         self.longest = max(int(max(counts)), 1)
-        mine = torch.full((self.longest,), -1.0, dtype=torch.float64, device=device)
-        mine[: len(orders)] = torch.tensor(orders, dtype=torch.float64, device=device)
-        assumed = [float(order) for order in orders] + [-1.0] * (self.longest - len(orders))
-        table = host_value(self._comm.exchange(mine).view(-1), assumed * self._comm.size)
-        found = [(int(order), *divmod(i, self.longest)) for i, order in enumerate(table) if order >= 0]
-        return [(rank, i) for _, rank, i in sorted(found)]
+        places = [float(order) for order, *_ in parts] + [-1.0] * (self.longest - len(parts))
+        mine = torch.zeros(2, self.longest, dtype=torch.float64, device=device)  # places, norms that are common
+        mine[0] = torch.tensor(places, dtype=torch.float64, device=device)
+        for i, (_, name, norm) in enumerate(parts):
+            mine[1, i] = float("nan") if name in self._slices.cut else norm.double()
+        seen = self._comm.exchange(mine.view(-1)).view(-1)
+        flat = host_value(seen, (places + [0.0] * self.longest) * self._comm.size)
+        rows = [flat[i : i + self.longest] for i in range(0, len(flat), self.longest)]
+        self.uneven = self._compare(rows[::2], rows[1::2])
+        table = [(order, rank, i) for rank, row in enumerate(rows[::2]) for i, order in enumerate(row)]
+        return [(rank, i) for order, rank, i in sorted(table) if order >= 0]
+
+    def _compare(self, places: Sequence[list[float]], norms: Sequence[list[float]]) -> int | None:
+        """Of each rank's places and norms the first place where tp ranks differ on what they should have alike."""
+        size, odd = self._slices.tp.size, []
+        for start in range(0, len(places), size):
+            for place, *each in zip(places[start], *norms[start : start + size], strict=True):
+                if all(map(isfinite, each)) and max(each) - min(each) > APART * max(each):
+                    odd.append(int(place))
+        return min(odd, default=None)
 
 
 def _overwrite(unit: Unit, master: Tensor) -> None:

@@ -41,7 +41,7 @@ def assert_equal_one_process(results, name, **options):
     ("qwen3", 2, "none", {}), ("qwen3", 4, "none", {"sequence": True, "kv_heads": 4}),
     ("gpt2", 2, "every:2", {}), ("gpt2", 4, "full", {"sequence": True}), ("moe", 2, "none", {}),
     ("llama", 2, "none", {"lora": True}), ("llama", 2, "none", {"lora": True, "sequence": True}), ("gpt2", 2, "full", {"lora": True}),
-    ("llama", 2, "none", {"plan": COMMON_ATTENTION}),
+    ("llama", 2, "none", {"plan": COMMON_ATTENTION}), ("apertus", 2, "none", {}),
 ])  # fmt: skip
 def test_loss_and_gradients_equal_one_process_in_float64(ranks, name, world, policy, options):
     results = ranks(world, loss_and_gradients, name, policy, options)

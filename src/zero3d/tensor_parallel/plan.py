@@ -48,15 +48,18 @@ REFUSED = {
     "moe_identity_expert": "identity experts must count once, not once per rank",
     "sequence_parallel": "pass sequence_parallel=True, which cuts sequences from the first block to the last",
 }
-# Of models transformers has no plan for; also examples of a map.
+# What transformers' plans lack: those of models without one (also examples of a map), and parameters that are
+# used on what each rank has for itself.
 SHIPPED = {
+    "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
+    "phi": {f"layers.*.self_attn.{x}_layernorm": "replicated_with_grad_allreduce" for x in "qk"},
     "gpt2": {
         "h.*.attn.c_attn": "packed_colwise:3",  # q, k and v
         "h.*.attn.c_proj": "rowwise",
         "h.*.attn.split_size": "divided",  # its forward splits by this number
         "h.*.mlp.c_fc": "colwise",
         "h.*.mlp.c_proj": "rowwise",
-    }
+    },
 }
 
 
