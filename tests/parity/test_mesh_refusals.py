@@ -72,4 +72,4 @@ def test_every_rank_refuses_gradients_that_differ_where_they_should_be_common(ra
     first, *others = ranks(world_of(shape), uneven, shape, stage)
     assert all(found == first for found in others)
     assert "model.layers.1.self_attn.q_norm.weight is whole on all tp ranks" in first
-    assert "model.layers.1.self_attn.q_norm: 'replicated_with_grad_allreduce'" in first
+    assert "'model.layers.1.self_attn.q_norm': 'replicated_with_grad_allreduce'" in first

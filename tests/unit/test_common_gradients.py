@@ -1,21 +1,22 @@
-"""Norms that tp ranks should have alike are compared in the first step; no ranks."""
-
-from types import SimpleNamespace
+"""Norms that tp ranks should have alike are compared in every step; no ranks."""
 
 import pytest
+import torch
 
-from zero3d.replica import Replica, Slices
+from zero3d.replica import find_uneven
 
-CUT, OVER = float("nan"), float("inf")
+NAN, OVER = float("nan"), float("inf")
+COMMON = [4.0, -1.0, 9.0, -1.0]  # the second one is cut, the last one padding
 
 
 @pytest.mark.parametrize(("norms", "found"), [
-    ([[1.0, CUT, 2.0, 0.0], [1.0, CUT, 2.0, 0.0]], None),  # the last one is padding
-    ([[1.0, CUT, 2.0, 0.0], [1.0, CUT, 2.5, 0.0]], 9),
-    ([[1.0, CUT, 2.0, 0.0], [1.001, CUT, OVER, 0.0]], None),  # rounding, and an overflow
-    ([[1.0, CUT, 0.0, 0.0], [2.0, CUT, 0.3, 0.0]], 4),
+    ([[1.0, 5.0, 2.0, 0.0], [1.0, 7.0, 2.0, 0.0]], -1),
+    ([[1.0, 5.0, 2.0, 0.0], [1.0, 7.0, 2.5, 0.0]], 9),
+    ([[0.0, 5.0, 2.0, 0.0], [0.3, 7.0, 2.0, 0.0]], 4),
+    ([[1.0, 5.0, 2.0, 0.0], [1.001, NAN, OVER, 0.0]], -1),  # rounding, and an overflow
+    ([[NAN, 5.0, 2.0, 0.0], [1.0, 7.0, 2.5, 0.0]], 9),
 ])  # fmt: skip
-def test_the_first_parameter_that_tp_ranks_disagree_on_is_found(norms, found):
-    replica = Replica(SimpleNamespace(), SimpleNamespace(), Slices(SimpleNamespace(size=2, rank=0)))
-    places = [[4.0, 5.0, 9.0, -1.0]] * 2
-    assert replica._compare(places, norms) == found
+def test_a_parameter_that_tp_ranks_disagree_on_is_found(norms, found):
+    even = torch.ones(2, 4, dtype=torch.float64)
+    stages = torch.stack([even, torch.tensor(norms, dtype=torch.float64)])
+    assert find_uneven(stages, torch.tensor([[0.0, 1.0, 2.0, 3.0], COMMON], dtype=torch.float64)) == found

@@ -160,13 +160,13 @@ def planned_replica(engine: Engine, steps: int) -> dict[tuple[str, str], Moved]:
     """What the ranks of a replica agree on, by (operation, "-").
 
     A step exchanges the weight with the verdict on orders, the norms and the mean loss, all float64; the first
-    one also their places, and those that are common. Partial gradients are exchanged over tp.
+    one also their places. Partial gradients are exchanged over tp.
     """
     replica, mesh = engine.replica, engine.mesh
     planned: dict[tuple[str, str], Moved] = {}
     if not replica.alone:
         with_norms = steps if replica.has_norms else 0
-        values = steps * (2 + LOSS_VALUES) + with_norms * replica.longest + 1 + 2 * replica.longest
+        values = steps * (2 + LOSS_VALUES) + with_norms * replica.longest + 1 + replica.longest
         values *= mesh.pp * mesh.tp - 1
         planned[_on(mesh.replica.name, "exchange"), "-"] = Moved(2 * steps + with_norms + 2, values, 8 * values)
     if replica.summed:

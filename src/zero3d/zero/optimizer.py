@@ -221,14 +221,12 @@ class ShardedOptimizer:
         grads = ((o, g) for o, g in self.shard_grads() if o.unit not in self._replica.copies)
         parts = [(o.order, o.name, torch.linalg.vector_norm(g)) for o, g in grads]
         wide = self._units[0].weights.master.dtype if self._units else torch.float32
-        partial: Tensor = torch.linalg.vector_norm(self._replica.stack(parts, wide))
-        if self._replica.uneven is not None:
-            partial = torch.full_like(partial, -1.0 - self._replica.uneven)
+        partial = self._replica.norm(parts, wide)
         if self._comm.size == 1:
             return partial
         partials = self._comm.exchange(partial.double()[None])[:, 0].to(wide)
         norm: Tensor = torch.linalg.vector_norm(partials)
-        return torch.where((partials < 0).any(), partials.amin(), norm)
+        return torch.where(partials.amin() < 0, partials.amin(), norm)
 
     def _update(self) -> None:
         updates_all = any(unit.weights.updates_all for unit in self._units)
