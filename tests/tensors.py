@@ -14,6 +14,7 @@ LAYERS = 2
 def tiny(name, dropout=0.0, kv_heads=2, lora=False, layers=LAYERS, **sizes):
     """llama, qwen3 and gemma2 (tied), gpt2 (tied), apertus, moe: vocabulary 64, width 32, 4 heads, 2 layers, in training mode.
 
+    lora    True, or options of it
     sizes   other than that, as configs call them (not GPT-2's)
     """
     import transformers as t
@@ -46,15 +47,16 @@ def tiny(name, dropout=0.0, kv_heads=2, lora=False, layers=LAYERS, **sizes):
         for p in model.parameters():
             if p.dim() == 1:
                 p.add_(torch.randn(p.shape) * 0.1)
-    return (adapted(model) if lora else model).train()
+    return (adapted(model, **(lora if isinstance(lora, dict) else {})) if lora else model).train()
 
 
-def adapted(model):
+def adapted(model, **options):
     """LoRA over a frozen model, on a colwise and on a rowwise matrix."""
     import peft
 
     names = ["c_attn", "c_proj"] if model.config.model_type == "gpt2" else ["q_proj", "o_proj", "down_proj"]
-    config = peft.LoraConfig(r=4, target_modules=names, task_type="CAUSAL_LM", init_lora_weights=False)
+    options = {"r": 4, "target_modules": names, "task_type": "CAUSAL_LM", "init_lora_weights": False} | options
+    config = peft.LoraConfig(**options)
     return peft.get_peft_model(model, config)
 
 
