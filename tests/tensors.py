@@ -12,7 +12,7 @@ LAYERS = 2
 
 
 def tiny(name, dropout=0.0, kv_heads=2, lora=False, layers=LAYERS, **sizes):
-    """llama, qwen3 and gemma2 (tied), gpt2 (tied), apertus, moe: vocabulary 64, width 32, 4 heads, 2 layers, in training mode.
+    """llama, qwen3 and gemma2 (tied), gpt2 (tied), apertus, mla, moe: vocabulary 64, width 32, 4 heads, 2 layers, in training mode.
 
     lora    True, or options of it
     sizes   other than that, as configs call them (not GPT-2's)
@@ -33,6 +33,9 @@ def tiny(name, dropout=0.0, kv_heads=2, lora=False, layers=LAYERS, **sizes):
         model = t.Gemma2ForCausalLM(t.Gemma2Config(**common, head_dim=8, attn_implementation="eager"))
     elif name == "apertus":  # its activation has weights
         model = t.ApertusForCausalLM(t.ApertusConfig(**common))
+    elif name == "mla":  # its attention has projections of low rank
+        ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+        model = t.DeepseekV2ForCausalLM(t.DeepseekV2Config(**common, **ranks, first_k_dense_replace=layers))
     elif name == "moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
         model = t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**common, **experts, output_router_logits=True))

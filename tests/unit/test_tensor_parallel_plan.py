@@ -1,5 +1,6 @@
 """Plans: what is read, what is refused and how, which parameters are cut; no ranks."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -166,6 +167,40 @@ def test_what_cannot_be_cut_is_refused_with_names_and_numbers(model, options, to
         built.transformer.h[0].attn.split_size = 30
     with pytest.raises(ConfigError, match=re.escape(told)):
         cut(built, **options)
+
+
+def test_attention_of_low_rank_can_be_kept_whole_as_the_refusal_says():
+    with pytest.raises(ConfigError, match="'mla_kv_a_proj' is not built") as told:
+        cut(on_meta("mla"))
+    whole = ast.literal_eval(re.search(r"with (\{.*\}) in", str(told.value))[1])
+    assert [name.rpartition(".")[2] for name in whole] == ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    done = cut(on_meta("mla"), plan=whole)
+    assert {name.split(".")[-2] for name in done.cuts} == {
+        "embed_tokens",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "lm_head",
+    }
+
+
+@pytest.mark.parametrize("style", ["none", "replicate"])
+def test_embedding_and_head_are_whole_where_the_users_map_says_so(style):
+    done = cut(on_meta("qwen3"), plan={"embed_tokens": style, "lm_head": style})
+    assert all(".layers." in name for name in done.cuts)
+    assert "lm_head.weight" in cut(on_meta("llama"), plan={"embed_tokens": style}).cuts
+
+
+@pytest.mark.parametrize(
+    "where", [{"target_modules": ["q_proj", "embed_tokens"]}, {"modules_to_save": ["embed_tokens"]}]
+)
+def test_an_embedding_in_pefts_wrapper_can_be_kept_whole_as_the_refusal_says(where):
+    with pytest.raises(ConfigError, match="embed_tokens out of these") as told:
+        cut(on_meta("llama", lora=where))
+    name = re.search(r"with '(\S+)': 'replicate'", str(told.value))[1]
+    assert not any(
+        "embed_tokens" in found for found in cut(on_meta("llama", lora=where), plan={name: "replicate"}).cuts
+    )
 
 
 def test_a_plan_for_the_head_alone_is_none():
