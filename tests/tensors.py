@@ -12,8 +12,9 @@ LAYERS = 2
 
 
 def tiny(name, dropout=0.0, kv_heads=2, lora=False, layers=LAYERS, **sizes):
-    """llama, qwen3 and gemma2 (tied), gpt2 (tied), apertus, mla, moe: vocabulary 64, width 32, 4 heads, 2 layers, in training mode.
+    """A model of vocabulary 64, width 32, 4 heads and 2 layers, in training mode.
 
+    name    llama, qwen3 and gemma2 (tied), gpt2 (tied), apertus, mla, next, llama4 or moe
     lora    True, or options of it
     sizes   other than that, as configs call them (not GPT-2's)
     """
@@ -36,6 +37,14 @@ def tiny(name, dropout=0.0, kv_heads=2, lora=False, layers=LAYERS, **sizes):
     elif name == "mla":  # its attention has projections of low rank
         ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
         model = t.DeepseekV2ForCausalLM(t.DeepseekV2Config(**common, **ranks, first_k_dense_replace=layers))
+    elif name == "next":  # linear attention, whose three matrices are joined; then the usual one
+        experts = {"num_experts": 0, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        heads |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+        model = t.Qwen3NextForCausalLM(t.Qwen3NextConfig(**common, **experts, **heads))
+    elif name == "llama4":  # every expert computes all tokens
+        experts = {"num_local_experts": 4, "intermediate_size_mlp": 48, "head_dim": 8}
+        model = t.Llama4ForCausalLM(t.Llama4TextConfig(**common, **experts))
     elif name == "moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
         model = t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**common, **experts, output_router_logits=True))

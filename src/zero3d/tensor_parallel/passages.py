@@ -8,12 +8,14 @@
     first block, last block         nothing                        backward all_gather; all_gather
     embedding, head                 all_reduce; backward all_reduce, and two fp32 numbers per token for the loss
 
-Module order is taken for the order of calls. A recomputed module repeats its forwards, but for the last
-one when nothing behind it is kept: recomputation ends where everything that was asked for is there.
+Module order is taken for the order of calls, and the last matrix of a module for the one that gives its output.
+A recomputed module repeats its forwards, but for the last one when nothing behind it is kept: recomputation
+ends where everything that was asked for is there.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -77,7 +79,7 @@ def _of_styles(looked: Looked, size: int, blocks: list[str]) -> Iterator[Passage
         chunks = looked.sequence and any(name.startswith(block + ".") for block in blocks)
         if kind in COLWISE and isinstance(module, nn.Module):
             inputs, outputs = _shape(module)
-            if parent != entered:
+            if parent != entered or (kind == "colwise_gather_output" and _takes_outputs(looked.model, name)):
                 around = name if not chunks or parent in blocks else parent
                 yield Passage(around, *(("all_gather", "reduce_scatter") if chunks else ("", "all_reduce")), inputs)
                 entered = parent
@@ -92,6 +94,14 @@ def _of_styles(looked: Looked, size: int, blocks: list[str]) -> Iterator[Passage
             yield from _leaving(looked, name, kind, module, chunks)
 
 
+def _takes_outputs(model: nn.Module, name: str) -> bool:
+    """Whether a matrix is its module's last of several, which takes what comes of the others' outputs."""
+    parent, _, local = name.rpartition(".")
+    children = model.get_submodule(parent).named_children() if parent else ()
+    matrices = [child for child, m in children if getattr(getattr(m, "weight", None), "ndim", 0) == 2]
+    return len(matrices) > 1 and matrices[-1] == local
+
+
 def _leaving(looked: Looked, name: str, kind: str, module: nn.Module, chunks: bool) -> Iterator[Passage]:
     if isinstance(module, nn.Embedding):
         yield Passage(name, "all_reduce", "", module.embedding_dim)
@@ -102,7 +112,10 @@ def _leaving(looked: Looked, name: str, kind: str, module: nn.Module, chunks: bo
             yield Passage(name, "", "all_gather", inputs)
     else:
         width = _hidden(looked)
-    if kind == "moe_tp_experts":  # hidden states, and each token's weights of its experts
+    if kind == "moe_tp_experts" and len(inspect.signature(module.forward).parameters) == 1:
+        width *= next((len(p) for p in module.parameters()), 1)  # hidden states weighed before, for every expert
+        yield Passage(name, "", "all_reduce", width)
+    elif kind == "moe_tp_experts":  # hidden states, and each token's weights of its experts
         yield Passage(name, "", "all_reduce", width)
         yield Passage(name, "", "all_reduce", getattr(looked.config, "num_experts_per_tok", 0))
     yield Passage(name, *(("reduce_scatter", "all_gather") if chunks else ("all_reduce", "")), width)
