@@ -8,8 +8,8 @@
     first block, last block         nothing                        backward all_gather; all_gather
     embedding, head                 all_reduce; backward all_reduce, and two fp32 numbers per token for the loss
 
-Module order is taken for the order of calls, and the last matrix of a module for the one that gives its output.
-A recomputed module repeats its forwards, but for the last one when nothing behind it is kept: recomputation
+Module order is taken for the order of calls, and a name of OUTPUTS for a matrix that takes what its module's others
+gave. A recomputed module repeats its forwards, but for the last one when nothing behind it is kept: recomputation
 ends where everything that was asked for is there.
 """
 
@@ -32,6 +32,7 @@ from zero3d.tensor_parallel.sequence import cut_blocks
 
 COLWISE = ("colwise", "packed_colwise", "colwise_gather_output")
 ROWWISE = ("rowwise", "packed_rowwise", "rowwise_split_input")
+OUTPUTS = ("o_proj", "out_proj", "c_proj")
 LOSS, FP32 = 2, 4  # numbers per token and rank; bytes of each, or 8 under fp64
 
 
@@ -79,10 +80,11 @@ def _of_styles(looked: Looked, size: int, blocks: list[str]) -> Iterator[Passage
         chunks = looked.sequence and any(name.startswith(block + ".") for block in blocks)
         if kind in COLWISE and isinstance(module, nn.Module):
             inputs, outputs = _shape(module)
-            if parent != entered or (kind == "colwise_gather_output" and _takes_outputs(looked.model, name)):
+            last = kind == "colwise_gather_output" and name.rpartition(".")[2] in OUTPUTS
+            if parent != entered or last:
                 around = name if not chunks or parent in blocks else parent
                 yield Passage(around, *(("all_gather", "reduce_scatter") if chunks else ("", "all_reduce")), inputs)
-                entered = parent
+                entered = entered if last else parent
             if name == looked.head:
                 yield Passage(name, "all_gather", "", LOSS * size, FP32)
             elif kind == "colwise_gather_output":
@@ -92,14 +94,6 @@ def _of_styles(looked: Looked, size: int, blocks: list[str]) -> Iterator[Passage
         ):
             entered = None
             yield from _leaving(looked, name, kind, module, chunks)
-
-
-def _takes_outputs(model: nn.Module, name: str) -> bool:
-    """Whether a matrix is its module's last of several, which takes what comes of the others' outputs."""
-    parent, _, local = name.rpartition(".")
-    children = model.get_submodule(parent).named_children() if parent else ()
-    matrices = [child for child, m in children if getattr(getattr(m, "weight", None), "ndim", 0) == 2]
-    return len(matrices) > 1 and matrices[-1] == local
 
 
 def _leaving(looked: Looked, name: str, kind: str, module: nn.Module, chunks: bool) -> Iterator[Passage]:
