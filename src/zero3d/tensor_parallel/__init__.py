@@ -69,7 +69,7 @@ def parallelize(
     if axis.size == 1:
         return Sharded({}, frozenset())
     inner: Any = inner_model(model_of(model))
-    styles = _vocabulary(model, inner) | read_plan(model, plan)
+    styles = read_plan(model, plan, _vocabulary(model, inner))
     config = inner.config.get_text_config() if hasattr(inner, "config") else None
     check_config(config, styles, axis.size)
     check_vocabulary(model, styles, axis.size)
