@@ -57,11 +57,11 @@ def tiny_tokenizer(folder, template=None, adds_start=False):
     return load_tokenizer(str(save_tokenizer(folder, template, adds_start)))
 
 
-def opened(tmp_path, *paths, tokenizer=None, vocabulary=None, **options):
+def opened(tmp_path, *paths, tokenizer=None, vocabulary=None, multiple=1, **options):
     """The data set of some files, with its cache beside them."""
     settings = {"length": 8, "cache": str(tmp_path / "cache")} | options
     data = Data(train=tuple(map(str, paths)), **settings)
-    return open_data(data, tokenizer or ByteTokenizer(), vocabulary)
+    return open_data(data, tokenizer or ByteTokenizer(), vocabulary, multiple)
 
 
 def stream(tmp_path, tokens, name="stream.npy"):

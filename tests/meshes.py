@@ -1,5 +1,7 @@
 """Training on meshes with a tp axis against one process: cases that cover all pairs of settings, and how to run one."""
 
+from functools import cache
+
 import torch
 from models import LiftCasts, batch
 from pipelines import covering
@@ -28,6 +30,12 @@ def is_possible(case):
 def pairs():
     """The fewest cases that have every possible pair of two settings' values."""
     return covering(SETTINGS, is_possible)
+
+
+@cache
+def triples():
+    """Likewise for every three settings' values."""
+    return covering(SETTINGS, is_possible, together=3)
 
 
 def layers_of(mesh):

@@ -100,13 +100,13 @@ def layers_for(pp, schedule):
     return 8 if pp == 4 and schedule in SCHEDULES[2:] else 4
 
 
-def covering(settings, is_possible=lambda case: True):
-    """The fewest cases, found greedily, that together have every pair of values of two settings."""
-    pairs = {case: set(combinations(enumerate(case), 2)) for case in product(*settings) if is_possible(case)}
-    missing = set().union(*pairs.values())
+def covering(settings, is_possible=lambda case: True, together=2):
+    """The fewest cases, found greedily, that have every combination of values of `together` settings."""
+    all_of = {case: set(combinations(enumerate(case), together)) for case in product(*settings) if is_possible(case)}
+    missing = set().union(*all_of.values())
     chosen = []
     while missing:
-        best = max(pairs, key=lambda case: len(missing & pairs[case]))
-        missing -= pairs[best]
+        best = max(all_of, key=lambda case: len(missing & all_of[case]))
+        missing -= all_of[best]
         chosen.append(best)
     return chosen

@@ -12,8 +12,10 @@ LAYERS = 2
 
 
 def tiny(name, dropout=0.0, kv_heads=2, lora=False, layers=LAYERS, **sizes):
-    """llama, qwen3 and gemma2 (tied), gpt2 (tied), moe: vocabulary 64, width 32, 4 heads, 2 layers, in training mode.
+    """A model of vocabulary 64, width 32, 4 heads and 2 layers, in training mode.
 
+    name    llama, qwen3 and gemma2 (tied), gpt2 (tied), apertus, mla, next, llama4 or moe
+    lora    True, or options of it
     sizes   other than that, as configs call them (not GPT-2's)
     """
     import transformers as t
@@ -30,6 +32,19 @@ def tiny(name, dropout=0.0, kv_heads=2, lora=False, layers=LAYERS, **sizes):
         model = t.Qwen3ForCausalLM(t.Qwen3Config(**common, head_dim=8, tie_word_embeddings=True))
     elif name == "gemma2":
         model = t.Gemma2ForCausalLM(t.Gemma2Config(**common, head_dim=8, attn_implementation="eager"))
+    elif name == "apertus":  # its activation has weights
+        model = t.ApertusForCausalLM(t.ApertusConfig(**common))
+    elif name == "mla":  # its attention has projections of low rank
+        ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+        model = t.DeepseekV2ForCausalLM(t.DeepseekV2Config(**common, **ranks, first_k_dense_replace=layers))
+    elif name == "next":  # linear attention, whose three matrices are joined; then the usual one
+        experts = {"num_experts": 0, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        heads |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+        model = t.Qwen3NextForCausalLM(t.Qwen3NextConfig(**common, **experts, **heads))
+    elif name == "llama4":  # every expert computes all tokens
+        experts = {"num_local_experts": 4, "intermediate_size_mlp": 48, "head_dim": 8}
+        model = t.Llama4ForCausalLM(t.Llama4TextConfig(**common, **experts))
     elif name == "moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
         model = t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**common, **experts, output_router_logits=True))
@@ -44,15 +59,16 @@ def tiny(name, dropout=0.0, kv_heads=2, lora=False, layers=LAYERS, **sizes):
         for p in model.parameters():
             if p.dim() == 1:
                 p.add_(torch.randn(p.shape) * 0.1)
-    return (adapted(model) if lora else model).train()
+    return (adapted(model, **(lora if isinstance(lora, dict) else {})) if lora else model).train()
 
 
-def adapted(model):
+def adapted(model, **options):
     """LoRA over a frozen model, on a colwise and on a rowwise matrix."""
     import peft
 
     names = ["c_attn", "c_proj"] if model.config.model_type == "gpt2" else ["q_proj", "o_proj", "down_proj"]
-    config = peft.LoraConfig(r=4, target_modules=names, task_type="CAUSAL_LM", init_lora_weights=False)
+    options = {"r": 4, "target_modules": names, "task_type": "CAUSAL_LM", "init_lora_weights": False} | options
+    config = peft.LoraConfig(**options)
     return peft.get_peft_model(model, config)
 
 

@@ -24,7 +24,7 @@ from zero3d import checkpoint, restore
 from zero3d.boundary import Boundary, Driven
 from zero3d.data.masking import forward_options
 from zero3d.errors import ConfigError
-from zero3d.generation import Ending, check_options, generate, next_logits
+from zero3d.generation import Ending, check_options, generate, last_only, next_logits
 from zero3d.guards import guard, guard_rest, is_guarded
 from zero3d.hf.blocks import UnitSpec, partition_all
 from zero3d.hf.export import export
@@ -147,7 +147,7 @@ class Engine:
         specs, uses = partition_all(self.parts.values(), units, self.precision.dtype)
         self.stage, self.module = stage, model if self.mesh.pp == 1 else nn.ModuleList(self.parts.values())
         self._accumulate, self._loss = accumulate, loss
-        self._takes, self._options = _names_taken(model), forward_options(model)
+        self._takes, self._options, self._last = _names_taken(model), forward_options(model), last_only(model)
         wide = torch.float64 if self.precision.name == "fp64" else torch.float32
         self.policy = Policy(row, release, reduce, accumulate, wide, _wire(reduce_dtype, self.precision))
         self.comm = Comm(self.mesh.data, self.arena, self.traffic, check_every_gather=self.mesh.debug)
@@ -415,7 +415,8 @@ class Engine:
             return generate(self._next_logits, self.replica.sum, ids, max_new_tokens, ending, **options)
 
     def _next_logits(self, ids: Tensor) -> Tensor | None:
-        output = self.module(ids) if self.pipeline is None else self.pipeline.output({"input_ids": ids})
+        last = self._last
+        output = self.module(ids, **last) if self.pipeline is None else self.pipeline.output({"input_ids": ids} | last)
         return None if output is None else next_logits(output)
 
     @contextmanager

@@ -7,15 +7,18 @@ The prefix is computed again for every token: there is no cache.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from zero3d.data.masking import inner_model
 from zero3d.errors import ConfigError
 from zero3d.nested import tensors_in
 
+LAST = "logits_to_keep"
 OPTIONS = ("do_sample", "temperature", "top_k")
 
 
@@ -70,6 +73,11 @@ class Ending(NamedTuple):
 def next_logits(output: Any) -> Tensor:
     """[batch, vocabulary] fp32 of the token after the last, from what a model returns for [batch, length]."""
     return next(tensors_in(getattr(output, "logits", output)))[:, -1].float()
+
+
+def last_only(model: nn.Module) -> dict[str, int]:
+    """What a forward is told that shall make logits of the last position alone, where it takes that."""
+    return {LAST: 1} if LAST in inspect.signature(inner_model(model).forward).parameters else {}
 
 
 def generate(

@@ -132,6 +132,7 @@ class Pipeline:
         self._made: Any = None
         self._stages: list[Stage] = []
         self._like = next(p for part in parts.values() for p in part.parameters() if p.is_floating_point())
+        self._wide = torch.float64 if self._like.dtype == torch.float64 else torch.float32
         self._width = next(iter(parts.values())).width
         config = getattr(next(iter(parts.values())), "config", None)
         owners = [schedule.rank_of(part, axis.size) for part in range(self._total)]
@@ -287,14 +288,15 @@ class Pipeline:
     def _stage(self, number: int, part: Any, shape: tuple[int, ...]) -> Stage:
         last = number == self._total - 1
         index = torch.empty(1, dtype=torch.int64, device="meta")
-        loss = torch.empty((), device="meta", requires_grad=True)
+        loss = torch.empty((), dtype=self._wide, device="meta", requires_grad=True)
         takes = (index,) if number == 0 else self._leaving(number - 1, shape)
         gives = (loss,) if last else self._leaving(number, shape)
         return Stage(Part(part, self, number, last), number, self._total, self._like.device, takes, gives,
                       group=self._axis.gathers)  # fmt: skip
 
     def loss_of(self, output: Any, batch: Any) -> Tensor:
-        """The scaled sum of a micro-batch's losses, kept for the caller."""
+        """The scaled sum of a micro-batch's losses, kept for the caller; in the dtype that `_stage` announced."""
         total, weight = self._sum_and_weight(output, batch)
         self._seen.append((total.detach(), weight))
-        return total * self._scale if self._scale != 1.0 else total
+        loss = total.to(self._wide)
+        return loss * self._scale if self._scale != 1.0 else loss

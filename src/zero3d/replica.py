@@ -3,7 +3,8 @@
     weight   targets are counted where the loss is, on the last pipeline stage, once for all its tp ranks
     order    a dp group that ran other units than its peers stops all
     norms    one per parameter, in model order over all pipeline stages: the vector, and so the bits, that one
-             rank with the whole model has. Of a parameter cut over tp one per part; of any other tp rank 0's
+             rank with the whole model has. Of a parameter cut over tp one per part; of any other tp rank 0's,
+             and the others' must be alike: else the plan forgot that its gradients are parts
     ties     a parameter that two pipeline stages hold, each its copy: the gradients are summed, on both alike,
              and the copy's norm is left out; what is written into one is carried to the other
     partial  a parameter that all tp ranks hold, and whose gradient on each is a part: the parts are summed
@@ -22,6 +23,8 @@ from torch import Tensor
 from zero3d.zero.arena import host_value
 from zero3d.zero.collectives import Comm
 from zero3d.zero.unit import Unit
+
+APART = 0.01  # of a norm: more than an accelerator's order of sums can change
 
 
 class Tied(NamedTuple):
@@ -49,6 +52,20 @@ class Slices(NamedTuple):
     partial: Collection[str] = ()
 
 
+class Places(NamedTuple):
+    """Where the norms of a replica are in [ranks, longest]; known from the first step on.
+
+    rows, columns  of all of them, in model order
+    counted        [ranks, longest] 1.0, or 0.0 where another tp rank's norm of the same parameter counts
+    common         [stages, longest] the parameter's place in the model; -1.0 where parts of it are on tp ranks
+    """
+
+    rows: list[int]
+    columns: list[int]
+    counted: Tensor
+    common: Tensor
+
+
 class Replica:
     """The ranks that train one replica with this one.
 
@@ -60,7 +77,7 @@ class Replica:
         self._comm, self._across, self._slices, self._ties = comm, across, slices, ties
         self.copies = {tied.unit for tied in ties if tied.copy}
         self.tied = {tied.unit for tied in ties}
-        self._places: list[tuple[int, int]] | None = None
+        self._places: Places | None = None
         self.longest = 0  # the most norms that one rank of the replica has; known from the first step on
         self.summed = 0  # elements of partial gradients that a step sums; likewise
 
@@ -72,7 +89,7 @@ class Replica:
     @property
     def has_norms(self) -> bool:
         """Whether a step exchanges norms: false where all shards of this dp rank are padding."""
-        return bool(self._places)
+        return self._places is not None and bool(self._places.rows)
 
     @property
     def alone(self) -> bool:
@@ -90,11 +107,6 @@ class Replica:
     def count_once(self, rows: Tensor) -> Tensor:
         """Of [ranks, ...] those of the first tp rank of each pipeline stage."""
         return rows[:: self._slices.tp.size]
-
-    def counted(self, name: str, norm: Tensor) -> Tensor:
-        """A parameter's norm as this rank counts it: 0 where another tp rank does, unless it is not finite."""
-        counts = name in self._slices.cut or self._slices.tp.rank == 0
-        return norm if counts else norm * 0.0
 
     def sum_partial(self, grads: Iterable[tuple[str, Tensor]]) -> None:
         """Add up the reduced gradients of partial parameters, by name; their shards to every other tp rank."""
@@ -139,33 +151,59 @@ class Replica:
             elif tied.unit in written and not (tied.copy and tied.there in written):
                 _overwrite(tied.there, master)
 
-    def stack(self, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
-        """All norms of the replica in model order; `parts`: (place in the model, norm) of this rank's, in order."""
-        norms = [norm for _, norm in parts] or [torch.zeros((), dtype=dtype, device=self._comm.device)]
-        if self.alone:
-            return torch.stack(norms)
-        if self._places is None:
-            self._places = self._arrange([order for order, _ in parts])
-        if not self._places:  # all of this dp rank's shards are padding
-            return torch.stack(norms)
-        mine = torch.zeros(self.longest, dtype=torch.float64, device=self._comm.device)
-        mine[: len(norms)] = torch.stack(norms).double()
-        seen = self._comm.exchange(mine)
-        rows, columns = [rank for rank, _ in self._places], [i for _, i in self._places]
-        return seen[rows, columns].to(dtype)
+    def norm(self, parts: Sequence[tuple[int, str, Tensor]], dtype: torch.dtype) -> Tensor:
+        """Of all gradients of the replica; `parts`: (place in the model, name, norm) of this rank's, in model order.
 
-    def _arrange(self, orders: Sequence[int]) -> list[tuple[int, int]]:
-        """(rank, position there) of every norm, in model order; they never change."""
-        device = self._comm.device
-        count = torch.tensor([float(len(orders))], dtype=torch.float64, device=device)
-        counts = host_value(self._comm.exchange(count).view(-1), [float(len(orders))])
+        -1 - k where tp ranks do not agree on parameter k, which they should have alike.
+        """
+        norms = torch.stack([norm for *_, norm in parts] or [torch.zeros((), dtype=dtype, device=self._comm.device)])
+        if self._places is None and not self.alone:
+            self._places = self._arrange([(place, name) for place, name, _ in parts])
+        if self._places is None or not self._places.rows:  # alone, or all of this dp rank's shards are padding
+            return _length(norms)
+        mine = torch.zeros(self.longest, dtype=torch.float64, device=self._comm.device)
+        mine[: len(parts)] = norms[: len(parts)].double()
+        seen = self._comm.exchange(mine)
+        counted = (seen * self._places.counted)[self._places.rows, self._places.columns]  # what is not finite stays so
+        uneven = find_uneven(seen.view(-1, self._slices.tp.size, self.longest), self._places.common)
+        return torch.where(uneven < 0, _length(counted.to(dtype)), -1 - uneven.to(dtype))
+
+    def _arrange(self, parts: Sequence[tuple[int, str]]) -> Places:
+        """Places of all norms, which never change, from those of this rank's."""
+        device, tp = self._comm.device, self._slices.tp.size
+        count = torch.tensor([float(len(parts))], dtype=torch.float64, device=device)
+        counts = host_value(self._comm.exchange(count).view(-1), [float(len(parts))])
         self.longest = max(int(max(counts)), 1)
-        mine = torch.full((self.longest,), -1.0, dtype=torch.float64, device=device)
-        mine[: len(orders)] = torch.tensor(orders, dtype=torch.float64, device=device)
-        assumed = [float(order) for order in orders] + [-1.0] * (self.longest - len(orders))
-        table = host_value(self._comm.exchange(mine).view(-1), assumed * self._comm.size)
-        found = [(int(order), *divmod(i, self.longest)) for i, order in enumerate(table) if order >= 0]
-        return [(rank, i) for _, rank, i in sorted(found)]
+        told = [2.0 * place + (name in self._slices.cut) for place, name in parts]
+        told += [-1.0] * (self.longest - len(parts))
+        mine = torch.tensor(told, dtype=torch.float64, device=device)
+        table = host_value(self._comm.exchange(mine).view(-1), told * self._comm.size)
+        found = [(*divmod(int(value), 2), *divmod(i, self.longest)) for i, value in enumerate(table) if value >= 0]
+        counted = torch.ones(self._comm.size, self.longest, dtype=torch.float64)
+        common = torch.full((self._comm.size // tp, self.longest), -1.0, dtype=torch.float64)
+        for place, cut, rank, column in found:
+            if not cut:
+                counted[rank, column] = float(rank % tp == 0)
+                common[rank // tp, column] = place
+        order = sorted((place, rank, column) for place, _, rank, column in found)
+        rows, columns = [rank for _, rank, _ in order], [column for *_, column in order]
+        return Places(rows, columns, counted.to(device), common.to(device))
+
+
+def find_uneven(norms: Tensor, common: Tensor) -> Tensor:
+    """The last parameter of which a stage's tp ranks have other norms, or -1.0; one that is not finite is passed over.
+
+    norms   [stages, tp, longest]
+    common  [stages, longest], see `Places`
+    """
+    low, high = norms.aminmax(dim=1)
+    return common.where(high - low > APART * high, -1.0).amax()
+
+
+def _length(norms: Tensor) -> Tensor:
+    """[k] -> []: the norm of what has these norms."""
+    total: Tensor = torch.linalg.vector_norm(norms)
+    return total
 
 
 def _overwrite(unit: Unit, master: Tensor) -> None:

@@ -6,7 +6,7 @@ All cases of a mesh run one after the other on the same ranks.
 from itertools import product
 
 import pytest
-from meshes import CLIP, MESHES, SETTINGS, is_possible, layers_of, oracle, pairs, run_all, world_of
+from meshes import CLIP, MESHES, SETTINGS, is_possible, layers_of, oracle, pairs, run_all, triples, world_of
 
 PAIRS = pairs()
 
@@ -47,9 +47,8 @@ def test_a_mesh_equals_one_process_in_fp32_to_1e_5(ranks, one_process, mesh):
 
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("family", SETTINGS[0])
-def test_every_setting_of_a_mesh_equals_one_process(ranks, one_process, family, mesh):
-    cases = [case for case in product(*SETTINGS) if case[:2] == (family, mesh) and is_possible(case)]
+def test_every_three_settings_of_a_mesh_equal_one_process(ranks, one_process, mesh):
+    cases = [case for case in triples() if case[1] == mesh]
     for start in range(0, len(cases), 16):
         check(ranks, one_process, cases[start : start + 16], "fp64", 1e-10)
 

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from meshes import engine_of, mesh_of, model_of
+from meshes import engine_of, mesh_of, model_of, step, world_of
 from models import batch, net
 from tensors import tiny
 
@@ -55,3 +55,21 @@ def test_every_rank_refuses_what_tp_cannot_cut(ranks):
     for case, wanted in words.items():
         assert "\n" not in first[case]
         assert all(word in first[case] for word in wanted), (case, first[case])
+
+
+def uneven(shape, stage):
+    """What a rank is told in the first step by a plan that forgets what lies between cut matrices."""
+    engine = engine_of(
+        model_of("qwen3", shape), mesh_of(shape), stage=stage, tp_plan={"layers.1.self_attn.q_norm": "none"}
+    )
+    return told(lambda: step(engine, 0))
+
+
+@pytest.mark.parametrize(("shape", "stage"), [
+    ((1, 2, 1), 0), pytest.param((2, 2, 1), 3, marks=pytest.mark.long), pytest.param((1, 2, 2), 1, marks=pytest.mark.long),
+])  # fmt: skip
+def test_every_rank_refuses_gradients_that_differ_where_they_should_be_common(ranks, shape, stage):
+    first, *others = ranks(world_of(shape), uneven, shape, stage)
+    assert all(found == first for found in others)
+    assert "model.layers.1.self_attn.q_norm.weight is whole on all tp ranks" in first
+    assert "'model.layers.1.self_attn.q_norm': 'replicated_with_grad_allreduce'" in first

@@ -96,16 +96,17 @@ VOCABULARY = 104  # no other number of these models
 
 
 class Widths(TorchDispatchMode):
-    """Last dimensions of all tensors that operators take or make."""
+    """Last dimensions of all tensors that operators take or make, with the most rows of such a one."""
 
     def __init__(self):
         super().__init__()
-        self.seen = set()
+        self.seen = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **kwargs or {})
         tensors = (t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor) and t.dim() > 1)
-        self.seen.update(t.shape[-1] for t in tensors)
+        for t in tensors:
+            self.seen[t.shape[-1]] = max(self.seen.get(t.shape[-1], 0), t.shape[:-1].numel())
         return out
 
 
@@ -126,6 +127,24 @@ def test_no_rank_ever_has_logits_of_the_whole_vocabulary(ranks, family, shape, s
     found = ranks(world_of(shape), widths, family, shape, PLAIN, sequence)
     assert not any(whole for whole, _ in found)
     assert [own for _, own in found][-shape[1] :] == [True] * shape[1]  # the last pipeline stage
+
+
+def rows_of_logits(shape):
+    """The most rows of whole logits in an evaluation, and while tokens are generated; 2 sequences of 7."""
+    engine = engine_of(model_of("llama", shape, vocab_size=VOCABULARY), mesh_of(shape))
+    found = []
+    for act in (lambda: engine.evaluate(micro_batches(3, 1)), lambda: engine.generate(batch(5, length=7), 2)):
+        with Widths() as seen:
+            act()
+        found.append(seen.seen.get(VOCABULARY, 0))
+    return found
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 2, 2)], ids=str)
+def test_whole_logits_are_made_of_the_next_token_alone(ranks, shape):
+    rows = ranks(world_of(shape), rows_of_logits, shape)
+    assert rows[-shape[1] :] == [[0, 2]] * shape[1]  # the last pipeline stage
+    assert rows[: -shape[1]] == [[0, 0]] * (len(rows) - shape[1])
 
 
 def test_a_loss_of_ones_own_gets_logits_of_the_whole_vocabulary(ranks):

@@ -15,6 +15,7 @@ from zero3d.ledger import Ledger
 from zero3d.tensor_parallel import Channel, cross_entropy, parallelize
 
 COMMON_ATTENTION = {f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"}
+WHOLE_ATTENTION = {f"layers.*.self_attn.{x}": "none" for x in ("q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
 COMMON_ATTENTION |= {"layers.*.self_attn.o_proj": "rowwise_split_input", "embed_tokens": "replicate"}
 
 
@@ -41,7 +42,9 @@ def assert_equal_one_process(results, name, **options):
     ("qwen3", 2, "none", {}), ("qwen3", 4, "none", {"sequence": True, "kv_heads": 4}),
     ("gpt2", 2, "every:2", {}), ("gpt2", 4, "full", {"sequence": True}), ("moe", 2, "none", {}),
     ("llama", 2, "none", {"lora": True}), ("llama", 2, "none", {"lora": True, "sequence": True}), ("gpt2", 2, "full", {"lora": True}),
-    ("llama", 2, "none", {"plan": COMMON_ATTENTION}),
+    ("llama", 2, "none", {"plan": COMMON_ATTENTION}), ("apertus", 2, "none", {}),
+    ("mla", 2, "none", {"plan": WHOLE_ATTENTION}), ("llama", 2, "none", {"plan": {"embed_tokens": "none", "lm_head": "none"}}),
+    ("llama", 2, "none", {"plan": {"embed_tokens": "replicate"}, "lora": {"target_modules": ["q_proj", "embed_tokens"]}}),
 ])  # fmt: skip
 def test_loss_and_gradients_equal_one_process_in_float64(ranks, name, world, policy, options):
     results = ranks(world, loss_and_gradients, name, policy, options)

@@ -41,7 +41,7 @@ def measured_and_planned(name, mesh=None, sequence=False, policy="none", lora=Fa
 
 OFTEN = [
     ("llama", {}), ("llama", {"sequence": True}), ("gpt2", {}), ("gpt2", {"sequence": True, "policy": "full"}),
-    ("moe", {"policy": "full"}), ("llama", {"lora": True}),
+    ("moe", {"policy": "full"}), ("llama", {"lora": True}), ("next", {}), ("llama4", {}),
 ]  # fmt: skip
 SELDOM = [
     ("llama", {"precision": "bf16"}), ("gpt2", {"dropout": 0.1, "policy": "full"}), ("qwen3", {}), ("moe", {}),

@@ -5,6 +5,8 @@ from tensors import tiny
 from training import field, metrics, save_rows, train, tree
 from transformers import AutoModelForCausalLM
 
+from zero3d.errors import ConfigError
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -41,3 +43,31 @@ def test_a_run_goes_on_over_another_axis(ranks, folder):
     made["mesh"]["tp"] = 1
     again = ranks(2, train, made, str(folder / "down" / "checkpoints" / "step-2"))[0]
     assert field(again, "loss")[-3:] == pytest.approx(whole[-3:], abs=1e-5)
+
+
+def test_documents_of_a_length_that_tp_does_not_divide_train_by_chunks(ranks, folder):
+    data = {"train": str(save_rows(folder / "short.npy", rows=26, length=15)), "packing": False}
+    chunks = run_of(folder, "chunks", 2, data=data, mesh={"tp": 2, "sequence_parallel": True})
+    alone = train(run_of(folder, "short", 1, data=data))
+    assert field(ranks(2, train, chunks)[0], "loss") == pytest.approx(field(alone, "loss"), abs=1e-5)
+
+
+def test_a_length_that_tp_does_not_divide_is_refused_before_anything_is_made(ranks, folder):
+    made = run_of(
+        folder,
+        "odd",
+        2,
+        data={"length": 15, "cache": str(folder / "odd-cache")},
+        mesh={"tp": 2, "sequence_parallel": True},
+    )
+    first, second = ranks(2, refusal, made)
+    assert first == second
+    assert "data.length=15 / 2 is not whole: type data.length=14 or 16, or mesh.sequence_parallel=false" in first
+    assert not (folder / "odd").exists()
+    assert not (folder / "odd-cache").exists()
+
+
+def refusal(made):
+    with pytest.raises(ConfigError) as error:
+        train(made)
+    return str(error.value)

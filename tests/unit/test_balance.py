@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,15 @@ def test_the_dearest_group_is_as_cheap_as_the_best_of_all_cuts():
             return max(sums), sum(s * s for s in sums), [-c for c in counts]
 
         assert cut(costs, parts, before, after) == min(every_cut(len(costs), parts), key=rank)
+
+
+def test_the_72b_example_says_how_many_blocks_its_stages_have():
+    hidden, inner, vocab, kv = 8192, 29568, 152064, 1024
+    block = Weights(2 * hidden * (hidden + kv) + 3 * hidden * inner + 3 * hidden + 2 * kv)
+    costs = chain_costs(vocab * hidden, [block] * 80, vocab * hidden + hidden, 2048, hidden, vocab)
+    assert cut(costs.blocks, 8, costs.before, costs.after) == [10, 11, 10, 10, 10, 10, 10, 9]
+    text = (Path(__file__).parents[2] / "examples" / "72b_128gpu.yaml").read_text()
+    assert "80 blocks: 10, 11 (stage 1), 10 ..., 9;" in text
 
 
 def test_equal_blocks_fill_earlier_stages_first():

@@ -162,3 +162,10 @@ def test_without_packing_a_micro_batch_is_padded_on_the_right_and_has_no_positio
     assert set(batch) == {"input_ids", "labels"}
     assert [bytes(row.tolist()) for row in batch["input_ids"]] == [b"abcdefgh", b"ij\0\0\0\0\0\0", b"kl\0\0\0\0\0\0"]
     assert batch["labels"][2].tolist() == [-100, ord("l"), 0] + [-100] * 5
+
+
+def test_without_packing_a_micro_batch_may_be_padded_to_a_multiple(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "abcd"}])
+    batch = (train := opened(tmp_path, path, packing=False, multiple=4).train).stack([train[0]])
+    assert bytes(batch["input_ids"][0].tolist()) == b"abcd\0\0\0\0"
+    assert batch["labels"][0, 4:].tolist() == [0, -100, -100, -100]

@@ -1,5 +1,6 @@
 """Plans: what is read, what is refused and how, which parameters are cut; no ranks."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from zero3d.errors import ConfigError
 from zero3d.hf.split import split
 from zero3d.ledger import Ledger
 from zero3d.tensor_parallel import parallelize
-from zero3d.tensor_parallel.plan import REFUSED, STYLES, read_plan
+from zero3d.tensor_parallel.plan import REFUSED, STYLES, parse, read_plan
 from zero3d.tensor_parallel.regions import Doors
 from zero3d.transport import Axis
 
@@ -35,16 +36,42 @@ def shapes(model):
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-def test_every_style_that_transformers_uses_is_known_or_refused_for_a_reason():
+# Styles in the tensor-parallel plans of all models, by version of transformers.
+USED = {
+    "5.17": {
+        "all_reduce", "colwise", "colwise_gather_output", "embedding_rowwise", "mla_kv_a_proj", "moe_identity_expert",
+        "moe_tp_experts", "packed_colwise", "packed_rowwise", "replicated_with_grad_allreduce", "rowwise",
+        "rowwise_split_input",
+    },
+}  # fmt: skip
+USED["5.23"] = USED["5.17"] | {"embedding_colwise", "local_params", "replicate"}
+PLAN = r"^( *)\w*tp_plan\w*[^=\n]*= \{($.*?^\1|[^\n]*)\}$"  # in lines of its own or in one
+
+
+def installed():
+    """Version and styles of the transformers at hand; read as text, since some models need other packages."""
     import transformers
 
-    found = set()
-    for path in Path(transformers.__file__).parent.glob("models/*/[cm]o*.py"):
-        for plan in re.findall(r"_tp_plan\s*=\s*\{([^}]*)\}", path.read_text()):
-            found |= set(re.findall(r":\s*\"(\w+)\"", plan))
-    assert {"colwise", "rowwise", "packed_colwise", "moe_tp_experts"} <= found
-    assert found <= set(STYLES) | set(REFUSED), found - set(STYLES) - set(REFUSED)
+    files = Path(transformers.__file__).parent.glob("models/*/[cm]o*.py")
+    plans = [plan for path in files for _, plan in re.findall(PLAN, path.read_text(), re.MULTILINE | re.DOTALL)]
+    version = ".".join(transformers.__version__.split(".")[:2])
+    return version, {style for plan in plans for style in re.findall(r'": "(\w+)"', plan)}
+
+
+def test_every_style_that_the_installed_transformers_uses_is_known_or_refused_for_a_reason():
+    version, styles = installed()
+    assert styles == USED.get(version, styles | {"colwise", "rowwise", "packed_colwise", "moe_tp_experts"})
+    assert styles <= set(STYLES) | set(REFUSED), styles - set(STYLES) - set(REFUSED)
     assert not set(STYLES) & set(REFUSED)
+
+
+@pytest.mark.parametrize("style", sorted(set.union(*USED.values())))
+def test_every_style_of_known_versions_is_read_or_refused_by_its_name(style):
+    if style in REFUSED:
+        with pytest.raises(ConfigError, match=f"layers.0: style '{style}' is not built"):
+            parse("layers.0", style)
+    else:
+        assert parse("layers.0", style).kind == style
 
 
 def test_a_plan_is_read_from_the_model_and_the_users_map_wins():
@@ -140,6 +167,40 @@ def test_what_cannot_be_cut_is_refused_with_names_and_numbers(model, options, to
         built.transformer.h[0].attn.split_size = 30
     with pytest.raises(ConfigError, match=re.escape(told)):
         cut(built, **options)
+
+
+def test_attention_of_low_rank_can_be_kept_whole_as_the_refusal_says():
+    with pytest.raises(ConfigError, match="'mla_kv_a_proj' is not built") as told:
+        cut(on_meta("mla"))
+    whole = ast.literal_eval(re.search(r"with (\{.*\}) in", str(told.value))[1])
+    assert [name.rpartition(".")[2] for name in whole] == ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    done = cut(on_meta("mla"), plan=whole)
+    assert {name.split(".")[-2] for name in done.cuts} == {
+        "embed_tokens",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "lm_head",
+    }
+
+
+@pytest.mark.parametrize("style", ["none", "replicate"])
+def test_embedding_and_head_are_whole_where_the_users_map_says_so(style):
+    done = cut(on_meta("qwen3"), plan={"embed_tokens": style, "lm_head": style})
+    assert all(".layers." in name for name in done.cuts)
+    assert "lm_head.weight" in cut(on_meta("llama"), plan={"embed_tokens": style}).cuts
+
+
+@pytest.mark.parametrize(
+    "where", [{"target_modules": ["q_proj", "embed_tokens"]}, {"modules_to_save": ["embed_tokens"]}]
+)
+def test_an_embedding_in_pefts_wrapper_can_be_kept_whole_as_the_refusal_says(where):
+    with pytest.raises(ConfigError, match="embed_tokens out of these") as told:
+        cut(on_meta("llama", lora=where))
+    name = re.search(r"with '(\S+)': 'replicate'", str(told.value))[1]
+    assert not any(
+        "embed_tokens" in found for found in cut(on_meta("llama", lora=where), plan={name: "replicate"}).cuts
+    )
 
 
 def test_a_plan_for_the_head_alone_is_none():

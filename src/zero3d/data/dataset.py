@@ -30,11 +30,11 @@ def needs_tokenizer(data: Data) -> bool:
     return any(source.format != "npy" for source in _sources(data))
 
 
-def open_data(data: Data, tokenizer: Tokenizer | None, vocabulary: int | None = None) -> DataSet:
+def open_data(data: Data, tokenizer: Tokenizer | None, vocabulary: int | None = None, multiple: int = 1) -> DataSet:
     """Tokenize what is not in the cache yet, divide it, and plan the sequences.
 
     Call it on one rank of each machine first and then on the others: they find the cache. `vocabulary`
-    is the model's, if known. Raises DataError and ConfigError.
+    is the model's, if known; micro-batches are padded to a `multiple` of tokens. Raises DataError and ConfigError.
     """
     if vocabulary is not None and tokenizer is not None:
         check_vocabulary(tokenizer, vocabulary)
@@ -48,8 +48,8 @@ def open_data(data: Data, tokenizer: Tokenizer | None, vocabulary: int | None = 
         documents, end, note = hold_out(documents, data.validation)
         held = store, end
         notes.append(note)
-    train = _sequences(data, store, documents, tokenizer)
-    validation = _sequences(data, *held, tokenizer) if held else None
+    train = _sequences(data, store, documents, tokenizer, multiple)
+    validation = _sequences(data, *held, tokenizer, multiple) if held else None
     lines = [*_describe("training", train, store), *notes]
     if held and validation:
         lines += _describe("validation", validation, held[0] if held[0] is not store else None)
@@ -70,9 +70,11 @@ def _store(data: Data, paths: tuple[str, ...], tokenizer: Tokenizer | None, voca
     return store
 
 
-def _sequences(data: Data, store: TokenStore, documents: Documents, tokenizer: Tokenizer | None) -> Sequences:
+def _sequences(
+    data: Data, store: TokenStore, documents: Documents, tokenizer: Tokenizer | None, multiple: int
+) -> Sequences:
     pad = tokenizer.pad if tokenizer else 0
-    sequences = Sequences(store, documents, data.length, data.packing, pad)
+    sequences = Sequences(store, documents, data.length, data.packing, pad, multiple)
     if not len(sequences):
         raise DataError(
             f"nothing to learn: {sequences.documents:,} documents make no sequence with a target "

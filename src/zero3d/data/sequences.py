@@ -8,7 +8,8 @@
 
 Labels stand where their token stands: Hugging Face models shift them. Without packing there is one
 segment per sequence, no position_ids, and a micro-batch is padded on the right to its longest: causal
-attention never looks right, so padding needs no attention mask.
+attention never looks right, so padding needs no attention mask. Ranks that each take a chunk of every
+sequence need lengths that are a `multiple` of their number.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ Batch = dict[str, Tensor]  # int64 [micro_batch, tokens] each
 class Sequences:
     """The sequences of a set of documents. Only numpy arrays and a path travel to a worker."""
 
-    def __init__(self, store: TokenStore, documents: Documents, length: int, packing: bool, pad: int) -> None:
-        self.length = length
+    def __init__(
+        self, store: TokenStore, documents: Documents, length: int, packing: bool, pad: int, multiple: int = 1
+    ) -> None:
+        self.length, self._multiple = length, multiple
         self.packing = packing
         self.documents = len(documents.starts)
         self._store = store
@@ -83,8 +86,9 @@ class Sequences:
         return sample | {"position_ids": torch.from_numpy(positions)} if self.packing else sample
 
     def stack(self, samples: Listed[Sample]) -> Batch:
-        """A micro-batch, padded on the right to its longest sample."""
+        """A micro-batch, padded on the right to its longest sample, and from there to a multiple of `multiple`."""
         longest = max(len(sample["input_ids"]) for sample in samples)
+        longest += -longest % self._multiple
         fill = {"input_ids": self._pad, "labels": IGNORED, "position_ids": 0}
 
         def row(values: Tensor, name: str) -> Tensor:

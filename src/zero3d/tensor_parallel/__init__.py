@@ -130,7 +130,7 @@ def check_vocabulary(model: nn.Module, styles: Mapping[str, Style], size: int) -
 
 def read_styles(model: nn.Module, plan: Mapping[str, str] | None = None) -> dict[str, Style]:
     """Styles by name. Token embedding and head are always cut unless the plan says otherwise. Raises ConfigError."""
-    return _vocabulary(model, inner_model(model_of(model))) | read_plan(model, plan)
+    return read_plan(model, plan, _vocabulary(model, inner_model(model_of(model))))
 
 
 def _vocabulary(model: nn.Module, inner: Any) -> dict[str, Style]:

@@ -8,12 +8,14 @@
     first block, last block         nothing                        backward all_gather; all_gather
     embedding, head                 all_reduce; backward all_reduce, and two fp32 numbers per token for the loss
 
-Module order is taken for the order of calls. A recomputed module repeats its forwards, but for the last
-one when nothing behind it is kept: recomputation ends where everything that was asked for is there.
+Module order is taken for the order of calls, and a name of OUTPUTS for a matrix that takes what its module's others
+gave. A recomputed module repeats its forwards, but for the last one when nothing behind it is kept: recomputation
+ends where everything that was asked for is there.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from zero3d.tensor_parallel.sequence import cut_blocks
 
 COLWISE = ("colwise", "packed_colwise", "colwise_gather_output")
 ROWWISE = ("rowwise", "packed_rowwise", "rowwise_split_input")
+OUTPUTS = ("o_proj", "out_proj", "c_proj")
 LOSS, FP32 = 2, 4  # numbers per token and rank; bytes of each, or 8 under fp64
 
 
@@ -77,10 +80,11 @@ def _of_styles(looked: Looked, size: int, blocks: list[str]) -> Iterator[Passage
         chunks = looked.sequence and any(name.startswith(block + ".") for block in blocks)
         if kind in COLWISE and isinstance(module, nn.Module):
             inputs, outputs = _shape(module)
-            if parent != entered:
+            last = kind == "colwise_gather_output" and name.rpartition(".")[2] in OUTPUTS
+            if parent != entered or last:
                 around = name if not chunks or parent in blocks else parent
                 yield Passage(around, *(("all_gather", "reduce_scatter") if chunks else ("", "all_reduce")), inputs)
-                entered = parent
+                entered = entered if last else parent
             if name == looked.head:
                 yield Passage(name, "all_gather", "", LOSS * size, FP32)
             elif kind == "colwise_gather_output":
@@ -102,7 +106,10 @@ def _leaving(looked: Looked, name: str, kind: str, module: nn.Module, chunks: bo
             yield Passage(name, "", "all_gather", inputs)
     else:
         width = _hidden(looked)
-    if kind == "moe_tp_experts":  # hidden states, and each token's weights of its experts
+    if kind == "moe_tp_experts" and len(inspect.signature(module.forward).parameters) == 1:
+        width *= next((len(p) for p in module.parameters()), 1)  # hidden states weighed before, for every expert
+        yield Passage(name, "", "all_reduce", width)
+    elif kind == "moe_tp_experts":  # hidden states, and each token's weights of its experts
         yield Passage(name, "", "all_reduce", width)
         yield Passage(name, "", "all_reduce", getattr(looked.config, "num_experts_per_tok", 0))
     yield Passage(name, *(("reduce_scatter", "all_gather") if chunks else ("all_reduce", "")), width)

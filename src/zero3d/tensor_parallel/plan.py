@@ -48,15 +48,22 @@ REFUSED = {
     "moe_identity_expert": "identity experts must count once, not once per rank",
     "sequence_parallel": "pass sequence_parallel=True, which cuts sequences from the first block to the last",
 }
-# Of models transformers has no plan for; also examples of a map.
+OF_ATTENTION = (  # refused ones that leave a way out: nothing of an attention may be cut without the rest
+    "mla_kv_a_proj",
+    "local_params",
+)
+# What transformers' plans lack: those of models without one (also examples of a map), and parameters that are
+# used on what each rank has for itself.
 SHIPPED = {
+    "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
+    "phi": {f"layers.*.self_attn.{x}_layernorm": "replicated_with_grad_allreduce" for x in "qk"},
     "gpt2": {
         "h.*.attn.c_attn": "packed_colwise:3",  # q, k and v
         "h.*.attn.c_proj": "rowwise",
         "h.*.attn.split_size": "divided",  # its forward splits by this number
         "h.*.mlp.c_fc": "colwise",
         "h.*.mlp.c_proj": "rowwise",
-    }
+    },
 }
 
 
@@ -67,25 +74,29 @@ class Style(NamedTuple):
     blocks: int = 1
 
 
-def read_plan(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[str, Style]:
-    """Style by full name of a module, parameter or attribute of `model`, in model order.
+def read_plan(
+    model: nn.Module, given: Mapping[str, str] | None = None, usual: Mapping[str, Style] | None = None
+) -> dict[str, Style]:
+    """Style by full name of a module, parameter or attribute of `model`: the `usual` ones, then in model order.
 
     given   the user's map: patterns to styles
+    usual   by full name, of what neither that nor the model's own plan is about
     Errors: no plan at all, an unknown or refused style, a pattern of the user's that names nothing (ConfigError).
     """
     own, user = _own_plan(model), dict(given or {})
     if not own and not user:
         raise ConfigError(_no_plan(model))
-    for pattern, style in {**own, **user}.items():
+    for pattern, style in user.items():
         parse(pattern, style)
-    plan: dict[str, Style] = {}
+    plan: dict[str, Style] = dict(usual or {})
     met = set()
     for name, aliases in _names(model):
         for patterns in (user, own):
             found = next((p for p in patterns if any(_matches(p, alias) for alias in aliases)), None)
             if found is not None:
                 met.add(found)
-                plan[name] = parse(name, patterns[found])
+                refused = patterns is own and own[found] in OF_ATTENTION
+                plan[name] = parse(found, patterns[found], _instead(model, found, own) if refused else "")
                 break
     for pattern in user:
         if pattern not in met and not _is_attribute(model, pattern, plan, user[pattern]) and not _away(model, pattern):
@@ -102,14 +113,11 @@ def read_plan(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[
     return {name: style for name, style in plan.items() if style.kind != NONE and name not in away}
 
 
-def parse(name: str, style: str) -> Style:
-    """A style as it is written. Raises ConfigError for one that is unknown or refused."""
+def parse(name: str, style: str, instead: str = "") -> Style:
+    """A style as it is written. Raises ConfigError for one that is unknown, or refused: tp=1 `instead`."""
     kind, _, count = style.partition(":") if isinstance(style, str) else (str(style), "", "")
     if kind in REFUSED:
-        raise ConfigError(
-            f"{name}: style {kind!r} is not built ({REFUSED[kind]}). Give it another one in the tensor-parallel plan, "
-            f"such as {name!r}: 'replicate', or use tp=1."
-        )
+        raise ConfigError(f"{name}: style {kind!r} is not built ({REFUSED[kind]}). Use tp=1{instead}.")
     packed = kind.startswith("packed_")
     if (kind not in STYLES and kind != NONE) or (count and not (packed and count.isdecimal() and int(count) > 0)):
         raise ConfigError(
@@ -117,6 +125,15 @@ def parse(name: str, style: str) -> Style:
             "packed_colwise:3 (three fused matrices) and none."
         )
     return Style(OLD_NAMES.get(kind, kind), int(count or 2) if packed else 1)
+
+
+def _instead(model: nn.Module, name: str, own: Mapping[str, str]) -> str:
+    """What to type where the model's own plan gives `name` a style that is not built for attention."""
+    attention = name if own[name] == "local_params" else name.rpartition(".")[0]
+    names = [alias for _, aliases in _names(model) for alias in aliases]
+    inside = [p for p in own if f"{p}.".startswith(f"{attention}.") and any(_matches(p, alias) for alias in names)]
+    whole = ", ".join(f"{pattern!r}: 'none'" for pattern in inside)
+    return f", or keep attention whole on all tp ranks with {{{whole}}} in the tensor-parallel plan"
 
 
 def _own_plan(model: nn.Module) -> dict[str, str]:

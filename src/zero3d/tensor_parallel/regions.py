@@ -32,6 +32,7 @@ from zero3d.errors import ConfigError
 from zero3d.tensor_parallel.channel import Channel
 
 F = TypeVar("F", bound=Callable[..., Any])
+RANKS = 1 << 16  # more than there are; a rank's own seed is a common one times this, plus the rank
 SEQUENCE = -2  # dim of [batch, length, hidden]
 VERBS = {
     "enter": ("keep", "all_reduce"),
@@ -165,6 +166,7 @@ class OwnRandom:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._before: tuple[torch.Generator, Tensor] | None = None
+        self._own: tuple[torch.Generator, Tensor] | None = None
 
     @eager
     def begin(self, device: torch.device, on: bool = True) -> None:
@@ -175,8 +177,7 @@ class OwnRandom:
         generator = _generator(device)
         torch.rand((), device=device)  # so that the next call finds another state
         self._before = generator, generator.get_state()
-        common = generator.get_state().numpy().tobytes()
-        generator.manual_seed(zlib.crc32(common + self._rank.to_bytes(4, "little")))
+        generator.manual_seed(zlib.crc32(generator.get_state().numpy().tobytes()) * RANKS + self._rank)
 
     @eager
     def end(self) -> None:
@@ -184,6 +185,23 @@ class OwnRandom:
         before, self._before = self._before, None
         if before is not None:
             before[0].set_state(before[1])
+
+    @eager
+    def pause(self, device: torch.device, name: str) -> None:
+        """Among a rank's own numbers: such as all ranks draw, of `name`'s own, until `resume`.
+
+        They follow from the seed alone, which a generator keeps, so that a recomputed block finds them, too.
+        """
+        generator = _generator(device)
+        self._own = generator, generator.get_state()
+        generator.manual_seed(zlib.crc32(name.encode(), generator.initial_seed() // RANKS))
+
+    @eager
+    def resume(self) -> None:
+        """Go on with the rank's own numbers, if `pause` was called."""
+        own, self._own = self._own, None
+        if own is not None:
+            own[0].set_state(own[1])
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -19,7 +19,8 @@ def apply_cuts(work: Work) -> None:
         if p in work.cuts and module not in work.handled:
             raise ConfigError(
                 f"{name}.{key} is tied to a parameter that is cut over tp, or its experts have no style: give {name} "
-                "a style in the tensor-parallel plan (colwise_gather_output for a head, moe_tp_experts for experts)."
+                "a style in the tensor-parallel plan (colwise_gather_output for a head, moe_tp_experts for experts), "
+                "or 'replicate' to what it is tied to."
             )
     for t in (*work.model.parameters(), *work.model.buffers()):
         if not t.is_meta:

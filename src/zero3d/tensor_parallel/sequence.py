@@ -8,7 +8,7 @@ parameters there, the biases of rowwise matrices too, get partial gradients.
 
 Dropout: what all ranks hold alike must be dropped alike, what is a rank's own must not be. Without
 sequence parallelism own is what lies between the first colwise matrix of a module and its rowwise one;
-with it, everything between split and join.
+with it, everything between split and join. Inside a colwise module (LoRA) the common input is dropped, alike.
 """
 
 from __future__ import annotations
@@ -69,10 +69,9 @@ def install_random(work: Work, config: Any) -> None:
     parents = {name.rpartition(".")[0] for name in work.rowwise}
     for name in work.colwise:
         parent = name.rpartition(".")[0]
-        inside = work.model.get_submodule(parent).modules()
         if parent not in parents or parent in owns:
             continue
-        if drops or any(isinstance(m, nn.Dropout) and m.p > 0 for m in inside):
+        if drops or _drops(work.model.get_submodule(parent)):
             owns[parent] = OwnRandom(work.doors.channel.rank)
             begin = partial(_begin, work.doors, owns[parent])
             work.model.get_submodule(name).register_forward_pre_hook(begin)
@@ -80,6 +79,16 @@ def install_random(work: Work, config: Any) -> None:
         parent = name.rpartition(".")[0]
         if parent in owns:
             work.model.get_submodule(name).register_forward_hook(partial(_end, owns[parent]))
+    for name in work.colwise:
+        module, owned = work.model.get_submodule(name), name.rpartition(".")[0] in owns
+        if _drops(module):
+            random = OwnRandom(work.doors.channel.rank)
+            module.register_forward_pre_hook(partial(_pause, work.doors, random, name, owned))
+            module.register_forward_hook(partial(_resume, random))
+
+
+def _drops(module: nn.Module) -> bool:
+    return any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
 
 
 def _inside(name: str, blocks: dict[str, nn.Module]) -> bool:
@@ -135,3 +144,12 @@ def _begin(doors: Doors, random: OwnRandom, module: nn.Module, args: Any) -> Non
 
 def _end(random: OwnRandom, module: nn.Module, args: Any, output: Any) -> None:
     random.end()
+
+
+def _pause(doors: Doors, random: OwnRandom, name: str, owned: bool, module: nn.Module, args: Any) -> None:
+    if module.training and (owned or doors.by_sequence):
+        random.pause(args[0].device, name)
+
+
+def _resume(random: OwnRandom, module: nn.Module, args: Any, output: Any) -> None:
+    random.resume()

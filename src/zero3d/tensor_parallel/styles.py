@@ -128,6 +128,12 @@ def _rowwise(work: Work, name: str, module: nn.Module, style: Style, head: Head)
 
 def _embedding(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
     table: Any = module
+    if any(isinstance(m, nn.Embedding) for m in module.modules() if m is not module):
+        raise ConfigError(
+            f"{name}: an embedding with LoRA (target_modules) or a copy of it (modules_to_save) is not cut over tp: "
+            f"leave {name.rpartition('.')[2]} out of these, or keep it whole with {name!r}: 'replicate' in the "
+            "tensor-parallel plan, and a head that is tied to it, too."
+        )
     if not isinstance(module, nn.Embedding):
         raise ConfigError(f"{name}: style {style.kind!r} is for an nn.Embedding, and this is {_kind(module)}.")
     work.cut(f"{name}.weight", table.weight, 0)

@@ -65,7 +65,7 @@ def open_inputs(config: Config, check: Callable[[], None] = lambda: None) -> Inp
         vocabulary = of_config(opened.module, "vocab_size")
 
         def read() -> DataSet:
-            return open_data(config.data, tokenizer, vocabulary)
+            return open_data(config.data, tokenizer, vocabulary, chunks_of(config, mesh))
 
         agree(comm, lambda: read() if mesh.local_rank == 0 else None)
         data = agree(comm, read)
@@ -82,6 +82,7 @@ def _open(config: Config, mesh: Mesh) -> tuple[Batch, Opened, Tokenizer | None]:
     _check_forward(opened.module)
     if config.checkpoint.export and config.checkpoint.verify:
         _check_verify(opened.module)
+    _check_chunks(config.data.length, chunks_of(config, mesh))
     check_length(config.data.length, of_config(opened.module, "max_position_embeddings"))
     if config.data.packing:
         check_packing(opened.module, batch.micro_batch)
@@ -95,6 +96,20 @@ def of_config(model: nn.Module, name: str) -> int | None:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(text, name, None)
+
+
+def chunks_of(config: Config, mesh: Mesh) -> int:
+    """How many equal chunks a sequence is cut into: one for each tp rank under sequence parallelism."""
+    return mesh.tp if config.mesh.sequence_parallel else 1
+
+
+def _check_chunks(length: int, chunks: int) -> None:
+    if length % chunks:
+        fits = [str(n) for n in (length - length % chunks, length + -length % chunks) if n]
+        raise ConfigError(
+            f"mesh.sequence_parallel cuts sequences over mesh.tp={chunks}, and data.length={length} / {chunks} is not "
+            f"whole: type data.length={' or '.join(fits)}, or mesh.sequence_parallel=false."
+        )
 
 
 def _check_packages(config: Config) -> None:

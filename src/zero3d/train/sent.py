@@ -160,7 +160,7 @@ def planned_replica(engine: Engine, steps: int) -> dict[tuple[str, str], Moved]:
     """What the ranks of a replica agree on, by (operation, "-").
 
     A step exchanges the weight with the verdict on orders, the norms and the mean loss, all float64; the first
-    one also the places of the norms. Partial gradients are exchanged over tp.
+    one also their places. Partial gradients are exchanged over tp.
     """
     replica, mesh = engine.replica, engine.mesh
     planned: dict[tuple[str, str], Moved] = {}

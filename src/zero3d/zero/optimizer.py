@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero3d.errors import ConfigError
 from zero3d.param_groups import NOT_ELEMENTWISE, refuse_kind
 from zero3d.replica import Replica
 from zero3d.zero.arena import Arena, host_value
@@ -93,6 +94,7 @@ class ShardedOptimizer:
         self._units = [unit for unit in units if unit.grads is not None]
         self._comm, self._arena, self._clip, self._replica = comm, arena, clip_norm, replica
         self.pieces = sorted(self._own(order), key=lambda piece: piece.order)
+        self._names = {place: name for name, place in reversed(order.items())}
         self._flat: dict[tuple[str, str], Tensor] = {}
         self.torch = build([[p.master for p in self.pieces if p.group == g] for g in range(groups)])
         if type(self.torch).__name__ in NOT_ELEMENTWISE:
@@ -175,11 +177,22 @@ class ShardedOptimizer:
         host_norm, host_total, in_order, host_clip = host_value(seen, [1.0, 1.0, 1.0, 1.0])
         if not in_order:
             raise self._comm.order_error()
+        if host_norm < 0:
+            raise self._uneven(int(-1 - host_norm))
         finite = isfinite(host_norm)
         if finite and host_total:
             multiply(shards, clip if host_clip != 1.0 else 1.0)
             self._update()
         return Outcome(bool(finite and host_total), not finite and bool(host_total), norm)
+
+    def _uneven(self, place: int) -> ConfigError:
+        name = self._names[place]
+        return ConfigError(
+            f"{name} is whole on all tp ranks, and its gradients there differ: the model uses it, or what it gives, on "
+            "what each rank has for itself, between colwise and rowwise matrices. If it is used there itself, add "
+            f"{name.rpartition('.')[0] or name!r}: 'replicated_with_grad_allreduce' to the tensor-parallel plan; else "
+            "leave the matrices around it out with 'none'."
+        )
 
     def _exchange(self, weight: float | Tensor) -> tuple[float | Tensor, Tensor]:
         """Sum of weights over ranks, and whether all ranks used units in one order (1.0 or 0.0)."""
@@ -204,16 +217,16 @@ class ShardedOptimizer:
         yield from sorted(parts, key=lambda part: part[0].order)
 
     def _norm(self) -> Tensor:
-        """Global gradient norm, the same on all ranks, stages and pipelines."""
+        """Global gradient norm, the same on all ranks, stages and pipelines; -1 - k: tp ranks differ on parameter k."""
         grads = ((o, g) for o, g in self.shard_grads() if o.unit not in self._replica.copies)
-        parts = [(o.order, self._replica.counted(o.name, torch.linalg.vector_norm(g))) for o, g in grads]
+        parts = [(o.order, o.name, torch.linalg.vector_norm(g)) for o, g in grads]
         wide = self._units[0].weights.master.dtype if self._units else torch.float32
-        partial: Tensor = torch.linalg.vector_norm(self._replica.stack(parts, wide))
+        partial = self._replica.norm(parts, wide)
         if self._comm.size == 1:
             return partial
         partials = self._comm.exchange(partial.double()[None])[:, 0].to(wide)
         norm: Tensor = torch.linalg.vector_norm(partials)
-        return norm
+        return torch.where(partials.amin() < 0, partials.amin(), norm)
 
     def _update(self) -> None:
         updates_all = any(unit.weights.updates_all for unit in self._units)
