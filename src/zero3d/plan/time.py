@@ -21,7 +21,7 @@ from zero3d.plan.recompute import Policy
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.states import policies
 from zero3d.plan.timeline import pipeline_seconds
-from zero3d.zero.stages import stage_row
+from zero3d.zero.stages import resolve_policies, stage_row
 
 HOST_BANDWIDTH = 100e9  # bytes per second of a node's memory that host Adam gets, over all its GPUs
 WORKING = ("matrices", "attention", "rest", "recompute", "tp", "host")
@@ -41,6 +41,7 @@ class Pace:
     blocking   ranks wait while they pass activations on, so that a hop is part of every forward and backward
     again      of the blocks' forward, what "selective" runs again; None: attention alone
     fixed      seconds per step
+    holds      in pipelines, gathered parameters and unreduced gradients stay for the step (`states.policies`)
     """
 
     speed: dict[str, float]
@@ -52,6 +53,7 @@ class Pace:
     blocking: bool = False
     again: float | None = None
     fixed: float = 0.02
+    holds: bool = False
 
     def speed_on(self, gpu: str) -> float:
         """Of a card."""
@@ -160,7 +162,8 @@ def _data(step: _Step, numel: float, end: float, backward: float) -> float:
     if group.size == 1:
         return 0.0
     row = stage_row(plan.stage)
-    release, reduce = policies(plan)
+    resolve = policies if pace.holds else lambda asked: resolve_policies(row, asked.release, asked.reduce)
+    release, reduce = resolve(plan)
     known = digest(step.model)
     trained = numel * known.trainable / known.params
     reductions = plan.accumulate if reduce == "every_micro_batch" else 1
