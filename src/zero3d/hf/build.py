@@ -34,8 +34,8 @@ def build(config: Any, attn: str | None = None) -> nn.Module:
     try:
         with parameters_on_meta():
             model: nn.Module = _auto_class(config).from_config(config, **options)
-    except (ValueError, ImportError, KeyError) as error:
-        said = str(error).strip().splitlines()[0]
+    except Exception as error:  # any error of the model's own, told with its text
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{type(config).__name__} cannot be built with attn={attn!r}: {said}") from error
     return model
 
