@@ -1,6 +1,7 @@
 """Plan against actual at step 3 of a run, and what a measured step does to the cluster file. The clock is made up."""
 
 import json
+from itertools import accumulate, chain, repeat
 from types import SimpleNamespace
 from unittest import mock
 
@@ -21,7 +22,8 @@ from zero3d.sim.trace import open_spec
 from zero3d.train.progress import Progress, size
 from zero3d.zero.stages import engine_bytes
 
-TICK = 0.75  # seconds that every step takes by the clock of a test
+STEPS = (10.0, 0.5, 1.0)  # seconds of the first steps by the clock of a test; later ones take as long as the last
+MEASURED = 0.75  # the median of the second and the third
 MODEL = gpt(8, 1024, 16, 50304, 1024)
 PLAN = ParallelPlan(dp=8, stage=2, micro_batch=16, accumulate=8)
 
@@ -38,9 +40,10 @@ class Unnamed(nn.Module):
 
 
 def said(made):
-    """What a run says on this rank, every step of it taking TICK seconds."""
-    lines, ticks = [], iter(range(1000))
-    clock = SimpleNamespace(monotonic=lambda: TICK * next(ticks))
+    """What a run says on this rank, its steps taking STEPS."""
+    lines, waits = [], (wait for seconds in chain(STEPS, repeat(1.0)) for wait in (0.0, seconds))
+    ticks = accumulate(waits)  # a step looks at its begin and at its end
+    clock = SimpleNamespace(monotonic=lambda: next(ticks))
     with (
         mock.patch("zero3d.train.loop.time", clock),
         mock.patch.object(Progress, "say", lambda _, text: lines.append(text)),
@@ -70,20 +73,22 @@ def test_a_run_says_at_step_three_what_its_plan_was_worth_and_corrects_the_clust
     slowest = max(estimate.seconds.parts, key=estimate.seconds.parts.get)
     wanted = (
         f"plan {size(int(estimate.memory.states))} / actual {size(int(states))} of states (+0.0 %), "
-        f"step {estimate.seconds.mid:.3g} s / {TICK} s; slowest term: {slowest}"
+        f"step {estimate.seconds.mid:.3g} s / {MEASURED} s; slowest term: {slowest}"
     )
     assert about_plans(first)[0] == wanted
     assert about_plans(second) == []  # the first rank alone makes a plan
     after = cluster("cpu", 2, 1, file)
-    assert evaluate(spec, after, plan).seconds.mid == pytest.approx(TICK, rel=1e-6)
+    assert evaluate(spec, after, plan).seconds.mid == pytest.approx(MEASURED, rel=1e-6)
     assert after.provenance["gpu.matrix"] == after.provenance["gpu.flash"] == "measured"
     assert yaml.safe_load(file.read_text())["inside"] == {"bandwidth": 2e9}
 
 
 def test_short_runs_and_models_without_a_plan_are_left_in_peace(ranks, tmp_path):
     assert about_plans(ranks(1, said, run_of(tmp_path, 9))[0]) == []
-    made = run_of(tmp_path, 10, output=str(tmp_path / "other"), data={"packing": False})
+    made = run_of(tmp_path, 9, output=str(tmp_path / "second"), data={"packing": False})
     made["model"] = {"path": f"{__name__}:Unnamed"}
+    assert about_plans(ranks(1, said, made)[0]) == []  # nor is it tried
+    made = made | {"train": {"steps": 10}, "output": str(tmp_path / "third")}
     (note,) = about_plans(ranks(1, said, made)[0])
     assert note.startswith("no plan to compare this run with: Unnamed has no list of two or more blocks")
 
