@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import NamedTemporaryFile
@@ -39,9 +40,17 @@ from zero3d.plan.spec import ClusterSpec, Gpu, Link
 LONG = 0.25  # seconds of one call, at which a sweep ends
 REPEATS = 5
 HEADS, HEAD = 16, 64
-COPY_BYTES, DISK_BYTES = 64 << 20, 128 << 20
 MESSAGES = tuple(1 << power for power in range(16, 25))  # bytes: 64 kB to 16 MB
 MEASURED = "measured"
+
+
+class Sizes(NamedTuple):
+    """Of what is measured, at most: side of a matrix and length of a sequence; bytes copied, on disk, of messages."""
+
+    side: int = 16384
+    copied: int = 64 << 20
+    disk: int = 128 << 20
+    messages: Sequence[int] = MESSAGES
 
 
 class Rates(NamedTuple):
@@ -53,14 +62,15 @@ class Rates(NamedTuple):
     host_link: float
 
 
-def calibrate(mesh: Mesh, folder: Path) -> ClusterSpec:
+def calibrate(mesh: Mesh, folder: Path, sizes: Sizes = Sizes()) -> ClusterSpec:  # noqa: B008 (cannot be changed)
     """Measure on every rank of `mesh` together; `folder` is on the disk that is meant. The same answer on all ranks."""
     device = mesh.device
     mesh.everyone  # noqa: B018 (its groups are made by all ranks together)
-    rates = Rates(*(_with_all(mesh, sweep, device) for sweep in (_products, _attention, _copies, _host_copies)))
+    sweeps = (_products, _attention, _copies, _host_copies)
+    rates = Rates(*(_with_all(mesh, partial(sweep, device, sizes)) for sweep in sweeps))
     local = mesh.local_world or mesh.world
-    inside, across = _links(mesh, local)
-    disk = _with_all(mesh, lambda _: _disk(folder) if mesh.local_rank == 0 else 0.0, device)
+    inside, across = _links(mesh, local, sizes.messages)
+    disk = _with_all(mesh, lambda: _disk(folder, sizes.disk) if mesh.local_rank == 0 else 0.0)
     return _spec(mesh, rates, local, inside, across, disk)
 
 
@@ -84,11 +94,11 @@ def _spec(mesh: Mesh, rates: Rates, local: int, inside: Link | None, across: Lin
 # --- one rank -----------------------------------------------------------------------------------
 
 
-def _with_all(mesh: Mesh, sweep: Callable[[torch.device], float], device: torch.device) -> float:
+def _with_all(mesh: Mesh, sweep: Callable[[], float]) -> float:
     """Run a measurement on all ranks at once; rank 0's figure, on all."""
     if mesh.world > 1:
         dist.barrier()
-    found = torch.tensor([sweep(device)], dtype=torch.float64, device=device)
+    found = torch.tensor([sweep()], dtype=torch.float64, device=mesh.device)
     if mesh.world > 1:
         dist.broadcast(found, 0)
     return float(found)
@@ -121,37 +131,37 @@ def _best(work: Callable[[int], tuple[Callable[[], object], float]], device: tor
     return rate
 
 
-def _products(device: torch.device) -> float:
+def _products(device: torch.device, sizes: Sizes) -> float:
     def work(n: int) -> tuple[Callable[[], object], float]:
         a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
         return lambda: a @ b, 2.0 * n**3
 
-    return _best(work, device, 16384)
+    return _best(work, device, sizes.side)
 
 
-def _attention(device: torch.device) -> float:
+def _attention(device: torch.device, sizes: Sizes) -> float:
     def work(length: int) -> tuple[Callable[[], object], float]:
         q, k, v = (torch.randn(1, HEADS, length, HEAD, device=device, dtype=torch.bfloat16) for _ in range(3))
         return lambda: F.scaled_dot_product_attention(q, k, v), 4.0 * HEADS * HEAD * length**2
 
-    return _best(work, device, 16384)
+    return _best(work, device, sizes.side)
 
 
-def _copies(device: torch.device) -> float:
-    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+def _copies(device: torch.device, sizes: Sizes) -> float:
+    source = torch.zeros(sizes.copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / _seconds(lambda: target.copy_(source), device)
+    return 2 * sizes.copied / _seconds(lambda: target.copy_(source), device)
 
 
-def _host_copies(device: torch.device) -> float:
-    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    return COPY_BYTES / _seconds(lambda: target.copy_(source, non_blocking=True), device)
+def _host_copies(device: torch.device, sizes: Sizes) -> float:
+    source = torch.zeros(sizes.copied, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(sizes.copied, dtype=torch.uint8, device=device)
+    return sizes.copied / _seconds(lambda: target.copy_(source, non_blocking=True), device)
 
 
-def _disk(folder: Path) -> float:
+def _disk(folder: Path, nbytes: int) -> float:
     """The slower of writing (synced) and reading a file; 0 where it cannot be written."""
-    block = os.urandom(1 << 20) * (DISK_BYTES >> 20)
+    block = os.urandom(1 << 20) * (nbytes >> 20)
     try:
         with NamedTemporaryFile(dir=folder, prefix=".zero3d-calibrate-") as file:
             begun = time.perf_counter()
@@ -164,36 +174,36 @@ def _disk(folder: Path) -> float:
             begun = time.perf_counter()
             file.seek(0)
             file.read()
-            return DISK_BYTES / max(written, time.perf_counter() - begun)
+            return nbytes / max(written, time.perf_counter() - begun)
     except OSError as error:
-        raise Zero3dError(f"calibrate writes a file of {DISK_BYTES >> 20} MB in {folder}: {error.strerror}") from error
+        raise Zero3dError(f"calibrate writes a file of {nbytes >> 20} MB in {folder}: {error.strerror}") from error
 
 
 # --- links --------------------------------------------------------------------------------------
 
 
-def _links(mesh: Mesh, local: int) -> tuple[Link | None, Link | None]:
+def _links(mesh: Mesh, local: int, messages: Sequence[int]) -> tuple[Link | None, Link | None]:
     """Inside a node, between nodes; None where there is no such pair of ranks."""
     nodes = mesh.world // local
     here = [mesh.rank // local * local + i for i in range(local)]
     peers = [mesh.rank % local + i * local for i in range(nodes)]
-    return tuple(_link(mesh, ranks) for ranks in (here, peers))  # type: ignore[return-value]
+    return tuple(_link(mesh, ranks, messages) for ranks in (here, peers))  # type: ignore[return-value]
 
 
-def _link(mesh: Mesh, ranks: Sequence[int]) -> Link | None:
+def _link(mesh: Mesh, ranks: Sequence[int], messages: Sequence[int]) -> Link | None:
     """Of these ranks, every rank of the mesh being in one such group."""
     if len(ranks) == 1:
         return None
     group = dist.new_group(list(ranks), use_local_synchronization=True)
     n, seconds = len(ranks), []
-    for size in MESSAGES:
+    for size in messages:
         message = torch.zeros(size // 4, device=mesh.device)
 
         def reduce(message: Tensor = message) -> None:
             dist.all_reduce(message, group=group)
 
         seconds.append(_seconds(reduce, mesh.device))
-    link = fit(n, MESSAGES, seconds)
+    link = fit(n, messages, seconds)
     agreed = torch.tensor([link.bandwidth, link.latency], dtype=torch.float64, device=mesh.device)
     dist.broadcast(agreed, 0)
     return Link(float(agreed[0]), float(agreed[1]), 0.0)

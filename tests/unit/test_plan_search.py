@@ -124,6 +124,8 @@ def test_what_if_turns_one_knob_at_a_time():
     knobs = what_if(row, MODEL, A100, price)
     for knob in knobs:
         changed = [name for name, value in vars(knob.plan).items() if value != getattr(row.plan, name)]
+        if knob.change.startswith("zero.stage"):  # in a pipeline a stage comes with its policies
+            changed = [name for name in changed if name not in ("release", "reduce")]
         assert changed in ([knob.change.partition(":")[0].rpartition(".")[2]], ["micro_batch", "accumulate"])
         assert isclose(knob.memory, price(MODEL, A100, knob.plan).memory.allocated - row.estimate.memory.allocated)
 

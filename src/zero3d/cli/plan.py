@@ -76,6 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _search(arguments: argparse.Namespace, path: str | None) -> int:
     """Find plans, print them, write what was asked for."""
+    if arguments.top < 1:
+        raise ConfigError(f"--top {arguments.top}: type how many plans to show, from 1.")
+    if arguments.price is not None and arguments.price < 0:
+        raise ConfigError(f"--price {arguments.price:g}: a GPU-hour costs 0 or more.")
     place = open_cluster(arguments)
     model = open_model(arguments, path)
     asked = _asked(arguments, model, place)

@@ -6,7 +6,7 @@ import argparse
 
 from zero3d.cli.plan_theory import parse_gpus, parse_params
 from zero3d.errors import ConfigError
-from zero3d.plan.hardware import CATALOGUE, card, cluster, read_file
+from zero3d.plan.hardware import base_of, card, cluster, read_file
 from zero3d.plan.spec import ClusterSpec
 
 GPU, GPUS = "a100-80", 64  # where nothing is said
@@ -19,8 +19,7 @@ def open_cluster(arguments: argparse.Namespace) -> ClusterSpec:
     gpus = parse_gpus(arguments.gpus) if arguments.gpus else None
     nodes = parse_gpus(arguments.nodes) if arguments.nodes else None
     told = read_file(arguments.cluster) if arguments.cluster else {}
-    known = (told.get("gpu") or {}).get("name")
-    name = arguments.gpu or (known if known in CATALOGUE else GPU)
+    name = arguments.gpu or base_of(told) or GPU
     if gpus is None and nodes is None and "per_node" in told:
         nodes = int(told.get("nodes", 1))
         gpus = nodes * int(told["per_node"])

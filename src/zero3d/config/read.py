@@ -165,6 +165,9 @@ def _across(config: Config) -> Iterator[Problem]:
         steps, epochs = config.train.steps, config.train.epochs
         text = f"train.steps {steps} and train.epochs {epochs:g} both say how long: leave one out, or set it to null."
         yield Problem("train.epochs", text)
+    if config.plan.write_back and config.plan.cluster is None:
+        text = "plan.write_back corrects a cluster file, and plan.cluster names none: type plan.cluster=FILE, too."
+        yield Problem("plan.write_back", text)
 
 
 def _raise(problems: Sequence[Problem]) -> None:

@@ -4,7 +4,7 @@
     model    data    train                    what is trained, on what, how long
     optimizer    schedule    loss_scale       the update
     zero    mesh                              who holds what
-    evaluate    checkpoint    log    profile  what is done on the way
+    evaluate    checkpoint    log    profile    plan    what is done on the way
 
 Every field says its meaning, range and choices in its metadata, from which `check`, `explain`
 and `schema` are made; nothing about a key is written twice. Building one checks nothing: `load`
@@ -183,6 +183,18 @@ class Profile:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """What `zero3d plan` says of this run, beside what its third step takes."""
+
+    cluster: str | None = key(
+        None, "what is known of the cluster, as zero3d calibrate writes it; by default the data sheet of the device"
+    )
+    write_back: bool = key(
+        False, "correct gpu.matrix and gpu.flash in that file until the plan's step takes what the third step took"
+    )
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole run."""
 
@@ -208,3 +220,4 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     log: Log = field(default_factory=Log)
     profile: Profile = field(default_factory=Profile)
+    plan: Plan = field(default_factory=Plan)

@@ -25,20 +25,28 @@ FILLS = {"normal_", "uniform_", "fill_", "zero_"} | {name for name in vars(nn.in
 
 
 def build(config: Any, attn: str | None = None) -> nn.Module:
-    """The causal language model of a transformers config, parameters on meta, tied as the config says.
+    """The language model of a transformers config, with its vision tower where it has one: parameters on meta, tied
+    as the config says.
 
     Buffers are computed by the model's own constructor. Costs no memory to speak of and no download.
     """
-    from transformers import AutoModelForCausalLM
-
     options = {} if attn is None else {"attn_implementation": attn}
     try:
         with parameters_on_meta():
-            model: nn.Module = AutoModelForCausalLM.from_config(config, **options)
-    except (ValueError, ImportError, KeyError) as error:
-        said = str(error).strip().splitlines()[0]
+            model: nn.Module = _auto_class(config).from_config(config, **options)
+    except Exception as error:  # any error of the model's own, told with its text
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{type(config).__name__} cannot be built with attn={attn!r}: {said}") from error
     return model
+
+
+def _auto_class(config: Any) -> Any:
+    """The one that builds language models, or for configs that are of images and text only, such as LLaVA's, that."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForCausalLM if text else AutoModelForImageTextToText
 
 
 @contextmanager

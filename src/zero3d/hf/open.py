@@ -87,6 +87,7 @@ def preset(name: str) -> Any:
 
 def read_config(path: Path) -> Any:
     """The transformers config of a folder or a config.json. Raises ConfigError."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     file = path / "config.json" if path.is_dir() else path
@@ -98,8 +99,8 @@ def read_config(path: Path) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(file, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        said = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        said = str(error).strip().splitlines()[0] if isinstance(error, OSError) else " ".join(str(error).split())
         raise ConfigError(f"{file} is no config that transformers knows: {said}") from error
 
 

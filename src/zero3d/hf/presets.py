@@ -6,6 +6,7 @@ qwen3-0.6b   0.6 B   tied embeddings
 llama-3-1b   1.2 B   Llama 3.2
 llama-3-8b   8.0 B   Grattafiori et al. 2024, table 3
 qwen2.5-72b  72.7 B  Qwen Team 2024, table 1
+llava-1.5-7b 7.1 B   Liu et al. 2023: Vicuna 7B with CLIP's ViT-L/14 at 336 pixels
 """
 
 from __future__ import annotations
@@ -43,5 +44,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
         "max_position_embeddings": 131072, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5,
         "bos_token_id": 151643, "eos_token_id": 151645,
+    },
+    "llava-1.5-7b": {
+        "model_type": "llava", "image_token_index": 32000, "pad_token_id": 32001,
+        "vision_config": {
+            "model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+            "num_attention_heads": 16, "image_size": 336, "patch_size": 14, "projection_dim": 768, "vocab_size": 32000,
+        },
+        "text_config": {
+            "model_type": "llama", "vocab_size": 32064, "hidden_size": 4096, "intermediate_size": 11008,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        },
     },
 }  # fmt: skip

@@ -96,6 +96,12 @@ def named(device: str) -> str | None:
     return None
 
 
+def base_of(told: Mapping[str, Any]) -> str | None:
+    """The catalogue's card that the fields of a cluster file are about, None where they name none of it."""
+    name = (told.get("gpu") or {}).get("name")
+    return name if name in CATALOGUE else None
+
+
 def _key(name: str) -> str:
     key = name.strip().lower().replace("_", "-").replace(" ", "-")
     return ALIASES.get(key, key)

@@ -3,7 +3,7 @@
     dimension          values                                                          left out where
     -----------------  --------------------------------------------------------------  -------------------------
     tp                 numbers that divide heads, key-value heads and every cut size   more than a node has
-    pp                 divisors of ranks / tp                                          more parts than blocks
+    pp                 divisors of ranks / tp                                          more parts than blocks, no chain
     dp                 ranks / (tp x pp)                                               it divides no batch
     ZeRO stage         0, 1, 2, 3                                                      dp = 1: all are stage 0
     micro-batch        powers of two that divide a rank's sequences                    above one that does not fit
@@ -170,6 +170,8 @@ def _degrees(
                 account.reject(why)
             elif pp > len(model.blocks):
                 account.reject(f"more pipeline stages than {len(model.blocks)} blocks")
+            elif pp > 1 and not model.chain:
+                account.reject("the model is no chain of blocks, which no pipeline can cut")
             elif sequences % dp:
                 account.reject(f"{sequences} sequences a step are no multiple of dp")
             else:

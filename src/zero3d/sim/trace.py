@@ -9,6 +9,7 @@ paths of tp = 1 are others than those of tp > 1 (its loss, above all), so both h
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -109,7 +110,9 @@ def adapt(model: nn.Module, lora: str) -> nn.Module:
     if not found:
         raise ConfigError(f"lora={lora}: the blocks of {type(model).__name__} have no linear layers.")
     options = LoraConfig(r=int(rank), lora_alpha=2 * int(rank), target_modules=found, lora_dropout=0.05)
-    adapted: nn.Module = get_peft_model(model, options)
+    with warnings.catch_warnings():  # transformers' to PEFT
+        warnings.simplefilter("ignore", FutureWarning)
+        adapted: nn.Module = get_peft_model(model, options)
     return adapted
 
 

@@ -25,6 +25,7 @@ from zero3d.engine import Engine
 from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
 from zero3d.train.metrics import Metrics, Record
+from zero3d.train.planned import Comparison
 from zero3d.train.progress import Progress
 from zero3d.train.sent import Traffic
 from zero3d.train.stop import Stopped, StopRequest
@@ -75,6 +76,7 @@ class Loop:
         self.history: list[Record] = []
         self.done = Progressed()
         self.traffic = Traffic(engine)
+        self.comparison: Comparison | None = None
         self.checkpoint = folder.checkpoints
         self._validation, self._options = validation, options
         self._flops, self.tokens = flops, 0
@@ -97,6 +99,7 @@ class Loop:
                 self.history.append(record)
                 metrics.write(record)
                 progress.show(record)
+                self._compare(progress)
                 tracer.step()
                 if last or asked or _due(step, self.config.checkpoint.every) or self._best_is_new(record):
                     self.save(record)
@@ -143,6 +146,13 @@ class Loop:
         record |= {"memory_bytes": memory_bytes(self.engine), "traffic_bytes": self.traffic.last_step()}
         record["epoch"] = self.done.position["epoch"] + self.done.position["index"] / self.done.position["sequences"]
         return int(seen[:, 0].max())
+
+    def _compare(self, progress: Progress) -> None:
+        """Plan against actual, once, where a run has that."""
+        if self.comparison is not None:
+            with self.traffic.apart():
+                for line in self.comparison.lines(self.history):
+                    progress.say(line)
 
     def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """A batch where the engine computes, with the options every forward gets."""

@@ -23,6 +23,7 @@ from zero3d.data.tokenizers import Tokenizer
 from zero3d.engine import Engine
 from zero3d.errors import ConfigError
 from zero3d.hf.blocks import find_blocks
+from zero3d.plan.hardware import read_file
 from zero3d.train.build import Inputs, build_engine, of_config, open_inputs, steps_of_run, with_output
 from zero3d.train.flops import flops_per_token
 from zero3d.train.folder import AUTO, Folder, first_free, numbered
@@ -30,6 +31,7 @@ from zero3d.train.loop import Loop, memory_bytes, progressed
 from zero3d.train.measure import Activations, MemoryRow, memory_rows
 from zero3d.train.metrics import Metrics, Record, losses
 from zero3d.train.optim import rate, set_again, settings
+from zero3d.train.planned import STEPS, Comparison, plan_run
 from zero3d.train.progress import Progress
 from zero3d.train.sent import Done, TrafficRow, traffic_rows
 from zero3d.zero.collectives import broadcast_ints
@@ -87,15 +89,19 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
     options, layers = forward_options(inputs.opened.module), len(find_blocks(inputs.opened.module))
     notes, data = inputs.opened.notes, inputs.data
     flops = flops_per_token(inputs.opened.module, config.data.length)  # before parameters are cut
+    planned = plan_run(config, inputs.opened.module, inputs.mesh, inputs.steps)
     engine = build_engine(config, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
     stream = _stream(config, inputs, engine)
     found = find_checkpoint(config, start, engine)
     saved, steps = restore(config, inputs, engine, stream, found)
     folder = open_folder(config, start, engine, found)
     config = with_output(config, folder.root)
-    for line in (*introduction(config, inputs, steps, engine, folder), *notes, *data.notes):
+    notes = (*notes, *data.notes, *([planned] if isinstance(planned, str) else []))
+    for line in (*introduction(config, inputs, steps, engine, folder), *notes):
         progress.say(line)
     loop = Loop(config, engine, stream, data.validation, folder, options, flops)
+    if inputs.steps >= STEPS:
+        loop.comparison = Comparison(config, engine, None if isinstance(planned, str) else planned)
     if saved is not None:
         loop.done, loop.checkpoint = progressed(saved), found or loop.checkpoint
         progress.say(f"going on from {found}, after step {loop.done.step}")
@@ -129,6 +135,8 @@ def check_start(config: Config, start: Start) -> None:
     """Refuse a folder or checkpoint that cannot be, before anything is read. Raises ConfigError, CheckpointError."""
     if start.resume == AUTO and config.output is None:
         raise ConfigError("--resume auto looks in the run's own folder: name it with output=FOLDER.")
+    if config.plan.cluster is not None:
+        read_file(config.plan.cluster)
     folder = Folder(Path(config.output or "."))
     found = folder.resume_from(start.resume)
     if config.output is not None:

@@ -1,0 +1,71 @@
+"""What a measured step says of a cluster's rates: matrix and flash scaled until the plan's step takes as long.
+
+step seconds
+  | \\                   matrices and attention shrink with the rates; links, memory and the rest do not
+  |   `-._ measured      so the factor is found by halving
+  |_________`------      and there is none below what the rest takes
+      factor
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+
+import yaml
+
+from zero3d.errors import ConfigError
+from zero3d.plan.estimate import evaluate
+from zero3d.plan.hardware import read_file
+from zero3d.plan.kernels import reached
+from zero3d.plan.spec import ClusterSpec, Gpu, ModelSpec, ParallelPlan
+
+LEAST, MOST, HALVINGS = 1e-4, 1e4, 40
+
+
+def corrected(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, seconds: float) -> ClusterSpec:
+    """The cluster on which the plan's step takes `seconds`. Raises ConfigError where no rate of products does that."""
+    low, high = LEAST, MOST
+    slowest, fastest = (evaluate(model, scaled(cluster, factor), plan).seconds.mid for factor in (low, high))
+    if not fastest < seconds < slowest:
+        raise ConfigError(
+            f"a step of {seconds:.3g} s is none that rates of products explain: without them it is planned at "
+            f"{fastest:.3g} s."
+        )
+    for _ in range(HALVINGS):
+        middle = sqrt(low * high)
+        slower = evaluate(model, scaled(cluster, middle), plan).seconds.mid > seconds
+        low, high = (middle, high) if slower else (low, middle)
+    return scaled(cluster, sqrt(low * high))
+
+
+def scaled(cluster: ClusterSpec, factor: float) -> ClusterSpec:
+    """With what products and attention reach of the peak times `factor`.
+
+    A card's rates of its own go with what its memory really moves (`kernels.reached`), so that is filled in, too.
+    """
+    gpu, got = cluster.gpu, reached(cluster.gpu)
+    own = replace(
+        gpu, bandwidth=got.memory * gpu.bandwidth, matrix=factor * got.matrix, flash=factor * got.flash
+    )  # a second time memory's part is 1
+    return replace(cluster, gpu=own)
+
+
+def write_rates(file: Path | str, gpu: Gpu, bandwidth_from: str) -> None:
+    """Put a card's rates into a cluster file; all else in it stays. Raises ConfigError.
+
+    bandwidth_from  where the bandwidth comes from, as it was told before
+    """
+    tree, path = read_file(file), Path(file)
+    rates = {"bandwidth": gpu.bandwidth, "matrix": gpu.matrix, "flash": gpu.flash}
+    told = {"gpu.bandwidth": bandwidth_from, "gpu.matrix": "measured", "gpu.flash": "measured"}
+    tree["gpu"] = {**(tree.get("gpu") or {}), **rates}
+    tree["provenance"] = {**(tree.get("provenance") or {}), **told}
+    as_json = path.suffix == ".json"
+    text = json.dumps(tree, indent=2) + "\n" if as_json else yaml.safe_dump(tree, sort_keys=False)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}).") from error

@@ -1,0 +1,55 @@
+"""`zero3d calibrate` on two ranks with small sweeps: the file it writes is one that `zero3d plan` reads."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import zero3d
+from zero3d.calibrate import MEASURED, Sizes, calibrate
+from zero3d.cli.calibrate import lines
+from zero3d.cli.main import main
+from zero3d.plan.hardware import cluster
+from zero3d.plan.spec_json import to_json
+
+SMALL = Sizes(side=256, copied=1 << 20, disk=1 << 20, messages=(1 << 16, 1 << 18, 1 << 20))
+SWEPT = ("gpu.matrix", "gpu.flash", "gpu.bandwidth", "gpu.memory", "host_memory", "host_link", "disk", "inside")
+
+
+def measure(folder):
+    return calibrate(zero3d.Mesh(), Path(folder), SMALL)
+
+
+def test_two_ranks_measure_one_cluster_that_plan_reads(ranks, tmp_path, capsys):
+    first, second = ranks(2, measure, str(tmp_path))
+    assert first == second
+    assert (first.nodes, first.per_node, first.gpu.name) == (1, 2, "cpu")
+    rates = (first.gpu.flops, first.gpu.bandwidth, first.inside.bandwidth, first.host_link, first.disk)
+    assert all(rate > 0 for rate in rates)
+    assert first.gpu.matrix == 1.0  # on a CPU the best product is the peak
+    assert {key for key, told in first.provenance.items() if told == MEASURED} == set(SWEPT)
+    assert list(tmp_path.iterdir()) == []  # the file that the disk was measured with is gone
+
+    file = tmp_path / "cluster.json"
+    file.write_text(json.dumps(to_json(first)))
+    read = cluster("cpu", 2, 1, file)
+    assert replace(read, provenance={}) == replace(first, provenance={})
+    assert {key: read.provenance[key] for key in first.provenance} == first.provenance
+    words = ["--params", "1e6", "--seq", "64", "--tokens-per-batch", "256", "--cluster", str(file), "--json"]
+    assert main(["plan", *words]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["gpus"], told["gpu"]) == (2, "cpu")
+    assert told["plans"]
+    text = "\n".join(lines(first, file))
+    assert "(measured)" in text
+    assert "between nodes       1.25 GB/s, 12 us (datasheet)" in text
+
+
+def test_a_folder_that_takes_no_file_is_said(ranks, tmp_path):
+    ((_, error),) = ranks(1, measure, str(tmp_path / "none"), check=False)
+    assert "calibrate writes a file of 1 MB in" in error
+
+
+def test_bad_words_are_refused_in_a_line(capsys):
+    for words in (["--ranks", "0"], ["--out", "nowhere/cluster.json"]):
+        assert main(["calibrate", *words]) == 2
+        assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,131 @@
+"""Plan against actual at step 3 of a run, and what a measured step does to the cluster file. The clock is made up."""
+
+import json
+from itertools import accumulate, chain, repeat
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import yaml
+from torch import nn
+from training import save_rows, train, tree
+
+from zero3d.config import load
+from zero3d.errors import ConfigError
+from zero3d.plan.corrected import corrected, scaled, write_rates
+from zero3d.plan.emit import plan_of
+from zero3d.plan.estimate import evaluate
+from zero3d.plan.hardware import cluster
+from zero3d.plan.shapes import gpt
+from zero3d.plan.spec import ParallelPlan
+from zero3d.sim.trace import open_spec
+from zero3d.train.progress import Progress, size
+from zero3d.zero.stages import engine_bytes
+
+STEPS = (10.0, 0.5, 1.0)  # seconds of the first steps by the clock of a test; later ones take as long as the last
+MEASURED = 0.75  # the median of the second and the third
+MODEL = gpt(8, 1024, 16, 50304, 1024)
+PLAN = ParallelPlan(dp=8, stage=2, micro_batch=16, accumulate=8)
+
+
+class Unnamed(nn.Module):
+    """A model that trains and that no plan can be made of: it has no list of blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+
+    def forward(self, input_ids):
+        return self.head(self.embed(input_ids))
+
+
+def said(made):
+    """What a run says on this rank, its steps taking STEPS."""
+    lines, waits = [], (wait for seconds in chain(STEPS, repeat(1.0)) for wait in (0.0, seconds))
+    ticks = accumulate(waits)  # a step looks at its begin and at its end
+    clock = SimpleNamespace(monotonic=lambda: next(ticks))
+    with (
+        mock.patch("zero3d.train.loop.time", clock),
+        mock.patch.object(Progress, "say", lambda _, text: lines.append(text)),
+    ):
+        train(made)
+    return lines
+
+
+def run_of(folder, steps, **sections):
+    save_rows(folder / "rows.npy")
+    return tree(folder, model={"path": "demo"}, train={"steps": steps}, **sections)
+
+
+def about_plans(lines):
+    return [line for line in lines if "plan" in line]
+
+
+def test_a_run_says_at_step_three_what_its_plan_was_worth_and_corrects_the_cluster_file(ranks, tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text("gpu: {name: cpu, flops: 5.0e11}\ninside: {bandwidth: 2.0e+9}\n")
+    made = run_of(tmp_path, 10, plan={"cluster": str(file), "write_back": True})
+    place, config = cluster("cpu", 2, 1, file), load(made)
+    spec, plan = open_spec("demo", config.data.length), plan_of(config, 2)
+    estimate = evaluate(spec, place, plan)
+    first, second = ranks(2, said, made)
+    states = float(engine_bytes(3, 2, "fp32").total) * spec.params
+    slowest = max(estimate.seconds.parts, key=estimate.seconds.parts.get)
+    wanted = (
+        f"plan {size(int(estimate.memory.states))} / actual {size(int(states))} of states (+0.0 %), "
+        f"step {estimate.seconds.mid:.3g} s / {MEASURED} s; slowest term: {slowest}"
+    )
+    assert about_plans(first)[0] == wanted
+    assert about_plans(second) == []  # the first rank alone makes a plan
+    after = cluster("cpu", 2, 1, file)
+    assert evaluate(spec, after, plan).seconds.mid == pytest.approx(MEASURED, rel=1e-6)
+    assert after.provenance["gpu.matrix"] == after.provenance["gpu.flash"] == "measured"
+    assert yaml.safe_load(file.read_text())["inside"] == {"bandwidth": 2e9}
+
+
+def test_short_runs_and_models_without_a_plan_are_left_in_peace(ranks, tmp_path):
+    assert about_plans(ranks(1, said, run_of(tmp_path, 9))[0]) == []
+    made = run_of(tmp_path, 9, output=str(tmp_path / "second"), data={"packing": False})
+    made["model"] = {"path": f"{__name__}:Unnamed"}
+    assert about_plans(ranks(1, said, made)[0]) == []  # nor is it tried
+    made = made | {"train": {"steps": 10}, "output": str(tmp_path / "third")}
+    (note,) = about_plans(ranks(1, said, made)[0])
+    assert note.startswith("no plan to compare this run with: Unnamed has no list of two or more blocks")
+
+
+@pytest.mark.parametrize("place", [cluster("a100-80", 8, 1), scaled(cluster("h100", 8, 1), 0.5)])
+@pytest.mark.parametrize("times", [0.7, 1.0, 3.0])
+def test_a_corrected_cluster_plans_the_step_that_was_measured(place, times):
+    planned = evaluate(MODEL, place, PLAN).seconds.mid
+    assert evaluate(MODEL, scaled(place, 1.0), PLAN).seconds.mid == pytest.approx(planned)
+    found = corrected(MODEL, place, PLAN, times * planned)
+    assert evaluate(MODEL, found, PLAN).seconds.mid == pytest.approx(times * planned, rel=1e-6)
+    assert found.gpu.matrix / found.gpu.flash == pytest.approx(
+        scaled(place, 1.0).gpu.matrix / scaled(place, 1.0).gpu.flash
+    )
+
+
+def test_a_step_that_no_rate_of_products_explains_changes_nothing():
+    with pytest.raises(ConfigError, match=r"a step of 0\.001 s is none that rates of products explain"):
+        corrected(MODEL, cluster("a100-80", 8, 1), PLAN, 0.001)
+
+
+def test_a_json_file_stays_json_and_keeps_what_else_it_says(tmp_path):
+    file = tmp_path / "cluster.json"
+    file.write_text(json.dumps({"disk": 1e9, "provenance": {"disk": "measured"}}))
+    write_rates(file, scaled(cluster("h100", 8, 1), 0.5).gpu, "datasheet")
+    told = json.loads(file.read_text())
+    assert told["disk"] == 1e9
+    assert told["provenance"] == {
+        "disk": "measured", "gpu.bandwidth": "datasheet", "gpu.matrix": "measured", "gpu.flash": "measured"
+    }  # fmt: skip
+    assert told["gpu"]["matrix"] == pytest.approx(0.34)
+
+
+def test_what_cannot_be_corrected_or_read_is_refused_before_anything_is_written(ranks, tmp_path):
+    with pytest.raises(ConfigError, match=r"corrects a cluster file, and plan\.cluster names none"):
+        load({"plan": {"write_back": True}})
+    made = run_of(tmp_path, 10, plan={"cluster": str(tmp_path / "none.json")})
+    ((_, error),) = ranks(1, train, made, check=False)
+    assert "ConfigError: cluster file" in error
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,162 @@
+"""`zero3d plan` as a user types it: answers, exit codes, and what is said of bad input. Models are traced once."""
+
+import json
+import re
+from functools import lru_cache
+
+import pytest
+
+from zero3d.cli.main import main
+from zero3d.plan.hardware import CATALOGUE
+from zero3d.sim import trace
+
+DEMO = ["demo", "--gpus", "2", "--gpu", "cpu", "--seq", "128", "--tokens-per-batch", "1024"]
+KNOWN = lru_cache(trace.open_spec)
+
+
+@pytest.fixture(autouse=True)
+def traced_once(monkeypatch):
+    monkeypatch.setattr(trace, "open_spec", KNOWN)
+
+
+@pytest.fixture
+def plan(capsys):
+    """`plan(*words)` -> (exit code, stdout, stderr)."""
+
+    def run(*words):
+        code = main(["plan", *map(str, words)])
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+def refused(plan, *words):
+    """The one line of a refusal."""
+    code, out, error = plan(*words)
+    assert (code, out) == (2, "")
+    assert error.count("\n") == 1, error
+    return error
+
+
+@pytest.fixture
+def config(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {path: demo}\ndata: {length: 128}\ntrain: {micro_batch: 1}\n")
+    return file
+
+
+def test_an_unknown_gpu_is_answered_with_the_catalogue(plan):
+    said = refused(plan, "demo", "--gpus", 2, "--gpu", "a9000")
+    assert all(name in said for name in CATALOGUE)
+    assert "Did you mean a6000?" in said
+
+
+def test_a_model_that_cannot_be_built_is_refused_with_the_reason(plan, tmp_path):
+    broken, strange, empty = tmp_path / "config.json", tmp_path / "strange", tmp_path / "empty"
+    broken.write_text('{"model_type": "llama", "hidden_size": "wide"}')
+    for folder in (strange, empty):
+        folder.mkdir()
+    odd = tmp_path / "odd.json"
+    odd.write_text('{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7, "num_hidden_layers": 2}')
+    negative = tmp_path / "negative.json"
+    negative.write_text('{"model_type": "llama", "hidden_size": -7, "num_attention_heads": 7}')
+    (strange / "config.json").write_text('{"model_type": "no-such-kind"}')
+    for path, why in ((broken, "wide"), (strange, "no-such-kind"), (empty, "has no config.json"), (odd, "not a multiple"), (negative, "negative"),
+                      ("demos", "Did you mean 'demo'?"), ("math:sqrt", "sqrt() raised TypeError"),
+                      ("nowhere:model", "No module named 'nowhere'")):  # fmt: skip
+        assert why in refused(plan, path, "--gpus", 2)
+
+
+@pytest.mark.parametrize(("words", "why"), [
+    (["mesh.tp=5"], "mesh.tp=5 cannot be: tp does not divide 6 heads"),
+    (["mesh.pp=99", "train.accumulate=99"], "pp=99 pipeline stages need a block each, and demo has 3: pass pp=3 or less"),
+    (["--gpus", "3", "mesh.dp=2"], "3 ranks cannot form dp=2"),
+])  # fmt: skip
+def test_degrees_that_do_not_divide_the_model_are_refused(plan, config, words, why):
+    assert why in refused(plan, "explain", config, *words)
+
+
+@pytest.mark.parametrize(("words", "why"), [
+    (["--gpus", "0"], "type a whole number from 1"),
+    (["--gpus", "two"], "type a whole number from 1"),
+    (["--gpus", "3", "--nodes", "2"], "pass --gpus as a multiple of --nodes"),
+    (["--seq", "1"], "a sequence has 2 tokens or more"),
+    (["--seq", "long"], "is no whole number"),
+    (["--tokens-per-batch", "1000"], "Type 896 or 1024."),
+    (["--tokens-per-batch", "0"], "is no whole number"),
+    (["--assert-fits", "lots"], "is no size: type 78GB"),
+    (["--lora", "r=0"], "pass the rank of the adapters, such as r=128"),
+    (["--goal", "cheapest"], "pass one of fastest, fewest-gpus, largest-batch"),
+    (["--top", "0"], "--top 0"),
+    (["--price", "-1"], "--price -1"),
+    (["--cluster", "nowhere.yaml"], "cluster file nowhere.yaml"),
+    (["--emit", "nowhere/train.yaml"], "cannot be written"),
+])  # fmt: skip
+def test_nonsense_is_refused_in_one_line(plan, words, why):
+    assert why in refused(plan, *DEMO, *words)
+
+
+def test_one_model_is_wanted(plan):
+    for words in ([], ["demo", "gpt2"], ["demo", "--params", "7e9"]):
+        assert "takes one MODEL, or --params" in refused(plan, *words)
+    assert "--lora needs a MODEL" in refused(plan, "--params", "7e9", "--lora", "r=8")
+    assert "--params, which is no model" in refused(plan, "--params", "1e8", "--gpus", 1, "--emit", "train.yaml")
+
+
+def test_an_impossible_goal_is_told_with_the_nearest_and_what_would_do(plan):
+    said = refused(
+        plan, "--params", "7e9", "--gpus", 1, "--gpu", "rtx-3090", "--seq", 1024, "--tokens-per-batch", 65536
+    )
+    assert re.search(r"Nearest: the GPU's memory is short by [\d.]+ GB with pp 1 x dp 1 x tp 1", said)
+    assert re.search(r"It fits on --gpus 8: pp \d x dp \d x tp \d", said)
+
+
+def test_assert_fits_is_an_exit_code(plan, config):
+    assert plan(*DEMO, "--assert-fits", "8GB")[0] == 0
+    code, out, _ = plan(*DEMO, "--assert-fits", "20MB")
+    assert code == 1
+    assert "Nearest: " in out
+    assert plan("explain", config, "--gpu", "cpu", "--assert-fits", "8GB")[0] == 0
+    code, out, _ = plan("explain", config, "--gpu", "cpu", "--assert-fits", "20MB")
+    assert code == 1
+    assert "Does not fit" in out
+
+
+def test_json_has_everything_that_the_text_has(plan):
+    told = json.loads(plan(*DEMO, "--json")[1])
+    assert told["plans"]
+    assert told["tried"] > len(told["plans"])
+    assert {"reason", "plans", "excess_bytes", "nearest"} == set(told["rejected"][0])
+    assert {"change", "memory_bytes", "seconds"} == set(told["what_if"][0])
+    assert [rung["rung"] for rung in told["ladder"]] == ["1", "2", "3", "2 + offload", "3 + offload"]
+    first = told["plans"][0]
+    assert sum(first["seconds"]["parts"].values()) == pytest.approx(first["seconds"]["mid"])
+    text = plan(*DEMO)[1]
+    assert f"{told['tried']:,} plans" in text
+    for heading in ("Plans that fit", "left out were", "What if", "The ladder", "GPU-hours", "Checkpoints"):
+        assert heading in text
+
+
+def test_deepspeed_json_says_what_the_best_plan_says(plan, tmp_path):
+    file = tmp_path / "ds.json"
+    best = json.loads(plan(*DEMO, "--json", "--emit-deepspeed", file)[1])["plans"][0]["plan"]
+    tree = json.loads(file.read_text())
+    assert tree["train_batch_size"] == 8
+    assert tree["train_micro_batch_size_per_gpu"] == best["micro_batch"]
+    assert tree["gradient_accumulation_steps"] == best["accumulate"]
+    assert tree["zero_optimization"]["stage"] == best["stage"]
+    assert tree["bf16"] == {"enabled": True}
+    assert set(tree) == {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+                         "gradient_clipping", "zero_optimization", "optimizer", "bf16"}  # fmt: skip
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_llava_with_adapters_is_planned_with_gpu_and_host_memory(plan, gpus):
+    words = ["llava-1.5-7b", "--lora", "r=128", "--gpus", gpus, "--gpu", "a6000", "--seq", 2048]
+    told = json.loads(plan(*words, "--json")[1])
+    assert told["model"]["params"] - told["model"]["trainable"] == 7_063_427_072  # of llava-hf/llava-1.5-7b-hf
+    assert told["model"]["trainable"] == 32 * 128 * (4 * 2 * 4096 + 3 * (4096 + 11008))  # r (in + out) of 7 matrices
+    for row in told["plans"]:
+        assert row["plan"]["dp"] * row["plan"]["tp"] == gpus
+        assert 14.1e9 / gpus < row["memory"]["device"] < 0.95 * 48 * 2**30
+        assert row["memory"]["host"] > 0
