@@ -17,15 +17,16 @@ hooks; the forward token would leak.
 Note 3, embeddings. Their backward needs indices only, so they take no backward token.
 Note 4, the end-of-backward callback is queued from the root's output: queued elsewhere it would
 fire at the end of a reentrant checkpoint's inner backward.
-Note 5, replays. Nobody runs the backward of the graph that a replay of `segments.py` makes. torch's hook on several
-tensors holds their nodes, and those hold the hook: the graph would outlive the segment, with all its activations.
+Note 5, graphs that no backward goes through to its end (a replay's, one of split backwards). torch's hook on all of
+several tensors holds their nodes, which hold it: such a graph would stay, with its activations. Its hook on any does
+not, and for one tensor, as most blocks have, it is the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from weakref import ref
 
 import torch
@@ -103,11 +104,12 @@ class Hooks:
             token = KEEP if self._keeps else ("forward", call)
             for unit in units:
                 self._gathers.acquire(unit, token)
-            if not (torch.is_grad_enabled() and needed_in_backward) or _replayed(module):
+            if not (torch.is_grad_enabled() and needed_in_backward):
                 return None
             args, kwargs = map_tensors((args, kwargs), _unleaf)  # Note 1
             if inputs := [t for t in tensors_in((args, kwargs)) if t.requires_grad]:
-                register_multi_grad_hook(inputs, lambda _: self._backward_done(units, call), mode="all")
+                mode: Literal["any", "all"] = "any" if len(inputs) == 1 else "all"  # Note 5
+                register_multi_grad_hook(inputs, lambda _: self._backward_done(units, call), mode=mode)
             return args, kwargs
 
         def ends(module: nn.Module, args: Any, output: Any) -> None:
@@ -117,7 +119,7 @@ class Hooks:
             for unit in units:
                 self._gathers.release(unit, ("forward", call))
             outputs = [t for t in tensors_out(output) if t.requires_grad]
-            if torch.is_grad_enabled() and needed_in_backward and outputs and not _replayed(module):
+            if torch.is_grad_enabled() and needed_in_backward and outputs:
                 register_multi_grad_hook(outputs, lambda _: self._backward_needs(units, call), mode="any")
 
         module.register_forward_pre_hook(begins, with_kwargs=True)
@@ -208,11 +210,6 @@ def _is(token: object, kind: str) -> bool:
 
 def _is_plain_embedding(module: nn.Module) -> bool:
     return type(module).forward is nn.Embedding.forward and len(list(module.parameters())) == 1
-
-
-def _replayed(module: nn.Module) -> bool:
-    """`segments.py` fills what was not kept, by calling the module again (Note 5)."""
-    return bool(getattr(module.forward, "replaying", False))
 
 
 def _unleaf(t: Tensor) -> Tensor:
