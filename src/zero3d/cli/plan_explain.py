@@ -28,7 +28,9 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     place = open_cluster(arguments)
     plan = plan_of(config, place.gpus if arguments.gpus or arguments.nodes or arguments.cluster else None)
     place = resized(place, plan.world)
-    model = open_spec(config.model.path, config.data.length, config.model.attn, arguments.lora)
+    model = open_spec(
+        config.model.path, config.data.length, config.model.attn, arguments.lora, packed=config.data.packing
+    )
     check(model, plan, place)
     row = Row(plan, evaluate(model, place, plan))
     limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * place.gpu.memory
