@@ -100,6 +100,8 @@ def test_micro_batches_in_flight():
 
     assert [of("1f1b", stage) for stage in range(4)] == [{0: 4}, {1: 3}, {2: 2}, {3: 1}]
     assert of("gpipe", 2) == {2: 8}
-    assert of("zbv", 1) == {1: 8, 6: 8}
-    assert of("interleaved", 0) == {0: 7, 4: 4}
+    assert of("zbv", 1) == {1: 7, 6: 2}
+    assert of("zbv", 3) == {3: 5, 4: 4}
+    assert of("interleaved", 0) == {0: 8, 4: 4}
+    assert of("zero-bubble", 3) == {3: 8, 7: 4}
     assert in_flight(ParallelPlan(), 0) == {0: 1}

@@ -27,7 +27,9 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     config = load(path, overrides)
     place = open_cluster(arguments)
     plan = plan_of(config, place.gpus if arguments.gpus or arguments.nodes or arguments.cluster else None)
-    model = open_spec(config.model.path, config.data.length, config.model.attn, arguments.lora)
+    model = open_spec(
+        config.model.path, config.data.length, config.model.attn, arguments.lora, packed=config.data.packing
+    )
     check(model, plan, place)
     place = resized(place, plan.world)
     row = Row(plan, evaluate(model, place, plan))

@@ -16,6 +16,7 @@ from zero3d.plan.traffic import traffic_elements
 from zero3d.schedules import Schedule
 
 EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
+UNPACKED = "one document a sequence: data.packing=true keeps more in every block, a mask and repeated key-value heads"
 
 
 def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system: str = "zero3d") -> Estimate:
@@ -60,6 +61,8 @@ def _notes(model: ModelSpec, cluster: ClusterSpec, memory: Memory) -> tuple[str,
     notes = [model.provenance] if model.provenance.startswith("assumed") else []
     if any(part.operations.eager for part in model.blocks):
         notes.append(EAGER)
+    if model.provenance == "traced":
+        notes.append(UNPACKED)
     if memory.host > cluster.host_memory:
         notes.append(f"host memory: {memory.host / 1e9:.0f} GB needed on a node of {cluster.host_memory / 1e9:.0f} GB")
     return tuple(notes)

@@ -1,34 +1,131 @@
-"""How many micro-batches a pipeline rank has run forward and not yet backward, at its fullest. No torch.
+"""What a pipeline rank holds of its micro-batches when a backward begins. No torch.
 
-    gpipe         M
-    1f1b          p - s of stage s, at most M                      one part
-    interleaved   the first (v-1) r + 2 (p-1-s) + 1 forwards       v parts, r = M / rounds of each in a row
-    zero-bubble   M of each part: what weights' gradients need is kept until they are taken, and in dry runs nearly
-    zbv           all of a step's were waiting at the peak
+    gpipe         F F F .. | B B B ..
+    1f1b          p - 1 - s forwards on stage s of p, then F B in turn, then the backwards left
+    interleaved   (v - 1) r + 2 (p - 1 - s) forwards of v parts, r = M / rounds of each in a row; then as 1f1b
+    zero-bubble   (v - 1) r + p - 1 - s forwards; then F I in turn, W as many behind I as the stage's number
+    zbv           a V: 2 (p - s) - 1 forwards of its first part, then of both; W right behind I until forwards run out
 
-As the schedules of torch.distributed.pipelining run them (torch 2.13). Source of 1f1b's figure: Narayanan et al.
-(2021), section 2.2.
+As the schedules of torch.distributed.pipelining run them (torch 2.13). B is a whole backward, I that of inputs, W that
+of weights: a micro-batch is held until B or W, and after I gradients are held for its W as well.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
 
 from zero3d.plan.spec import ParallelPlan
 from zero3d.schedules import Schedule
 
+WHOLE, INPUTS, WEIGHTS = "B", "I", "W"
+
+
+class Moment(NamedTuple):
+    """A backward begins. By part of the rank, in their order:
+
+    part     the one that runs
+    kind     B, I or W
+    held     micro-batches whose activations are held, the running one among them
+    waiting  of these, the others that wait for their W
+    final    it is the part's last of this kind: gradients of a step are reduced in it
+    """
+
+    part: int
+    kind: str
+    held: tuple[int, ...]
+    waiting: tuple[int, ...]
+    final: bool
+
+
+def moments(plan: ParallelPlan, pp_stage: int) -> tuple[Moment, ...]:
+    """The backwards of a step that may be the fullest: none holds less of everything than another one alike."""
+    if plan.pp == 1:
+        return (Moment(0, WHOLE, (1,), (0,), final=True),)
+    return _moments(plan.schedule, plan.pp, _enough(plan), pp_stage)
+
 
 def in_flight(plan: ParallelPlan, pp_stage: int) -> dict[int, int]:
-    """Micro-batches whose activations a rank keeps, by pipeline part."""
-    if plan.pp == 1:
-        return {0: 1}
-    schedule = Schedule.of(plan.schedule)
-    parts, count, behind = schedule.parts_of(pp_stage, plan.pp), plan.accumulate, plan.pp - 1 - pp_stage
-    if schedule.name == "gpipe" or schedule.splits_backward:
-        return dict.fromkeys(parts, count)
-    if schedule.name == "1f1b":
-        return {parts[0]: min(count, behind + 1)}
-    row = count // max(1, count // plan.pp)
-    first = min((len(parts) - 1) * row + 2 * behind + 1, len(parts) * count)
-    seen = Counter((index // row) % len(parts) for index in range(first))
-    return {part: min(count, seen[turn]) for turn, part in enumerate(parts)}
+    """The most micro-batches whose activations a rank holds, by pipeline part."""
+    parts = [0] if plan.pp == 1 else Schedule.of(plan.schedule).parts_of(pp_stage, plan.pp)
+    return dict(zip(parts, map(max, zip(*(each.held for each in moments(plan, pp_stage)), strict=True)), strict=True))
+
+
+def _enough(plan: ParallelPlan) -> int:
+    """Micro-batches after which a step repeats itself (sim/repeats.py)."""
+    count, pp = plan.accumulate, plan.pp
+    if plan.schedule == "1f1b":
+        return min(count, pp + 2)
+    if plan.schedule == "zbv" or (plan.schedule != "gpipe" and count % pp == 0):
+        return min(count, 4 * pp)
+    return count
+
+
+@lru_cache(maxsize=4096)
+def _moments(name: str, pp: int, count: int, stage: int) -> tuple[Moment, ...]:
+    schedule = Schedule.of(name)
+    parts = schedule.parts_of(stage, pp)
+    done: Counter[tuple[str, int]] = Counter()
+    ends = WEIGHTS if schedule.splits_backward else WHOLE
+    found: dict[Moment, None] = {}
+    turns = range(len(parts))
+    for kind, turn in _zbv(stage, pp, count) if schedule.in_a_v else _in_turn(schedule, stage, pp, count):
+        if done[kind, turn] == count:
+            continue
+        done[kind, turn] += 1
+        if kind != "F":
+            held = tuple(done["F", i] - done[ends, i] + (kind == ends and i == turn) for i in turns)
+            waits = tuple(done[INPUTS, i] - done[WEIGHTS, i] - (kind == INPUTS and i == turn) for i in turns)
+            waits = waits if schedule.splits_backward else (0,) * len(parts)
+            found[Moment(parts[turn], kind, held, waits, done[kind, turn] == count)] = None
+    return tuple(each for each in found if not any(_less(each, other) for other in found))
+
+
+def _less(one: Moment, other: Moment) -> bool:
+    """Alike, and with less of something and more of nothing."""
+    alike = one != other and one.part == other.part and one.kind == other.kind and one.final == other.final
+    return alike and all(a <= b for a, b in zip(one.held + one.waiting, other.held + other.waiting, strict=True))
+
+
+def _in_turn(schedule: Schedule, stage: int, pp: int, count: int) -> Iterator[tuple[str, int]]:
+    """(kind, which of the rank's parts) of all schedules but zbv."""
+    own = schedule.parts_per_rank
+    row, total, behind = count // max(1, count // pp), own * count, pp - 1 - stage
+    ahead = {
+        "gpipe": total, "1f1b": behind, "interleaved": (own - 1) * row + 2 * behind,
+        "zero-bubble": (own - 1) * row + behind,
+    }[schedule.name]  # fmt: skip
+    ahead = min(ahead, total)
+    forwards = [index // row % own for index in range(total)]
+    backwards = [own - 1 - turn for turn in forwards]
+    yield from (("F", turn) for turn in forwards[:ahead])
+    for i, turn in enumerate(backwards):
+        if ahead + i < total:
+            yield "F", forwards[ahead + i]
+        yield INPUTS if schedule.splits_backward else WHOLE, turn
+        if schedule.splits_backward and i >= stage:
+            yield WEIGHTS, backwards[i - stage]
+    if schedule.splits_backward:
+        yield from ((WEIGHTS, turn) for turn in backwards[max(0, total - stage) :])
+
+
+def _zbv(stage: int, pp: int, count: int) -> Iterator[tuple[str, int]]:
+    """The same of zbv, for `count` micro-batches or a few more."""
+    left, number = pp - stage, max(2 * pp - 1, count)
+    through = [(INPUTS, 1), (WEIGHTS, 1)]
+    yield from [("F", 0)] * (2 * left - 1)
+    yield from [("F", 1), ("F", 0)] * stage
+    yield from [("F", 1), *through] * left
+    first, second = 2 * left - 1 + stage, stage + left
+    while second < first or first < number:
+        if first < number:
+            yield "F", 0
+            first += 1
+        yield from [(INPUTS, 0), (WEIGHTS, 0), ("F", 1), *through]
+        second += 1
+    yield from [(INPUTS, 0), (INPUTS, 1)] * stage
+    yield from [(INPUTS, 0), (WEIGHTS, 0)] * left
+    yield from [(WEIGHTS, 1)] * stage
+    yield from [(WEIGHTS, 0)] * stage

@@ -6,6 +6,8 @@
     backward of the last blocks               all kept, in flight; the block's transient         its own, 2 moving
     the same, recomputed                      inputs; one segment's interiors and transient      the same
     the embedding's backward                  its gradient                                       what is reduced last
+    the end of a backward of inputs           all kept, of the running one too; gradients for W  the same
+    the end of a backward of weights          the same                                           the part's gradients
     optimizer step                            none                                               largest cast
 
 A peak is the maximum over these, never a sum of categories' maxima; `parts` are the bytes at that instant. Bytes of
@@ -22,14 +24,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from zero3d.plan.held import Held, itemsize, rank_of
-from zero3d.plan.in_flight import in_flight
+from zero3d.plan.in_flight import INPUTS, WEIGHTS, Moment, moments
 from zero3d.plan.recompute import Policy
 from zero3d.plan.spec import ClusterSpec, Instant, Memory, ModelSpec, Operations, ParallelPlan, Part
-from zero3d.plan.states import States, states
+from zero3d.plan.states import States, policies, states
 from zero3d.plan.windows import WINDOW, Windows, flush, windows
 from zero3d.zero.stages import WIDTHS
 
 RESERVED = 1.05
+NOTHING = Windows(0.0, 0.0, 0.0)
 CONTEXT, COMMUNICATORS = 0.6e9, 0.4e9
 PROCESS = 3e9
 
@@ -90,17 +93,23 @@ class _Rank:
         return {
             "parameters": float(bytes_.parameters), "gradients": float(bytes_.gradients),
             "optimizer": 0.0 if offloaded else float(bytes_.optimizer), "padding": float(self.held.padding),
-            "batch": 16.0 * self.tokens * self.plan.accumulate, "received": self._received(),
+            "batch": 16.0 * self.tokens * self.plan.accumulate,
         }  # fmt: skip
 
-    def _received(self) -> float:
-        """Pipelines hold a buffer for every micro-batch's hidden state and for its gradient, per part."""
-        if self.plan.pp == 1:
-            return 0.0
-        last = self.plan.pp * len(self.parts) - 1
-        ends = sum((number > 0) + (number < last) for number in self.parts)
-        hidden = self.tokens * self.model.hidden * WIDTHS[self.plan.precision].weight
-        return float(ends * hidden * self.plan.accumulate)
+    def _received(self, moment: Moment) -> float:
+        """A hidden state for every micro-batch that is held, a gradient for each in its backward, one that is early.
+
+        Where a V turns, both parts are here and nothing is received.
+        """
+        numbers = list(self.parts)
+        last = self.plan.pp * len(numbers) - 1
+        found = len(numbers) - 1
+        for number, held, waiting in zip(numbers, moment.held, moment.waiting, strict=True):
+            if number > 0 and number - 1 not in numbers:
+                found += held
+            if number < last and number + 1 not in numbers:
+                found += waiting + (number == moment.part)
+        return float(found * self.tokens * self.model.hidden * WIDTHS[self.plan.precision].weight)
 
     # --- activations ----------------------------------------------------------------------------
 
@@ -112,8 +121,11 @@ class _Rank:
     def _interior(self, part: Part) -> float:
         """All that a part keeps for its backward."""
         operations = self._operations(part)
-        scale = self.width if part.kind == "block" else 1.0
-        return scale * self._divided(operations.kept_cut, operations.kept_whole)
+        if part.kind != "block":
+            return self._divided(operations.kept_cut, operations.kept_whole)
+        gathered = 4.0 * self.model.hidden if self.plan.sequence_parallel else 0.0  # inputs of attention and MLP
+        whole = max(0.0, operations.kept_whole - gathered)
+        return self.width * (self._divided(operations.kept_cut, whole) + self.tokens * gathered)
 
     def _operations(self, part: Part) -> Operations:
         own = part.operations
@@ -148,24 +160,97 @@ class _Rank:
         """Whole sequences even under sequence parallelism: they are gathered inside."""
         return self.tokens * (at.cut / self.plan.tp + at.whole)
 
+    # --- split backwards ------------------------------------------------------------------------
+
+    def _for_weights(self, part: Part) -> float:
+        """Gradients of weights' outputs, which a backward of inputs leaves for that of weights."""
+        plan, found = self.plan, 0.0
+        for weight in (weight for unit in part.units for weight in unit.weights if weight.trainable):
+            if weight.name.endswith("bias"):
+                continue
+            rows = weight.local(plan.tp)[0]
+            if len(weight.shape) > 2:  # experts: those that a token meets
+                rows *= weight.local(plan.tp)[1] * (part.active or part.numel) / part.numel
+            alone = plan.tp if plan.sequence_parallel and len(weight.shape) == 1 else 1
+            found += rows / alone
+        return found * self.tokens * WIDTHS[plan.precision].weight
+
+    def _dropped(self, part: Part) -> float:
+        """Of what a part keeps, what lies behind its last weight: the head's logits in fp32."""
+        logits = 4.0 * self.tokens * self.model.vocab / self.plan.tp
+        return min(logits, self._kept(part)) if part.kind == "head" else 0.0
+
+    def _between(self, number: int) -> float:
+        """Bytes of a micro-batch of a part between its two backwards; part 0 has but one, that of weights."""
+        parts = self.parts[number]
+        kept = sum(map(self._kept, parts))
+        if number == 0:
+            return kept
+        again = sum(self._interior(part) - self._kept(part) for part in parts)
+        return kept + again + sum(self._for_weights(part) - self._dropped(part) for part in parts)
+
     # --- instants -------------------------------------------------------------------------------
 
     def peaks(self) -> Iterator[Peak]:
         """Instants that may be the fullest."""
-        flights = in_flight(self.plan, self.stage)
-        last = max(self.parts)
-        others = sum(flights[n] * sum(map(self._kept, parts)) for n, parts in self.parts.items() if n != last)
-        order = list(reversed(self.parts[last]))
-        units: list[Sequence[Held]] = [*reversed(self._own[last])]
+        kept = {number: sum(map(self._kept, parts)) for number, parts in self.parts.items()}
+        between = {number: self._between(number) for number in self.parts}
+        for moment in moments(self.plan, self.stage):
+            others = -kept[moment.part]
+            for number, held, waiting in zip(self.parts, moment.held, moment.waiting, strict=True):
+                others += (held - waiting) * kept[number] + waiting * between[number]
+            if moment.kind == INPUTS and moment.part == 0:
+                continue  # it does nothing
+            if moment.kind == INPUTS:
+                found = self._of_inputs(moment, others)
+            elif moment.kind == WEIGHTS and moment.part > 0:
+                found = self._of_weights(moment, others)
+            else:
+                found = self._whole(moment, others)
+            received = self._received(moment)
+            for peak in found:
+                yield peak._replace(parts=peak.parts | {"received": received})
+        yield self._step()
+
+    def _whole(self, moment: Moment, others: float) -> Iterator[Peak]:
+        """Of a backward that lets go of what it has used. others: bytes that other micro-batches keep."""
+        order, units = self._backwards(moment)
         kept = [self._kept(part) for part in order]
-        waiting = others + (flights[last] - 1) * sum(kept)
         for at, part in enumerate(order):
             if at > WINDOW + 2 and part.kind == "block" and part.operations == order[at - 1].operations:
                 continue  # less is kept than one block before
-            alive = waiting + sum(kept[at:])
-            yield from self._backward(part, alive, windows(units, at, self.tied, self.plan))
-        yield self._peak("end of the backward", waiting, 0.0, flush(units, self.tied, self.plan))
-        yield self._step()
+            yield from self._backward(part, others + sum(kept[at:]), self._windows(units, at, moment))
+        held = flush(units, self.tied, self.plan) if self._reduces(moment) else NOTHING
+        yield self._peak("end of the backward", others, 0.0, held)
+
+    def _of_inputs(self, moment: Moment, others: float) -> Iterator[Peak]:
+        """Of a backward that keeps all, and gradients for that of weights besides."""
+        order, units = self._backwards(moment)
+        alive = others + sum(map(self._kept, order))
+        for at, part in enumerate(order):
+            if part.kind == "head" or at + 1 == len(order):
+                yield from self._backward(part, alive, self._windows(units, at, moment))
+            alive += self._interior(part) - self._kept(part) + self._for_weights(part) - self._dropped(part)
+        yield self._peak("end of the backward of inputs", alive, 0.0, NOTHING)
+
+    def _of_weights(self, moment: Moment, others: float) -> Iterator[Peak]:
+        """Its gradients pile up, and are handed on at its end; what they are made of goes."""
+        order, units = self._backwards(moment)
+        given = sum(map(self._for_weights, order))
+        grads = sum(u.layout.numel * u.itemsize for u in self.units[moment.part] if u.trainable)
+        alive = others + self._between(moment.part) - given
+        yield self._peak("backward of weights", alive, max(given, grads), self._windows(units, 0, moment))
+
+    def _backwards(self, moment: Moment) -> tuple[list[Part], list[Sequence[Held]]]:
+        return list(reversed(self.parts[moment.part])), [*reversed(self._own[moment.part])]
+
+    def _reduces(self, moment: Moment) -> bool:
+        return moment.final or policies(self.plan)[1] == "every_micro_batch"
+
+    def _windows(self, units: Sequence[Sequence[Held]], at: int, moment: Moment) -> Windows:
+        """What moves; nothing is reduced before the last micro-batch where gradients are summed here."""
+        held = windows(units, at, self.tied, self.plan)
+        return held if self._reduces(moment) else held._replace(wire=0.0)
 
     def _backward(self, part: Part, alive: float, held: Windows) -> Iterator[Peak]:
         names = {"embedding": "backward of the embedding", "head": "logits and loss"}
@@ -186,4 +271,4 @@ class _Rank:
         share = self.plan.dp if self.plan.stage > 0 else 1
         largest = max((unit.layout.total // share for unit in units), default=0)
         scratch = 4.0 * largest if width == 2 and self.plan.offload == "none" else 0.0
-        return self._peak("optimizer step", 0.0, scratch, Windows(0.0, 0.0, 0.0))
+        return self._peak("optimizer step", 0.0, scratch, NOTHING)

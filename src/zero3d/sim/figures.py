@@ -31,6 +31,7 @@ from zero3d.ledger import Ledger
 from zero3d.nested import tensors_out
 from zero3d.precision import at_least_fp32
 from zero3d.sim.live import Live
+from zero3d.sim.patches import documents
 from zero3d.sim.pretend import Silent, fake_like, without_values
 from zero3d.sim.units import RUN, Rooms
 from zero3d.tensor_parallel import parallelize
@@ -110,10 +111,13 @@ def reduce_model(model: nn.Module, rooms: Rooms) -> Reduced:
     return Reduced(copy_with(model, replaced), ran, forms)
 
 
-def measure(model: nn.Module, rooms: Rooms, length: int, tp: int, batch: int = 1) -> dict[Any, Figures]:
+def measure(
+    model: nn.Module, rooms: Rooms, length: int, tp: int, batch: int = 1, packed: bool = False
+) -> dict[Any, Figures]:
     """Figures of the embedding, of every kind of block and of the head, for `batch` sequences of `length` tokens.
 
-    tp   1, or a degree that divides the model. The model stays as it is.
+    tp      1, or a degree that divides the model. The model stays as it is
+    packed  every sequence is of several documents, which attention keeps apart by a mask
     """
     reduced = reduce_model(model, rooms)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, without_values():
@@ -130,8 +134,12 @@ def measure(model: nn.Module, rooms: Rooms, length: int, tp: int, batch: int = 1
         ids = torch.zeros(batch, length, dtype=torch.int64)
         labels = ids.clone()
         live.know(ids, labels)
-        with fake, live:
-            _step(run, ids, labels, live)
+        options = forward_options(model)
+        if packed and "position_ids" in inspect.signature(inner_model(model).forward).parameters:
+            options["position_ids"] = ids.clone()
+            live.know(options["position_ids"])
+        with documents(packed), fake, live:
+            _step(run, ids, labels, options, live)
     return {part: watch.figures(part) for part in (EMBEDDING, *reduced.ran, HEAD)}
 
 
@@ -147,18 +155,17 @@ def _dtype(t: Tensor) -> torch.dtype:
     return RUN if isinstance(t, nn.Parameter) and t.is_floating_point() else t.dtype
 
 
-def _step(model: nn.Module, ids: Tensor, labels: Tensor, live: Live) -> None:
+def _step(model: nn.Module, ids: Tensor, labels: Tensor, options: dict[str, Any], live: Live) -> None:
     """One micro-batch as `Engine.train_batch` runs it."""
-    loss = _loss(model, ids, labels)
+    loss = _loss(model, ids, labels, options)
     live.mark(("F", HEAD, "end"))
     live.mark(("B", HEAD, "begin"))
     loss.backward()  # type: ignore[no-untyped-call]
     live.mark(("end",))
 
 
-def _loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+def _loss(model: nn.Module, ids: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
     """The sum of losses, of the model's own or of next tokens."""
-    options = forward_options(model)
     if takes_labels(model):
         loss = model(input_ids=ids, labels=labels, **options).loss
         return at_least_fp32(loss) * (labels[..., 1:] != -100).sum()

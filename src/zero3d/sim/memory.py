@@ -124,11 +124,11 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found.born = found.born._replace(module=module)
 
     def saved(self, tensor: Tensor) -> Tensor:
-        """Autograd keeps a tensor."""
+        """Autograd keeps a tensor; not itself, for an operation's output would hold the operation that holds it."""
         found = self.see(tensor)
         if found is not None and found.category == TEMPORARY:
             found.category = ACTIVATIONS
-        return tensor
+        return tensor.detach()
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage has been freed or filled in place."""

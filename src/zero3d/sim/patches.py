@@ -101,6 +101,16 @@ def around(owner: Any, name: str, context: Callable[[], Any]) -> Iterator[None]:
 
 
 @contextmanager
+def documents(packed: bool) -> Iterator[None]:
+    """Inside, transformers takes rows for several documents each, or for one."""
+    with ExitStack() as stack:
+        if find_spec("transformers") is not None:
+            masks = import_module("transformers.masking_utils")
+            stack.enter_context(replaced(masks, "find_packed_sequence_indices", partial(_documents, packed)))
+        yield
+
+
+@contextmanager
 def standing_in(backend: str, packed: bool) -> Iterator[None]:
     """Inside, an engine can be built and stepped on the fake group, under FakeTensorMode, as it would be on `backend`.
 
@@ -124,9 +134,7 @@ def standing_in(backend: str, packed: bool) -> Iterator[None]:
             if hasattr(PipelineStage, vote):
                 stack.enter_context(replaced(PipelineStage, vote, agreed))
         stack.enter_context(replaced(OwnRandom, "begin", lambda *_, **__: None))
-        if find_spec("transformers") is not None:
-            masks = import_module("transformers.masking_utils")
-            stack.enter_context(replaced(masks, "find_packed_sequence_indices", partial(_documents, packed)))
+        stack.enter_context(documents(packed))
         if backend != "gloo":
             stack.enter_context(replaced(precision, "_CHUNK", WHOLE))
         yield

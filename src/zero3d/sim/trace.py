@@ -31,15 +31,16 @@ DEGREES = (2, 3, 4, 5, 6, 7, 8)
 LENGTH = 2048
 
 
-def trace(model: nn.Module, length: int, name: str = "") -> ModelSpec:
+def trace(model: nn.Module, length: int, name: str = "", packed: bool = False) -> ModelSpec:
     """The spec of a model for sequences of `length` tokens.
 
     model    parameters on meta or real ones, frozen ones and adapters as they will be trained; it stays as it is
+    packed   sequences are of several documents each (data.packing)
     Errors: no repeated blocks, a forward that cannot run without data (ConfigError).
     """
     rooms = find_rooms(model)
     spec = _outline(model, rooms, length, name)
-    figures = _figures(model, rooms, length, spec)
+    figures = _figures(model, rooms, length, spec, packed)
     names: list[Any] = [EMBEDDING, *kinds_of(model, rooms), HEAD]
     parts = [
         replace(part, operations=_operations(key, figures, length)) for key, part in zip(names, spec.parts, strict=True)
@@ -49,7 +50,7 @@ def trace(model: nn.Module, length: int, name: str = "") -> ModelSpec:
         attention = [p for _, module in attentions_in(model.get_submodule(block)) for p in module.parameters()]
         again = 2.0 * sum(p.numel() for p in attention if p.dim() == 2)
         parts[i] = replace(parts[i], operations=replace(parts[i].operations, eager=eager, again=again))
-    return replace(spec, parts=tuple(parts), provenance="traced")
+    return replace(spec, parts=tuple(parts), provenance="traced, packed" if packed else "traced")
 
 
 def outline(model: nn.Module, length: int, name: str = "") -> ModelSpec:
@@ -82,15 +83,18 @@ def _setting(config: Any, name: str) -> int:
     return int(getattr(config, name, None) or 0)
 
 
-def open_spec(path: str, length: int = LENGTH, attn: str | None = None, lora: str | None = None) -> ModelSpec:
+def open_spec(
+    path: str, length: int = LENGTH, attn: str | None = None, lora: str | None = None, packed: bool = False
+) -> ModelSpec:
     """The spec of a preset, a config.json, a folder with one, or module:function.
 
     attn   attention implementation, as `model.attn` of a configuration
     lora   such as "r=128": adapters on all linear layers of the blocks, everything else frozen
+    packed sequences are of several documents each, as data.packing makes them
     Errors: nothing of this name, a model that cannot be built or run, an unknown `lora` (ConfigError).
     """
     model = open_model(Model(path=path, init="random", attn=attn)).module
-    return trace(model if lora is None else adapt(model, lora), length, path)
+    return trace(model if lora is None else adapt(model, lora), length, path, packed)
 
 
 def adapt(model: nn.Module, lora: str) -> nn.Module:
@@ -132,10 +136,12 @@ def _cuts(model: nn.Module, rooms: Rooms) -> dict[str, Cut]:
     return cuts
 
 
-def _figures(model: nn.Module, rooms: Rooms, length: int, spec: ModelSpec) -> list[tuple[int, dict[Any, Figures]]]:
+def _figures(
+    model: nn.Module, rooms: Rooms, length: int, spec: ModelSpec, packed: bool
+) -> list[tuple[int, dict[Any, Figures]]]:
     """(tp, figures by part) of tp = 1 and of the two smallest degrees that divide the model, if there are any."""
     try:
-        found = [(1, measure(model, rooms, length, 1))]
+        found = [(1, measure(model, rooms, length, 1, packed=packed))]
     except Exception as error:  # any error of the model's own, told with its text
         said = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(f"{spec.name} cannot run without data: {type(error).__name__}: {said}") from error
@@ -144,7 +150,7 @@ def _figures(model: nn.Module, rooms: Rooms, length: int, spec: ModelSpec) -> li
     for tp in DEGREES if sizes else ():
         if len(found) < 3 and not any(size % tp for size in (*sizes, spec.heads, spec.kv_heads)):
             with suppress(RuntimeError):  # kernels refuse slices that are too thin
-                found.append((tp, measure(model, rooms, length, tp)))
+                found.append((tp, measure(model, rooms, length, tp, packed=packed)))
     return found
 
 

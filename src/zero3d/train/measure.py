@@ -71,7 +71,7 @@ class Activations:
         if storage._cdata not in self._seen:
             self._seen.add(storage._cdata)
             self.bytes[_name(tensor.dtype)] += storage.nbytes()
-        return tensor
+        return tensor.detach()  # an operation's output would hold the operation that holds it
 
 
 # --- memory -------------------------------------------------------------------------------------

@@ -17,13 +17,16 @@ hooks; the forward token would leak.
 Note 3, embeddings. Their backward needs indices only, so they take no backward token.
 Note 4, the end-of-backward callback is queued from the root's output: queued elsewhere it would
 fire at the end of a reentrant checkpoint's inner backward.
+Note 5, graphs that no backward goes through to its end (a replay's, one of split backwards). torch's hook on all of
+several tensors holds their nodes, which hold it: such a graph would stay, with its activations. Its hook on any does
+not, and for one tensor, as most blocks have, it is the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from weakref import ref
 
 import torch
@@ -105,7 +108,8 @@ class Hooks:
                 return None
             args, kwargs = map_tensors((args, kwargs), _unleaf)  # Note 1
             if inputs := [t for t in tensors_in((args, kwargs)) if t.requires_grad]:
-                register_multi_grad_hook(inputs, lambda _: self._backward_done(units, call), mode="all")
+                mode: Literal["any", "all"] = "any" if len(inputs) == 1 else "all"  # Note 5
+                register_multi_grad_hook(inputs, lambda _: self._backward_done(units, call), mode=mode)
             return args, kwargs
 
         def ends(module: nn.Module, args: Any, output: Any) -> None:
