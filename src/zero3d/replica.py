@@ -179,15 +179,16 @@ class Replica:
         mine = torch.tensor(told, dtype=torch.float64, device=device)
         table = host_value(self._comm.exchange(mine).view(-1), told * self._comm.size)
         found = [(*divmod(int(value), 2), *divmod(i, self.longest)) for i, value in enumerate(table) if value >= 0]
-        counted = torch.ones(self._comm.size, self.longest, dtype=torch.float64)
-        common = torch.full((self._comm.size // tp, self.longest), -1.0, dtype=torch.float64)
+        counted = [[1.0] * self.longest for _ in range(self._comm.size)]
+        common = [[-1.0] * self.longest for _ in range(self._comm.size // tp)]
         for place, cut, rank, column in found:
             if not cut:
-                counted[rank, column] = float(rank % tp == 0)
-                common[rank // tp, column] = place
+                counted[rank][column] = float(rank % tp == 0)
+                common[rank // tp][column] = float(place)
         order = sorted((place, rank, column) for place, _, rank, column in found)
         rows, columns = [rank for _, rank, _ in order], [column for *_, column in order]
-        return Places(rows, columns, counted.to(device), common.to(device))
+        masks = (torch.tensor(mask, dtype=torch.float64, device=device) for mask in (counted, common))
+        return Places(rows, columns, *masks)
 
 
 def find_uneven(norms: Tensor, common: Tensor) -> Tensor:

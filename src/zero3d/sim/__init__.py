@@ -8,6 +8,7 @@ replay      the log as a peak with its largest tensors, and as a timeline
 flops       multiplications and additions by phase and part
 observe     one step of an engine, real or not, under all of these
 repeats     how many micro-batches of a step must be run to know all of them
+peers       what its replica would tell it
 rank        one rank of a configuration, in a process of its own; `request` is what it is asked
 simulate    one rank of each class of a mesh
 result      what comes out, with JSON round trip

@@ -96,11 +96,11 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def see(self, tensor: Tensor, category: str = TEMPORARY) -> Storage | None:
         """A tensor exists; None for one that takes no memory."""
-        if tensor.device.type == "meta":
-            return None
         storage = tensor.untyped_storage()
         number = self._number(storage)
         if number is None:
+            if tensor.device.type == "meta":
+                return None
             place, number = self._where.now(), len(self.log.storages)
             dtype, nbytes = str(tensor.dtype).removeprefix("torch."), storage.nbytes()
             self._alive[number] = Storage(nbytes, category, tuple(tensor.shape), dtype, place)

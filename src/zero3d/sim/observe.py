@@ -62,12 +62,6 @@ class Observed:
         """Parameters of this rank's units."""
         return sum(unit.layout.numel for unit in self.engine.units)
 
-    @property
-    def norms(self) -> int:
-        """Norms that this rank tells its replica."""
-        copies = self.engine.replica.copies
-        return sum(owned.unit not in copies for owned, _ in self.engine.optimizer.shard_grads())
-
     def alike(self, dp: int) -> tuple[int, ...]:
         """The dp ranks that update parts of the same units as rank `dp`: of others, shards are all padding."""
         units = [unit for unit in self.engine.units if unit.grads is not None and not unit.weights.updates_all]

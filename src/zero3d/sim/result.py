@@ -120,7 +120,6 @@ class RankResult:
     alike        dp ranks of the same pipeline stage that hold and do the same, this one's among them
     stands_for   ranks in all: those, each with all its tp ranks
     elements     parameters that this rank's units have, padding apart
-    norms        of parts of parameters, that it tells its replica in a step
     seconds, resident  what the simulation took, and the most memory of its process in bytes
     """
 
@@ -138,7 +137,6 @@ class RankResult:
     work: tuple[Work, ...]
     did: tuple[Did, ...]
     orders: tuple[tuple[Did, ...], ...]
-    norms: int
     seconds: float
     resident: int
 

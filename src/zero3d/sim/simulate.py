@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
@@ -24,11 +24,10 @@ from zero3d.degrees import Degrees, Place
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.schedules import Schedule
 from zero3d.sim.request import Request
-from zero3d.sim.result import RankResult, Sent, Simulation, from_json
+from zero3d.sim.result import RankResult, Simulation, from_json
 
 BACKENDS = ("nccl", "gloo")
 AT_ONCE = 2  # processes of about 0.5 GB
-REPLICA = ("replica", "pp")  # the axis over which norms travel: without tp it is pp itself
 
 Said = Callable[[RankResult], None]
 
@@ -81,23 +80,7 @@ def _of_all_classes(degrees: Degrees, run: Callable[[int], RankResult]) -> list[
         alike = tuple(dp for dp in range(degrees.dp) if dp not in apart)
         known.append(replace(each, alike=alike, stands_for=len(alike) * degrees.tp))
         known += [other[each.pp]] if apart else []
-    return known if degrees.pp == 1 else _with_longest_norms(degrees, known)
-
-
-def _with_longest_norms(degrees: Degrees, known: Sequence[RankResult]) -> list[RankResult]:
-    """Ranks of a replica exchange as many norms as the one with the most; a rank alone knows its own number only."""
-    fixed = []
-    for each in known:
-        replica = [one for one in known if each.dp in one.alike]
-        more = (max(one.norms for one in replica) - each.norms) * (degrees.pp * degrees.tp - 1) if each.norms else 0
-        fixed.append(replace(each, sent=tuple(_more_norms(sent, more) for sent in each.sent)))
-    return fixed
-
-
-def _more_norms(sent: Sent, elements: int) -> Sent:
-    if sent.op != "exchange" or sent.axis not in REPLICA:
-        return sent
-    return replace(sent, elements=sent.elements + elements, nbytes=sent.nbytes + 8 * elements)
+    return known
 
 
 def in_own_process(request: Request) -> RankResult:

@@ -53,9 +53,12 @@ def trace(model: nn.Module, length: int, name: str = "", packed: bool = False) -
     return replace(spec, parts=tuple(parts), provenance="traced, packed" if packed else "traced")
 
 
-def outline(model: nn.Module, length: int, name: str = "") -> ModelSpec:
-    """The same without running anything: parameters are exact, operations zero. Raises ConfigError."""
-    return _outline(model, find_rooms(model), length, name)
+def outline(model: nn.Module, length: int, name: str = "", blocks: str | None = None) -> ModelSpec:
+    """The same without running anything: parameters are exact, operations zero. Raises ConfigError.
+
+    blocks   name of the list of blocks, where a model has several
+    """
+    return _outline(model, find_rooms(model, blocks), length, name)
 
 
 def _outline(model: nn.Module, rooms: Rooms, length: int, name: str) -> ModelSpec:

@@ -57,10 +57,10 @@ class Rooms:
         return 0 if inside else len(self.blocks) + 1
 
 
-def find_rooms(model: nn.Module) -> Rooms:
-    """The parts of a model. Raises ConfigError for one without blocks."""
+def find_rooms(model: nn.Module, blocks: str | None = None) -> Rooms:
+    """The parts of a model, with this list of blocks. Raises ConfigError for one without blocks."""
     try:
-        chain = find_chain(model)
+        chain = find_chain(model, blocks)
     except ConfigError:
         return _longest_list(model)
     names = [f"{chain.blocks}.{key}" for key, _ in model.get_submodule(chain.blocks).named_children()]
