@@ -139,6 +139,11 @@ def _ladder(answer: Answer) -> Iterator[str]:
 def costs(answer: Answer) -> Iterator[str]:
     """GPU-hours, how often to save, and what must be known of these figures."""
     estimate, cluster = answer.best.estimate, answer.cluster
+    processes = min(cluster.per_node, answer.best.plan.world)
+    yield (
+        f"Host memory: {size(int(estimate.memory.host))} of {size(int(cluster.host_memory))}, {processes} processes that "
+        f"read their slices. If each loaded the whole model in fp32, it would be {size(4 * processes * answer.model.params)}."
+    )
     billion = gpu_hours(estimate, cluster, 1e9)
     yield f"Cost: {billion:,.1f} GPU-hours per billion tokens{_money(billion, answer.price)}."
     if answer.tokens:

@@ -29,6 +29,7 @@ from zero3d.plan.recompute import Policy
 from zero3d.plan.spec import ClusterSpec, Instant, Memory, ModelSpec, Operations, ParallelPlan, Part
 from zero3d.plan.states import States, policies, states
 from zero3d.plan.windows import WINDOW, Windows, flush, windows
+from zero3d.schedules import Schedule
 from zero3d.zero.stages import WIDTHS
 
 RESERVED = 1.05
@@ -163,7 +164,11 @@ class _Rank:
     # --- split backwards ------------------------------------------------------------------------
 
     def _for_weights(self, part: Part) -> float:
+<<<<<<< HEAD
         """Gradients of weights' outputs, which a backward of inputs leaves for that of weights."""
+=======
+        """Gradients of weights' outputs: what a backward of inputs leaves for that of weights."""
+>>>>>>> q6mem
         plan, found = self.plan, 0.0
         for weight in (weight for unit in part.units for weight in unit.weights if weight.trainable):
             if weight.name.endswith("bias"):
@@ -194,23 +199,28 @@ class _Rank:
     def peaks(self) -> Iterator[Peak]:
         """Instants that may be the fullest."""
         kept = {number: sum(map(self._kept, parts)) for number, parts in self.parts.items()}
-        between = {number: self._between(number) for number in self.parts}
+        split = self.plan.pp > 1 and Schedule.of(self.plan.schedule).splits_backward
+        between = {number: self._between(number) for number in self.parts} if split else kept
+        fullest: dict[tuple[int, str, bool], tuple[float, float, Moment]] = {}
         for moment in moments(self.plan, self.stage):
-            others = -kept[moment.part]
+            others, received = -kept[moment.part], self._received(moment)
             for number, held, waiting in zip(self.parts, moment.held, moment.waiting, strict=True):
                 others += (held - waiting) * kept[number] + waiting * between[number]
-            if moment.kind == INPUTS and moment.part == 0:
-                continue  # it does nothing
-            if moment.kind == INPUTS:
-                found = self._of_inputs(moment, others)
-            elif moment.kind == WEIGHTS and moment.part > 0:
-                found = self._of_weights(moment, others)
-            else:
-                found = self._whole(moment, others)
-            received = self._received(moment)
-            for peak in found:
-                yield peak._replace(parts=peak.parts | {"received": received})
+            key, found = (moment.part, moment.kind, self._reduces(moment)), (others + received, received, moment)
+            if key not in fullest or fullest[key][0] < found[0]:
+                fullest[key] = found
+        for total, received, moment in fullest.values():
+            for peak in self._of(moment, total - received):
+                yield peak._replace(parts={**peak.parts, "received": received})
         yield self._step()
+
+    def _of(self, moment: Moment, others: float) -> Iterator[Peak]:
+        """Part 0 has no backward of inputs, so that of its weights is a whole one."""
+        if moment.part > 0 and moment.kind == INPUTS:
+            return self._of_inputs(moment, others)
+        if moment.part > 0 and moment.kind == WEIGHTS:
+            return self._of_weights(moment, others)
+        return iter(()) if moment.kind == INPUTS else self._whole(moment, others)
 
     def _whole(self, moment: Moment, others: float) -> Iterator[Peak]:
         """Of a backward that lets go of what it has used. others: bytes that other micro-batches keep."""
