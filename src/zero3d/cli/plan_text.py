@@ -140,9 +140,10 @@ def costs(answer: Answer) -> Iterator[str]:
     """GPU-hours, how often to save, and what must be known of these figures."""
     estimate, cluster = answer.best.estimate, answer.cluster
     processes = min(cluster.per_node, answer.best.plan.world)
+    whole = size(4 * processes * answer.model.params)
     yield (
-        f"Host memory: {size(int(estimate.memory.host))} of {size(int(cluster.host_memory))}, {processes} processes that "
-        f"read their slices. If each loaded the whole model in fp32, it would be {size(4 * processes * answer.model.params)}."
+        f"Host memory: {size(int(estimate.memory.host))} of {size(int(cluster.host_memory))} for {processes} processes, "
+        f"which read their slices. Would each load the whole model in fp32, {whole}."
     )
     billion = gpu_hours(estimate, cluster, 1e9)
     yield f"Cost: {billion:,.1f} GPU-hours per billion tokens{_money(billion, answer.price)}."

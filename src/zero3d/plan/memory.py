@@ -164,11 +164,7 @@ class _Rank:
     # --- split backwards ------------------------------------------------------------------------
 
     def _for_weights(self, part: Part) -> float:
-<<<<<<< HEAD
         """Gradients of weights' outputs, which a backward of inputs leaves for that of weights."""
-=======
-        """Gradients of weights' outputs: what a backward of inputs leaves for that of weights."""
->>>>>>> q6mem
         plan, found = self.plan, 0.0
         for weight in (weight for unit in part.units for weight in unit.weights if weight.trainable):
             if weight.name.endswith("bias"):
