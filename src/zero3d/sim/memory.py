@@ -84,6 +84,10 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # --- what happens ---------------------------------------------------------------------------
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch's guard against it costs as much as the rest of this class
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.namespace == "prim":  # questions such as on which device

@@ -6,7 +6,7 @@ standing_in   what a process group without ranks and tensors without values cann
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from functools import partial
@@ -16,8 +16,9 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from zero3d import precision
 from zero3d.tensor_parallel.regions import OwnRandom
@@ -100,6 +101,18 @@ def around(owner: Any, name: str, context: Callable[[], Any]) -> Iterator[None]:
         yield
 
 
+class Travelling:
+    """Messages under way: what is sent lives as long as somebody can wait for it."""
+
+    def __init__(self, works: Sequence[Any], operations: Sequence[dist.P2POp]) -> None:
+        self._works, self._tensors = works, [operation.tensor for operation in operations]
+
+    def wait(self) -> None:
+        """All have arrived."""
+        for work in self._works:
+            work.wait()
+
+
 @contextmanager
 def documents(packed: bool) -> Iterator[None]:
     """Inside, transformers takes rows for several documents each, or for one."""
@@ -118,6 +131,7 @@ def standing_in(backend: str, packed: bool) -> Iterator[None]:
     the votes        neighbours in a pipeline ask each other whether they know the shapes of what they send, and
                      read the answer; ours always know (torch 2.13; 2.11 does not ask)
     OwnRandom.begin  reads the bytes of a generator's state, which a dry run has none of
+    _batch_p2p       messages of the fake group let go of their tensors at once, others when nobody waits any more
     _CHUNK           casts on a CPU go chunk by chunk for its cache, on an accelerator all at once
     packed sequences transformers reads positions to learn whether a row has several documents, and makes a mask if
                      so; without values it would always make one. Ours have several where documents are packed
@@ -127,12 +141,18 @@ def standing_in(backend: str, packed: bool) -> Iterator[None]:
     def agreed(*_: Any, **__: Any) -> Any:
         return yes
 
+    send = schedules._batch_p2p
+
+    def sent(operations: list[dist.P2POp], *about: Any, **more: Any) -> list[Travelling]:
+        return [Travelling(send(operations, *about, **more), operations)]
+
     named = property(lambda axis: "none" if axis.gathers is None else backend)
     with ExitStack() as stack:
         stack.enter_context(replaced(Axis, "backend", named))
         for vote in ("_warmup_forward_vote", "_warmup_backward_result"):
             if hasattr(PipelineStage, vote):
                 stack.enter_context(replaced(PipelineStage, vote, agreed))
+        stack.enter_context(replaced(schedules, "_batch_p2p", sent))
         stack.enter_context(replaced(OwnRandom, "begin", lambda *_, **__: None))
         stack.enter_context(documents(packed))
         if backend != "gloo":
