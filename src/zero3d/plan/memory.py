@@ -169,7 +169,7 @@ class _Rank:
         for weight in (weight for unit in part.units for weight in unit.weights if weight.trainable):
             if weight.name.endswith("bias"):
                 continue
-            rows = weight.local(plan.tp)[0]
+            rows = float(weight.local(plan.tp)[0])
             if len(weight.shape) > 2:  # experts: those that a token meets
                 rows *= weight.local(plan.tp)[1] * (part.active or part.numel) / part.numel
             alone = plan.tp if plan.sequence_parallel and len(weight.shape) == 1 else 1
