@@ -67,7 +67,7 @@ P = ParallelPlan
 @pytest.mark.parametrize(("plan", "tied", "packed"), [
     (P(dp=2, tp=2, stage=3, activations="every:4", sequence_parallel=True), False, False),
     (P(dp=2, pp=2, stage=3, accumulate=4, schedule="zero-bubble"), False, False),
-    (P(dp=2, stage=2, micro_batch=2), True, True),
+    pytest.param(P(dp=2, stage=2, micro_batch=2), True, True, marks=pytest.mark.long),
     *(pytest.param(*case, marks=long) for case in [
         (P(dp=8, stage=3, micro_batch=2), False, False),
         (P(dp=4, stage=3, activations="full", accumulate=2), True, False),
