@@ -116,7 +116,7 @@ def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
         return of_params(parse_params(arguments.params), length)
     from zero3d.sim.trace import open_spec
 
-    return open_spec(path, length, lora=arguments.lora)
+    return open_spec(path, length, lora=arguments.lora, packed=True)  # as zero3d train does by default
 
 
 def _asked(arguments: argparse.Namespace, model: ModelSpec, place: ClusterSpec) -> Asked:

@@ -55,7 +55,7 @@ def plan_run(config: Config, model: nn.Module, mesh: Mesh, steps: int) -> Planne
     try:
         place = cluster_here(config, mesh)
         plan = plan_of(config, mesh.world)
-        spec = trace(model, config.data.length, config.model.path)
+        spec = trace(model, config.data.length, config.model.path, config.data.packing)
         return Planned(spec, place, plan, evaluate(spec, place, plan))
     except Exception as error:  # noqa: BLE001 (a model's own, above all: no plan of it is no reason not to train it)
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
