@@ -23,6 +23,17 @@ def tiny(*overrides):
     return load(None, [*TINY, *overrides])
 
 
+@pytest.fixture
+def four_blocks(tmp_path):
+    """A folder with a model that schedules with two parts per rank can cut."""
+    config = {
+        "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
 @pytest.fixture(scope="module")
 def pipeline():
     """A pipeline of two stages over 1024 ranks: one rank of each class."""
@@ -61,22 +72,23 @@ def test_1f1b_waits_p_minus_1_over_m():
 )  # fmt: skip
 def test_how_many_micro_batches_are_run(schedule, pp, micro_batches, run):
     assert enough(schedule, pp, micro_batches) == run
+    assert enough(schedule, pp, micro_batches, stage=2) == (0, run[1])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "overrides"), [
-    ("alone", ["zero.stage=3", "mesh.dp=2"]), ("accumulated", ["zero.stage=2", "mesh.dp=2", "activations=full"]),
-    ("1f1b", ["zero.stage=1", "mesh.pp=2"]), ("interleaved", ["mesh.pp=1", "mesh.dp=2", "zero.stage=0"]),
-    ("zbv", ["zero.stage=3", "mesh.pp=1", "mesh.dp=4"]),
-])  # fmt: skip
-def test_micro_batches_that_are_not_run_change_nothing(name, overrides):
-    config = tiny("train.accumulate=9", *overrides)
-    some, every = (
-        in_own_process(Request(to_dict(config), 0, 4 if "mesh.dp=4" in overrides else 2, "nccl", whole))
-        for whole in (False, True)
-    )
+@pytest.mark.parametrize("overrides", [
+    ["zero.stage=3", "mesh.dp=2"], ["zero.stage=2", "mesh.dp=2", "activations=full"], ["zero.stage=0", "mesh.tp=2"],
+    ["zero.stage=1", "mesh.pp=2"], ["zero.stage=3", "mesh.pp=2"], ["zero.stage=2", "mesh.pp=2", "mesh.schedule=gpipe"],
+    ["zero.stage=0", "mesh.pp=2", "mesh.schedule=interleaved"], ["zero.stage=1", "mesh.pp=2", "mesh.schedule=zbv"],
+    ["zero.stage=2", "mesh.pp=2", "mesh.schedule=zero-bubble"], ["zero.stage=3", "mesh.pp=2", "mesh.schedule=zbv"],
+], ids=" ".join)  # fmt: skip
+def test_micro_batches_that_are_not_run_change_nothing(four_blocks, overrides):
+    world = 4 if "mesh.pp=2" in overrides else 2
+    config = tiny(f"model.path={four_blocks}", "model.init=random", "train.accumulate=10", *overrides)
+    some, every = (in_own_process(Request(to_dict(config), 0, world, "nccl", whole)) for whole in (False, True))
     assert (some.sent, some.work, some.states) == (every.sent, every.work, every.states)
-    assert abs(some.peak.nbytes - every.peak.nbytes) <= 9 * 16  # losses and weights of micro-batches: two numbers each
+    kept = every.peak.nbytes - some.peak.nbytes
+    assert abs(kept) <= 8 * 16  # losses and weights of micro-batches: two numbers each
 
 
 @pytest.mark.parametrize(("words", "said"), [

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -38,6 +39,7 @@ BUFFERS, INPUTS, ACTIVATIONS, TEMPORARY = "buffers", "inputs", "activations", "t
 PADDING = "padding"
 CATEGORIES = (*STATES, *TRANSIENT, BUFFERS, INPUTS, ACTIVATIONS, TEMPORARY)
 NONE = Fraction(0)
+DEVICE, META = torch.ops.prim.device.default, torch.device("meta")
 
 
 @dataclass(slots=True)
@@ -68,6 +70,13 @@ class Log:
     peak_place: Place = NOWHERE
 
 
+def device_of(tensor: Tensor) -> torch.device:
+    """As FakeTensorMode answers of its tensors."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor.device
+    return META if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
+
+
 class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the log while `watching()`; `restart()` forgets all but what is alive.
 
@@ -89,9 +98,9 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # nothing is compiled here, and torch's guard against it costs as much as the rest of this class
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":  # questions: most are on which device, and FakeTensorMode is slow to answer
+            return device_of(args[0]) if func is DEVICE else func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":  # questions such as on which device
-            return out
         for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.see(leaf)

@@ -1,7 +1,9 @@
 """One step of an engine under the microscope; the engine may be a real one or a dry run's.
 
-The step that is measured is the second: in the first, orders are recorded and schedules are made. Python's own
-garbage collector waits meanwhile, so that what dies when does not depend on chance.
+The step that is measured is a later one: in the first, orders are recorded and norms are placed. At stage 3, where
+gathers follow the recorded order, that first step is a whole one. Below, an empty one does, as long as gradients are
+complete in the order that the engine expects; else the step is measured again in the order that was seen.
+Python's own garbage collector waits meanwhile, so that what dies when does not depend on chance.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ Batches = Sequence[Mapping[str, Any]]
 
 @dataclass
 class Observed:
-    """An engine after its second step, and what that was."""
+    """An engine after a step, and what that was."""
 
     engine: Engine
     log: Log
     flops: Mapping[tuple[str, str, int], int]
-    first: tuple[Sent, ...]  # traffic of the first step
+    first: tuple[Sent, ...]  # traffic of the step before
 
     @property
     def states(self) -> tuple[States, ...]:
@@ -71,9 +73,9 @@ class Observed:
 
 
 def observe(build: Callable[[], Engine], give: Callable[[], Batches], run: tuple[int, int] | None = None) -> Observed:
-    """Build an engine and watch its second step over the micro-batches that `give` returns.
+    """Build an engine and watch a step over the micro-batches that `give` returns.
 
-    run   of these, how many the first and the second step take (None: all)
+    run   of these, how many the first step and the one that is watched take (None: all)
     """
     where = Where()
     flops = Flops(where)
@@ -89,15 +91,48 @@ def observe(build: Callable[[], Engine], give: Callable[[], Batches], run: tuple
         for tensor in (t for batch in batches for t in tensors_in(dict(batch))):
             memory.lent(INPUTS, tensor)
         with around(engine, "step", where.step):
-            engine.train_batch(batches[:warm])
-            gc.collect()
+            if warm:
+                engine.train_batch(batches[:warm])
+            else:
+                _empty_step(engine)
             first = tuple(Sent(*entry) for entry in engine.traffic)
-            where.restart()
-            memory.restart()
-            flops.reset()
-            engine.traffic.reset()
-            engine.train_batch(batches[:taken])
+
+            def measure() -> list[int]:
+                gc.collect()
+                where.restart()
+                memory.restart()
+                flops.reset()
+                engine.traffic.reset()
+                return _step(engine, batches[:taken])
+
+            order = measure()
+            if not warm and order != sorted(order):
+                engine.reductions.adopt(order)
+                measure()
         return Observed(engine, memory.log, dict(flops.counted), first)
+
+
+def _empty_step(engine: Engine) -> None:
+    """A step over no micro-batch, all gradients zero. The order in which they will be reduced is the engine's own."""
+    engine.reductions.due = True
+    engine.reductions.flush()
+    engine.boundary.finish(1, 0.0)
+    engine.last_step = engine.step()
+    engine.reductions.adopted = True
+
+
+def _step(engine: Engine, batches: Batches) -> list[int]:
+    """A step; the order in which gradients were complete, as positions in the one in which they were reduced."""
+    order: list[int] = []
+
+    @contextmanager
+    def seen() -> Iterator[None]:
+        order[:] = engine.reductions.observed()
+        yield
+
+    with around(engine.reductions, "catch_up", seen):
+        engine.train_batch(batches)
+    return order
 
 
 def _name_states(engine: Engine, memory: Memory) -> None:

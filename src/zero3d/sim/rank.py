@@ -56,12 +56,13 @@ def dry_run(config: Config, rank: int, world: int, backend: str = "nccl", whole:
         schedule = Schedule.of(config.mesh.schedule)
         if mesh.pp > 1:
             schedule.check(m, mesh.pp)
-        ran = (m, m) if whole else enough(schedule.name, mesh.pp, m)
+        ran = (m, m) if whole else enough(schedule.name, mesh.pp, m, config.zero.stage)
         seen = _observe(config, mesh, ran)
+        sent = sent_by_all(seen.first, seen.sent, ran, m, seen.engine.policy.reduce)
         alike = seen.alike(place.dp)
         return RankResult(
             rank, *place, alike, len(alike) * mesh.tp, seen.elements, seen.states, peak_of(seen.log),
-            timeline_of(seen.log), sent_by_all(seen.first, seen.sent, ran, m), work_of_all(seen.work, ran[1], m),
+            timeline_of(seen.log), sent, work_of_all(seen.work, ran[1], m),
             seen.did, orders(seen.engine, schedule.name, m),
             time.monotonic() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )  # fmt: skip

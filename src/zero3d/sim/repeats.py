@@ -20,11 +20,12 @@ from collections.abc import Iterable
 
 from zero3d.sim.result import Sent, Work
 
+DATA = "dp"  # the axis
 PER_STEP = ("exchange", "trade", "broadcast")  # operations that a step has once, however many micro-batches
 
 
-def enough(schedule: str | None, pp: int, micro_batches: int) -> tuple[int, int]:
-    """Micro-batches to run in the first step and in the one that is measured."""
+def enough(schedule: str | None, pp: int, micro_batches: int, stage: int = 3) -> tuple[int, int]:
+    """Micro-batches to run in the first step (observe.py) and in the one that is measured."""
     first, second = micro_batches, micro_batches
     if pp == 1:
         first, second = 2, 3
@@ -32,20 +33,28 @@ def enough(schedule: str | None, pp: int, micro_batches: int) -> tuple[int, int]
         first, second = pp, pp + 2
     elif schedule == "zbv" or (schedule != "gpipe" and micro_batches % pp == 0):
         first, second = 3 * pp, 4 * pp
-    return (first, second) if second < micro_batches else (micro_batches, micro_batches)
+    if second >= micro_batches:
+        first, second = micro_batches, micro_batches
+    return (first if stage == 3 else 0), second
 
 
-def sent_by_all(first: Iterable[Sent], second: Iterable[Sent], ran: tuple[int, int], wanted: int) -> tuple[Sent, ...]:
-    """Traffic of `wanted` micro-batches from that of two steps of `ran` micro-batches each."""
-    if ran[1] == wanted:
-        return tuple(second)
+def sent_by_all(
+    first: Iterable[Sent], second: Iterable[Sent], ran: tuple[int, int], wanted: int, reduced: str
+) -> tuple[Sent, ...]:
+    """Traffic of `wanted` micro-batches from that of two steps, of `ran` micro-batches each.
+
+    After a step of none, all is in proportion but for what data parallelism does once per step: it gathers, and
+    reduces if `reduced` (Policy.reduce) says so.
+    """
     before = {(s.op, s.axis, s.unit): (s.calls, s.elements, s.nbytes) for s in first}
+    once = {("all_gather", DATA)} if reduced != "every_step" else {("all_gather", DATA), ("reduce_scatter", DATA)}
     found = []
     for s in second:
         key, now = (s.op, s.axis, s.unit), [s.calls, s.elements, s.nbytes]
-        if s.op not in PER_STEP:
+        if s.op not in PER_STEP and (ran[0] or (s.op, s.axis) not in once):
             more, left = ran[1] - ran[0], wanted - ran[1]
-            now = [b + (b - a) * left // more for a, b in zip(before[key], now, strict=True)]
+            was = before[key] if ran[0] else (0, 0, 0)
+            now = [b + (b - a) * left // more if left else b for a, b in zip(was, now, strict=True)]
         found.append(Sent(*key, *now))
     return tuple(found)
 
