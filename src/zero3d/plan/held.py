@@ -82,11 +82,13 @@ class Rank(NamedTuple):
     parts   of each of its pipeline parts, by number
     units   the engine's units of each
     own     units of each of the parts, in their order
+    shape   the same number for ranks whose parts are alike
     """
 
     parts: dict[int, list[Part]]
     units: dict[int, list[Held]]
     own: dict[int, list[list[Held]]]
+    shape: int
 
 
 def rank_of(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> Rank:
@@ -110,7 +112,8 @@ def _rank(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> Rank:
             by_owner.setdefault(held.owner, []).append(held)
         names = [dict.fromkeys(unit.name.partition("/")[0] for unit in part.units) for part in inside]
         own[number] = [[held for name in owners for held in by_owner.get(name, ())] for owners in names]
-    return Rank(parts, units, own)
+    shape = hash(tuple(tuple((p.kind, p.numel, p.operations) for p in inside) for inside in parts.values()))
+    return Rank(parts, units, own, shape)
 
 
 def units_of(parts: Sequence[Part], plan: ParallelPlan) -> list[Held]:

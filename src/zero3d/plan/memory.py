@@ -21,6 +21,7 @@ activations come from `ModelSpec`'s operations (traced, or closed forms); all el
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from zero3d.plan.held import Held, itemsize, rank_of
@@ -55,7 +56,7 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
 
     Raises ConfigError for what the engine refuses.
     """
-    ranks = [_Rank(model, plan, stage) for stage in range(plan.pp)]
+    ranks = [_Rank(model, plan, stage) for stage in _stages(model, plan)]
     rank, peak = max(((rank, peak) for rank in ranks for peak in rank.peaks()), key=lambda found: found[1].total)
     allocated = peak.total
     reserved = RESERVED * allocated
@@ -70,12 +71,19 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
     )  # fmt: skip
 
 
+def _stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
+    """Pipeline stages that may be the fullest: where backwards are whole, a later one like its neighbour holds less."""
+    shapes = [rank_of(model, plan, stage).shape for stage in range(plan.pp)]
+    splits = plan.pp > 1 and Schedule.of(plan.schedule).splits_backward
+    return [stage for stage in range(plan.pp) if splits or stage == 0 or shapes[stage] != shapes[stage - 1]]
+
+
 class _Rank:
     """One rank of the pp axis."""
 
     def __init__(self, model: ModelSpec, plan: ParallelPlan, stage: int) -> None:
         self.model, self.plan, self.stage = model, plan, stage
-        self.parts, self.units, self._own = rank_of(model, plan, stage)
+        self.parts, self.units, self._own, _ = rank_of(model, plan, stage)
         self.held: States = states(model, plan, stage)
         self.tokens = plan.micro_batch * model.length
         self.width = max(1.0, WIDTHS[plan.precision].weight / 2)  # figures are of a 2-byte run
@@ -165,16 +173,8 @@ class _Rank:
 
     def _for_weights(self, part: Part) -> float:
         """Gradients of weights' outputs, which a backward of inputs leaves for that of weights."""
-        plan, found = self.plan, 0.0
-        for weight in (weight for unit in part.units for weight in unit.weights if weight.trainable):
-            if weight.name.endswith("bias"):
-                continue
-            rows = float(weight.local(plan.tp)[0])
-            if len(weight.shape) > 2:  # experts: those that a token meets
-                rows *= weight.local(plan.tp)[1] * (part.active or part.numel) / part.numel
-            alone = plan.tp if plan.sequence_parallel and len(weight.shape) == 1 else 1
-            found += rows / alone
-        return found * self.tokens * WIDTHS[plan.precision].weight
+        plan = self.plan
+        return _outputs(part, plan.tp, plan.sequence_parallel) * self.tokens * WIDTHS[plan.precision].weight
 
     def _dropped(self, part: Part) -> float:
         """Of what a part keeps, what lies behind its last weight: the head's logits in fp32."""
@@ -278,3 +278,17 @@ class _Rank:
         largest = max((unit.layout.total // share for unit in units), default=0)
         scratch = 4.0 * largest if width == 2 and self.plan.offload == "none" else 0.0
         return self._peak("optimizer step", 0.0, scratch, NOTHING)
+
+
+@lru_cache(maxsize=4096)
+def _outputs(part: Part, tp: int, sequence_parallel: bool) -> float:
+    """Elements that a token has behind a part's trained weights, biases left out."""
+    found = 0.0
+    for weight in (weight for unit in part.units for weight in unit.weights if weight.trainable):
+        if weight.name.endswith("bias"):
+            continue
+        rows = float(weight.local(tp)[0])
+        if len(weight.shape) > 2:  # experts: those that a token meets
+            rows *= weight.local(tp)[1] * (part.active or part.numel) / part.numel
+        found += rows / (tp if sequence_parallel and len(weight.shape) == 1 else 1)
+    return found

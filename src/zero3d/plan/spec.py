@@ -116,6 +116,14 @@ class Part:
     operations: Operations
     active: int | None = None
 
+    def __hash__(self) -> int:
+        """Computed once."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.units, self.operations, self.active))
+
     @cached_property
     def numel(self) -> int:
         """Parameters, copies apart."""
