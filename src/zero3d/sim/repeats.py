@@ -1,16 +1,15 @@
 """How many micro-batches of a step must be run to know all of them.
 
-Once a pipeline is full, and from the second micro-batch on without one, micro-batches repeat each other: bytes
+From the second micro-batch on without a pipeline, and once 1f1b is full, micro-batches repeat each other: bytes
 alive do not depend on how many there are, traffic and FLOPs are linear in them.
 
-    schedule           run                           why
-    -----------------  ----------------------------  -----------------------------------------------------------
-    no pipeline        3                             a first one, one in the middle, a last one
-    1f1b               pp + 2                        at most pp are in flight
-    interleaved        4 pp, where pp divides M      rounds of pp; at most 2 pp + 1 are in flight
-    zero-bubble        4 pp, where pp divides M      the same
-    zbv                4 pp                          at most 2 pp are in flight
-    gpipe              M                             all are in flight
+    schedule           run      why
+    -----------------  -------  ----------------------------------------------------------------------------------
+    no pipeline        3        a first one, one in the middle, a last one
+    1f1b               pp + 2   at most pp are in flight
+    gpipe              M        all are in flight
+    interleaved        M        torch holds what it has sent to the end of the step
+    zero-bubble, zbv   M        that, and what backwards in two parts keep
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ def enough(schedule: str | None, pp: int, micro_batches: int, stage: int = 3) ->
         first, second = 2, 3
     elif schedule == "1f1b":
         first, second = pp, pp + 2
-    elif schedule == "zbv" or (schedule != "gpipe" and micro_batches % pp == 0):
-        first, second = 3 * pp, 4 * pp
     if second >= micro_batches:
         first, second = micro_batches, micro_batches
     return (first if stage == 3 else 0), second
