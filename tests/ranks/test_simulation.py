@@ -11,7 +11,6 @@ from zero3d.config import load, to_dict
 from zero3d.sim.request import Request
 from zero3d.sim.simulate import in_own_process
 
-
 FOUR_BLOCKS = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True,
