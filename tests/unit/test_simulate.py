@@ -11,6 +11,7 @@ from zero3d.config import load, to_dict
 from zero3d.degrees import Degrees
 from zero3d.plan.bubble import Action, bubble
 from zero3d.sim.orders import one_part
+from zero3d.sim.rank import dry_run
 from zero3d.sim.repeats import enough
 from zero3d.sim.request import Request
 from zero3d.sim.result import RankResult, Simulation, from_json, to_json
@@ -21,6 +22,11 @@ TINY = ["data.length=64", "train.micro_batch=2", "data.packing=false"]
 
 def tiny(*overrides):
     return load(None, [*TINY, *overrides])
+
+
+def in_this_process(request):
+    """Only for what is refused before a step."""
+    return dry_run(load(request.config), request.rank, request.world, request.backend, request.whole)
 
 
 @pytest.fixture
@@ -66,24 +72,25 @@ def test_1f1b_waits_p_minus_1_over_m():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pp", "micro_batches", "run"),
-    [(None, 1, 2, (2, 2)), (None, 1, 64, (2, 3)), ("1f1b", 8, 32, (8, 10)), ("gpipe", 8, 32, (32, 32)),
-     ("interleaved", 4, 18, (18, 18)), ("interleaved", 4, 32, (12, 16)), ("zbv", 2, 8, (8, 8))],
+    ("schedule", "pp", "place", "micro_batches", "run"),
+    [(None, 1, 0, 2, (2, 2)), (None, 1, 0, 64, (2, 3)), ("1f1b", 8, 0, 32, (8, 16)), ("1f1b", 8, 7, 32, (8, 9)),
+     ("gpipe", 8, 0, 32, (32, 32)), ("interleaved", 4, 0, 32, (32, 32)), ("zbv", 2, 0, 8, (8, 8))],
 )  # fmt: skip
-def test_how_many_micro_batches_are_run(schedule, pp, micro_batches, run):
-    assert enough(schedule, pp, micro_batches) == run
-    assert enough(schedule, pp, micro_batches, stage=2) == (0, run[1])
+def test_how_many_micro_batches_are_run(schedule, pp, place, micro_batches, run):
+    assert enough(schedule, pp, place, micro_batches, stage=3) == run
+    assert enough(schedule, pp, place, micro_batches, stage=2) == (0, run[1])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("overrides", [
     ["zero.stage=3", "mesh.dp=2"], ["zero.stage=2", "mesh.dp=2", "activations=full"], ["zero.stage=0", "mesh.tp=2"],
-    ["zero.stage=1", "mesh.pp=2"], ["zero.stage=3", "mesh.pp=2"], ["zero.stage=2", "mesh.pp=2", "mesh.schedule=gpipe"],
+    ["zero.stage=1", "mesh.pp=2"], ["zero.stage=1", "mesh.pp=4"], ["zero.stage=3", "mesh.pp=2"],
+    ["zero.stage=2", "mesh.pp=2", "mesh.schedule=gpipe"],
     ["zero.stage=0", "mesh.pp=2", "mesh.schedule=interleaved"], ["zero.stage=1", "mesh.pp=2", "mesh.schedule=zbv"],
     ["zero.stage=2", "mesh.pp=2", "mesh.schedule=zero-bubble"], ["zero.stage=3", "mesh.pp=2", "mesh.schedule=zbv"],
 ], ids=" ".join)  # fmt: skip
 def test_micro_batches_that_are_not_run_change_nothing(four_blocks, overrides):
-    world = 4 if "mesh.pp=2" in overrides else 2
+    world = 4 if any("mesh.pp" in word for word in overrides) else 2
     config = tiny(f"model.path={four_blocks}", "model.init=random", "train.accumulate=10", *overrides)
     some, every = (in_own_process(Request(to_dict(config), 0, world, "nccl", whole)) for whole in (False, True))
     assert (some.sent, some.work, some.states) == (every.sent, every.work, every.states)
@@ -100,7 +107,8 @@ def test_micro_batches_that_are_not_run_change_nothing(four_blocks, overrides):
     (["--backend", "smoke"], "pass one of nccl, gloo"),
     (["mesh.pp=2", "train.accumulate=1"], "needs a micro-batch for each of 2 pipeline stages"),
 ])  # fmt: skip
-def test_bad_input_is_one_line(capsys, words, said):
+def test_bad_input_is_one_line(capsys, monkeypatch, words, said):
+    monkeypatch.setattr("zero3d.sim.simulate.in_own_process", in_this_process)
     world = ["--ranks", "3" if "mesh.tp=3" in words else "2"]
     assert main(["simulate", *TINY, *world, *words]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]

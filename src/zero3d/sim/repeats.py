@@ -1,16 +1,16 @@
 """How many micro-batches of a step must be run to know all of them.
 
-Once a pipeline is full, and from the second micro-batch on without one, micro-batches repeat each other: bytes
+From the second micro-batch on without a pipeline, and once 1f1b is full, micro-batches repeat each other: bytes
 alive do not depend on how many there are, traffic and FLOPs are linear in them.
 
-    schedule           run                           why
-    -----------------  ----------------------------  -----------------------------------------------------------
-    no pipeline        3                             a first one, one in the middle, a last one
-    1f1b               pp + 2                        at most pp are in flight
-    interleaved        4 pp, where pp divides M      rounds of pp; at most 2 pp + 1 are in flight
-    zero-bubble        4 pp, where pp divides M      the same
-    zbv                4 pp                          at most 2 pp are in flight
-    gpipe              M                             all are in flight
+    schedule           run             why
+    -----------------  --------------  -------------------------------------------------------------------------
+    no pipeline        3               a first one, one in the middle, a last one
+    1f1b               2 (pp - place)  pp - place are in flight; the last output that was sent before the first
+                                       backward is held to the end, and counts once its own backward is over
+    gpipe              M               all are in flight
+    interleaved        M               torch holds what it has sent to the end of the step
+    zero-bubble, zbv   M               that, and what backwards in two parts keep
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ DATA = "dp"  # the axis
 PER_STEP = ("exchange", "trade", "broadcast")  # operations that a step has once, however many micro-batches
 
 
-def enough(schedule: str | None, pp: int, micro_batches: int, stage: int = 3) -> tuple[int, int]:
-    """Micro-batches to run in the first step (observe.py) and in the one that is measured."""
+def enough(schedule: str | None, pp: int, place: int, micro_batches: int, stage: int) -> tuple[int, int]:
+    """Micro-batches to run in the first step (observe.py) and in the one that is measured.
+
+    place   on the pp axis
+    stage   of ZeRO
+    """
     first, second = micro_batches, micro_batches
     if pp == 1:
         first, second = 2, 3
     elif schedule == "1f1b":
-        first, second = pp, pp + 2
-    elif schedule == "zbv" or (schedule != "gpipe" and micro_batches % pp == 0):
-        first, second = 3 * pp, 4 * pp
+        first, second = pp, max(pp + 1, 2 * (pp - place))
     if second >= micro_batches:
         first, second = micro_batches, micro_batches
     return (first if stage == 3 else 0), second
