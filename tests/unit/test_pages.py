@@ -78,7 +78,7 @@ def rank_result(rank, ranks, micro_batches, samples):
         Timeline(CATEGORIES, tuple(range(samples)), tuple(rows), (*marks, Mark(samples - 3, Instant("step", -1, 0, ""))), samples),
         (Sent("all_gather", "dp", "layers.0", 3, 1000, 2000), Sent("all_gather", "dp", "layers.1", 3, 1000, 2000)),
         (Work("forward", "F", rank, 10**9), Work("backward", "B", rank, 2 * 10**9)),
-        (), tuple(tuple(Did(*event) for event in row) for row in orders), 1, 1.5, 10**9,
+        (), tuple(tuple(Did(*event) for event in row) for row in orders), 1.5, 10**9,
     )  # fmt: skip
 
 
