@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 
 from zero3d.cli.main import main
 from zero3d.config import load, to_dict
@@ -26,6 +27,8 @@ def tiny(*overrides):
 
 def in_this_process(request):
     """Only for what is refused before a step."""
+    if dist.is_initialized():  # another test's, of one process
+        dist.destroy_process_group()
     return dry_run(load(request.config), request.rank, request.world, request.backend, request.whole)
 
 
