@@ -1,5 +1,5 @@
 # make demo      train the embedded default on this machine       (own .venv)
-# make test      what CI runs: lint, types, tests                  (about 2 minutes on 2 cores)
+# make test      what CI runs: lint, types, tests                  (about 9 minutes on 2 cores)
 # make test-all  also the tests that take longer
 # make bench     engines side by side on 2 CPU ranks
 #
