@@ -80,13 +80,17 @@ def _moments(name: str, pp: int, count: int, stage: int) -> tuple[Moment, ...]:
             waits = tuple(done[INPUTS, i] - done[WEIGHTS, i] - (kind == INPUTS and i == turn) for i in turns)
             waits = waits if schedule.splits_backward else (0,) * len(parts)
             found[Moment(parts[turn], kind, held, waits, done[kind, turn] == count)] = None
-    return tuple(each for each in found if not any(_less(each, other) for other in found))
+    fullest: dict[tuple[int, str, bool], list[Moment]] = {}
+    for each in found:
+        rivals = fullest.setdefault((each.part, each.kind, each.final), [])
+        if not any(_no_more(each, other) for other in rivals):
+            rivals[:] = [other for other in rivals if not _no_more(other, each)] + [each]
+    return tuple(moment for rivals in fullest.values() for moment in rivals)
 
 
-def _less(one: Moment, other: Moment) -> bool:
-    """Alike, and with less of something and more of nothing."""
-    alike = one != other and one.part == other.part and one.kind == other.kind and one.final == other.final
-    return alike and all(a <= b for a, b in zip(one.held + one.waiting, other.held + other.waiting, strict=True))
+def _no_more(one: Moment, other: Moment) -> bool:
+    """It has no more of anything."""
+    return all(a <= b for a, b in zip(one.held + one.waiting, other.held + other.waiting, strict=True))
 
 
 def _in_turn(schedule: Schedule, stage: int, pp: int, count: int) -> Iterator[tuple[str, int]]:

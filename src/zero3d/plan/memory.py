@@ -20,16 +20,15 @@ activations come from `ModelSpec`'s operations (traced, or closed forms); all el
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from zero3d.plan.held import Held, itemsize, rank_of
+from zero3d.plan.footprint import Footprint, footprints
+from zero3d.plan.held import rank_of
 from zero3d.plan.in_flight import INPUTS, WEIGHTS, Moment, moments
-from zero3d.plan.recompute import Policy
-from zero3d.plan.spec import ClusterSpec, Instant, Memory, ModelSpec, Operations, ParallelPlan, Part
+from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import States, policies, states
-from zero3d.plan.windows import WINDOW, Windows, flush, windows
+from zero3d.plan.windows import WINDOW, Windows, backwards
 from zero3d.schedules import Schedule
 from zero3d.zero.stages import WIDTHS
 
@@ -40,15 +39,20 @@ PROCESS = 3e9
 
 
 class Peak(NamedTuple):
-    """Bytes by category at one instant of one rank."""
+    """Bytes at one instant of one rank, beside those that are there all the time."""
 
     instant: str
-    parts: Mapping[str, float]
+    activations: float
+    temporary: float
+    received: float
+    gathered: float
+    bucket: float
+    wire: float
 
     @property
     def total(self) -> float:
         """All of them."""
-        return sum(self.parts.values())
+        return self.activations + self.temporary + self.received + self.gathered + self.bucket + self.wire
 
 
 def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = None) -> Memory:
@@ -57,8 +61,10 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
     Raises ConfigError for what the engine refuses.
     """
     ranks = [_Rank(model, plan, stage) for stage in _stages(model, plan)]
-    rank, peak = max(((rank, peak) for rank in ranks for peak in rank.peaks()), key=lambda found: found[1].total)
-    allocated = peak.total
+    fullest = [(rank, max(rank.peaks(), key=lambda peak: peak.total)) for rank in ranks]
+    rank, peak = max(fullest, key=lambda found: sum(found[0].base.values()) + found[1].total)
+    parts = rank.base | {name: getattr(peak, name) for name in Peak._fields[1:]}
+    allocated = sum(parts.values())
     reserved = RESERVED * allocated
     device = reserved + CONTEXT + (COMMUNICATORS if plan.world > 1 else 0)
     on_node = min(plan.world, cluster.per_node if cluster is not None else plan.world)
@@ -67,7 +73,7 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
     host = on_node * (PROCESS + 4 * largest + offloaded)
     return Memory(
         float(rank.held.states.total) - offloaded, allocated, reserved, device, host,
-        {name: size for name, size in peak.parts.items() if size}, peak.instant,
+        {name: size for name, size in parts.items() if size}, peak.instant + rank.name,
     )  # fmt: skip
 
 
@@ -79,136 +85,72 @@ def _stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
 
 
 class _Rank:
-    """One rank of the pp axis."""
+    """One rank of the pp axis. base: bytes that are there all the time."""
 
     def __init__(self, model: ModelSpec, plan: ParallelPlan, stage: int) -> None:
-        self.model, self.plan, self.stage = model, plan, stage
-        self.parts, self.units, self._own, _ = rank_of(model, plan, stage)
+        self.plan, self.stage = plan, stage
+        self.parts, self.units, _, _ = rank_of(model, plan, stage)
         self.held: States = states(model, plan, stage)
-        self.tokens = plan.micro_batch * model.length
-        self.width = max(1.0, WIDTHS[plan.precision].weight / 2)  # figures are of a 2-byte run
-        self.policy = Policy.of(plan.activations)
-        copies = {unit.copy_of for part in model.parts for unit in part.units} - {None}
-        weights = [w for part in model.parts for unit in part.units if unit.copy_of for w in unit.weights]
-        tied = sum(w.numel // plan.tp * itemsize(w, plan.precision) for w in weights if w.trainable)
-        self.waiting = tied if plan.pp == 1 else 0  # autograd sums a tied parameter's gradients at the embedding
-        self.tied = frozenset(str(name).partition("/")[0] for name in copies) if plan.pp == 1 else frozenset()
+        self.name = f", pipeline stage {stage} of {plan.pp}" if plan.pp > 1 else ""
+        every = footprints(model, plan)
+        self._prints = {number: [every[part] for part in parts] for number, parts in self.parts.items()}
+        self._moving = backwards(model, plan, stage)
+        self._every_micro_batch = policies(plan)[1] == "every_micro_batch"
+        self._splits = plan.pp > 1 and Schedule.of(plan.schedule).splits_backward
+        tokens = plan.micro_batch * model.length
+        self._hidden = float(tokens * model.hidden * WIDTHS[plan.precision].weight)
+        self.base = self._base(16.0 * tokens * plan.accumulate)
 
-    # --- what is there all the time -------------------------------------------------------------
-
-    def _base(self) -> dict[str, float]:
+    def _base(self, batch: float) -> dict[str, float]:
         bytes_ = self.held.states
-        offloaded = self.plan.offload == "host"
         return {
             "parameters": float(bytes_.parameters), "gradients": float(bytes_.gradients),
-            "optimizer": 0.0 if offloaded else float(bytes_.optimizer), "padding": float(self.held.padding),
-            "batch": 16.0 * self.tokens * self.plan.accumulate,
+            "optimizer": 0.0 if self.plan.offload == "host" else float(bytes_.optimizer),
+            "padding": float(self.held.padding), "batch": batch,
         }  # fmt: skip
-
-    def _received(self, moment: Moment) -> float:
-        """A hidden state for every micro-batch that is held, a gradient for each in its backward, one that is early.
-
-        Where a V turns, both parts are here and nothing is received.
-        """
-        numbers = list(self.parts)
-        last = self.plan.pp * len(numbers) - 1
-        found = len(numbers) - 1
-        for number, held, waiting in zip(numbers, moment.held, moment.waiting, strict=True):
-            if number > 0 and number - 1 not in numbers:
-                found += held
-            if number < last and number + 1 not in numbers:
-                found += waiting + (number == moment.part)
-        return float(found * self.tokens * self.model.hidden * WIDTHS[self.plan.precision].weight)
-
-    # --- activations ----------------------------------------------------------------------------
-
-    def _divided(self, cut: float, whole: float) -> float:
-        """Bytes of one micro-batch's tokens on this rank."""
-        plan = self.plan
-        return self.tokens * (cut / plan.tp + whole / (plan.tp if plan.sequence_parallel else 1))
-
-    def _interior(self, part: Part) -> float:
-        """All that a part keeps for its backward."""
-        operations = self._operations(part)
-        if part.kind != "block":
-            return self._divided(operations.kept_cut, operations.kept_whole)
-        gathered = 4.0 * self.model.hidden if self.plan.sequence_parallel else 0.0  # inputs of attention and MLP
-        whole = max(0.0, operations.kept_whole - gathered)
-        return self.width * (self._divided(operations.kept_cut, whole) + self.tokens * gathered)
-
-    def _operations(self, part: Part) -> Operations:
-        own = part.operations
-        return own.over_tp if self.plan.tp > 1 and own.over_tp is not None else own
-
-    def _kept(self, part: Part) -> float:
-        """What is left of it between forward and backward."""
-        whole = self._interior(part)
-        if part.kind != "block" or self.policy.kind == "none":
-            return whole
-        operations = self._operations(part)
-        if self.policy.kind == "selective":
-            return whole - self.width * self._divided(operations.attention, 0.0)
-        return self.width * self._divided(0.0, operations.input) / (self.policy.every or 1)
-
-    def _again(self, part: Part) -> float:
-        """What recomputation brings back in the backward of a part."""
-        if part.kind != "block" or self.policy.kind == "none":
-            return 0.0
-        return (self._interior(part) - self._kept(part)) * (self.policy.every or 1)
-
-    def _transients(self, part: Part) -> Iterator[float]:
-        """Bytes beyond what is kept, at the instants of its backward that may be the fullest."""
-        operations = self._operations(part)
-        scale = self.width if part.kind == "block" else 1.0
-        instants = operations.instants or (Instant(operations.transient, 0.0),)
-        waiting = self.waiting * {"head": 0, "block": 1, "embedding": 2}[part.kind]
-        for at in instants:
-            yield scale * self._divided_whole(at) + at.gradients * self.width / self.plan.tp + waiting
-
-    def _divided_whole(self, at: Instant) -> float:
-        """Whole sequences even under sequence parallelism: they are gathered inside."""
-        return self.tokens * (at.cut / self.plan.tp + at.whole)
-
-    # --- split backwards ------------------------------------------------------------------------
-
-    def _for_weights(self, part: Part) -> float:
-        """Gradients of weights' outputs, which a backward of inputs leaves for that of weights."""
-        plan = self.plan
-        return _outputs(part, plan.tp, plan.sequence_parallel) * self.tokens * WIDTHS[plan.precision].weight
-
-    def _dropped(self, part: Part) -> float:
-        """Of what a part keeps, what lies behind its last weight: the head's logits in fp32."""
-        logits = 4.0 * self.tokens * self.model.vocab / self.plan.tp
-        return min(logits, self._kept(part)) if part.kind == "head" else 0.0
 
     def _between(self, number: int) -> float:
         """Bytes of a micro-batch of a part between its two backwards; part 0 has but one, that of weights."""
-        parts = self.parts[number]
-        kept = sum(map(self._kept, parts))
+        prints = self._prints[number]
+        kept = sum(each.kept for each in prints)
         if number == 0:
             return kept
-        again = sum(self._interior(part) - self._kept(part) for part in parts)
-        return kept + again + sum(self._for_weights(part) - self._dropped(part) for part in parts)
+        again = sum(each.skipped for each in prints)
+        return kept + again + sum(each.for_weights - each.dropped for each in prints)
 
     # --- instants -------------------------------------------------------------------------------
 
     def peaks(self) -> Iterator[Peak]:
         """Instants that may be the fullest."""
-        kept = {number: sum(map(self._kept, parts)) for number, parts in self.parts.items()}
-        split = self.plan.pp > 1 and Schedule.of(self.plan.schedule).splits_backward
-        between = {number: self._between(number) for number in self.parts} if split else kept
+        kept = {number: sum(each.kept for each in prints) for number, prints in self._prints.items()}
+        between = {number: self._between(number) for number in self.parts} if self._splits else kept
+        given, taken = self._passed()
+        numbers = list(self.parts)
         fullest: dict[tuple[int, str, bool], tuple[float, float, Moment]] = {}
         for moment in moments(self.plan, self.stage):
-            others, received = -kept[moment.part], self._received(moment)
-            for number, held, waiting in zip(self.parts, moment.held, moment.waiting, strict=True):
+            others, received = -kept[moment.part], len(numbers) - 1 + taken[moment.part]
+            for number, held, waiting in zip(numbers, moment.held, moment.waiting, strict=True):
                 others += (held - waiting) * kept[number] + waiting * between[number]
-            key, found = (moment.part, moment.kind, self._reduces(moment)), (others + received, received, moment)
+                received += held * given[number] + waiting * taken[number]
+            arrived = received * self._hidden
+            key, found = (moment.part, moment.kind, self._reduces(moment)), (others + arrived, arrived, moment)
             if key not in fullest or fullest[key][0] < found[0]:
                 fullest[key] = found
-        for total, received, moment in fullest.values():
-            for peak in self._of(moment, total - received):
-                yield peak._replace(parts={**peak.parts, "received": received})
+        for total, arrived, moment in fullest.values():
+            for peak in self._of(moment, total - arrived):
+                yield peak._replace(received=arrived)
         yield self._step()
+
+    def _passed(self) -> tuple[dict[int, int], dict[int, int]]:
+        """By part: 1 where a held micro-batch's hidden state came from another rank, 1 where its gradient does.
+
+        Beside those of what is held, the gradient of the running backward is here and, of each of a rank's further
+        parts, a hidden state that is early. Where a V turns, both parts are here and nothing is received.
+        """
+        last = self.plan.pp * len(self.parts) - 1
+        given = {number: int(number > 0 and number - 1 not in self.parts) for number in self.parts}
+        taken = {number: int(number < last and number + 1 not in self.parts) for number in self.parts}
+        return given, taken
 
     def _of(self, moment: Moment, others: float) -> Iterator[Peak]:
         """Part 0 has no backward of inputs, so that of its weights is a whole one."""
@@ -220,55 +162,53 @@ class _Rank:
 
     def _whole(self, moment: Moment, others: float) -> Iterator[Peak]:
         """Of a backward that lets go of what it has used. others: bytes that other micro-batches keep."""
-        order, units = self._backwards(moment)
-        kept = [self._kept(part) for part in order]
-        for at, part in enumerate(order):
-            if at > WINDOW + 2 and part.kind == "block" and part.operations == order[at - 1].operations:
-                continue  # less is kept than one block before
-            yield from self._backward(part, others + sum(kept[at:]), self._windows(units, at, moment))
-        held = flush(units, self.tied, self.plan) if self._reduces(moment) else NOTHING
-        yield self._peak("end of the backward", others, 0.0, held)
+        order = self._backwards(moment)
+        alive = others + sum(each.kept for _, each, _ in order)
+        for at, (part, each, moving) in enumerate(order):
+            inner = WINDOW + 2 < at < len(order) - 1 - WINDOW  # as much moves as one block before
+            if not (inner and part.kind == "block" and each == order[at - 1][1]):  # and less is kept
+                yield from self._backward(part, each, alive, moving)
+            alive -= each.kept
+        held = self._moving[moment.part].end if self._reduces(moment) else NOTHING
+        yield _peak("end of the backward", others, 0.0, held)
 
     def _of_inputs(self, moment: Moment, others: float) -> Iterator[Peak]:
         """Of a backward that keeps all, and gradients for that of weights besides."""
-        order, units = self._backwards(moment)
-        alive = others + sum(map(self._kept, order))
-        for at, part in enumerate(order):
+        order = self._backwards(moment)
+        alive = others + sum(each.kept for _, each, _ in order)
+        for at, (part, each, moving) in enumerate(order):
             if part.kind == "head" or at + 1 == len(order):
-                yield from self._backward(part, alive, self._windows(units, at, moment))
-            alive += self._interior(part) - self._kept(part) + self._for_weights(part) - self._dropped(part)
-        yield self._peak("end of the backward of inputs", alive, 0.0, NOTHING)
+                yield from self._backward(part, each, alive, moving)
+            alive += each.skipped + each.for_weights - each.dropped
+        yield _peak("end of the backward of inputs", alive, 0.0, NOTHING)
 
     def _of_weights(self, moment: Moment, others: float) -> Iterator[Peak]:
         """Its gradients pile up, and are handed on at its end; what they are made of goes."""
-        order, units = self._backwards(moment)
-        given = sum(map(self._for_weights, order))
+        order = self._backwards(moment)
+        given = sum(each.for_weights for _, each, _ in order)
         grads = sum(u.layout.numel * u.itemsize for u in self.units[moment.part] if u.trainable)
         alive = others + self._between(moment.part) - given
-        yield self._peak("backward of weights", alive, max(given, grads), self._windows(units, 0, moment))
+        yield _peak("backward of weights", alive, max(given, grads), order[0][2])
 
-    def _backwards(self, moment: Moment) -> tuple[list[Part], list[Sequence[Held]]]:
-        return list(reversed(self.parts[moment.part])), [*reversed(self._own[moment.part])]
+    def _backwards(self, moment: Moment) -> list[tuple[Part, Footprint, Windows]]:
+        """Parts of the model in the order of backwards, with what moves.
+
+        Nothing is reduced before the last micro-batch where gradients are summed here.
+        """
+        parts, prints = self.parts[moment.part][::-1], self._prints[moment.part][::-1]
+        moving: Sequence[Windows] = self._moving[moment.part].turns
+        if not self._reduces(moment):
+            moving = [held._replace(wire=0.0) for held in moving]
+        return list(zip(parts, prints, moving, strict=True))
 
     def _reduces(self, moment: Moment) -> bool:
-        return moment.final or policies(self.plan)[1] == "every_micro_batch"
+        return moment.final or self._every_micro_batch
 
-    def _windows(self, units: Sequence[Sequence[Held]], at: int, moment: Moment) -> Windows:
-        """What moves; nothing is reduced before the last micro-batch where gradients are summed here."""
-        held = windows(units, at, self.tied, self.plan)
-        return held if self._reduces(moment) else held._replace(wire=0.0)
-
-    def _backward(self, part: Part, alive: float, held: Windows) -> Iterator[Peak]:
+    def _backward(self, part: Part, each: Footprint, alive: float, held: Windows) -> Iterator[Peak]:
         names = {"embedding": "backward of the embedding", "head": "logits and loss"}
-        again = " after its recomputation" if self._again(part) else ""
+        again = " after its recomputation" if each.again else ""
         name = names.get(part.kind) or f"backward of {part.units[0].name if part.units else 'a block'}{again}"
-        for transient in self._transients(part):
-            yield self._peak(name, alive + self._again(part), transient, held)
-
-    def _peak(self, name: str, kept: float, transient: float, held: Windows) -> Peak:
-        where = f", pipeline stage {self.stage} of {self.plan.pp}" if self.plan.pp > 1 else ""
-        moving = {"gathered": held.gathered, "bucket": held.bucket, "wire": held.wire}
-        return Peak(name + where, self._base() | {"activations": kept, "temporary": transient} | moving)
+        yield _peak(name, alive + each.again, max(each.transients), held)
 
     def _step(self) -> Peak:
         """Masters are cast to weights, the largest unit at once."""
@@ -277,18 +217,8 @@ class _Rank:
         share = self.plan.dp if self.plan.stage > 0 else 1
         largest = max((unit.layout.total // share for unit in units), default=0)
         scratch = 4.0 * largest if width == 2 and self.plan.offload == "none" else 0.0
-        return self._peak("optimizer step", 0.0, scratch, NOTHING)
+        return _peak("optimizer step", 0.0, scratch, NOTHING)
 
 
-@lru_cache(maxsize=4096)
-def _outputs(part: Part, tp: int, sequence_parallel: bool) -> float:
-    """Elements that a token has behind a part's trained weights, biases left out."""
-    found = 0.0
-    for weight in (weight for unit in part.units for weight in unit.weights if weight.trainable):
-        if weight.name.endswith("bias"):
-            continue
-        rows = float(weight.local(tp)[0])
-        if len(weight.shape) > 2:  # experts: those that a token meets
-            rows *= weight.local(tp)[1] * (part.active or part.numel) / part.numel
-        found += rows / (tp if sequence_parallel and len(weight.shape) == 1 else 1)
-    return found
+def _peak(instant: str, kept: float, transient: float, held: Windows) -> Peak:
+    return Peak(instant, kept, transient, 0.0, *held)

@@ -39,9 +39,13 @@ def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int
     """What an engine holds on rank `dp_rank` of pipeline stage `pp_stage`. Raises ConfigError for what it refuses."""
     if plan.pp > 1:
         Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
-    many = 1 if plan.accumulate == 1 else max(2, plan.pp)  # all that the bytes hang on, of what they do not hang on
-    alike = replace(plan, micro_batch=1, accumulate=many, activations="none", sequence_parallel=False, offload="none")
-    return _states(model, alike, pp_stage, dp_rank)
+    return _states(model, alike(plan), pp_stage, dp_rank)
+
+
+def alike(plan: ParallelPlan) -> ParallelPlan:
+    """The same for plans whose states and buffers are the same: a key to what is computed once for all of them."""
+    many = 1 if plan.accumulate == 1 else max(2, plan.pp)
+    return replace(plan, micro_batch=1, accumulate=many, activations="none", sequence_parallel=False, offload="none")
 
 
 @lru_cache(maxsize=4096)

@@ -11,11 +11,12 @@ The order is that of the second micro-batch on: head, last block, .. first block
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from zero3d.plan.held import Held
-from zero3d.plan.spec import ParallelPlan
-from zero3d.plan.states import WIDE, policies
+from zero3d.plan.held import Held, rank_of
+from zero3d.plan.spec import ModelSpec, ParallelPlan
+from zero3d.plan.states import WIDE, alike, policies
 from zero3d.zero.stages import WIDTHS
 
 WINDOW = 2  # zero/prefetch.py's
@@ -23,11 +24,35 @@ ROOT = "root"
 
 
 class Windows(NamedTuple):
-    """Bytes alive during the backward of one unit."""
+    """Bytes alive at an instant."""
 
     gathered: float
     bucket: float
     wire: float
+
+
+class Backward(NamedTuple):
+    """Of one pipeline part. turns: in the backward of each of its model's parts, in the order of backwards."""
+
+    turns: tuple[Windows, ...]
+    end: Windows
+
+
+def backwards(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[int, Backward]:
+    """Of the pipeline parts of one rank, by number."""
+    return _backwards(model, alike(plan), pp_stage)
+
+
+@lru_cache(maxsize=4096)
+def _backwards(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[int, Backward]:
+    copies = {unit.copy_of for part in model.parts for unit in part.units} - {None}
+    tied = frozenset(str(name).partition("/")[0] for name in copies) if plan.pp == 1 else frozenset()
+    found = {}
+    for number, own in rank_of(model, plan, pp_stage).own.items():
+        order = own[::-1]
+        turns = tuple(windows(order, at, tied, plan) for at in range(len(order)))
+        found[number] = Backward(turns, flush(order, tied, plan))
+    return found
 
 
 def windows(order: Sequence[Sequence[Held]], at: int, tied: frozenset[str], plan: ParallelPlan) -> Windows:

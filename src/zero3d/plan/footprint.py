@@ -1,0 +1,148 @@
+"""Activations of one micro-batch in one part of a model, on one rank. No torch.
+
+    forward      | kept: all of it, without attention's, or a block's input in `every` blocks
+    backward     | recomputed: what was not kept comes back (again), then instants of the backward beside it
+    of inputs    | its end, where weights wait: gradients of their outputs (for weights); the head's logits dropped
+
+Every number is bytes, linear in the micro-batch but for gradients that autograd holds. They come from `Operations`
+(traced, or closed forms).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from zero3d.plan.held import itemsize
+from zero3d.plan.recompute import Policy
+from zero3d.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part
+from zero3d.zero.stages import WIDTHS
+
+
+class Footprint(NamedTuple):
+    """Bytes of one micro-batch in one part.
+
+    kept         from its forward to its backward
+    again        what recomputation brings back
+    transients   beyond those, at the instants of the backward that may be the fullest
+    for_weights  gradients of weights' outputs, which a backward of inputs leaves for that of weights
+    dropped      of what is kept, what lies behind the last weight: the head's logits in fp32
+    skipped      of what the part would keep, what recomputation leaves out
+    """
+
+    kept: float
+    again: float
+    transients: tuple[float, ...]
+    for_weights: float
+    dropped: float
+    skipped: float
+
+
+def footprints(model: ModelSpec, plan: ParallelPlan) -> dict[Part, Footprint]:
+    """Of one micro-batch of `plan` in every part of the model."""
+    return _footprints(
+        model, plan.tp, plan.sequence_parallel, plan.activations, plan.precision, plan.micro_batch, plan.pp == 1
+    )
+
+
+@lru_cache(maxsize=1024)
+def _footprints(
+    model: ModelSpec, tp: int, sequence_parallel: bool, activations: str, precision: str, micro_batch: int, whole: bool
+) -> dict[Part, Footprint]:
+    """whole: no pipeline cuts the model."""
+    run = _Run(model, tp, sequence_parallel, Policy.of(activations), precision, micro_batch * model.length)
+    waiting = tied_bytes(model, tp, precision) if whole else 0.0
+    alike: dict[tuple[int, float], Footprint] = {}  # blocks share their operations
+    found = {}
+    for part in model.parts:
+        outputs = _outputs(part, tp, sequence_parallel)
+        key = id(part.operations), outputs
+        if key not in alike:
+            alike[key] = run.footprint(part, outputs, waiting)
+        found[part] = alike[key]
+    return found
+
+
+def tied_bytes(model: ModelSpec, tp: int, precision: str) -> float:
+    """Autograd sums a tied parameter's gradients at the embedding: those of the head wait for it."""
+    weights = (w for part in model.parts for unit in part.units if unit.copy_of for w in unit.weights)
+    return float(sum(w.numel // tp * itemsize(w, precision) for w in weights if w.trainable))
+
+
+class _Run(NamedTuple):
+    """What a part's bytes hang on."""
+
+    model: ModelSpec
+    tp: int
+    sequence_parallel: bool
+    policy: Policy
+    precision: str
+    tokens: int
+
+    @property
+    def width(self) -> float:
+        """Figures are of a 2-byte run."""
+        return max(1.0, WIDTHS[self.precision].weight / 2)
+
+    def footprint(self, part: Part, outputs: float, waiting: float) -> Footprint:
+        interior, kept = self._interior(part), self._kept(part)
+        recomputed = part.kind == "block" and self.policy.kind != "none"
+        again = (interior - kept) * (self.policy.every or 1) if recomputed else 0.0
+        logits = 4.0 * self.tokens * self.model.vocab / self.tp
+        return Footprint(
+            kept, again, self._transients(part, waiting),
+            for_weights=outputs * self.tokens * WIDTHS[self.precision].weight,
+            dropped=min(logits, kept) if part.kind == "head" else 0.0,
+            skipped=interior - kept,
+        )  # fmt: skip
+
+    def _divided(self, cut: float, whole: float) -> float:
+        """Bytes of one micro-batch's tokens on this rank."""
+        return self.tokens * (cut / self.tp + whole / (self.tp if self.sequence_parallel else 1))
+
+    def _operations(self, part: Part) -> Operations:
+        own = part.operations
+        return own.over_tp if self.tp > 1 and own.over_tp is not None else own
+
+    def _interior(self, part: Part) -> float:
+        """All that a part keeps where nothing is recomputed."""
+        operations = self._operations(part)
+        if part.kind != "block":
+            return self._divided(operations.kept_cut, operations.kept_whole)
+        gathered = 4.0 * self.model.hidden if self.sequence_parallel else 0.0  # inputs of attention and MLP
+        whole = max(0.0, operations.kept_whole - gathered)
+        return self.width * (self._divided(operations.kept_cut, whole) + self.tokens * gathered)
+
+    def _kept(self, part: Part) -> float:
+        whole = self._interior(part)
+        if part.kind != "block" or self.policy.kind == "none":
+            return whole
+        operations = self._operations(part)
+        if self.policy.kind == "selective":
+            return whole - self.width * self._divided(operations.attention, 0.0)
+        return self.width * self._divided(0.0, operations.input) / (self.policy.every or 1)
+
+    def _transients(self, part: Part, waiting: float) -> tuple[float, ...]:
+        """Whole sequences even under sequence parallelism: they are gathered inside."""
+        operations = self._operations(part)
+        scale = self.width if part.kind == "block" else 1.0
+        instants = operations.instants or (Instant(operations.transient, 0.0),)
+        held = waiting * {"head": 0, "block": 1, "embedding": 2}[part.kind]
+        return tuple(
+            scale * self.tokens * (at.cut / self.tp + at.whole) + at.gradients * self.width / self.tp + held
+            for at in instants
+        )
+
+
+@lru_cache(maxsize=4096)
+def _outputs(part: Part, tp: int, sequence_parallel: bool) -> float:
+    """Elements that a token has behind a part's trained weights, biases left out."""
+    found = 0.0
+    for weight in (weight for unit in part.units for weight in unit.weights if weight.trainable):
+        if weight.name.endswith("bias"):
+            continue
+        rows = float(weight.local(tp)[0])
+        if len(weight.shape) > 2:  # experts: those that a token meets
+            rows *= weight.local(tp)[1] * (part.active or part.numel) / part.numel
+        found += rows / (tp if sequence_parallel and len(weight.shape) == 1 else 1)
+    return found
