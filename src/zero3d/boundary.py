@@ -7,7 +7,7 @@ further backward of the same forward adds gradients only. The boundary is reache
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,12 +28,16 @@ class Boundary:
     """Progress of the current step on this rank.
 
     count    micro-batches so far
-    weight   sum of their weights
+    weight   sum of their weights, which are in `weights`
     reached  `step()` will apply
+    draw     in exact mode: told the number of a micro-batch before its forward. It has one backward then
     """
 
-    def __init__(self, accumulate: int, every_micro_batch: bool, scales_loss: bool) -> None:
+    def __init__(
+        self, accumulate: int, every_micro_batch: bool, scales_loss: bool, draw: Callable[[int], None] | None = None
+    ) -> None:
         self._accumulate, self._every_micro_batch, self._scales_loss = accumulate, every_micro_batch, scales_loss
+        self._draw = draw
         self._driven: Driven | None = None
         self._counted = False
         self.reset()
@@ -42,6 +46,8 @@ class Boundary:
         """A new step."""
         self.count = 0
         self.weight: float | Tensor = 0.0
+        self.weights: list[float | Tensor] = []
+        self._drawn = -1  # the last micro-batch whose forward began
         self.reached = False
         self._by_default = False  # the last micro-batch was counted by a plain backward
 
@@ -60,9 +66,16 @@ class Boundary:
         finally:
             self._driven = None
 
-    def finish(self, micro_batches: int, weight: float | Tensor) -> None:
-        """A pipeline has run a whole step's micro-batches; `weight`: of those whose loss was on this rank."""
-        self.count, self.weight, self.reached = micro_batches, weight, True
+    def finish(self, micro_batches: int, weights: Sequence[float | Tensor]) -> None:
+        """A pipeline has run a whole step's micro-batches; `weights`: of those whose loss was on this rank."""
+        self.count, self.weight, self.reached = micro_batches, sum(weights, 0.0), True
+        self.weights = list(weights) or [0.0] * micro_batches
+
+    def forward_begins(self) -> None:
+        """A root forward in training begins: of the next micro-batch, or one more of the same."""
+        if self._draw is not None and self._drawn != self.count:
+            self._drawn = self.count
+            self._draw(self.count)
 
     def backward_begins(self) -> None:
         """A backward reaches an output of a root forward."""
@@ -80,8 +93,14 @@ class Boundary:
             self._count(driven)
             self._by_default = self._driven is None
         elif self._driven is not None and self._by_default:
+            self.weights[-1] = self.weights[-1] + driven.weight - 1.0
             self.weight = self.weight + driven.weight - 1.0  # a partial backward came first and counted 1
             self._by_default = False
+        elif self._draw is not None and not self._counted:
+            raise ConfigError(
+                "exact=True sums one backward per micro-batch, and this one goes through a forward for the second "
+                "time: add its losses up and call backward once."
+            )
         if driven.last is not None:
             self.reached = driven.last
         return self._every_micro_batch or self.reached
@@ -89,6 +108,7 @@ class Boundary:
     def _count(self, driven: Driven) -> None:
         self._counted = True
         self.count += 1
+        self.weights.append(driven.weight)
         self.weight = self.weight + driven.weight
         if driven.last is None:
             self.reached = self.count >= self._accumulate

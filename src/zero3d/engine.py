@@ -11,6 +11,8 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import count
 from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ from zero3d import checkpoint, restore
 from zero3d.boundary import Boundary, Driven
 from zero3d.data.masking import forward_options
 from zero3d.errors import ConfigError
+from zero3d.exact import ExactGradients, ExactOptimizer, Leaves, check_exact, fingerprint
 from zero3d.generation import Ending, check_options, generate, last_only, next_logits
 from zero3d.guards import guard, guard_rest, is_guarded
 from zero3d.hf.blocks import UnitSpec, partition_all
@@ -88,6 +91,7 @@ class Engine:
     reduce        "auto" | "every_micro_batch" | "every_step": when gradients are reduced
 
     schedule      of a pipeline (mesh.pp > 1): gpipe, 1f1b (None), interleaved, zero-bubble or zbv; for train_batch
+    exact         the same bits at every dp: a power of two, micro-batches numbered as `exact.Leaves` says
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
     tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
     sequence_parallel  cut activations between blocks over tp, too, along the sequence
@@ -131,7 +135,7 @@ class Engine:
         self.precision = Precision.of(precision)
         self.mesh = mesh if mesh is not None else Mesh()
         release, reduce = resolve_policies(row, *pipeline_policies(self.mesh.pp, release, reduce))
-        _check(model, clip_norm, accumulate, exact, weights)
+        _check(model, clip_norm, accumulate, weights)
         choice = choose_optimizer(model, optimizer, param_groups)
         self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
         order = Schedule.asked(self.mesh.pp, schedule, blocks)
@@ -149,9 +153,11 @@ class Engine:
         self._accumulate, self._loss = accumulate, loss
         self._takes, self._options, self._last = _names_taken(model), forward_options(model), last_only(model)
         wide = torch.float64 if self.precision.name == "fp64" else torch.float32
-        self.policy = Policy(row, release, reduce, accumulate, wide, _wire(reduce_dtype, self.precision))
+        held = max(2, accumulate) if exact and self.mesh.pp > 1 else accumulate
+        self.policy = Policy(row, release, reduce, held, wide, _wire(reduce_dtype, self.precision))
         self.comm = Comm(self.mesh.data, self.arena, self.traffic, check_every_gather=self.mesh.debug)
         self.everyone = Comm(self.mesh.everyone, self.arena, self.traffic)
+        self.leaves = self._number_leaves() if exact else None
         self._unit_of: dict[nn.Parameter, Unit] = {}
         guard(self.module, self._unit_of, lambda unit: FULL_PARAMS in unit.users)  # a failure below must not go unseen
         if self.mesh.pp > 1:
@@ -169,6 +175,13 @@ class Engine:
         self.arena.reset_peaks()
 
     # --- construction ---------------------------------------------------------------------------
+
+    def _number_leaves(self) -> Leaves:
+        """Refuse what cannot be exact; rank 0's seed on all ranks."""
+        per_step, pp = self.policy.reduce == "every_step", self.mesh.pp
+        check_exact(self.comm.size, per_step, pp, (self.policy.wire, self.policy.master))
+        seed = broadcast_ints(self.everyone, [torch.initial_seed() % (1 << 52)])[0]
+        return Leaves(self.comm, per_step, self._accumulate, seed)
 
     def _cut_over_tp(self, plan: Mapping[str, str] | None, sequence_parallel: bool, local_logits: bool) -> None:
         """Replace parameters by this tp rank's slices of them."""
@@ -195,7 +208,8 @@ class Engine:
         groups = {name: choice.group_of.get(owner[name], 0) for name in spec.params}
         parameters = [(name, tuple(p.shape), groups[name]) for name, p in spec.params.items()]
         layout = UnitLayout(parameters, self.comm.size)
-        setting = Setting(self.policy, self.comm, self.arena)
+        exact = None if self.leaves is None else partial(ExactGradients, self.leaves)
+        setting = Setting(self.policy, self.comm, self.arena, exact)
         wide = self.policy.master if spec.dtype.is_floating_point else spec.dtype
         if source is None:
             fill = from_module(layout, spec.params, self.comm, wide)
@@ -213,14 +227,15 @@ class Engine:
         ties = find_ties(self.parts, self.units, schedule, across.size)
         whole, along = (Comm(axis, self.arena, self.traffic) for axis in (self.mesh.replica, across))
         self.replica = Replica(whole, along, Slices(self.tp, self._cuts.keys(), self._partial), ties)
-        self.optimizer = ShardedOptimizer(
-            self.units, self._order, choice.build, choice.groups, self.comm, self.arena, clip_norm, self.replica
-        )
+        given = self.units, self._order, choice.build, choice.groups, self.comm, self.arena, clip_norm, self.replica
+        leaves, alone = self.leaves, across.size == 1
+        self.optimizer = ShardedOptimizer(*given) if leaves is None else ExactOptimizer(leaves, *given)
         self.gathers = Gathers(Lane("gather", device), self.policy.release == "every_step", across.size > 1)
-        self.reductions = Reductions(self.units, Lane("reduce", device))
+        self.reductions = Reductions(self.units, Lane("reduce", device), closes=leaves is not None and alone)
         self.loss_scale = LossScale(self.precision)
         every = self.policy.reduce == "every_micro_batch"
-        self.boundary = Boundary(self._accumulate, every, self.precision.scales_loss)
+        draw = leaves.draw if leaves is not None and alone else None
+        self.boundary = Boundary(self._accumulate, every, self.precision.scales_loss, draw)
         users = {module: [by_name[name] for name in names] for module, names in uses.items()}
         cast = self.precision.dtype
         self.hooks = [
@@ -229,8 +244,9 @@ class Engine:
             for root in self.parts.values()
         ]  # fmt: skip
         self.pipeline = None
-        if across.size > 1:
-            around = Around(self.boundary, self.reductions.sweep, self._whole, self.arena)
+        if not alone:
+            begin = (lambda *_: None) if leaves is None else leaves.draw
+            around = Around(self.boundary, self.reductions.sweep, begin, self._close, self._whole, self.arena)
             loss = self._sum_and_weight
             self.pipeline = Pipeline(self.parts, schedule, across, self.traffic, around, loss, self._takes)
         forget_note(self.mesh.everyone)
@@ -281,6 +297,13 @@ class Engine:
         finally:  # and what hooks took for calls (tuples): no gradient reaches an end of every module here
             self.gathers.drop(lambda token: token == WHOLE or isinstance(token, tuple))
 
+    def _close(self, part: nn.Module) -> None:
+        """A micro-batch's gradients of a part are complete."""
+        own = set(part.parameters())
+        for unit in self.units:
+            if unit.grads is not None and own & set(unit.weights.params):
+                unit.gradients.close()
+
     def _refuse_pipeline(self, what: str) -> None:
         if self.pipeline is not None:
             raise ConfigError(
@@ -303,6 +326,8 @@ class Engine:
     def _abandon(self) -> None:
         for hooks in self.hooks:
             hooks.abandon()
+        if self.leaves is not None:
+            self.leaves.begin()
 
     def step(self) -> StepResult:
         """Apply the step if the boundary is reached, else change nothing.
@@ -321,14 +346,17 @@ class Engine:
                 )
             nan = torch.full((), float("nan"), dtype=self.policy.master, device=self.mesh.device)
             return self._result(False, nan, lr)
+        weight = self._end_leaves()
         self.reductions.catch_up()
         if not self.reductions.adopted and self.comm.size > 1:
             self.reductions.adopt(broadcast_ints(self.comm, self.reductions.observed()))
         try:
-            outcome = self.optimizer.step(self.boundary.weight, self.loss_scale.value)
+            outcome = self.optimizer.step(weight, self.loss_scale.value)
         finally:
             self.reductions.reset()
             self.boundary.reset()
+            if self.leaves is not None:
+                self.leaves.begin()
             self.gathers.drop(lambda token: True)  # whatever is still gathered holds the weights of before
         self._warn_of_skips(outcome.applied)
         self.loss_scale.update(outcome.overflow)
@@ -337,6 +365,18 @@ class Engine:
             if self.scheduler is not None:
                 self.scheduler.step()
         return self._result(outcome.applied, outcome.norm, lr)
+
+    def _end_leaves(self) -> float | Tensor:
+        """The weight of this rank's micro-batches; in exact mode [M], that of each."""
+        if self.leaves is None:
+            return self.boundary.weight
+        try:
+            self.leaves.end(self.boundary.count)
+        except ConfigError:
+            self._abandon()
+            raise
+        each = [torch.as_tensor(weight, dtype=torch.float64) for weight in self.boundary.weights]
+        return torch.stack([weight.to(self.mesh.device) for weight in each])
 
     def _result(self, applied: bool, norm: Tensor, lr: float) -> StepResult:
         scale = torch.tensor(self.loss_scale.value, device=norm.device)
@@ -368,6 +408,8 @@ class Engine:
         After a failure on some rank of a pipeline every further call raises Zero3dError.
         """
         micro_batches, seen = list(micro_batches), []
+        if self.leaves is not None:
+            self.leaves.begin(len(micro_batches))
         with self._together():
             try:
                 if self.pipeline is not None:
@@ -381,16 +423,22 @@ class Engine:
                 self._abandon()
                 raise
             self.last_step = self.step()
-            return self._global_mean(seen)
+            return self._global_mean(seen, len(micro_batches))
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[Any]) -> Tensor:
-        """The global mean loss without update, in eval mode; ranks run equally many micro-batches."""
+        """The global mean loss without update, in eval mode; ranks run equally many micro-batches.
+
+        In exact mode rank r's k-th is number k x dp + r of the list, however gradients are reduced.
+        """
+        number = count()
+        counted = (batch for batch, _ in zip(micro_batches, number, strict=False))
         with self._together(), self._evaluating(keep_full=False):
             if self.pipeline is not None:
-                return self._global_mean(self.pipeline.evaluate(micro_batches))
-            outputs = ((self._forward(batch), batch) for batch in micro_batches)
-            return self._global_mean([self._sum_and_weight(*each) for each in outputs])
+                seen = self.pipeline.evaluate(counted)
+            else:
+                seen = [self._sum_and_weight(self._forward(batch), batch) for batch in counted]
+            return self._global_mean(seen, next(number), per_step=False)
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, max_new_tokens: int = 20, keep_full: bool = True, **options: Any) -> Tensor:
@@ -456,7 +504,12 @@ class Engine:
         total = at_least_fp32(loss) * weight
         return torch.where(weight > 0, total, 0.0), weight  # a mean over no target is NaN, its sum is nothing
 
-    def _global_mean(self, seen: Sequence[tuple[Tensor, float | Tensor]]) -> Tensor:
+    def _global_mean(
+        self, seen: Sequence[tuple[Tensor, float | Tensor]], micro_batches: int, per_step: bool | None = None
+    ) -> Tensor:
+        if self.leaves is not None:
+            everywhere = self.replica.sum(self.leaves.sum_of(seen, micro_batches, per_step))
+            return everywhere[0] / everywhere[1]
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         for total, weight in seen:
             sums[0] += total.detach().double()
@@ -527,6 +580,10 @@ class Engine:
         self._steps, loop = restore.load(Path(directory), self._parts())
         return loop
 
+    def fingerprint(self) -> str:
+        """One hash of all masters and optimizer states, the same at any dp that divides 64; all ranks call it."""
+        return fingerprint(self.optimizer, self.comm, self.replica)
+
     def export(self, directory: str | Path) -> Path:
         """Write the weights as a Hugging Face folder, gathered unit by unit."""
         return export(Path(directory), self._parts(), self._gathered)
@@ -566,7 +623,7 @@ class Engine:
             else:
                 each = engine_bytes(
                     self.stage, self.comm.size, NAMES[unit.dtype], self.policy.release, self.policy.reduce,
-                    2 if unit.grads.accumulates else 1, optimizer=self.optimizer.state_bytes(unit),
+                    unit.grads.micro_batches, self.optimizer.state_bytes(unit), self.leaves is not None,
                 )  # fmt: skip
             total = total + each.times(elements(unit.layout))
         return total
@@ -604,10 +661,8 @@ class Engine:
         ]
 
 
-def _check(model: nn.Module, clip_norm: float | None, accumulate: int, exact: bool, weights: Source | None) -> None:
+def _check(model: nn.Module, clip_norm: float | None, accumulate: int, weights: Source | None) -> None:
     """Refuse what cannot be trained, before anything is allocated."""
-    if exact:
-        raise ConfigError("exact=True is not built yet: leave it out.")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"accumulate={accumulate!r}: pass the number of micro-batches per step, at least 1.")
     if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):

@@ -99,12 +99,16 @@ class Around(NamedTuple):
 
     boundary  counts micro-batches
     sweep     hands on gradients that no hook saw
+    begin     a forward comes next, of a micro-batch through a part, by their numbers
+    done      all gradients of a part and a micro-batch are there
     gathered  a part's units, whole inside the block
     arena     lends what is received into
     """
 
     boundary: Boundary
     sweep: Callable[[], None]
+    begin: Callable[[int, int], None]
+    done: Callable[[nn.Module], None]
     gathered: Callable[[nn.Module], AbstractContextManager[None]]
     arena: Arena
 
@@ -155,7 +159,7 @@ class Pipeline:
             self._axis.call("a step", "pipeline", step)
         finally:
             self.batches = ()
-        self._around.boundary.finish(len(batches), sum((weight for _, weight in self._seen), 0.0))
+        self._around.boundary.finish(len(batches), [weight for _, weight in self._seen])
         return self._seen
 
     def evaluate(self, batches: Iterable[Any]) -> list[tuple[Tensor, float | Tensor]]:
@@ -226,6 +230,14 @@ class Pipeline:
         with self.faults.running(number), self._around.boundary.driving(Driven(0.0, last=False)):
             yield
             self._around.sweep()
+
+    def begin(self, number: int, micro_batch: int) -> None:
+        """Before the forward of a part in training."""
+        self._around.begin(micro_batch, number)
+
+    def done(self, number: int) -> None:
+        """A micro-batch's backward through a part is over, of weights too."""
+        self._around.done(self._parts[number])
 
     def weights(self, number: int) -> AbstractContextManager[None]:
         """Around the weight phase of a split backward (Note 1)."""

@@ -38,6 +38,7 @@ class Part(nn.Module):
     def forward(self, *entering: Tensor) -> Any:
         batch = self.pipeline.batches[self.micro_batch]
         ids, rest = self.pipeline.split_batch(batch)
+        self.pipeline.begin(self.number, self.micro_batch)
         output = self.pipeline.call(self.number, entering if self.number else (ids,), rest)
         if not self._last:
             return output
@@ -116,6 +117,7 @@ class Stage(PipelineStage):
         with self.submod.pipeline.backward(self.stage_index):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
+            self.submod.pipeline.done(self.stage_index)
             self._rooms.close(bwd_chunk_id, self.args_recv_info, self.grad_recv_info)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
@@ -123,6 +125,7 @@ class Stage(PipelineStage):
         pipeline, number = self.submod.pipeline, self.stage_index
         with pipeline.backward(number), pipeline.weights(number):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        pipeline.done(number)
         self._rooms.close(bwd_chunk_id, self.args_recv_info, self.grad_recv_info)
 
     # --- what is received -----------------------------------------------------------------------

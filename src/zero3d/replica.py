@@ -14,6 +14,7 @@ Every dp rank has its own replica; of one rank all of this is the identity and s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from zero3d.zero.arena import host_value
 from zero3d.zero.collectives import Comm
 from zero3d.zero.unit import Unit
 
+STRIDE = 1 << 24  # more than parameters of a model: a number for (segment, place)
 APART = 0.01  # of a norm: more than an accelerator's order of sums can change
 
 
@@ -55,13 +57,15 @@ class Slices(NamedTuple):
 class Places(NamedTuple):
     """Where the norms of a replica are in [ranks, longest]; known from the first step on.
 
-    rows, columns  of all of them, in model order
+    rows, columns  of all of them, by segment and in model order
+    segments       of each of them
     counted        [ranks, longest] 1.0, or 0.0 where another tp rank's norm of the same parameter counts
     common         [stages, longest] the parameter's place in the model; -1.0 where parts of it are on tp ranks
     """
 
     rows: list[int]
     columns: list[int]
+    segments: list[int]
     counted: Tensor
     common: Tensor
 
@@ -156,17 +160,22 @@ class Replica:
 
         -1 - k where tp ranks do not agree on parameter k, which they should have alike.
         """
+        return self.norms([(0, *part) for part in parts], 1, dtype)[0]
+
+    def norms(self, parts: Sequence[tuple[int, int, str, Tensor]], segments: int, dtype: torch.dtype) -> Tensor:
+        """[segments]: as `norm`, of each segment alone. `parts`: (segment, place, name, norm), in this order."""
         norms = torch.stack([norm for *_, norm in parts] or [torch.zeros((), dtype=dtype, device=self._comm.device)])
         if self._places is None and not self.alone:
-            self._places = self._arrange([(place, name) for place, name, _ in parts])
+            self._places = self._arrange([(segment * STRIDE + place, name) for segment, place, name, _ in parts])
         if self._places is None or not self._places.rows:  # alone, or all of this dp rank's shards are padding
-            return _length(norms)
+            return _lengths(norms, [segment for segment, *_ in parts], segments)
         mine = torch.zeros(self.longest, dtype=torch.float64, device=self._comm.device)
         mine[: len(parts)] = norms[: len(parts)].double()
         seen = self._comm.exchange(mine)
         counted = (seen * self._places.counted)[self._places.rows, self._places.columns]  # what is not finite stays so
         uneven = find_uneven(seen.view(-1, self._slices.tp.size, self.longest), self._places.common)
-        return torch.where(uneven < 0, _length(counted.to(dtype)), -1 - uneven.to(dtype))
+        lengths = _lengths(counted.to(dtype), self._places.segments, segments)
+        return torch.where(uneven < 0, lengths, -1 - uneven.to(dtype))
 
     def _arrange(self, parts: Sequence[tuple[int, str]]) -> Places:
         """Places of all norms, which never change, from those of this rank's."""
@@ -184,11 +193,12 @@ class Replica:
         for place, cut, rank, column in found:
             if not cut:
                 counted[rank][column] = float(rank % tp == 0)
-                common[rank // tp][column] = float(place)
+                common[rank // tp][column] = float(place % STRIDE)
         order = sorted((place, rank, column) for place, _, rank, column in found)
         rows, columns = [rank for _, rank, _ in order], [column for *_, column in order]
+        segments = [place // STRIDE for place, _, _ in order]
         masks = (torch.tensor(mask, dtype=torch.float64, device=device) for mask in (counted, common))
-        return Places(rows, columns, *masks)
+        return Places(rows, columns, segments, *masks)
 
 
 def find_uneven(norms: Tensor, common: Tensor) -> Tensor:
@@ -201,10 +211,13 @@ def find_uneven(norms: Tensor, common: Tensor) -> Tensor:
     return common.where(high - low > APART * high, -1.0).amax()
 
 
-def _length(norms: Tensor) -> Tensor:
-    """[k] -> []: the norm of what has these norms."""
-    total: Tensor = torch.linalg.vector_norm(norms)
-    return total
+def _lengths(norms: Tensor, segments: Sequence[int], count: int) -> Tensor:
+    """[k] -> [count]: the norm of what has these norms, of each segment alone; `segments`: of each norm, ascending."""
+    if not segments:
+        return norms.new_zeros(count)
+    found = Counter(segments)
+    sizes = [found[segment] for segment in range(count)]
+    return torch.stack([torch.linalg.vector_norm(part) for part in torch.split(norms, sizes)])
 
 
 def _overwrite(unit: Unit, master: Tensor) -> None:

@@ -2,6 +2,7 @@
 
     all_gather       shard -> full, in place when the shard is its slot of the full buffer
     reduce_scatter   full -> shard, summed in rank order
+    all_to_all       full -> everybody's shards, not summed (exact.py)
     exchange         a few numbers per rank, all-gathered
     broadcast        rank 0's buffer, at construction
 
@@ -119,6 +120,34 @@ class Comm:
 
         return Pending(finish)
 
+    def all_to_all(self, full: Tensor, unit: str, take: Callable[[list[Tensor]], None]) -> Pending:
+        """Slot r of every rank's `full` [total] to rank r, where `take` is given what came, by rank.
+
+        Moves (N-1)/N total elements per rank.
+        """
+        own = list(full.view(self.size, -1))
+        if self.size == 1:
+            return Pending(partial(take, own))
+        self._announce("all_to_all", unit, full)
+        if self.algorithm == "pairwise":
+            received = self._arena.borrow("wire", full.numel() - own[0].numel(), full.dtype)
+            parts = list(received.view(self.size - 1, -1))
+            parts.insert(self.rank, own[self.rank])
+            arrived = swap(self._axis, self._axis.reductions, "all_to_all", unit, own, parts)
+        else:
+            received = self._arena.borrow("wire", full.numel(), full.dtype)
+            parts = list(received.view(self.size, -1))
+            raw = received.view(torch.uint8), full.view(torch.uint8)
+            start = partial(dist.all_to_all_single, *raw, group=self._axis.reductions, async_op=True)
+            arrived = partial(self._axis.call, "all_to_all", unit, self._axis.call("all_to_all", unit, start).wait)
+
+        def finish() -> None:
+            arrived()
+            take(parts)
+            self._arena.give_back("wire", received)
+
+        return Pending(finish)
+
     def travels(self, local: torch.dtype, wire: torch.dtype) -> torch.dtype:
         """The dtype on the way. Pairwise messages carry unsummed values: a narrower local dtype loses nothing."""
         return local if self.algorithm == "pairwise" and local.itemsize < wire.itemsize else wire
@@ -173,7 +202,8 @@ class Comm:
 
     def _announce(self, op: str, unit: str, full: Tensor, wire: torch.dtype | None = None) -> None:
         self._last = f"{op} of unit {unit!r}"
-        self._order[op] = (self._order[op] * 1000003 + zlib.crc32(unit.encode())) % _HASH_MODULUS
+        kind = "all_gather" if op == "all_gather" else "reduce_scatter"
+        self._order[kind] = (self._order[kind] * 1000003 + zlib.crc32(unit.encode())) % _HASH_MODULUS
         moved = full.numel() // self.size * (self.size - 1)
         self._ledger.record(op, self.axis, unit, moved, (wire or full.dtype).itemsize)
 

@@ -43,6 +43,9 @@ KEEP = "keep"  # gathered without grad: stays until the next forward with grad, 
 class Clock(Protocol):
     """Who counts micro-batches."""
 
+    def forward_begins(self) -> None:
+        """A root forward in training begins."""
+
     def backward_begins(self) -> None:
         """A backward reaches an output of a root forward."""
 
@@ -158,6 +161,7 @@ class Hooks:
         if not inside_backward:
             self._mode = "train" if torch.is_grad_enabled() else "eval"
             if self._mode == "train":
+                self._clock.forward_begins()
                 self._gathers.drop(lambda token: token in (KEEP, TURN, ROOT_TURN))
                 self._gathers.begin()
         for unit in self._persistent:

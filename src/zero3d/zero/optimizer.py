@@ -234,8 +234,7 @@ class ShardedOptimizer:
             pipeline(unit.gradients.gather for unit in self._units)
         for owned in self.pieces:
             grads = owned.unit.gradients
-            source = grads.full if updates_all else grads.shard
-            assert source is not None
+            source = grads.whole if updates_all else grads.shard
             owned.master.grad = source[owned.piece.offset : owned.piece.offset + owned.master.numel()]
         self.torch.step()
         self.adopt()

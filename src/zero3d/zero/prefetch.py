@@ -22,10 +22,12 @@ from contextlib import contextmanager
 
 import torch
 
+from zero3d.errors import ConfigError
 from zero3d.plan.traffic import TokenEvent
 from zero3d.zero.unit import State, Unit
 
 WINDOW = 2
+WAITING = (State.FILLING, State.SUMMED)  # local gradients that have not been reduced
 TURN, ROOT_TURN = "turn", "root turn"
 STEP = "step"  # release="every_step": from the first use to the end of the step
 
@@ -180,9 +182,10 @@ class Gathers:
 
 
 class Reductions:
-    """The queue of units whose gradients are complete."""
+    """The queue of units whose gradients are complete. closes: every backward is summed for itself (exact.py)."""
 
-    def __init__(self, units: Sequence[Unit], lane: Lane) -> None:
+    def __init__(self, units: Sequence[Unit], lane: Lane, closes: bool = False) -> None:
+        self._closes = closes
         trainable = [unit for unit in units if unit.grads is not None]
         self._order = [u for u in reversed(trainable) if not u.deferred] + [u for u in trainable if u.deferred]
         self._lane = lane
@@ -190,6 +193,7 @@ class Reductions:
         self._next = 0
         self._in_flight: deque[Unit] = deque()
         self._completed: list[Unit] = []
+        self._done: set[Unit] = set()  # of this backward
         self.adopted = False  # rank 0's order is in use
         self.due = False  # this backward ends in a reduction
         self._backwards = 0  # since the last reduction: the same on all ranks
@@ -201,15 +205,21 @@ class Reductions:
         self._next = 0
         self._arrived.clear()
         self._completed.clear()
+        self._done.clear()
 
     def take(self, unit: Unit, index: int, grad: torch.Tensor) -> None:
         """Autograd has finished one parameter's gradient."""
+        if self._closes and unit in self._done:
+            raise ConfigError(
+                f"exact=True: {unit.layout.slots[index].name} got a second gradient in one backward, after the first "
+                "was summed (a block called twice in reentrant checkpoints): pass use_reentrant=False, or exact=False."
+            )
         unit.gradients.take(index, grad)
         arrived = self._arrived.setdefault(unit, set())
         arrived.add(index)
         if len(arrived) == len(unit.weights.params) and unit not in self._completed:
             self._completed.append(unit)
-            if self.due:
+            if self.due or self._closes:
                 self._drain()
 
     def _drain(self) -> None:
@@ -221,6 +231,10 @@ class Reductions:
             self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
+        self._done.add(unit)
+        if not self.due:
+            unit.gradients.close()
+            return
         while len(self._in_flight) >= WINDOW:
             self._finish_oldest()
         with self._lane.issue(unit.name):
@@ -234,12 +248,13 @@ class Reductions:
 
     def flush(self) -> None:
         """End of a backward: reduce what is left, in order; missing gradients count as zero."""
-        if self.due:
+        if self.due or self._closes:
             while self._next < len(self._order):
                 self._reduce(self._order[self._next])
                 self._next += 1
+        if self.due:
             for unit in self._order:  # gradients that arrived after their unit had been reduced
-                if unit.gradients.state is State.FILLING:
+                if unit.gradients.state in WAITING:
                     self._reduce(unit)
             self._backwards = 0
         while self._in_flight:
@@ -256,13 +271,15 @@ class Reductions:
     @property
     def pending(self) -> bool:
         """There are local gradients that have not been reduced."""
-        return any(unit.gradients.state is State.FILLING for unit in self._order)
+        return any(unit.gradients.state in WAITING for unit in self._order)
 
     def catch_up(self) -> None:
         """At the boundary: reduce gradients that no root forward announced."""
         if self.pending:
             self.due = True
             self.flush()
+        for unit in self._order:
+            unit.gradients.complete()
 
     def reset(self) -> None:
         """Forget the gradients of this step."""

@@ -125,12 +125,13 @@ def engine_bytes(
     reduce: str = "auto",
     accumulate: int = 1,
     optimizer: int | None = None,
+    exact: bool = False,
 ) -> StateBytes:
     """Bytes per *trainable* parameter that the arena really holds on one rank, padding apart.
 
     `optimizer` replaces k for optimizers other than Adam (master included).
     Local gradients stay in the compute dtype when accumulate is 1, because their cast at the
-    reduction is exact; accumulated ones are kept in the reduced dtype.
+    reduction is exact; accumulated ones are kept in the reduced dtype. `exact` keeps sums of leaves instead.
     """
     row = stage_row(stage)
     release, reduce = resolve_policies(row, release, reduce)
@@ -139,13 +140,22 @@ def engine_bytes(
     g = w if accumulate == 1 else a
     share = Fraction(1, n)
     parameters = frozen_bytes(stage, n, w, release).parameters
-    if stage == 0:
+    if exact:
+        alone = accumulate == 1 and stage > 0
+        sharded = reduce == "every_micro_batch" or alone
+        gradients = counter_buffers(accumulate) * a * (share if sharded else Fraction(1))
+    elif stage == 0:
         gradients = Fraction(a)
     elif reduce == "every_step":
         gradients = g + (a if g < a else 0) * share
     else:
         gradients = a * share
     return StateBytes(parameters, gradients, k * (share if row.shards_optimizer else Fraction(1)))
+
+
+def counter_buffers(leaves: int) -> int:
+    """Sums in halves that wait for their other half while so many leaves come in turn: ones of a binary counter."""
+    return (leaves + 1).bit_length() - 1
 
 
 def frozen_bytes(stage: int, n: int, weight: int, release: str = "auto") -> StateBytes:

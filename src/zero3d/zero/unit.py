@@ -8,6 +8,7 @@
 
     parameters   SHARDED -> GATHERING -> FULL (<-> HELD: gathered, but nobody's turn to read) -> SHARDED
     gradients    EMPTY -> FILLING -> REDUCING -> REDUCED (-> FILLING when more arrive) -> EMPTY
+                          FILLING -> SUMMED (-> FILLING) -> REDUCING in the fixed tree of exact.py
 
 Note 1, placeholders. While SHARDED a parameter's data is one NaN expanded to its shape: reading
 a view of a freed storage is a segmentation fault, reading a NaN is not. Each parameter has its
@@ -49,6 +50,7 @@ class State(Enum):
     HELD = auto()
     EMPTY = auto()
     FILLING = auto()
+    SUMMED = auto()
     REDUCING = auto()
     REDUCED = auto()
 
@@ -72,11 +74,12 @@ class Policy:
 
 
 class Setting(NamedTuple):
-    """What all units of an engine share."""
+    """What all units of an engine share. gradients: who owns a unit's, `Gradients` by default."""
 
     policy: Policy
     comm: Comm
     arena: Arena
+    gradients: Callable[[str, UnitLayout, torch.dtype, Setting], Gradients] | None = None
 
     def slot(self, full: Tensor) -> Tensor:
         """This rank's slice of a unit's storage."""
@@ -237,29 +240,33 @@ class Gradients:
     """Owns a unit's gradients from autograd to the reduced shard."""
 
     def __init__(self, name: str, layout: UnitLayout, dtype: torch.dtype, setting: Setting) -> None:
-        policy, arena = setting.policy, setting.arena
-        self._name, self._layout, self._setting, self._arena = name, layout, setting, arena
-        self._wide = policy.master
+        self._name, self._layout, self._setting, self._arena = name, layout, setting, setting.arena
+        self._wide = setting.policy.master
+        self.full: Tensor | None = None
+        self._views: list[Tensor] = []
+        self.shard: Tensor
+        self.state = State.EMPTY
+        self._filled: set[int] = set()
+        self._summed = False  # the shard already holds a sum of this step
+        self._stash: Tensor | None = None  # Note 3
+        self._pending = DONE
+        self._keep(dtype)
+
+    def _keep(self, dtype: torch.dtype) -> None:
+        """Allocate what is held between steps."""
+        policy, layout, setting, arena = self._setting.policy, self._layout, self._setting, self._arena
         self._wire = policy.wire if policy.wire.itemsize >= dtype.itemsize else policy.master
         self._transient = policy.reduce == "every_micro_batch"
         keep_wide = policy.accumulate > 1 or not policy.stage.shards_optimizer
         self._local = policy.master if keep_wide and not self._transient else dtype
         # In which a single backward's gradients reach their owners: by plan, since ranks must agree on it.
         self.travels = setting.comm.travels(self._local, self._wire)
-        self.full: Tensor | None = None
-        self._views: list[Tensor] = []
         if not self._transient:
             self._use(arena.allocate("gradients", layout.total, layout.numel, self._local))
-        self.shard: Tensor
         if self.full is not None and self._local == self._wide:
             self.shard = setting.slot(self.full)
         else:
             self.shard = arena.allocate("gradients", layout.shard, layout.used_per_shard, policy.master)
-        self.state = State.EMPTY
-        self._filled: set[int] = set()
-        self._summed = False  # the shard already holds a sum of this step
-        self._stash: Tensor | None = None  # Note 3
-        self._pending = DONE
 
     def _use(self, full: Tensor) -> None:
         self.full, self._views = full, _views(full, self._layout)
@@ -268,6 +275,17 @@ class Gradients:
     def accumulates(self) -> bool:
         """Local gradients are kept in the reduced dtype, by plan or since a second one came."""
         return not self._transient and self._local == self._wide
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step with this memory, for `stages.engine_bytes`."""
+        return 2 if self.accumulates else 1
+
+    @property
+    def whole(self) -> Tensor:
+        """All reduced gradients, once `gather` is done (stage 0)."""
+        assert self.full is not None
+        return self.full
 
     @property
     def _in_place(self) -> bool:
@@ -347,8 +365,14 @@ class Gradients:
 
     def gather(self) -> Pending:
         """Every rank's reduced gradients to all, the second half of stage 0's all-reduce."""
-        assert self.full is not None
-        return self._setting.comm.all_gather(self.full, self.shard, self._name)
+        return self._setting.comm.all_gather(self.whole, self.shard, self._name)
+
+    def close(self) -> None:
+        """A backward that ends in no reduction has ended."""
+
+    def complete(self) -> None:
+        """Nothing more comes in this step."""
+        self.finish()
 
     def reset(self) -> None:
         """Forget this step's gradients."""
@@ -393,7 +417,8 @@ class Unit:
         self.name, self.layout, self.dtype, self.deferred = name, layout, dtype, deferred
         self.users: set[object] = set()
         self.weights = Weights(name, [params[slot.name] for slot in layout.slots], layout, dtype, setting, fill)
-        self.grads = Gradients(name, layout, dtype, setting) if self.weights.trainable else None
+        owner = setting.gradients or Gradients
+        self.grads = owner(name, layout, dtype, setting) if self.weights.trainable else None
 
     @property
     def gradients(self) -> Gradients:
