@@ -31,6 +31,7 @@ from zero3d.agree import agree
 from zero3d.boxes import Box, Shape
 from zero3d.degrees import Degrees
 from zero3d.errors import CheckpointError, Zero3dError
+from zero3d.exact import Leaves
 from zero3d.plain import plain
 from zero3d.precision import LossScale
 from zero3d.rng import rng_state
@@ -69,13 +70,14 @@ class Whole(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """What a checkpoint is made of; `about` is written for people, `loop` by the training loop for itself.
+    """What a checkpoint is made of; `about` is written for `promise`, `loop` by the training loop for itself.
 
     modules   this rank's parts of the model
     comm      the dp axis, over which units are cut
     tp        the tp axis
     everyone  all ranks of the mesh
     cuts      how the tp axis cuts parameters, by name in the full model; it has all others on every rank
+    leaves    of exact mode
     """
 
     modules: Sequence[nn.Module]
@@ -92,6 +94,7 @@ class Parts:
     about: Mapping[str, Any]
     loop: Mapping[str, Any] | None = None
     cuts: Mapping[str, Cut] = field(default_factory=dict)
+    leaves: Leaves | None = None
 
     def cut(self, name: str) -> Cut | None:
         """How a parameter of this rank is cut over tp; None where every tp rank has all of it."""
@@ -249,6 +252,7 @@ def _commit(temporary: Path, final: Path, parts: Parts) -> None:
         "step": parts.step,
         "about": dict(parts.about),
         "mesh": parts.degrees._asdict(),
+        "exact": parts.leaves.state(parts.degrees.tp, parts.degrees.pp) if parts.leaves is not None else None,
         "parameters": {name: entry for rank in ranks for name, entry in rank["parameters"].items()},
         "tensors": [row for rank in ranks for row in rank["tensors"]],
         "files": {rank["file"]: rank["sha256"] for rank in ranks},

@@ -26,7 +26,8 @@ from zero3d import checkpoint, restore
 from zero3d.boundary import Boundary, Driven
 from zero3d.data.masking import forward_options
 from zero3d.errors import ConfigError
-from zero3d.exact import ExactGradients, ExactOptimizer, Leaves, check_exact, fingerprint
+from zero3d.exact import ExactGradients, ExactOptimizer, Leaves, check_exact
+from zero3d.fingerprint import fingerprint
 from zero3d.generation import Ending, check_options, generate, last_only, next_logits
 from zero3d.guards import guard, guard_rest, is_guarded
 from zero3d.hf.blocks import UnitSpec, partition_all
@@ -168,6 +169,7 @@ class Engine:
         self.scheduler = _bind(scheduler, self.optimizer.torch)
         self._steps = self._skips = 0
         self.last_step: StepResult | None = None
+        self.resumed = ""
         if self.pipeline is not None:
             with torch.no_grad(), self._evaluating(keep_full=False):
                 self.pipeline.learn()
@@ -231,7 +233,8 @@ class Engine:
         leaves, alone = self.leaves, across.size == 1
         self.optimizer = ShardedOptimizer(*given) if leaves is None else ExactOptimizer(leaves, *given)
         self.gathers = Gathers(Lane("gather", device), self.policy.release == "every_step", across.size > 1)
-        self.reductions = Reductions(self.units, Lane("reduce", device), closes=leaves is not None and alone)
+        closes = "" if leaves is None else "backward" if alone else "part"
+        self.reductions = Reductions(self.units, Lane("reduce", device), closes)
         self.loss_scale = LossScale(self.precision)
         every = self.policy.reduce == "every_micro_batch"
         draw = leaves.draw if leaves is not None and alone else None
@@ -299,10 +302,10 @@ class Engine:
 
     def _close(self, part: nn.Module) -> None:
         """A micro-batch's gradients of a part are complete."""
-        own = set(part.parameters())
-        for unit in self.units:
-            if unit.grads is not None and own & set(unit.weights.params):
-                unit.gradients.close()
+        if self.leaves is not None:
+            own = set(part.parameters())
+            mine = (unit for unit in self.units if unit.grads is not None)
+            self.reductions.close([unit for unit in mine if own & set(unit.weights.params)])
 
     def _refuse_pipeline(self, what: str) -> None:
         if self.pipeline is not None:
@@ -570,14 +573,14 @@ class Engine:
     def load(self, directory: str | Path) -> Any:
         """Continue from a checkpoint (or the newest in a directory of them), on any mesh, at any stage.
 
-        Returns what was saved as `loop`.
+        Returns what was saved as `loop`; `resumed` says whether the run goes on bitwise, and if not, why.
         """
         if any(FULL_PARAMS in unit.users for unit in self.units):
             raise ConfigError("load() inside full_params() would be undone on leaving it: leave the block first.")
         self.gathers.drop(lambda token: True)
         self.reductions.reset()
         self.boundary.reset()
-        self._steps, loop = restore.load(Path(directory), self._parts())
+        self._steps, loop, self.resumed = restore.load(Path(directory), self._parts())
         return loop
 
     def fingerprint(self) -> str:
@@ -602,10 +605,21 @@ class Engine:
         return checkpoint.Parts(
             list(self.parts.values()), self.whole, self.units, self.optimizer, self.comm, self.tp,
             self.everyone, self.mesh.degrees, self.loss_scale, self.scheduler, self._steps,
-            {"stage": self.stage, "dp": self.comm.size, "precision": self.precision.name,
-             "algorithm": self.comm.algorithm},
-            loop, {self._copies.get(name, name): cut for name, cut in self._cuts.items()},
+            self._about(), loop, {self._copies.get(name, name): cut for name, cut in self._cuts.items()}, self.leaves,
         )  # fmt: skip
+
+    def _about(self) -> dict[str, Any]:
+        """What the bits of a run depend on, beside its data and settings."""
+        device = self.mesh.device
+        cpu = device.type == "cpu"
+        return {
+            "stage": self.stage, "reduce": self.policy.reduce, **self.mesh.degrees._asdict(),
+            "precision": self.precision.name, "algorithm": self.comm.algorithm, "torch": torch.__version__,
+            "kernels": torch.backends.cpu.get_cpu_capability() if cpu
+            else torch.get_device_module(device).get_device_name(),
+            "threads": torch.get_num_threads() if cpu else 1,
+            "leaves": None if self.leaves is None else self.leaves.per_batch,
+        }  # fmt: skip
 
     # --- accounting -----------------------------------------------------------------------------
 

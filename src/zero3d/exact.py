@@ -24,19 +24,17 @@ products depend on their shapes, so the size of a micro-batch, tp and pp must st
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from math import lcm
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero3d.errors import ConfigError
-from zero3d.replica import Replica
 from zero3d.zero.arena import Arena
 from zero3d.zero.collectives import Comm, same_memory
-from zero3d.zero.layout import CANONICAL, UnitLayout
+from zero3d.zero.layout import CANONICAL
 from zero3d.zero.optimizer import OwnedPiece, ShardedOptimizer
 from zero3d.zero.stages import counter_buffers
 from zero3d.zero.unit import Gradients, State
@@ -76,6 +74,20 @@ class Leaves:
                 "call engine.train_batch(micro_batches)."
             )
         self.batches += 1
+
+    @property
+    def per_batch(self) -> int:
+        """Leaves of a usual step."""
+        return self._usual * self.comm.size
+
+    def state(self, tp: int, pp: int) -> dict[str, Any]:
+        """For a checkpoint; `covers`: at which degrees a run that goes on from it has the bits of this one."""
+        fits = [1 << i for i in range(CANONICAL.bit_length()) if self.per_batch % (1 << i) == 0]
+        return {"seed": self.seed, "batches": self.batches, "covers": {"dp": fits, "tp": tp, "pp": pp}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on drawing where `state` was."""
+        self.seed, self.batches = int(state["seed"]), int(state["batches"])
 
     def number(self, k: int) -> int:
         """The leaf that is this rank's k-th micro-batch."""
@@ -161,11 +173,12 @@ class Counter:
         self._held: list[Tensor] = []
         self.count = 0
 
-    def grow(self, buffers: int) -> None:
-        """Have so many buffers, at least."""
+    def grow(self, buffers: int) -> Tensor:
+        """Have so many buffers, at least; the first of them."""
         while len(self._buffers) < buffers:
             self._buffers.append(self._arena.allocate("gradients", self._elements, self._used, self._dtype))
             self._free.append(self._buffers[-1])
+        return self._buffers[0]
 
     def push(self, parts: Sequence[Tensor]) -> None:
         """Add the sum of `parts`, the next leaf."""
@@ -236,12 +249,13 @@ class ExactGradients(Gradients):
         self._most, used = micro_batches, self._layout.used_per_shard
         self.travels = self._local if micro_batches == 1 or not self._per_step else self._wide
         if micro_batches == 1 and self._per_step and not self._everywhere:
-            self._alone = self._arena.allocate("gradients", self._layout.shard, used, self._wide)
+            self.shard = self._alone = self._arena.allocate("gradients", self._layout.shard, used, self._wide)
             return
         if self._alone is not None:
             self._arena.free("gradients", self._alone, used)
             self._alone = None
-        self._counter.grow(counter_buffers(micro_batches))
+        first = self._counter.grow(counter_buffers(micro_batches))
+        self.shard = self._setting.slot(first) if self._per_step else first
 
     @property
     def micro_batches(self) -> int:
@@ -348,45 +362,5 @@ class ExactOptimizer(ShardedOptimizer):
                 continue
             layout, shard = owned.unit.layout, owned.unit.gradients.shard
             begin = int(grad.storage_offset() - shard.storage_offset())
-            for segment, low, high in cut(layout, begin, grad.numel()):
+            for segment, low, high in layout.segments(begin, grad.numel()):
                 yield segment, owned.order, owned, grad[low:high]
-
-
-# --- segments -----------------------------------------------------------------------------------
-
-
-def cut(layout: UnitLayout, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
-    """Canonical segments of a flat range, which begins `start` elements behind the first one: (segment, low, high)."""
-    length = layout.total // lcm(CANONICAL, layout.n)
-    for segment in range(start // length, -(-(start + numel) // length)):
-        yield segment, max(segment * length - start, 0), min((segment + 1) * length - start, numel)
-
-
-def fingerprint(optimizer: ShardedOptimizer, comm: Comm, replica: Replica) -> str:
-    """SHA-256 of masters and optimizer states, segment by segment, in 16 digits; reads this rank's part of them.
-
-    32 bytes per segment to every rank.
-    """
-    own = lcm(CANONICAL, comm.size) // comm.size
-    mine = [hashlib.sha256() for _ in range(own)]
-    for owned in optimizer.pieces:
-        layout, piece, master = owned.unit.layout, owned.piece, owned.master
-        states = optimizer.torch.state.get(master, {})
-        flat = {"": master} | {key: value for key, value in states.items() if isinstance(value, Tensor)}
-        start = layout.slots[piece.slot].start + piece.start - comm.rank * layout.shard
-        for segment, low, high in cut(layout, start, master.numel()):
-            if 0 <= segment < own:
-                for key, value in sorted(flat.items()):
-                    values = value[low:high] if value.dim() else value[None]
-                    mine[segment].update(f"{owned.name} {key}".encode())
-                    mine[segment].update(values.detach().cpu().contiguous().view(torch.uint8).numpy())
-    over_dp = hashlib.sha256(_bytes(comm.exchange(_numbers(b"".join(each.digest() for each in mine), comm))))
-    return hashlib.sha256(_bytes(replica.exchange(_numbers(over_dp.digest(), comm)))).hexdigest()[:16]
-
-
-def _numbers(raw: bytes, comm: Comm) -> Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).double().to(comm.device)
-
-
-def _bytes(numbers: Tensor) -> bytes:
-    return bytes(numbers.flatten().to(torch.uint8).tolist())

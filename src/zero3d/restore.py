@@ -24,21 +24,22 @@ from zero3d.degrees import Degrees
 from zero3d.errors import CheckpointError
 from zero3d.plain import revive
 from zero3d.precision import to_compute
+from zero3d.promise import promise
 from zero3d.rng import set_rng_state
 from zero3d.zero.collectives import Comm
 from zero3d.zero.optimizer import OwnedPiece
 from zero3d.zero.unit import Unit
 
 
-def load(directory: Path, parts: Parts) -> tuple[int, Any]:
-    """Restore states from a checkpoint of any mesh and stage; returns its step and what the loop had saved.
+def load(directory: Path, parts: Parts) -> tuple[int, Any, str]:
+    """Restore states from a checkpoint of any mesh and stage; returns its step, what the loop had saved, `promise`.
 
     Everything is checked before anything is written. Raises CheckpointError on all ranks.
     """
     source, manifest = agree(parts.everyone, lambda: _open(directory, parts))
     agree(parts.everyone, lambda: _verify_files(source, manifest, parts.everyone))
     agree(parts.everyone, lambda: _restore(source, manifest, parts))
-    return int(manifest["step"]), manifest.get("loop")
+    return int(manifest["step"]), manifest.get("loop"), promise(manifest["about"], parts.about)
 
 
 def find(directory: Path) -> Path:
@@ -178,6 +179,8 @@ def _restore(source: Path, manifest: Mapping[str, Any], parts: Parts) -> None:
     if parts.scheduler is not None and manifest["scheduler"] is not None:
         parts.scheduler.load_state_dict(revive(manifest["scheduler"], parts.scheduler.state_dict()))
     parts.loss_scale.restore(manifest["loss_scale"])
+    if parts.leaves is not None and manifest.get("exact") is not None:
+        parts.leaves.restore(manifest["exact"])
     _restore_own(reader, manifest, parts)
 
 

@@ -9,6 +9,7 @@ from pipelines import covering
 
 import zero3d
 from zero3d.activations import recompute
+from zero3d.errors import ConfigError
 
 STEPS, LEAVES, VOCAB = 12, 8, 61
 STAGES = ((0, "every_step"), (1, "every_step"), (2, "every_micro_batch"), (3, "every_micro_batch"), (2, "every_step"),
@@ -102,34 +103,247 @@ def check_one_curve(found):
 
 
 PAIRS = [case for case in covering(SETTINGS) if case != FIRST]
+SOME = [FIRST, *PAIRS[1::4]]
+
+
+def check_cases(ranks, cases):
+    found = at_every_dp(ranks, run, cases)
+    for case, *runs in zip(cases, *(found[dp] for dp in (1, 2, 4)), strict=True):
+        assert runs[1] == runs[0], case
+        assert runs[2] == runs[0], case
+    return found[1]
 
 
 def test_a_curve_is_the_same_at_dp_1_2_and_4(ranks):
-    found = at_every_dp(ranks, run, PAIRS)
-    for case, *runs in zip(PAIRS, *(found[dp] for dp in (1, 2, 4)), strict=True):
-        assert runs[1] == runs[0], case
-        assert runs[2] == runs[0], case
-    norms = [float.fromhex(norm) for _, norm, _ in found[1][0][0]]
-    assert min(norms) > 0.05  # clipping is active
+    first, _ = check_cases(ranks, SOME)[0]
+    assert min(float.fromhex(norm) for _, norm, _ in first) > 0.05  # clipping is active
 
 
-def test_all_stages_and_moments_of_reduction_give_one_curve(ranks):
-    cases = [(stage, *FIRST[1:]) for stage in STAGES]
-    for precision in ("fp32", "bf16"):
-        found = ranks(2, run, [(stage, precision, *FIRST[2:]) for stage in STAGES])[0]
-        assert all(each == found[0] for each in found), precision
-    assert len(cases) == len(STAGES)
-
-
-def test_a_plain_curve_is_not_the_same(ranks):
-    cases = [((1, "every_step"), *FIRST[1:]), ((3, "every_micro_batch"), *FIRST[1:])]
-    one, two, four = (ranks(dp, run, cases, False)[0] for dp in (1, 2, 4))
-    for a, b, c in zip(one, two, four, strict=True):
-        assert len({a[1], b[1], c[1]}) == 3
-        assert len({str(a[0]), str(b[0]), str(c[0])}) == 3
+@pytest.mark.long
+def test_a_curve_is_the_same_for_all_pairs_of_settings(ranks):
+    check_cases(ranks, PAIRS)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", STAGES, ids=str)
 def test_a_curve_is_the_same_for_all_combinations(ranks, stage):
-    check_one_curve(at_every_dp(ranks, run, list(product((stage,), *SETTINGS[1:]))))
+    check_cases(ranks, list(product((stage,), *SETTINGS[1:])))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_all_stages_and_moments_of_reduction_give_one_curve(ranks, precision):
+    found = ranks(2, run, [(stage, precision, *FIRST[2:]) for stage in STAGES])[0]
+    assert all(each == found[0] for each in found)
+
+
+def test_a_plain_curve_is_not_the_same(ranks):
+    cases = [((1, "every_step"), *FIRST[1:]), ((3, "every_micro_batch"), *FIRST[1:])]
+    for runs in zip(*(ranks(dp, run, cases, False)[0] for dp in (1, 2, 4)), strict=True):
+        assert len({states for _, states in runs}) == 3
+        assert len({str(curve) for curve, _ in runs}) == 3
+
+
+# --- the tree -------------------------------------------------------------------------------------
+
+
+def halves(values):
+    """(v0 + v1) + (v2 + v3), written down."""
+    return values[0] if len(values) == 1 else halves(values[: len(values) // 2]) + halves(values[len(values) // 2 :])
+
+
+def gradients(exact, stage, reduce):
+    """Of one step, this rank's pieces before they are divided by the weight."""
+    engine = engine_of(Given(build()), stage=stage, reduce=reduce, exact=exact)
+    for k, batch in enumerate(micro := mine(engine, 0)):
+        total, weight = loss(engine(*batch), batch)
+        engine._backward_sum(total, weight, last=k == len(micro) - 1)
+    engine.reductions.catch_up()
+    found = []
+    for owned, grad in engine.optimizer.shard_grads():
+        pieces = {p.slot: p for p in owned.unit.layout.pieces(engine.comm.rank)}
+        found.append((owned.name, pieces[owned.piece.slot].start, grad.clone()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "reduce"), [(1, 3, "auto"), (2, 3, "auto"), (4, 1, "auto"), (2, 2, "every_step")]
+)
+def test_gradients_are_summed_in_the_written_out_tree(ranks, world, stage, reduce):
+    model, leaves = Given(build()), []
+    for number in range(LEAVES):
+        batch = leaf(0, number)
+        loss(model(*batch), batch)[0].backward()
+        leaves.append({name: p.grad.flatten().clone() for name, p in model.named_parameters()})
+        model.zero_grad()
+    for pieces in ranks(world, gradients, True, stage, reduce):
+        for name, start, found in pieces:
+            wanted = halves([each[name] for each in leaves])[start : start + found.numel()]
+            assert torch.equal(found, wanted), name
+
+
+def test_a_list_that_is_no_power_of_two_long_is_filled_up_with_zeros(ranks):
+    found = at_every_dp(ranks, uneven)
+    assert found[2] == found[1]
+    assert found[4] == found[1]
+
+
+def uneven():
+    engine = engine_of(leaves=12)
+    return train(engine, range(4), 12), engine.fingerprint()
+
+
+# --- going on -------------------------------------------------------------------------------------
+
+
+def go_on(folder, stage, reduce, precision, steps):
+    """Load if there is something, train some steps, save; what it says of the bits."""
+    engine = engine_of(Given(build(dropout=0.2)), stage=stage, reduce=reduce, precision=precision)
+    said = ""
+    if steps.start:
+        engine.load(folder)
+        said = engine.resumed
+    curve = train(engine, steps)
+    engine.save(folder)
+    return curve, engine.fingerprint(), said
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_going_on_at_dp_4_then_2_then_1_then_4_is_the_uninterrupted_run(ranks, tmp_path, precision):
+    straight, states, _ = ranks(2, go_on, str(tmp_path / "straight"), 3, "auto", precision, range(STEPS))[0]
+    parts = [(4, 3, "auto", 0, 3), (2, 1, "auto", 3, 6), (1, 0, "auto", 6, 9), (4, 2, "every_step", 9, 12)]
+    curve = []
+    for dp, stage, reduce, first, stop in parts:
+        found = ranks(dp, go_on, str(tmp_path / "cut"), stage, reduce, precision, range(first, stop))[0]
+        curve += found[0]
+        assert found[2].startswith("bitwise") or not first
+    assert curve == straight
+    assert found[1] == states
+
+
+# --- what models and precisions bring -------------------------------------------------------------
+
+
+class Choosing(torch.nn.Module):
+    """Tied ends, a frozen block, one that every fourth micro-batch uses and one that none does."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = build(tied=True)
+        self.net.layers[0].requires_grad_(False)
+        self.sometimes, self.never = torch.nn.Linear(96, 96), torch.nn.Linear(96, 96)
+
+    def forward(self, ids, labels=None):
+        x = self.net.embed(ids)
+        for layer in self.net.layers:
+            x = layer(x)
+        if int(ids[0, 0]) % 4 == 0:
+            x = x + self.sometimes(x)
+        return self.net.head(self.net.norm(x))
+
+
+def choosing(stage, precision):
+    engine = engine_of(Choosing(), stage=stage, precision=precision)
+    return train(engine, range(6)), engine.fingerprint()
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(2, "bf16"), (1, "fp32")])
+def test_frozen_tied_and_sometimes_unused_parameters(ranks, stage, precision):
+    check_one_curve(at_every_dp(ranks, choosing, stage, precision))
+
+
+def scaled(stage):
+    precision = zero3d.precision.Precision("fp16", zero3d.precision.LossScaling(initial=2.0**22, hysteresis=1))
+    engine = engine_of(Given(build(dropout=0.2)), stage=stage, precision=precision)
+    return train(engine, range(STEPS)), engine.fingerprint(), engine.loss_scale.state()
+
+
+def test_steps_that_fp16_skips_are_skipped_alike(ranks):
+    found = at_every_dp(ranks, scaled, 3)
+    check_one_curve(found)
+    applied = [applied for *_, applied in found[1][0]]
+    assert True in applied
+    assert False in applied
+
+
+def by_hand():
+    """The loop that people write; the second half of it evaluates, too."""
+    engine = engine_of(Given(build(dropout=0.2)))
+    seen = []
+    for step in range(3):
+        for batch in mine(engine, step):
+            total, weight = loss(engine(*batch), batch)
+            engine.backward(total / weight, weight=weight)
+        seen.append(float(engine.step().grad_norm).hex())
+    rank, n = engine.comm.rank, engine.comm.size
+    held_out = [leaf(99, k * n + rank) for k in range(LEAVES // n)]
+    return seen, float(engine.evaluate(held_out)).hex(), engine.fingerprint()
+
+
+def test_a_loop_written_by_hand_and_evaluations(ranks):
+    check_one_curve(at_every_dp(ranks, by_hand))
+
+
+def through_stages(dp, schedule, tied):
+    class Lm(Net):
+        def forward(self, input_ids):
+            return super().forward(input_ids)
+
+    torch.manual_seed(7)
+    model = Lm(width=96, layers=4, dropout=0.2, tied=tied)
+    mesh = zero3d.Mesh(dp=dp, pp=2)
+    torch.manual_seed(torch.distributed.get_rank())
+    engine = zero3d.Engine(
+        model, mesh=mesh, stage=3, precision="bf16", optimizer=adamw, accumulate=LEAVES // dp, exact=True, clip_norm=0.05,
+        schedule=schedule, loss=lambda output, batch: loss(output, (batch["input_ids"], batch["labels"])),
+    )  # fmt: skip
+    curve = []
+    for step in range(4):
+        leaves = [leaf(step, mesh.place.dp * LEAVES // dp + k) for k in range(LEAVES // dp)]
+        value = engine.train_batch([{"input_ids": ids, "labels": labels} for ids, labels in leaves])
+        curve.append((float(value).hex(), float(engine.last_step.grad_norm).hex()))
+    return curve, engine.fingerprint()
+
+
+@pytest.mark.parametrize(("schedule", "tied"), [("1f1b", True), ("zero-bubble", False)])
+def test_pipelines_of_one_degree(ranks, schedule, tied):
+    one, two = (ranks(2 * dp, through_stages, dp, schedule, tied) for dp in (1, 2))
+    assert all(found == one[0] for found in (*one, *two))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("schedule", "tied"), [("gpipe", False), ("interleaved", False), ("zbv", True)])
+def test_pipelines_of_one_degree_in_other_schedules(ranks, schedule, tied):
+    one, two = (ranks(2 * dp, through_stages, dp, schedule, tied) for dp in (1, 2))
+    assert all(found == one[0] for found in (*one, *two))
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def odd():
+    with pytest.raises(ConfigError) as caught:
+        engine_of(leaves=9)
+    return str(caught.value)
+
+
+def test_three_ranks_are_refused_with_the_arithmetic(ranks):
+    for said in ranks(3, odd):
+        assert "dp=3 must be a power of two that divides 64, and 64 / 3 = 21.33. Pass dp=2 or dp=4" in said
+
+
+def test_a_second_backward_and_another_number_of_micro_batches_are_refused(ranks):
+    ranks(1, refused_in_steps)
+
+
+def refused_in_steps():
+    engine = engine_of(leaves=2)
+    value = loss(engine(*leaf(0, 0)), leaf(0, 0))[0]
+    value.backward(retain_graph=True)
+    with pytest.raises(ConfigError, match="one backward per micro-batch"):
+        value.backward()
+    engine = engine_of(stage=1, leaves=4)
+    engine.backward(loss(engine(*leaf(0, 0)), leaf(0, 0))[0], last=True)
+    with pytest.raises(ConfigError, match=r"had 1, and was to have 4. Pass Engine\(accumulate=1\)"):
+        engine.step()
+    with pytest.raises(ConfigError, match=r"3 per rank and step is no power of two\. Pass 2 or 4"):
+        engine.train_batch([leaf(0, i) for i in range(3)])

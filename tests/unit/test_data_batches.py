@@ -128,3 +128,16 @@ def test_validation_can_be_limited(sequences):
 
 def test_passes_are_rounded_up_to_steps():
     assert [steps_of(*given) for given in [(1, 100, 8), (2, 100, 8), (0.5, 100, 50), (0.01, 3, 8)]] == [13, 25, 1, 1]
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_dealt_micro_batches_go_round_the_ranks_in_turn(sequences, dp):
+    portions = Portions(8, 2, 4 // dp, dp)
+    streams = [BatchStream(sequences, portions, rank=rank, dealt=True) for rank in range(dp)]
+    order = Portions(8, 2, 4, 1)
+    wanted = [[names(batch) for batch in step] for step in islice(BatchStream(sequences, order), 3)]
+    found = []
+    for _ in range(3):
+        rows = [[names(batch) for batch in next(stream)] for stream in streams]
+        found.append([rows[rank][k] for k in range(4 // dp) for rank in range(dp)])
+    assert found == wanted

@@ -141,7 +141,12 @@ BAD = {
     "meta": (lambda: zero3d.Engine(on_meta()), zero3d.ConfigError, "meta device"),
     "units": (lambda: zero3d.Engine(Net(), units=["decoder.*"]), zero3d.ConfigError, "matches no module"),
     "muon": (lambda: zero3d.Engine(Net(), optimizer=lambda p: torch.optim.Adafactor(p)), zero3d.ConfigError, "AdamW"),
-    "exact": (lambda: zero3d.Engine(Net(), exact=True), zero3d.ConfigError, "not built yet"),
+    "exact": (lambda: zero3d.Engine(Net(), exact=True, stage=1, accumulate=6), zero3d.ConfigError, "Pass 4 or 8"),
+    "rounded": (
+        lambda: zero3d.Engine(Net(), exact=True, reduce_dtype="bf16"),
+        zero3d.ConfigError,
+        "adds gradients up in float32",
+    ),
     "tp": (lambda: zero3d.Mesh(tp=2), zero3d.MeshError, r"dp would be 1 / 2 = 0.5"),
     "pp": (lambda: zero3d.Mesh(dp=1, pp=2), zero3d.MeshError, r"1 rank cannot form pp=2 x dp=1 (= 2 ranks)"),
     "dp": (lambda: zero3d.Mesh(dp=3), zero3d.MeshError, "leave dp out"),

@@ -122,6 +122,9 @@ class Zero:
     reduce_dtype: str = key("fp32", "in which gradients are reduced", choices=PRECISIONS)
     release: str = key("auto", "when gathered parameters are given back", choices=("auto", "every_use", "every_step"))
     reduce: str = key("auto", "when gradients are reduced", choices=("auto", "every_micro_batch", "every_step"))
+    exact: bool = key(
+        False, "the same bits at every dp: give train.batch and train.micro_batch, and dp a power of two up to 64"
+    )
 
 
 @dataclass(frozen=True)

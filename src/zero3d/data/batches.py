@@ -4,7 +4,7 @@
     | . . . . . . . . . . . | . . . . . . . . . . . | ...
     |  step 0 |  step 1 |  step 2 |                        `batch` samples each
     |r0  |r1  |r0  |r1  |                                  each dp rank a contiguous part,
-                                                           cut into `accumulate` micro-batches
+    |0101|0101|0101|0101|  dealt: micro-batches in turn    cut into `accumulate` micro-batches
 
 An epoch's order depends on (seed, epoch) alone and a position is the number of samples taken, so a
 run goes on exactly where it was, with any dp, batch and number of workers, and with the same sequences only.
@@ -56,6 +56,7 @@ class BatchStream:
     """Iterate: each step this rank's `accumulate` micro-batches [micro_batch, length]. It never ends.
 
     `workers` processes read ahead; the batches are the same with any number. Call `close` at the end.
+    `dealt`: rank r's k-th micro-batch is number k x dp + r of the batch's, as exact mode numbers them.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class BatchStream:
         seed: int = 0,
         shuffle: bool = True,
         workers: int = 0,
+        dealt: bool = False,
     ) -> None:
         if not len(sequences):
             raise DataError("there is no sequence to train on: every document was too short or without a target.")
@@ -74,6 +76,7 @@ class BatchStream:
         self.portions = portions
         self._rank = rank
         self._workers = workers
+        self._dealt = dealt
         self._order = Order(len(sequences), seed, shuffle)
         self._taken = 0  # samples of the whole stream that were handed out, on all ranks
         self._batches: Iterator[Batch] | None = None
@@ -92,9 +95,10 @@ class BatchStream:
     def _micro_batches(self, taken: int) -> Iterator[list[int]]:
         """This rank's, as indices of sequences, from a place of the stream on."""
         own, size = self.portions.batch // self.portions.dp, self.portions.micro_batch
+        start, step = (size, size * self.portions.dp) if self._dealt else (own, size)
         while True:
-            start = taken + self._rank * own
-            for first in range(start, start + own, size):
+            first_of_all = taken + self._rank * start
+            for first in range(first_of_all, first_of_all + step * self.portions.accumulate, step):
                 yield self._order.samples(first, first + size)
             taken += self.portions.batch
 

@@ -105,6 +105,7 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
     if saved is not None:
         loop.done, loop.checkpoint = progressed(saved), found or loop.checkpoint
         progress.say(f"going on from {found}, after step {loop.done.step}")
+        progress.say(engine.resumed)
     earlier = folder.keep_metrics(loop.done.step) if engine.everyone.rank == 0 else []
     activations = Activations(engine)
     with Metrics(folder, config, engine.everyone.rank, loop.done.step + 1) as metrics:
@@ -210,7 +211,7 @@ def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, fol
 def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
     return BatchStream(
         inputs.data.train, inputs.batch, rank=engine.comm.rank, seed=config.seed, shuffle=config.data.shuffle,
-        workers=config.data.workers,
+        workers=config.data.workers, dealt=config.zero.exact and engine.policy.reduce == "every_micro_batch",
     )  # fmt: skip
 
 

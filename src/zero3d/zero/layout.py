@@ -15,7 +15,7 @@ A shard's part of a slot is a *piece*: a flat range.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from math import lcm, prod
 from typing import NamedTuple
@@ -93,3 +93,9 @@ class UnitLayout:
             if start < stop:
                 pieces.append(Piece(index, start - slot.start, stop - slot.start, start - low))
         return pieces
+
+    def segments(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
+        """Of a flat range, the parts in the C segments of equal length: (segment, first, stop), from its start."""
+        length = self.total // lcm(CANONICAL, self.n)
+        for segment in range(start // length, -(-(start + numel) // length)):
+            yield segment, max(segment * length - start, 0), min((segment + 1) * length - start, numel)

@@ -182,9 +182,12 @@ class Gathers:
 
 
 class Reductions:
-    """The queue of units whose gradients are complete. closes: every backward is summed for itself (exact.py)."""
+    """The queue of units whose gradients are complete.
 
-    def __init__(self, units: Sequence[Unit], lane: Lane, closes: bool = False) -> None:
+    closes  exact mode: what a "backward" gives, or a "part" of a pipeline in it, is closed for itself (exact.py)
+    """
+
+    def __init__(self, units: Sequence[Unit], lane: Lane, closes: str = "") -> None:
         self._closes = closes
         trainable = [unit for unit in units if unit.grads is not None]
         self._order = [u for u in reversed(trainable) if not u.deferred] + [u for u in trainable if u.deferred]
@@ -219,8 +222,23 @@ class Reductions:
         arrived.add(index)
         if len(arrived) == len(unit.weights.params) and unit not in self._completed:
             self._completed.append(unit)
-            if self.due or self._closes:
+            if self.due:
                 self._drain()
+            elif self._closes and not unit.deferred:
+                self._close(unit)
+
+    def _close(self, unit: Unit) -> None:
+        self._done.add(unit)
+        unit.gradients.close()
+
+    def close(self, units: Sequence[Unit]) -> None:
+        """A backward through these units is over, which ends in no reduction."""
+        for unit in units:
+            if unit not in self._done:
+                self._close(unit)
+            self._arrived.pop(unit, None)
+        self._done.difference_update(units)
+        self._completed = [unit for unit in self._completed if unit not in units]
 
     def _drain(self) -> None:
         while self._next < len(self._order):
@@ -232,9 +250,6 @@ class Reductions:
 
     def _reduce(self, unit: Unit) -> None:
         self._done.add(unit)
-        if not self.due:
-            unit.gradients.close()
-            return
         while len(self._in_flight) >= WINDOW:
             self._finish_oldest()
         with self._lane.issue(unit.name):
@@ -248,15 +263,16 @@ class Reductions:
 
     def flush(self) -> None:
         """End of a backward: reduce what is left, in order; missing gradients count as zero."""
-        if self.due or self._closes:
+        if self.due:
             while self._next < len(self._order):
                 self._reduce(self._order[self._next])
                 self._next += 1
-        if self.due:
             for unit in self._order:  # gradients that arrived after their unit had been reduced
                 if unit.gradients.state in WAITING:
                     self._reduce(unit)
             self._backwards = 0
+        elif self._closes == "backward":
+            self.close(self._order)
         while self._in_flight:
             self._finish_oldest()
 

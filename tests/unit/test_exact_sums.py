@@ -1,0 +1,144 @@
+"""Exact mode's arithmetic: numbers of leaves, sums in halves, the counter and its buffers, what a resume promises."""
+
+import pytest
+import torch
+
+from zero3d.errors import ConfigError
+from zero3d.exact import Counter, Leaves, add_tree, check_exact
+from zero3d.ledger import Ledger
+from zero3d.promise import promise
+from zero3d.transport import Axis
+from zero3d.zero.arena import Arena
+from zero3d.zero.collectives import Comm
+from zero3d.zero.layout import UnitLayout
+from zero3d.zero.stages import counter_buffers, engine_bytes
+
+CPU = torch.device("cpu")
+
+
+def leaves_of(rank, n, per_step, micro_batches, seed=5):
+    return Leaves(Comm(Axis("dp", rank, n), Arena(CPU), Ledger()), per_step, micro_batches, seed)
+
+
+def halves(values):
+    """Filled up with zeros to a power of two, written down."""
+    if len(values) == 1:
+        return values[0]
+    half = 1 << (len(values) - 1).bit_length() - 1
+    left, right = values[:half], values[half:]
+    return halves(left) + halves(right)
+
+
+@pytest.mark.parametrize("per_step", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_every_leaf_has_one_rank_and_a_sum_does_not_depend_on_how_many(n, per_step):
+    values = torch.randn(16, generator=torch.Generator().manual_seed(1), dtype=torch.float64) ** 5
+    table = torch.zeros(n, 16 // n, dtype=torch.float64)
+    seen = []
+    for rank in range(n):
+        leaves = leaves_of(rank, n, per_step, 16 // n)
+        for k in range(16 // n):
+            seen.append(leaves.number(k))
+            table[rank, k] = values[leaves.number(k)]
+    assert sorted(seen) == list(range(16))
+    assert leaves.total(table) == halves(values)
+    assert leaves.total(table) != values.sum()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8, 12, 13])
+def test_the_counter_sums_in_halves_and_needs_the_buffers_of_the_formula(count):
+    leaves = list(torch.randn(count, 16, generator=torch.Generator().manual_seed(count)))
+    counter, arena = None, Arena(CPU)
+    for parts in (1, 2):
+        counter = Counter(arena, 16, 16, torch.float32)
+        counter.grow(counter_buffers(count))
+        pairs = [torch.randn(parts, 16, generator=torch.Generator().manual_seed(i)) for i in range(count)]
+        for pair in pairs:
+            counter.push(list(pair))
+        wanted = halves([pair[0] + pair[1] if parts == 2 else pair[0] for pair in pairs])
+        assert torch.equal(counter.total(), wanted)
+        assert not arena.live("wire")
+    assert len(leaves) == count
+
+
+def test_parts_are_summed_in_halves_in_the_wider_dtype():
+    parts = list(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16())
+    wanted = halves([part.float() for part in parts])
+    assert torch.equal(add_tree(parts, torch.empty(64), Arena(CPU)), wanted)
+
+
+def draws(rank, n, batch):
+    found = {}
+    leaves = leaves_of(rank, n, False, 8 // n)
+    leaves.batches = batch
+    for k in range(8 // n):
+        leaves.draw(k)
+        found[leaves.number(k)] = torch.rand(1).item()
+    return found
+
+
+def test_random_numbers_belong_to_the_micro_batch_and_not_to_the_rank():
+    one = draws(0, 1, batch=3)
+    four = {number: value for rank in range(4) for number, value in draws(rank, 4, batch=3).items()}
+    assert four == one
+    assert len(set(one.values())) == 8
+    assert not set(one.values()) & set(draws(0, 1, batch=4).values())
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 64])
+def test_segments_do_not_depend_on_the_number_of_ranks(n):
+    layout = UnitLayout([("a", (300, 70), 0), ("b", (17,), 0)], n)
+    found = []
+    for rank in range(n):
+        for piece in layout.pieces(rank):
+            begin = rank * layout.shard + piece.offset
+            for segment, low, high in layout.segments(begin, piece.stop - piece.start):
+                found.append((segment, begin + low, begin + high))
+    one = UnitLayout([("a", (300, 70), 0), ("b", (17,), 0)], 1)
+    wanted = [(s, p.offset + a, p.offset + b) for p in one.pieces(0) for s, a, b in one.segments(p.offset, p.stop)]
+    assert sorted(found) == sorted(wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((6, False, 1), r"dp=6 must be a power of two that divides 64, and 64 / 6 = 10\.67\. Pass dp=4 or dp=8"),
+        ((128, False, 1), r"64 / 128 = 0\.5\. Pass dp=64"),
+        ((2, False, 2), "in a pipeline"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused_with_the_arithmetic(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        check_exact(*arguments, (torch.float32, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "gradients"),
+    [
+        (3, {"accumulate": 1}, 4 / 4),  # one shard
+        (3, {"accumulate": 8}, 3 * 4 / 4),  # ones of 0111
+        (2, {"accumulate": 8, "reduce": "every_step"}, 3 * 4),
+        (1, {"accumulate": 1}, 4 / 4),  # its bucket comes and goes
+        (0, {"accumulate": 1}, 4),
+        (0, {"accumulate": 4}, 2 * 4),
+    ],
+)
+def test_gradients_hold_the_counters_buffers(stage, options, gradients):
+    assert engine_bytes(stage, 4, exact=True, **options).gradients == gradients
+
+
+FACTS = {"stage": 3, "reduce": "auto", "dp": 4, "tp": 1, "pp": 1, "precision": "bf16", "algorithm": "pairwise",
+         "torch": "2", "kernels": "AVX2", "threads": 1, "leaves": None}  # fmt: skip
+
+
+def test_a_resume_says_whether_it_is_bitwise_and_if_not_why():
+    exact = FACTS | {"leaves": 8}
+    assert promise(FACTS, FACTS).startswith("bitwise")
+    assert promise(FACTS, FACTS | {"dp": 2}) == (
+        "not bitwise: dp 4 -> 2 (other sums over ranks; exact=True would not mind)"
+    )
+    assert "dp 4 -> 2" in promise(exact, exact | {"dp": 2, "stage": 1, "reduce": "every_step"})
+    assert promise(exact, exact | {"dp": 2, "stage": 1, "reduce": "every_step"}).startswith("bitwise")
+    assert promise(exact, exact | {"tp": 2, "dp": 2}).startswith("not bitwise: tp 1 -> 2 (matrix products")
+    assert promise(exact, exact | {"leaves": 4}).startswith("not bitwise: leaves 8 -> 4")
+    assert promise(FACTS, exact) == "not bitwise: exact was False when it was saved, and is True now"
