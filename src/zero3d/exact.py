@@ -163,22 +163,22 @@ class Counter:
         leaf         0     1      2         3        4
         sums held    0     01     01, 2     0123     0123, 4          older first; 2 buffers at most for 5 leaves
 
-    It keeps its buffers; there are as many as `stages.counter_buffers` says of the most leaves there have been.
+    It keeps its `buffers`; there are as many as `stages.counter_buffers` says of the most leaves there have been.
     """
 
     def __init__(self, arena: Arena, elements: int, used: Fraction | int, dtype: torch.dtype) -> None:
         self._arena, self._elements, self._used, self._dtype = arena, elements, used, dtype
-        self._buffers: list[Tensor] = []
+        self.buffers: list[Tensor] = []
         self._free: list[Tensor] = []
         self._held: list[Tensor] = []
         self.count = 0
 
     def grow(self, buffers: int) -> Tensor:
         """Have so many buffers, at least; the first of them."""
-        while len(self._buffers) < buffers:
-            self._buffers.append(self._arena.allocate("gradients", self._elements, self._used, self._dtype))
-            self._free.append(self._buffers[-1])
-        return self._buffers[0]
+        while len(self.buffers) < buffers:
+            self.buffers.append(self._arena.allocate("gradients", self._elements, self._used, self._dtype))
+            self._free.append(self.buffers[-1])
+        return self.buffers[0]
 
     def push(self, parts: Sequence[Tensor]) -> None:
         """Add the sum of `parts`, the next leaf."""
@@ -214,7 +214,7 @@ class Counter:
 
     def clear(self) -> None:
         """Forget them."""
-        self._free, self._held, self.count = list(self._buffers), [], 0
+        self._free, self._held, self.count = list(self.buffers), [], 0
 
 
 # --- gradients ----------------------------------------------------------------------------------
@@ -261,6 +261,10 @@ class ExactGradients(Gradients):
     def micro_batches(self) -> int:
         """The most that a step has had."""
         return self._most
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return self._counter.buffers if self._alone is None else [self._alone]
 
     @property
     def whole(self) -> Tensor:

@@ -10,6 +10,7 @@ from pipelines import covering
 import zero3d
 from zero3d.activations import recompute
 from zero3d.errors import ConfigError
+from zero3d.plan.traffic import Moved, count_gathers, step_traffic
 
 STEPS, LEAVES, VOCAB = 12, 8, 61
 STAGES = ((0, "every_step"), (1, "every_step"), (2, "every_micro_batch"), (3, "every_micro_batch"), (2, "every_step"),
@@ -315,6 +316,38 @@ def test_pipelines_of_one_degree(ranks, schedule, tied):
 def test_pipelines_of_one_degree_in_other_schedules(ranks, schedule, tied):
     one, two = (ranks(2 * dp, through_stages, dp, schedule, tied) for dp in (1, 2))
     assert all(found == one[0] for found in (*one, *two))
+
+
+# --- accounts -------------------------------------------------------------------------------------
+
+
+def account(stage, reduce, precision):
+    """Formula and measurement of a step, after a first one; both by operation and unit, then by category."""
+    engine = engine_of(stage=stage, reduce=reduce, precision=precision)
+    train(engine, range(1))
+    engine.traffic.reset()
+    engine.gathers.events = []
+    train(engine, range(1, 2))
+    n, m = engine.comm.size, LEAVES // engine.comm.size
+    gathers = count_gathers(engine.gathers.events)
+    planned = step_traffic(stage, engine.traffic_units, n, gathers, m, engine.policy.reduce, exact=True)
+    loss_values = 2 * m * (n - 1)
+    calls, elements, size = planned["exchange", "-"]
+    planned["exchange", "-"] = Moved(calls + 1, elements + loss_values, size + 8 * loss_values)
+    measured = {(e.op, e.unit): Moved(e.calls, e.elements, e.bytes) for e in engine.traffic}
+    states = [(e.planned, e.measured) for e in engine.memory if e.planned is not None]
+    left = [engine.arena.live(category) for category in ("bucket", "wire")]
+    return planned, measured, states, left
+
+
+@pytest.mark.parametrize(("world", "stage", "reduce", "precision"), [
+    (4, 3, "auto", "bf16"), (2, 2, "every_step", "bf16"), (2, 1, "auto", "fp32"), (2, 0, "auto", "bf16"),
+])  # fmt: skip
+def test_ledger_and_arena_equal_the_formulas(ranks, world, stage, reduce, precision):
+    for planned, measured, states, left in ranks(world, account, stage, reduce, precision):
+        assert measured == planned
+        assert all(formula == held for formula, held in states)
+        assert left == [0, 0]
 
 
 # --- what is refused ------------------------------------------------------------------------------

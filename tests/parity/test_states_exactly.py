@@ -74,7 +74,7 @@ def engine_of(family, frozen, plan):
     return zero3d.Engine(
         model, stage=plan.stage, mesh=zero3d.Mesh(dp=plan.dp, tp=plan.tp, pp=plan.pp), precision=plan.precision,
         optimizer=adamw, param_groups=decay_groups(model, Optimizer()), accumulate=plan.accumulate,
-        release=plan.release, reduce=plan.reduce, schedule=plan.schedule if plan.pp > 1 else None,
+        release=plan.release, reduce=plan.reduce, schedule=plan.schedule if plan.pp > 1 else None, exact=plan.exact,
     )  # fmt: skip
 
 
@@ -145,3 +145,22 @@ def test_states_of_gloo_ranks(ranks, family, frozen, plan):
 @pytest.mark.parametrize(("family", "frozen", "plan"), cases(20, SMALL, 4))
 def test_states_of_many_gloo_ranks(ranks, family, frozen, plan):
     check_on_gloo(ranks, family, frozen, plan)
+
+
+EXACT = [
+    ParallelPlan(dp=4, stage=3, accumulate=3, exact=True),
+    ParallelPlan(dp=2, stage=2, accumulate=8, exact=True, reduce="every_step"),
+    ParallelPlan(dp=2, stage=1, exact=True),
+    ParallelPlan(dp=2, stage=0, accumulate=4, exact=True, precision="fp32"),
+    ParallelPlan(dp=2, pp=2, stage=3, accumulate=4, exact=True),
+]
+
+
+@pytest.mark.parametrize("plan", EXACT, ids=lambda plan: f"dp{plan.dp}-pp{plan.pp}-stage{plan.stage}")
+def test_states_of_exact_mode_on_gloo_ranks(ranks, plan):
+    check_on_gloo(ranks, "llama", "half of the blocks", plan)
+
+
+def test_states_of_exact_mode_on_fake_ranks():
+    check_on_fake_ranks("qwen3", "nothing", ParallelPlan(dp=64, stage=3, accumulate=7, exact=True))
+    check_on_fake_ranks("llama", "embedding", ParallelPlan(dp=4, tp=2, pp=2, accumulate=8, exact=True))

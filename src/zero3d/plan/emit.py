@@ -35,13 +35,14 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
     if plan.tp > 1 and plan.sequence_parallel:
         mesh["sequence_parallel"] = True
     asked = {key: value for key in ("release", "reduce") if (value := getattr(plan, key)) != "auto"}
+    exact = {"exact": True} if plan.exact else {}
     sequences = plan.micro_batch * plan.accumulate * plan.dp
     return {
         "model": {"path": path},
         "data": {"length": model.length} | ({"tokenizer": tokenizer} if tokenizer else {}),
         "train": {"batch": sequences, "micro_batch": plan.micro_batch, "accumulate": plan.accumulate},
         "mesh": mesh,
-        "zero": {"stage": plan.stage, "reduce_dtype": plan.reduce_dtype} | asked,
+        "zero": {"stage": plan.stage, "reduce_dtype": plan.reduce_dtype} | asked | exact,
         "precision": plan.precision,
         "activations": plan.activations,
     }
@@ -60,7 +61,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
         degrees.dp, degrees.tp, degrees.pp, config.zero.stage, batch.micro_batch, batch.accumulate,
         config.activations, asked.sequence_parallel and degrees.tp > 1, schedule.name,
         schedule.parts_per_rank if degrees.pp > 1 else 1, config.precision, config.zero.reduce_dtype,
-        config.zero.release, config.zero.reduce,
+        config.zero.release, config.zero.reduce, exact=config.zero.exact,
     )  # fmt: skip
 
 

@@ -249,6 +249,7 @@ class ParallelPlan:
     schedule       of a pipeline: gpipe, 1f1b, interleaved, zero-bubble, zbv
     virtual        pipeline parts per rank
     offload        none, host (optimizer states and their update on the host)
+    exact          gradients are summed in one tree at any dp
     """
 
     dp: int = 1
@@ -266,6 +267,7 @@ class ParallelPlan:
     release: str = "auto"
     reduce: str = "auto"
     offload: str = "none"
+    exact: bool = False
 
     @property
     def world(self) -> int:

@@ -44,7 +44,7 @@ def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int
 
 def alike(plan: ParallelPlan) -> ParallelPlan:
     """The same for plans whose states and buffers are the same: a key to what is computed once for all of them."""
-    many = 1 if plan.accumulate == 1 else max(2, plan.pp)
+    many = plan.accumulate if plan.exact else 1 if plan.accumulate == 1 else max(2, plan.pp)
     return replace(plan, micro_batch=1, accumulate=many, activations="none", sequence_parallel=False, offload="none")
 
 
@@ -66,6 +66,11 @@ def policies(plan: ParallelPlan) -> tuple[str, str]:
     return resolve_policies(stage_row(plan.stage), release, reduce)
 
 
+def leaves_of_rank(plan: ParallelPlan) -> int:
+    """Micro-batches for which memory is held: in exact pipelines the first is summed before the last is known."""
+    return max(2, plan.accumulate) if plan.exact and plan.pp > 1 else plan.accumulate
+
+
 def per_parameter(unit: Held, plan: ParallelPlan, dp_rank: int = 0) -> StateBytes:
     """Bytes per parameter (and per element of padding) of one unit on one rank."""
     release, reduce = policies(plan)
@@ -75,6 +80,6 @@ def per_parameter(unit: Held, plan: ParallelPlan, dp_rank: int = 0) -> StateByte
     master = 0 if unit.itemsize == wide else wide
     owns = plan.stage == 0 or dp_rank * unit.layout.shard < unit.used
     return engine_bytes(
-        plan.stage, plan.dp, NAMES[unit.itemsize], release, reduce, plan.accumulate,
-        optimizer=master + 2 * wide * owns,
+        plan.stage, plan.dp, NAMES[unit.itemsize], release, reduce, leaves_of_rank(plan),
+        optimizer=master + 2 * wide * owns, exact=plan.exact,
     )  # fmt: skip

@@ -162,6 +162,7 @@ class Moved(NamedTuple):
 
 
 EXCHANGES_PER_STEP = (3, 1)  # values per rank: [token weight, gather order, reduction order], [partial norm]
+SEGMENTS = 64  # of a unit, layout.CANONICAL
 
 
 def step_traffic(
@@ -171,11 +172,14 @@ def step_traffic(
     gathers: Mapping[str, int],
     micro_batches: int = 1,
     reduce: str = "auto",
+    exact: bool = False,
 ) -> dict[tuple[str, str], Moved]:
     """Exact traffic of one applied step, by (operation, unit): the ledger must equal it.
 
     units    padded sizes, as laid out
     gathers  parameter gathers per unit and *step* at stage 3 (`count_gathers` of the token order)
+    exact    an all-to-all of as many elements in the place of each reduce-scatter; every micro-batch's weight and
+             the norms of a rank's segments are exchanged
     """
     row = stage_row(stage)
     _, reduce = resolve_policies(row, "auto", reduce)
@@ -193,9 +197,10 @@ def step_traffic(
             add("all_gather", unit, 1, unit.weight if row.shards_optimizer else unit.reduced)
         if unit.trainable:
             calls = micro_batches if reduce == "every_micro_batch" else 1
-            add("reduce_scatter", unit, calls, unit.wire)
-    values = sum(EXCHANGES_PER_STEP) * (n - 1)
-    moved["exchange", "-"] = Moved(len(EXCHANGES_PER_STEP), values, 8 * values)
+            add("all_to_all" if exact and n > 1 else "reduce_scatter", unit, calls, unit.wire)
+    exchanged = (micro_batches + 2, SEGMENTS // n) if exact else EXCHANGES_PER_STEP
+    values = sum(exchanged) * (n - 1)
+    moved["exchange", "-"] = Moved(len(exchanged), values, 8 * values)
     return moved
 
 

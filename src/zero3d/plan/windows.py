@@ -1,8 +1,8 @@
 """Buffers that come and go with units, as the engine holds them in one backward. No torch.
 
     gathered   stage 3, released after every use: the root, the unit in use, and WINDOW gathered ahead of it
-    bucket     stages 2 and 3: local gradients of the unit in its backward, of WINDOW being reduced, of those that are
-               reduced last (root and tied units)
+    bucket     stages 2 and 3, in exact mode all of them: local gradients of the unit in its backward, of WINDOW being
+               reduced, of those that are reduced last (root and tied units)
     wire       WINDOW reductions: the gradients as they travel, if that is another dtype, and the shard that arrives
 
 The order is that of the second micro-batch on: head, last block, .. first block. `zero/prefetch.py` has the engine's.
@@ -71,7 +71,7 @@ def windows(order: Sequence[Sequence[Held]], at: int, tied: frozenset[str], plan
         ahead = turns[at : at + 1 + WINDOW]
         gathered = sum(map(_whole, (*using, *(unit for units in ahead for unit in units))))
     moving = [unit for units in turns[:at] for unit in units if unit.trainable][-WINDOW:]
-    if reduce == "every_micro_batch" and at > 0:
+    if (reduce == "every_micro_batch" or plan.exact) and at > 0:
         filling = late if at == len(order) - 1 else roots
         bucket = sum(_whole(unit) for unit in (*moving, *turns[at], *filling) if unit.trainable)
     return Windows(gathered, bucket, sum(_wire(unit, plan, reduce) for unit in moving))
@@ -83,7 +83,8 @@ def flush(order: Sequence[Sequence[Held]], tied: frozenset[str], plan: ParallelP
     late = [unit for unit in _late(order, tied) if unit.trainable]
     early = [unit for units in order for unit in units if unit.trainable and unit not in late]
     moving = (early + late)[-WINDOW:]
-    bucket = sum(map(_whole, dict.fromkeys((*moving, *late)))) if reduce == "every_micro_batch" else 0.0
+    buckets = reduce == "every_micro_batch" or plan.exact
+    bucket = sum(map(_whole, dict.fromkeys((*moving, *late)))) if buckets else 0.0
     return Windows(0.0, bucket, sum(_wire(unit, plan, reduce) for unit in moving))
 
 
@@ -102,6 +103,10 @@ def _wire(unit: Held, plan: ParallelPlan, reduce: str) -> float:
     if plan.dp == 1:
         return 0.0
     wide = WIDE.get(plan.precision, 4)
+    if plan.exact:  # what arrives, and shards of sums in the tree
+        sums = reduce == "every_step" and plan.accumulate > 1
+        arrives = (unit.layout.total - unit.layout.shard) * (wide if sums else unit.itemsize)
+        return arrives + unit.layout.shard * wide * plan.dp.bit_length() / WINDOW
     asked = WIDTHS[plan.reduce_dtype].weight if plan.precision != "fp64" else 8
     travels = asked if asked >= unit.itemsize else wide
     kept_wide = reduce == "every_step" and (plan.accumulate > 1 or plan.stage == 0)

@@ -138,10 +138,9 @@ def _step(engine: Engine, batches: Batches) -> list[int]:
 def _name_states(engine: Engine, memory: Memory) -> None:
     """What the arena lent for a unit was made for it."""
     for unit in engine.units:
-        grads = [] if unit.grads is None else [unit.grads.full, unit.grads.shard]
+        grads = [] if unit.grads is None else unit.grads.buffers
         for tensor in (unit.weights.full, unit.weights.shard, unit.weights.master, *grads):
-            if tensor is not None:
-                memory.name(tensor, unit.name)
+            memory.name(tensor, unit.name)
     for owned in engine.optimizer.pieces:
         for tensor in engine.optimizer.torch.state[owned.master].values():
             memory.name(tensor, owned.unit.name)

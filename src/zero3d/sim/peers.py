@@ -66,8 +66,13 @@ def _norms(spec: ModelSpec, config: Config, mesh: Mesh, model: nn.Module, stage:
     found = []
     for units in rank_of(spec, plan, stage).units.values():
         for unit in units:
-            slots = [unit.layout.slots[piece.slot] for piece in unit.layout.pieces(mesh.place.dp) if unit.trainable]
-            found += [_told(weights[slot.name], places, mesh.tp) for slot in slots if slot.name in places]
+            layout = unit.layout
+            for piece in layout.pieces(mesh.place.dp) if unit.trainable else ():
+                name = layout.slots[piece.slot].name
+                cuts = layout.segments(piece.offset, piece.stop - piece.start) if config.zero.exact else [(0, 0, 0)]
+                if name in places:
+                    own = _told(weights[name], places, mesh.tp)
+                    found += [2.0 * replica.STRIDE * segment + own for segment, _, _ in cuts]
     return sorted(found)
 
 

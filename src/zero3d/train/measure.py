@@ -100,12 +100,12 @@ def state_dtypes(engine: Engine) -> dict[str, str]:
     """The dtypes each category of buffers really has."""
     weights = [unit.weights for unit in engine.units]
     grads = [unit.grads for unit in engine.units if unit.grads is not None]
-    buffers = [full for grad in grads for full in (grad.full, grad.shard) if full is not None]
+    buffers = [buffer for grad in grads for buffer in grad.buffers]
     masters = [w.master.dtype for w in weights if w.master is not w.held]
     states = [s.dtype for each in engine.optimizer.torch.state.values() for s in each.values() if s.dim() == 1]
     compute, reduced = {w.full.dtype for w in weights}, {buffer.dtype for buffer in buffers}
     gathered = compute if engine.policy.stage.shards_parameters else ()
-    bucket = compute if engine.policy.reduce == "every_micro_batch" else ()
+    bucket = compute if engine.policy.reduce == "every_micro_batch" or engine.leaves is not None else ()
     trainable = [unit for unit in engine.units if unit.grads is not None and engine.comm.size > 1]
     wire = {unit.gradients.travels for unit in trainable}
     kinds = {"parameters": compute, "gradients": reduced, "optimizer": {*masters, *states},
@@ -121,24 +121,27 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
               tied parameters' gradients are summed in the reduced dtype
     wire      WINDOW reductions: (N-1)/N of a unit received and, if it travels in another dtype, cast to be sent;
               from the second micro-batch on, a shard that is added to the sum
+    exact     a bucket for every micro-batch at all stages, and as many shards being summed as the tree over ranks
+              is deep
     """
     sizes = [unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name != ROOT]
     root = sum(unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name == ROOT)
     full = root + (2 + WINDOW) * max(sizes, default=0)
     policy, n = engine.policy, engine.comm.size
-    moving, shard, tied = 0, 0, 0
+    moving, shard, tied, exact = 0, 0, 0, engine.leaves is not None
     for unit in engine.units:
         if unit.grads is not None:
             travels = unit.gradients.travels
             local = unit.dtype if policy.stage.shards_optimizer else policy.master
+            local = travels if exact else local
             copies = 1 if travels == local else 2
             moving = max(moving, copies * unit.layout.total * travels.itemsize * (n - 1) // n)
             shard = max(shard, unit.layout.shard * policy.master.itemsize)
             tied += unit.layout.total * policy.master.itemsize if unit.deferred else 0
     return {
         "gathered": full if policy.stage.shards_parameters else 0,
-        "bucket": full + tied if policy.reduce == "every_micro_batch" else 0,
-        "wire": WINDOW * moving + (shard if micro_batches > 1 else 0),
+        "bucket": full + tied if exact or policy.reduce == "every_micro_batch" else 0,
+        "wire": WINDOW * moving + shard * (n.bit_length() if exact else micro_batches > 1),
     }
 
 

@@ -2,7 +2,7 @@
 
 rows                                        formula
 ------------------------------------------  ----------------------------------------------------------------
-all_gather, reduce_scatter, exchange        traffic.step_traffic x steps
+all_gather, reduce_scatter, exchange        traffic.step_traffic x steps (exact: all_to_all for reduce_scatter)
 send_forward (pp), send_backward (pp)       traffic.pipeline_traffic x steps
 trade (pp)                                  gradients of tied parameters, once a step
 all_reduce (tp), all_gather (tp), ...       traffic.tensor_traffic of all tokens trained on
@@ -122,9 +122,10 @@ def planned_traffic(engine: Engine, gathers: Mapping[str, int], done: Done) -> d
     if n == 1:
         return {}
     policy, units = engine.policy, engine.traffic_units
-    each = step_traffic(engine.stage, units, n, gathers, done.micro_batches, policy.reduce)
+    exact = engine.leaves is not None
+    each = step_traffic(engine.stage, units, n, gathers, done.micro_batches, policy.reduce, exact)
     calls, values, size = each["exchange", "-"]
-    loss = LOSS_VALUES * (n - 1)
+    loss = LOSS_VALUES * (n - 1) * (done.micro_batches if exact else 1)
     each["exchange", "-"] = Moved(calls + 1, values + loss, size + 8 * loss)
     planned = {}
     for (op, unit), moved in each.items():

@@ -282,6 +282,11 @@ class Gradients:
         return 2 if self.accumulates else 1
 
     @property
+    def buffers(self) -> list[Tensor]:
+        """What is kept between steps."""
+        return [self.shard] if self.full is None else [self.full, self.shard]
+
+    @property
     def whole(self) -> Tensor:
         """All reduced gradients, once `gather` is done (stage 0)."""
         assert self.full is not None
