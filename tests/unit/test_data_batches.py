@@ -126,6 +126,18 @@ def test_validation_can_be_limited(sequences):
     assert len(list(validation_batches(sequences, 2, dp=2, limit=9))) == 3
 
 
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_a_limit_of_all_ranks_together_shows_the_same_sequences_at_every_dp(sequences, dp):
+    seen = [
+        name
+        for rank in range(dp)
+        for batch in validation_batches(sequences, 2, dp=dp, rank=rank, limit=3, together=True)
+        for name, labels in zip(names(batch), batch["labels"], strict=True)
+        if (labels != -100).any()
+    ]
+    assert sorted(seen) == list(range(6))
+
+
 def test_passes_are_rounded_up_to_steps():
     assert [steps_of(*given) for given in [(1, 100, 8), (2, 100, 8), (0.5, 100, 50), (0.01, 3, 8)]] == [13, 25, 1, 1]
 

@@ -123,7 +123,7 @@ class Zero:
     release: str = key("auto", "when gathered parameters are given back", choices=("auto", "every_use", "every_step"))
     reduce: str = key("auto", "when gradients are reduced", choices=("auto", "every_micro_batch", "every_step"))
     exact: bool = key(
-        False, "the same bits at every dp: give train.batch and train.micro_batch, and dp a power of two up to 64"
+        False, "the same bits at every dp that is a power of two up to 64; give train.batch and train.micro_batch"
     )
 
 
@@ -151,7 +151,9 @@ class Evaluate:
     """The held-out loss."""
 
     every: int = key(0, "steps between evaluations; 0 evaluates at the end only", least=0)
-    batches: int | None = key(None, "micro-batches per rank; by default all of the held-out data", least=1)
+    batches: int | None = key(
+        None, "micro-batches per rank (zero.exact: of all ranks); by default all of the held-out data", least=1
+    )
     prompt: str | None = key(None, "a text that the trained model continues at the end")
 
 

@@ -177,17 +177,21 @@ def _start_worker(_: int) -> None:
 
 
 def validation_batches(
-    sequences: Sequences, micro_batch: int, *, dp: int = 1, rank: int = 0, limit: int | None = None
-) -> Iterator[Batch]:
+    sequences: Sequences, micro_batch: int, *, dp: int = 1, rank: int = 0, limit: int | None = None,
+    together: bool = False,
+) -> Iterator[Batch]:  # fmt: skip
     """This rank's micro-batches over all sequences, or `limit` of them at most: as many on every rank.
 
+    together: `limit` is of all ranks, so that they see the same sequences at every dp.
     Missing rows are padding whose labels are all -100. Weigh each micro-batch's mean with its targets,
     and leave out one that has none (its mean is 0/0): the sum over ranks is exact.
     """
-    count = math.ceil(len(sequences) / (micro_batch * dp))
-    for step in range(count if limit is None else min(count, limit)):
+    seen, padding = len(sequences), len(sequences)
+    if limit is not None:
+        seen = min(seen, limit * micro_batch * (1 if together else dp))
+    for step in range(math.ceil(seen / (micro_batch * dp))):
         first = (step * dp + rank) * micro_batch
-        rows = (min(index, len(sequences)) for index in range(first, first + micro_batch))
+        rows = (index if index < seen else padding for index in range(first, first + micro_batch))
         yield sequences.stack([sequences[index] for index in rows])
 
 

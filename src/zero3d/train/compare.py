@@ -4,6 +4,7 @@ memory       bytes of one rank by category: measured, by formula, and whether th
 traffic      bytes that one rank sends per step, by operation: the same three
 speed        sequences per rank and step, seconds per step, samples per second
 loss         last loss, held-out loss, and their differences to the first run; `same_bits` is about every step
+exact        of runs with zero.exact: a fingerprint of masters and optimizer states beside the last loss in all digits
 recompute    of runs that differ in `activations`: plan/recompute.py's arithmetic beside the measured step
 
 A result is what `zero3d train --json` prints.
@@ -70,6 +71,7 @@ class Row:
     held_out_loss: float | None
     held_out_difference: float | None
     same_bits: bool
+    fingerprint: str | None
     recompute: Recompute | None
 
     @property
@@ -97,7 +99,8 @@ def _row(variant: Variant, result: Result, recompute: Recompute | None, first: R
         variant.label, variant.values, result["ranks"], memory(result), result["peak_memory"], traffic(result),
         batch["micro_batch"], batch["accumulate"], result["step_seconds"], result["samples_per_s"],
         last, _minus(last, first_last), held_out, _minus(held_out, first_held_out),
-        None not in losses and losses == first["losses"] and held_out == first_held_out, recompute,
+        None not in losses and losses == first["losses"] and held_out == first_held_out,
+        result.get("fingerprint"), recompute,
     )  # fmt: skip
 
 

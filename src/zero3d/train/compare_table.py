@@ -30,6 +30,8 @@ def show(axes: Sequence[Axis], rows: Sequence[Row], failed: Mapping[Variant, str
     if any(row.traffic for row in rows):
         tables.append(traffic_table(axes, rows))
     tables.append(speed_table(axes, rows))
+    if any(row.fingerprint for row in rows):
+        tables.append(exact_table(axes, rows))
     if any(row.recompute for row in rows):
         tables.append(recompute_table(axes, rows))
     for table in tables:
@@ -90,6 +92,16 @@ def speed_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
     return table
 
 
+def exact_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
+    """The last loss in all its digits, and one hash of all masters and optimizer states."""
+    table = _table(axes, "zero.exact", ["last loss, all digits", "states"])
+    for row in rows:
+        digits = "" if row.loss is None else float(row.loss).hex()
+        table.add_row(", ".join(row.values), digits, row.fingerprint or "")
+    table.caption = "states: SHA-256 of masters and optimizer states, 16 digits of it"
+    return table
+
+
 def recompute_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
     """Arithmetic of the policies beside activations and steps as measured."""
     unit, scale = unit_of(row.memory["activations"].measured for row in rows)
@@ -133,6 +145,11 @@ def verdicts(rows: Sequence[Row]) -> Iterator[Text]:
         yield Text("losses: the same bits at every step of every run", style="green")
     elif len(others) < len(rows) - 1:
         yield Text(f"losses: not the same bits as the first run's in {'; '.join(others)}")
+    prints = {row.fingerprint for row in rows}
+    if None not in prints and len(prints) == 1 and not others:
+        yield Text(f"exact: one curve, and one hash of all states, {prints.pop()}", style="green")
+    elif None not in prints:
+        yield Text("exact: NOT one curve and one hash of all states", style="bold red")
     layers = {row.recompute.layers for row in rows if row.recompute}
     yield from (Text(square_root(each)) for each in sorted(layers))
 

@@ -165,8 +165,9 @@ class Loop:
         """This rank's micro-batches of the held-out part."""
         assert self._validation is not None
         comm, micro = self.engine.comm, self.stream.portions.micro_batch
-        limit = self.config.evaluate.batches
-        for batch in validation_batches(self._validation, micro, dp=comm.size, rank=comm.rank, limit=limit):
+        limit, exact = self.config.evaluate.batches, self.config.zero.exact
+        mine = validation_batches(self._validation, micro, dp=comm.size, rank=comm.rank, limit=limit, together=exact)
+        for batch in mine:
             yield self.on_device(batch)
 
     def evaluate(self) -> Record:

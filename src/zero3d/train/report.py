@@ -95,6 +95,8 @@ def summary(result: Result) -> Iterator[str]:
             same = "the same" if math.isclose(held_out, reloaded, rel_tol=1e-6) else "NOT the same"
             line += f" loaded with AutoModelForCausalLM.from_pretrained: {reloaded:.6f}, {same}"
         yield f"exported: {line}"
+    if result.fingerprint and result.history:
+        yield f"exact: last loss {float(losses(result.history)[-1]).hex()}, states {result.fingerprint}"
     yield f"checkpoint: {result.checkpoint}    metrics: {result.folder.metrics}"
 
 
@@ -131,6 +133,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "samples_per_s": result.batch.batch / seconds if seconds else None,
         "losses": [finite(loss) for loss in losses(result.history)],
         "held_out_loss": finite(result.held_out_loss),
+        "fingerprint": result.fingerprint or None,
         "reloaded_loss": finite(result.reloaded_loss),
         "skipped": result.history[-1]["skipped"] if result.history else 0,
         "sample": result.sample,

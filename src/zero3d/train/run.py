@@ -55,7 +55,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run found out, as seen by rank 0. Bytes and traffic are those of rank 0, in this session."""
+    """What a run found out, as seen by rank 0. Bytes and traffic are those of rank 0, in this session.
+
+    fingerprint  of exact mode: of all masters and optimizer states at the end
+    """
 
     config: Config
     ranks: int
@@ -73,6 +76,7 @@ class Result:
     sample: str
     folder: Folder
     checkpoint: Path
+    fingerprint: str = ""
 
     @property
     def steps(self) -> Sequence[Record]:
@@ -118,6 +122,7 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
     peak = int(engine.everyone.exchange(torch.tensor([float(memory_peak(engine))], dtype=torch.float64)).max())
     history = [*earlier, *loop.history]
     held_out = losses(history, "validation_loss")[-1] if history else math.nan
+    fingerprint = engine.fingerprint() if config.zero.exact else ""
     if config.checkpoint.export:
         _export(engine, folder, data.tokenizer)
     sample = _sample(config, engine, data.tokenizer, progress)
@@ -125,7 +130,7 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
     return Result(
         config, engine.everyone.size, count_params(engine), layers, inputs.batch, history, len(loop.history),
         sum(record["seconds"] for record in loop.history), memory, traffic, peak, held_out, reloaded, sample, folder,
-        loop.checkpoint,
+        loop.checkpoint, fingerprint,
     )  # fmt: skip
 
 
@@ -287,7 +292,7 @@ def verify(config: Config, engine: Engine, export: Path, data: DataSet) -> float
     model = AutoModelForCausalLM.from_pretrained(export, dtype="auto", local_files_only=True).to(device).eval()
     assert data.validation is not None
     total, targets = 0.0, 0
-    rows = resolve_batch(config.train, ranks).micro_batch * ranks
+    rows = resolve_batch(config.train, ranks).micro_batch * (1 if config.zero.exact else ranks)
     for batch in validation_batches(data.validation, rows, limit=config.evaluate.batches):
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         count = int((batch["labels"][:, 1:] != -100).sum())
