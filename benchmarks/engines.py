@@ -2,6 +2,7 @@
 
     python benchmarks/engines.py --engines zero3d,fsdp2,ddp,plain --stages 0,1,2,3 --ranks 2 --json out.json
     python benchmarks/engines.py --engines zero3d,deepspeed       (pip install 'zero3d[bench]')
+    python benchmarks/engines.py --engines zero3d --stages 2,3 --exact both
 
 Like for like. All variants train the same model from the same weights on the same batches with
 the same dtypes, optimizer and clipping (`peers.py`, `deepspeed_peer.py`); their losses must agree.
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     device = "cuda" if torch.cuda.device_count() >= arguments.ranks else "cpu"
     start = Start(arguments.ranks, "nccl" if device == "cuda" else "gloo", device, arguments.malloc)
-    names = variant_names(arguments.engines, arguments.stages)
+    names = variant_names(arguments.engines, arguments.stages, arguments.exact)
     with private_extensions():
         variants = time_variants(start, arguments, names)
         if arguments.memory_steps:
@@ -89,12 +90,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, default=12, help="counted steps of every variant")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--reduce-dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--exact", choices=("off", "on", "both"), default="off", help="zero3d's exact mode beside it")
     parser.add_argument("--malloc", choices=("keep", "default"), default="keep")
     parser.add_argument("--memory-steps", type=int, default=3, help="steps per variant for memory; 0: not measured")
     parser.add_argument("--json", type=Path, help="file for everything measured")
     arguments = parser.parse_args(argv)
     if arguments.precision == "fp32" and arguments.reduce_dtype == "bf16":
         parser.error("--precision fp32 cannot reduce in bf16: leave --reduce-dtype out")
+    if arguments.exact != "off" and arguments.precision != "fp32" and arguments.reduce_dtype != "fp32":
+        parser.error("--exact sums in fp32: leave --reduce-dtype out")
     if arguments.memory_steps < 0:
         parser.error(f"--memory-steps {arguments.memory_steps} is negative: 0 leaves memory out")
     if "deepspeed" in arguments.engines and not installed():

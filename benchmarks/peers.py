@@ -6,6 +6,7 @@ AdamW with lr 3e-4. Gradients are dropped at the end of a step, so that what is 
 steps is model states and nothing else.
 
     zero3d-S         zero3d.Engine at stage S
+    zero3d-exact-S   the same with exact=True
     fsdp2-reshard    fully_shard on exactly the modules that zero3d makes units of, then on the root;
                      fp32 sharded parameters, MixedPrecisionPolicy; reshard_after_forward=True but for
                      the root, where torch's default keeps the few parameters outside those modules
@@ -79,7 +80,7 @@ def adamw(params: Iterable[Any]) -> AdamW:
 def build_variant(name: str, setting: Setting) -> Variant:
     """A variant by its name. Every rank must build the same ones in the same order."""
     if name.startswith("zero3d-"):
-        return Zero3d(setting, int(name.removeprefix("zero3d-")))
+        return Zero3d(setting, int(name.rpartition("-")[2]), exact="exact" in name)
     if name.startswith("fsdp2-"):
         return Fsdp2(setting, reshard=name == "fsdp2-reshard")
     if name.startswith("deepspeed-"):
@@ -98,7 +99,7 @@ def shared_mesh(device: torch.device) -> Mesh:
 class Zero3d:
     """zero3d's engine."""
 
-    def __init__(self, setting: Setting, stage: int) -> None:
+    def __init__(self, setting: Setting, stage: int, exact: bool = False) -> None:
         self.engine = Engine(
             setting.build(),
             stage=stage,
@@ -107,6 +108,7 @@ class Zero3d:
             reduce_dtype=setting.reduce_dtype,
             clip_norm=CLIP,
             optimizer=adamw,
+            exact=exact,
         )
 
     def step(self, ids: Tensor, targets: Tensor) -> Tensor:
