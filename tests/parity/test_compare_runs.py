@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 LLAMA = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 2, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
@@ -26,12 +28,16 @@ def make():
 """
 
 
-def test_two_stages_have_the_same_bits_and_measure_what_the_formulas_say(tmp_path):
+def compare(tmp_path, *words):
     (tmp_path / "chatty.py").write_text(CHATTY)
     (tmp_path / "text.txt").write_text("".join(f"line {i}: {i * i} quick brown foxes\n" for i in range(200)))
     (tmp_path / "tiny.yaml").write_text(RUN)
-    command = [sys.executable, "-m", "zero3d.cli.main", "compare", "--ranks=2", "tiny.yaml", "zero.stage=0,3"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+    command = [sys.executable, "-m", "zero3d.cli.main", "compare", "tiny.yaml", *words]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+
+
+def test_two_stages_have_the_same_bits_and_measure_what_the_formulas_say(tmp_path):
+    done = compare(tmp_path, "--ranks=2", "zero.stage=0,3")
     assert done.returncode == 0, done.stderr
     assert "measured = formula, to the byte, in every run" in done.stdout
     assert "losses: the same bits at every step of every run" in done.stdout
@@ -43,3 +49,15 @@ def test_two_stages_have_the_same_bits_and_measure_what_the_formulas_say(tmp_pat
     assert three["same_bits"]
     assert three["memory"]["optimizer states"]["measured"] * 2 == zero["memory"]["optimizer states"]["measured"]
     assert not (out / "zero.stage=0" / "hf").exists()
+
+
+@pytest.mark.long
+def test_exact_runs_at_dp_1_2_and_4_print_the_same_digits_and_one_hash(tmp_path):
+    done = compare(tmp_path, "mesh.dp=1,2,4", "zero.exact=true", "train.batch=8")
+    assert done.returncode == 0, done.stderr
+    assert "measured = formula, to the byte, in every run" in done.stdout
+    assert "losses: the same bits at every step of every run" in done.stdout
+    assert "exact: one curve, and one hash of all states" in done.stdout
+    digits = [line.split()[1:] for line in done.stdout.splitlines() if " 0x1." in line]
+    assert len(digits) == 3
+    assert digits[1] == digits[2] == digits[0]

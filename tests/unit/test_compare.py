@@ -166,6 +166,17 @@ def printed(word, found):
     return console.export_text()
 
 
+def test_exact_runs_show_all_digits_and_say_whether_they_are_one_curve():
+    exact = [result() | {"fingerprint": "00ff"} for _ in range(2)]
+    text = printed("mesh.dp=1,2", compared("mesh.dp=1,2", *exact))
+    assert text.count("0x1.4000000000000p+1") == 2
+    assert "exact: one curve, and one hash of all states, 00ff" in text
+    for changed in ({"fingerprint": "00fe"}, {"losses": [3.5, 2.5]}):
+        text = printed("mesh.dp=1,2", compared("mesh.dp=1,2", exact[0], exact[1] | changed))
+        assert "exact: NOT one curve" in text
+    assert "exact:" not in printed("mesh.dp=1,2", compared("mesh.dp=1,2", result(), result()))
+
+
 def test_memory_and_traffic_are_summed_by_category_and_per_step():
     row = compared("zero.stage=0,1", result(), result())[0]
     assert row.memory["optimizer states"] == (1200, 1200, False, True)

@@ -21,7 +21,7 @@ from zero3d.train.variants import Axis, Variant
 UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("bytes", 1))
 SAME = "same bits"
 SHORT = {"optimizer states": "optimizer", "activations": "activa-\ntions"}  # for 80 columns
-NAMES = {"reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
+NAMES = {"reduce_scatter": "reduce-scatter", "all_gather": "all-gather", "all_to_all": "all-to-all"}
 
 
 def show(axes: Sequence[Axis], rows: Sequence[Row], failed: Mapping[Variant, str], console: Console) -> None:
