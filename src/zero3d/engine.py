@@ -413,6 +413,7 @@ class Engine:
         micro_batches, seen = list(micro_batches), []
         if self.leaves is not None:
             self.leaves.begin(len(micro_batches))
+            self.leaves.see(micro_batches[:1])
         with self._together():
             try:
                 if self.pipeline is not None:

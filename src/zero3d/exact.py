@@ -24,6 +24,7 @@ products depend on their shapes, so the size of a micro-batch, tp and pp must st
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor
 
 from zero3d.errors import ConfigError
+from zero3d.nested import tensors_in
 from zero3d.zero.arena import Arena
 from zero3d.zero.collectives import Comm, same_memory
 from zero3d.zero.layout import CANONICAL
@@ -45,12 +47,14 @@ class Leaves:
 
     micro_batches  of a rank in the present step, which numbers need where gradients are reduced every step
     seed, batches  of dropout: rank 0's at construction, and steps so far, skipped ones too
+    rows           of a micro-batch, as `train_batch` saw it last, here or before a checkpoint
     """
 
     def __init__(self, comm: Comm, per_step: bool, micro_batches: int, seed: int) -> None:
         self.comm, self.per_step = comm, per_step
         self._usual = micro_batches
         self.seed, self.batches = seed, 0
+        self.rows: int | None = None
         self.begin(micro_batches)
 
     def begin(self, micro_batches: int | None = None) -> None:
@@ -63,6 +67,17 @@ class Leaves:
                 f"{1 << micro_batches.bit_length()}, or reduce='every_micro_batch' (stages 2 and 3)."
             )
         self.micro_batches = micro_batches
+
+    def see(self, batch: Any) -> None:
+        """The first micro-batch of a step: warn if it is not of the size of those before."""
+        rows = next((len(t) for t in tensors_in(batch) if t.dim()), None)
+        if rows != self.rows and None not in (rows, self.rows):
+            warnings.warn(
+                f"exact=True: micro-batches had {self.rows} rows and have {rows} now, and matrix products of other "
+                "shapes have other bits: the curve is not that of the run before.",
+                stacklevel=4,
+            )
+        self.rows = rows
 
     def end(self, count: int) -> None:
         """The step is over, `count` micro-batches of it on this rank. Raises ConfigError."""
@@ -81,13 +96,14 @@ class Leaves:
         return self._usual * self.comm.size
 
     def state(self, tp: int, pp: int) -> dict[str, Any]:
-        """For a checkpoint; `covers`: at which degrees a run that goes on from it has the bits of this one."""
+        """For a checkpoint; `covers`: degrees and rows with which a run that goes on from it has the bits of this."""
         fits = [1 << i for i in range(CANONICAL.bit_length()) if self.per_batch % (1 << i) == 0]
-        return {"seed": self.seed, "batches": self.batches, "covers": {"dp": fits, "tp": tp, "pp": pp}}
+        covers = {"dp": fits, "tp": tp, "pp": pp, "rows": self.rows}
+        return {"seed": self.seed, "batches": self.batches, "covers": covers}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on drawing where `state` was."""
-        self.seed, self.batches = int(state["seed"]), int(state["batches"])
+        self.seed, self.batches, self.rows = int(state["seed"]), int(state["batches"]), state["covers"]["rows"]
 
     def number(self, k: int) -> int:
         """The leaf that is this rank's k-th micro-batch."""

@@ -4,13 +4,14 @@ from itertools import product
 
 import pytest
 import torch
-from models import Net, adamw
+from models import Net, adamw, hf
 from pipelines import covering
 
 import zero3d
 from zero3d.activations import recompute
 from zero3d.errors import ConfigError
 from zero3d.plan.traffic import Moved, count_gathers, step_traffic
+from zero3d.zero import collectives
 
 STEPS, LEAVES, VOCAB = 12, 8, 61
 STAGES = ((0, "every_step"), (1, "every_step"), (2, "every_micro_batch"), (3, "every_micro_batch"), (2, "every_step"),
@@ -316,6 +317,47 @@ def test_pipelines_of_one_degree(ranks, schedule, tied):
 def test_pipelines_of_one_degree_in_other_schedules(ranks, schedule, tied):
     one, two = (ranks(2 * dp, through_stages, dp, schedule, tied) for dp in (1, 2))
     assert all(found == one[0] for found in (*one, *two))
+
+
+def over_tp(dp):
+    mesh = zero3d.Mesh(dp=dp, tp=2)
+    model = hf("llama", inner=96, vocab=64)
+    model.config.attention_dropout = 0.1
+    torch.manual_seed(torch.distributed.get_rank())
+    engine = zero3d.Engine(
+        model, mesh=mesh, stage=3, precision="fp32", optimizer=adamw, accumulate=4 // dp, exact=True, clip_norm=0.05,
+        sequence_parallel=True,
+    )  # fmt: skip
+    curve = []
+    for step in range(3):
+        ids = [leaf(step, k * dp + mesh.place.dp)[0][:, :8] for k in range(4 // dp)]
+        value = engine.train_batch([{"input_ids": each, "labels": each} for each in ids])
+        curve.append((float(value).hex(), float(engine.last_step.grad_norm).hex()))
+    return curve, engine.fingerprint()
+
+
+def test_a_tp_axis_of_one_degree(ranks):
+    one, two = (ranks(2 * dp, over_tp, dp) for dp in (1, 2))
+    assert all(found == one[0] for found in (*one, *two))
+
+
+def by_native_collectives():
+    collectives.PAIRWISE_MAX_RANKS = 0
+    try:
+        engine = engine_of(precision="bf16")
+        assert engine.comm.algorithm == "native"
+        return train(engine, range(3)), engine.fingerprint()
+    finally:
+        collectives.PAIRWISE_MAX_RANKS = 8
+
+
+def by_messages():
+    engine = engine_of(precision="bf16")
+    return train(engine, range(3)), engine.fingerprint()
+
+
+def test_native_collectives_give_the_bits_of_pairwise_messages(ranks):
+    assert ranks(2, by_native_collectives) == ranks(2, by_messages)
 
 
 # --- accounts -------------------------------------------------------------------------------------

@@ -46,4 +46,4 @@ def test_a_run_goes_on_at_other_dp_and_stages_as_if_it_had_not_been_interrupted(
     assert told(records) == whole
     (newest,) = (folder / "parted" / "checkpoints").glob("step-6")
     manifest = json.loads((newest / "manifest.json").read_text())
-    assert manifest["exact"]["covers"] == {"dp": [1, 2, 4, 8], "tp": 1, "pp": 1}
+    assert manifest["exact"]["covers"] == {"dp": [1, 2, 4, 8], "tp": 1, "pp": 1, "rows": 1}

@@ -85,6 +85,16 @@ def test_random_numbers_belong_to_the_micro_batch_and_not_to_the_rank():
     assert not set(one.values()) & set(draws(0, 1, batch=4).values())
 
 
+def test_micro_batches_of_another_size_than_before_a_checkpoint_are_warned_of():
+    leaves = leaves_of(0, 2, False, 4)
+    leaves.see([{"ids": torch.zeros(2, 9)}])
+    later = leaves_of(1, 4, False, 2)
+    later.restore(leaves.state(1, 1))
+    later.see([(torch.zeros(2, 7),)])
+    with pytest.warns(UserWarning, match="had 2 rows and have 4 now"):
+        later.see([{"ids": torch.zeros(4, 9)}])
+
+
 @pytest.mark.parametrize("n", [1, 2, 4, 64])
 def test_segments_do_not_depend_on_the_number_of_ranks(n):
     layout = UnitLayout([("a", (300, 70), 0), ("b", (17,), 0)], n)
