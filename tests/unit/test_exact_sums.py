@@ -1,11 +1,15 @@
 """Exact mode's arithmetic: numbers of leaves, sums in halves, the counter and its buffers, what a resume promises."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from zero3d.errors import ConfigError
 from zero3d.exact import Counter, Leaves, add_tree, check_exact
 from zero3d.ledger import Ledger
+from zero3d.plan.spec import ParallelPlan
+from zero3d.plan.states import reduced_width
 from zero3d.promise import promise
 from zero3d.transport import Axis
 from zero3d.zero.arena import Arena
@@ -135,6 +139,14 @@ def test_what_cannot_be_exact_is_refused_with_the_arithmetic(arguments, words):
 )
 def test_gradients_hold_the_counters_buffers(stage, options, gradients):
     assert engine_bytes(stage, 4, exact=True, **options).gradients == gradients
+
+
+def test_the_planner_sends_leaves_narrow_and_sums_wide():
+    plan = ParallelPlan(dp=4, stage=3, accumulate=4, exact=True)
+    assert reduced_width(plan) == 2.0
+    assert reduced_width(replace(plan, stage=1)) == 4.0
+    assert reduced_width(replace(plan, stage=1, accumulate=1)) == 2.0
+    assert reduced_width(replace(plan, exact=False)) == 4.0
 
 
 FACTS = {"stage": 3, "reduce": "auto", "dp": 4, "tp": 1, "pp": 1, "precision": "bf16", "algorithm": "pairwise",

@@ -11,6 +11,7 @@ from zero3d.plan.profile_memory import profile_memory
 from zero3d.plan.profiles import profile
 from zero3d.plan.recompute import Policy
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
+from zero3d.plan.states import reduced_width
 from zero3d.plan.time import step_seconds
 from zero3d.plan.traffic import traffic_elements
 from zero3d.schedules import Schedule
@@ -50,7 +51,7 @@ def sent(model: ModelSpec, plan: ParallelPlan, width: float = 2.0) -> dict[str, 
     passes = 2 if Policy.of(plan.activations).kind in ("none", "selective") else 3
     around = 2 * (plan.tp - 1) / plan.tp
     return {
-        "reduce_scatter dp": (4.0 if plan.reduce_dtype == "fp32" else width) * float(moved["reduce_scatter"]),
+        "reduce_scatter dp": reduced_width(plan, width) * float(moved["reduce_scatter"]),
         "all_gather dp": width * float(moved["all_gather"]),
         "all_reduce tp": around * state * 2 * passes * len(model.blocks) / plan.pp,
         "send pp": 2 * state * plan.virtual / plan.tp if plan.pp > 1 else 0.0,

@@ -66,6 +66,12 @@ def policies(plan: ParallelPlan) -> tuple[str, str]:
     return resolve_policies(stage_row(plan.stage), release, reduce)
 
 
+def reduced_width(plan: ParallelPlan, narrow: float = 2.0) -> float:
+    """Bytes of a gradient on its way to the reduction; in exact mode one that is of a single micro-batch is narrow."""
+    alone = plan.exact and (plan.accumulate == 1 or policies(plan)[1] == "every_micro_batch")
+    return narrow if alone or plan.reduce_dtype != "fp32" else 4.0
+
+
 def leaves_of_rank(plan: ParallelPlan) -> int:
     """Micro-batches for which memory is held: in exact pipelines the first is summed before the last is known."""
     return max(2, plan.accumulate) if plan.exact and plan.pp > 1 else plan.accumulate

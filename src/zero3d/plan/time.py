@@ -19,7 +19,7 @@ from zero3d.plan.kernels import LAUNCH, PartWork, Shape, digest, part_work, reac
 from zero3d.plan.network import Groups, gather_seconds, reduce_seconds, send_seconds
 from zero3d.plan.recompute import Policy
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
-from zero3d.plan.states import policies
+from zero3d.plan.states import policies, reduced_width
 from zero3d.plan.timeline import pipeline_seconds
 from zero3d.zero.stages import resolve_policies, stage_row
 
@@ -174,7 +174,7 @@ def _data(step: _Step, numel: float, end: float, backward: float) -> float:
         hops = (group.size - 1) * step.cluster.across.latency if group.nodes > 1 else 0.0
         return units * (each / pace.network + (pace.unit_hops - 1) * hops)
 
-    reducing = reductions * collective(trained, 4.0 if plan.reduce_dtype == "fp32" else 2.0)
+    reducing = reductions * collective(trained, reduced_width(plan))
     if row.shards_parameters:
         gathers = collective(numel, 2.0) * (2 * plan.accumulate if release != "every_step" else 1)
         return _exposed(reducing + gathers, end, pace.hide_dp) + collective(numel, 2.0) / units
