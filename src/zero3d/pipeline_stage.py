@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from zero3d.pipeline_sends import Sends
+from zero3d.plan.answers import Work, work_of
 from zero3d.plan.bubble import Action
 from zero3d.zero.arena import Arena
 
@@ -104,6 +106,9 @@ class Stage(PipelineStage):
 
     submod: Part
 
+    sends: Sends
+    alone: int | None = None  # micro-batches whose forwards torch sends by themselves, and no backwards; None: all
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._note("F", fwd_chunk_id)
         self.submod.micro_batch = fwd_chunk_id
@@ -152,10 +157,18 @@ class Stage(PipelineStage):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._sent("send_forward", super().get_fwd_send_ops(fwd_chunk_id))
+        sends = self._sent("send_forward", super().get_fwd_send_ops(fwd_chunk_id))
+        if self.alone is not None and fwd_chunk_id >= self.alone:
+            return sends
+        self.sends.send(Work(False, self.stage_index, fwd_chunk_id), sends)
+        return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._sent("send_backward", super().get_bwd_send_ops(bwd_chunk_id))
+        sends = self._sent("send_backward", super().get_bwd_send_ops(bwd_chunk_id))
+        if self.alone is not None:
+            return sends
+        self.sends.send(Work(True, self.stage_index, bwd_chunk_id), sends)
+        return []
 
     def free(self) -> None:
         """Give back the memory of what was received: graphs that wait for the garbage collector still hold it."""
@@ -167,4 +180,7 @@ class Stage(PipelineStage):
         return sends
 
     def _note(self, kind: str, micro_batch: int) -> None:
-        self.submod.pipeline.recorded.append(Action(kind, self.stage_index, micro_batch))
+        action = Action(kind, self.stage_index, micro_batch)
+        self.submod.pipeline.recorded.append(action)
+        if (work := work_of(action)) is not None:
+            self.sends.begin(work)

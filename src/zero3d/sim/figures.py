@@ -38,6 +38,7 @@ from zero3d.tensor_parallel import parallelize
 from zero3d.train.build import next_token_loss
 
 EMBEDDING, HEAD = "embedding", "head"
+Curve = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Figures:
     kept: float
     attention: float
     entering: float
-    curve: tuple[tuple[float, float], ...]
+    curve: Curve
     matrices: float
     scores: float
 

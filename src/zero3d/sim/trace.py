@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from difflib import SequenceMatcher
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -23,7 +25,7 @@ from zero3d.errors import ConfigError
 from zero3d.hf.open import open_model
 from zero3d.hf.split import active_weights
 from zero3d.plan.spec import Instant, ModelSpec, Operations, Part
-from zero3d.sim.figures import EMBEDDING, HEAD, Figures, kinds_of, measure, reduce_model
+from zero3d.sim.figures import EMBEDDING, HEAD, Curve, Figures, kinds_of, measure, reduce_model
 from zero3d.sim.units import Rooms, config_of, find_cuts, find_rooms, units_by_part
 from zero3d.tensor_parallel.cuts import Cut
 
@@ -196,20 +198,28 @@ def _instants(
 ) -> list[Instant]:
     """Those of a curve that may be the fullest, at any degree of tp and for few or many tokens.
 
-    Two degrees > 1 run the same operators, so their curves have the same events; else the one degree's curve counts
-    as if tp divided it.
+    An instant that the other degree's curve does not have counts as if tp divided it.
     """
-    aligned = other is not None and len(other.curve) == len(one.curve) and tp > 1
-    if other is not None and aligned:
-        pairs = zip(one.curve, other.curve, strict=True)
-        curve = [Instant(*solve(x, y), tp * grads) for (x, grads), (y, _) in pairs]
-    else:
-        whole = [solve(x, None)[1] for x, _ in one.curve]
-        curve = [Instant(tp * x, 0.0, tp * grads) for x, (_, grads) in zip(whole, one.curve, strict=True)]
+    twins = {} if other is None or tp == 1 else _twins(one.curve, other.curve)
+    curve = []
+    for i, (x, grads) in enumerate(one.curve):
+        twin = twins.get(i)
+        cut, whole = (tp * solve(x, None)[1], 0.0) if twin is None else solve(x, twin)
+        curve.append(Instant(cut, whole, tp * grads))
     found = dict.fromkeys(
         max(curve, key=lambda at: (at.cut / t + at.whole) * tokens + at.gradients / t)
-        for t in ((tp, 4 * tp, 16 * tp) if aligned else (tp,))
+        for t in ((tp, 4 * tp, 16 * tp) if twins else (tp,))
         for tokens in (1, 1024, 4096, 65536)
         if curve
     )
     return list(found)
+
+
+def _twins(one: Curve, other: Curve) -> dict[int, float]:
+    """By instant of one curve, the bytes at the same one of the other: both run the same operators.
+
+    What they let go of at once or one after the other may differ.
+    """
+    mine, theirs = ([b[0] > a[0] for a, b in pairwise(((0.0, 0.0), *curve))] for curve in (one, other))
+    blocks = SequenceMatcher(None, mine, theirs, autojunk=False).get_matching_blocks()
+    return {block.a + i: other[block.b + i][0] for block in blocks for i in range(block.size)}
