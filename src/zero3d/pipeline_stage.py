@@ -65,7 +65,7 @@ class Rooms:
             table[number] = tuple(map(copy.copy, first))
             for place, info in enumerate(table[number]):
                 if (buffer := getattr(info, "buffer", None)) is not None:
-                    info.buffer = torch.empty_like(buffer)
+                    info.buffer = torch.empty_like(buffer).requires_grad_(buffer.requires_grad)  # torch 2.11 asks it
                     info.buffer.untyped_storage().resize_(0)
                     self._empty[id(table), number, place] = info.buffer
 
@@ -76,7 +76,7 @@ class Rooms:
             if key in self._empty:
                 like = self._empty[key]
                 self._lent[key] = self._arena.borrow(RECEIVED, like.numel(), like.dtype)
-                info.buffer = self._lent[key].view(like.shape)
+                info.buffer = self._lent[key].view(like.shape).requires_grad_(like.requires_grad)
 
     def close(self, number: int, activations: Table, gradients: Table) -> None:
         """A micro-batch is through. Where a V turns, torch has put the neighbour's own tensors in the tables.
