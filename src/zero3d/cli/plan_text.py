@@ -113,11 +113,20 @@ def _rejected(found: Found) -> Iterator[str]:
 def _what_if(answer: Answer) -> Iterator[str]:
     best = answer.best
     yield "What if, from the first plan, one setting changed (memory of the fullest GPU, time of a step):"
-    rows = []
-    for knob in answer.knobs[:KNOBS]:
-        percent = 100 * knob.seconds / best.estimate.seconds.mid
-        rows.append((knob.change, f"{knob.memory / 1e9:+.1f} GB", f"{percent:+.1f} %"))
-    yield from columns(rows, "<>>") if rows else ["   nothing to change"]
+    rows = knob_rows(answer.knobs[:KNOBS], best, answer.asked.limit)
+    yield from columns(rows, "<>><") if rows else ["   nothing to change"]
+
+
+def knob_rows(knobs: Sequence[WhatIf], row: Row, limit: float) -> list[tuple[str, ...]]:
+    """Change, memory, time of a step, and whether that still fits."""
+    mid = row.estimate.seconds.mid
+    return [
+        (
+            knob.change, f"{knob.memory / 1e9:+.1f} GB", f"{100 * knob.seconds / mid:+.1f} %",
+            "does not fit" if knob.device > limit else "",
+        )
+        for knob in knobs
+    ]  # fmt: skip
 
 
 def _ladder(answer: Answer) -> Iterator[str]:
@@ -205,11 +214,22 @@ def nothing_fits(
     )
     nearest = min((each for each in found.rejected if each.nearest), key=lambda each: each.excess, default=None)
     if nearest is None:
-        return f"{said}, {_reasons(found.rejected)}. Pass other --gpus or --tokens-per-batch."
+        return f"{said}, {_reasons(found.rejected)}. {_other_batch(model, cluster, asked)}"
     what = f"{said}. Nearest: {nearest.reason} is short by {size(int(nearest.excess))} with {_named(nearest)}"
     if larger is None:
+        if "host" in nearest.reason:
+            return f"{what}. Pass more --nodes, or a --cluster file with more host_memory."
         return f"{what}. Pass a larger --gpu, a shorter --seq, or --lora."
     return f"{what}. It fits on --gpus {larger[0]}: {short(larger[1].plan)}."
+
+
+def _other_batch(model: ModelSpec, cluster: ClusterSpec, asked: Asked) -> str:
+    """What to pass where no plan was left to price: mostly sequences that dp does not divide."""
+    whole = -(-asked.sequences // cluster.gpus) * cluster.gpus
+    if whole == asked.sequences:
+        return "Pass other --gpus."
+    tokens = whole * model.length
+    return f"Pass --tokens-per-batch {tokens} ({whole} sequences of {model.length:,} for {cluster.gpus} GPUs)."
 
 
 def _named(rejected: Rejected) -> str:

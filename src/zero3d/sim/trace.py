@@ -28,9 +28,10 @@ from zero3d.plan.spec import Instant, ModelSpec, Operations, Part
 from zero3d.sim.figures import EMBEDDING, HEAD, Curve, Figures, kinds_of, measure, reduce_model
 from zero3d.sim.units import Rooms, config_of, find_cuts, find_rooms, units_by_part
 from zero3d.tensor_parallel.cuts import Cut
+from zero3d.train.build import of_config
 
 DEGREES = (2, 3, 4, 5, 6, 7, 8)
-LENGTH = 2048
+LENGTH, MOST = 2048, 4096
 
 
 def trace(model: nn.Module, length: int, name: str = "", packed: bool = False) -> ModelSpec:
@@ -89,16 +90,25 @@ def _setting(config: Any, name: str) -> int:
 
 
 def open_spec(
-    path: str, length: int = LENGTH, attn: str | None = None, lora: str | None = None, packed: bool = False
+    path: str, length: int | None = LENGTH, attn: str | None = None, lora: str | None = None, packed: bool = False
 ) -> ModelSpec:
     """The spec of a preset, a config.json, a folder with one, or module:function.
 
+    length None: the model's positions, at most MOST
     attn   attention implementation, as `model.attn` of a configuration
     lora   such as "r=128": adapters on all linear layers of the blocks, everything else frozen
     packed sequences are of several documents each, as data.packing makes them
-    Errors: nothing of this name, a model that cannot be built or run, an unknown `lora` (ConfigError).
+    Errors: nothing of this name, a model that cannot be built or run, an unknown `lora`, more tokens than positions
+    (ConfigError).
     """
     model = open_model(Model(path=path, init="random", attn=attn)).module
+    positions = of_config(model, "max_position_embeddings")
+    length = min(MOST, positions or MOST) if length is None else length
+    if positions is not None and length > positions:
+        raise ConfigError(
+            f"{path}: sequences of {length:,} tokens are more than the model's {positions:,} positions: pass --seq "
+            f"{positions} or less (data.length in a file)."
+        )
     return trace(model if lora is None else adapt(model, lora), length, path, packed)
 
 
@@ -108,7 +118,7 @@ def adapt(model: nn.Module, lora: str) -> nn.Module:
 
     key, _, rank = lora.partition("=")
     if key != "r" or not rank.isdecimal() or int(rank) < 1:
-        raise ConfigError(f"lora={lora!r} is unknown: pass the rank of the adapters, such as r=128.")
+        raise ConfigError(f"--lora {lora!r} is unknown: pass the rank of the adapters, such as --lora r=128.")
     rooms = find_rooms(model)
     found = [
         f"{block}.{name}"
