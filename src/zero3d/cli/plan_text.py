@@ -100,7 +100,12 @@ def _ranked(rows: Sequence[Row], asked: Asked) -> Iterator[str]:
 
 
 def _seconds(seconds: Seconds) -> str:
-    return f"{seconds.mid:.3g} ({seconds.low:.3g}-{seconds.high:.3g})"
+    return f"{figure(seconds.mid)} ({figure(seconds.low)}-{figure(seconds.high)})"
+
+
+def figure(value: float) -> str:
+    """Three digits, or all of a whole number."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _rejected(found: Found) -> Iterator[str]:
@@ -137,7 +142,7 @@ def _ladder(answer: Answer) -> Iterator[str]:
         memory = rung.estimate.memory
         rows.append((
             rung.name, f"{memory.states / 1e9:.1f}", f"{memory.device / 1e9:.1f}", f"{memory.host / 1e9:.0f}",
-            f"{rung.estimate.seconds.mid:.3g}", "" if rung.fits else "does not fit",
+            figure(rung.estimate.seconds.mid), "" if rung.fits else "does not fit",
         ))  # fmt: skip
     yield from columns(rows, "<>>>><")
     differing = differs(answer.ladder)
@@ -184,7 +189,7 @@ def _money(hours: float, price: float | None) -> str:
 def _duration(seconds: float) -> str:
     for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
-            return f"{seconds / length:.3g} {unit}"
+            return f"{figure(seconds / length)} {unit}"
     return f"{seconds:.3g} s"
 
 
@@ -246,7 +251,7 @@ def _reasons(rejected: Sequence[Rejected]) -> str:
 def terms(parts: Mapping[str, float], total: float, scale: float, unit: str) -> Iterator[str]:
     """A breakdown with shares, the largest first; what is below 0.05 % is left out."""
     rows = [
-        (name, f"{value / scale:,.3g} {unit}", f"{100 * value / total:.1f} %")
+        (name, f"{figure(value / scale)} {unit}", f"{100 * value / total:.1f} %")
         for name, value in sorted(parts.items(), key=lambda item: -abs(item[1]))
         if abs(value) > 5e-4 * total
     ]

@@ -15,6 +15,7 @@ from zero3d.plan.time import step_seconds
 from zero3d.schedules import Schedule
 
 EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
+TEXT = "text alone was traced: an image adds its tokens to the sequence, and the forward of the tower that reads it"
 UNPACKED = "one document a sequence: data.packing=true keeps more in every block, a mask and repeated key-value heads"
 
 
@@ -49,8 +50,10 @@ def _notes(model: ModelSpec, cluster: ClusterSpec, memory: Memory) -> tuple[str,
     notes = [model.provenance] if model.provenance.startswith("assumed") else []
     if any(part.operations.eager for part in model.blocks):
         notes.append(EAGER)
-    if model.provenance == "traced":
+    if model.provenance.startswith("traced") and "packed" not in model.provenance:
         notes.append(UNPACKED)
+    if "text alone" in model.provenance:
+        notes.append(TEXT)
     if memory.host > cluster.host_memory:
         notes.append(f"host memory: {memory.host / 1e9:.0f} GB needed on a node of {cluster.host_memory / 1e9:.0f} GB")
     return tuple(notes)

@@ -53,7 +53,9 @@ def trace(model: nn.Module, length: int, name: str = "", packed: bool = False) -
         attention = [p for _, module in attentions_in(model.get_submodule(block)) for p in module.parameters()]
         again = 2.0 * sum(p.numel() for p in attention if p.dim() == 2)
         parts[i] = replace(parts[i], operations=replace(parts[i].operations, eager=eager, again=again))
-    return replace(spec, parts=tuple(parts), provenance="traced, packed" if packed else "traced")
+    sees = getattr(getattr(model, "config", None), "vision_config", None) is not None
+    said = ["traced"] + ["packed"] * packed + ["text alone"] * sees
+    return replace(spec, parts=tuple(parts), provenance=", ".join(said))
 
 
 def outline(model: nn.Module, length: int, name: str = "", blocks: str | None = None) -> ModelSpec:
