@@ -75,16 +75,20 @@ def calibrate(mesh: Mesh, folder: Path, sizes: Sizes = Sizes()) -> ClusterSpec: 
 
 
 def _spec(mesh: Mesh, rates: Rates, local: int, inside: Link | None, across: Link | None, disk: float) -> ClusterSpec:
-    name = named(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else "cpu"
+    device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
+    name = named(device)
     base = cluster(name or "a100-80", mesh.world, mesh.world // local)
+    told = base.provenance if name else dict.fromkeys(base.provenance, "assumed as of an a100-80")
     peak = base.gpu.flops if name not in (None, "cpu") else rates.matrix
     host = float(psutil.virtual_memory().total)
     memory = host / local if mesh.device.type == "cpu" else float(torch.cuda.mem_get_info(mesh.device)[1])
-    provenance = {**base.provenance, **dict.fromkeys(
+    provenance = {**told, **dict.fromkeys(
         ("gpu.matrix", "gpu.flash", "gpu.bandwidth", "gpu.memory", "host_memory", "host_link", "disk"), MEASURED
     )}  # fmt: skip
     provenance |= {key: MEASURED for key, link in (("inside", inside), ("across", across)) if link is not None}
-    gpu = Gpu(base.gpu.name, memory, peak, rates.bandwidth, min(1.0, rates.matrix / peak), min(1.0, rates.flash / peak))
+    gpu = Gpu(
+        name or device, memory, peak, rates.bandwidth, min(1.0, rates.matrix / peak), min(1.0, rates.flash / peak)
+    )
     return ClusterSpec(
         gpu, mesh.world // local, local, inside or base.inside, across or base.across, host, rates.host_link,
         disk or base.disk, provenance,

@@ -32,9 +32,11 @@ from zero3d.faults import Faults
 from zero3d.hf.split import balance, split
 from zero3d.in_turn import InTurn
 from zero3d.ledger import Ledger
+from zero3d.pipeline_sends import Sends
 from zero3d.pipeline_stage import Part, Stage
+from zero3d.plan.answers import answers
 from zero3d.plan.balance import TOKENS
-from zero3d.plan.bubble import Action
+from zero3d.plan.bubble import Action, actions_of
 from zero3d.plan.traffic import Moved, pipeline_traffic
 from zero3d.replica import Tied
 from zero3d.schedules import Schedule
@@ -135,13 +137,14 @@ class Pipeline:
         self._key: tuple[int, tuple[int, ...]] | None = None  # micro-batches and their shape in the last step
         self._made: Any = None
         self._stages: list[Stage] = []
+        self._sends = Sends({})
         self._like = next(p for part in parts.values() for p in part.parameters() if p.is_floating_point())
         self._wide = torch.float64 if self._like.dtype == torch.float64 else torch.float32
         self._width = next(iter(parts.values())).width
         config = getattr(next(iter(parts.values())), "config", None)
-        owners = [schedule.rank_of(part, axis.size) for part in range(self._total)]
+        self._owners = [schedule.rank_of(part, axis.size) for part in range(self._total)]
         self._in_turn = InTurn(
-            owners, axis, ledger, self.call, self._hidden, bool(getattr(config, "output_router_logits", False))
+            self._owners, axis, ledger, self.call, self._hidden, bool(getattr(config, "output_router_logits", False))
         )
         self.batches: Sequence[Any] = ()
         self._seen: list[tuple[Tensor, float | Tensor]] = []
@@ -157,7 +160,9 @@ class Pipeline:
         step = partial(schedule.step, *first, target=numbers, losses=[], return_outputs=False)
         try:
             self._axis.call("a step", "pipeline", step)
+            self._axis.call("a step", "pipeline", self._sends.finish)
         finally:
+            self._sends.forget()
             self.batches = ()
         self._around.boundary.finish(len(batches), [weight for _, weight in self._seen])
         return self._seen
@@ -216,13 +221,13 @@ class Pipeline:
         dist.all_gather_object(everyone, self.recorded, group=self._axis.gathers)
         return dict(enumerate(everyone))
 
-    def torch_plan(self, micro_batches: int) -> Mapping[int, Sequence[Any]]:
-        """torch's actions of every rank in a step of so many like the last one; none is an idle moment."""
+    def torch_plan(self, micro_batches: int) -> Mapping[int, Sequence[Action]]:
+        """What torch has every rank do in a step of so many micro-batches like those of the last one."""
         assert self._key is not None, "there was a step"
-        stages = self._stages
-        made, self._stages = self._make(micro_batches, self._key[1]), stages
-        plan: Mapping[int, Sequence[Any]] = made.pipeline_order
-        return plan
+        stages, sends = self._stages, self._sends
+        made = self._make(micro_batches, self._key[1])
+        self._stages, self._sends = stages, sends
+        return _order(made)
 
     @contextmanager
     def backward(self, number: int) -> Iterator[None]:
@@ -282,7 +287,12 @@ class Pipeline:
         self._stages = [self._stage(number, part, shape) for number, part in self._parts.items()]
         kind = get_schedule_class(self._schedule.torch)
         what = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
-        return kind(what, n_microbatches=count, loss_fn=lambda loss, _: loss, scale_grads=False)
+        made = kind(what, n_microbatches=count, loss_fn=lambda loss, _: loss, scale_grads=False)
+        self._sends = Sends(answers(_order(made), self._axis.rank, self._owners))
+        for stage in self._stages:
+            stage.sends = self._sends
+            stage.alone = self._axis.size - 1 - self._axis.rank if self._schedule.name == "1f1b" else None
+        return made
 
     def _hidden(self, shape: Sequence[int]) -> Tensor:
         return torch.empty((*shape, self._width), dtype=self._like.dtype, device=self._like.device)
@@ -312,3 +322,8 @@ class Pipeline:
         self._seen.append((total.detach(), weight))
         loss = total.to(self._wide)
         return loss * self._scale if self._scale != 1.0 else loss
+
+
+def _order(made: Any) -> dict[int, list[Action]]:
+    """What every rank does, of a schedule that plans it; empty of one of torch's simple ones."""
+    return {rank: actions_of(row) for rank, row in getattr(made, "pipeline_order", {}).items()}

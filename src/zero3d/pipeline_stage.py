@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from zero3d.pipeline_sends import Sends
+from zero3d.plan.answers import Work, work_of
 from zero3d.plan.bubble import Action
 from zero3d.zero.arena import Arena
 
@@ -64,7 +66,7 @@ class Rooms:
             table[number] = tuple(map(copy.copy, first))
             for place, info in enumerate(table[number]):
                 if (buffer := getattr(info, "buffer", None)) is not None:
-                    info.buffer = torch.empty_like(buffer)
+                    info.buffer = torch.empty_like(buffer).requires_grad_(buffer.requires_grad)  # torch 2.11 asks it
                     info.buffer.untyped_storage().resize_(0)
                     self._empty[id(table), number, place] = info.buffer
 
@@ -75,7 +77,7 @@ class Rooms:
             if key in self._empty:
                 like = self._empty[key]
                 self._lent[key] = self._arena.borrow(RECEIVED, like.numel(), like.dtype)
-                info.buffer = self._lent[key].view(like.shape)
+                info.buffer = self._lent[key].view(like.shape).requires_grad_(like.requires_grad)
 
     def close(self, number: int, activations: Table, gradients: Table) -> None:
         """A micro-batch is through. Where a V turns, torch has put the neighbour's own tensors in the tables.
@@ -104,6 +106,9 @@ class Stage(PipelineStage):
     """Tells the engine about backwards (Note 1 of pipeline.py)."""
 
     submod: Part
+
+    sends: Sends
+    alone: int | None = None  # micro-batches whose forwards torch sends by themselves, and no backwards; None: all
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._note("F", fwd_chunk_id)
@@ -155,10 +160,18 @@ class Stage(PipelineStage):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._sent("send_forward", super().get_fwd_send_ops(fwd_chunk_id))
+        sends = self._sent("send_forward", super().get_fwd_send_ops(fwd_chunk_id))
+        if self.alone is not None and fwd_chunk_id >= self.alone:
+            return sends
+        self.sends.send(Work(False, self.stage_index, fwd_chunk_id), sends)
+        return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._sent("send_backward", super().get_bwd_send_ops(bwd_chunk_id))
+        sends = self._sent("send_backward", super().get_bwd_send_ops(bwd_chunk_id))
+        if self.alone is not None:
+            return sends
+        self.sends.send(Work(True, self.stage_index, bwd_chunk_id), sends)
+        return []
 
     def free(self) -> None:
         """Give back the memory of what was received: graphs that wait for the garbage collector still hold it."""
@@ -170,4 +183,7 @@ class Stage(PipelineStage):
         return sends
 
     def _note(self, kind: str, micro_batch: int) -> None:
-        self.submod.pipeline.recorded.append(Action(kind, self.stage_index, micro_batch))
+        action = Action(kind, self.stage_index, micro_batch)
+        self.submod.pipeline.recorded.append(action)
+        if (work := work_of(action)) is not None:
+            self.sends.begin(work)

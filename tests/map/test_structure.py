@@ -20,7 +20,7 @@ LAYERS = [
     ["mesh", "transport", "zero.collectives", "zero.arena"],
     ["tensor_parallel.cuts", "precision", "param_groups", "nested", "boundary", "replica", "guards", "initial", "agree", "exact", "fingerprint", "zero.unit", "zero.hooks",
      "zero.prefetch", "zero.optimizer", "tier"],
-    ["activations", "segments", "tensor_parallel", "pipeline", "pipeline_stage", "faults", "in_turn", "generation", "moe", "checkpoint",
+    ["activations", "segments", "tensor_parallel", "pipeline", "pipeline_stage", "pipeline_sends", "faults", "in_turn", "generation", "moe", "checkpoint",
      "restore", "hf", "data"],
     ["engine"],
     ["train", "sim", "calibrate"],

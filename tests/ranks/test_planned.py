@@ -84,11 +84,11 @@ def test_a_run_says_at_step_three_what_its_plan_was_worth_and_corrects_the_clust
 
 
 def test_short_runs_and_models_without_a_plan_are_left_in_peace(ranks, tmp_path):
-    assert about_plans(ranks(1, said, run_of(tmp_path, 9))[0]) == []
-    made = run_of(tmp_path, 9, output=str(tmp_path / "second"), data={"packing": False})
+    assert about_plans(ranks(1, said, run_of(tmp_path, 2))[0]) == []
+    made = run_of(tmp_path, 2, output=str(tmp_path / "second"), data={"packing": False})
     made["model"] = {"path": f"{__name__}:Unnamed"}
     assert about_plans(ranks(1, said, made)[0]) == []  # nor is it tried
-    made = made | {"train": {"steps": 10}, "output": str(tmp_path / "third")}
+    made = made | {"train": {"steps": 3}, "output": str(tmp_path / "third")}
     (note,) = about_plans(ranks(1, said, made)[0])
     assert note.startswith("no plan to compare this run with: Unnamed has no list of two or more blocks")
 

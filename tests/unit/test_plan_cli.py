@@ -51,6 +51,34 @@ def test_an_unknown_gpu_is_answered_with_the_catalogue(plan):
     assert "Did you mean a6000?" in said
 
 
+@pytest.mark.parametrize(("text", "why"), [
+    (b"disk: 0", "disk is 0"), (b"across: {bandwidth: -5}", "across.bandwidth is -5"), (b"gpu: {memory: .inf}", "gpu.memory is inf"),
+    (b"host_memory: .nan", "host_memory is nan"), (b"\xff\xfe", "can't decode"), (b"gpu: [1,2", "expected ',' or ']'"),
+    (b"gpu: b100", "not in the catalogue"), (b"disks: 1", "disks"),
+])  # fmt: skip
+def test_a_misfit_cluster_file_is_refused_with_the_field(plan, tmp_path, text, why):
+    file = tmp_path / "cluster.yaml"
+    file.write_bytes(text)
+    assert why in refused(plan, "--params", "1e9", "--gpus", 16, "--cluster", file)
+
+
+def test_a_cluster_file_can_name_a_card(plan, tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text("gpu: h100\nacross: {bandwidth: 12.5e9}")
+    assert "8 x h100" in plan("--params", "1e9", "--gpus", 8, "--cluster", file)[1]
+
+
+@pytest.mark.parametrize(("words", "why"), [
+    (["demo", "--seq", 1024], "sequences of 1,024 tokens are more than the model's 512 positions: pass --seq 512"),
+    (["demo", "--nodes", 0], "--nodes '0' is no number of nodes"), (["demo", "--price", "nan"], "--price nan"),
+    (["demo", "--goal", "cheapest"], "fastest, fewest-gpus, largest-batch"), (["demo", "--lora", "rank=8"], "--lora r=128"),
+    (["demo", "--gpus", 8, "--tokens-per-batch", 1536], "Pass --tokens-per-batch 4096 (8 sequences"),
+    (["demo", "--tokens-per-batch", 100], "Type 512 or 1024"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_with_what_can(plan, words, why):
+    assert why in refused(plan, *words)
+
+
 def test_a_model_that_cannot_be_built_is_refused_with_the_reason(plan, tmp_path):
     broken, strange, empty = tmp_path / "config.json", tmp_path / "strange", tmp_path / "empty"
     broken.write_text('{"model_type": "llama", "hidden_size": "wide"}')
@@ -85,7 +113,7 @@ def test_degrees_that_do_not_divide_the_model_are_refused(plan, config, words, w
     (["--tokens-per-batch", "1000"], "Type 896 or 1024."),
     (["--tokens-per-batch", "0"], "is no whole number"),
     (["--assert-fits", "lots"], "is no size: type 78GB"),
-    (["--lora", "r=0"], "pass the rank of the adapters, such as r=128"),
+    (["--lora", "r=0"], "pass the rank of the adapters, such as --lora r=128"),
     (["--goal", "cheapest"], "pass one of fastest, fewest-gpus, largest-batch"),
     (["--top", "0"], "--top 0"),
     (["--price", "-1"], "--price -1"),

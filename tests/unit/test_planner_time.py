@@ -147,7 +147,7 @@ def test_less_memory_per_stage_and_more_traffic_at_stage_3():
     states = [estimate.memory.states for estimate in found]
     assert states == sorted(states, reverse=True)
     gathers = [estimate.traffic["all_gather dp"] for estimate in found]
-    assert gathers[3] == 2 * gathers[2]
+    assert 1.9 * gathers[2] < gathers[3] < 2 * gathers[2]  # head and embedding once
 
 
 @pytest.mark.parametrize(

@@ -75,13 +75,13 @@ def test_1f1b_waits_p_minus_1_over_m():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pp", "place", "micro_batches", "run"),
-    [(None, 1, 0, 2, (2, 2)), (None, 1, 0, 64, (2, 3)), ("1f1b", 8, 0, 32, (8, 16)), ("1f1b", 8, 7, 32, (8, 9)),
-     ("gpipe", 8, 0, 32, (32, 32)), ("interleaved", 4, 0, 32, (32, 32)), ("zbv", 2, 0, 8, (8, 8))],
+    ("schedule", "pp", "micro_batches", "run"),
+    [(None, 1, 2, (2, 2)), (None, 1, 64, (2, 3)), ("1f1b", 8, 32, (8, 9)), ("gpipe", 8, 32, (32, 32)),
+     ("interleaved", 4, 32, (8, 16)), ("zero-bubble", 4, 18, (18, 18)), ("zbv", 2, 8, (8, 8)), ("zbv", 2, 9, (4, 8))],
 )  # fmt: skip
-def test_how_many_micro_batches_are_run(schedule, pp, place, micro_batches, run):
-    assert enough(schedule, pp, place, micro_batches, stage=3) == run
-    assert enough(schedule, pp, place, micro_batches, stage=2) == (0, run[1])
+def test_how_many_micro_batches_are_run(schedule, pp, micro_batches, run):
+    assert enough(schedule, pp, micro_batches, stage=3) == run
+    assert enough(schedule, pp, micro_batches, stage=2) == (0, run[1])
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import yaml
@@ -25,7 +26,8 @@ from zero3d.plan.search import GOALS, Asked, Row, resized, search, what_if
 from zero3d.plan.spec import ClusterSpec, ModelSpec
 
 USAGE = "zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory --params 7.5e9 --gpus 64"
-LENGTH, TOKENS = 4096, 4 * 2**20  # tokens of a sequence, and of a step, where nothing is said
+TOKENS = 4 * 2**20  # of a step, where nothing is said
+MOST = 4096  # tokens of a sequence, where nothing is said
 LARGER = 64  # times the cluster, up to which one that fits is looked for
 
 
@@ -41,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", help="which: v100-32, a100-80, h100, a6000, ... (default: a100-80)")
     parser.add_argument("--nodes", help="machines they are in (default: full ones)")
     parser.add_argument("--cluster", metavar="FILE", help="what is known of the cluster, as YAML or JSON of calibrate")
-    parser.add_argument("--seq", default=str(LENGTH), help="tokens of a sequence (default %(default)s)")
+    parser.add_argument("--seq", help=f"tokens of a sequence (default: the model's positions, at most {MOST})")
     parser.add_argument("--tokens-per-batch", metavar="T", help=f"tokens of a step (default: about {TOKENS:,})")
     parser.add_argument("--tokens", metavar="T", help="tokens of the whole training, for its GPU-hours: 1e12")
     parser.add_argument("--price", type=float, metavar="P", help="of a GPU-hour, in any currency")
@@ -78,11 +80,15 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     """Find plans, print them, write what was asked for."""
     if arguments.top < 1:
         raise ConfigError(f"--top {arguments.top}: type how many plans to show, from 1.")
-    if arguments.price is not None and arguments.price < 0:
+    if arguments.price is not None and not 0 <= arguments.price < 1e9:
         raise ConfigError(f"--price {arguments.price:g}: a GPU-hour costs 0 or more.")
     place = open_cluster(arguments)
+    if arguments.goal not in GOALS:
+        raise ConfigError(f"--goal {arguments.goal!r} is unknown: pass one of {', '.join(GOALS)}.")
+    limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * place.gpu.memory
+    tokens = number(arguments.tokens, "--tokens")
     model = open_model(arguments, path)
-    asked = _asked(arguments, model, place)
+    asked = Asked(_sequences(arguments, model, place), limit, arguments.goal)
     found = search(model, place, asked, evaluate)
     if not found.rows:
         if arguments.assert_fits:
@@ -93,9 +99,7 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     here = resized(place, best.plan.world)
     rungs = ladder(model, here, asked.sequences, asked.limit, evaluate)
     knobs = what_if(best, model, here, evaluate)
-    answer = plan_text.Answer(
-        model, here, asked, found, rungs, knobs, number(arguments.tokens, "--tokens"), arguments.price
-    )
+    answer = plan_text.Answer(model, here, asked, found, rungs, knobs, tokens, arguments.price)
     _write(arguments, answer, path)
     print(
         json.dumps(plan_text.as_json(answer), indent=2) if arguments.json else plan_text.as_text(answer, arguments.top)
@@ -105,31 +109,33 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
 
 def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
     """Traced where there is a model, else of a typical shape with that many parameters. Raises ConfigError."""
-    length = int(number(arguments.seq, "--seq") or 0)
-    if length < 2:
+    length = None if arguments.seq is None else int(number(arguments.seq, "--seq") or 0)
+    if length is not None and length < 2:
         raise ConfigError(f"--seq {arguments.seq}: a sequence has 2 tokens or more.")
     if path is None:
         if arguments.lora:
             raise ConfigError("--lora needs a MODEL whose matrices it can adapt, not --params.")
         from zero3d.plan.shapes import of_params
 
-        return of_params(parse_params(arguments.params), length)
+        return of_params(parse_params(arguments.params), length or MOST)
     from zero3d.sim.trace import open_spec
 
     return open_spec(path, length, lora=arguments.lora, packed=True)  # as zero3d train does by default
 
 
-def _asked(arguments: argparse.Namespace, model: ModelSpec, place: ClusterSpec) -> Asked:
+def _sequences(arguments: argparse.Namespace, model: ModelSpec, place: ClusterSpec) -> int:
+    """Of a step. Raises ConfigError for tokens that are no whole sequences, or fewer than one for every GPU."""
     tokens = number(arguments.tokens_per_batch, "--tokens-per-batch")
-    sequences = _typical_batch(model, place) if tokens is None else int(tokens) // model.length
-    if tokens is not None and tokens != sequences * model.length:
+    if tokens is None:
+        return _typical_batch(model, place)
+    sequences = int(tokens) // model.length
+    if sequences < 1 or tokens != sequences * model.length:
         near = max(1, sequences) * model.length
         raise ConfigError(
-            f"--tokens-per-batch {arguments.tokens_per_batch} is no multiple of --seq {model.length}: {int(tokens)} / "
-            f"{model.length} = {tokens / model.length:.4g}. Type {near} or {near + model.length}."
+            f"--tokens-per-batch {arguments.tokens_per_batch} is no multiple of sequences of {model.length}: "
+            f"{int(tokens)} / {model.length} = {tokens / model.length:.4g}. Type {near} or {near + model.length}."
         )
-    limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * place.gpu.memory
-    return Asked(sequences, limit, arguments.goal)
+    return sequences
 
 
 def _typical_batch(model: ModelSpec, place: ClusterSpec) -> int:
@@ -171,6 +177,16 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
             Path(name).write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{name}: cannot be written ({error.strerror}).") from error
+        print(f"written: {name}", file=sys.stderr)
+    if arguments.emit_deepspeed and flat.plan != rows[0].plan:
+        print(
+            f"DeepSpeed's JSON has no pipelines, so it is of another plan: {plan_text.short(flat.plan)}",
+            file=sys.stderr,
+        )
+    if arguments.emit_deepspeed and flat.plan.activations != "none":
+        print(
+            f"It cannot say activations: {flat.plan.activations}, without which the plan may not fit", file=sys.stderr
+        )
 
 
 def _tokenizer(path: str) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from zero3d.cli import plan_text
 from zero3d.cli.plan_options import USABLE, open_cluster, parse_size
+from zero3d.cli.plan_theory import columns
 from zero3d.config import load, split_words
 from zero3d.errors import ConfigError
 from zero3d.plan.emit import plan_of
@@ -61,9 +62,7 @@ def _lines(model: ModelSpec, place: ClusterSpec, row: Row, limit: float, knobs: 
     yield from plan_text.time_lines(estimate, plan.world)
     yield ""
     yield "What if, one setting changed:"
-    for knob in knobs[: plan_text.KNOBS]:
-        percent = 100 * knob.seconds / estimate.seconds.mid
-        yield f"   {knob.change}: {knob.memory / 1e9:+.1f} GB, {percent:+.1f} %"
+    yield from columns(plan_text.knob_rows(knobs[: plan_text.KNOBS], row, limit), "<>><")
     for note in estimate.notes:
         yield f"Note: {note}"
 

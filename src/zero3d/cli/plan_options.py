@@ -17,7 +17,7 @@ UNITS = {"GB": 1e9, "GIB": 2**30, "MB": 1e6, "MIB": 2**20, "TB": 1e12}
 def open_cluster(arguments: argparse.Namespace) -> ClusterSpec:
     """What --gpu, --gpus, --nodes and --cluster say; a file of calibrate says all of it. Raises ConfigError."""
     gpus = parse_gpus(arguments.gpus) if arguments.gpus else None
-    nodes = parse_gpus(arguments.nodes) if arguments.nodes else None
+    nodes = parse_gpus(arguments.nodes, "--nodes") if arguments.nodes else None
     told = read_file(arguments.cluster) if arguments.cluster else {}
     name = arguments.gpu or base_of(told) or GPU
     if gpus is None and nodes is None and "per_node" in told:
@@ -35,7 +35,7 @@ def number(text: str | None, option: str) -> float | None:
     try:
         return float(parse_params(text))
     except ConfigError as error:
-        raise ConfigError(f"{option} {text!r} is no whole number: type 4096, 4e6 or 4M.") from error
+        raise ConfigError(f"{option} {text!r} is no whole number from 1: type 4096, 4e6 or 4M.") from error
 
 
 def parse_size(text: str) -> float:

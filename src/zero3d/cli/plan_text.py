@@ -100,7 +100,12 @@ def _ranked(rows: Sequence[Row], asked: Asked) -> Iterator[str]:
 
 
 def _seconds(seconds: Seconds) -> str:
-    return f"{seconds.mid:.3g} ({seconds.low:.3g}-{seconds.high:.3g})"
+    return f"{figure(seconds.mid)} ({figure(seconds.low)}-{figure(seconds.high)})"
+
+
+def figure(value: float) -> str:
+    """Three digits, or all of a whole number."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _rejected(found: Found) -> Iterator[str]:
@@ -113,11 +118,20 @@ def _rejected(found: Found) -> Iterator[str]:
 def _what_if(answer: Answer) -> Iterator[str]:
     best = answer.best
     yield "What if, from the first plan, one setting changed (memory of the fullest GPU, time of a step):"
-    rows = []
-    for knob in answer.knobs[:KNOBS]:
-        percent = 100 * knob.seconds / best.estimate.seconds.mid
-        rows.append((knob.change, f"{knob.memory / 1e9:+.1f} GB", f"{percent:+.1f} %"))
-    yield from columns(rows, "<>>") if rows else ["   nothing to change"]
+    rows = knob_rows(answer.knobs[:KNOBS], best, answer.asked.limit)
+    yield from columns(rows, "<>><") if rows else ["   nothing to change"]
+
+
+def knob_rows(knobs: Sequence[WhatIf], row: Row, limit: float) -> list[tuple[str, ...]]:
+    """Change, memory, time of a step, and whether that still fits."""
+    mid = row.estimate.seconds.mid
+    return [
+        (
+            knob.change, f"{knob.memory / 1e9:+.1f} GB", f"{100 * knob.seconds / mid:+.1f} %",
+            "does not fit" if knob.device > limit else "",
+        )
+        for knob in knobs
+    ]  # fmt: skip
 
 
 def _ladder(answer: Answer) -> Iterator[str]:
@@ -128,7 +142,7 @@ def _ladder(answer: Answer) -> Iterator[str]:
         memory = rung.estimate.memory
         rows.append((
             rung.name, f"{memory.states / 1e9:.1f}", f"{memory.device / 1e9:.1f}", f"{memory.host / 1e9:.0f}",
-            f"{rung.estimate.seconds.mid:.3g}", "" if rung.fits else "does not fit",
+            figure(rung.estimate.seconds.mid), "" if rung.fits else "does not fit",
         ))  # fmt: skip
     yield from columns(rows, "<>>>><")
     differing = differs(answer.ladder)
@@ -175,7 +189,7 @@ def _money(hours: float, price: float | None) -> str:
 def _duration(seconds: float) -> str:
     for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
-            return f"{seconds / length:.3g} {unit}"
+            return f"{figure(seconds / length)} {unit}"
     return f"{seconds:.3g} s"
 
 
@@ -205,11 +219,22 @@ def nothing_fits(
     )
     nearest = min((each for each in found.rejected if each.nearest), key=lambda each: each.excess, default=None)
     if nearest is None:
-        return f"{said}, {_reasons(found.rejected)}. Pass other --gpus or --tokens-per-batch."
+        return f"{said}, {_reasons(found.rejected)}. {_other_batch(model, cluster, asked)}"
     what = f"{said}. Nearest: {nearest.reason} is short by {size(int(nearest.excess))} with {_named(nearest)}"
     if larger is None:
+        if "host" in nearest.reason:
+            return f"{what}. Pass more --nodes, or a --cluster file with more host_memory."
         return f"{what}. Pass a larger --gpu, a shorter --seq, or --lora."
     return f"{what}. It fits on --gpus {larger[0]}: {short(larger[1].plan)}."
+
+
+def _other_batch(model: ModelSpec, cluster: ClusterSpec, asked: Asked) -> str:
+    """What to pass where no plan was left to price: mostly sequences that dp does not divide."""
+    whole = -(-asked.sequences // cluster.gpus) * cluster.gpus
+    if whole == asked.sequences:
+        return "Pass other --gpus."
+    tokens = whole * model.length
+    return f"Pass --tokens-per-batch {tokens} ({whole} sequences of {model.length:,} for {cluster.gpus} GPUs)."
 
 
 def _named(rejected: Rejected) -> str:
@@ -226,7 +251,7 @@ def _reasons(rejected: Sequence[Rejected]) -> str:
 def terms(parts: Mapping[str, float], total: float, scale: float, unit: str) -> Iterator[str]:
     """A breakdown with shares, the largest first; what is below 0.05 % is left out."""
     rows = [
-        (name, f"{value / scale:,.3g} {unit}", f"{100 * value / total:.1f} %")
+        (name, f"{figure(value / scale)} {unit}", f"{100 * value / total:.1f} %")
         for name, value in sorted(parts.items(), key=lambda item: -abs(item[1]))
         if abs(value) > 5e-4 * total
     ]

@@ -44,10 +44,11 @@ def parse_params(text: str) -> int:
     return int(value)
 
 
-def parse_gpus(text: str) -> int:
+def parse_gpus(text: str, option: str = "--gpus") -> int:
     """A positive whole number. Raises ConfigError."""
     if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS and int(text) > 0):
-        raise ConfigError(f"--gpus {text!r} is no number of GPUs: type a whole number from 1, such as --gpus 64.")
+        what = option.removeprefix("--").replace("gpus", "GPUs")
+        raise ConfigError(f"{option} {text!r} is no number of {what}: type a whole number from 1, such as {option} 64.")
     return int(text)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from zero3d.cli.plan_text import Answer, costs, distinct, gpu_hours, heading, mesh, settings, short
+from zero3d.cli.plan_text import Answer, costs, distinct, gpu_hours, heading, knob_rows, mesh, settings, short
 from zero3d.cli.plan_theory import size
 from zero3d.page import frame
 from zero3d.page.charts import Axis, Bar, Dot, bars, scatter
@@ -195,13 +195,12 @@ def _ladder(answer: Answer) -> Markup:
 
 
 def _what_if(answer: Answer) -> Markup:
-    mid = answer.best.estimate.seconds.mid
-    rows = [(knob.change, f"{knob.memory / GB:+.1f} GB", f"{100 * knob.seconds / mid:+.1f} %") for knob in answer.knobs]
+    rows = knob_rows(answer.knobs, answer.best, answer.asked.limit)
     title = "What if one setting of the best plan changed"
     told = frame.paragraph("Those that free the most memory per second of a step come first.", "dim")
-    head = ("Setting", "Memory", "Step")
+    head = ("Setting", "Memory", "Step", "")
     return frame.card(
-        title, told, frame.table(title, head, rows, "<>>") if rows else frame.paragraph("Nothing to change.")
+        title, told, frame.table(title, head, rows, "<>><") if rows else frame.paragraph("Nothing to change.")
     )
 
 

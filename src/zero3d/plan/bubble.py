@@ -13,12 +13,14 @@ over the time it works: (p - 1) / m for gpipe and 1f1b, p pipeline stages and m 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
 from zero3d.errors import ConfigError
 
+_PRINTED = re.compile(r"(\d+)([FBIW])(\d+)")
 COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}  # a backward multiplies twice as much as a forward
 
 
@@ -28,6 +30,12 @@ class Action(NamedTuple):
     kind: str
     part: int
     micro_batch: int
+
+
+def actions_of(plan: Iterable[object]) -> list[Action]:
+    """What a rank does in a plan of torch's schedules, whose entries print as 1F0: the forward of part 1 on 0."""
+    found = (_PRINTED.fullmatch(str(each)) for each in plan if each is not None)
+    return [Action(each[2], int(each[1]), int(each[3])) for each in found if each is not None]
 
 
 class Interval(NamedTuple):

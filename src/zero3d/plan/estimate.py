@@ -9,14 +9,13 @@ from zero3d.plan.kernels import digest
 from zero3d.plan.memory import memory as engine_memory
 from zero3d.plan.profile_memory import profile_memory
 from zero3d.plan.profiles import profile
-from zero3d.plan.recompute import Policy
+from zero3d.plan.sent import sent
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
-from zero3d.plan.states import reduced_width
 from zero3d.plan.time import step_seconds
-from zero3d.plan.traffic import traffic_elements
 from zero3d.schedules import Schedule
 
 EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
+TEXT = "text alone was traced: an image adds its tokens to the sequence, and the forward of the tower that reads it"
 UNPACKED = "one document a sequence: data.packing=true keeps more in every block, a mask and repeated key-value heads"
 
 
@@ -35,35 +34,26 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
     seconds = step_seconds(model, plan, cluster, found.pace)
     tokens = plan.dp * plan.accumulate * plan.micro_batch * model.length
     per_token = sum(part.operations.matrices + part.operations.scores for part in model.parts)
-    trained = (
-        2.0 + digest(model).trainable / digest(model).params
-    )  # a frozen weight's gradient is not computed: 4 N, not 6 N
+    known = digest(model)
+    trained = 2.0 + known.trainable / known.params  # a frozen weight's gradient is not computed: 4 N, not 6 N
     return Estimate(
-        memory, seconds, sent(model, plan), tokens, trained * tokens * per_token, _notes(model, cluster, memory)
+        memory,
+        seconds,
+        sent(model, plan) if own else {},
+        tokens,
+        trained * tokens * per_token,
+        _notes(model, cluster, memory),
     )
-
-
-def sent(model: ModelSpec, plan: ParallelPlan, width: float = 2.0) -> dict[str, float]:
-    """Bytes that a rank sends per step, by operation and axis (rings; parts of equal size)."""
-    numel = digest(model).params // (plan.tp * plan.pp)
-    moved = traffic_elements(plan.stage, numel, plan.dp, plan.accumulate)
-    state = width * plan.micro_batch * model.length * model.hidden * plan.accumulate  # of one block's output
-    passes = 2 if Policy.of(plan.activations).kind in ("none", "selective") else 3
-    around = 2 * (plan.tp - 1) / plan.tp
-    return {
-        "reduce_scatter dp": reduced_width(plan, width) * float(moved["reduce_scatter"]),
-        "all_gather dp": width * float(moved["all_gather"]),
-        "all_reduce tp": around * state * 2 * passes * len(model.blocks) / plan.pp,
-        "send pp": 2 * state * plan.virtual / plan.tp if plan.pp > 1 else 0.0,
-    }
 
 
 def _notes(model: ModelSpec, cluster: ClusterSpec, memory: Memory) -> tuple[str, ...]:
     notes = [model.provenance] if model.provenance.startswith("assumed") else []
     if any(part.operations.eager for part in model.blocks):
         notes.append(EAGER)
-    if model.provenance == "traced":
+    if model.provenance.startswith("traced") and "packed" not in model.provenance:
         notes.append(UNPACKED)
+    if "text alone" in model.provenance:
+        notes.append(TEXT)
     if memory.host > cluster.host_memory:
         notes.append(f"host memory: {memory.host / 1e9:.0f} GB needed on a node of {cluster.host_memory / 1e9:.0f} GB")
     return tuple(notes)

@@ -87,13 +87,15 @@ class _Run(NamedTuple):
     def footprint(self, part: Part, outputs: float, waiting: float) -> Footprint:
         interior, kept = self._interior(part), self._kept(part)
         recomputed = part.kind == "block" and self.policy.kind != "none"
-        again = (interior - kept) * (self.policy.every or 1) if recomputed else 0.0
+        # whole blocks run again beside their kept input, which autograd saves none of
+        skipped = interior if self.policy.kind in ("full", "every") and recomputed else interior - kept
+        again = skipped * (self.policy.every or 1) if recomputed else 0.0
         logits = 4.0 * self.tokens * self.model.vocab / self.tp
         return Footprint(
             kept, again, self._transients(part, waiting),
             for_weights=outputs * self.tokens * WIDTHS[self.precision].weight,
             dropped=min(logits, kept) if part.kind == "head" else 0.0,
-            skipped=interior - kept,
+            skipped=skipped,
         )  # fmt: skip
 
     def _divided(self, cut: float, whole: float) -> float:

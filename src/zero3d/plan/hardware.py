@@ -97,8 +97,12 @@ def named(device: str) -> str | None:
 
 
 def base_of(told: Mapping[str, Any]) -> str | None:
-    """The catalogue's card that the fields of a cluster file are about, None where they name none of it."""
-    name = (told.get("gpu") or {}).get("name")
+    """The catalogue's card that a cluster file is about (`gpu: h100`, or gpu.name), None where it names none of it."""
+    gpu = told.get("gpu")
+    if isinstance(gpu, str):
+        card(gpu)
+        return _key(gpu)
+    name = gpu.get("name") if isinstance(gpu, Mapping) else None
     return name if name in CATALOGUE else None
 
 
@@ -136,20 +140,33 @@ def _override(spec: ClusterSpec, file: Path | str) -> ClusterSpec:
     How many GPUs and nodes there are is the caller's to say.
     """
     given = read_file(file)
+    if isinstance(given.get("gpu"), str):  # `cluster` has begun with that card
+        del given["gpu"]
     named = dict(given.get("provenance") or {})
     leaves = _leaves({key: value for key, value in given.items() if key != "provenance"})
     told = {field: str(named.get(field, named.get(field.partition(".")[0], "user"))) for field in leaves}
-    tree = _merge(to_json(spec), {**given, "provenance": {**spec.provenance, **named, **told}})
-    return replace(from_json(ClusterSpec, _numbers(tree)), nodes=spec.nodes, per_node=spec.per_node)
+    tree = _numbers(_merge(to_json(spec), {**given, "provenance": {**spec.provenance, **named, **told}}))
+    _check(tree, file)
+    return replace(from_json(ClusterSpec, tree), nodes=spec.nodes, per_node=spec.per_node)
+
+
+def _check(tree: Mapping[str, Any], file: Path | str) -> None:
+    """Raise ConfigError for a number that no machine has: latencies may be 0, nothing else. None: not known."""
+    for name in _leaves({key: value for key, value in tree.items() if key != "provenance"}):
+        value: Any = tree
+        for key in name.split("."):
+            value = value[key]
+        if isinstance(value, float | int) and (not 0 <= value < 1e30 or (value == 0 and name[-8:] != ".latency")):
+            raise ConfigError(f"cluster file {file}: {name} is {value:g}: give a number above 0, or leave it out.")
 
 
 def read_file(file: Path | str) -> dict[str, Any]:
     """A cluster file's fields. Raises ConfigError."""
     path = Path(file)
     try:
-        given = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"cluster file {path}: {str(error).splitlines()[0]}") from error
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cluster file {path}: {' '.join(str(error).split())}") from error
     if not isinstance(given, Mapping):
         raise ConfigError(f"cluster file {path}: expected fields of a cluster, such as across: {{bandwidth: 12.5e9}}.")
     return dict(given)

@@ -7,7 +7,8 @@
     zbv           a V: 2 (p - s) - 1 forwards of its first part, then of both; W right behind I until forwards run out
 
 As the schedules of torch.distributed.pipelining run them (torch 2.13). B is a whole backward, I that of inputs, W that
-of weights: a micro-batch is held until B or W, and after I gradients are held for its W as well.
+of weights: a micro-batch is held until B or W, and after I gradients are held for its W as well. A gradient that was
+sent is held until something tells that it has arrived (answers.py); in gpipe nothing does, in 1f1b the next B.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from zero3d.plan.answers import Work, answers, work_of
+from zero3d.plan.bubble import Action
 from zero3d.plan.spec import ParallelPlan
 from zero3d.schedules import Schedule
 
 WHOLE, INPUTS, WEIGHTS = "B", "I", "W"
+NEVER = Work(True, -1, -1)  # what no rank does
 
 
 class Moment(NamedTuple):
@@ -30,6 +34,7 @@ class Moment(NamedTuple):
     kind     B, I or W
     held     micro-batches whose activations are held, the running one among them
     waiting  of these, the others that wait for their W
+    sent     gradients that may be on their way
     final    it is the part's last of this kind: gradients of a step are reduced in it
     """
 
@@ -37,13 +42,14 @@ class Moment(NamedTuple):
     kind: str
     held: tuple[int, ...]
     waiting: tuple[int, ...]
+    sent: int
     final: bool
 
 
 def moments(plan: ParallelPlan, pp_stage: int) -> tuple[Moment, ...]:
     """The backwards of a step that may be the fullest: none holds less of everything than another one alike."""
     if plan.pp == 1:
-        return (Moment(0, WHOLE, (1,), (0,), final=True),)
+        return (Moment(0, WHOLE, (1,), (0,), 0, final=True),)
     return _moments(plan.schedule, plan.pp, _enough(plan), pp_stage)
 
 
@@ -67,19 +73,19 @@ def _enough(plan: ParallelPlan) -> int:
 def _moments(name: str, pp: int, count: int, stage: int) -> tuple[Moment, ...]:
     schedule = Schedule.of(name)
     parts = schedule.parts_of(stage, pp)
+    sent = _sent(schedule, pp, count, stage)
     done: Counter[tuple[str, int]] = Counter()
     ends = WEIGHTS if schedule.splits_backward else WHOLE
     found: dict[Moment, None] = {}
     turns = range(len(parts))
-    for kind, turn in _zbv(stage, pp, count) if schedule.in_a_v else _in_turn(schedule, stage, pp, count):
-        if done[kind, turn] == count:
-            continue
+    for action in _order(name, pp, count, stage):
+        kind, turn = action.kind, parts.index(action.part)
         done[kind, turn] += 1
         if kind != "F":
             held = tuple(done["F", i] - done[ends, i] + (kind == ends and i == turn) for i in turns)
             waits = tuple(done[INPUTS, i] - done[WEIGHTS, i] - (kind == INPUTS and i == turn) for i in turns)
             waits = waits if schedule.splits_backward else (0,) * len(parts)
-            found[Moment(parts[turn], kind, held, waits, done[kind, turn] == count)] = None
+            found[Moment(action.part, kind, held, waits, sent[action], done[kind, turn] == count)] = None
     fullest: dict[tuple[int, str, bool], list[Moment]] = {}
     for each in found:
         rivals = fullest.setdefault((each.part, each.kind, each.final), [])
@@ -90,7 +96,43 @@ def _moments(name: str, pp: int, count: int, stage: int) -> tuple[Moment, ...]:
 
 def _no_more(one: Moment, other: Moment) -> bool:
     """It has no more of anything."""
-    return all(a <= b for a, b in zip(one.held + one.waiting, other.held + other.waiting, strict=True))
+    mine, theirs = (*one.held, *one.waiting, one.sent), (*other.held, *other.waiting, other.sent)
+    return all(a <= b for a, b in zip(mine, theirs, strict=True))
+
+
+def _sent(schedule: Schedule, pp: int, count: int, stage: int) -> dict[Action, int]:
+    """By action of a rank: gradients that may be on their way as it begins."""
+    actions = _order(schedule.name, pp, count, stage)
+    owners = [schedule.rank_of(part, pp) for part in range(pp * schedule.parts_per_rank)]
+    near = {(stage - 1) % pp, (stage + 1) % pp}
+    looped = schedule.parts_per_rank > 1
+    over = answers({rank: _order(schedule.name, pp, count, rank) for rank in near}, stage, owners) if looped else {}
+    under_way: Counter[Work] = Counter()
+    found = {}
+    for action in actions:
+        work = work_of(action)
+        if work is not None:
+            del under_way[work]
+        found[action] = under_way.total()
+        if work is not None and work.backward and work.part > 0 and owners[work.part - 1] != stage:
+            if schedule.name == "1f1b":  # torch forgets the one before
+                under_way.clear()
+            under_way[over.get(work, NEVER)] += 1
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _order(name: str, pp: int, count: int, stage: int) -> tuple[Action, ...]:
+    """What a rank does, in order."""
+    schedule = Schedule.of(name)
+    parts = schedule.parts_of(stage, pp)
+    done: Counter[tuple[str, int]] = Counter()
+    found = []
+    for kind, turn in _zbv(stage, pp, count) if schedule.in_a_v else _in_turn(schedule, stage, pp, count):
+        if done[kind, turn] < count:
+            found.append(Action(kind, parts[turn], done[kind, turn]))
+            done[kind, turn] += 1
+    return tuple(found)
 
 
 def _in_turn(schedule: Schedule, stage: int, pp: int, count: int) -> Iterator[tuple[str, int]]:

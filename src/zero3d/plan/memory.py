@@ -26,6 +26,7 @@ from typing import NamedTuple
 from zero3d.plan.footprint import Footprint, footprints
 from zero3d.plan.held import rank_of
 from zero3d.plan.in_flight import INPUTS, WEIGHTS, Moment, moments
+from zero3d.plan.recompute import Policy
 from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import States, policies, states
 from zero3d.plan.windows import WINDOW, Windows, backwards
@@ -33,6 +34,7 @@ from zero3d.schedules import Schedule
 from zero3d.zero.stages import WIDTHS
 
 RESERVED = 1.05
+NORM = 20.0  # bytes of a hidden element in the backward of a block's first norm: five fp32
 NOTHING = Windows(0.0, 0.0, 0.0)
 CONTEXT, COMMUNICATORS = 0.6e9, 0.4e9
 PROCESS = 3e9
@@ -44,7 +46,7 @@ class Peak(NamedTuple):
     instant: str
     activations: float
     temporary: float
-    received: float
+    passed: float
     gathered: float
     bucket: float
     wire: float
@@ -52,7 +54,7 @@ class Peak(NamedTuple):
     @property
     def total(self) -> float:
         """All of them."""
-        return self.activations + self.temporary + self.received + self.gathered + self.bucket + self.wire
+        return self.activations + self.temporary + self.passed + self.gathered + self.bucket + self.wire
 
 
 def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = None) -> Memory:
@@ -99,6 +101,7 @@ class _Rank:
         self._splits = plan.pp > 1 and Schedule.of(plan.schedule).splits_backward
         tokens = plan.micro_batch * model.length
         self._hidden = float(tokens * model.hidden * WIDTHS[plan.precision].weight)
+        self._norm = NORM * tokens * model.hidden / (plan.tp if plan.sequence_parallel else 1)
         self.base = self._base(16.0 * tokens * plan.accumulate)
 
     def _base(self, batch: float) -> dict[str, float]:
@@ -124,33 +127,35 @@ class _Rank:
         """Instants that may be the fullest."""
         kept = {number: sum(each.kept for each in prints) for number, prints in self._prints.items()}
         between = {number: self._between(number) for number in self.parts} if self._splits else kept
-        given, taken = self._passed()
+        states, gradients = self._passes()
         numbers = list(self.parts)
         fullest: dict[tuple[int, str, bool], tuple[float, float, Moment]] = {}
         for moment in moments(self.plan, self.stage):
-            others, received = -kept[moment.part], len(numbers) - 1 + taken[moment.part]
+            others, passed = -kept[moment.part], len(numbers) - 1 + gradients[moment.part] + moment.sent
             for number, held, waiting in zip(numbers, moment.held, moment.waiting, strict=True):
                 others += (held - waiting) * kept[number] + waiting * between[number]
-                received += held * given[number] + waiting * taken[number]
-            arrived = received * self._hidden
-            key, found = (moment.part, moment.kind, self._reduces(moment)), (others + arrived, arrived, moment)
+                passed += held * states[number] + waiting * gradients[number]
+            key, bytes_ = (moment.part, moment.kind, self._reduces(moment)), passed * self._hidden
+            found = others + bytes_, bytes_, moment
             if key not in fullest or fullest[key][0] < found[0]:
                 fullest[key] = found
-        for total, arrived, moment in fullest.values():
-            for peak in self._of(moment, total - arrived):
-                yield peak._replace(received=arrived)
+        for total, bytes_, moment in fullest.values():
+            for peak in self._of(moment, total - bytes_):
+                yield peak._replace(passed=bytes_)
         yield self._step()
 
-    def _passed(self) -> tuple[dict[int, int], dict[int, int]]:
-        """By part: 1 where a held micro-batch's hidden state came from another rank, 1 where its gradient does.
+    def _passes(self) -> tuple[dict[int, int], dict[int, int]]:
+        """By part: hidden states beside what is kept of a micro-batch that is held, and gradients in its backward.
 
-        Beside those of what is held, the gradient of the running backward is here and, of each of a rank's further
-        parts, a hidden state that is early. Where a V turns, both parts are here and nothing is received.
+        That is what came in from another rank, if it is not the kept input of a recomputed block, and what goes out
+        to one. The gradient comes from there, too, in the running backward and where one of inputs is over; of each of
+        a rank's further parts a hidden state is early. Where a V turns, both parts are here and nothing is passed on.
         """
         last = self.plan.pp * len(self.parts) - 1
-        given = {number: int(number > 0 and number - 1 not in self.parts) for number in self.parts}
-        taken = {number: int(number < last and number + 1 not in self.parts) for number in self.parts}
-        return given, taken
+        recomputed = Policy.of(self.plan.activations).kind in ("full", "every")
+        came = {number: number > 0 and number - 1 not in self.parts and not recomputed for number in self.parts}
+        goes = {number: number < last and number + 1 not in self.parts for number in self.parts}
+        return {number: came[number] + goes[number] for number in self.parts}, {n: int(goes[n]) for n in self.parts}
 
     def _of(self, moment: Moment, others: float) -> Iterator[Peak]:
         """Part 0 has no backward of inputs, so that of its weights is a whole one."""
@@ -180,7 +185,7 @@ class _Rank:
             if part.kind == "head" or at + 1 == len(order):
                 yield from self._backward(part, each, alive, moving)
             alive += each.skipped + each.for_weights - each.dropped
-        yield _peak("end of the backward of inputs", alive, 0.0, NOTHING)
+        yield _peak("end of the backward of inputs", alive, self._norm, NOTHING)
 
     def _of_weights(self, moment: Moment, others: float) -> Iterator[Peak]:
         """Its gradients pile up, and are handed on at its end; what they are made of goes."""

@@ -74,7 +74,7 @@ A100_2021 = Pace({"a100": 0.97}, blocking=True)
 AZURE = Pace({"a100": 0.9}, hide_dp=0.05, unit_hops=4.5, network=0.9)
 DEEPSPEED_2021 = replace(AZURE, hide_dp=0.0, unit_hops=9.0, network=0.44)
 PROFILES = {
-    "zero3d": Profile("zero3d", 2, 4, 12, 1.06, Pace({}, hide_dp=0.65, holds=True)),
+    "zero3d": Profile("zero3d", 2, 4, 12, 1.06, Pace({}, hide_dp=0.65, own=True)),
     "megatron": Profile("megatron", 2, 4, 12, 1.1, A100_2021),
     "megatron-core": Profile("megatron-core", 2, 4, 12, 1.1, Pace({}, hide_dp=0.9, hide_tp=0.5)),
     "deepspeed": Profile("deepspeed", 2, 2, 16, 1.2, AZURE, context=5e9),

@@ -268,12 +268,13 @@ def _signed_seconds(value: float) -> str:
 
 
 class WhatIf(NamedTuple):
-    """One knob turned: what it does to memory (bytes) and to the step (seconds)."""
+    """One knob turned: what it does to memory (bytes) and to the step (seconds); device: bytes of a GPU then."""
 
     change: str
     plan: ParallelPlan
     memory: float
     seconds: float
+    device: float
 
 
 def what_if(row: Row, model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate) -> list[WhatIf]:
@@ -282,7 +283,8 @@ def what_if(row: Row, model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate
     for change, plan in _neighbours(row.plan, model):
         estimate = evaluate(model, cluster, plan)
         memory = estimate.memory.allocated - row.estimate.memory.allocated
-        found.append(WhatIf(change, plan, memory, estimate.seconds.mid - row.estimate.seconds.mid))
+        seconds = estimate.seconds.mid - row.estimate.seconds.mid
+        found.append(WhatIf(change, plan, memory, seconds, estimate.memory.device))
     return sorted(found, key=lambda each: each.memory / max(each.seconds / row.estimate.seconds.mid, 1e-3))
 
 

@@ -314,7 +314,7 @@ class Seconds:
 class Estimate:
     """What a plan needs and how long a step takes.
 
-    traffic  bytes that the busiest rank sends per step, by operation and axis
+    traffic  bytes that the busiest rank sends per step, by operation and axis: of zero3d, empty for other systems
     tokens   of a step, over all ranks
     flops    useful operations of a step, over all ranks (no recomputation)
     notes    what a reader must know of these figures

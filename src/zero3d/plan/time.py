@@ -41,7 +41,9 @@ class Pace:
     blocking   ranks wait while they pass activations on, so that a hop is part of every forward and backward
     again      of the blocks' forward, what "selective" runs again; None: attention alone
     fixed      seconds per step
-    holds      in pipelines, gathered parameters and unreduced gradients stay for the step (`states.policies`)
+    own        as zero3d does: in pipelines, gathered parameters and unreduced gradients stay for the step
+               (`states.policies`), every tp rank passes whole hidden states on, and recomputation ends before a
+               block's last all-reduce
     """
 
     speed: dict[str, float]
@@ -53,7 +55,7 @@ class Pace:
     blocking: bool = False
     again: float | None = None
     fixed: float = 0.02
-    holds: bool = False
+    own: bool = False
 
     def speed_on(self, gpu: str) -> float:
         """Of a card."""
@@ -119,7 +121,8 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
     policy = Policy.of(step.plan.activations)
     recompute = sum(_again(policy.kind, shape, w, step.pace) for shape, w in inside if shape.kind == "block")
     tp = reduce_seconds(2.0 * step.tokens * step.model.hidden, step.groups.tp, step.cluster) * (1 - step.pace.hide_tp)
-    passes = 3 if policy.kind in ("full", "every") else 2
+    again = 0.5 if step.pace.own else 1.0
+    passes = 2 + again if policy.kind in ("full", "every") else 2
     exposed = 2 * kinds.count("block") * tp
     ends = tp * (len(kinds) - kinds.count("block"))
     host = step.pace.block * kinds.count("block")
@@ -151,9 +154,10 @@ def _again(kind: str, shape: Shape, work: PartWork, pace: Pace) -> float:
 
 
 def _hop(step: _Step) -> float:
-    """Activations of a micro-batch from one pipeline stage to the next, each tp rank its part of them."""
+    """Activations of a micro-batch from one pipeline stage to the next."""
     link = step.cluster.inside if step.groups.hop_inside else step.cluster.across
-    return send_seconds(2.0 * step.tokens * step.model.hidden / step.plan.tp, link)
+    share = 1 if step.pace.own else step.plan.tp
+    return send_seconds(2.0 * step.tokens * step.model.hidden / share, link)
 
 
 def _data(step: _Step, numel: float, end: float, backward: float) -> float:
@@ -162,7 +166,7 @@ def _data(step: _Step, numel: float, end: float, backward: float) -> float:
     if group.size == 1:
         return 0.0
     row = stage_row(plan.stage)
-    resolve = policies if pace.holds else lambda asked: resolve_policies(row, asked.release, asked.reduce)
+    resolve = policies if pace.own else lambda asked: resolve_policies(row, asked.release, asked.reduce)
     release, reduce = resolve(plan)
     known = digest(step.model)
     trained = numel * known.trainable / known.params

@@ -31,13 +31,14 @@ from zero3d.ledger import Ledger
 from zero3d.nested import tensors_out
 from zero3d.precision import at_least_fp32
 from zero3d.sim.live import Live
-from zero3d.sim.patches import documents
-from zero3d.sim.pretend import Silent, fake_like, without_values
+from zero3d.sim.patches import without_values
+from zero3d.sim.pretend import Silent, fake_like
 from zero3d.sim.units import RUN, Rooms
 from zero3d.tensor_parallel import parallelize
 from zero3d.train.build import next_token_loss
 
 EMBEDDING, HEAD = "embedding", "head"
+Curve = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Figures:
     kept: float
     attention: float
     entering: float
-    curve: tuple[tuple[float, float], ...]
+    curve: Curve
     matrices: float
     scores: float
 
@@ -120,7 +121,7 @@ def measure(
     packed  every sequence is of several documents, which attention keeps apart by a mask
     """
     reduced = reduce_model(model, rooms)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, without_values():
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, without_values(packed):
         tensors = [*reduced.module.parameters(), *reduced.module.buffers()]
         copies: dict[nn.Module | Tensor, object] = {t: fake_like(t, _dtype(t)) for t in dict.fromkeys(tensors)}
         run = copy_with(reduced.module, copies).train()
@@ -138,7 +139,7 @@ def measure(
         if packed and "position_ids" in inspect.signature(inner_model(model).forward).parameters:
             options["position_ids"] = ids.clone()
             live.know(options["position_ids"])
-        with documents(packed), fake, live:
+        with fake, live:
             _step(run, ids, labels, options, live)
     return {part: watch.figures(part) for part in (EMBEDDING, *reduced.ran, HEAD)}
 

@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from zero3d.sim.flops import FORMULAS
 
 SCORES = ("attention", "bmm")  # in the names of operators whose factors are both activations
 
@@ -76,12 +77,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events.append((-size, number))
 
     def _count_flops(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        packet = func._overloadpacket
-        name = str(packet)
-        if packet in flop_registry:
-            counted = flop_registry[packet](*args, **kwargs, out_val=out)
-        elif name == "aten._scaled_dot_product_flash_attention_for_cpu":
-            counted = sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)  # type: ignore[no-untyped-call]
-        else:
-            return
-        self.flops.append((len(self.events), counted, any(word in name for word in SCORES)))
+        formula = FORMULAS.get(func._overloadpacket)
+        if formula is not None:
+            counted = formula(*args, **kwargs, out_val=out)
+            self.flops.append((len(self.events), counted, any(word in str(func) for word in SCORES)))

@@ -8,12 +8,8 @@ torch 2.13's own plan of 1f1b (not its execution) has the last stage begin with 
 
 from __future__ import annotations
 
-import re
-
 from zero3d.engine import Engine
 from zero3d.sim.result import Did
-
-ACTION = re.compile(r"\b(\d+)([FBIW])(\d+)\b")  # as torch writes them: 1F0 is the forward of part 1 on micro-batch 0
 
 
 def orders(engine: Engine, schedule: str, micro_batches: int) -> tuple[tuple[Did, ...], ...]:
@@ -25,8 +21,7 @@ def orders(engine: Engine, schedule: str, micro_batches: int) -> tuple[tuple[Did
         ahead = [micro_batches if schedule == "gpipe" else stages - 1 - stage for stage in range(stages)]
         return tuple(one_part(stage, ahead[stage], micro_batches) for stage in range(stages))
     plan = engine.pipeline.torch_plan(micro_batches)
-    rows = [ACTION.findall(" ".join(map(str, plan[stage]))) for stage in range(stages)]
-    return tuple(tuple(Did(kind, int(part), int(number)) for part, kind, number in row) for row in rows)
+    return tuple(tuple(Did(*action) for action in plan[stage]) for stage in range(stages))
 
 
 def one_part(stage: int, ahead: int, micro_batches: int) -> tuple[Did, ...]:

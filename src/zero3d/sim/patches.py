@@ -114,9 +114,15 @@ class Travelling:
 
 
 @contextmanager
-def documents(packed: bool) -> Iterator[None]:
-    """Inside, transformers takes rows for several documents each, or for one."""
+def without_values(packed: bool) -> Iterator[None]:
+    """Inside, a model's forward reads no values.
+
+    OwnRandom.begin  reads the bytes of a generator's state
+    packed sequences transformers reads positions to learn whether a row has several documents, and makes a mask if
+                     so; without values it would always make one. Ours have several where documents are packed
+    """
     with ExitStack() as stack:
+        stack.enter_context(replaced(OwnRandom, "begin", lambda *_, **__: None))
         if find_spec("transformers") is not None:
             masks = import_module("transformers.masking_utils")
             stack.enter_context(replaced(masks, "find_packed_sequence_indices", partial(_documents, packed)))
@@ -130,11 +136,9 @@ def standing_in(backend: str, packed: bool) -> Iterator[None]:
     Axis.backend     the algorithm of collectives, and so its buffers, follow from the backend's name
     the votes        neighbours in a pipeline ask each other whether they know the shapes of what they send, and
                      read the answer; ours always know (torch 2.13; 2.11 does not ask)
-    OwnRandom.begin  reads the bytes of a generator's state, which a dry run has none of
     _batch_p2p       messages of the fake group let go of their tensors at once, others when nobody waits any more
     _CHUNK           casts on a CPU go chunk by chunk for its cache, on an accelerator all at once
-    packed sequences transformers reads positions to learn whether a row has several documents, and makes a mask if
-                     so; without values it would always make one. Ours have several where documents are packed
+    and what `without_values` says
     """
     yes = SimpleNamespace(item=lambda: 1)
 
@@ -153,8 +157,7 @@ def standing_in(backend: str, packed: bool) -> Iterator[None]:
             if hasattr(PipelineStage, vote):
                 stack.enter_context(replaced(PipelineStage, vote, agreed))
         stack.enter_context(replaced(schedules, "_batch_p2p", sent))
-        stack.enter_context(replaced(OwnRandom, "begin", lambda *_, **__: None))
-        stack.enter_context(documents(packed))
+        stack.enter_context(without_values(packed))
         if backend != "gloo":
             stack.enter_context(replaced(precision, "_CHUNK", WHOLE))
         yield

@@ -57,7 +57,7 @@ def dry_run(config: Config, rank: int, world: int, backend: str = "nccl", whole:
         schedule = Schedule.of(config.mesh.schedule)
         if mesh.pp > 1:
             schedule.check(m, mesh.pp)
-        ran = (m, m) if whole or config.zero.exact else enough(schedule.name, mesh.pp, place.pp, m, config.zero.stage)
+        ran = (m, m) if whole or config.zero.exact else enough(schedule.name, mesh.pp, m, config.zero.stage)
         seen = _observe(config, mesh, ran)
         sent = sent_by_all(seen.first, seen.sent, ran, m, seen.engine.policy.reduce)
         alike = seen.alike(place.dp)

@@ -1,16 +1,15 @@
 """How many micro-batches of a step must be run to know all of them.
 
-From the second micro-batch on without a pipeline, and once 1f1b is full, micro-batches repeat each other: bytes
-alive do not depend on how many there are, traffic and FLOPs are linear in them.
+From the second micro-batch on without a pipeline, and once a schedule's warm-up is over, micro-batches repeat each
+other: bytes alive do not depend on how many there are, traffic and FLOPs are linear in them.
 
-    schedule           run             why
-    -----------------  --------------  -------------------------------------------------------------------------
-    no pipeline        3               a first one, one in the middle, a last one
-    1f1b               2 (pp - place)  pp - place are in flight; the last output that was sent before the first
-                                       backward is held to the end, and counts once its own backward is over
-    gpipe              M               all are in flight
-    interleaved        M               torch holds what it has sent to the end of the step
-    zero-bubble, zbv   M               that, and what backwards in two parts keep
+    schedule           run               why
+    -----------------  ----------------  ------------------------------------------------------------------------
+    no pipeline        3                 a first one, one in the middle, a last one
+    1f1b               pp + 1            torch takes pp or more, of which pp - place are in flight
+    interleaved,       4 pp              rounds of pp stay what they are; in flight are fewer than 2 (pp + pp)
+    zero-bubble, zbv
+    gpipe              M                 all are in flight
 """
 
 from __future__ import annotations
@@ -24,17 +23,15 @@ DATA = "dp"  # the axis
 PER_STEP = ("exchange", "trade", "broadcast")  # operations that a step has once, however many micro-batches
 
 
-def enough(schedule: str | None, pp: int, place: int, micro_batches: int, stage: int) -> tuple[int, int]:
-    """Micro-batches to run in the first step (observe.py) and in the one that is measured.
-
-    place   on the pp axis
-    stage   of ZeRO
-    """
+def enough(schedule: str | None, pp: int, micro_batches: int, stage: int) -> tuple[int, int]:
+    """Micro-batches to run in the first step (observe.py) and in the one that is measured. stage: of ZeRO."""
     first, second = micro_batches, micro_batches
     if pp == 1:
         first, second = 2, 3
     elif schedule == "1f1b":
-        first, second = pp, max(pp + 1, 2 * (pp - place))
+        first, second = pp, pp + 1
+    elif schedule == "zbv" or (schedule != "gpipe" and micro_batches % pp == 0):
+        first, second = 2 * pp, 4 * pp
     if second >= micro_batches:
         first, second = micro_batches, micro_batches
     return (first if stage == 3 else 0), second

@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from difflib import SequenceMatcher
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -23,12 +25,13 @@ from zero3d.errors import ConfigError
 from zero3d.hf.open import open_model
 from zero3d.hf.split import active_weights
 from zero3d.plan.spec import Instant, ModelSpec, Operations, Part
-from zero3d.sim.figures import EMBEDDING, HEAD, Figures, kinds_of, measure, reduce_model
+from zero3d.sim.figures import EMBEDDING, HEAD, Curve, Figures, kinds_of, measure, reduce_model
 from zero3d.sim.units import Rooms, config_of, find_cuts, find_rooms, units_by_part
 from zero3d.tensor_parallel.cuts import Cut
+from zero3d.train.build import of_config
 
 DEGREES = (2, 3, 4, 5, 6, 7, 8)
-LENGTH = 2048
+LENGTH, MOST = 2048, 4096
 
 
 def trace(model: nn.Module, length: int, name: str = "", packed: bool = False) -> ModelSpec:
@@ -50,7 +53,9 @@ def trace(model: nn.Module, length: int, name: str = "", packed: bool = False) -
         attention = [p for _, module in attentions_in(model.get_submodule(block)) for p in module.parameters()]
         again = 2.0 * sum(p.numel() for p in attention if p.dim() == 2)
         parts[i] = replace(parts[i], operations=replace(parts[i].operations, eager=eager, again=again))
-    return replace(spec, parts=tuple(parts), provenance="traced, packed" if packed else "traced")
+    sees = getattr(getattr(model, "config", None), "vision_config", None) is not None
+    said = ["traced"] + ["packed"] * packed + ["text alone"] * sees
+    return replace(spec, parts=tuple(parts), provenance=", ".join(said))
 
 
 def outline(model: nn.Module, length: int, name: str = "", blocks: str | None = None) -> ModelSpec:
@@ -87,16 +92,25 @@ def _setting(config: Any, name: str) -> int:
 
 
 def open_spec(
-    path: str, length: int = LENGTH, attn: str | None = None, lora: str | None = None, packed: bool = False
+    path: str, length: int | None = LENGTH, attn: str | None = None, lora: str | None = None, packed: bool = False
 ) -> ModelSpec:
     """The spec of a preset, a config.json, a folder with one, or module:function.
 
+    length None: the model's positions, at most MOST
     attn   attention implementation, as `model.attn` of a configuration
     lora   such as "r=128": adapters on all linear layers of the blocks, everything else frozen
     packed sequences are of several documents each, as data.packing makes them
-    Errors: nothing of this name, a model that cannot be built or run, an unknown `lora` (ConfigError).
+    Errors: nothing of this name, a model that cannot be built or run, an unknown `lora`, more tokens than positions
+    (ConfigError).
     """
     model = open_model(Model(path=path, init="random", attn=attn)).module
+    positions = of_config(model, "max_position_embeddings")
+    length = min(MOST, positions or MOST) if length is None else length
+    if positions is not None and length > positions:
+        raise ConfigError(
+            f"{path}: sequences of {length:,} tokens are more than the model's {positions:,} positions: pass --seq "
+            f"{positions} or less (data.length in a file)."
+        )
     return trace(model if lora is None else adapt(model, lora), length, path, packed)
 
 
@@ -106,7 +120,7 @@ def adapt(model: nn.Module, lora: str) -> nn.Module:
 
     key, _, rank = lora.partition("=")
     if key != "r" or not rank.isdecimal() or int(rank) < 1:
-        raise ConfigError(f"lora={lora!r} is unknown: pass the rank of the adapters, such as r=128.")
+        raise ConfigError(f"--lora {lora!r} is unknown: pass the rank of the adapters, such as --lora r=128.")
     rooms = find_rooms(model)
     found = [
         f"{block}.{name}"
@@ -196,20 +210,28 @@ def _instants(
 ) -> list[Instant]:
     """Those of a curve that may be the fullest, at any degree of tp and for few or many tokens.
 
-    Two degrees > 1 run the same operators, so their curves have the same events; else the one degree's curve counts
-    as if tp divided it.
+    An instant that the other degree's curve does not have counts as if tp divided it.
     """
-    aligned = other is not None and len(other.curve) == len(one.curve) and tp > 1
-    if other is not None and aligned:
-        pairs = zip(one.curve, other.curve, strict=True)
-        curve = [Instant(*solve(x, y), tp * grads) for (x, grads), (y, _) in pairs]
-    else:
-        whole = [solve(x, None)[1] for x, _ in one.curve]
-        curve = [Instant(tp * x, 0.0, tp * grads) for x, (_, grads) in zip(whole, one.curve, strict=True)]
+    twins = {} if other is None or tp == 1 else _twins(one.curve, other.curve)
+    curve = []
+    for i, (x, grads) in enumerate(one.curve):
+        twin = twins.get(i)
+        cut, whole = (tp * solve(x, None)[1], 0.0) if twin is None else solve(x, twin)
+        curve.append(Instant(cut, whole, tp * grads))
     found = dict.fromkeys(
         max(curve, key=lambda at: (at.cut / t + at.whole) * tokens + at.gradients / t)
-        for t in ((tp, 4 * tp, 16 * tp) if aligned else (tp,))
+        for t in ((tp, 4 * tp, 16 * tp) if twins else (tp,))
         for tokens in (1, 1024, 4096, 65536)
         if curve
     )
     return list(found)
+
+
+def _twins(one: Curve, other: Curve) -> dict[int, float]:
+    """By instant of one curve, the bytes at the same one of the other: both run the same operators.
+
+    What they let go of at once or one after the other may differ.
+    """
+    mine, theirs = ([b[0] > a[0] for a, b in pairwise(((0.0, 0.0), *curve))] for curve in (one, other))
+    blocks = SequenceMatcher(None, mine, theirs, autojunk=False).get_matching_blocks()
+    return {block.a + i: other[block.b + i][0] for block in blocks for i in range(block.size)}

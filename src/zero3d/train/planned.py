@@ -8,7 +8,7 @@
                                                               Python and the data, too, which no plan counts
     step       the median of steps 2 and 3, the first being one that warms up
 
-A run of fewer than 10 steps pays nothing for it. `plan.write_back` turns the measured step into the cluster file's
+A run of fewer than 3 steps pays nothing for it. `plan.write_back` turns the measured step into the cluster file's
 rates.
 """
 
@@ -35,7 +35,7 @@ from zero3d.sim.trace import trace
 from zero3d.train.progress import size
 from zero3d.zero.arena import STATES
 
-STEPS, AT = 10, 3  # of the shortest run that is compared; the step after which
+AT = 3  # the step after which
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Planned:
 
 def plan_run(config: Config, model: nn.Module, mesh: Mesh, steps: int) -> Planned | str | None:
     """The plan of a run on rank 0, or why there is none in a line; None on other ranks and for a short run."""
-    if steps < STEPS or mesh.rank != 0:
+    if steps < AT or mesh.rank != 0:
         return None
     try:
         place = cluster_here(config, mesh)

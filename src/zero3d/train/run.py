@@ -31,7 +31,7 @@ from zero3d.train.loop import Loop, memory_bytes, progressed
 from zero3d.train.measure import Activations, MemoryRow, memory_rows
 from zero3d.train.metrics import Metrics, Record, losses
 from zero3d.train.optim import rate, set_again, settings
-from zero3d.train.planned import STEPS, Comparison, plan_run
+from zero3d.train.planned import AT, Comparison, plan_run
 from zero3d.train.progress import Progress
 from zero3d.train.sent import Done, TrafficRow, traffic_rows
 from zero3d.zero.collectives import broadcast_ints
@@ -104,7 +104,7 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
     for line in (*introduction(config, inputs, steps, engine, folder), *notes):
         progress.say(line)
     loop = Loop(config, engine, stream, data.validation, folder, options, flops)
-    if inputs.steps >= STEPS:
+    if inputs.steps >= AT:
         loop.comparison = Comparison(config, engine, None if isinstance(planned, str) else planned)
     if saved is not None:
         loop.done, loop.checkpoint = progressed(saved), found or loop.checkpoint
