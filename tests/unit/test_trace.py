@@ -113,7 +113,7 @@ def test_adapters_on_all_linear_layers_of_the_blocks():
 
 @pytest.mark.parametrize("asked", ["128", "r=0", "r=many", "rank=8"])
 def test_an_unknown_lora_is_refused(asked):
-    with pytest.raises(ConfigError, match="such as r=128"):
+    with pytest.raises(ConfigError, match="such as --lora r=128"):
         adapt(tiny("llama"), asked)
 
 

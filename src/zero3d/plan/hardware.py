@@ -151,12 +151,14 @@ def _override(spec: ClusterSpec, file: Path | str) -> ClusterSpec:
 
 
 def _check(tree: Mapping[str, Any], file: Path | str) -> None:
-    """Raise ConfigError for a number that no machine has: latencies may be 0, nothing else. None: not known."""
+    """Raise ConfigError for a number that no machine has: a link's latency and half may be 0, nothing else."""
     for name in _leaves({key: value for key, value in tree.items() if key != "provenance"}):
         value: Any = tree
         for key in name.split("."):
             value = value[key]
-        if isinstance(value, float | int) and (not 0 <= value < 1e30 or (value == 0 and name[-8:] != ".latency")):
+        if isinstance(value, float | int) and (
+            not 0 <= value < 1e30 or (value == 0 and not name.endswith((".latency", ".half")))
+        ):
             raise ConfigError(f"cluster file {file}: {name} is {value:g}: give a number above 0, or leave it out.")
 
 
