@@ -2,18 +2,18 @@
 
     directory/
       step-N/                     exists or does not: written as .step-N.tmp, fsynced, renamed
-        manifest.json             written last: step, mesh, tensors (name, state, box, file, key), checksums, scalars
         rank-00000.safetensors    this rank's boxes: masters, m, v, frozen weights; its RNG and buffers
+        manifest.json             what is in which file, with the files' checksums (saved/manifest.py)
+        manifest.sha256           checksum of that, written last
 
 States are n-dimensional boxes of the full model's tensors, so any mesh and stage loads them, each
 rank reading only its bytes; a tied parameter's copy on a later pipeline stage is left out, and what all
-tp ranks have alike is written by the first. The key in a file is `state:name@start:stop,...`; only the
-manifest says what it means. Tensors are safetensors, everything else JSON: no pickle is ever read.
+tp ranks have alike is written by the first. The key in a file is `state:name@start:stop,...`, as its row in
+the manifest says. Tensors are safetensors, everything else JSON: no pickle is ever read.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -35,13 +35,14 @@ from zero3d.exact import Leaves
 from zero3d.plain import plain
 from zero3d.precision import LossScale
 from zero3d.rng import rng_state
+from zero3d.saved.fields import USE_ANOTHER, parse
+from zero3d.saved.folders import MANIFEST, SEAL, complete_steps
+from zero3d.saved.manifest import BUFFER, FORMAT, FROZEN, MASTER, STREAM, checked, file_of, key_of, seal_of
+from zero3d.saved.regular import digest
 from zero3d.tensor_parallel.cuts import Cut, cover
 from zero3d.zero.collectives import Comm
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.unit import Unit
-
-FORMAT = 1
-MASTER, FROZEN = "master", "weight"
 
 
 class Whole(NamedTuple):
@@ -112,6 +113,16 @@ class Parts:
             for name, buffer in module.named_buffers():
                 found.setdefault(name, []).append(buffer)
         return found
+
+    @property
+    def persistent(self) -> set[str]:
+        """Names of this rank's buffers that belong to a model's weights."""
+        names = set()
+        for module in self.modules:
+            for prefix, owner in module.named_modules():
+                own = owner._buffers.keys() - owner._non_persistent_buffers_set
+                names |= {f"{prefix}.{name}" if prefix else name for name in own}
+        return names & self.buffers.keys()
 
     @property
     def owned_units(self) -> list[Unit]:
@@ -209,22 +220,26 @@ def _write_rank(temporary: Path, parts: Parts) -> dict[str, Any]:
     rows = []
     for segment in segments(parts):
         for box, values in segment.pieces():
-            key = f"{segment.state}:{segment.name}@" + ",".join(f"{a}:{b}" for a, b in box)
+            key = key_of(segment.name, segment.state, box)
             tensors[key] = values.detach().cpu().contiguous()
-            rows.append({"name": segment.name, "state": segment.state, "box": box, "file": file, "key": key})
+            rows.append({
+                "name": segment.name, "state": segment.state, "box": box, "dtype": _dtype(values), "file": file,
+                "key": key,
+            })  # fmt: skip
     buffers = parts.buffers.items()  # every rank's own: running statistics may differ
-    tensors |= {f"buffer:{name}": each[0].detach().cpu().contiguous().clone() for name, each in buffers}
+    own = {f"{BUFFER}{name}": each[0].detach().cpu().contiguous().clone() for name, each in buffers}
     rng, python_rng = rng_state()
-    tensors |= {f"rng:{name}": value for name, value in rng.items()}
-    write_tensors(temporary / file, tensors)
+    own |= {f"{STREAM}{name}": value for name, value in rng.items()}
+    write_tensors(temporary / file, tensors | own)
     return {
         "file": file,
         "sha256": digest(temporary / file),
+        "own": {key: {"shape": list(value.shape), "dtype": _dtype(value)} for key, value in own.items()},
         "parameters": {
             slot.name: {
                 "shape": list(parts.whole.shapes[slot.name]),
                 "trainable": unit.grads is not None,
-                "dtype": str(unit.dtype)[6:],
+                "dtype": str(unit.dtype).removeprefix("torch."),
             }
             for unit in parts.owned_units
             for slot in unit.layout.slots
@@ -235,9 +250,8 @@ def _write_rank(temporary: Path, parts: Parts) -> dict[str, Any]:
     }
 
 
-def file_of(rank: int) -> str:
-    """Name of the file of a rank of the mesh."""
-    return f"rank-{rank:05d}.safetensors"
+def _dtype(values: Tensor) -> str:
+    return str(values.dtype).removeprefix("torch.")
 
 
 def _commit(temporary: Path, final: Path, parts: Parts) -> None:
@@ -256,6 +270,7 @@ def _commit(temporary: Path, final: Path, parts: Parts) -> None:
         "parameters": {name: entry for rank in ranks for name, entry in rank["parameters"].items()},
         "tensors": [row for rank in ranks for row in rank["tensors"]],
         "files": {rank["file"]: rank["sha256"] for rank in ranks},
+        "own": {rank["file"]: rank["own"] for rank in ranks},
         "python_rng": [rank["python_rng"] for rank in ranks],
         "optimizer": {
             "class": type(optimizer).__name__,
@@ -266,7 +281,9 @@ def _commit(temporary: Path, final: Path, parts: Parts) -> None:
         "loss_scale": parts.loss_scale.state(),
         "loop": parts.loop,
     }
-    write_json(temporary / "manifest.json", manifest)
+    text = write_json(temporary / MANIFEST, manifest)
+    _check_loadable(temporary, text)
+    write_text(temporary / SEAL, seal_of(text.encode()))
     sync(temporary)
     aside = final.with_name(f".{final.name}.old")
     if final.exists():  # saved at this step before: keep it until the new one stands
@@ -275,6 +292,16 @@ def _commit(temporary: Path, final: Path, parts: Parts) -> None:
     temporary.rename(final)
     sync(final.parent)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _check_loadable(folder: Path, text: str) -> None:
+    """Refuse to commit what `restore` would refuse: better now than when it is needed."""
+    try:
+        checked(folder, parse(text.encode(), MANIFEST))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"cannot save {folder}, since it could not be loaded: {str(error).removesuffix(USE_ANOTHER)}"
+        ) from error
 
 
 def _scalars(parts: Parts) -> dict[str, float]:
@@ -295,19 +322,25 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], **about: str) -> None:
         save_file(tensors, path, metadata=about or None)
         sync(path)
     except (OSError, SafetensorError) as error:
-        older = any(path.parent.parent.glob("step-*/manifest.json"))
+        older = complete_steps(path.parent.parent)
         way = "go on from an older checkpoint, which is whole" if older else "try again"
         raise CheckpointError(f"cannot write {path} ({error}): make room and {way}.") from OSError(str(error))
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write and fsync plain values. Raises CheckpointError for anything else."""
+def write_json(path: Path, value: Any) -> str:
+    """Write and fsync plain values; the text. Raises CheckpointError for anything else."""
     try:
         text = json.dumps(plain(value))
     except TypeError as error:
         raise CheckpointError(
             f"cannot write {path.name}: {error}. Scheduler and group options must be plain values."
         ) from error
+    write_text(path, text)
+    return text
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write and fsync."""
     path.write_text(text)
     sync(path)
 
@@ -318,9 +351,3 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

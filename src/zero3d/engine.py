@@ -575,13 +575,16 @@ class Engine:
         """Continue from a checkpoint (or the newest in a directory of them), on any mesh, at any stage.
 
         Returns what was saved as `loop`; `resumed` says whether the run goes on bitwise, and if not, why.
+        All of it is checked first: a CheckpointError leaves everything as it was, gradients of this step included.
         """
         if any(FULL_PARAMS in unit.users for unit in self.units):
             raise ConfigError("load() inside full_params() would be undone on leaving it: leave the block first.")
+        parts = self._parts()
+        checked = restore.check(Path(directory), parts)
         self.gathers.drop(lambda token: True)
         self.reductions.reset()
         self.boundary.reset()
-        self._steps, loop, self.resumed = restore.load(Path(directory), self._parts())
+        self._steps, loop, self.resumed = restore.load(checked, parts)
         return loop
 
     def fingerprint(self) -> str:

@@ -1,221 +1,245 @@
-"""Reading checkpoints (checkpoint.py writes them and has the format).
+"""Reading checkpoints (checkpoint.py writes them, saved/ has the format). Nothing is written before all is known:
 
-open      the newest manifest; the model, optimizer and frozen parameters must be the saved ones
-verify    checksums of all files, divided among the ranks
-restore   every rank fills its pieces from the boxes that overlap them, whatever mesh and stage saved
-          them; a tied parameter's copy from its owner's boxes
+check   the newest manifest, and that it fits this engine (fits.py)            every rank
+        checksums and headers of all files                                     each file by one rank
+        the files that a rank will read are opened, random states are tried    every rank; then all agree
+load    every rank fills its pieces from the boxes that overlap them, whatever mesh and stage saved
+        them; a tied parameter's copy from its owner's boxes
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Container, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from zero3d.agree import agree
 from zero3d.boxes import Box, intersect, slices
-from zero3d.checkpoint import FORMAT, FROZEN, MASTER, Parts, Segment, digest, file_of
-from zero3d.degrees import Degrees
+from zero3d.checkpoint import Parts, Segment
 from zero3d.errors import CheckpointError
+from zero3d.fits import buffer_problem, check_fits, check_streams
 from zero3d.plain import revive
 from zero3d.precision import to_compute
 from zero3d.promise import promise
 from zero3d.rng import set_rng_state
-from zero3d.zero.collectives import Comm
+from zero3d.saved.fields import USE_ANOTHER, shown
+from zero3d.saved.folders import find
+from zero3d.saved.intact import own_tensors, verify_file
+from zero3d.saved.manifest import BUFFER, FORMAT, FROZEN, MASTER, STREAM, Manifest, Row, file_of, open_manifest
+from zero3d.zero.layout import Piece
 from zero3d.zero.optimizer import OwnedPiece
 from zero3d.zero.unit import Unit
 
 
-def load(directory: Path, parts: Parts) -> tuple[int, Any, str]:
-    """Restore states from a checkpoint of any mesh and stage; returns its step, what the loop had saved, `promise`.
+class Reader:
+    """Boxes of one checkpoint by (name, state); opens each file once and keeps it open."""
 
-    Everything is checked before anything is written. Raises CheckpointError on all ranks.
-    """
-    source, manifest = agree(parts.everyone, lambda: _open(directory, parts))
-    agree(parts.everyone, lambda: _verify_files(source, manifest, parts.everyone))
-    agree(parts.everyone, lambda: _restore(source, manifest, parts))
-    return int(manifest["step"]), manifest.get("loop"), promise(manifest["about"], parts.about)
-
-
-def find(directory: Path) -> Path:
-    """The checkpoint itself, or the newest one in a directory of them."""
-    if (directory / "manifest.json").is_file():
-        return directory
-    found = {}
-    if directory.is_dir():
-        for entry in directory.iterdir():
-            number = entry.name.removeprefix(".").removeprefix("step-").removesuffix(".old")
-            complete = "step-" in entry.name and number.isdigit() and (entry / "manifest.json").is_file()
-            if complete and (int(number) not in found or not entry.name.startswith(".")):
-                found[int(number)] = entry
-    if not found:
-        raise CheckpointError(
-            f"no checkpoint in {directory}: it has no step-N folder with a manifest.json. Check the path."
-        )
-    return found[max(found)]
-
-
-def _open(directory: Path, parts: Parts) -> tuple[Path, dict[str, Any]]:
-    source = find(directory)
-    try:
-        manifest = json.loads((source / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{source / 'manifest.json'} cannot be read ({error}): use an older step-N.") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{source / 'manifest.json'} is no manifest of format {FORMAT}: it was written by something else."
-        )
-    _compare(source, manifest, parts)
-    return source, manifest
-
-
-def _compare(source: Path, manifest: Mapping[str, Any], parts: Parts) -> None:
-    """Refuse a checkpoint of another model, with the differences."""
-    saved = {name: tuple(entry["shape"]) for name, entry in manifest["parameters"].items()}
-    mine = parts.whole.shapes
-    differences = [
-        f"{name}: checkpoint {saved[name]}, model {mine[name]}"
-        for name in saved
-        if name in mine and saved[name] != mine[name]
-    ]
-    differences += [f"{name} is only in the checkpoint" for name in saved if name not in mine]
-    differences += [f"{name} is only in the model" for name in mine if name not in saved]
-    if differences:
-        shown = "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
-        raise CheckpointError(
-            f"{source} is a checkpoint of another model ({len(saved)} parameters, this model {len(mine)}): {shown}. "
-            "Build the model the checkpoint was saved from."
-        )
-    trainable = parts.whole.trainable
-    changed = [name for name, entry in manifest["parameters"].items() if entry["trainable"] != (name in trainable)]
-    if changed:
-        raise CheckpointError(
-            f"{source}: {len(changed)} parameters were frozen in one run and trained in the other, "
-            f"first {changed[0]!r}: set requires_grad as it was when the checkpoint was saved."
-        )
-    wanted, found = type(parts.optimizer.torch).__name__, manifest["optimizer"]["class"]
-    if wanted != found:
-        raise CheckpointError(f"{source} holds states of {found}, this engine uses {wanted}: build it with {found}.")
-    groups, saved_groups = len(parts.optimizer.torch.param_groups), len(manifest["optimizer"]["groups"])
-    if groups != saved_groups:
-        raise CheckpointError(
-            f"{source} has {saved_groups} parameter groups, this engine {groups}: pass "
-            "the param_groups it was saved with."
-        )
-
-
-def _verify_files(source: Path, manifest: Mapping[str, Any], comm: Comm) -> None:
-    """Check the checksums, the files divided among the ranks."""
-    for file, expected in sorted(manifest["files"].items())[comm.rank :: comm.size]:
-        path = source / file
-        if path.parent != source or not path.is_file():
-            raise CheckpointError(f"{path} is missing: the checkpoint is incomplete, use an older step-N.")
-        if digest(path) != expected:
-            raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the manifest's. Use an older step-N.")
-
-
-class _Reader:
-    """Boxes of one checkpoint by (name, state); opens each file once."""
-
-    def __init__(self, source: Path, manifest: Mapping[str, Any]) -> None:
-        self._source = source
+    def __init__(self, manifest: Manifest) -> None:
+        self._source = manifest.folder
         self._files: dict[str, Any] = {}
-        self._rows: dict[tuple[str, str], list[tuple[Box, str, str]]] = {}
-        for row in manifest["tensors"]:
-            box = tuple((int(a), int(b)) for a, b in row["box"])
-            self._rows.setdefault((row["name"], row["state"]), []).append((box, row["file"], row["key"]))
+        self._rows: dict[tuple[str, str], list[Row]] = {}
+        self._states: dict[str, list[str]] = {}
+        for row in manifest.rows:
+            own = self._rows.setdefault((row.name, row.state), [])
+            if not own:
+                self._states.setdefault(row.name, []).append(row.state)
+            own.append(row)
 
     def states(self, name: str) -> list[str]:
-        return [state for n, state in self._rows if n == name]
+        """Of a parameter."""
+        return self._states.get(name, [])
 
-    def starting(self, name: str, prefix: str, wanted: Container[str] | None = None) -> dict[str, Tensor]:
-        """Tensors of one file whose keys start so, by the rest of the key; only `wanted` rests are read."""
-        file = self._file(name)
-        rests = [key.removeprefix(prefix) for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118
-        return {rest: file.get_tensor(prefix + rest) for rest in rests if wanted is None or rest in wanted}
+    def tensor(self, file: str, key: str) -> Tensor:
+        """A whole one. Raises CheckpointError."""
+        tensor: Tensor = self._open(file).get_tensor(key)
+        return tensor
+
+    def prepare(self, segment: Segment) -> None:
+        """Open the files that `fill` will read."""
+        for row, *_ in self._overlaps(segment):
+            self._open(row.file)
 
     def fill(self, segment: Segment) -> None:
-        """Read the overlaps of stored boxes with a segment into its values."""
-        rows = self._rows.get((segment.name, segment.state), [])
-        missing = segment.values.numel()
-        for box, target in segment.pieces():
-            for stored, file, key in rows:
-                common = intersect(box, stored)
-                if common is None:
-                    continue
-                inside, opened = slices(common, stored), self._file(file)
-                values = opened.get_slice(key)[inside] if inside else opened.get_tensor(key)
-                target[slices(common, box)].copy_(values)
-                missing -= values.numel()
-        if missing:
-            raise CheckpointError(
-                f"{self._source}: {missing} of {segment.values.numel()} elements of {segment.state} of "
-                f"{segment.name!r} are in no file: the checkpoint is incomplete."
-            )
+        """Read the overlaps of stored boxes with a segment into its values. The boxes are all of its tensor."""
+        for row, common, box, target in self._overlaps(segment):
+            inside, opened = slices(common, row.box), self._open(row.file)
+            values = opened.get_slice(row.key)[inside] if inside else opened.get_tensor(row.key)
+            target[slices(common, box)].copy_(values)
 
-    def _file(self, name: str) -> Any:
+    def _overlaps(self, segment: Segment) -> Iterator[tuple[Row, Box, Box, Tensor]]:
+        rows = self._rows.get((segment.name, segment.state), [])
+        for box, target in segment.pieces():
+            for row in rows:
+                common = intersect(box, row.box)
+                if common is not None:
+                    yield row, common, box, target
+
+    def _open(self, name: str) -> Any:
         if name not in self._files:
-            self._files[name] = safe_open(self._source / name, framework="pt")
+            try:
+                self._files[name] = safe_open(self._source / name, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"{self._source / name} cannot be read ({shown(str(error))}). {USE_ANOTHER}"
+                ) from error
         return self._files[name]
 
 
-def _restore(source: Path, manifest: Mapping[str, Any], parts: Parts) -> None:
-    reader = _Reader(source, manifest)
+@dataclass(frozen=True)
+class Checked:
+    """A checkpoint that was found whole, and to fit.
+
+    buffers  of this rank, by name: in which file each is
+    streams  this rank's random states, where the mesh is the one that saved them
+    """
+
+    manifest: Manifest
+    reader: Reader
+    buffers: Mapping[str, str]
+    streams: tuple[Mapping[str, Tensor], Mapping[str, Any]] | None
+
+
+def check(directory: Path, parts: Parts) -> Checked:
+    """Find a checkpoint, or the newest in a directory of them, and check all of it; changes nothing.
+
+    Raises CheckpointError on all ranks.
+    """
+    manifest = agree(parts.everyone, lambda: _open(directory, parts))
+    if manifest.format < FORMAT and parts.everyone.rank == 0:
+        warnings.warn(
+            f"{manifest.folder} has format {manifest.format}, whose manifest has no checksum: damage to it may go "
+            f"unnoticed. The next checkpoint has format {FORMAT}.",
+            stacklevel=3,
+        )
+    return agree(parts.everyone, lambda: _verify(manifest, parts))
+
+
+def load(checked: Checked, parts: Parts) -> tuple[int, Any, str]:
+    """Restore states from a checkpoint of any mesh and stage; returns its step, what the loop had saved, `promise`."""
+    manifest = checked.manifest
+    agree(parts.everyone, lambda: _restore(checked, parts))
+    return manifest.step, manifest.value("loop"), promise(manifest.about, parts.about)
+
+
+# --- checking -----------------------------------------------------------------------------------
+
+
+def _open(directory: Path, parts: Parts) -> Manifest:
+    manifest = open_manifest(find(directory))
+    check_fits(manifest, parts)
+    return manifest
+
+
+def _verify(manifest: Manifest, parts: Parts) -> Checked:
+    """This rank's share of the files, and what this rank will read."""
+    everyone = parts.everyone
+    for file in list(manifest.files)[everyone.rank :: everyone.size]:
+        verify_file(manifest, file)
+    reader = Reader(manifest)
+    for segment in _segments(reader, parts):
+        reader.prepare(segment)
+    same = manifest.mesh == parts.degrees
+    files = [file_of(everyone.rank)] if same else list(manifest.files)
+    return Checked(manifest, reader, _find_buffers(manifest, files, parts), _streams(manifest, reader, parts, same))
+
+
+def _segments(reader: Reader, parts: Parts) -> Iterator[Segment]:
+    """Everything that this rank will read; masters stand in for moments that are not there yet."""
     for unit in parts.units:
-        if unit.grads is None:
-            _restore_frozen(reader, unit, parts)
+        for name, piece, values in _frozen(unit, parts):
+            yield Segment(parts.whole.owner(name), FROZEN, *_place(unit, piece), values, parts.cut(name))
     for owned in parts.optimizer.pieces:
-        _restore_piece(reader, manifest["optimizer"]["scalars"], parts, owned)
-    for group, saved in zip(parts.optimizer.torch.param_groups, manifest["optimizer"]["groups"], strict=True):
+        for state in reader.states(parts.whole.owner(owned.name)):
+            yield _segment(parts, owned, state, owned.master)
+
+
+def _find_buffers(manifest: Manifest, files: Sequence[str], parts: Parts) -> dict[str, str]:
+    """Every rank's own statistics on the same mesh; elsewhere the first rank's that has them."""
+    found: dict[str, str] = {}
+    live = parts.buffers
+    for file in files:
+        if found.keys() == live.keys():
+            break
+        for key, saved in own_tensors(manifest, file).items():
+            name = key.removeprefix(BUFFER)
+            if not key.startswith(BUFFER) or name not in live or name in found:
+                continue
+            if problem := buffer_problem(name, saved, live[name][0]):
+                raise CheckpointError(f"{manifest.folder / file}: {problem}")
+            found[name] = file
+    missing = sorted(parts.persistent - found.keys())
+    if missing and manifest.format == FORMAT:
+        raise CheckpointError(
+            f"{manifest.fields.file}: own has no buffer {shown(missing[0])}, and the model has it: build the model the "
+            "checkpoint was saved from."
+        )
+    return found
+
+
+def _streams(
+    manifest: Manifest, reader: Reader, parts: Parts, same: bool
+) -> tuple[Mapping[str, Tensor], Mapping[str, Any]] | None:
+    """This rank's random states, tried."""
+    if not same:
+        return None
+    rank = parts.everyone.rank
+    file = file_of(rank)
+    keys = [key for key in own_tensors(manifest, file) if key.startswith(STREAM)]
+    tensors = {key.removeprefix(STREAM): reader.tensor(file, key) for key in keys}
+    plain = manifest.fields.entry("python_rng").rows()[rank]
+    check_streams(str(manifest.folder / file), tensors, plain)
+    return tensors, plain.value
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+def _restore(checked: Checked, parts: Parts) -> None:
+    manifest, reader = checked.manifest, checked.reader
+    optimizer = manifest.value("optimizer")
+    for unit in parts.units:
+        _restore_frozen(reader, unit, parts)
+    for owned in parts.optimizer.pieces:
+        _restore_piece(reader, optimizer["scalars"], parts, owned)
+    for group, saved in zip(parts.optimizer.torch.param_groups, optimizer["groups"], strict=True):
         group.update(revive(saved, {key: value for key, value in group.items() if key != "params"}))
     for unit in parts.units:
         if unit.grads is not None:
             unit.weights.refresh().wait()
-    if parts.scheduler is not None and manifest["scheduler"] is not None:
-        parts.scheduler.load_state_dict(revive(manifest["scheduler"], parts.scheduler.state_dict()))
-    parts.loss_scale.restore(manifest["loss_scale"])
-    if parts.leaves is not None and manifest.get("exact") is not None:
-        parts.leaves.restore(manifest["exact"])
-    _restore_own(reader, manifest, parts)
+    if parts.scheduler is not None and manifest.value("scheduler") is not None:
+        parts.scheduler.load_state_dict(revive(manifest.value("scheduler"), parts.scheduler.state_dict()))
+    parts.loss_scale.restore(manifest.value("loss_scale"))
+    if parts.leaves is not None and manifest.value("exact") is not None:
+        parts.leaves.restore(manifest.value("exact"))
+    live = parts.buffers
+    for name, file in checked.buffers.items():
+        for buffer in live[name]:
+            buffer.copy_(reader.tensor(file, f"{BUFFER}{name}"))
+    if checked.streams is not None:
+        set_rng_state(*checked.streams)
 
 
-def _restore_own(reader: _Reader, manifest: Mapping[str, Any], parts: Parts) -> None:
-    """Every rank's own streams and statistics go on on the same mesh; elsewhere the first rank's statistics do."""
-    rank, files = parts.everyone.rank, sorted(manifest["files"])
-    same = _mesh_of(manifest) == parts.degrees
-    if same:
-        files = [file_of(rank)]
-        kept = reader.starting(files[0], "rng:")
-        set_rng_state(kept, manifest["python_rng"][rank])
-    missing = parts.buffers
-    for file in files:
-        for name, value in reader.starting(file, "buffer:", set(missing)).items():
-            for buffer in missing.pop(name):
-                buffer.copy_(value)
-        if not missing:
-            break
+def _segment(parts: Parts, owned: OwnedPiece, state: str, values: Tensor) -> Segment:
+    cut = parts.cut(owned.name)
+    return Segment(parts.whole.owner(owned.name), state, owned.shape, owned.piece.start, values, cut)
 
 
-def _mesh_of(manifest: Mapping[str, Any]) -> Degrees:
-    """The mesh that saved it; manifests that do not say know no other axis than dp."""
-    return Degrees(**manifest.get("mesh", {"pp": 1, "dp": len(manifest["files"]), "tp": 1}))
-
-
-def _restore_piece(reader: _Reader, scalars: Mapping[str, float], parts: Parts, owned: OwnedPiece) -> None:
-    name, optimizer, cut = parts.whole.owner(owned.name), parts.optimizer, parts.cut(owned.name)
-    reader.fill(Segment(name, MASTER, owned.shape, owned.piece.start, owned.master, cut))
+def _restore_piece(reader: Reader, scalars: Mapping[str, float], parts: Parts, owned: OwnedPiece) -> None:
+    optimizer = parts.optimizer
+    reader.fill(_segment(parts, owned, MASTER, owned.master))
     state: dict[str, Any] = optimizer.torch.state[owned.master]
-    saved = [key for key in reader.states(name) if key != MASTER]
+    saved = [key for key in reader.states(parts.whole.owner(owned.name)) if key != MASTER]
     for key in set(state) - {*saved, *scalars}:
         del state[key]  # the checkpoint was written before the optimizer made this state
     for key in saved:
         state[key] = optimizer.state_view(owned, key, owned.master.dtype)
-        reader.fill(Segment(name, key, owned.shape, owned.piece.start, state[key], cut))
+        reader.fill(_segment(parts, owned, key, state[key]))
     for key, value in scalars.items():
         if isinstance(state.get(key), Tensor):
             state[key].fill_(value)
@@ -223,17 +247,27 @@ def _restore_piece(reader: _Reader, scalars: Mapping[str, float], parts: Parts, 
             state[key] = torch.tensor(value, dtype=torch.float32)
 
 
-def _restore_frozen(reader: _Reader, unit: Unit, parts: Parts) -> None:
+def _frozen(unit: Unit, parts: Parts) -> Iterator[tuple[str, Piece, Tensor]]:
+    """What this rank holds of a frozen unit: of which parameter, which part of it, its values."""
     weights = unit.weights
+    if unit.grads is not None:
+        return
     if weights.sharded:
         pieces, values = unit.layout.pieces(parts.comm.rank), weights.shard
     else:
         pieces, values = weights.whole_pieces(), weights.full
     for piece in pieces:
-        slot = unit.layout.slots[piece.slot]
         part = values[piece.offset : piece.offset + piece.stop - piece.start]
+        yield unit.layout.slots[piece.slot].name, piece, part
+
+
+def _place(unit: Unit, piece: Piece) -> tuple[tuple[int, ...], int]:
+    return unit.layout.slots[piece.slot].shape, piece.start
+
+
+def _restore_frozen(reader: Reader, unit: Unit, parts: Parts) -> None:
+    for name, piece, part in _frozen(unit, parts):
         wide = torch.float64 if part.dtype == torch.float64 else torch.float32  # holds what any precision saved
         stored = torch.empty_like(part, dtype=wide if part.is_floating_point() else None)
-        name, cut = parts.whole.owner(slot.name), parts.cut(slot.name)
-        reader.fill(Segment(name, FROZEN, slot.shape, piece.start, stored, cut))
+        reader.fill(Segment(parts.whole.owner(name), FROZEN, *_place(unit, piece), stored, parts.cut(name)))
         to_compute(stored, part.dtype, out=part)

@@ -15,13 +15,13 @@ SRC = ROOT / "src" / "zero3d"
 
 # Layers from left to right; a module may import from its own layer and from those to its left.
 LAYERS = [
-    ["errors", "boxes", "ledger", "plain", "promise", "rng", "config", "deepspeed_config", "zero.stages", "zero.layout", "plan",
+    ["errors", "boxes", "ledger", "plain", "promise", "rng", "saved", "config", "deepspeed_config", "zero.stages", "zero.layout", "plan",
      "degrees", "schedules"],
     ["mesh", "transport", "zero.collectives", "zero.arena"],
     ["tensor_parallel.cuts", "precision", "param_groups", "nested", "boundary", "replica", "guards", "initial", "agree", "exact", "fingerprint", "zero.unit", "zero.hooks",
      "zero.prefetch", "zero.optimizer", "tier"],
     ["activations", "segments", "tensor_parallel", "pipeline", "pipeline_stage", "pipeline_sends", "faults", "in_turn", "generation", "moe", "checkpoint",
-     "restore", "hf", "data"],
+     "fits", "restore", "hf", "data"],
     ["engine"],
     ["train", "sim", "calibrate"],
     ["doctor", "integrations", "cli", "page"],

@@ -146,7 +146,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 def _finish_stage(writer: _ExportWriter, parts: Parts, model: nn.Module) -> None:
     """Add the persistent buffers that no earlier pipeline stage has."""
-    names = set().union(*(_persistent_buffers(module) for module in parts.modules))
+    names = parts.persistent
     buffers = _named_as_saved(model, {name: each[0] for name, each in parts.buffers.items() if name in names})
     there = writer.earlier()
     writer.add({name: tensor for name, tensor in buffers.items() if name not in there})
@@ -187,11 +187,3 @@ def _finish_export(temporary: Path, directory: Path, module: nn.Module, stages: 
         directory.rmdir()
     temporary.rename(directory)
     sync(directory.parent)
-
-
-def _persistent_buffers(module: nn.Module) -> set[str]:
-    names = set()
-    for prefix, owner in module.named_modules():
-        hidden = owner._non_persistent_buffers_set
-        names |= {f"{prefix}.{name}" if prefix else name for name in owner._buffers if name not in hidden}
-    return names

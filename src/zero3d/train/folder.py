@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from zero3d.config import load
 from zero3d.errors import CheckpointError, ConfigError
+from zero3d.saved.fields import USE_ANOTHER
+from zero3d.saved.folders import checkpoints, complete_steps, discard, find, tidy
+from zero3d.saved.intact import damage, newest_intact
 
 WRITTEN = (
     "config.yaml", "metrics.jsonl", "checkpoints", "hf", ".hf.new", ".hf.old", "loss.png", "trace-rank-0.json",
@@ -81,7 +85,7 @@ class Folder:
         )
 
     def claim(self, resume: str | None, overwrite: bool, found: Path | None = None) -> None:
-        """Make it, or refuse it as `refuse` does. Raises ConfigError."""
+        """Make it, or refuse it as `refuse` does; what died while saving is cleaned up. Raises ConfigError."""
         self.refuse(resume, overwrite, found)
         if overwrite and self.used:
             self._clear()
@@ -91,6 +95,7 @@ class Folder:
             raise ConfigError(
                 f"output {self.root.resolve()} cannot be created ({error.strerror}): choose another with output=FOLDER."
             ) from error
+        tidy(self.checkpoints)
 
     def write_config(self, text: str) -> None:
         """config.yaml, the first thing a run writes, whole or not at all: it marks the folder. Raises ConfigError."""
@@ -153,14 +158,24 @@ class Folder:
         """The checkpoint to go on from: `auto` takes the newest of this folder, if there is one."""
         if resume is None:
             return None
-        from zero3d.restore import find  # imports torch, which those who only name folders do without
+        if resume != AUTO:
+            return find(Path(resume))
+        return find(self.checkpoints) if checkpoints(self.checkpoints) else None
 
-        try:
-            return find(self.checkpoints if resume == AUTO else Path(resume))
-        except CheckpointError:
-            if resume == AUTO:
-                return None
-            raise
+    def point_to_older(self, found: Path, refused: CheckpointError) -> None:
+        """Raise CheckpointError with the command that goes on from an older checkpoint, if `found` is damaged.
+
+        Reads all of `found`, and of older ones until one is whole.
+        """
+        if damage(found) is None:
+            return
+        older = newest_intact(self.checkpoints, but=found)
+        if older is None:
+            way = f"No other checkpoint in {self.checkpoints} is whole: start anew with --overwrite."
+        else:
+            way = f"The newest one that is whole is {older}: type zero3d train {self.config} --resume {older}"
+        said = str(refused).removesuffix(USE_ANOTHER).strip()
+        raise CheckpointError(f"{found.name}, the newest checkpoint, is damaged: {said} {way}") from refused
 
     # --- checkpoints --------------------------------------------------------------------------------
 
@@ -169,17 +184,23 @@ class Folder:
 
         Later ones are of a course that was left: the run went back and on from an older checkpoint.
         """
-        found = sorted(int(p.name[5:]) for p in self.checkpoints.glob("step-*") if p.name[5:].isdigit())
-        link = self.checkpoints / "best"
-        if best is not None and best in found:
-            fresh = self.checkpoints / ".best.tmp"
-            fresh.unlink(missing_ok=True)
-            fresh.symlink_to(f"step-{best}")
-            fresh.replace(link)
+        found = complete_steps(self.checkpoints)
         kept = {*[step for step in found if step <= last][-keep:], best}
         for step in set(found) - kept:
-            shutil.rmtree(self.checkpoints / f"step-{step}")
-        if link.is_symlink() and not link.exists():
+            discard(self.checkpoints, step)
+        try:
+            self._point_at_best(best if best in found else None)
+        except OSError as error:
+            warnings.warn(f"{self.checkpoints / 'best'} could not be set ({error.strerror}).", stacklevel=2)
+
+    def _point_at_best(self, step: int | None) -> None:
+        link = self.checkpoints / "best"
+        if step is not None:
+            fresh = self.checkpoints / ".best.tmp"
+            fresh.unlink(missing_ok=True)
+            fresh.symlink_to(f"step-{step}")
+            fresh.replace(link)
+        elif link.is_symlink() and not link.exists():
             link.unlink()
 
     def keep_metrics(self, step: int) -> list[dict[str, float]]:

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from zero3d.data.dataset import DataSet
 from zero3d.data.masking import forward_options
 from zero3d.data.tokenizers import Tokenizer
 from zero3d.engine import Engine
-from zero3d.errors import ConfigError
+from zero3d.errors import CheckpointError, ConfigError
 from zero3d.hf.blocks import find_blocks
 from zero3d.plan.hardware import read_file
+from zero3d.saved.folders import settled
 from zero3d.train.build import Inputs, build_engine, of_config, open_inputs, steps_of_run, with_output
 from zero3d.train.flops import flops_per_token
 from zero3d.train.folder import AUTO, Folder, first_free, numbered
@@ -33,6 +35,7 @@ from zero3d.train.metrics import Metrics, Record, losses
 from zero3d.train.optim import rate, set_again, settings
 from zero3d.train.planned import AT, Comparison, plan_run
 from zero3d.train.progress import Progress
+from zero3d.train.resumed import check_progress
 from zero3d.train.sent import Done, TrafficRow, traffic_rows
 from zero3d.zero.collectives import broadcast_ints
 
@@ -97,8 +100,9 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
     engine = build_engine(config, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
     stream = _stream(config, inputs, engine)
     found = find_checkpoint(config, start, engine)
-    saved, steps = restore(config, inputs, engine, stream, found)
+    saved, steps = restore(config, start, inputs, engine, stream, found)
     folder = open_folder(config, start, engine, found)
+    found = None if found is None else settled(found)
     config = with_output(config, folder.root)
     notes = (*notes, *data.notes, *([planned] if isinstance(planned, str) else []))
     for line in (*introduction(config, inputs, steps, engine, folder), *notes):
@@ -157,8 +161,20 @@ def find_checkpoint(config: Config, start: Start, engine: Engine) -> Path | None
     return agree(engine.everyone, lambda: folder.resume_from(start.resume))
 
 
+def load(config: Config, start: Start, engine: Engine, found: Path) -> Mapping[str, Any] | None:
+    """What the loop had saved in a checkpoint. Raises CheckpointError; `auto` is told from where it can go on."""
+    try:
+        saved: Mapping[str, Any] | None = engine.load(found)
+    except CheckpointError as refused:
+        tells = start.resume == AUTO and engine.everyone.rank == 0
+        folder = Folder(Path(config.output or "."))
+        agree(engine.everyone, partial(folder.point_to_older, found, refused) if tells else lambda: None)
+        raise
+    return saved
+
+
 def restore(
-    config: Config, inputs: Inputs, engine: Engine, stream: BatchStream, found: Path | None
+    config: Config, start: Start, inputs: Inputs, engine: Engine, stream: BatchStream, found: Path | None
 ) -> tuple[Mapping[str, Any] | None, int]:
     """Load a checkpoint into engine and stream: what the loop had saved, and the steps of the whole run.
 
@@ -167,11 +183,7 @@ def restore(
     if found is None:
         return None, inputs.steps
     wanted = settings(engine.optimizer.torch)
-    saved: Mapping[str, Any] | None = engine.load(found)
-    if saved is None:
-        raise ConfigError(
-            f"{found} was saved by engine.save, not by zero3d train: it does not say how far the data is."
-        )
+    saved = check_progress(found, load(config, start, engine, found), engine.steps)
     stream.restore(saved["position"])
     steps, done = steps_of_run(config, inputs.data, inputs.batch, saved["step"], stream.taken), saved["step"]
     if steps < done:

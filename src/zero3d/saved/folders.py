@@ -1,0 +1,135 @@
+"""Which checkpoints a directory holds, by the names of its entries; what others left there is not touched.
+
+step-N          a checkpoint, whole since it was renamed; N without leading zeros is how we write it
+.step-N.tmp     being written, or left by a process that died
+.step-N.old     the one that was there while step N was saved again: the only one, where a process died
+                between the two renames of that
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import stat
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from zero3d.errors import CheckpointError
+
+MANIFEST, SEAL = "manifest.json", "manifest.sha256"
+_STEP = re.compile(r"step-([0-9]+)")
+_ASIDE = re.compile(r"\.step-([0-9]+)\.old")
+_UNFINISHED = re.compile(r"\.step-([0-9]+)\.tmp")
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether it is a folder, no link to one, with a manifest, which is written last."""
+    try:
+        return stat.S_ISDIR(folder.lstat().st_mode) and stat.S_ISREG((folder / MANIFEST).lstat().st_mode)
+    except OSError:
+        return False
+
+
+def complete_steps(directory: Path) -> list[int]:
+    """Steps of the complete checkpoints that are named as we name them, in order."""
+    found = ((_number(_STEP, entry.name), entry) for entry in _entries(directory))
+    return sorted(n for n, entry in found if n is not None and entry.name == f"step-{n}" and is_complete(entry))
+
+
+def checkpoints(directory: Path) -> dict[int, Path]:
+    """What may be gone on from, by step, oldest first; one without a manifest is among them: it lost that."""
+    found: dict[int, Path] = {}
+    for entry in _entries(directory):
+        number = _number(_STEP, entry.name)
+        if number is not None and _is_folder(entry) and (number not in found or entry.name == f"step-{number}"):
+            found[number] = entry
+    for entry in _entries(directory):
+        number = _number(_ASIDE, entry.name)
+        if number is not None and number not in found and is_complete(entry):
+            found[number] = entry
+    return dict(sorted(found.items()))
+
+
+def find(directory: Path) -> Path:
+    """The checkpoint itself, or the newest one in a directory of them. Raises CheckpointError."""
+    if is_checkpoint(directory):
+        return directory
+    found = checkpoints(directory)
+    if not found:
+        raise CheckpointError(
+            f"no checkpoint in {directory}: it has no step-N folder with a {MANIFEST}. Check the path."
+        )
+    return found[max(found)]
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Whether a folder is one by its name or its manifest, rather than a directory of them."""
+    named = any(_number(pattern, directory.name) is not None for pattern in (_STEP, _ASIDE))
+    return (directory / MANIFEST).is_file() or (named and directory.is_dir() and not checkpoints(directory))
+
+
+def settled(checkpoint: Path) -> Path:
+    """Where a checkpoint is after `tidy`."""
+    number = _number(_ASIDE, checkpoint.name)
+    return checkpoint if number is None or checkpoint.exists() else checkpoint.with_name(f"step-{number}")
+
+
+def tidy(directory: Path) -> None:
+    """Remove what processes that died have left, and put back an only copy. Nobody may be writing there."""
+    for entry in _entries(directory):
+        number = _number(_ASIDE, entry.name)
+        if number is not None and is_complete(entry):
+            whole = directory / f"step-{number}"
+            if is_complete(whole):
+                remove(entry)
+            elif not whole.exists():
+                entry.rename(whole)
+        elif _number(_UNFINISHED, entry.name) is not None and not entry.is_symlink() and _is_folder(entry):
+            remove(entry)
+
+
+def discard(directory: Path, step: int) -> None:
+    """Remove a checkpoint under another name, so that a process that dies over it leaves no half of one."""
+    going = directory / f".step-{step}.tmp"
+    shutil.rmtree(going, ignore_errors=True)
+    try:
+        (directory / f"step-{step}").rename(going)
+    except OSError as error:
+        _warn(directory / f"step-{step}", error)
+    else:
+        remove(going)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder; where that cannot be, say so and go on."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        _warn(folder, error)
+
+
+def _warn(folder: Path, error: OSError) -> None:
+    warnings.warn(f"{folder} could not be removed ({error.strerror}): remove it yourself.", stacklevel=3)
+
+
+def _number(pattern: re.Pattern[str], name: str) -> int | None:
+    match = pattern.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
+def _entries(directory: Path) -> Iterator[Path]:
+    """In order; none where there is no such directory. Raises CheckpointError where it cannot be read."""
+    try:
+        yield from sorted(directory.iterdir()) if directory.is_dir() else ()
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} cannot be read ({error.strerror}): check the path and its rights."
+        ) from error

@@ -1,0 +1,31 @@
+"""What the training loop had saved in a checkpoint, checked: counters, the best so far, the place in the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zero3d.errors import ConfigError
+from zero3d.saved.fields import Field
+from zero3d.saved.folders import MANIFEST
+
+
+def check_progress(checkpoint: Path, saved: Mapping[str, Any] | None, applied: int) -> Mapping[str, Any]:
+    """It, as `loop.progressed` wants it; `applied` steps are the engine's. Raises CheckpointError, ConfigError."""
+    if saved is None or "position" not in saved:
+        raise ConfigError(
+            f"{checkpoint} was saved by engine.save, not by zero3d train: it does not say how far the data is."
+        )
+    loop = Field(str(checkpoint / MANIFEST), "loop", saved)
+    skipped = loop.entry("skipped").integer()
+    loop.entry("step").one_of(applied + skipped)
+    loop.entry("tokens").integer()
+    if loop.entry("best").value is not None:
+        step, loss = loop.entry("best").rows(2)
+        step.integer(0, applied)
+        loss.number()
+    position = loop.entry("position")
+    position.entry("epoch").integer()
+    position.entry("index").integer(0, position.entry("sequences").integer(1) - 1)
+    return saved
