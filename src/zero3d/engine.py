@@ -8,7 +8,6 @@ step       norm, clip, update of shards, refresh         (zero/optimizer.py)
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -30,6 +29,7 @@ from zero3d.exact import ExactGradients, ExactOptimizer, Leaves, check_exact
 from zero3d.fingerprint import fingerprint
 from zero3d.generation import Ending, check_options, generate, last_only, next_logits
 from zero3d.guards import guard, guard_rest, is_guarded
+from zero3d.health import Health, check_weights
 from zero3d.hf.blocks import UnitSpec, partition_all
 from zero3d.hf.export import export
 from zero3d.initial import Source, from_module, from_source, hollow
@@ -48,12 +48,11 @@ from zero3d.zero.arena import STATES, TRANSIENT, Arena
 from zero3d.zero.collectives import Comm, broadcast_ints
 from zero3d.zero.hooks import KEEP, Hooks
 from zero3d.zero.layout import UnitLayout
-from zero3d.zero.optimizer import ShardedOptimizer, StepResult
+from zero3d.zero.optimizer import APPLIED, NOT_DUE, OVERFLOW, ShardedOptimizer, StepResult
 from zero3d.zero.prefetch import STEP, Gathers, Lane, Reductions
 from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
 from zero3d.zero.unit import Policy, Setting, Unit
 
-MANY_SKIPS = 5
 FULL_PARAMS, EXPORT, WHOLE = "full_params", "export", "whole"
 
 
@@ -165,9 +164,10 @@ class Engine:
             guard_rest(model, set(self.module.parameters()))
         self._move_buffers()
         self.units = [self._build_unit(spec, choice, weights) for spec in specs]
+        check_weights(self.units, self.comm, self.everyone, ConfigError, "Train from weights that are finite.")
         self._wire_up(uses, choice, clip_norm, order)
         self.scheduler = _bind(scheduler, self.optimizer.torch)
-        self._steps = self._skips = 0
+        self._steps = 0
         self.last_step: StepResult | None = None
         self.resumed = ""
         if self.pipeline is not None:
@@ -236,6 +236,7 @@ class Engine:
         closes = "" if leaves is None else "backward" if alone else "part"
         self.reductions = Reductions(self.units, Lane("reduce", device), closes)
         self.loss_scale = LossScale(self.precision)
+        self.health = Health(self.everyone, self.reductions, self.loss_scale, self.parts)
         every = self.policy.reduce == "every_micro_batch"
         draw = leaves.draw if leaves is not None and alone else None
         self.boundary = Boundary(self._accumulate, every, self.precision.scales_loss, draw)
@@ -335,8 +336,9 @@ class Engine:
     def step(self) -> StepResult:
         """Apply the step if the boundary is reached, else change nothing.
 
-        Moves what `traffic.step_traffic` says. Skips on all ranks when the gradient norm is not
-        finite anywhere; raises OrderError when ranks ran different units.
+        Moves what `traffic.step_traffic` says. Skips on all ranks when the gradient norm is not finite anywhere or
+        no micro-batch had a target: the result's `reason`, and `health.in_a_row` counts. Raises OrderError when
+        ranks ran different units, NonFiniteError when fp16 overflows at its smallest loss scale.
         """
         lr = float(self.optimizer.torch.param_groups[0]["lr"])
         if any(FULL_PARAMS in unit.users for unit in self.units):
@@ -348,7 +350,7 @@ class Engine:
                     "submodules), so no micro-batch was counted: call the model, or engine.backward(loss, last=True)."
                 )
             nan = torch.full((), float("nan"), dtype=self.policy.master, device=self.mesh.device)
-            return self._result(False, nan, lr)
+            return self._result(NOT_DUE, nan, lr)
         weight = self._end_leaves()
         self.reductions.catch_up()
         if not self.reductions.adopted and self.comm.size > 1:
@@ -361,13 +363,13 @@ class Engine:
             if self.leaves is not None:
                 self.leaves.begin()
             self.gathers.drop(lambda token: True)  # whatever is still gathered holds the weights of before
-        self._warn_of_skips(outcome.applied)
-        self.loss_scale.update(outcome.overflow)
-        if outcome.applied:
+        self.health.count(outcome.reason)
+        self.loss_scale.update(outcome.reason == OVERFLOW)
+        if outcome.reason == APPLIED:
             self._steps += 1
             if self.scheduler is not None:
                 self.scheduler.step()
-        return self._result(outcome.applied, outcome.norm, lr)
+        return self._result(outcome.reason, outcome.norm, lr)
 
     def _end_leaves(self) -> float | Tensor:
         """The weight of this rank's micro-batches; in exact mode [M], that of each."""
@@ -381,21 +383,10 @@ class Engine:
         each = [torch.as_tensor(weight, dtype=torch.float64) for weight in self.boundary.weights]
         return torch.stack([weight.to(self.mesh.device) for weight in each])
 
-    def _result(self, applied: bool, norm: Tensor, lr: float) -> StepResult:
+    def _result(self, reason: str, norm: Tensor, lr: float) -> StepResult:
         scale = torch.tensor(self.loss_scale.value, device=norm.device)
         rate = torch.tensor(lr, dtype=torch.float64, device=norm.device)
-        return StepResult(torch.tensor(applied, device=norm.device), norm, scale, rate)
-
-    def _warn_of_skips(self, applied: bool) -> None:
-        """A run that never applies a step should not look like one that trains."""
-        self._skips = 0 if applied else self._skips + 1
-        if self._skips == MANY_SKIPS and not self.precision.scales_loss and self.mesh.rank == 0:
-            warnings.warn(
-                f"{MANY_SKIPS} steps in a row were skipped because the gradient norm was not finite. If the loss is "
-                "NaN from the start at stage 3, a parameter is used outside its module's forward: see "
-                "engine.full_params().",
-                stacklevel=3,
-            )
+        return StepResult(torch.tensor(reason == APPLIED, device=norm.device), norm, scale, rate, reason)
 
     def _together(self) -> AbstractContextManager[None]:
         """Around what the ranks of a pipeline do together: where one fails, none goes on."""

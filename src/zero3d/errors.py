@@ -9,6 +9,7 @@
       OutOfBudget             a memory budget would be exceeded
       CheckpointError         a checkpoint that is missing, damaged or of another model
       DataError               training data that cannot be read
+      NonFiniteError          gradients or trained weights that are NaN or infinite
       RankError               another rank failed, and not with one of these
 
 A message says what was asked, what was found (with the arithmetic) and what to type.
@@ -27,8 +28,9 @@ class Zero3dError(Exception):
 
     @property
     def exit_code(self) -> int:
-        """2 for what the user asked, a ConfigError always; 1 where a machine or another rank's bug is to blame."""
-        fault = isinstance(self, RankError) or isinstance(self.__cause__, OSError)
+        """2 for what the user asked, a ConfigError always; 1 where a machine, a training or another rank's bug is to
+        blame."""
+        fault = isinstance(self, (NonFiniteError, RankError)) or isinstance(self.__cause__, OSError)
         return 2 if isinstance(self, ConfigError) or not fault else 1
 
 
@@ -62,6 +64,10 @@ class CheckpointError(Zero3dError, RuntimeError):
 
 class DataError(Zero3dError, ValueError):
     """Training data that cannot be read."""
+
+
+class NonFiniteError(Zero3dError, ArithmeticError):
+    """Gradients or trained weights that are NaN or infinite."""
 
 
 class RankError(Zero3dError, RuntimeError):

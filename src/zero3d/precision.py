@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zero3d.errors import ConfigError, Zero3dError
+from zero3d.errors import ConfigError, NonFiniteError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -94,8 +94,18 @@ class LossScale:
         self._steps = 0
         self._last_overflow = -1
 
+    @property
+    def can_fall(self) -> bool:
+        """An overflow is how it finds its value."""
+        return self.dynamic and self.value > self.rule.minimum
+
+    @property
+    def spent(self) -> bool:
+        """The next overflow is an error."""
+        return self.dynamic and not self.can_fall and self._patience <= 1
+
     def update(self, overflow: bool) -> None:
-        """Account for one boundary. Raises Zero3dError on an overflow at the minimum scale."""
+        """Account for one boundary. Raises NonFiniteError on an overflow at the minimum scale."""
         if not self.dynamic:
             return
         if overflow:
@@ -109,8 +119,8 @@ class LossScale:
         self._last_overflow = self._steps
         if self._patience > 1:
             self._patience -= 1
-        elif self.value <= self.rule.minimum:
-            raise Zero3dError(
+        elif not self.can_fall:
+            raise NonFiniteError(
                 f"fp16 gradients overflow at the minimum loss scale {self.value:g} (boundary {self._steps}): "
                 "the model diverges or does not fit fp16. Pass precision='bf16', or lower the learning rate."
             )

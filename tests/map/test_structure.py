@@ -18,7 +18,7 @@ LAYERS = [
     ["errors", "boxes", "ledger", "plain", "promise", "rng", "saved", "config", "deepspeed_config", "zero.stages", "zero.layout", "plan",
      "degrees", "schedules"],
     ["mesh", "transport", "zero.collectives", "zero.arena"],
-    ["tensor_parallel.cuts", "precision", "param_groups", "nested", "boundary", "replica", "guards", "initial", "agree", "exact", "fingerprint", "zero.unit", "zero.hooks",
+    ["tensor_parallel.cuts", "precision", "param_groups", "nested", "boundary", "replica", "guards", "initial", "agree", "exact", "fingerprint", "health", "zero.unit", "zero.hooks",
      "zero.prefetch", "zero.optimizer", "tier"],
     ["activations", "segments", "tensor_parallel", "pipeline", "pipeline_stage", "pipeline_sends", "faults", "in_turn", "generation", "moe", "checkpoint",
      "fits", "restore", "hf", "data"],

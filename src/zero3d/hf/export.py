@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from zero3d.agree import agree
 from zero3d.checkpoint import Parts, sync, taken_back, write_json, write_tensors
-from zero3d.errors import CheckpointError
+from zero3d.errors import CheckpointError, NonFiniteError
+from zero3d.health import is_finite
 from zero3d.hf.split import model_of
 from zero3d.zero.unit import Unit
 
@@ -73,7 +74,19 @@ def _add(writer: _ExportWriter, parts: Parts, model: nn.Module, unit: Unit) -> N
     tensors = zip(unit.layout.slots, unit.weights.params, strict=True)
     named = {slot.name: _joined(parts, slot.name, p.detach()) for slot, p in tensors}
     if parts.tp.rank == 0:
+        _refuse_nonfinite(named)
         writer.add(_named_as_saved(model, named))
+
+
+def _refuse_nonfinite(tensors: Mapping[str, Tensor]) -> None:
+    floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()}
+    bad = [name for name, tensor in floating.items() if not is_finite(tensor)]
+    if bad:
+        more = f" and {len(bad) - 1} more beside it" if len(bad) > 1 else ""
+        raise NonFiniteError(
+            f"nothing was exported: {bad[0]}{more} has values that are NaN or infinite. Go back to an earlier "
+            "checkpoint, whose weights are finite."
+        )
 
 
 def _joined(parts: Parts, name: str, local: Tensor) -> Tensor:

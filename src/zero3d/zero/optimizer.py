@@ -4,7 +4,7 @@
     2. unscale      gradient shards *= 1 / (loss scale x sum of weights)
     3. norm         of every piece, stacked in model order, then of the stack: torch's own
                     `clip_grad_norm_`; partial norms are exchanged and combined in rank order
-    4. one host read: norm, weight, orders. A non-finite norm or no weight skips the step
+    4. one host read: norm, weight, orders. A non-finite norm or no weight skips the step, and `reason` says so
     5. clip         gradient shards *= clip / (norm + 1e-6), at most 1
     6. stage 0      all-gather of gradient shards (the second half of an all-reduce)
     7. update       a torch optimizer on 1-D pieces of the masters, states in flat buffers
@@ -36,6 +36,8 @@ from zero3d.zero.layout import Piece
 from zero3d.zero.prefetch import WINDOW
 from zero3d.zero.unit import Unit
 
+APPLIED, OVERFLOW, NO_TARGETS, NOT_DUE = "applied", "overflow", "no targets", "not due"
+
 
 class StepResult(NamedTuple):
     """What a step did; device tensors, so that reading them is the caller's choice.
@@ -44,19 +46,20 @@ class StepResult(NamedTuple):
     grad_norm   fp32 (fp64 under fp64), before clipping, equal on all ranks and stages; NaN off the boundary
     loss_scale  fp32, the scale of the next step
     lr          fp64, of the first parameter group as used in this step
+    reason      on the host: "applied", "overflow" (a norm that is not finite), "no targets" (all weights 0), "not due"
     """
 
     applied: Tensor
     grad_norm: Tensor
     loss_scale: Tensor
     lr: Tensor
+    reason: str
 
 
 class Outcome(NamedTuple):
-    """What the boundary found out, on the host."""
+    """What the boundary found out, on the host; `reason` as in `StepResult`."""
 
-    applied: bool
-    overflow: bool
+    reason: str
     norm: Tensor
 
 
@@ -179,11 +182,11 @@ class ShardedOptimizer:
             raise self._comm.order_error()
         if host_norm < 0:
             raise self._uneven(int(-1 - host_norm))
-        finite = isfinite(host_norm)
-        if finite and host_total:
+        reason = NO_TARGETS if not host_total else APPLIED if isfinite(host_norm) else OVERFLOW
+        if reason == APPLIED:
             multiply(shards, clip if host_clip != 1.0 else 1.0)
             self._update()
-        return Outcome(bool(finite and host_total), not finite and bool(host_total), norm)
+        return Outcome(reason, norm)
 
     def _uneven(self, place: int) -> ConfigError:
         name = self._names[place]

@@ -185,7 +185,10 @@ class Reductions:
     """The queue of units whose gradients are complete.
 
     closes  exact mode: what a "backward" gives, or a "part" of a pipeline in it, is closed for itself (exact.py)
+    watch   shown every local gradient before it is taken (health.py)
     """
+
+    watch: Callable[[Unit, int, torch.Tensor], None] | None = None
 
     def __init__(self, units: Sequence[Unit], lane: Lane, closes: str = "") -> None:
         self._closes = closes
@@ -212,6 +215,8 @@ class Reductions:
 
     def take(self, unit: Unit, index: int, grad: torch.Tensor) -> None:
         """Autograd has finished one parameter's gradient."""
+        if self.watch is not None:
+            self.watch(unit, index, grad)
         if self._closes and unit in self._done:
             raise ConfigError(
                 f"exact=True: {unit.layout.slots[index].name} got a second gradient in one backward, after the first "
