@@ -13,8 +13,8 @@ from zero3d.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part,
 LENGTH, HIDDEN, VOCAB, BLOCKS = 8, 16, 64, 4
 TOKENS = 2 * LENGTH  # of a micro-batch of two
 MUCH = 10.0**6  # bytes per token: more than all else
-ENDS = HALF = 16_384  # elements: of the embedding, the head, and each of a block's two matrices
-BLOCK = 2 * HALF
+ENDS, UP, DOWN = 16_384, 16_384, 32_768  # elements: of the embedding and of the head; of a block's two matrices
+BLOCK = UP + DOWN
 # Bytes that a token keeps: cut by tp + whole on all tp ranks.
 EMBEDDING_KEPT, BLOCK_KEPT, HEAD_KEPT = 3 + 5, 101 + 211, 401 + 43
 ATTENTION, INPUT = 31, 32  # of a block's: what recomputing attention frees, and its input
@@ -41,7 +41,8 @@ def model_of(much="", tied=False, blocks=BLOCKS, root=False, instants=()):
         units.insert(0, Unit("root", (Weight("norm.weight", (16_384,)),)))
     parts = [Part("embedding", (embed,), before)]
     for i in range(blocks):
-        up, down = (Weight(f"blocks.{i}.{name}", (128, 128), cut=cut) for cut, name in enumerate(("up", "down")))
+        up = Weight(f"blocks.{i}.up", (128, 128), cut=0)
+        down = Weight(f"blocks.{i}.down", (128, 256), cut=1)
         parts.append(Part("block", (Unit(f"blocks.{i}", (up, down)),), inside))
     parts.append(Part("head", tuple(units), after))
     return ModelSpec("by hand", tuple(parts), LENGTH, HIDDEN, VOCAB, heads=4, kv_heads=4)
@@ -227,9 +228,9 @@ def test_a_node_s_host_has_its_processes_the_largest_slice_in_fp32_and_what_is_o
     params = 2 * ENDS + BLOCKS * BLOCK
     nodes = cluster("a100-80", 16, 2)
     for plan, ranks in ((ParallelPlan(dp=4, stage=1), 4), (ParallelPlan(dp=16, stage=1), 8)):
-        assert memory(model_of(), plan, nodes).host == ranks * (3e9 + 4 * HALF)
+        assert memory(model_of(), plan, nodes).host == ranks * (3e9 + 4 * DOWN)
     offloaded = memory(model_of(), ParallelPlan(dp=4, stage=1, offload="host"), nodes)
-    assert offloaded.host == 4 * (3e9 + 4 * HALF + 12 * params / 4)
+    assert offloaded.host == 4 * (3e9 + 4 * DOWN + 12 * params / 4)
     assert "optimizer" not in offloaded.parts
     assert offloaded.states == (2 + 2 + 4 / 4) * params
 
@@ -249,6 +250,20 @@ def test_a_pipeline_keeps_what_is_in_flight_and_what_is_passed_on(schedule, held
     assert found["batch"] == 4 * BATCH
     assert found["activations"] == held * TOKENS * (2 * BLOCK_KEPT + HEAD_KEPT)
     assert found["passed"] == passed * STATE
+
+
+def test_gradients_are_reduced_in_the_last_micro_batch_or_in_each_as_asked():
+    """Before the last one two micro-batches are in flight: where all are reduced, that is the fullest."""
+    plan = PIPE | {"dp": 2, "stage": 2}
+    once, each = (
+        at(model_of("embedding"), "backward of the embedding, pipeline stage 0 of 2", reduce=reduce, **plan)
+        for reduce in ("every_step", "every_micro_batch")
+    )
+    assert once["activations"] == TOKENS * EMBEDDING_KEPT
+    assert once["wire"] == 2 * 4 * BLOCK / 2  # summed in fp32: no cast
+    assert "bucket" not in once
+    assert each["activations"] == TOKENS * (2 * EMBEDDING_KEPT + 2 * BLOCK_KEPT)
+    assert (each["bucket"], each["wire"]) == (2 * (2 * BLOCK + ENDS), 2 * WIRE["block"])
 
 
 OUTPUTS = {"block": 128 + 128, "head": 64}  # elements of a token behind a part's weights: their gradients wait for W
