@@ -21,8 +21,8 @@ ATTENTION, INPUT = 31, 32  # of a block's: what recomputing attention frees, and
 TRANSIENT = {"embedding": 7.0, "block": 11.0, "head": 13.0}
 
 
-def model_of(much="", tied=False, blocks=BLOCKS, root=False, instants=()):
-    """`much`: the kind of part whose backward is the fullest instant."""
+def model_of(much="", tied=False, blocks=BLOCKS, root=0, instants=()):
+    """`much`: the kind of part whose backward is the fullest instant; `root`: elements of a norm in the root unit."""
     transient = TRANSIENT | ({much: MUCH} if much else {})
     inside = Operations(
         1.0,
@@ -38,7 +38,7 @@ def model_of(much="", tied=False, blocks=BLOCKS, root=False, instants=()):
     embed = Unit("embed", (Weight("embed.weight", (64, 256), cut=0),))
     units = [Unit("head", (Weight("head.weight", (64, 256), cut=0),), copy_of="embed" if tied else None)]
     if root:
-        units.insert(0, Unit("root", (Weight("norm.weight", (16_384,)),)))
+        units.insert(0, Unit("root", (Weight("norm.weight", (root,)),)))
     parts = [Part("embedding", (embed,), before)]
     for i in range(blocks):
         up = Weight(f"blocks.{i}.up", (128, 128), cut=0)
@@ -101,9 +101,21 @@ def test_the_embedding_s_backward_beside_two_blocks_being_reduced():
 
 
 def test_a_root_unit_is_gathered_all_along_and_its_bucket_opens_at_once():
-    without, with_root = (at(model_of("block", root=root), "backward of blocks.1", dp=2) for root in (False, True))
+    without, with_root = (at(model_of("block", root=root), "backward of blocks.1", dp=2) for root in (0, 16_384))
     assert with_root == without | {
         "gathered": without["gathered"] + 2 * 16_384, "bucket": without["bucket"] + 2 * 16_384
+    }  # fmt: skip
+
+
+def test_a_large_root_unit_is_reduced_at_the_end_beside_the_last_of_the_others():
+    root = 16 * 16_384
+    assert at(model_of(root=root), "end of the backward", dp=2, stage=2) == {
+        "batch": BATCH,
+        "bucket": 2 * (ENDS + root),
+        "wire": WIRE["ends"] + 4 * root + 4 * root / 2,
+    }
+    assert at(model_of(root=root), "end of the backward", dp=2, stage=1, accumulate=2) == {
+        "batch": 2 * BATCH, "wire": 4 * (ENDS + root) / 2
     }  # fmt: skip
 
 
@@ -306,7 +318,7 @@ def test_sequence_parallelism_divides_a_norm_s_backward_and_outputs_that_are_who
     """A norm's weight is not cut, so that its output is a slice of the sequence."""
     found = {}
     for sequence in (False, True):
-        model = model_of(root=True)
+        model = model_of(root=16_384)
         plan = ParallelPlan(
             tp=2, pp=2, stage=0, accumulate=4, micro_batch=2048, schedule="zbv", sequence_parallel=sequence
         )
@@ -322,3 +334,29 @@ def test_sequence_parallelism_divides_a_norm_s_backward_and_outputs_that_are_who
         assert each.parts["activations"] == 2048 * LENGTH * (
             3 * part0[sequence] + part3[sequence] + 2 * outputs - logits
         )
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "zero-bubble"])
+def test_part_0_has_no_backward_of_inputs_and_that_of_its_weights_is_a_whole_one(schedule):
+    """Four of its micro-batches are held, whose outputs went; a gradient came, one is on its way, a state is early."""
+    found = at(model_of("embedding"), "backward of the embedding, pipeline stage 0 of 2", schedule=schedule, **PIPE)
+    assert found["temporary"] == TOKENS * MUCH
+    assert found["activations"] == TOKENS * (4 * EMBEDDING_KEPT + 3 * BLOCK_KEPT)
+    assert found["passed"] == (4 + 1 + 1 + 1) * STATE
+
+
+def test_the_head_of_a_split_backward_is_as_full_as_that_of_a_whole_one():
+    found = at(model_of("head"), "logits and loss, pipeline stage 1 of 2", schedule="zero-bubble", **PIPE)
+    assert found["temporary"] == TOKENS * MUCH
+    waiting = BLOCK_HEAD + FOR_WEIGHTS["block"] + FOR_WEIGHTS["head"] - LOGITS
+    assert found["activations"] == 2 * TOKENS * BLOCK_KEPT + waiting + BLOCK_HEAD
+
+
+def test_recomputed_blocks_stay_whole_between_their_two_backwards():
+    """What the backward of inputs ran again waits for that of weights, beside the kept inputs."""
+    found = at(
+        model_of("head"), "logits and loss, pipeline stage 1 of 2", schedule="zero-bubble", activations="full", **PIPE
+    )
+    kept = TOKENS * (INPUT + HEAD_KEPT)
+    waiting = kept + TOKENS * BLOCK_KEPT + FOR_WEIGHTS["block"] + FOR_WEIGHTS["head"] - LOGITS
+    assert found["activations"] == 2 * TOKENS * INPUT + waiting + kept

@@ -23,7 +23,7 @@ def engine_of(model, stage, **options):
 
 
 def reduced(engine):
-    """Gradients by name, once all reductions are over; of one rank, whole."""
+    """Gradients by name, once all reductions are over: this rank's pieces, which on one rank are whole."""
     engine.reductions.catch_up()
     return {owned.name: grad.detach().double().clone() for owned, grad in engine.optimizer.shard_grads()}
 
@@ -96,10 +96,12 @@ def test_more_micro_batches_than_planned_are_summed_in_fp32(stage, reduce):
 class Twice(nn.Module):
     """Blocks called in turn and over again, recomputed in reentrant checkpoints or not at all."""
 
-    def __init__(self, reentrant):
+    def __init__(self, reentrant, width=16):
         super().__init__()
         torch.manual_seed(3)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width)) for _ in range(2)
+        )
         self.reentrant = reentrant
 
     def forward(self, x):
@@ -133,3 +135,28 @@ def test_a_backward_through_parameters_alone_adds_to_the_step(stage):
     wanted = {name: p.grad.double().flatten() for name, p in whole.named_parameters()}
     assert worst(reduced(engine), wanted) < 1e-6
     assert engine.step().applied
+
+
+def on_two_ranks():
+    """By stage: the worst difference of late gradients from those that come at once; what is left in buckets."""
+    rank, found = torch.distributed.get_rank(), []
+    for stage in STAGES:
+        once, often = (engine_of(net(width=96), stage) for _ in range(2))
+        at_once, late = (engine_of(Twice(how, width=96), stage, units=[nn.Sequential]) for how in (False, True))
+        for step in range(2):
+            sum(losses(once(batch(step, rank)), 3)).backward()
+            for loss in losses(often(batch(step, rank)), 3):
+                loss.backward(retain_graph=True)
+            for engine in (at_once, late):
+                x = torch.randn(4, 96, generator=torch.Generator().manual_seed(2 * step + rank)).requires_grad_()
+                engine(x).square().mean().backward()
+            found += [worst(reduced(often), reduced(once)), worst(reduced(late), reduced(at_once))]
+            for engine in (once, often, at_once, late):
+                assert engine.step().applied
+        found += [float(engine.arena.live("bucket")) for engine in (often, late)]
+    return found
+
+
+def test_late_gradients_of_two_ranks_come_while_reductions_are_under_way(ranks):
+    for found in ranks(2, on_two_ranks):
+        assert max(found) < 1e-6
