@@ -1,6 +1,7 @@
 """Contract 5: resume bit for bit on the same shape, equal states on any other; damage is refused."""
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -62,7 +63,8 @@ def seeded(rank):
 def interrupted_and_not(stage, model, precision, folder):
     seeded(dist.get_rank())
     straight = make(stage, model, precision)
-    expected = train(straight, range(6))[3:]
+    curve = train(straight, range(6))
+    applied = sum(math.isfinite(norm) for _, norm, *_ in curve)  # in fp16 the first scale may overflow
     with straight.full_params():
         weights = bits(straight.module.parameters())
     seeded(dist.get_rank())
@@ -74,7 +76,11 @@ def interrupted_and_not(stage, model, precision, folder):
     second.load(saved.parent)
     found = train(second, range(3, 6))
     with second.full_params():
-        return found == expected, weights == bits(second.module.parameters()), second.steps
+        return (
+            found == curve[3:],
+            weights == bits(second.module.parameters()),
+            second.steps == straight.steps == applied,
+        )
 
 
 @pytest.mark.parametrize(("world", "stage", "model", "precision"), [
@@ -83,12 +89,12 @@ def interrupted_and_not(stage, model, precision, folder):
 def test_resume_on_the_same_shape_is_bitwise_dropout_and_loss_scale_included(
     ranks, tmp_path, world, stage, model, precision
 ):
-    for same_curve, same_weights, steps in ranks(
+    for same_curve, same_weights, same_steps in ranks(
         world, interrupted_and_not, stage, model, precision, str(tmp_path / "ck")
     ):
         assert same_curve
         assert same_weights
-        assert steps == 6 or precision == "fp16"  # the first scale may overflow
+        assert same_steps
 
 
 def save_at(stage, model, folder):

@@ -10,6 +10,7 @@ from pipelines import covering
 import zero3d
 from zero3d.activations import recompute
 from zero3d.errors import ConfigError
+from zero3d.exact import Leaves
 from zero3d.plan.traffic import Moved, count_gathers, step_traffic
 from zero3d.zero import collectives
 
@@ -285,22 +286,25 @@ def test_a_loop_written_by_hand_and_evaluations(ranks):
     check_one_curve(at_every_dp(ranks, by_hand))
 
 
-def through_stages(dp, schedule, tied):
+def pipelined(dp, schedule, tied):
     class Lm(Net):
         def forward(self, input_ids):
             return super().forward(input_ids)
 
     torch.manual_seed(7)
     model = Lm(width=96, layers=4, dropout=0.2, tied=tied)
-    mesh = zero3d.Mesh(dp=dp, pp=2)
     torch.manual_seed(torch.distributed.get_rank())
-    engine = zero3d.Engine(
-        model, mesh=mesh, stage=3, precision="bf16", optimizer=adamw, accumulate=LEAVES // dp, exact=True, clip_norm=0.05,
-        schedule=schedule, loss=lambda output, batch: loss(output, (batch["input_ids"], batch["labels"])),
+    return zero3d.Engine(
+        model, mesh=zero3d.Mesh(dp=dp, pp=2), stage=3, precision="bf16", optimizer=adamw, accumulate=LEAVES // dp,
+        exact=True, clip_norm=0.05, schedule=schedule,
+        loss=lambda output, batch: loss(output, (batch["input_ids"], batch["labels"])),
     )  # fmt: skip
-    curve = []
+
+
+def through_stages(dp, schedule, tied):
+    engine, curve = pipelined(dp, schedule, tied), []
     for step in range(4):
-        leaves = [leaf(step, mesh.place.dp * LEAVES // dp + k) for k in range(LEAVES // dp)]
+        leaves = [leaf(step, engine.mesh.place.dp * LEAVES // dp + k) for k in range(LEAVES // dp)]
         value = engine.train_batch([{"input_ids": ids, "labels": labels} for ids, labels in leaves])
         curve.append((float(value).hex(), float(engine.last_step.grad_norm).hex()))
     return curve, engine.fingerprint()
@@ -317,6 +321,24 @@ def test_pipelines_of_one_degree(ranks, schedule, tied):
 def test_pipelines_of_one_degree_in_other_schedules(ranks, schedule, tied):
     one, two = (ranks(2 * dp, through_stages, dp, schedule, tied) for dp in (1, 2))
     assert all(found == one[0] for found in (*one, *two))
+
+
+def drawn(schedule):
+    """(micro-batch, part) of every forward that begins on this rank in a step, and its parts."""
+    seen, own = [], Leaves.draw
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Leaves, "draw", lambda self, k, part=0: seen.append((k, part)) or own(self, k, part))
+        engine = pipelined(1, schedule, False)
+        seen.clear()
+        engine.train_batch([{"input_ids": ids, "labels": labels} for ids, labels in (leaf(0, k) for k in range(4))])
+    return sorted(seen), sorted(engine.parts)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_every_part_of_a_pipeline_is_seeded_by_its_own_number(ranks, schedule):
+    found = ranks(2, drawn, schedule)
+    assert [parts for _, parts in found] == ([[0], [1]] if schedule == "1f1b" else [[0, 3], [1, 2]])
+    assert all(seen == [(k, part) for k in range(4) for part in parts] for seen, parts in found)
 
 
 def over_tp(dp):

@@ -9,6 +9,7 @@ from pipelines import build, engine_of, micro_batches, modules_of, schedule_of, 
 
 import zero3d.engine
 from zero3d.errors import ConfigError
+from zero3d.precision import LossScaling, Precision
 from zero3d.zero.arena import STATES, TRANSIENT
 
 GEN = 5
@@ -120,27 +121,57 @@ def test_every_number_of_micro_batches_is_right_or_refused(ranks, numbers_withou
                 assert result == numbers_without_pipeline[count], count
 
 
-def overflow_on_one_stage():
-    """fp16: scale, applied flags and whether weights moved, where block 3 overflows in step 1."""
-    model = build("net", 4)
-    overflow = [False]
+def scaled_steps(pp, initial, overflows=()):
+    """fp16 steps; block 3, on the last stage of two, overflows in some.
+
+    By step: applied, whether weights moved, scale, norm, loss; then the weights, and the largest gradient that came
+    in block 3 in the first step.
+    """
+    model, step, arrived = build("net", 4), 0, []
     weight = model.layers[3].up.weight
-    weight.register_hook(lambda grad: grad * float("inf") if overflow[0] else grad)
-    engine = engine_of(model, zero3d.Mesh(pp=2), stage=2, precision="fp16")
-    engine.loss_scale.value = 16.0
+    weight.register_hook(lambda grad: arrived.append(float(grad.abs().max())) or grad)
+    weight.register_hook(lambda grad: grad * float("inf") if step in overflows else grad)
+    precision = Precision("fp16", LossScaling(initial=initial, hysteresis=1, window=2))
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    engine = engine_of(model, zero3d.Mesh(pp=pp), stage=2, precision=precision, optimizer=sgd, clip_norm=0.2)
     found = []
     for step in range(4):
-        before, overflow[0] = weights_of(engine), step == 1
-        engine.train_batch(micro_batches(step, 0))
+        before = weights_of(engine)
+        loss = float(engine.train_batch(micro_batches(step, 0)))
         moved = any(not torch.equal(value, before[name]) for name, value in weights_of(engine).items())
-        found.append((bool(engine.last_step.applied), moved, engine.loss_scale.value))
-    return found
+        result = engine.last_step
+        found.append((bool(result.applied), moved, float(result.loss_scale), float(result.grad_norm), loss))
+    return found, weights_of(engine), arrived[0] if arrived else None
 
 
-def test_an_fp16_overflow_on_one_pipeline_stage_skips_the_step_on_all(ranks):
-    first, second = ranks(2, overflow_on_one_stage)
-    assert first == second
-    assert [each[:2] for each in first] == [(True, True), (False, False), (True, True), (True, True)]
+def test_an_fp16_overflow_on_one_pipeline_stage_skips_the_step_on_all_and_halves_the_scale(ranks):
+    results = ranks(2, scaled_steps, 2, 16.0, (1, 2))
+    for found, _, _ in results:
+        assert [step[:3] for step in found] == [
+            (True, True, 16.0),
+            (False, False, 8.0),
+            (False, False, 4.0),
+            (True, True, 4.0),
+        ]
+    (first, _, nothing), (last, _, _) = results
+    assert [step[2:] for step in first[::3]] == [step[2:] for step in last[::3]]
+    assert nothing is None  # block 3 is on the last stage
+
+
+def test_a_scaled_loss_in_a_pipeline_gives_what_an_unscaled_one_does(ranks):
+    """Gradients travel 256 times as large, and norms, losses and weights are those without to rounding."""
+    (_, _, plain_peak), *_ = [result for result in ranks(2, scaled_steps, 2, 1.0) if result[2]]
+    plain, scaled, whole = (ranks(pp, scaled_steps, pp, scale) for pp, scale in ((2, 1.0), (2, 256.0), (1, 256.0)))
+    assert scaled[1][2] == pytest.approx(256 * plain_peak, rel=1e-2)
+    for rank in range(2):
+        for step, other, alone in zip(scaled[rank][0], plain[rank][0], whole[0][0], strict=True):
+            assert step[0]
+            assert step[3:] == pytest.approx(other[3:], rel=1e-3)
+            assert step[2:] == alone[2:]  # of a pipeline and of none the same bits
+            assert step[3] > 0.2  # clipping was active: a scale left in the norm would show in the weights
+        for name, value in scaled[rank][1].items():
+            assert torch.equal(value, whole[0][1][name])
+            torch.testing.assert_close(value, plain[rank][1][name], rtol=2e-3, atol=2e-4)
 
 
 def curve(pp, precision, steps, stage=3, **options):

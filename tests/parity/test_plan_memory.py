@@ -73,7 +73,7 @@ def test_the_peak_is_that_of_a_dry_run(spec, tied, plan):
 
 def test_parts_add_up_and_the_instant_has_a_name(spec):
     found = memory(spec[False], ParallelPlan(dp=2, tp=2, pp=2, stage=1, accumulate=4))
-    assert sum(found.parts.values()) == pytest.approx(found.allocated)
+    assert sum(found.parts.values()) == found.allocated
     assert "pipeline stage" in found.instant
     assert found.states < found.allocated < found.reserved < found.device
 
@@ -81,9 +81,9 @@ def test_parts_add_up_and_the_instant_has_a_name(spec):
 def test_offloading_moves_the_optimizer_to_the_host(spec):
     here, there = (memory(spec[False], ParallelPlan(dp=4, stage=2, offload=where)) for where in ("none", "host"))
     states = 12 * spec[False].trainable / 4
-    assert here.parts["optimizer"] == pytest.approx(states, rel=0.01)
+    assert here.parts["optimizer"] == states
     assert "optimizer" not in there.parts
-    assert there.host - here.host == pytest.approx(4 * states, rel=0.01)
+    assert there.host - here.host == 4 * states
 
 
 @pytest.mark.parametrize(("plan", "said"), [

@@ -25,7 +25,7 @@ def leaves_of(rank, n, per_step, micro_batches, seed=5):
 
 
 def halves(values):
-    """Filled up with zeros to a power of two, written down."""
+    """Filled up with zeros to a power of two, written down: what is added to nothing but zeros stays as it is."""
     if len(values) == 1:
         return values[0]
     half = 1 << (len(values) - 1).bit_length() - 1
@@ -47,6 +47,18 @@ def test_every_leaf_has_one_rank_and_a_sum_does_not_depend_on_how_many(n, per_st
     assert sorted(seen) == list(range(16))
     assert leaves.total(table) == halves(values)
     assert leaves.total(table) != values.sum()
+
+
+@pytest.mark.parametrize(("n", "count"), [(1, 3), (1, 5), (1, 12), (2, 6), (2, 10), (4, 12), (8, 24)])
+def test_leaves_are_filled_up_with_zeros_at_their_end(n, count):
+    """A sum over the leaves that there are, whatever stands behind them."""
+    values = torch.randn(count, 64, generator=torch.Generator().manual_seed(count), dtype=torch.float64) ** 5
+    given = values.view(count // n, n, 64).transpose(0, 1)
+    found = leaves_of(0, n, False, count // n).total(given)
+    assert torch.equal(found, halves(list(values)))
+    assert not torch.equal(found, halves([torch.zeros_like(values[0]), *values]))  # zeros in front: other pairs
+    evaluated = leaves_of(0, n, True, 1).total(given, per_step=False)
+    assert torch.equal(evaluated, found)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8, 12, 13])
@@ -71,12 +83,12 @@ def test_parts_are_summed_in_halves_in_the_wider_dtype():
     assert torch.equal(add_tree(parts, torch.empty(64), Arena(CPU)), wanted)
 
 
-def draws(rank, n, batch):
+def draws(rank, n, batch, part=0, seed=5):
     found = {}
-    leaves = leaves_of(rank, n, False, 8 // n)
+    leaves = leaves_of(rank, n, False, 8 // n, seed)
     leaves.batches = batch
     for k in range(8 // n):
-        leaves.draw(k)
+        leaves.draw(k, part)
         found[leaves.number(k)] = torch.rand(1).item()
     return found
 
@@ -87,6 +99,15 @@ def test_random_numbers_belong_to_the_micro_batch_and_not_to_the_rank():
     assert four == one
     assert len(set(one.values())) == 8
     assert not set(one.values()) & set(draws(0, 1, batch=4).values())
+    assert not set(one.values()) & set(draws(0, 1, batch=3, seed=6).values())
+
+
+def test_every_part_of_a_pipeline_draws_other_numbers_the_same_on_any_rank():
+    """Blocks of two parts that drew alike would drop out alike."""
+    parts = [draws(0, 1, batch=3, part=part) for part in range(4)]
+    assert len({value for part in parts for value in part.values()}) == 4 * 8
+    for part, one in enumerate(parts):
+        assert {n: v for rank in range(2) for n, v in draws(rank, 2, batch=3, part=part).items()} == one
 
 
 def test_micro_batches_of_another_size_than_before_a_checkpoint_are_warned_of():

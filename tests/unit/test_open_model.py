@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from models import hf
 from safetensors.torch import load_file, save_file
 
@@ -59,6 +60,21 @@ def test_only_the_experts_that_are_asked_for_are_read(tmp_path):
     for columns in ((0, 24), (24, 48)):  # what a rank holds of the gates and of the ups
         weights("model.layers.0.mlp.experts.gate_up_proj", ((1, 2), columns, (0, 32)))
     assert sorted(read) == [f"model.layers.0.mlp.experts.1.{part}_proj.weight" for part in ("gate", "up")]
+
+
+def test_more_than_ten_experts_are_stacked_in_their_order(tmp_path):
+    """Number 10 comes behind number 9 and not behind number 1; all of them, and those that are asked for."""
+    config = hf("qwen3_moe").config
+    config.num_experts = 12
+    model = transformers.Qwen3MoeForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    weights, layers = FileWeights(tmp_path, build(read_config(tmp_path))), dict(model.named_parameters())
+    for name in (f"model.layers.1.mlp.experts.{part}" for part in ("gate_up_proj", "down_proj")):
+        expected, shape = layers[name].detach(), tuple(layers[name].shape)
+        assert shape[0] == 12
+        assert torch.equal(weights(name, whole(shape)), expected)
+        for first, last in ((2, 3), (9, 11), (10, 12)):
+            assert torch.equal(weights(name, ((first, last), *whole(shape)[1:])), expected[first:last])
 
 
 def test_persistent_buffers_come_from_the_file(tmp_path):

@@ -51,27 +51,87 @@ def test_every_bf16_value_survives_a_round_trip():
     assert bool(again[every.isnan()].isnan().all())
 
 
+# --- the loss scale -------------------------------------------------------------------------------
+
+
+def scale_of(**rule):
+    return LossScale(Precision("fp16", LossScaling(**{"initial": 64.0, "window": 3, "hysteresis": 1} | rule)))
+
+
+def values(scale, overflows):
+    """The scale after each of these boundaries: "." is a good one, "x" overflows."""
+    found = []
+    for each in overflows:
+        scale.update(overflow=each == "x")
+        found.append(scale.value)
+    return found
+
+
+@pytest.mark.parametrize(("rule", "overflows", "wanted"), [
+    # the first overflow counts as at boundary -1: it doubles at boundaries 2, 5, 8
+    ({}, ".........", [64, 64, 128, 128, 128, 256, 256, 256, 512]),
+    # the window is counted from the last overflow, at boundary 1: it doubles at 4 and 7, and not at 2
+    ({}, ".x......", [64, 32, 32, 32, 64, 64, 64, 128]),
+    ({}, ".x.x....", [64, 32, 32, 16, 16, 16, 32, 32]),
+    # so many overflows but one are tolerated; from then on each halves
+    ({"hysteresis": 3}, "x.xxx", [64, 64, 64, 32, 16]),
+    # what was tolerated is forgotten where the scale doubles, and not before
+    ({"hysteresis": 2}, "x..xx", [64, 64, 64, 32, 16]),
+    ({"hysteresis": 2}, "x...xx", [64, 64, 64, 128, 128, 64]),
+    # an overflow that is tolerated begins a window, too
+    ({"hysteresis": 2}, ".x...", [64, 64, 64, 64, 128]),
+    # it never falls below the minimum, also where half of it would
+    ({"initial": 6.0, "minimum": 4.0}, "x...", [4, 4, 4, 8]),
+])  # fmt: skip
+def test_each_rule_of_the_loss_scale(rule, overflows, wanted):
+    assert values(scale_of(**rule), overflows) == wanted
+
+
+def test_a_precision_without_a_loss_scale_has_none():
+    scale = LossScale(Precision("bf16", LossScaling(initial=64.0, window=1, hysteresis=1)))
+    assert values(scale, ".x.") == [1.0, 1.0, 1.0]
+
+
 def test_an_overflow_at_the_minimum_scale_is_an_error_that_names_the_way_out():
-    scale = LossScale(Precision("fp16", LossScaling(initial=2.0, hysteresis=1, minimum=1.0)))
-    scale.update(overflow=True)
-    assert scale.value == 1.0
-    with pytest.raises(Zero3dError, match="bf16"):
+    scale = scale_of(initial=2.0, minimum=1.0, hysteresis=2)
+    assert values(scale, "xx") == [2.0, 1.0]
+    with pytest.raises(Zero3dError, match=r"minimum loss scale 1 \(boundary 2\).*bf16"):
+        scale.update(overflow=True)
+    above = scale_of(initial=1.5, minimum=1.0)
+    assert values(above, "x") == [1.0]
+
+
+def test_an_overflow_at_the_minimum_is_tolerated_while_there_is_patience():
+    scale = scale_of(initial=1.0, minimum=1.0, hysteresis=2)
+    assert values(scale, "x") == [1.0]
+    with pytest.raises(Zero3dError):
         scale.update(overflow=True)
 
 
-def test_the_scale_resumes_where_it_was():
-    rule = LossScaling(initial=8.0, window=3, hysteresis=2)
-    straight, first = LossScale(Precision("fp16", rule)), LossScale(Precision("fp16", rule))
-    overflows = [False, True, False, False, True, True, False, False, False, False]
-    for overflow in overflows:
-        straight.update(overflow)
-    for overflow in overflows[:5]:
-        first.update(overflow)
-    second = LossScale(Precision("fp16", rule))
+OVERFLOWS = ".x..xx....x.xx......x....x"
+
+
+@pytest.mark.parametrize("cut", range(len(OVERFLOWS)))
+def test_the_scale_resumes_where_it_was(cut):
+    """Every number of the state decides about something later: nothing of it may stay behind."""
+    rule = {"initial": 256.0, "window": 3, "hysteresis": 2}
+    straight, first, second = scale_of(**rule), scale_of(**rule), scale_of(**rule | {"initial": 1.0})
+    curve = values(straight, OVERFLOWS)
+    assert set(curve) == {256.0, 128.0, 64.0, 32.0}
+    assert values(first, OVERFLOWS[:cut]) == curve[:cut]
     second.restore(first.state())
-    for overflow in overflows[5:]:
-        second.update(overflow)
+    assert values(second, OVERFLOWS[cut:]) == curve[cut:]
     assert second.state() == straight.state()
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("bf16", "fp16"), ("fp16", "bf16")])
+def test_a_scale_means_nothing_to_a_precision_without_one(saved, loaded):
+    rule = LossScaling(initial=64.0, hysteresis=1)
+    source, target = LossScale(Precision(saved, rule)), LossScale(Precision(loaded, rule))
+    source.update(overflow=True)
+    before = target.state()
+    target.restore(source.state())
+    assert target.state() == before
 
 
 def test_unknown_precisions_name_the_nearest():

@@ -311,7 +311,7 @@ class Gradients:
     def _open(self) -> None:
         """Make room for local gradients."""
         self.finish()
-        if self.state is State.REDUCED and self._in_place and self._stash is None:
+        if self.state is State.REDUCED and self._in_place:
             self._stash = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype).copy_(self.shard)
         if self.full is None:
             self._use(self._arena.borrow("bucket", self._layout.total, self._local))

@@ -1,0 +1,98 @@
+"""Both algorithms against a plain sum: reductions of several micro-batches, in place and not, wide and narrow."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import batch, build, loss_of
+
+import zero3d
+from zero3d.ledger import Ledger
+from zero3d.zero import collectives
+from zero3d.zero.arena import Arena
+
+ALGORITHMS = ("pairwise", "native")
+MICRO_BATCHES, SHARD = 3, 48
+
+
+def whole_numbers(rank, micro_batch, total):
+    """Small ones: every sum of them is exact, in bf16 too, in whatever order."""
+    generator = torch.Generator().manual_seed(100 * rank + micro_batch)
+    return torch.randint(-8, 9, (total,), generator=generator)
+
+
+def reduced(algorithm):
+    """(local dtype, wire dtype, in place) -> this rank's shard after every micro-batch; what is left in the arena."""
+    arena, mesh = Arena(torch.device("cpu")), zero3d.Mesh()
+    comm, found = zero3d.zero.collectives.Comm(mesh.data, arena, Ledger()), {}
+    comm.algorithm = algorithm
+    total = SHARD * comm.size
+    for local, wire, in_place in product((torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16), (0, 1)):
+        if in_place and local != torch.float32:
+            continue
+        full, shard, seen = torch.empty(total, dtype=local), torch.zeros(SHARD), []
+        for m in range(MICRO_BATCHES):
+            full.copy_(whole_numbers(comm.rank, m, total))
+            shard = full.view(comm.size, -1)[comm.rank] if in_place else shard
+            comm.reduce_scatter(full, shard, "unit", wire, add=m > 0 and not in_place).wait()
+            seen.append(shard.tolist())
+        found[str(local), str(wire), in_place] = seen
+    return found, float(arena.live("wire"))
+
+
+@pytest.mark.parametrize(("world", "algorithm"), [(2, "pairwise"), (4, "pairwise"), (2, "native"), (4, "native")])
+def test_a_reduction_is_the_plain_sum_over_ranks_and_is_added_to_what_was_there(ranks, world, algorithm):
+    for rank, (found, left) in enumerate(ranks(world, reduced, algorithm)):
+        sums = torch.stack(
+            [sum(whole_numbers(r, m, SHARD * world) for r in range(world)) for m in range(MICRO_BATCHES)]
+        ).view(MICRO_BATCHES, world, SHARD)[:, rank]
+        assert len(found) == 6
+        for (_, _, in_place), seen in found.items():
+            assert seen == (sums if in_place else sums.cumsum(0)).tolist()
+        assert left == 0
+
+
+CASES = [(0, "auto"), (1, "auto"), (2, "auto"), (3, "auto"), (3, "every_step")]
+
+
+def gradients(algorithm, precision):
+    """Of a step of three micro-batches in each of CASES: this rank's pieces by (case, name)."""
+    collectives.PAIRWISE_MAX_RANKS = 8 if algorithm == "pairwise" else 0
+    try:
+        found = {}
+        for stage, reduce in CASES:
+            engine = zero3d.Engine(build("net", width=96), stage=stage, reduce=reduce, precision=precision,
+                                   accumulate=MICRO_BATCHES, clip_norm=None)  # fmt: skip
+            assert engine.comm.algorithm == algorithm
+            for m in range(MICRO_BATCHES):
+                engine.backward(loss_of(engine, batch(m, dist.get_rank())))
+            engine.reductions.catch_up()
+            for owned, grad in engine.optimizer.shard_grads():
+                start = {p.slot: p for p in owned.unit.layout.pieces(engine.comm.rank)}[owned.piece.slot].start
+                found[stage, reduce, owned.name] = start, grad.clone()
+        return found
+    finally:
+        collectives.PAIRWISE_MAX_RANKS = 8
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_native_and_pairwise_gradients_of_several_micro_batches_are_those_of_a_plain_sum(ranks, precision):
+    pairwise, native = (ranks(2, gradients, algorithm, precision) for algorithm in ALGORITHMS)
+    plain = build("net", width=96)
+    for p in plain.parameters():
+        p.data = p.data.to(zero3d.precision.DTYPES[precision])
+    wanted = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in plain.named_parameters()}
+    for m, rank in product(range(MICRO_BATCHES), range(2)):
+        plain.zero_grad()
+        loss_of(plain, batch(m, rank)).backward()
+        for name, p in plain.named_parameters():
+            wanted[name] += p.grad.flatten().double()
+    for one, other in zip(pairwise, native, strict=True):
+        assert one.keys() == other.keys()
+        for (stage, reduce, name), (start, values) in one.items():
+            same = other[stage, reduce, name]
+            assert same[0] == start
+            assert torch.equal(same[1], values), (stage, reduce, name)  # two ranks: a sum has but one order
+            whole = wanted[name][start : start + values.numel()]
+            assert float((values - whole).norm()) <= 1e-6 * float(wanted[name].norm()), (stage, reduce, name)

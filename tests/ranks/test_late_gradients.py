@@ -1,0 +1,162 @@
+"""Gradients that come after their unit was reduced: none is lost, none counts twice (decision 0006).
+
+late   a second backward of one forward, a block called twice under reentrant recomputation, a backward that goes
+       through parameters alone
+"""
+
+import pytest
+import torch
+from models import batch, net
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zero3d
+
+STAGES = [0, 1, 2, 3]
+
+
+def engine_of(model, stage, **options):
+    def sgd(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    return zero3d.Engine(model, stage=stage, **{"precision": "fp32", "clip_norm": None, "optimizer": sgd} | options)
+
+
+def reduced(engine):
+    """Gradients by name, once all reductions are over: this rank's pieces, which on one rank are whole."""
+    engine.reductions.catch_up()
+    return {owned.name: grad.detach().double().clone() for owned, grad in engine.optimizer.shard_grads()}
+
+
+def worst(found, wanted):
+    """The largest ||a - b|| / ||b||."""
+    assert found.keys() == wanted.keys()
+    return max(float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted)
+
+
+def losses(output, count):
+    """Of one forward, with other gradients each."""
+    return [output.square().mean(), 3 * output.sin().mean(), 2 * output.cos().square().mean()][:count]
+
+
+@pytest.mark.parametrize("backwards", [2, 3])
+@pytest.mark.parametrize(("stage", "accumulate", "reduce"), [
+    *((stage, accumulate, "auto") for stage in STAGES for accumulate in (1, 2)),
+    (2, 1, "every_step"), (3, 2, "every_step"),
+])  # fmt: skip
+def test_several_backwards_of_one_forward_equal_one_of_the_sum(stage, accumulate, reduce, backwards):
+    once, often = (engine_of(net(), stage, accumulate=accumulate, reduce=reduce) for _ in range(2))
+    for step in range(2):  # what the first one leaves behind would show in the second
+        for m in range(accumulate):
+            ids = batch(10 * step + m)
+            sum(losses(once(ids), backwards)).backward()
+            for loss in losses(often(ids), backwards):
+                loss.backward(retain_graph=True)
+        assert often.boundary.count == once.boundary.count == accumulate
+        assert worst(reduced(often), reduced(once)) < 1e-6
+        assert often.step().applied
+        assert once.step().applied
+        assert often.arena.live("bucket") == 0
+
+
+@pytest.mark.parametrize("backwards", [2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_late_gradients_of_a_narrow_dtype_are_summed_in_fp32(stage, backwards):
+    """Bit for bit what each backward alone gives in bf16, added up in fp32."""
+    wanted = {}
+    for index in range(backwards):
+        alone = engine_of(net(), stage, precision="bf16")
+        losses(alone(batch(0)).float(), backwards)[index].backward()
+        for name, grad in reduced(alone).items():
+            wanted[name] = wanted.get(name, 0.0) + grad.float()
+    engine = engine_of(net(), stage, precision="bf16")
+    for loss in losses(engine(batch(0)).float(), backwards):
+        loss.backward(retain_graph=True)
+    found = reduced(engine)
+    assert [name for name in wanted if not torch.equal(found[name].float(), wanted[name])] == []
+
+
+@pytest.mark.parametrize(("stage", "reduce"), [(1, "auto"), (2, "every_step"), (3, "every_step"), (3, "auto")])
+def test_more_micro_batches_than_planned_are_summed_in_fp32(stage, reduce):
+    """bf16 gradients of one planned micro-batch are kept narrow: the second one widens them, once for all steps."""
+    planned, surprised = (
+        engine_of(net(), stage, precision="bf16", accumulate=accumulate, reduce=reduce) for accumulate in (3, 1)
+    )
+    for step in range(2):
+        for engine in (planned, surprised):
+            for m in range(3):
+                engine.backward(engine(batch(10 * step + m)).float().square().mean(), last=m == 2)
+        found, wanted = reduced(surprised), reduced(planned)
+        assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+        assert planned.step().applied
+        assert surprised.step().applied
+    assert [(e.planned, e.measured) for e in surprised.memory] == [(e.planned, e.measured) for e in planned.memory]
+
+
+class Twice(nn.Module):
+    """Blocks called in turn and over again, recomputed in reentrant checkpoints or not at all."""
+
+    def __init__(self, reentrant, width=16):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width)) for _ in range(2)
+        )
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for layer in [*self.layers, *self.layers]:
+            x = checkpoint(layer, x, use_reentrant=True) if self.reentrant else layer(x)
+        return x
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_block_called_twice_in_reentrant_checkpoints(poison, stage):
+    """Each call's gradients come for themselves, and those of the first one after the unit was reduced."""
+    engines = [engine_of(Twice(reentrant), stage, units=[nn.Sequential]) for reentrant in (False, True)]
+    for _ in range(2):  # in the second step in the order that the first one recorded
+        for engine in engines:
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(5)).requires_grad_()
+            engine(x).square().mean().backward()
+        plain, late = map(reduced, engines)
+        assert worst(late, plain) < 1e-6
+        assert all(engine.step().applied for engine in engines)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_through_parameters_alone_adds_to_the_step(stage):
+    """A penalty that does not go through the model's forward; no root forward announces its reduction."""
+    engine, whole = engine_of(net(), stage), net()
+    with engine.full_params(engine.module.head):
+        engine(batch(0)).square().mean().backward()
+        engine.module.head.weight.square().sum().backward()
+    whole(batch(0)).square().mean().backward()
+    whole.head.weight.square().sum().backward()
+    wanted = {name: p.grad.double().flatten() for name, p in whole.named_parameters()}
+    assert worst(reduced(engine), wanted) < 1e-6
+    assert engine.step().applied
+
+
+def on_two_ranks():
+    """By stage: the worst difference of late gradients from those that come at once; what is left in buckets."""
+    rank, found = torch.distributed.get_rank(), []
+    for stage in STAGES:
+        once, often = (engine_of(net(width=96), stage) for _ in range(2))
+        at_once, late = (engine_of(Twice(how, width=96), stage, units=[nn.Sequential]) for how in (False, True))
+        for step in range(2):
+            sum(losses(once(batch(step, rank)), 3)).backward()
+            for loss in losses(often(batch(step, rank)), 3):
+                loss.backward(retain_graph=True)
+            for engine in (at_once, late):
+                x = torch.randn(4, 96, generator=torch.Generator().manual_seed(2 * step + rank)).requires_grad_()
+                engine(x).square().mean().backward()
+            found += [worst(reduced(often), reduced(once)), worst(reduced(late), reduced(at_once))]
+            for engine in (once, often, at_once, late):
+                assert engine.step().applied
+        found += [float(engine.arena.live("bucket")) for engine in (often, late)]
+    return found
+
+
+def test_late_gradients_of_two_ranks_come_while_reductions_are_under_way(ranks):
+    for found in ranks(2, on_two_ranks):
+        assert max(found) < 1e-6
