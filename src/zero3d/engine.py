@@ -95,7 +95,7 @@ class Engine:
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
     tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
     sequence_parallel  cut activations between blocks over tp, too, along the sequence
-    weights       values of parameters on the meta device (`hf.load.open_model` gives both): every
+    weights       values of parameters on the meta device (`zero3d.hf.open.open_model` gives both): every
                   rank reads only what it holds
 
     Every rank must build it with the same arguments; rank 0's weights and buffers win, and of the ranks that
@@ -694,7 +694,7 @@ def _check(model: nn.Module, clip_norm: float | None, accumulate: int, weights: 
     if on_meta and weights is None:
         raise ConfigError(
             f"{len(on_meta)} parameters have no data (meta device), first {on_meta[0]!r}: load weights first, or pass "
-            "weights= with their values (zero3d.hf.load.open_model gives both)."
+            "weights= with their values (zero3d.hf.open.open_model gives both)."
         )
 
 

@@ -1,45 +1,68 @@
 """Every error zero3d raises on purpose.
 
     Zero3dError
-      ConfigError             an option, precision, stage or input that cannot work
-      MeshError               degrees and ranks that do not multiply
+      ConfigError             an option, precision, stage or input that cannot work                      2
+      MeshError               degrees and ranks that do not multiply                                     2
+      DataError               training data that cannot be read                                          2
+      CheckpointError         a checkpoint that is missing, damaged or of another model                  2
+      OutOfBudget             a memory budget would be exceeded                                          2
       LayoutError             a parameter is not where its unit put it
       OrderError              ranks used units in different orders, or one stopped answering
       ReleasedParameterError  a weight was copied or serialised while it is sharded
-      OutOfBudget             a memory budget would be exceeded
-      CheckpointError         a checkpoint that is missing, damaged or of another model
-      DataError               training data that cannot be read
       NonFiniteError          gradients or trained weights that are NaN or infinite
       RankError               another rank failed, and not with one of these
 
 A message says what was asked, what was found (with the arithmetic) and what to type.
+
+Exit codes. 2 is for bad input alone: the errors marked so, unless the system made one of them (an OSError is its
+cause): then it is 2 only where that speaks of a path somebody gave (missing, no folder, not allowed, ...) and 1 where
+a disk is full or fails. All else is 1. An error that one rank raises and others repeat has one code on all of them
+(agree.py), and ranks that lose a peer end with that peer's code if it could still say why (transport.py), else with 1.
 """
 
 from __future__ import annotations
+
+import errno
+
+BAD_INPUT, FAULT = 2, 1
+OF_PATHS = frozenset(
+    (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP,
+     errno.ENAMETOOLONG, errno.ENOTEMPTY)
+)  # fmt: skip
 
 
 class Zero3dError(Exception):
     """Root of all errors raised on purpose; the command line makes one line and an exit code of each.
 
+    bad_input  whether errors of this class are about what the user gave
     from_rank  the rank that tells it, where another rank failed; None on the failing rank itself
+    agreed     the exit code of that rank
     """
 
+    bad_input = False
     from_rank: int | None = None
+    agreed: int | None = None
 
     @property
     def exit_code(self) -> int:
-        """2 for what the user asked, a ConfigError always; 1 where a machine, a training or another rank's bug is to
-        blame."""
-        fault = isinstance(self, (NonFiniteError, RankError)) or isinstance(self.__cause__, OSError)
-        return 2 if isinstance(self, ConfigError) or not fault else 1
+        """2 for bad input, 1 where a machine, a peer or a bug is to blame."""
+        if self.agreed is not None:
+            return self.agreed
+        system = self.__cause__ if isinstance(self.__cause__, OSError) else None
+        asked = system is None or system.errno in OF_PATHS
+        return BAD_INPUT if self.bad_input and asked else FAULT
 
 
 class ConfigError(Zero3dError, ValueError):
     """An option, precision, stage or input that cannot work."""
 
+    bad_input = True
+
 
 class MeshError(Zero3dError, ValueError):
     """Degrees and ranks that do not multiply, or an axis that is not built yet."""
+
+    bad_input = True
 
 
 class LayoutError(Zero3dError, RuntimeError):
@@ -57,13 +80,19 @@ class ReleasedParameterError(Zero3dError, RuntimeError):
 class OutOfBudget(Zero3dError, MemoryError):
     """A memory budget would be exceeded."""
 
+    bad_input = True
+
 
 class CheckpointError(Zero3dError, RuntimeError):
     """A checkpoint that is missing, damaged or of another model."""
 
+    bad_input = True
+
 
 class DataError(Zero3dError, ValueError):
     """Training data that cannot be read."""
+
+    bad_input = True
 
 
 class NonFiniteError(Zero3dError, ArithmeticError):

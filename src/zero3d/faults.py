@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from zero3d.errors import ConfigError, Zero3dError
+from zero3d.errors import FAULT, ConfigError, Zero3dError
 from zero3d.transport import Axis, leave_note, read_note
 
 _LOG = logging.getLogger("torch.distributed.pipelining.schedules")  # prints whole schedules after an error
@@ -45,7 +45,7 @@ class Faults:
             if self._first is None:
                 where = f"part {part} of {self._parts} of the pipeline, on rank {self._axis.rank} of axis pp, failed"
                 text = f"{where}: {type(error).__name__}: {error}"
-                leave_note(text)
+                leave_note(text, getattr(error, "exit_code", FAULT))
                 self._first = error if isinstance(error, Zero3dError) else Zero3dError(text)
             raise
 
@@ -61,7 +61,7 @@ class Faults:
             if isinstance(error, ConfigError) and self._first is None:
                 raise
             said = f"rank {self._axis.rank} of axis pp failed: {type(error).__name__}: {error}"
-            leave_note(said)
+            leave_note(said, getattr(error, "exit_code", FAULT))
             self._axis.broken = read_note() or said
             if self._first is None or self._first is error:
                 raise

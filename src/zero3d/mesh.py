@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero3d.degrees import AXES, Degrees, Place
 from zero3d.errors import MeshError
+from zero3d.rendezvous import shared_store
 from zero3d.transport import Axis
+
+PATIENCE, GLOO_PATIENCE = timedelta(minutes=10), timedelta(minutes=30)  # torch's own defaults
 
 
 class Mesh:
@@ -153,11 +157,26 @@ def start_distributed() -> None:
     backend = "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
     atexit.register(_end)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
+        store, rank, world = shared_store(os.environ, GLOO_PATIENCE if backend == "gloo" else PATIENCE)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
         if backend == "gloo":  # it connects rank by rank: one that leaves at once would fail those still connecting
             dist.barrier()
     else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        with _loopback():
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """gloo listens even where there is nobody to talk to: let no other machine reach that."""
+    name, asked = "GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME")
+    if asked is None and sys.platform == "linux":
+        os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        if asked is None:
+            os.environ.pop(name, None)
 
 
 def _close(axis: weakref.ref[Axis]) -> None:

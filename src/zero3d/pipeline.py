@@ -15,6 +15,7 @@ tells either that recomputed blocks and saved weights are read again, so the par
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,10 +23,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from zero3d.agree import exchange_texts
 from zero3d.boundary import Boundary, Driven
 from zero3d.errors import ConfigError
 from zero3d.faults import Faults
@@ -42,6 +43,7 @@ from zero3d.replica import Tied
 from zero3d.schedules import Schedule
 from zero3d.transport import Axis
 from zero3d.zero.arena import Arena
+from zero3d.zero.collectives import Comm
 from zero3d.zero.unit import Unit
 
 
@@ -217,9 +219,9 @@ class Pipeline:
 
     def order(self) -> dict[int, list[Action]]:
         """What every rank of the axis did in the last step, in order, as it was recorded. All ranks call it."""
-        everyone: list[Any] = [None] * self._axis.size
-        dist.all_gather_object(everyone, self.recorded, group=self._axis.gathers)
-        return dict(enumerate(everyone))
+        comm = Comm(self._axis, Arena(self._like.device), Ledger())
+        told = exchange_texts(comm, json.dumps(self.recorded))
+        return {rank: [Action(*each) for each in json.loads(text)] for rank, text in enumerate(told)}
 
     def torch_plan(self, micro_batches: int) -> Mapping[int, Sequence[Action]]:
         """What torch has every rank do in a step of so many micro-batches like those of the last one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -15,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from zero3d.errors import OrderError, Zero3dError
+from zero3d.errors import FAULT, OrderError, Zero3dError
 
 _NOTE = "zero3d/why a rank went away"
+_TEXT, _SHOWN = 2000, 200  # letters of a note, of an error of the network
 
 
 @dataclass
@@ -51,16 +53,10 @@ class Axis:
         except RuntimeError as error:
             waited = time.monotonic() - begun
             where = f"rank {self.rank} of axis {self.name} waited {waited:.1f} s in {op} of unit {unit!r}"
-            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-                raise OrderError(
-                    f"{where} and no peer came: ranks used units in different orders or numbers, or a peer is stuck. "
-                    "At stage 3 all ranks must run the same units in the same order; look at what the other ranks say."
-                    + _quoted()
-                ) from error
-            if any(word in str(error).lower() for word in ("connection", "closed", "peer", "reset")):
-                message = f"{where} when a peer went away: look at the first rank that failed. ({error}){_quoted()}"
-                raise Zero3dError(message) from error
-            raise
+            lost = _lost(where, str(error))
+            if lost is None:
+                raise
+            raise lost from error
 
 
 def swap(
@@ -111,21 +107,29 @@ def messages(axis: Axis, op: str, unit: str, sends: Mapping[int, Tensor], receiv
             into.copy_(arriving[peer])
 
 
-def leave_note(text: str) -> None:
-    """Say why this rank goes away, where its peers' errors find it; the first to fail has the word."""
-    with suppress(RuntimeError, ValueError):  # a store that is gone reaches nobody
+def leave_note(text: str, code: int = FAULT) -> None:
+    """Say why this rank goes away and its exit code, where its peers' errors find it; the first to fail has the word.
+
+    A store that is gone reaches nobody.
+    """
+    with suppress(RuntimeError, ValueError):
         store = _get_default_store()
         if not store.check([_NOTE]):
-            store.set(_NOTE, text)
+            store.set(_NOTE, json.dumps([text[:_TEXT], code]))
 
 
 def read_note() -> str:
     """What the first rank that failed said; nothing if none did."""
+    return _note()[0]
+
+
+def _note() -> tuple[str, int]:
     try:
         store = _get_default_store()
-        return str(store.get(_NOTE).decode()) if store.check([_NOTE]) else ""
+        text, code = json.loads(store.get(_NOTE)) if store.check([_NOTE]) else ("", FAULT)
     except (RuntimeError, ValueError):
-        return ""
+        return "", FAULT
+    return text, code
 
 
 def forget_note(axis: Axis) -> None:
@@ -139,6 +143,20 @@ def forget_note(axis: Axis) -> None:
                 _get_default_store().delete_key(_NOTE)
 
 
-def _quoted() -> str:
-    note = read_note()
-    return f" It said: {note}" if note else ""
+def _lost(where: str, said: str) -> Zero3dError | None:
+    """The error of a rank whose peer did not answer: first why, if that one said so; None for other errors of torch."""
+    late = any(word in said.lower() for word in ("timed out", "timeout"))
+    if not late and not any(word in said.lower() for word in ("connection", "closed", "peer", "reset")):
+        return None
+    note, code = _note()
+    if note:
+        lost = Zero3dError(f"{note} ({where} {'and no peer came' if late else 'when a peer went away'}.)")
+        lost.agreed = code
+        return lost
+    if late:
+        return OrderError(
+            f"{where} and no peer came: ranks used units in different orders or numbers, or a peer is stuck. "
+            "At stage 3 all ranks must run the same units in the same order; look at what the other ranks say."
+        )
+    shown = " ".join(said.split())[:_SHOWN]
+    return Zero3dError(f"{where} when a peer went away: look at the first rank that failed. ({shown})")

@@ -17,7 +17,7 @@ SRC = ROOT / "src" / "zero3d"
 LAYERS = [
     ["errors", "boxes", "ledger", "plain", "promise", "rng", "saved", "config", "deepspeed_config", "zero.stages", "zero.layout", "plan",
      "degrees", "schedules"],
-    ["mesh", "transport", "zero.collectives", "zero.arena"],
+    ["mesh", "transport", "rendezvous", "zero.collectives", "zero.arena"],
     ["tensor_parallel.cuts", "precision", "param_groups", "nested", "boundary", "replica", "guards", "initial", "agree", "exact", "fingerprint", "health", "zero.unit", "zero.hooks",
      "zero.prefetch", "zero.optimizer", "tier"],
     ["activations", "segments", "tensor_parallel", "pipeline", "pipeline_stage", "pipeline_sends", "faults", "in_turn", "generation", "moe", "checkpoint",

@@ -116,7 +116,12 @@ def test_a_worker_that_is_killed_ends_the_others_and_is_named_with_its_last_word
     launcher.start("dies")
     launcher.both("ready")
     (launcher.folder / "go-1").write_text("")
-    assert launcher.end() == (1, "rank 1 died without an exception: killed by SIGKILL\nsome last words\n")
+    code, said = launcher.end()
+    assert code == 1
+    assert said.startswith("rank 1 died without an exception: killed by SIGKILL: the ")
+    assert "the kernel's out-of-memory killer" in said
+    assert said.endswith(": lower train.micro_batch or data.length, try activations=full or zero.stage=3, or take more "
+                         "memory\nsome last words\n")  # fmt: skip
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")

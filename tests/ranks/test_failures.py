@@ -1,5 +1,8 @@
 """Ranks that disagree or die: a named error within the timeout, never a silent exchange, never a signal."""
 
+import errno
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +10,7 @@ from models import VOCAB, batch, bits, build, loss_of
 from torch import nn
 
 import zero3d
-from zero3d.errors import DataError
+from zero3d.errors import CheckpointError, DataError, MeshError
 from zero3d.zero import collectives
 
 TIMEOUT = 5.0
@@ -152,7 +155,14 @@ def test_degrees_that_do_not_multiply_are_refused_with_the_arithmetic(ranks):
 # --- errors that all ranks raise ----------------------------------------------------------------
 
 
-def fail_on_rank_1(error, message):
+def made(kind, message, cause=None):
+    """An error, of a system's error if that is given by its number."""
+    error = kind(message)
+    error.__cause__ = None if cause is None else OSError(cause, os.strerror(cause))
+    return error
+
+
+def fail_on_rank_1(*error):
     """What each rank raises where rank 1 fails inside `agree`: its class, what is told, who tells it, its exit code."""
     from zero3d.agree import agree
     from zero3d.cli.workers import leave_exception
@@ -162,7 +172,7 @@ def fail_on_rank_1(error, message):
 
     def action():
         if dist.get_rank() == 1:
-            raise error(message)
+            raise made(*error)
 
     try:
         with zero3d.Mesh().waiting_room() as everyone:
@@ -174,17 +184,58 @@ def fail_on_rank_1(error, message):
 @pytest.mark.parametrize(
     ("error", "own", "others", "said", "code"),
     [
-        (DataError, "DataError", "DataError", "x: y", 2),
-        (AttributeError, "AttributeError", "RankError", "rank 1 failed: AttributeError: x: y", 1),
-        (PermissionError, "CheckpointError", "CheckpointError", "rank 1 failed: PermissionError: x: y", 1),
+        ((DataError, "x: y"), "DataError", "DataError", "x: y", 2),
+        ((MeshError, "x: y"), "MeshError", "MeshError", "x: y", 2),
+        ((AttributeError, "x: y"), "AttributeError", "RankError", "rank 1 failed: AttributeError: x: y", 1),
+        ((PermissionError, "x: y"), "CheckpointError", "CheckpointError", "rank 1 failed: PermissionError: x: y", 1),
+        ((CheckpointError, "x: y", errno.ENOSPC), "CheckpointError", "CheckpointError", "x: y", 1),
+        ((DataError, "\N{SNOWMAN}\ud800", errno.ENOENT), "DataError", "DataError", "\N{SNOWMAN}\ud800", 2),
     ],
+    ids=lambda value: f"{value[0].__name__} {value[2:]}" if isinstance(value, tuple) else "",
 )
-def test_a_failing_rank_tells_its_own_error_and_only_what_was_asked_exits_with_2(ranks, error, own, others, said, code):
-    first, failing = ranks(2, fail_on_rank_1, error, "x: y")
-    assert first[:3] == (others, said, 1)
-    assert failing[0] == own
-    assert failing[2] is None
-    assert failing[3] == code
-    if error is not PermissionError:  # whose cause the other rank does not have; the failing one's code counts
-        assert failing[1] == "x: y"
-        assert first[3] == code
+def test_a_failing_rank_tells_its_own_error_and_all_exit_with_its_code(ranks, error, own, others, said, code):
+    first, failing = ranks(2, fail_on_rank_1, *error)
+    assert first == (others, said, 1, code)
+    assert failing == (own, said if own == others else "x: y", None, code)
+
+
+def leave(kind):
+    """Rank 1 goes away as a worker does, of an error if it has one; what rank 0 says of it, and its exit code."""
+    from zero3d.cli.workers import leave_exception
+    from zero3d.transport import leave_note
+
+    axis = zero3d.Mesh(dp=2).data
+    if dist.get_rank() == 1:
+        code = leave_exception(made(kind, "the reason")) if kind else 1
+        leave_note("a consequence")
+        return "", code
+    raised = None
+    while raised is None:  # what rank 1 had sent before may still arrive
+        try:
+            axis.call("barrier", "-", lambda: dist.barrier(group=axis.gathers))
+        except zero3d.Zero3dError as error:
+            raised = error
+    return str(raised), leave_exception(raised)
+
+
+@pytest.mark.parametrize(("kind", "code"), [(DataError, 2), (ValueError, 1)])
+def test_a_rank_that_loses_a_peer_says_first_why_and_exits_with_its_code(ranks, kind, code):
+    (said, own), (_, failed) = ranks(2, leave, kind, group_timeout=TIMEOUT)
+    assert said.startswith(f"{kind.__name__}: the reason (rank 0 of axis dp waited ")
+    assert own == failed == code
+
+
+def vanish():
+    """Rank 1 is gone without a word, as if it had been killed: the exit code of rank 0."""
+    from zero3d.cli.workers import leave_exception
+
+    axis = zero3d.Mesh(dp=2).data
+    if dist.get_rank() == 0:
+        with pytest.raises(zero3d.Zero3dError, match="rank 0 of axis dp waited") as error:
+            axis.call("barrier", "-", lambda: dist.barrier(group=axis.gathers))
+        return leave_exception(error.value)
+    return None
+
+
+def test_a_rank_whose_peer_died_without_a_word_exits_with_1(ranks):
+    assert ranks(2, vanish, group_timeout=TIMEOUT) == [1, None]

@@ -69,6 +69,7 @@ class Ended:
 
 
 RESUME = "resume with: zero3d train a.yaml --resume auto\n"
+GO_ON = "go on from the last checkpoint with: zero3d train a.yaml --resume auto\n"
 FULL = ("CheckpointError: disk full", "")  # raised on purpose: told without a traceback
 BUG = ("ValueError: x", "a traceback")
 LOST = ("OrderError: rank 0 left", "")
@@ -86,13 +87,16 @@ LOST = ("OrderError: rank 0 left", "")
         ((1, 0), {0: BUG}, None, 1, "rank 0 failed:\na traceback\n"),
         ((1, 1), {0: FULL}, None, 1, "CheckpointError: disk full\n"),
         ((2, 2), {1: FULL, 0: LOST}, None, 2, "CheckpointError: disk full\n"),
-        ((-9, 2), {1: LOST}, None, 1, "rank 0 died without an exception: killed by SIGKILL\n"),
-        ((-15, 0), {}, None, 1, "rank 0 died without an exception: killed by SIGTERM\n"),
-        ((3, 0), {}, None, 1, "rank 0 died without an exception: exit code 3\n"),
+        ((-9, 2), {1: LOST}, None, 1, f"rank 0 died without an exception: killed by SIGKILL, why\n{GO_ON}"),
+        ((-15, 0), {}, None, 1, f"rank 0 died without an exception: killed by SIGTERM, why\n{GO_ON}"),
+        ((3, 0), {}, None, 1, f"rank 0 died without an exception: exit code 3\n{GO_ON}"),
     ],
     ids=lambda value: str(value) if isinstance(value, tuple) else "",
 )
-def test_how_workers_end_becomes_one_exit_code_and_one_message(tmp_path, capsys, codes, errors, asked, code, said):
+def test_how_workers_end_becomes_one_exit_code_and_one_message(
+    tmp_path, capsys, monkeypatch, codes, errors, asked, code, said
+):
+    monkeypatch.setattr("zero3d.cli.workers.killed", lambda number, _: f"killed by {signal.Signals(number).name}, why")
     workers = [Worker(rank, Ended(each), tmp_path / str(rank)) for rank, each in enumerate(codes)]
     for worker in workers:
         worker.folder.mkdir()

@@ -65,7 +65,7 @@ class Plan:
         options = ["--json"] if self.ranks is None else ["--json", f"--ranks={self.ranks}"]
         file = [] if self.file is None else [self.file]
         words = [*file, *self.common, *variant.words, f"output={self.output / variant.folder}"]
-        return [sys.executable, "-m", "zero3d.cli.main", "train", *options, *words]
+        return [sys.executable, "-P", "-m", "zero3d.cli.main", "train", *options, *words]
 
 
 @dataclass

@@ -27,6 +27,7 @@ from zero3d.errors import ConfigError, MeshError
 
 GPUS = 8  # per node, unless said otherwise
 PORT = 29500  # of torchrun's rendezvous
+RESTARTS = 3  # of all ranks of a node, after one has died; each goes on from the last checkpoint
 GRACE = 300  # seconds between SIGTERM and SIGKILL, for the step at hand and its checkpoint
 
 
@@ -125,7 +126,8 @@ srun --kill-on-bad-exit=1 {job.command}
 def torchrun(job: Job) -> str:
     """A shell command."""
     if job.nodes == 1:
-        return f"torchrun --standalone --nproc-per-node={job.gpus} --no-python {job.command}\n"
+        options = f"--standalone --nproc-per-node={job.gpus} --max-restarts={RESTARTS}"
+        return f"torchrun {options} --no-python {job.command}\n"
     return f"""\
 # The same on each of the {job.nodes} nodes; HEAD_NODE is the name of one of them, reachable from all.
 torchrun --nnodes={job.nodes} --nproc-per-node={job.gpus} --rdzv-backend=c10d --rdzv-id={job.name} \\

@@ -13,9 +13,9 @@ from typing import TextIO
 
 from zero3d.cli.cluster import join_environment
 from zero3d.cli.preflight import check_transformers
-from zero3d.cli.workers import as_worker, launch, quiet_environment, ranks_here
+from zero3d.cli.workers import as_worker, launch, quiet_environment, ranks_here, tell_output
 from zero3d.config import Config, load, split_words
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, Zero3dError
 
 DEMO = "demo"
 SHORT = {"stage": "zero.stage", "steps": "train.steps", "precision": "precision"}  # options for single keys
@@ -46,9 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         name, config = read(arguments)
         check(arguments, config, int(os.environ["WORLD_SIZE"]) if joins else None)
-    except ConfigError:
+    except Zero3dError as error:
         if joins and os.environ["RANK"] != "0":
-            return 2  # rank 0 says it
+            return error.exit_code  # rank 0 says it
         raise
     if joins:
         as_worker(lambda: work(arguments, name, config))
@@ -110,7 +110,7 @@ def work(arguments: argparse.Namespace, name: str, config: Config) -> None:
     quiet_libraries()
     first = os.environ["RANK"] == "0"
     console = Console(stderr=arguments.json, quiet=not first)
-    start = Start(name, arguments.resume, arguments.overwrite)
+    start = Start(name, arguments.resume, arguments.overwrite, tell_output)
     result = run_training(config, start, Progress(console, config.log.every))
     if first:
         show(result, console)

@@ -18,6 +18,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,10 +28,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+from zero3d.cli.killed import killed, oom_kills
 from zero3d.errors import Zero3dError
 from zero3d.train.stop import SIGNALS, Stopped, StopRequest
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 LAUNCHED = "ZERO3D_LAUNCHED"  # set for workers whose launcher tells their failure
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the name by which torchrun passes it, too
@@ -38,6 +43,9 @@ RANKS = 2  # workers of a machine without accelerators
 POLL = 0.05  # seconds between two looks at the workers
 LAST_WORDS = 1.0  # seconds in which workers may end on their own, and say why, after one has failed
 DIED = "died without an exception"
+OUTPUT = "output-folder"  # the file in which worker 0 names it
+LAUNCH_OPTIONS = ("--ranks", "--json")  # of a command line, what says nothing about the training
+BACKLOG = 2048  # workers that may connect at once, as torch has it
 LAST_LINES = 20  # shown of a worker that died without an exception
 STOPPED = frozenset(128 + number for number in SIGNALS)  # exit codes of workers that saved and left
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc malloc.h
@@ -88,18 +96,28 @@ def launch(words: Sequence[str], ranks: int, *, module: str = "zero3d.cli.main")
 
     Returns 0, a failure's exit code (1, or 2 for a Zero3dError), or 128 + the signal that stopped the run.
     """
-    from torch._C._distributed_c10d import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store, kills = loopback_store(), oom_kills()
     with StopRequest() as request, TemporaryDirectory(prefix="zero3d-") as folder:
-        command = [sys.executable, "-m", module, *words]
+        command = [sys.executable, "-P", "-m", module, *words]  # no file here takes the place of a module
         try:
             with started(command, environment(ranks, store.port), Path(folder)) as workers:
                 failed = supervise(workers, request)
         except KeyboardInterrupt:
             print("killed by a second Ctrl-C; what was saved before is still there", file=sys.stderr)
             return 128 + signal.SIGINT
-        return conclude(workers, failed, request.asked, words)
+        return conclude(workers, failed, request.asked, words, kills)
+
+
+def loopback_store() -> TCPStore:
+    """The store in which workers find each other, reachable from this machine alone.
+
+    TCPStore("127.0.0.1") listens on all interfaces, and whoever reaches it may write to it: it is given a socket.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+    port = listening.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def environment(ranks: int, port: int) -> dict[str, str]:
@@ -163,8 +181,12 @@ def supervise(workers: Sequence[Worker], request: StopRequest) -> list[Worker]:
     return [worker for worker in workers if worker.failed]
 
 
-def conclude(workers: Sequence[Worker], failed: Sequence[Worker], asked: int | None, words: Sequence[str]) -> int:
-    """Say on stderr how the run ended, unless it is done; the exit code."""
+def conclude(
+    workers: Sequence[Worker], failed: Sequence[Worker], asked: int | None, words: Sequence[str],
+    kills: int | None = None,
+) -> int:  # fmt: skip
+    """Say on stderr how the run ended, unless it is done; the exit code. kills: `oom_kills` when it began."""
+    again = resume_line(words, output_of(workers[0]))
     stopped = any(worker.code in STOPPED for worker in workers)
     asked = signal.SIGTERM if asked is None and stopped else asked  # or somebody signalled the workers themselves
     if asked is not None and any(worker.code == -signal.SIGTERM for worker in failed):
@@ -174,26 +196,34 @@ def conclude(workers: Sequence[Worker], failed: Sequence[Worker], asked: int | N
         )
         return 128 + asked
     if failed:
-        return tell(failed)
+        return tell(failed, again if words[0] == "train" else "", kills)
     if asked is None or not stopped:
         return 0
-    print(f"stopped by {signal.Signals(asked).name}; resume with: {resume_line(words)}", file=sys.stderr)
+    print(f"stopped by {signal.Signals(asked).name}; resume with: {again}", file=sys.stderr)
     return 128 + asked
 
 
-def resume_line(words: Sequence[str]) -> str:
-    """The command that continues the run of `zero3d WORDS`."""
+def resume_line(words: Sequence[str], chosen: str = "") -> str:
+    """The command that continues the run of `zero3d WORDS`. chosen: the folder it chose, where WORDS name none."""
     kept, rest = [], iter(words)
     for word in rest:
         if word == "--resume":
             next(rest, None)
-        elif not word.startswith("--resume="):
+        elif not word.startswith(("--resume=", "--overwrite")):
             kept.append(word)
+    if chosen:  # its config.yaml has the overrides, and the folder's name
+        kept = [kept[0], f"{chosen}/config.yaml", *(word for word in kept[1:] if word.startswith(LAUNCH_OPTIONS))]
     return shlex.join(["zero3d", *kept, "--resume", "auto"])
 
 
-def tell(failed: Sequence[Worker]) -> int:
-    """Print the first failure on stderr; the exit code."""
+def output_of(worker: Worker) -> str:
+    """The output folder that a run chose for itself (`tell_output`); nothing where it was given one."""
+    file = worker.folder / OUTPUT
+    return file.read_text() if file.is_file() else ""
+
+
+def tell(failed: Sequence[Worker], again: str = "", kills: int | None = None) -> int:
+    """Print the first failure on stderr, and for a worker that died the command that goes on; the exit code."""
     first = min(failed, key=_moment)
     error = first.folder / "error.json"
     if error.is_file():
@@ -202,11 +232,13 @@ def tell(failed: Sequence[Worker]) -> int:
         print(f"rank {first.rank} failed:\n{callstack}" if callstack else told["message"], file=sys.stderr)
         return 2 if first.code == 2 else 1
     assert first.code is not None
-    how = f"exit code {first.code}" if first.code > 0 else f"killed by {signal.Signals(-first.code).name}"
+    how = f"exit code {first.code}" if first.code > 0 else killed(-first.code, kills)
     print(f"rank {first.rank} {DIED}: {how}", file=sys.stderr)
     if first.rank > 0:
         for line in (first.folder / "output").read_text(errors="replace").splitlines()[-LAST_LINES:]:
             print(line, file=sys.stderr)
+    if again:
+        print(f"go on from the last checkpoint with: {again}", file=sys.stderr)
     return 1
 
 
@@ -247,6 +279,13 @@ def as_worker(action: Callable[[], None]) -> NoReturn:
     os._exit(code)
 
 
+def tell_output(folder: Path) -> None:
+    """Let our launcher know the output folder that the run has chosen, for the command that goes on."""
+    if LAUNCHED in os.environ:
+        with suppress(OSError):  # the disk may be what is full
+            (Path(os.environ[ERROR_FILE]).parent / OUTPUT).write_text(str(folder))
+
+
 def describe(stop: Stopped) -> str:
     """What is kept; our launcher says the rest."""
     if LAUNCHED in os.environ:
@@ -257,7 +296,8 @@ def describe(stop: Stopped) -> str:
 def leave_exception(error: BaseException) -> int:
     """Write it in the error file, or for want of our launcher on stderr as well; the exit code.
 
-    An error on purpose is one line, any other a callstack with 1. What another rank raised is told there.
+    An error on purpose is one line, any other a callstack with 1. What another rank raised is told there. Peers that
+    lose this rank find the reason, and the code, in the note that it leaves.
     """
     clear = isinstance(error, Zero3dError)
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
@@ -265,6 +305,10 @@ def leave_exception(error: BaseException) -> int:
         code = error.exit_code
         if error.from_rank is not None:
             return code
+    if "torch" in sys.modules and not isinstance(error, KeyboardInterrupt):
+        from zero3d.transport import leave_note
+
+        leave_note(f"{type(error).__name__}: {error}", code)
     summary, callstack = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
     if ERROR_FILE in os.environ:
         extra = {"py_callstack": "" if clear else callstack, "timestamp": str(int(time.time()))}

@@ -1,7 +1,7 @@
 """Text to token ids and back: one small interface over bytes and Hugging Face tokenizers.
 
     ByteTokenizer   a token is a byte; byte 0, which text does not contain, ends a document
-    HfTokenizer     any folder that AutoTokenizer loads; nothing is ever downloaded
+    HfTokenizer     any folder that AutoTokenizer loads; nothing is ever downloaded, and no code of a folder runs
 
 Both answer `encode`, `decode`, `eos`, `pad`, `size`, `fingerprint` and `save`.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zero3d.errors import ConfigError, DataError
+from zero3d.hf.foreign_code import refuse_code
 
 BYTES = "bytes"
 FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*/*.jinja")  # whatever a tokenizer may be made of, no weights
@@ -86,12 +87,13 @@ def load_tokenizer(asked: str | None, model: str | None = None) -> Tokenizer:
             f"{key}: no folder of that name, and zero3d does not download: "
             "set data.tokenizer to a folder with tokenizer.json, or to bytes."
         )
+    refuse_code(folder / "tokenizer_config.json", folder / "config.json")
     try:
         from transformers import AutoTokenizer
     except ImportError:
         raise ConfigError(f"{key}: a tokenizer needs transformers: type pip install 'zero3d[hf]'.") from None
     try:
-        inner = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        inner = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # every kind of broken folder fails in its own way
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"{folder} holds no tokenizer that can be loaded ({why}): set data.tokenizer.") from error

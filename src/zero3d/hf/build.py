@@ -33,7 +33,7 @@ def build(config: Any, attn: str | None = None) -> nn.Module:
     options = {} if attn is None else {"attn_implementation": attn}
     try:
         with parameters_on_meta():
-            model: nn.Module = _auto_class(config).from_config(config, **options)
+            model: nn.Module = _auto_class(config).from_config(config, trust_remote_code=False, **options)
     except Exception as error:  # any error of the model's own, told with its text
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{type(config).__name__} cannot be built with attn={attn!r}: {said}") from error

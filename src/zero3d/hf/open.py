@@ -20,6 +20,7 @@ from torch import nn
 from zero3d.config import Model
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.hf.build import RandomWeights, build
+from zero3d.hf.foreign_code import refuse_code
 from zero3d.hf.load import FileWeights
 from zero3d.hf.presets import PRESETS
 from zero3d.initial import Source
@@ -97,8 +98,9 @@ def read_config(path: Path) -> Any:
             f"{path} has no config.json (it has {', '.join(inside) or 'nothing'}): give a folder written by "
             "save_pretrained."
         )
+    refuse_code(file)
     try:
-        return AutoConfig.from_pretrained(file, local_files_only=True)
+        return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         said = str(error).strip().splitlines()[0] if isinstance(error, OSError) else " ".join(str(error).split())
         raise ConfigError(f"{file} is no config that transformers knows: {said}") from error
@@ -107,7 +109,9 @@ def read_config(path: Path) -> Any:
 def _read_generation_config(folder: Path, module: nn.Module) -> None:
     from transformers import GenerationConfig
 
-    if (folder / "generation_config.json").is_file():
+    file = folder / "generation_config.json"
+    refuse_code(file)
+    if file.is_file():
         module.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
 
 

@@ -86,8 +86,9 @@ def _of_all_classes(degrees: Degrees, run: Callable[[int], RankResult]) -> list[
 def in_own_process(request: Request) -> RankResult:
     """What `python -m zero3d.sim.rank` answers. Raises its Zero3dError; RuntimeError with its last words if it died."""
     done = subprocess.run(
-        [sys.executable, "-m", "zero3d.sim.rank"], input=json.dumps(asdict(request)), capture_output=True, text=True
-    )
+        [sys.executable, "-P", "-m", "zero3d.sim.rank"],
+        input=json.dumps(asdict(request)), capture_output=True, text=True,
+    )  # fmt: skip
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError as error:

@@ -7,7 +7,7 @@ import math
 import resource
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,11 +49,13 @@ class Start:
     name       of the output folder where the configuration gives none: zero3d-NAME, zero3d-NAME-2, ...
     resume     a checkpoint, or `auto`: the newest of the output folder, if there is one
     overwrite  remove what an earlier run wrote there
+    chosen     is given the output folder where the configuration names none
     """
 
     name: str = "run"
     resume: str | None = None
     overwrite: bool = False
+    chosen: Callable[[Path], None] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,7 @@ def open_folder(config: Config, start: Start, engine: Engine, found: Path | None
         stem = f"zero3d-{start.name}"
         number = agree(engine.everyone, lambda: first_free(stem) if first else 0)
         folder = Folder(numbered(stem, broadcast_ints(engine.everyone, [number])[0]))
+        start.chosen(folder.root)
     else:
         folder = Folder(Path(config.output))
         agree(engine.everyone, lambda: folder.claim(start.resume, start.overwrite, found) if first else None)
@@ -301,7 +304,8 @@ def verify(config: Config, engine: Engine, export: Path, data: DataSet) -> float
 
     gc.collect()
     device, ranks = engine.mesh.device, engine.comm.size
-    model = AutoModelForCausalLM.from_pretrained(export, dtype="auto", local_files_only=True).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(export, dtype="auto", local_files_only=True, trust_remote_code=False)
+    model = model.to(device).eval()
     assert data.validation is not None
     total, targets = 0.0, 0
     rows = resolve_batch(config.train, ranks).micro_batch * (1 if config.zero.exact else ranks)

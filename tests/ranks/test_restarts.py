@@ -1,0 +1,97 @@
+"""Ranks of a restarted attempt find each other in a store that the dead attempt has written to."""
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import TCPStore
+from training import field, metrics, save_model, save_rows, train, tree
+
+from zero3d import rendezvous
+from zero3d.errors import Zero3dError
+from zero3d.mesh import start_distributed
+
+HERE = Path(__file__).parents[1]
+
+
+def attempts(port, counts):
+    """Join once per attempt through the agent's store at `port`, and leave; what the ranks then sum up.
+
+    counts  restart count of each attempt, by rank: each node's agent has its own
+    """
+    rank, found = dist.get_rank(), []
+    dist.destroy_process_group()
+    given = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+             "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+    for number, count in enumerate(counts):
+        given["TORCHELASTIC_RESTART_COUNT"] = str(count[rank])
+        with mock.patch.dict(os.environ, given), mock.patch.object(rendezvous, "LOOK", 0.05):
+            start_distributed()
+        total = torch.tensor(10**rank * (number + 1))
+        dist.all_reduce(total)
+        found.append(int(total))
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("counts", [[(0, 0), (1, 1), (2, 2)], [(0, 0), (1, 0)]], ids=["one node", "two nodes"])
+def test_every_attempt_forms_a_world_whatever_the_dead_one_has_left(ranks, counts):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert ranks(2, attempts, store.port, counts, timeout=60.0) == [[11, 22, 33][: len(counts)]] * 2
+
+
+def test_a_rank_that_never_comes_is_an_error_of_ours():
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    for rank in (0, 1):
+        with pytest.raises(Zero3dError, match=f"rank {rank} of 2 waited 0 s at the start"):
+            rendezvous.attempt(store, rank, 2, patience=0.1)
+
+
+DYING = """
+import os, signal
+from transformers import AutoModelForCausalLM
+
+def build():
+    model = AutoModelForCausalLM.from_pretrained("model")
+    forward, calls = model.forward, []
+
+    def dying(input_ids, labels=None, position_ids=None):
+        calls.append(input_ids)
+        if len(calls) == 7 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return forward(input_ids=input_ids, labels=labels, position_ids=position_ids)
+
+    model.forward = dying
+    return model
+"""
+
+
+@pytest.mark.long
+def test_torchrun_restarts_a_run_whose_rank_was_killed_and_it_ends_with_the_same_bits(ranks, tmp_path):
+    save_model(tmp_path / "model")
+    save_rows(tmp_path / "rows.npy")
+    (tmp_path / "dying.py").write_text(DYING)
+    whole = ranks(2, train, tree(tmp_path, "whole"))[0]
+    words = [f"data.train={tmp_path / 'rows.npy'}", "data.length=16", "data.shuffle=false", "precision=fp32",
+             "train.steps=5", "train.batch=4", "train.accumulate=2", "optimizer.lr=1e-3", "schedule.warmup=2",
+             "checkpoint.every=1", "checkpoint.export=false", f"data.cache={tmp_path / 'cache'}", "output=out",
+             "model.path=dying:build"]  # fmt: skip
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), str(tmp_path)])}
+    done = subprocess.run(
+        [*torchrun, "-m", "zero3d.cli.main", "train", *words, "--resume", "auto"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("going on from out/checkpoints/step-3, after step 3") == 1
+    records = [each for each in metrics({"output": str(tmp_path / "out")}) if "loss" in each]
+    assert field(records, "step") == [1, 2, 3, 4, 5]
+    assert field(records, "loss") == field(whole, "loss")

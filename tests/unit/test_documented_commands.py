@@ -1,0 +1,191 @@
+"""Every command that README and docs show is one: it parses, and with the file that they show it can start.
+
+verb                      what is done with it here
+config, launch            it is run, in a folder with README's run.yaml, examples/, models/llama and text
+plan --theory, explain    it is run
+train, compare, simulate  configuration, ranks, batch and positions are checked, nothing is started
+other plans               its words are read
+
+Dotted names of zero3d, in the documents and in what the source says, lead somewhere.
+"""
+
+import ast
+import importlib
+import pkgutil
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from training import save_model
+
+import zero3d
+from zero3d.cli import compare
+from zero3d.cli.main import VERBS, main, parse
+from zero3d.cli.preflight import check_positions, check_world
+from zero3d.cli.train import check, read
+from zero3d.cli.workers import ranks_here
+from zero3d.config import load, split_words
+from zero3d.config.keys import KEYS
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = [README, *(ROOT / "docs" / f"{name}.md" for name in ("cluster", "compare", "config", "plan"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+INLINE = re.compile(r"`((?:zero3d )?(?:" + "|".join(VERBS) + r") [^`]+)`")
+LOOP = re.compile(r"for (\w+) in ([^;]+); do (.*); done")
+COMMAND = re.compile(r"^(?:\$ )?(?:\.venv/bin/)?zero3d (?!\w+:)(.*)")
+PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]{2,}\b|\[|^\w+$")
+NAME = re.compile(r"\bzero3d(?:\.\w+)+")
+FILES = (".md", ".yaml", ".json", ".html", ".py")
+
+
+def commands(page):
+    """The words after zero3d of every command on a page, without comments; `a|b` is two commands."""
+    text = page.read_text()
+    lines = [line for _, block in FENCE.findall(text) for line in block.splitlines()]
+    lines += [f"zero3d {words.removeprefix('zero3d ')}" for words in INLINE.findall(FENCE.sub("", text))]
+    for line in lines:
+        loop = LOOP.match(line)
+        each = [loop[3].replace(f"${loop[1]}", value) for value in loop[2].split()] if loop else [line]
+        for found in filter(None, map(COMMAND.match, each)):
+            words = re.split(r"\s#\s|\s{3,}", found[1])[0].strip()
+            choice = re.search(r"[\w]+(?:\|\w+)+", words)
+            if words.split()[0] in VERBS and not PLACEHOLDER.search(words.replace(choice[0], "") if choice else words):
+                yield from (words.replace(choice[0], one) for one in choice[0].split("|")) if choice else [words]
+
+
+def yaml_of(page, name):
+    """The page's block of YAML, saved under a name."""
+    block = next(block for kind, block in FENCE.findall(page.read_text()) if kind == "yaml")
+    Path(name).write_text(block)
+    return name
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder in which the commands may be typed."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    for name in ("llama", "llama-1b"):
+        save_model(folder / "models" / name, max_position_embeddings=4096)
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text("some text\n" * 99)
+    for name in ("corpus/a.jsonl", "corpus/b.jsonl", "a.txt", "b.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text('{"text": "a b"}\n')
+    return folder
+
+
+@pytest.fixture
+def typed(place, monkeypatch):
+    """The folder, entered; train.yaml, which `zero3d plan --emit` would write, is README's run.yaml there."""
+    monkeypatch.chdir(place)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("run.yaml", "train.yaml"):
+        yaml_of(README, name)
+    return place
+
+
+def could_start(config, ranks):
+    """Raises what would be raised before the first step."""
+    check_world(config, ranks if ranks is not None else ranks_here(config.mesh.dp, config.mesh.tp, config.mesh.pp))
+    if ":" not in config.model.path:
+        check_positions(config)
+
+
+def tried(words):
+    """Do with a command what the docstring's table says."""
+    arguments = parse(words)
+    if words[0] in ("config", "launch") or words[:2] in (["plan", "--theory"], ["plan", "explain"]):
+        assert main(words) == 0
+    elif words[0] == "train":
+        _, config = read(arguments)
+        check(arguments, config, None)
+        could_start(config, arguments.ranks)
+    elif words[0] == "compare":
+        compare.read(arguments)
+    elif words[0] == "simulate":
+        could_start(load(*split_words(arguments.words)), arguments.ranks)
+
+
+SHOWN = [(page, words) for page in PAGES for words in commands(page)]
+
+
+def test_all_pages_but_none_of_their_prose_are_read():
+    assert len(SHOWN) >= 35
+    assert {words.split()[0] for _, words in SHOWN} == set(VERBS) - {"calibrate"}
+    assert {page for page, _ in SHOWN} == set(PAGES)
+
+
+@pytest.mark.parametrize(("page", "words"), SHOWN, ids=[f"{page.stem}: {words}" for page, words in SHOWN])
+def test_a_shown_command_can_be_typed_with_the_shown_file(typed, capsys, page, words):
+    tried(shlex.split(words))
+
+
+@pytest.mark.parametrize("target", ["slurm", "k8s", "torchrun"])
+@pytest.mark.parametrize("options", [[], ["--nodes", "2"], ["--nodes", "4"]], ids=" ".join)
+def test_launch_takes_the_readmes_own_file(typed, capsys, target, options):
+    assert main(["launch", target, "run.yaml", *options]) == 0
+
+
+def test_the_file_on_the_page_of_configurations_can_start(typed):
+    config = load(yaml_of(ROOT / "docs" / "config.md", "shown.yaml"))
+    for ranks in (1, 2, 8):
+        could_start(config, ranks)
+
+
+def test_scripts_and_targets_that_pages_name_are_there():
+    makefile = (ROOT / "Makefile").read_text()
+    for page in PAGES:
+        for block in (block for kind, block in FENCE.findall(page.read_text()) if kind in ("bash", "sh")):
+            for script in re.findall(r"\b(?:benchmarks|examples)/\w+\.py\b", block):
+                assert (ROOT / script).is_file(), script
+            for target in re.findall(r"^make ([\w-]+)", block, re.M):
+                assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+# --- dotted names -------------------------------------------------------------------------------
+
+
+def leads_somewhere(name):
+    """Whether a dotted name is a module's, or a thing's in one."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            if not hasattr(found, part):
+                return part in getattr(found, "__annotations__", {})
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def texts_of_the_source():
+    """Every text in the source, error messages and docstrings among them, with its file."""
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield path.name, node.value
+
+
+def test_every_dotted_name_of_zero3d_leads_somewhere():
+    documents = [*PAGES, *sorted((ROOT / "docs").glob("**/*.md")), ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]
+    texts = [*texts_of_the_source(), *((page.name, page.read_text()) for page in documents)]
+    named = {(where, name) for where, text in texts for name in NAME.findall(text) if not name.endswith(FILES)}
+    assert len(named) > 20
+    assert sorted((where, name) for where, name in named if not leads_somewhere(name)) == []
+
+
+MODULES = "|".join(each.name for each in pkgutil.iter_modules(zero3d.__path__) if each.name != "engine")  # an Engine
+SHORT = re.compile(rf"`((?:{MODULES})\.\w+(?:\.\w+)*)`")
+
+
+def test_every_short_dotted_name_in_a_docstring_leads_somewhere():
+    said = [(where, name) for where, text in texts_of_the_source() for name in SHORT.findall(text)]
+    wrong = {(where, name) for where, name in said if name not in KEYS and not name.endswith(FILES)}
+    assert sorted((where, name) for where, name in wrong if not leads_somewhere(f"zero3d.{name}")) == []

@@ -1,0 +1,54 @@
+"""2 is for bad input alone: which errors, and what the system has to do with it."""
+
+import errno
+import os
+
+import pytest
+
+import zero3d.errors
+from zero3d.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LayoutError,
+    MeshError,
+    OrderError,
+    OutOfBudget,
+    RankError,
+    ReleasedParameterError,
+    Zero3dError,
+)
+
+CODES = {
+    ConfigError: 2, MeshError: 2, DataError: 2, CheckpointError: 2, OutOfBudget: 2,
+    Zero3dError: 1, LayoutError: 1, OrderError: 1, ReleasedParameterError: 1, RankError: 1,
+}  # fmt: skip
+
+
+def code(kind, number=None):
+    """The exit code of an error, of a system's error if that is given."""
+    try:
+        raise kind("x") from (None if number is None else OSError(number, os.strerror(number)))
+    except Zero3dError as error:
+        return error.exit_code
+
+
+def test_every_error_has_its_code_and_the_drawing_says_the_same():
+    kinds = {each for each in vars(zero3d.errors).values() if isinstance(each, type) and issubclass(each, Exception)}
+    assert set(CODES) == kinds
+    assert {kind: code(kind) for kind in kinds} == CODES
+    drawn = {line.split()[0]: line.rstrip().endswith(" 2") for line in zero3d.errors.__doc__.splitlines()
+             if line.startswith(" ") and line.split()[0].endswith(("Error", "Budget"))}  # fmt: skip
+    assert drawn == {kind.__name__: code == 2 for kind, code in CODES.items()}
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DataError, CheckpointError])
+def test_a_path_that_cannot_be_is_bad_input_and_a_disk_that_fails_is_not(kind):
+    assert [code(kind, each) for each in (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EROFS)] == [2, 2, 2, 2]
+    assert [code(kind, each) for each in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE)] == [1, 1, 1, 1]
+
+
+def test_the_code_of_another_rank_counts():
+    error = CheckpointError("x")
+    error.agreed = 1
+    assert error.exit_code == 1

@@ -1,0 +1,56 @@
+"""What listens for ranks: on this machine alone, where they are of one machine."""
+
+import ast
+import os
+import socket
+import sys
+from itertools import chain
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from zero3d.cli.workers import loopback_store
+from zero3d.mesh import start_distributed
+
+SRC = Path(__file__).parents[2] / "src" / "zero3d"
+
+
+def other_addresses():
+    """This machine's addresses but the one that the store is bound to."""
+    given = chain.from_iterable(psutil.net_if_addrs().values())
+    found = [each.address for each in given if each.family == socket.AF_INET]
+    return [each for each in [*found, *(["127.0.0.2"] if sys.platform == "linux" else [])] if each != "127.0.0.1"]
+
+
+def test_the_launchers_store_answers_on_loopback_and_is_refused_from_any_other_address():
+    store = loopback_store()
+    TCPStore("127.0.0.1", store.port, is_master=False).set("asked", "answered")
+    assert store.get("asked") == b"answered"
+    for address in other_addresses():
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((address, store.port), timeout=30)
+
+
+def test_no_other_code_of_ours_opens_a_store_that_listens():
+    opened = [
+        f"{path.name}:{ast.unparse(node.func)}"
+        for path in sorted(SRC.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("TCPStore", "create_server", ".listen"))
+    ]
+    assert sorted(opened) == ["workers.py:TCPStore", "workers.py:socket.create_server"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the interface's name is Linux's")
+def test_a_process_alone_has_gloo_listen_on_loopback(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    seen = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get("GLOO_SOCKET_IFNAME")))
+    start_distributed()
+    assert seen == ["lo"]
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
