@@ -16,6 +16,18 @@ A message says what was asked, what was found (with the arithmetic) and what to 
 
 from __future__ import annotations
 
+SHOWN = 60  # characters of a value in a message
+
+
+def short(text: object) -> str:
+    """A value as a message quotes it: the beginning of a long one, without line breaks."""
+    try:
+        said = str(text)
+    except ValueError:  # a whole number of more digits than Python writes
+        said = "a huge number"
+    said = " ".join(said[: 4 * SHOWN].split()) if len(said) > SHOWN else said
+    return said if len(said) <= SHOWN else f"{said[:SHOWN]}..."
+
 
 class Zero3dError(Exception):
     """Root of all errors raised on purpose; the command line makes one line and an exit code of each.
