@@ -52,7 +52,7 @@ def open_mesh(config: Config) -> Mesh:
     return mesh
 
 
-def open_inputs(config: Config, check: Callable[[], None] = lambda: None) -> Inputs:
+def open_inputs(config: Config, check: Callable[[Mesh], None] = lambda mesh: None) -> Inputs:
     """Check everything that can be checked, read headers, tokenize. Raises the same Zero3dError on all ranks.
 
     `check` comes first, on every rank. One rank of each machine tokenizes; the others wait for it as long as it takes.
@@ -60,7 +60,7 @@ def open_inputs(config: Config, check: Callable[[], None] = lambda: None) -> Inp
     mesh = open_mesh(config)
     with mesh.waiting_room() as everyone:
         comm = Comm(everyone, Arena(torch.device("cpu")), Ledger())
-        agree(comm, check)
+        agree(comm, lambda: check(mesh))
         batch, opened, tokenizer = agree(comm, lambda: _open(config, mesh))
         vocabulary = of_config(opened.module, "vocab_size")
 
