@@ -64,11 +64,11 @@ def open_inputs(config: Config, check: Callable[[Mesh], None] = lambda mesh: Non
         batch, opened, tokenizer = agree(comm, lambda: _open(config, mesh))
         vocabulary = of_config(opened.module, "vocab_size")
 
-        def read() -> DataSet:
-            return open_data(config.data, tokenizer, vocabulary, chunks_of(config, mesh))
+        def read(verify: bool) -> DataSet:
+            return open_data(config.data, tokenizer, vocabulary, chunks_of(config, mesh), verify)
 
-        agree(comm, lambda: read() if mesh.local_rank == 0 else None)
-        data = agree(comm, read)
+        first = agree(comm, lambda: read(verify=True) if mesh.local_rank == 0 else None)
+        data = agree(comm, lambda: first or read(verify=False))
     return Inputs(mesh, opened, data, batch, steps_of_run(config, data, batch))
 
 
