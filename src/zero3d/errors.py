@@ -29,6 +29,17 @@ OF_PATHS = frozenset(
     (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP,
      errno.ENAMETOOLONG, errno.ENOTEMPTY)
 )  # fmt: skip
+SHOWN = 60  # characters of a value in a message
+
+
+def short(text: object) -> str:
+    """A value as a message quotes it: the beginning of a long one, without line breaks."""
+    try:
+        said = str(text)
+    except ValueError:  # a whole number of more digits than Python writes
+        said = "a huge number"
+    said = " ".join(said[: 4 * SHOWN].split()) if len(said) > SHOWN else said
+    return said if len(said) <= SHOWN else f"{said[:SHOWN]}..."
 
 
 class Zero3dError(Exception):

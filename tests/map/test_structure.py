@@ -15,7 +15,7 @@ SRC = ROOT / "src" / "zero3d"
 
 # Layers from left to right; a module may import from its own layer and from those to its left.
 LAYERS = [
-    ["errors", "boxes", "ledger", "plain", "promise", "rng", "saved", "config", "deepspeed_config", "zero.stages", "zero.layout", "plan",
+    ["errors", "reading", "boxes", "ledger", "plain", "promise", "rng", "saved", "config", "deepspeed_config", "zero.stages", "zero.layout", "plan",
      "degrees", "schedules"],
     ["mesh", "transport", "rendezvous", "zero.collectives", "zero.arena"],
     ["tensor_parallel.cuts", "precision", "param_groups", "nested", "boundary", "replica", "guards", "initial", "agree", "exact", "fingerprint", "health", "zero.unit", "zero.hooks",

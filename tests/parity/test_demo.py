@@ -64,18 +64,21 @@ def test_traffic_is_what_the_formulas_say(run):
 
 
 def test_the_exported_model_loads_and_has_the_same_held_out_loss(run):
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     result = run[2]
     assert result["reloaded_loss"] == pytest.approx(result["held_out_loss"], rel=1e-6)
     model = AutoModelForCausalLM.from_pretrained(result["paths"]["export"], dtype="auto")
     assert model.dtype == torch.bfloat16
     assert sum(p.numel() for p in model.parameters()) == result["params"]
+    tokenizer = AutoTokenizer.from_pretrained(result["paths"]["export"], local_files_only=True)
+    assert tokenizer("def f(x):")["input_ids"] == list(b"def f(x):")
 
 
 def test_the_console_shows_progress_sample_and_tables(run):
     text = run[1]
     for expected in (
+        "tokenizer: bytes, 256 tokens; the model's vocabulary: 256\n",
         "step 4/4",
         "grad norm",
         "tokens/s",

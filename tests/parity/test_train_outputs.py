@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from corpora import save_tokenizer
 from training import field, metrics, save_model, save_rows, train, tree
 
 NO_NETWORK = """
@@ -138,3 +139,16 @@ def test_a_whole_run_with_its_export_asks_no_network(folder):
     result = json.loads(done.stdout)
     assert result["reloaded_loss"] == pytest.approx(result["held_out_loss"], rel=1e-6)
     assert (Path(made["output"]) / "hf" / "model.safetensors").is_file()
+
+
+def test_an_export_has_the_models_tokenizer_though_the_data_are_token_ids(ranks, folder):
+    from transformers import AutoTokenizer
+
+    bare = tree(folder, "bare", train={"steps": 1}, checkpoint={"export": True})
+    ranks(1, train, bare)
+    save_tokenizer(folder / "model")
+    ranks(1, train, tree(folder, train={"steps": 1}, checkpoint={"export": True}))
+    exported = AutoTokenizer.from_pretrained(folder / "out" / "hf", local_files_only=True)
+    own = AutoTokenizer.from_pretrained(folder / "model", local_files_only=True)
+    assert exported("one and two")["input_ids"] == own("one and two")["input_ids"] != []
+    assert not list((folder / "bare" / "hf").glob("tokenizer*"))

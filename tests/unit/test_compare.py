@@ -7,6 +7,7 @@ import signal
 import sys
 
 import pytest
+from holds import held_by_another
 from rich.console import Console
 
 from zero3d.cli import compare as verb
@@ -15,6 +16,7 @@ from zero3d.errors import ConfigError
 from zero3d.train.compare import as_json, rows, square_root
 from zero3d.train.compare_plot import draw
 from zero3d.train.compare_table import show
+from zero3d.train.hold import Hold
 from zero3d.train.variants import Axis, split_axes, variants
 
 
@@ -65,7 +67,7 @@ def test_every_run_has_a_folder_of_its_own_below_the_output():
         (["zero.stage=0,"], "zero.stage="),
         (["zero.stag=0,1"], "Did you mean zero.stage?"),
         (["zero.stage=1,2,1"], "zero.stage=1 and zero.stage=1 are the same run"),
-        (["zero.stage=1,01"], "zero.stage=1 and zero.stage=01 are the same run"),
+        (["optimizer.lr=1,1.0"], "optimizer.lr=1 and optimizer.lr=1.0 are the same run"),
         (["zero.stage=0,1", "zero.stage=3"], "zero.stage is given twice, as zero.stage=0,1 and zero.stage=3"),
         (["zero.stage=3", "zero.stage=0,1"], "zero.stage is given twice, as zero.stage=3 and zero.stage=0,1"),
         (["zero.stage=0,1", "zero.stage=2,3"], "zero.stage is given twice"),
@@ -100,18 +102,30 @@ def test_a_launchers_worker_is_refused(monkeypatch):
 
 def test_the_output_is_the_typed_one_or_the_first_free_one_beside_the_files_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert str(verb.claim("here", "default", asked=True)) == "here"
-    assert str(verb.claim("runs/llama", "default", asked=False)) == "runs/llama-compare"
-    assert str(verb.claim("runs/llama", "default", asked=False)) == "runs/llama-compare-2"
-    assert str(verb.claim(None, "zero3d-compare-demo", asked=False)) == "zero3d-compare-demo"
+
+    def claimed(output, default, asked):
+        with Hold() as hold:
+            return str(verb.claim(output, default, asked, hold))
+
+    assert claimed("here", "default", asked=True) == "here"
+    assert claimed("runs/llama", "default", asked=False) == "runs/llama-compare"
+    assert claimed("runs/llama", "default", asked=False) == "runs/llama-compare-2"
+    assert claimed(None, "zero3d-compare-demo", asked=False) == "zero3d-compare-demo"
     (tmp_path / "here" / "file").touch()
     with pytest.raises(ConfigError, match="output here is used already"):
-        verb.claim("here", "default", asked=True)
+        claimed("here", "default", asked=True)
+
+
+def test_a_second_comparison_in_a_folder_is_refused_while_the_first_one_runs(tmp_path):
+    with held_by_another(tmp_path) as pid, pytest.raises(ConfigError, match=f"is in use by process {pid} on host"):
+        verb.claim(str(tmp_path), "default", True, Hold())
 
 
 def test_a_runs_command_has_its_own_output_and_leaves_out_what_is_not_compared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    plan = verb.read(argparse.Namespace(words=["zero.stage=0,1", "output=out", "checkpoint.export=true"], ranks=2))
+    plan = verb.read(
+        argparse.Namespace(words=["zero.stage=0,1", "output=out", "checkpoint.export=true"], ranks=2), Hold()
+    )
     words = plan.command(plan.variants[1])
     assert words[3:6] == ["train", "--json", "--ranks=2"]
     assert words[6:] == ["checkpoint.export=false", "checkpoint.verify=false", "evaluate.prompt=null", "checkpoint.export=true",

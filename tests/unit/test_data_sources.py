@@ -102,6 +102,13 @@ def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path):
     [
         ("corpus.tx", {}, r"corpus\.tx does not exist\. Did you mean .*corpus\.txt"),
         ("nowhere/corpus.txt", {}, r"Neither does its folder"),
+        ("corpus.txt/a.txt", {}, r"Neither does its folder"),
+        ("link.txt", {}, r"link\.txt is a link to corpus\.tex, which does not exist: make the link anew"),
+        ("pipe.jsonl", {}, r"pipe\.jsonl is a pipe, and a regular file is wanted"),
+        ("/dev/zero", {"format": "text"}, r"/dev/zero is a device, and a regular file is wanted"),
+        ("zero", {"format": "npy"}, r"zero is a device, and a regular file is wanted"),
+        ("l" * 300, {}, r"l\.\.\. cannot be read: File name too long|l* cannot be read: File name too long"),
+        ("~nobody-of-this-name/a.txt", {}, r"does not exist"),
         ("odd.xyz", {}, r"suffix \.xyz is none of \.txt .*set data\.format"),
         ("empty", {}, r"holds 0 files"),
         ("empty.txt", {}, r"no document"),
@@ -113,6 +120,9 @@ def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path):
 def test_missing_and_empty_data_are_refused(tmp_path, path, options, why):
     (tmp_path / "corpus.txt").write_text("ab")
     (tmp_path / "odd.xyz").write_text("ab")
+    (tmp_path / "link.txt").symlink_to("corpus.tex")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "one.jsonl").write_text('{"text": ""}')
     (tmp_path / "empty").mkdir()
     for name in ("empty.txt", "empty.jsonl"):
@@ -213,6 +223,19 @@ def test_a_saved_tokenizer_loads_again(tmp_path):
     assert again.encode(["one and two"]) == tokenizer.encode(["one and two"])
     assert again.decode(again.encode(["one and two"])[0]) == "one and two"
     assert ByteTokenizer().decode([104, 105, 0, 195, 164, 7]) == "hi\u00e4\N{REPLACEMENT CHARACTER}"
+
+
+def test_the_byte_tokenizer_is_saved_as_one_that_loads_and_has_the_same_ids(tmp_path):
+    from transformers import AutoTokenizer
+
+    assert ByteTokenizer().save(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert (len(loaded), loaded.eos_token_id, loaded.pad_token_id) == (256, 0, 0)
+    every = "".join(map(chr, range(1, 0x250))) + " two  spaces\n\tend \N{SNOWMAN}\U0001f600"
+    for text in (every, "", " ", "Ā", "<0x00>", "\0a\0"):
+        assert loaded(text)["input_ids"] == list(text.encode())
+        assert loaded.decode(list(text.encode()), skip_special_tokens=True) == text.replace("\0", "")
+    assert load_tokenizer(None, str(tmp_path)).encode([every]) == ByteTokenizer().encode([every])
 
 
 def test_numbers_that_disagree_are_both_said(tmp_path):

@@ -1,12 +1,14 @@
 """The cache: complete or absent, found again, made again when anything changed."""
 
+import json
 import os
 import pickle
+import random
 from pathlib import Path
 
 import numpy
 import pytest
-from corpora import tiny_tokenizer, write_lines
+from corpora import opened, tiny_tokenizer, write_lines
 
 from zero3d.data import store
 from zero3d.data.files import find_sources
@@ -97,11 +99,62 @@ def test_of_two_builders_one_wins(tmp_path, text, monkeypatch):
     assert len(folders(tmp_path)) == 1
 
 
+HELLO = b"hello\0onetwo\0\0"
+
+
 @pytest.mark.parametrize("name", ["tokens", "offsets", "meta.json"])
 def test_a_damaged_folder_is_made_again(tmp_path, text, name):
     file = build(tmp_path, text).folder / name
     file.write_bytes(file.read_bytes()[:3])
-    assert bytes(build(tmp_path, text).tokens.tolist()) == b"hello\0onetwo\0\0"
+    assert bytes(build(tmp_path, text).tokens.tolist()) == HELLO
+
+
+def flip(file, place, bit):
+    whole = bytearray(file.read_bytes())
+    whole[place] ^= 1 << bit
+    file.write_bytes(whole)
+
+
+def test_a_flipped_bit_anywhere_is_found_told_and_made_again(tmp_path, text):
+    made = build(tmp_path, text)
+    assert made.note is None
+    source, sizes = random.Random(0), {file.name: file.stat().st_size for file in made.folder.iterdir()}
+    places = [(name, source.randrange(size)) for name, size in sizes.items() for _ in range(8)]
+    assert len(places) == 40
+    for name, place in places:
+        flip(made.folder / name, place, source.randrange(8))
+        again = build(tmp_path, text)
+        assert bytes(again.tokens.tolist()) == HELLO
+        assert "were damaged: they have been made again" in again.note
+        assert again.meta == made.meta
+    assert build(tmp_path, text).note is None
+
+
+def test_a_token_beyond_the_vocabulary_never_trains(tmp_path, text):
+    opened(tmp_path, text, vocabulary=256)
+    folder = build(tmp_path, text, vocabulary=256).folder
+    tokens = numpy.fromfile(folder / "tokens", "uint16")
+    tokens[3] = 300
+    tokens.tofile(folder / "tokens")
+    again = opened(tmp_path, text, vocabulary=256)
+    assert max(int(row["input_ids"].max()) for row in map(again.train.__getitem__, range(len(again.train)))) < 256
+    assert any("made again" in note for note in again.notes)
+
+
+@pytest.mark.parametrize("meta", [
+    "[]", "null", "{", '{"dtype": 1}', "[" * 50_000, '{"tokens": NaN}', "\0", '{"tokens": 1e999}', '{"dtype": "object"}',
+])  # fmt: skip
+def test_odd_counts_are_made_again(tmp_path, text, meta):
+    file = build(tmp_path, text).folder / "meta.json"
+    odd = json.loads(meta) if meta.startswith("{") and meta.endswith("}") else None
+    file.write_text(json.dumps(json.loads(file.read_text()) | odd) if odd else meta)
+    assert bytes(build(tmp_path, text).tokens.tolist()) == HELLO
+
+
+def test_those_that_need_not_verify_do_not_read_it_again(tmp_path, text, monkeypatch):
+    build(tmp_path, text)
+    monkeypatch.setattr(store, "_digest", lambda _: pytest.fail("read again"))
+    assert build(tmp_path, text, verify=False).note is None
 
 
 def test_a_full_disk_or_a_folder_that_cannot_be_written_says_data_cache(tmp_path, text, monkeypatch):

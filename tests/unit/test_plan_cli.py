@@ -53,8 +53,14 @@ def test_an_unknown_gpu_is_answered_with_the_catalogue(plan):
 
 @pytest.mark.parametrize(("text", "why"), [
     (b"disk: 0", "disk is 0"), (b"across: {bandwidth: -5}", "across.bandwidth is -5"), (b"gpu: {memory: .inf}", "gpu.memory is inf"),
-    (b"host_memory: .nan", "host_memory is nan"), (b"\xff\xfe", "can't decode"), (b"gpu: [1,2", "expected ',' or ']'"),
-    (b"gpu: b100", "not in the catalogue"), (b"disks: 1", "disks"),
+    (b"host_memory: .nan", "host_memory is nan"), (b"\xff\xfe", "is no UTF-8 text"), (b"gpu: [1,2", "expected ',' or ']'"),
+    (b"gpu: b100", "not in the catalogue"), (b"disks: 1", "Did you mean 'disk'?"),
+    (b"gpu: {matrix: 010}", "line 1: 010 is read in two ways"), (b"provenance: 3", "provenance=3: expected an object"),
+    (b"provenance: {disc: user}", "provenance names disc, no field. Did you mean disk?"), (b"provenance: {disk: 3}", "disk=3: expected text"),
+    (b"nodes: 1.5", "nodes=1.5: expected a whole number"), (b"per_node: many", "expected a whole number"), (b"nodes: 0", "nodes is 0"),
+    (b"across: 3", "across=3: expected an object"), (b"gpu: {memory: [1]}", "memory=[1]: expected a number"),
+    (b"a: &a [1]\nb: [*a, *a]", "'a' is unknown"), (b"gpu: !!timestamp x", "the tag !!timestamp"), (b"[" * 9999, "16 levels"),
+    (b"? " + b"k" * 2000 + b"\n: 1", "kkk..."), (b"disk: " + b"9" * 400, "a float can be"), (b"1: 2", "1 is unknown"),
 ])  # fmt: skip
 def test_a_misfit_cluster_file_is_refused_with_the_field(plan, tmp_path, text, why):
     file = tmp_path / "cluster.yaml"

@@ -38,6 +38,7 @@ from zero3d.train.compare import as_json, rows
 from zero3d.train.compare_plot import draw
 from zero3d.train.compare_table import failure, show
 from zero3d.train.folder import Folder, first_free, numbered
+from zero3d.train.hold import Hold, check_free
 from zero3d.train.stop import StopRequest
 from zero3d.train.variants import QUIET, Axis, Variant, check_variants, split_axes, variants
 
@@ -87,11 +88,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check all variants, run them, print what was found."""
+    """Check all variants, then run them."""
     if join_environment():
         raise ConfigError("zero3d compare starts its runs itself, on this machine: call it without torchrun or srun.")
-    plan = read(arguments)
-    console = Console(stderr=arguments.json)
+    with Hold() as hold:
+        return compare(read(arguments, hold), arguments.json)
+
+
+def compare(plan: Plan, as_object: bool) -> int:
+    """Run all variants, print what was found."""
+    console = Console(stderr=as_object)
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
     axes = " ".join(f"{axis.key}={','.join(axis.values)}" for axis in plan.axes)
@@ -111,24 +117,24 @@ def run(arguments: argparse.Namespace) -> int:
             console.print(line, soft_wrap=True)
             write(plan, ended)
     conclude(plan, ended, console)
-    if arguments.json:
+    if as_object:
         print(json.dumps(told(plan, ended)))
     return 1 if ended.failed else 0
 
 
-def read(arguments: argparse.Namespace) -> Plan:
-    """Everything is checked here, before the first run. Raises ConfigError."""
+def read(arguments: argparse.Namespace, hold: Hold) -> Plan:
+    """Everything is checked here, before the first run; `hold` has the output then. Raises ConfigError."""
     check_ranks(arguments.ranks)
     file, overrides = split_words(arguments.words)
-    name, source = named(file)
     axes, common = split_axes(overrides)
+    name = named(file, common)[0]
     if any(axis.key == "output" for axis in axes):
         raise ConfigError("output takes one folder here: each run gets one in it, named after its values.")
     found, common = variants(axes), [*QUIET, *common]
-    configs = check_variants(found, source, common)
+    configs = check_variants(found, common, lambda words: named(file, words)[1])
     check_runs(found, configs, arguments.ranks)
     kept = [word for word in common if word.partition("=")[0].strip() != "output"]
-    output = claim(configs[0].output, f"zero3d-compare-{name}", asked=len(kept) < len(common))
+    output = claim(configs[0].output, f"zero3d-compare-{name}", len(kept) < len(common), hold)
     return Plan(name, file, axes, found, kept, arguments.ranks, output)
 
 
@@ -151,15 +157,16 @@ def check_runs(found: Sequence[Variant], configs: Sequence[Config], ranks: int |
             raise ConfigError(f"{variant.label}: {error}") from error
 
 
-def claim(output: str | None, default: str, asked: bool) -> Path:
+def claim(output: str | None, default: str, asked: bool, hold: Hold) -> Path:
     """OUTPUT: what was typed, unused; else the first free one beside the file's output, or of the default name."""
     if output is None or not asked:
         stem = default if output is None else f"{output}-compare"
-        return numbered(stem, first_free(stem))
+        output = str(numbered(stem, first_free(stem)))
     folder = Folder(Path(output))
+    check_free(folder.root)
     if folder.used:
         raise ConfigError(f"output {output} is used already: write elsewhere with output=FOLDER, or remove it.")
-    folder.claim(None, overwrite=False)
+    folder.claim(hold, None, overwrite=False)
     return folder.root
 
 

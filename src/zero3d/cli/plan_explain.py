@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from zero3d.cli import plan_text
 from zero3d.cli.plan_options import USABLE, open_cluster, parse_size
 from zero3d.cli.plan_theory import columns
+from zero3d.cli.train import named
 from zero3d.config import load, split_words
 from zero3d.errors import ConfigError
 from zero3d.plan.emit import plan_of
@@ -23,9 +24,9 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     from zero3d.sim.trace import open_spec
 
     path, overrides = split_words(list(words))
-    if path is None:
+    if path is None and not overrides:
         raise ConfigError("zero3d plan explain takes the file of a run: zero3d plan explain train.yaml --gpu a100-80")
-    config = load(path, overrides)
+    config = load(named(path, overrides)[1], overrides)
     place = open_cluster(arguments)
     plan = plan_of(config, place.gpus if arguments.gpus or arguments.nodes or arguments.cluster else None)
     model = open_spec(

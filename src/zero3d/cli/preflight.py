@@ -1,7 +1,8 @@
 """What a configuration and a number of ranks show before any rank is started: for verbs that start runs later.
 
 degrees      mesh.dp x mesh.tp x mesh.pp makes the ranks
-batch        train.batch = micro_batch x accumulate x dp
+batch        train.batch = micro_batch x accumulate x dp; enough micro-batches for a pipeline
+paths        model, data and tokenizer are there
 positions    data.length fits the model
 """
 
@@ -10,14 +11,29 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from zero3d.config import Config, Model, resolve_batch
+from zero3d.data.files import check_path
+from zero3d.data.tokenizers import check_length, check_tokenizer
 from zero3d.degrees import Degrees
 from zero3d.errors import ConfigError
+from zero3d.hf.presets import check_model_path
+from zero3d.schedules import Schedule
 
 
 def check_world(config: Config, world: int) -> None:
     """Refuse degrees and a batch that `world` ranks cannot form. Raises MeshError and ConfigError."""
     degrees = Degrees.resolve(world, config.mesh.dp, config.mesh.tp, config.mesh.pp)
-    resolve_batch(config.train, degrees.dp)
+    batch = resolve_batch(config.train, degrees.dp)
+    if degrees.pp > 1:
+        Schedule.of(config.mesh.schedule).check(batch.accumulate, degrees.pp)
+
+
+def check_paths(config: Config) -> None:
+    """Refuse a model, data or a tokenizer that is not there; looks at names only. Raises ConfigError and DataError."""
+    check_model_path(config.model.path)
+    data = config.data
+    for path in (*data.train, *(data.validation if isinstance(data.validation, tuple) else ())):
+        check_path(path, data.format)
+    check_tokenizer(data.tokenizer)
 
 
 def check_transformers(model: Model) -> None:
@@ -28,7 +44,6 @@ def check_transformers(model: Model) -> None:
 
 def check_positions(config: Config) -> None:
     """Refuse sequences longer than the model's config allows. Raises ConfigError. Imports torch and transformers."""
-    from zero3d.data.tokenizers import check_length
     from zero3d.hf.open import positions
 
     check_length(config.data.length, positions(config.model))

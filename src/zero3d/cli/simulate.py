@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulate, then print."""
     quiet_environment()
     file, overrides = split_words(arguments.words)
-    config = load(named(file)[1], overrides)
+    config = load(named(file, overrides)[1], overrides)
     check_ranks(arguments.ranks)
     check_transformers(config.model)
     quiet_libraries()

@@ -5,19 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
+from collections.abc import Sequence
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
 from zero3d.cli.cluster import join_environment
-from zero3d.cli.preflight import check_transformers
+from zero3d.cli.preflight import check_paths, check_transformers, check_world
 from zero3d.cli.workers import as_worker, launch, quiet_environment, ranks_here, tell_output
 from zero3d.config import Config, load, split_words
 from zero3d.errors import ConfigError, Zero3dError
+from zero3d.train.hold import Hold
+from zero3d.train.start import Start, check_start
 
-DEMO = "demo"
+DEMO = "demo"  # the configuration, and the preset in it
+NAME = 40  # characters of a name that is made of a model's path
 SHORT = {"stage": "zero.stage", "steps": "train.steps", "precision": "precision"}  # options for single keys
 
 
@@ -55,6 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = arguments.ranks
     if ranks is None:
         ranks = ranks_here(config.mesh.dp, config.mesh.tp, config.mesh.pp)
+    check_world(config, ranks)
+    check_start(config, Start(name, arguments.resume, arguments.overwrite), alone=True)
+    check_paths(config)
     return launch(["train", *as_words(arguments)], ranks)
 
 
@@ -64,13 +72,24 @@ def read(arguments: argparse.Namespace) -> tuple[str, Config]:
     overrides += [
         f"{key}={value}" for option, key in SHORT.items() if (value := getattr(arguments, option)) is not None
     ]
-    name, source = named(file)
+    name, source = named(file, overrides)
     return name, load(source, overrides)
 
 
-def named(file: str | None) -> tuple[str, Path]:
-    """A configuration's name and file: the demo's where none is given."""
-    return (DEMO, Path(str(files("zero3d.train") / "demo.yaml"))) if file is None else (Path(file).stem, Path(file))
+def named(file: str | None, overrides: Sequence[str]) -> tuple[str, Path | None]:
+    """A configuration's name and the file below the overrides, None where that is the defaults.
+
+    file given                     that file
+    no file, model.path of one's   the defaults: the demo's values are of its model and its data
+    no file                        the demo's, whatever else is overridden
+    """
+    if file is not None:
+        return Path(file).stem, Path(file)
+    pairs = [word.partition("=") for word in overrides]
+    paths = [path.strip() for key, _, path in pairs if key.strip() == "model.path"]
+    if paths and paths[-1] != DEMO:
+        return re.sub(r"[^\w.-]+", "-", Path(paths[-1]).name)[:NAME].strip(".-") or "run", None
+    return DEMO, Path(str(files("zero3d.train") / "demo.yaml"))
 
 
 def as_words(arguments: argparse.Namespace) -> list[str]:
@@ -104,18 +123,19 @@ def work(arguments: argparse.Namespace, name: str, config: Config) -> None:
 
     from zero3d.train.progress import Progress
     from zero3d.train.report import as_json, show
-    from zero3d.train.run import Start, run as run_training
+    from zero3d.train.run import run as run_training
 
     out = own_stdout() if arguments.json else sys.stdout
     quiet_libraries()
     first = os.environ["RANK"] == "0"
     console = Console(stderr=arguments.json, quiet=not first)
     start = Start(name, arguments.resume, arguments.overwrite, tell_output)
-    result = run_training(config, start, Progress(console, config.log.every))
-    if first:
-        show(result, console)
-        if arguments.json:
-            print(json.dumps(as_json(result)), file=out, flush=True)
+    with Hold() as hold:
+        result = run_training(config, start, Progress(console, config.log.every), hold)
+        if first:
+            show(result, console)
+            if arguments.json:
+                print(json.dumps(as_json(result)), file=out, flush=True)
 
 
 def own_stdout() -> TextIO:

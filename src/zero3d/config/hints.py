@@ -6,7 +6,10 @@ import difflib
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
+from zero3d.errors import short
+
 LIKE = 0.7  # difflib's ratio from which two names are taken for the same; lora is not lr (0.67)
+LONGEST = 64  # characters of a word that may be a mistyped one
 LIKE_CHOICE = 0.5  # lower among few choices: float16 is fp16 (0.55)
 FOREIGN: Mapping[str, str] = MappingProxyType(  # names in DeepSpeed, Hugging Face and others -> what to write here
     {
@@ -61,12 +64,14 @@ FOREIGN: Mapping[str, str] = MappingProxyType(  # names in DeepSpeed, Hugging Fa
 
 def nearest(word: str, known: Collection[str], cutoff: float = LIKE_CHOICE) -> str | None:
     """The known word most like this one, if any is."""
-    close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=cutoff)
+    close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=cutoff) if len(word) <= LONGEST else []
     return close[0] if close else None
 
 
 def unknown(name: str, keys: Collection[str], sections: Collection[str]) -> str:
     """The message for a dotted key that does not exist."""
+    if len(name) > LONGEST:
+        return f"{short(name)} is no key. See all keys: zero3d config explain"
     if name in keys:  # written with its dot inside a file
         section, _, leaf = name.partition(".")
         return f"{name} is written as two levels in a file: {section}: {{{leaf}: ...}}"

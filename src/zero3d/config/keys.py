@@ -11,7 +11,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from zero3d.config.hints import nearest
-from zero3d.config.kinds import KINDS, NULLS, convert, found
+from zero3d.config.kinds import KINDS, NULLS, convert, found, number_meant
 from zero3d.config.sections import Config
 
 NUMBERS = (int, float, tuple[float, float])  # what bounds are about
@@ -44,7 +44,11 @@ class Key:
 
     def _range(self) -> str:
         bounds = ((" from", self.least), (" above", self.above), (" to", self.most), (" and below", self.below))
-        return "".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+        return "".join(
+            f"{word} {bound:,}" if isinstance(bound, int) else f"{word} {bound:g}"
+            for word, bound in bounds
+            if bound is not None
+        )
 
     def read(self, value: Any) -> Any:
         """The value converted to the key's type and checked. Raises ValueError with the whole message."""
@@ -79,7 +83,8 @@ class Key:
 
     def _refusal(self, value: Any) -> str:
         near = nearest(value, self.choices) if isinstance(value, str) and value not in NULLS else None
-        hint = f" Did you mean {near}?" if near else ""
+        meant = number_meant(value.strip()) if isinstance(value, str) else None
+        hint = f" Did you mean {near}?" if near else f" {meant[0].upper()}{meant[1:]}." if meant else ""
         if str in self.types and not self.choices and isinstance(value, (bool, int, float)):
             hint = (
                 f" Put it in quotes, for YAML reads it as a {'truth value' if isinstance(value, bool) else 'number'}."

@@ -16,12 +16,21 @@ A union takes the first of its types that fits.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple
 
+from zero3d.errors import SHOWN, short
+
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 NULLS = ("null", "none", "~", "")
+LARGEST = 2**53  # of whole numbers: those that every JSON reader has
+DECIMAL = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")  # what YAML 1.1 and 1.2 agree on
+SIXTIES = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")  # 1:30 is 90 in YAML 1.1
+ZEROS = re.compile(r"[-+]?0[0-9_]+")  # 010 is 8 in YAML 1.1 and 10 in 1.2
+PREFIXED = re.compile(r"[-+]?0(b[01_]+|o[0-7]+)")
+PARTED = re.compile(r"[-+]?[0-9][0-9_]*_[0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?|[-+]?0x[0-9a-fA-F_]*_[0-9a-fA-F_]*")
 
 
 class Kind(NamedTuple):
@@ -32,21 +41,47 @@ class Kind(NamedTuple):
     schema: Mapping[str, Any]
 
 
+def number_meant(text: str) -> str | None:
+    """What to type for a number that readers of YAML 1.1 and 1.2 take for different ones; None for all other text."""
+    digits = text.replace("_", "")
+    if len(text) > 40:  # nobody's number
+        return None
+    if SIXTIES.fullmatch(text):
+        whole, *sixties = digits.lstrip("+-").split(":")
+        value = float(whole)
+        for part in sixties:
+            value = 60 * value + float(part)
+        return f"type {'-' * text.startswith('-')}{value:.12g} if sixties are meant"
+    if PREFIXED.fullmatch(text):
+        return f"type {int(digits, 0)}"
+    if ZEROS.fullmatch(text):
+        return f"type {int(digits)}, not with a zero before it"
+    return f"type {digits}" if PARTED.fullmatch(text) else None
+
+
 def _whole(value: Any) -> int:
-    if isinstance(value, str):
-        try:
-            return int(value)
-        except ValueError:  # 1e3
-            value = float(value)
-    if isinstance(value, bool) or value != int(value):
+    value = _decimal(value)
+    if isinstance(value, bool) or value != int(value) or abs(value) > LARGEST:
         raise ValueError
     return int(value)
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not math.isfinite(number := float(value)):
+    if isinstance(value, bool) or not math.isfinite(number := float(_decimal(value))):
         raise ValueError
     return number
+
+
+def _decimal(value: Any) -> Any:
+    """A number that was typed as text; all else as it is."""
+    if not isinstance(value, str):
+        return value
+    if not DECIMAL.fullmatch(text := value.strip()):
+        raise ValueError
+    try:
+        return int(text)
+    except ValueError:  # 1e3
+        return float(text)
 
 
 def _switch(value: Any) -> bool:
@@ -58,14 +93,16 @@ def _switch(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str):
+    """Text that files and their names can hold: UTF-8 without the character that ends a name."""
+    if not isinstance(value, str) or "\0" in value:
         raise ValueError
+    value.encode()  # raises for half a surrogate pair
     return value
 
 
 def _texts(value: Any) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else ()
-    if not texts or not all(isinstance(text, str) and text for text in texts):
+    if not texts or not all(map(_text, texts)):
         raise ValueError
     return texts
 
@@ -123,10 +160,10 @@ def found(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
-        return f"the text {value!r}" if len(value) <= 60 else f"the text {value[:60]!r}..."
+        return f"the text {value!r}" if len(value) <= SHOWN else f"the text {value[:SHOWN]!r}..."
     if isinstance(value, Mapping):
-        return "a mapping with " + (", ".join(map(str, list(value)[:3])) or "no keys")
+        return "a mapping with " + (", ".join(map(short, list(value)[:3])) or "no keys")
     if isinstance(value, (list, tuple)):
-        short = len(value) <= 4 and all(isinstance(item, (str, int, float)) for item in value)
-        return str(list(value)) if short else f"a list of {len(value)}"
-    return f"{value}"
+        plain = len(value) <= 4 and all(isinstance(item, (str, int, float)) for item in value)
+        return short(list(value)) if plain else f"a list of {len(value)}"
+    return short(value)

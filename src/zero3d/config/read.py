@@ -12,6 +12,7 @@ Relative paths stay as they are written, relative to the current directory.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,18 +21,25 @@ import yaml
 
 from zero3d.config.hints import unknown
 from zero3d.config.keys import KEYS, SECTIONS, takes_list, takes_table, value_of
+from zero3d.config.kinds import found
 from zero3d.config.sections import Config
-from zero3d.config.yaml_file import read_yaml
-from zero3d.errors import ConfigError
+from zero3d.config.yaml_file import parse_yaml, read_yaml
+from zero3d.errors import ConfigError, short
 
+NAMED = 8  # other problems that are named
 EITHER = {"train.steps": "train.epochs", "train.epochs": "train.steps"}  # say the same in two ways
 
 
 class Problem(NamedTuple):
-    """What is wrong with one key."""
+    """What is wrong with one key. text: None for one that does not exist."""
 
     key: str
-    text: str
+    where: str
+    text: str | None = None
+
+    def told(self) -> str:
+        """Looks for the nearest key only here, for the one problem that is told."""
+        return self.where + (unknown(self.key, KEYS, SECTIONS) if self.text is None else self.text)
 
 
 class Given(NamedTuple):
@@ -63,10 +71,9 @@ def load(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str]
         try:
             values[name] = KEYS[name].read(value)
         except ValueError as error:
-            problems.append(Problem(name, f"{where}{error}"))
+            problems.append(Problem(name, where, str(error)))
     config = _build(values)
-    for key, text in _across(config):
-        problems.append(Problem(key, f"{given[key].where}{text}"))
+    problems += [problem._replace(where=given[problem.key].where) for problem in _across(config)]
     _raise(problems)
     return config
 
@@ -78,16 +85,17 @@ def check(config: Config) -> None:
         value = value_of(config, name)
         try:
             if (read := key.read(value)) != value:
-                problems.append(Problem(name, f"{name} takes {key.wants}; write {read!r} instead of {value!r}."))
+                text = f"{name} takes {key.wants}; write {short(repr(read))} instead of {short(repr(value))}."
+                problems.append(Problem(name, "", text))
         except ValueError as error:
-            problems.append(Problem(name, str(error)))
+            problems.append(Problem(name, "", str(error)))
     _raise(problems)
 
 
 def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """The words of a command line, [CONFIG] [overrides...], apart. Raises ConfigError."""
     first, rest = (words[0], list(words[1:])) if words else (None, [])
-    if first is not None and "=" in first and not Path(first).is_file():
+    if first is not None and "=" in first and not os.path.isfile(first):  # a Path's own raises for long words
         first, rest = None, list(words)
     for word in rest:
         if "=" not in word:
@@ -99,7 +107,7 @@ def _flatten(tree: Mapping[Any, Any], where: str, given: dict[str, Given]) -> It
     """Fill `given` from nested mappings; what is no key is yielded."""
     for name, value in tree.items():
         if name in KEYS and "." in name:
-            yield Problem(name, where + unknown(name, KEYS, SECTIONS))
+            yield Problem(name, where)
         elif name not in SECTIONS:
             yield from _take(str(name), value, where, given)
         elif isinstance(value, Mapping):
@@ -108,18 +116,18 @@ def _flatten(tree: Mapping[Any, Any], where: str, given: dict[str, Given]) -> It
         elif value is not None:  # a section whose keys are all commented out is null
             example = next(key for key in KEYS if key.startswith(f"{name}."))
             text = f"{name} is a section: write keys under it, such as {example}. All: zero3d config explain {name}"
-            yield Problem(name, where + text)
+            yield Problem(name, where, text)
 
 
 def _override(word: str, given: dict[str, Given]) -> Iterator[Problem]:
     """Fill `given` from one dotted override."""
     name, equals, text = (part.strip() for part in word.partition("="))
-    where = f"override {word!r}: "
+    where = f"override {_typed(word)}: "
     if not equals or not name:
-        yield Problem(name, _not_a_pair(word))
+        yield Problem(name, "", _not_a_pair(word))
     elif name in SECTIONS:
         example = next(key for key in KEYS if key.startswith(f"{name}."))
-        yield Problem(name, f"{where}{name} is a section: type one of its keys, such as {example}=VALUE.")
+        yield Problem(name, where, f"{name} is a section: type one of its keys, such as {example}=VALUE.")
     else:
         other = given.get(EITHER.get(name, ""))
         if other is not None and not other.override and text.lower() not in ("", "null", "none", "~"):
@@ -128,7 +136,13 @@ def _override(word: str, given: dict[str, Given]) -> Iterator[Problem]:
 
 
 def _not_a_pair(word: str) -> str:
-    return f"override {word!r} is not KEY=VALUE: type {word if word in KEYS else 'KEY'}=VALUE, such as zero.stage=2."
+    return (
+        f"override {_typed(word)} is not KEY=VALUE: type {word if word in KEYS else 'KEY'}=VALUE, such as zero.stage=2."
+    )
+
+
+def _typed(word: str) -> str:
+    return found(word).removeprefix("the text ")
 
 
 def _listed(name: str, text: str) -> Any:
@@ -137,8 +151,8 @@ def _listed(name: str, text: str) -> Any:
         return text
     if text.startswith("[{"[takes_table(KEYS[name])]):
         try:
-            return yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, RecursionError):  # a file may be named [a].txt
+            return parse_yaml(text)
+        except (yaml.YAMLError, ValueError):  # a file may be named [a].txt
             return text
     return [part.strip() for part in text.split(",")] if "," in text and takes_list(KEYS[name]) else text
 
@@ -147,7 +161,7 @@ def _take(name: str, value: Any, where: str, given: dict[str, Given], override: 
     if name in KEYS:
         given[name] = Given(value, where, override)
     else:
-        yield Problem(name, where + unknown(name, KEYS, SECTIONS))
+        yield Problem(name, where)
 
 
 def _build(values: Mapping[str, Any]) -> Config:
@@ -164,15 +178,16 @@ def _across(config: Config) -> Iterator[Problem]:
     if config.train.steps is not None and config.train.epochs is not None:
         steps, epochs = config.train.steps, config.train.epochs
         text = f"train.steps {steps} and train.epochs {epochs:g} both say how long: leave one out, or set it to null."
-        yield Problem("train.epochs", text)
+        yield Problem("train.epochs", "", text)
     if config.plan.write_back and config.plan.cluster is None:
         text = "plan.write_back corrects a cluster file, and plan.cluster names none: type plan.cluster=FILE, too."
-        yield Problem("plan.write_back", text)
+        yield Problem("plan.write_back", "", text)
 
 
 def _raise(problems: Sequence[Problem]) -> None:
     if not problems:
         return
     others = list(dict.fromkeys(problem.key for problem in problems[1:]))
-    more = f" And {len(others)} more problem{'s' * (len(others) > 1)}: {', '.join(others)}." if others else ""
-    raise ConfigError(problems[0].text + more)
+    named = ", ".join(map(short, others[:NAMED])) + ", ..." * (len(others) > NAMED)
+    more = f" And {len(others)} more problem{'s' * (len(others) > 1)}: {named}." if others else ""
+    raise ConfigError(problems[0].told() + more)

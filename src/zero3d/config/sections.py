@@ -206,7 +206,7 @@ class Config:
     output: str | None = key(
         None, "a new folder for everything the run writes; by default the first free zero3d-NAME-N"
     )
-    seed: int = key(0, "of data order, dropout and random weights", least=0)
+    seed: int = key(0, "of data order, dropout and random weights", least=0, most=2**32 - 1)
     precision: str = key("bf16", "what the model computes in; masters are fp32", choices=PRECISIONS)
     activations: str = key(
         "none",

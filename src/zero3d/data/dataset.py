@@ -30,27 +30,31 @@ def needs_tokenizer(data: Data) -> bool:
     return any(source.format != "npy" for source in _sources(data))
 
 
-def open_data(data: Data, tokenizer: Tokenizer | None, vocabulary: int | None = None, multiple: int = 1) -> DataSet:
+def open_data(
+    data: Data, tokenizer: Tokenizer | None, vocabulary: int | None = None, multiple: int = 1, verify: bool = True
+) -> DataSet:
     """Tokenize what is not in the cache yet, divide it, and plan the sequences.
 
-    Call it on one rank of each machine first and then on the others: they find the cache. `vocabulary`
-    is the model's, if known; micro-batches are padded to a `multiple` of tokens. Raises DataError and ConfigError.
+    Call it on one rank of each machine first and then on the others, which find the cache and need not `verify` it
+    once more. `vocabulary` is the model's, if known; micro-batches are padded to a `multiple` of tokens. Raises
+    DataError and ConfigError.
     """
     if vocabulary is not None and tokenizer is not None:
         check_vocabulary(tokenizer, vocabulary)
-    store = _store(data, data.train, tokenizer, vocabulary)
-    documents, notes = store.documents(), []
+    store = _store(data, data.train, tokenizer, vocabulary, verify)
+    documents, notes = store.documents(), [store.note]
     held: tuple[TokenStore, Documents] | None = None
     if isinstance(data.validation, tuple):
-        other = _store(data, data.validation, tokenizer, vocabulary)
+        other = _store(data, data.validation, tokenizer, vocabulary, verify)
         held = other, other.documents()
+        notes.append(other.note)
     elif data.validation:
         documents, end, note = hold_out(documents, data.validation)
         held = store, end
         notes.append(note)
     train = _sequences(data, store, documents, tokenizer, multiple)
     validation = _sequences(data, *held, tokenizer, multiple) if held else None
-    lines = [*_describe("training", train, store), *notes]
+    lines = [*_describe("training", train, store), *(note for note in notes if note is not None)]
     if held and validation:
         lines += _describe("validation", validation, held[0] if held[0] is not store else None)
     return DataSet(train, validation, tokenizer, lines)
@@ -61,10 +65,14 @@ def _sources(data: Data) -> list[Source]:
     return find_sources(listed, data.format)
 
 
-def _store(data: Data, paths: tuple[str, ...], tokenizer: Tokenizer | None, vocabulary: int | None) -> TokenStore:
+def _store(
+    data: Data, paths: tuple[str, ...], tokenizer: Tokenizer | None, vocabulary: int | None, verify: bool
+) -> TokenStore:
     sources = find_sources(paths, data.format)
     check_rows(sources, data.length)
-    store = prepare(sources, tokenizer, cache=data.cache, skip=data.skip_bad_lines, vocabulary=vocabulary)
+    store = prepare(
+        sources, tokenizer, cache=data.cache, skip=data.skip_bad_lines, vocabulary=vocabulary, verify=verify
+    )
     if vocabulary is not None:
         check_vocabulary(None, vocabulary, store.meta.highest)
     return store

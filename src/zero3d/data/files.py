@@ -12,13 +12,16 @@ everything below them, in sorted order, without hidden files.
 
 from __future__ import annotations
 
-import difflib
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from zero3d.errors import DataError
+from zero3d.config.hints import nearest
+from zero3d.errors import DataError, short
+from zero3d.reading import Unreadable, check_regular
 
 STDLIB = "stdlib"
 SUFFIXES = {
@@ -44,14 +47,18 @@ def find_sources(paths: Sequence[str], format: str = "auto") -> list[Source]:
     return [source for path in paths for source in _find(path, format)]
 
 
+def check_path(path: str, format: str) -> None:
+    """Refuse a file or folder that is not there or cannot be read, without a look into a folder. Raises DataError."""
+    if path == STDLIB or not _is_folder(_place(path)):
+        _find(path, format)
+
+
 def _find(path: str, format: str) -> list[Source]:
     if path == STDLIB:
         return _library(format)
-    place = Path(path).expanduser()
-    if place.is_dir():
+    place = _place(path)
+    if _is_folder(place):
         return _in_folder(place, format)
-    if not place.exists():
-        raise DataError(f"{path} does not exist.{_nearest(place)}")
     found = format if format != "auto" else _format_of(place)
     if found is None:
         known = " ".join(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
@@ -97,9 +104,32 @@ def _format_of(path: Path) -> str | None:
     return next((name for name, suffixes in SUFFIXES.items() if suffix in suffixes), None)
 
 
-def _nearest(path: Path) -> str:
-    """A sentence with the name that was probably meant; without a folder, the folder is what is missing."""
-    if not path.parent.is_dir():
-        return f" Neither does its folder {path.parent}."
-    near = difflib.get_close_matches(path.name, [other.name for other in path.parent.iterdir()], n=1)
-    return f" Did you mean {path.parent / near[0]}?" if near else ""
+def _place(path: str) -> Path:
+    return Path(os.path.expanduser(path))  # a Path's own raises for a user who is not there
+
+
+def _is_folder(place: Path) -> bool:
+    """Whether it is one, and else a regular file. Raises DataError for all that is neither."""
+    try:
+        check_regular(place)
+    except IsADirectoryError:
+        return True
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(_missing(place)) from None
+    except Unreadable as error:
+        raise DataError(f"{place} {error}.") from None
+    except OSError as error:
+        raise DataError(f"{short(place)} cannot be read: {error.strerror}.") from None
+    return False
+
+
+def _missing(place: Path) -> str:
+    """What is not there: the end of a link, the folder, or the file, with the name that was probably meant."""
+    if place.is_symlink():
+        return f"{place} is a link to {place.readlink()}, which does not exist: make the link anew, or name the file."
+    if not place.parent.is_dir():
+        return f"{place} does not exist. Neither does its folder {place.parent}."
+    with suppress(OSError):  # a folder that may be entered but not listed
+        near = nearest(place.name, [other.name for other in place.parent.iterdir()], cutoff=0.6)
+        return f"{place} does not exist." + (f" Did you mean {place.parent / near}?" if near else "")
+    return f"{place} does not exist."

@@ -5,11 +5,14 @@
       targets     uint8 [tokens]                1 where a token is learnt; absent where all are
       offsets     int64 [documents + 1]         where each document starts
       examples    uint8 [documents]             1: kept whole; 0: text, cut into sequences
-      meta.json   counts
+      meta.json   counts, a digest of the files above, a seal of meta.json itself
 
 The key is a hash of the files (path, size, time), the tokenizer and the settings, so changed data are
 tokenized again. A folder is written under a name of its own (`*.tmp`) and renamed when complete: a
 killed build blocks nobody, and of two builders one wins. Building streams: memory does not grow with the data.
+
+What is found is read once more before it is used: a folder whose digest is another one is damaged, is no loss, and is
+made again.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,8 +36,9 @@ from zero3d.data.packing import Documents
 from zero3d.data.records import read
 from zero3d.data.tokenizers import Tokenizer
 from zero3d.errors import DataError
+from zero3d.reading import Unreadable, read_object
 
-VERSION = 2
+VERSION = 3
 CACHE = "~/.cache/zero3d"
 BACKFILL = 1 << 20  # target marks written at once
 
@@ -44,6 +48,7 @@ class Meta:
     """Counts of a store. `skipped` are bad records, `empty` documents without a token, `highest` a token id.
 
     `digest` is of the tokens, targets and documents: the same wherever the files lay and whenever they were written.
+    `seal` is of all the others.
     """
 
     dtype: str
@@ -55,14 +60,24 @@ class Meta:
     empty: int = 0
     highest: int = -1
     digest: str = ""
+    seal: str = ""
+
+    def sealed(self) -> str:
+        """What `seal` is where nobody has changed anything."""
+        return hashlib.sha256(json.dumps(asdict(replace(self, seal=""))).encode()).hexdigest()[:16]
 
 
 class TokenStore:
-    """A complete folder, memory-mapped. Pickling carries the path: a worker maps it again."""
+    """A complete folder, memory-mapped. Pickling carries the path: a worker maps it again.
+
+    note    a line for people where it had to be made again
+    Raises OSError and ValueError for a folder that is none.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.meta = Meta(**json.loads((folder / "meta.json").read_text()))
+        self.note: str | None = None
+        self.meta = _read_meta(folder / "meta.json")
         self.tokens = _map(folder / "tokens", self.meta.dtype, self.meta.tokens)
         marks = folder / "targets"
         self.targets = _map(marks, "uint8", self.meta.tokens) if marks.exists() else None
@@ -77,6 +92,17 @@ class TokenStore:
         return Documents(numpy.asarray(offsets[:-1]), numpy.asarray(offsets[1:]), examples.astype(bool))
 
 
+def _read_meta(path: Path) -> Meta:
+    """Raises ValueError for one that is not as it was written."""
+    told = read_object(path)
+    if set(told) != {field.name for field in fields(Meta)}:
+        raise Unreadable("holds other fields than a store has")
+    meta = Meta(**told)
+    if meta.seal != meta.sealed():
+        raise Unreadable("is not as it was written")
+    return meta
+
+
 def _map(path: Path, dtype: str, count: int) -> NDArray[Any]:
     return numpy.memmap(path, dtype, "r", shape=(count,))
 
@@ -88,16 +114,19 @@ def prepare(
     cache: str | None = None,
     skip: bool = False,
     vocabulary: int | None = None,
+    verify: bool = True,
 ) -> TokenStore:
     """The tokens of `sources`: found in the cache, or made. Every call with the same data finds the same folder.
 
-    `vocabulary` (else the tokenizer's size) says how wide a token is. Raises DataError.
+    `vocabulary` (else the tokenizer's size) says how wide a token is. `verify` reads all of what is found; without it
+    somebody else has. Raises DataError.
     """
     root = Path(cache or CACHE).expanduser()
     size = max(vocabulary or 0, tokenizer.size if tokenizer else 0) or 1 << 32
     dtype = "uint16" if size <= 1 << 16 else "uint32"
     folder = root / _key(sources, tokenizer, dtype, skip)
-    if not (store := _open(folder)):
+    damaged = folder.exists()
+    if not (store := _open(folder, verify)):
         with _cache_errors(root):
             root.mkdir(parents=True, exist_ok=True)
             building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=root))
@@ -108,6 +137,8 @@ def prepare(
         finally:
             shutil.rmtree(building, ignore_errors=True)
         store = _open(folder)
+        if store is not None and damaged:
+            store.note = f"the tokens kept in {folder} were damaged: they have been made again"
     if store is None:
         raise DataError(f"{folder} was removed or damaged while it was written: start again, or set data.cache.")
     return store
@@ -122,11 +153,13 @@ def _key(sources: Sequence[Source], tokenizer: Tokenizer | None, dtype: str, ski
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-def _open(folder: Path) -> TokenStore | None:
-    """The store, unless it is absent or its files are not as long as they should be."""
+def _open(folder: Path, verify: bool = True) -> TokenStore | None:
+    """The store, unless it is absent or its files are not what they were when it was complete, or at least as long."""
     try:
         store = TokenStore(folder)
         store.documents()
+        if verify and store.meta.digest != _digest(folder):
+            return None
     except (OSError, ValueError, TypeError):
         return None
     return store
@@ -231,13 +264,16 @@ class _Writer:
     def finish(self) -> None:
         """Write what makes the folder complete."""
         self._files.close()
-        self.meta.digest = _digest(sorted(self._folder.iterdir()))
+        self.meta.digest = _digest(self._folder)
+        self.meta.seal = self.meta.sealed()
         (self._folder / "meta.json").write_text(json.dumps(asdict(self.meta)))
 
 
-def _digest(files: Sequence[Path]) -> str:
+def _digest(folder: Path) -> str:
+    """A hash of all files but meta.json, in which it is."""
     whole = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            whole.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    for path in sorted(folder.iterdir()):
+        if path.name != "meta.json":
+            with path.open("rb") as file:
+                whole.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
     return whole.hexdigest()[:16]

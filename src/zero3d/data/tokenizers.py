@@ -9,11 +9,12 @@ Both answer `encode`, `decode`, `eos`, `pad`, `size`, `fingerprint` and `save`.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zero3d.errors import ConfigError, DataError
+from zero3d.errors import ConfigError, DataError, short
 from zero3d.hf.foreign_code import refuse_code
 
 BYTES = "bytes"
@@ -38,8 +39,27 @@ class ByteTokenizer:
         text = bytes(token for token in ids if 0 < token < self.size).decode(errors="replace")
         return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
-    def save(self, folder: Path) -> None:
-        """Nothing to write: it has no files."""
+    def save(self, folder: Path) -> bool:
+        """Write the same ids as a fast tokenizer, for AutoTokenizer. Raises ImportError without its packages."""
+        from tokenizers import AddedToken, Tokenizer as Fast, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        end = "\0"
+        fast = Fast(models.BPE({end: 0} | {shown: byte for byte, shown in enumerate(_shown_bytes()) if byte}, []))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        fast.decoder = decoders.ByteLevel()
+        fast.add_special_tokens([AddedToken(end, special=True, normalized=False)])
+        PreTrainedTokenizerFast(
+            tokenizer_object=fast, eos_token=end, pad_token=end, clean_up_tokenization_spaces=False
+        ).save_pretrained(folder)
+        return True
+
+
+def _shown_bytes() -> list[str]:
+    """How a byte-level tokenizer writes each byte: as its character where one can be seen, else as one from 256 on."""
+    seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in seen else next(others)) for byte in range(256)]
 
 
 class HfTokenizer:
@@ -64,9 +84,10 @@ class HfTokenizer:
         """Text without special tokens."""
         return str(self.inner.decode(list(ids), skip_special_tokens=True))
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> bool:
         """The tokenizer's files, so that the folder loads with AutoTokenizer."""
         self.inner.save_pretrained(folder)
+        return True
 
 
 Tokenizer = ByteTokenizer | HfTokenizer
@@ -79,25 +100,41 @@ def load_tokenizer(asked: str | None, model: str | None = None) -> Tokenizer:
     """
     if asked == BYTES:
         return ByteTokenizer()
-    name = asked if asked is not None else model
-    folder = Path(name).expanduser() if name is not None else None
-    key = f"data.tokenizer={asked}" if asked is not None else f"the model {model} brings no tokenizer"
-    if folder is None or not folder.is_dir():
-        raise ConfigError(
-            f"{key}: no folder of that name, and zero3d does not download: "
-            "set data.tokenizer to a folder with tokenizer.json, or to bytes."
-        )
+    folder = _folder(asked, model)
     refuse_code(folder / "tokenizer_config.json", folder / "config.json")
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise ConfigError(f"{key}: a tokenizer needs transformers: type pip install 'zero3d[hf]'.") from None
+        raise ConfigError(
+            f"{_key(asked, model)}: a tokenizer needs transformers: type pip install 'zero3d[hf]'."
+        ) from None
     try:
         inner = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # every kind of broken folder fails in its own way
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"{folder} holds no tokenizer that can be loaded ({why}): set data.tokenizer.") from error
     return HfTokenizer(inner, str(folder), _fingerprint(folder))
+
+
+def check_tokenizer(asked: str | None) -> None:
+    """Refuse a tokenizer that is asked for and not there. Raises ConfigError."""
+    if asked not in (None, BYTES):
+        _folder(asked, None)
+
+
+def _folder(asked: str | None, model: str | None) -> Path:
+    name = asked if asked is not None else model
+    folder = os.path.expanduser(name) if name is not None else ""
+    if not os.path.isdir(folder):
+        raise ConfigError(
+            f"{_key(asked, model)}: no folder of that name, and zero3d does not download: "
+            "set data.tokenizer to a folder with tokenizer.json, or to bytes."
+        )
+    return Path(folder)
+
+
+def _key(asked: str | None, model: str | None) -> str:
+    return f"data.tokenizer={short(asked)}" if asked is not None else f"the model {model} brings no tokenizer"
 
 
 def _fingerprint(folder: Path) -> str:

@@ -7,7 +7,6 @@ module:function               whatever nn.Module the function returns, with its 
 
 from __future__ import annotations
 
-import difflib
 import sys
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,7 +21,7 @@ from zero3d.errors import ConfigError, Zero3dError
 from zero3d.hf.build import RandomWeights, build
 from zero3d.hf.foreign_code import refuse_code
 from zero3d.hf.load import FileWeights
-from zero3d.hf.presets import PRESETS
+from zero3d.hf.presets import PRESETS, no_model
 from zero3d.initial import Source
 
 
@@ -59,12 +58,7 @@ def open_model(model: Model, seed: int = 0) -> Opened:
         return Opened(module, RandomWeights(module, seed), path.parent if path.is_file() else None)
     if ":" in model.path:
         return Opened(call(model.path), None)
-    near = difflib.get_close_matches(model.path, PRESETS, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(
-        f"model.path {model.path!r} is no folder, no config.json, no preset ({', '.join(PRESETS)}) and not "
-        f"module:function.{hint} zero3d downloads nothing: fetch a model first and give its folder."
-    )
+    raise no_model(model.path)
 
 
 def positions(model: Model) -> int | None:

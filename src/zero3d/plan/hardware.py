@@ -12,15 +12,16 @@ Peaks are dense bf16 without sparsity (fp16 on V100). Networks are the usual one
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from zero3d.errors import ConfigError
+from zero3d.config.hints import nearest
+from zero3d.config.kinds import convert
+from zero3d.config.yaml_file import read_yaml
+from zero3d.errors import ConfigError, short
 from zero3d.plan.spec import ClusterSpec, Gpu, Link
 from zero3d.plan.spec_json import from_json, to_json
 
@@ -116,9 +117,11 @@ def card(name: str) -> Card:
     key = _key(name)
     if key in CATALOGUE:
         return CATALOGUE[key]
-    near = difflib.get_close_matches(key, [*CATALOGUE, *ALIASES], n=1, cutoff=0.3)
-    hint = f" Did you mean {ALIASES.get(near[0], near[0])}?" if near else ""
-    raise ConfigError(f"GPU {name!r} is not in the catalogue: {', '.join(CATALOGUE)}; or write a cluster file.{hint}")
+    near = nearest(key, [*CATALOGUE, *ALIASES], cutoff=0.3)
+    hint = f" Did you mean {ALIASES.get(near, near)}?" if near else ""
+    raise ConfigError(
+        f"GPU {short(name)!r} is not in the catalogue: {', '.join(CATALOGUE)}; or write a cluster file.{hint}"
+    )
 
 
 def _datasheet(name: str, card: Card, nodes: int, per_node: int) -> ClusterSpec:
@@ -145,33 +148,52 @@ def _override(spec: ClusterSpec, file: Path | str) -> ClusterSpec:
     named = dict(given.get("provenance") or {})
     leaves = _leaves({key: value for key, value in given.items() if key != "provenance"})
     told = {field: str(named.get(field, named.get(field.partition(".")[0], "user"))) for field in leaves}
-    tree = _numbers(_merge(to_json(spec), {**given, "provenance": {**spec.provenance, **named, **told}}))
-    _check(tree, file)
+    tree = _merge(to_json(spec), {**given, "provenance": {**spec.provenance, **named, **told}})
     return replace(from_json(ClusterSpec, tree), nodes=spec.nodes, per_node=spec.per_node)
 
 
-def _check(tree: Mapping[str, Any], file: Path | str) -> None:
-    """Raise ConfigError for a number that no machine has: a link's latency and half may be 0, nothing else."""
-    for name in _leaves({key: value for key, value in tree.items() if key != "provenance"}):
-        value: Any = tree
-        for key in name.split("."):
-            value = value[key]
-        if isinstance(value, float | int) and (
-            not 0 <= value < 1e30 or (value == 0 and not name.endswith((".latency", ".half")))
-        ):
-            raise ConfigError(f"cluster file {file}: {name} is {value:g}: give a number above 0, or leave it out.")
-
-
 def read_file(file: Path | str) -> dict[str, Any]:
-    """A cluster file's fields. Raises ConfigError."""
+    """A cluster file's fields, each of which is known, of its type and possible. Raises ConfigError."""
     path = Path(file)
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cluster file {path}: {' '.join(str(error).split())}") from error
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"cluster file {path}: expected fields of a cluster, such as across: {{bandwidth: 12.5e9}}.")
-    return dict(given)
+        tree = read_yaml(path, "across: {bandwidth: 12.5e9}")
+    except ConfigError as error:
+        raise ConfigError(f"cluster file {error}") from error
+    try:
+        given: dict[str, Any] = {key: _numbers(value) for key, value in tree.items()}
+        _check(given)
+    except ConfigError as error:
+        raise ConfigError(f"cluster file {path}: {error}") from error
+    return given
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a field that no cluster has, of another type, or with a number that no machine has."""
+    fields = dict(given)
+    if isinstance(fields.get("gpu"), str):
+        card(fields.pop("gpu"))
+    base = _datasheet("cpu", CATALOGUE["cpu"], 1, 1)
+    whole = _merge(to_json(base), fields)
+    from_json(ClusterSpec, whole)
+    told = fields.pop("provenance", None) or {}
+    known = {name for leaf in _leaves(to_json(base)) for name in (leaf, leaf.partition(".")[0])}
+    for name in told:
+        if name not in known:
+            near = nearest(str(name), known)
+            raise ConfigError(f"provenance names {short(name)}, no field.{f' Did you mean {near}?' if near else ''}")
+    for name in _leaves(fields):
+        _check_number(name, fields)
+
+
+def _check_number(name: str, fields: Mapping[str, Any]) -> None:
+    """A link's latency and half may be 0, nothing else."""
+    value: Any = fields
+    for key in name.split("."):
+        value = value[key]
+    if isinstance(value, float | int) and (
+        not 0 <= value < 1e30 or (value == 0 and not name.endswith((".latency", ".half")))
+    ):
+        raise ConfigError(f"{name} is {value:g}: give a number above 0, or leave it out.")
 
 
 def _leaves(tree: Mapping[str, Any], path: str = "") -> list[str]:
@@ -197,8 +219,6 @@ def _numbers(tree: Any) -> Any:
     if isinstance(tree, Mapping):
         return {key: _numbers(value) for key, value in tree.items()}
     if isinstance(tree, str):
-        try:
-            return float(tree)
-        except ValueError:
-            return tree
+        with suppress(ValueError):
+            return convert(tree, (float,))
     return tree

@@ -5,13 +5,13 @@ dataclass <-> object        tuple[X, ...] <-> list        Mapping[str, X] <-> ob
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from zero3d.errors import ConfigError
+from zero3d.config.hints import nearest
+from zero3d.errors import ConfigError, short
 
 T = TypeVar("T")
 
@@ -52,7 +52,10 @@ def _build(kind: Any, value: Any, path: str) -> Any:
         entries = _expect(value, (Mapping,), path, "an object")
         return {str(key): _build(inner[1], item, f"{path}.{key}") for key, item in entries.items()}
     if kind is float:
-        return float(_expect(value, (int, float), path, "a number"))
+        try:
+            return float(_expect(value, (int, float), path, "a number"))
+        except OverflowError:
+            raise ConfigError(f"{path}={short(value)}: expected a number that a float can be.") from None
     return _expect(value, (kind,), path, {int: "a whole number", str: "text", bool: "true or false"}[kind])
 
 
@@ -61,9 +64,9 @@ def _build_dataclass(kind: type, value: Any, path: str) -> Any:
     names = [field.name for field in fields(kind)]
     for key in entries:
         if key not in names:
-            near = difflib.get_close_matches(str(key), names, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{path}: {key!r} is unknown; it has {', '.join(names)}.{hint}")
+            near = nearest(str(key), names)
+            hint = f" Did you mean {near!r}?" if near else ""
+            raise ConfigError(f"{path}: {short(repr(key))} is unknown; it has {', '.join(names)}.{hint}")
     hints = get_type_hints(kind)
     built = {key: _build(hints[key], inner, f"{path}.{key}") for key, inner in entries.items()}
     try:
@@ -76,4 +79,4 @@ def _expect(value: Any, kinds: tuple[Any, ...], path: str, words: str) -> Any:
     """The value, or a ConfigError. True and False are no numbers."""
     if isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)):
         return value
-    raise ConfigError(f"{path}={value!r}: expected {words}.")
+    raise ConfigError(f"{path}={short(repr(value))}: expected {words}.")

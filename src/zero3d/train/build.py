@@ -52,7 +52,7 @@ def open_mesh(config: Config) -> Mesh:
     return mesh
 
 
-def open_inputs(config: Config, check: Callable[[], None] = lambda: None) -> Inputs:
+def open_inputs(config: Config, check: Callable[[Mesh], None] = lambda mesh: None) -> Inputs:
     """Check everything that can be checked, read headers, tokenize. Raises the same Zero3dError on all ranks.
 
     `check` comes first, on every rank. One rank of each machine tokenizes; the others wait for it as long as it takes.
@@ -60,15 +60,15 @@ def open_inputs(config: Config, check: Callable[[], None] = lambda: None) -> Inp
     mesh = open_mesh(config)
     with mesh.waiting_room() as everyone:
         comm = Comm(everyone, Arena(torch.device("cpu")), Ledger())
-        agree(comm, check)
+        agree(comm, lambda: check(mesh))
         batch, opened, tokenizer = agree(comm, lambda: _open(config, mesh))
         vocabulary = of_config(opened.module, "vocab_size")
 
-        def read() -> DataSet:
-            return open_data(config.data, tokenizer, vocabulary, chunks_of(config, mesh))
+        def read(verify: bool) -> DataSet:
+            return open_data(config.data, tokenizer, vocabulary, chunks_of(config, mesh), verify)
 
-        agree(comm, lambda: read() if mesh.local_rank == 0 else None)
-        data = agree(comm, read)
+        first = agree(comm, lambda: read(verify=True) if mesh.local_rank == 0 else None)
+        data = agree(comm, lambda: first or read(verify=False))
     return Inputs(mesh, opened, data, batch, steps_of_run(config, data, batch))
 
 

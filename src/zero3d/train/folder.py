@@ -6,22 +6,27 @@ OUTPUT/
   checkpoints/    step-N: the last few and the best; best -> step-N
   hf/             the final weights, for from_pretrained; written as .hf.new, renamed when complete
   loss.png, trace-rank-0.json, tensorboard/
+  .lock           while a run writes (hold.py)
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from errno import EACCES
 from pathlib import Path
 
 from zero3d.config import load
-from zero3d.errors import CheckpointError, ConfigError
+from zero3d.errors import CheckpointError, ConfigError, short
 from zero3d.saved.fields import USE_ANOTHER
 from zero3d.saved.folders import checkpoints, complete_steps, discard, find, tidy
 from zero3d.saved.intact import damage, newest_intact
+from zero3d.train.hold import LOCK, Hold
 
 WRITTEN = (
     "config.yaml", "metrics.jsonl", "checkpoints", "hf", ".hf.new", ".hf.old", "loss.png", "trace-rank-0.json",
@@ -69,6 +74,7 @@ class Folder:
 
         found  the checkpoint that `resume` means: a run goes on in its own folder, or begins a fresh one
         """
+        self._refuse_place()
         if not self.used:
             return
         if overwrite and not self.ours:
@@ -76,7 +82,7 @@ class Folder:
         goes_on = found is not None and found.resolve().parent == self.checkpoints.resolve()
         if overwrite or goes_on or (resume == AUTO and self.ours):
             return
-        names = sorted(entry.name for entry in self.root.iterdir())[:4] if self.root.is_dir() else ["a file"]
+        names = sorted(self._names())[:4] if self.root.is_dir() else ["a file"]
         used = f"output {self.root} is used already ({', '.join(names)})"
         if resume == AUTO:
             raise ConfigError(f"{used}, and it {OTHERS}: write elsewhere with output=FOLDER.")
@@ -84,17 +90,35 @@ class Folder:
             f"{used}: go on with --resume auto, write elsewhere with output=FOLDER, or start anew with --overwrite."
         )
 
-    def claim(self, resume: str | None, overwrite: bool, found: Path | None = None) -> None:
-        """Make it, or refuse it as `refuse` does; what died while saving is cleaned up. Raises ConfigError."""
-        self.refuse(resume, overwrite, found)
-        if overwrite and self.used:
-            self._clear()
+    def _refuse_place(self) -> None:
+        """Refuse a folder that could not be made, or be written to. Raises ConfigError."""
+        why = None
+        try:
+            self.root.stat()
+            there = self.root
+        except FileNotFoundError:
+            there = next(path for path in self.root.resolve().parents if path.exists())
+        except OSError as error:
+            why = error.strerror
+        if why is None and there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
+            why = os.strerror(EACCES)
+        if why is not None:
+            raise ConfigError(
+                f"output {short(self.root.resolve())} cannot be created ({why}): choose another with output=FOLDER."
+            )
+
+    def claim(self, hold: Hold, resume: str | None, overwrite: bool, found: Path | None = None) -> None:
+        """Make it and hold it, or refuse it as `refuse` does; leftovers of saves are cleaned up. Raises ConfigError."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"output {self.root.resolve()} cannot be created ({error.strerror}): choose another with output=FOLDER."
             ) from error
+        hold.take(self.root)
+        self.refuse(resume, overwrite, found)  # once more, now that nobody else writes to it
+        if overwrite and self.used:
+            self._clear()
         tidy(self.checkpoints)
 
     def write_config(self, text: str) -> None:
@@ -113,7 +137,11 @@ class Folder:
     @property
     def used(self) -> bool:
         """Whether anything is in it."""
-        return self.root.exists() and (not self.root.is_dir() or any(self.root.iterdir()))
+        return self.root.exists() and (not self.root.is_dir() or any(self._names()))
+
+    def _names(self) -> Iterator[str]:
+        """What is in it; a lock is nobody's work."""
+        return (entry.name for entry in self.root.iterdir() if entry.name != LOCK)
 
     @property
     def ours(self) -> bool:

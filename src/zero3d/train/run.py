@@ -7,7 +7,8 @@ import math
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,15 +21,15 @@ from zero3d.config import Batch, Config, resolve_batch, to_yaml
 from zero3d.data.batches import BatchStream, validation_batches
 from zero3d.data.dataset import DataSet
 from zero3d.data.masking import forward_options
-from zero3d.data.tokenizers import Tokenizer
+from zero3d.data.tokenizers import Tokenizer, load_tokenizer
 from zero3d.engine import Engine
 from zero3d.errors import CheckpointError, ConfigError
 from zero3d.hf.blocks import find_blocks
-from zero3d.plan.hardware import read_file
 from zero3d.saved.folders import settled
 from zero3d.train.build import Inputs, build_engine, of_config, open_inputs, steps_of_run, with_output
 from zero3d.train.flops import flops_per_token
 from zero3d.train.folder import AUTO, Folder, first_free, numbered
+from zero3d.train.hold import Hold
 from zero3d.train.loop import Loop, memory_bytes, progressed
 from zero3d.train.measure import Activations, MemoryRow, memory_rows
 from zero3d.train.metrics import Metrics, Record, losses
@@ -37,25 +38,10 @@ from zero3d.train.planned import AT, Comparison, plan_run
 from zero3d.train.progress import Progress
 from zero3d.train.resumed import check_progress
 from zero3d.train.sent import Done, TrafficRow, traffic_rows
+from zero3d.train.start import Start, check_start
 from zero3d.zero.collectives import broadcast_ints
 
 SAMPLE_LENGTH, TEMPERATURE, TOP_K = 240, 0.7, 40
-
-
-@dataclass(frozen=True)
-class Start:
-    """How a run begins.
-
-    name       of the output folder where the configuration gives none: zero3d-NAME, zero3d-NAME-2, ...
-    resume     a checkpoint, or `auto`: the newest of the output folder, if there is one
-    overwrite  remove what an earlier run wrote there
-    chosen     is given the output folder where the configuration names none
-    """
-
-    name: str = "run"
-    resume: str | None = None
-    overwrite: bool = False
-    chosen: Callable[[Path], None] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -89,12 +75,18 @@ class Result:
         return self.history[len(self.history) - self.session :]
 
 
-def run(config: Config, start: Start, progress: Progress) -> Result:
+def run(config: Config, start: Start, progress: Progress, hold: Hold | None = None) -> Result:
     """Train as `config` says; the result of rank 0 is the one to print.
 
-    Raises Zero3dError (bad input) before anything is written, and Stopped after a checkpoint.
+    `hold` keeps the output folder after the end, too. Raises Zero3dError (bad input) before anything is written,
+    and Stopped after a checkpoint.
     """
-    inputs = open_inputs(config, lambda: check_start(config, start))
+    with Hold() if hold is None else nullcontext(hold) as held:
+        return _run(config, start, progress, held)
+
+
+def _run(config: Config, start: Start, progress: Progress, hold: Hold) -> Result:
+    inputs = open_inputs(config, lambda mesh: begin(config, start, hold, mesh.rank))
     options, layers = forward_options(inputs.opened.module), len(find_blocks(inputs.opened.module))
     notes, data = inputs.opened.notes, inputs.data
     flops = flops_per_token(inputs.opened.module, config.data.length)  # before parameters are cut
@@ -103,10 +95,11 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
     stream = _stream(config, inputs, engine)
     found = find_checkpoint(config, start, engine)
     saved, steps = restore(config, start, inputs, engine, stream, found)
-    folder = open_folder(config, start, engine, found)
+    folder = open_folder(config, start, engine, found, hold)
     found = None if found is None else settled(found)
     config = with_output(config, folder.root)
-    notes = (*notes, *data.notes, *([planned] if isinstance(planned, str) else []))
+    said = (planned if isinstance(planned, str) else None, hold.note)
+    notes = (*notes, *data.notes, *(line for line in said if line is not None))
     for line in (*introduction(config, inputs, steps, engine, folder), *notes):
         progress.say(line)
     loop = Loop(config, engine, stream, data.validation, folder, options, flops)
@@ -130,7 +123,7 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
     held_out = losses(history, "validation_loss")[-1] if history else math.nan
     fingerprint = engine.fingerprint() if config.zero.exact else ""
     if config.checkpoint.export:
-        _export(engine, folder, data.tokenizer)
+        _export(engine, folder, data.tokenizer or _own_tokenizer(inputs.opened.folder), progress)
     sample = _sample(config, engine, data.tokenizer, progress)
     reloaded = verify(config, engine, folder.export, data) if verifies(config, data) and first else math.nan
     return Result(
@@ -143,18 +136,11 @@ def run(config: Config, start: Start, progress: Progress) -> Result:
 # --- beginning ----------------------------------------------------------------------------------
 
 
-def check_start(config: Config, start: Start) -> None:
-    """Refuse a folder or checkpoint that cannot be, before anything is read. Raises ConfigError, CheckpointError."""
-    if start.resume == AUTO and config.output is None:
-        raise ConfigError("--resume auto looks in the run's own folder: name it with output=FOLDER.")
-    if config.plan.cluster is not None:
-        read_file(config.plan.cluster)
-    folder = Folder(Path(config.output or "."))
-    found = folder.resume_from(start.resume)
-    if config.output is not None:
-        folder.refuse(start.resume, start.overwrite, found)
-        if config.checkpoint.export:
-            folder.refuse_export()
+def begin(config: Config, start: Start, hold: Hold, rank: int) -> None:
+    """Refuse what cannot be; rank 0 holds an output folder that is there. Raises ConfigError, CheckpointError."""
+    check_start(config, start, alone=rank == 0)
+    if rank == 0 and config.output is not None and Path(config.output).is_dir():
+        hold.take(Path(config.output))
 
 
 def find_checkpoint(config: Config, start: Start, engine: Engine) -> Path | None:
@@ -198,19 +184,22 @@ def restore(
     return saved, steps
 
 
-def open_folder(config: Config, start: Start, engine: Engine, found: Path | None) -> Folder:
+def open_folder(config: Config, start: Start, engine: Engine, found: Path | None, hold: Hold) -> Folder:
     """Claim the output folder on rank 0 and write config.yaml into it."""
     first = engine.everyone.rank == 0
-    if config.output is None:
-        stem = f"zero3d-{start.name}"
-        number = agree(engine.everyone, lambda: first_free(stem) if first else 0)
-        folder = Folder(numbered(stem, broadcast_ints(engine.everyone, [number])[0]))
-        start.chosen(folder.root)
-    else:
-        folder = Folder(Path(config.output))
-        agree(engine.everyone, lambda: folder.claim(start.resume, start.overwrite, found) if first else None)
+    folder = Folder(Path(config.output)) if config.output is not None else _first_free(start, engine)
+    agree(engine.everyone, lambda: folder.claim(hold, start.resume, start.overwrite, found) if first else None)
     text = to_yaml(with_output(config, folder.root))
     agree(engine.everyone, lambda: folder.write_config(text) if first else None)
+    return folder
+
+
+def _first_free(start: Start, engine: Engine) -> Folder:
+    """The first free folder of the run's name, which rank 0 has made."""
+    stem = f"zero3d-{start.name}"
+    number = agree(engine.everyone, lambda: first_free(stem) if engine.everyone.rank == 0 else 0)
+    folder = Folder(numbered(stem, broadcast_ints(engine.everyone, [number])[0]))
+    start.chosen(folder.root)
     return folder
 
 
@@ -225,7 +214,15 @@ def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, fol
         *([engine.mesh.degrees.table()] if engine.mesh.pp * engine.mesh.tp > 1 else []),
         f"zero3d train: {', '.join(parts)}; {kind} with {count_params(engine):,} parameters",
         f"{inputs.batch.equation}; {steps:,} steps; writing to {folder.root}",
+        _vocabulary(inputs),
     ]
+
+
+def _vocabulary(inputs: Inputs) -> str:
+    """What text becomes tokens by, and how many the model knows."""
+    tokenizer, rows = inputs.data.tokenizer, of_config(inputs.opened.module, "vocab_size")
+    by = "no tokenizer, the data are token ids" if tokenizer is None else f"{tokenizer.name}, {tokenizer.size:,} tokens"
+    return f"tokenizer: {by}; the model's vocabulary: {'unknown' if rows is None else f'{rows:,}'}"
 
 
 def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
@@ -279,15 +276,28 @@ def generate(engine: Engine, prompt: str, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(made[0].tolist())
 
 
-def _export(engine: Engine, folder: Folder, tokenizer: Tokenizer | None) -> None:
+def _own_tokenizer(folder: Path | None) -> Tokenizer | None:
+    """That of the model's folder, which data of token ids did not need; None where it has none."""
+    try:
+        return None if folder is None else load_tokenizer(None, str(folder))
+    except ConfigError:
+        return None
+
+
+def _export(engine: Engine, folder: Folder, tokenizer: Tokenizer | None, progress: Progress) -> None:
     """Write the Hugging Face folder beside the one of an earlier session, then in its place."""
     first = engine.everyone.rank == 0
     agree(engine.everyone, lambda: shutil.rmtree(folder.fresh_export, ignore_errors=True) if first else None)
     engine.export(folder.fresh_export)
 
     def complete() -> None:
-        if tokenizer is not None:
-            tokenizer.save(folder.fresh_export)
+        why = "the data are token ids, and the model's folder has none"
+        try:
+            written = tokenizer is not None and tokenizer.save(folder.fresh_export)
+        except ImportError as error:
+            written, why = False, f"{error.name} is missing: pip install 'zero3d[hf]'"
+        if not written:
+            progress.say(f"the export has no tokenizer: {why}")
         folder.publish()
 
     agree(engine.everyone, complete if first else lambda: None)

@@ -12,7 +12,7 @@ zero.stage=0,1 zero.stage=2  refused: an axis and something else of the same key
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -94,11 +94,17 @@ def variants(axes: tuple[Axis, ...]) -> list[Variant]:
     return found
 
 
-def check_variants(found: Sequence[Variant], source: str | Path | None, common: Sequence[str]) -> list[Config]:
-    """The configuration of each run. Raises ConfigError at the first that cannot be, or that is there already."""
+def check_variants(
+    found: Sequence[Variant], common: Sequence[str], source: Callable[[Sequence[str]], Path | None]
+) -> list[Config]:
+    """The configuration of each run. Raises ConfigError at the first that cannot be, or that is there already.
+
+    source  the file below a run's overrides
+    """
     seen: dict[Any, Variant] = {}
     for variant in found:
-        config = load(source, [*common, *variant.words])
+        words = [*common, *variant.words]
+        config = load(source(words), words)
         if config in seen:
             raise ConfigError(f"{seen[config].label} and {variant.label} are the same run: leave one of them out.")
         seen[config] = variant

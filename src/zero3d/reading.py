@@ -1,0 +1,70 @@
+"""Small files of other people as text and as JSON: regular files of a bounded size, every fault in words.
+
+fault                                          told as
+---------------------------------------------  ------------------------------------------------
+a pipe, a device, a socket                     Unreadable: nobody waits for what never ends
+more bytes than are read, no UTF-8, no JSON    Unreadable
+no object, or nested deeper than Python goes   Unreadable
+missing, a folder, forbidden                   OSError, as Python has it; read_object makes it Unreadable, too
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from errno import EISDIR
+from pathlib import Path
+from typing import Any
+
+from zero3d.errors import short
+
+MOST = 64 << 20  # bytes; the largest index of a published model has about 10 MB
+ODD = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+
+
+class Unreadable(ValueError):
+    """Why a file cannot be used, in words that follow its name."""
+
+
+def check_regular(path: Path) -> int:
+    """Bytes of a regular file. Raises OSError for one that is missing or a folder, Unreadable for pipes and devices."""
+    status = path.stat()
+    kind = stat.S_IFMT(status.st_mode)
+    if kind == stat.S_IFDIR:
+        raise IsADirectoryError(EISDIR, os.strerror(EISDIR), str(path))
+    if kind != stat.S_IFREG:
+        raise Unreadable(f"is {ODD.get(kind, 'no file')}, and a regular file is wanted: write its contents to one")
+    return status.st_size
+
+
+def read_text(path: Path, most: int = MOST) -> str:
+    """A whole text file. Raises OSError and Unreadable."""
+    size = check_regular(path)
+    if size > most:
+        raise Unreadable(f"has {size:,} bytes, and at most {most:,} are read")
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"is no UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises Unreadable for everything that can be wrong with it."""
+    try:
+        return parse_object(read_text(path))
+    except OSError as error:
+        raise Unreadable(f"cannot be read: {error.strerror}") from error
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """The object that a JSON text is. Raises Unreadable."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise Unreadable("is nested too deeply") from None
+    except ValueError as error:
+        raise Unreadable(f"is no JSON: {short(str(error).partition(';')[0])}") from None
+    if not isinstance(found, dict):
+        raise Unreadable(f"holds a {type(found).__name__} where an object is wanted")
+    return found

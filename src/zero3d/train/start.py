@@ -1,0 +1,48 @@
+"""How a run begins, and what can be refused before it does, by looking only. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero3d.config import Config
+from zero3d.errors import ConfigError
+from zero3d.plan.hardware import read_file
+from zero3d.train.folder import AUTO, Folder
+from zero3d.train.hold import check_free
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run begins.
+
+    name       of the output folder where the configuration gives none: zero3d-NAME, zero3d-NAME-2, ...
+    resume     a checkpoint, or `auto`: the newest of the output folder, if there is one
+    overwrite  remove what an earlier run wrote there
+    chosen     is given the output folder where the configuration names none
+    """
+
+    name: str = "run"
+    resume: str | None = None
+    overwrite: bool = False
+    chosen: Callable[[Path], None] = lambda _: None
+
+
+def check_start(config: Config, start: Start, alone: bool) -> None:
+    """Refuse a folder or checkpoint that cannot be, before anything is read. Raises ConfigError, CheckpointError.
+
+    alone  no process of this run holds the folder yet or is about to: one that is held is another run's
+    """
+    if start.resume == AUTO and config.output is None:
+        raise ConfigError("--resume auto looks in the run's own folder: name it with output=FOLDER.")
+    if config.plan.cluster is not None:
+        read_file(config.plan.cluster)
+    folder = Folder(Path(config.output or "."))
+    if alone and config.output is not None:
+        check_free(folder.root)
+    found = folder.resume_from(start.resume)
+    if config.output is not None:
+        folder.refuse(start.resume, start.overwrite, found)
+        if config.checkpoint.export:
+            folder.refuse_export()

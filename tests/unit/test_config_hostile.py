@@ -1,0 +1,153 @@
+"""Files that nobody would write: bombs, numbers that are read in two ways, mutations. One error at once, never a traceback."""
+
+import os
+import random
+
+import pytest
+
+from zero3d.config import load, to_yaml
+from zero3d.config.kinds import number_meant
+from zero3d.errors import ConfigError, Zero3dError, short
+
+DOUBLED = "".join(f"x{i}: &a{i} [{f'*a{i - 1}, ' * 9}]\n" for i in range(1, 20))
+MERGED = "".join(f"x{i}: &a{i}\n  <<: [{f'*a{i - 1}, ' * 9}]\n" for i in range(1, 20))
+HOSTILE = {  # text -> what is said
+    "a bomb of aliases": ("x0: &a0 [1]\n" + DOUBLED, "its aliases written out"),
+    "a bomb of merges": ("x0: &a0 {seed: 1}\n" + MERGED, "its aliases written out"),
+    "a bomb of long texts": (f"x: &a {'b' * 300_000}\ny: [{'*a, ' * 5000}]", "its aliases written out"),
+    "an alias in itself": ("data: &a\n  train: *a", "line 2: the alias *a contains itself"),
+    "a merge of itself": ("data: &a\n  <<: *a", "the alias *a contains itself"),
+    "brackets": ("[" * 50_000, "line 1: nested more than 16 levels deep"),
+    "braces": ("{a: " * 50_000, "line 1: nested more than 16 levels deep"),
+    "dashes": ("- " * 50_000, "line 1: nested more than 16 levels deep"),
+    "a large file": ("seed: 1\n" + "#" * (1 << 20), "has 1,048,584 bytes, and at most 1,048,576 are read"),
+    "a long key": (f"{'k' * 900}: 1", "... is no key"),
+    "a very long key": (f"? {'k' * 900_000}\n: 1", "... is no key"),
+    "a long value": (f"precision: {'k' * 900_000}", "found the text 'kkk"),
+    "a long key in a section": (f"zero: {{? {'k' * 2000} : 1}}", "... is no key"),
+    "many unknown keys": ("".join(f"train_{i}: 1\n" for i in range(2000)), "And 1999 more problems: train_1, "),
+    "too many values": (f"data: {{train: [{'a, ' * 30_000}]}}", "more than 20,000 values"),
+    "a timestamp": ("output: !!timestamp nonsense", "the tag !!timestamp is not read here"),
+    "an empty integer": ("seed: !!int ''", "the tag !!int is not read here"),
+    "a set": ("data: {train: !!set {a, b}}", "the tag !!set is not read here"),
+    "code": ("seed: !!python/object/apply:os.system [x]", "the tag !!python/object/apply:os.system is not read here"),
+    "sixties": ("train: {steps: 1:30}", "line 1: 1:30 is read in two ways: type 90 if sixties are meant, or as text \"1:30\""),
+    "sixties with a part": ("optimizer: {lr: -1:30.5}", "type -90.5 if sixties are meant"),
+    "a zero in front": ("seed: 1\ntrain: {steps: 010}", "line 2: 010 is read in two ways: type 10, not with a zero before it"),
+    "binary": ("seed: 0b11", "type 3"),
+    "octal": ("seed: 0o17", "type 15"),
+    "underscores": ("seed: 1_000", "type 1000"),
+    "octal in quotes": ("seed: '010'", "found the text '010'. Type 10, not with a zero before it."),
+    "a truth value as text": ("output: on", "Put it in quotes, for YAML reads it as a truth value"),
+    "a truth value as number": ("seed: off", "found false"),
+    "a huge number": (f"seed: 0x{'f' * 9000}", "found a huge number"),
+    "a number of many digits": (f"seed: {'9' * 9000}", "is no YAML file: Exceeds the limit"),
+    "a seed beyond": ("seed: 4294967296", "a whole number from 0 to 4,294,967,295"),
+    "half a character": ('output: "\\ud800"', "output takes text, or null"),
+    "a zero character": ('data: {train: ["a\\0b"]}', "data.train takes"),
+    "a key that is a list": ("? [a, b]\n: 1", "unhashable"),
+    "a key that is null": ("null: 1", "None is no key"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_one_short_error(tmp_path, name):
+    text, said = HOSTILE[name]
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / "run.yaml")
+    message = str(caught.value).replace(str(tmp_path), "")
+    assert said in message
+    assert "\n" not in message
+    assert len(message) < 700
+
+
+@pytest.mark.parametrize(
+    "word", ["seed=010", "seed=1_000", "train.steps=1:30", "optimizer.lr=0b1", "seed=１２", "seed=infinity"]
+)
+def test_a_typed_number_is_read_as_one_in_a_file(word):
+    with pytest.raises(ConfigError, match="found the text"):
+        load(None, [word])
+
+
+@pytest.mark.parametrize("text", ["1", "0", "-3", "1e-4", "0x1f", "12.5e9", "every:4", "a:b", "10:99", "0.5", "v1_0"])
+def test_what_all_readers_take_alike_is_not_refused(text):
+    assert number_meant(text) is None
+
+
+def test_small_aliases_merges_and_dates_are_fine(tmp_path):
+    text = "zero: &z {stage: 1}\ndata: &d {length: 64}\noutput: 2024-01-01\n"
+    (tmp_path / "run.yaml").write_text(
+        text + "log: {wandb: &w name}\ncheckpoint: {<<: {every: 2}}\nmodel: {path: *w}\n"
+    )
+    found = load(tmp_path / "run.yaml")
+    assert (found.output, found.model.path, found.checkpoint.every) == ("2024-01-01", "name", 2)
+
+
+def test_a_pipe_or_a_device_is_no_configuration(tmp_path):
+    os.mkfifo(tmp_path / "run.yaml")
+    for path, kind in ((tmp_path / "run.yaml", "a pipe"), ("/dev/zero", "a device")):
+        with pytest.raises(ConfigError, match=f"is {kind}, and a regular file is wanted"):
+            load(path)
+
+
+def test_a_long_word_is_an_override_or_a_name_that_does_not_exist():
+    assert load(None, ["data.train=" + "a" * 5000]).data.train == ("a" * 5000,)
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        load("a" * 5000)
+    with pytest.raises(ConfigError, match=r"^override 'k{60}'\.\.\. is not KEY=VALUE"):
+        load(None, ["k" * 5000])
+
+
+def test_a_value_is_quoted_short():
+    assert short("a" * 60) == "a" * 60
+    assert short("a" * 10**7) == "a" * 60 + "..."
+    assert short("a\nb" * 99).count("\n") == 0
+    assert short(1 << 99999) == "a huge number"
+
+
+# --- mutations ------------------------------------------------------------------------------------
+
+PARTS = ["\0", "\t", "\n", " ", "[", "]", "{", "}", ":", ": ", "- ", "? ", "&a ", "*a", "<<: *a", "!", "!!int ", "!!timestamp ",
+         "|", ">", "'", '"', "#", "%", "@", "`", "---\n", "...\n", "1:30", "010", "0x", "0b1", "1e999", ".nan", ".inf", "-0",
+         "9" * 30, "~", "null", "yes", "=", "\ufeff", "\x85", "\u2028", "\U0001f600", "\\ud800", "\\0", ",", "every:", "e" * 99]  # fmt: skip
+
+
+def mutated(text, source):
+    """A few places of the text deleted, doubled, swapped or filled with what has a meaning in YAML."""
+    for _ in range(source.randint(1, 4)):
+        start = source.randrange(len(text) + 1)
+        stop = min(len(text), start + source.choice([0, 0, 1, 3, 20]))
+        other = source.randrange(len(text) + 1)
+        text = text[:start] + source.choice([source.choice(PARTS), text[other : other + 20], ""]) + text[stop:]
+    return text
+
+
+def hash_of(line):
+    return sum(line.encode())
+
+
+def mutate(folder, numbers):
+    whole = to_yaml(load(None, ["data.train=a,b", "mesh.tp_plan={a: colwise}", "output=x"])).splitlines(keepends=True)
+    good, file = "".join(line for line in whole if line.endswith(":\n") or hash_of(line) % 3 == 0), folder / "run.yaml"
+    refused = []
+    for number in numbers:
+        text = mutated(good, random.Random(number))
+        file.write_bytes(text.encode("utf-8", "surrogatepass"))
+        try:
+            load(file)
+        except Zero3dError as error:
+            refused.append(str(error).replace(str(folder), ""))
+        except Exception as error:
+            raise AssertionError(f"mutation {number}: {text!r}") from error
+    assert [said for said in refused if "\n" in said or len(said) > 900] == []
+    return len(refused)
+
+
+def test_mutations_end_in_a_configuration_or_in_our_error(tmp_path):
+    assert 100 < mutate(tmp_path, range(200)) < 200
+
+
+@pytest.mark.long
+def test_many_mutations_end_in_a_configuration_or_in_our_error(tmp_path):
+    assert mutate(tmp_path, range(200, 2200)) > 1000
