@@ -136,8 +136,8 @@ def _blocks(model: nn.Module, blocks: Blocks | None, asked: str) -> Blocks:
     found = find_blocks(model) if blocks is None else blocks
     if not found:
         raise ConfigError(
-            f"{asked} needs the model's repeated blocks, and {type(model).__name__} has no list of two or more modules "
-            "of one class: pass blocks={'name': module, ...}, or activations=none."
+            f"{asked} needs the model's repeated blocks, and {type(model).__name__} has no list of two or more blocks: "
+            "pass blocks={'name': module, ...}, or activations=none."
         )
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -54,4 +54,20 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         old = {part.name: getattr(value, part.name) for part in dataclasses.fields(value) if part.init}
         new = {key: map_tensors(item, change) for key, item in old.items()}
         return value if all(new[key] is old[key] for key in new) else dataclasses.replace(value, **new)
+    return value
+
+
+def own_containers(value: Any) -> Any:
+    """The same tensors in mappings and lists of the caller's own: what somebody puts into the others stays there."""
+    if isinstance(value, MutableMapping):
+        items = {key: own_containers(item) for key, item in value.items()}
+        if type(value) is dict:
+            return items
+        copied: Any = copy.copy(value)
+        for key, item in items.items():
+            copied[key] = item
+        return copied
+    if isinstance(value, (list, tuple)):
+        parts = [own_containers(item) for item in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value

@@ -21,6 +21,9 @@ Note 3, kept tensors are saved by a node of autograd: a later write in place is 
 saved-tensor hooks around the model (offload, meters) see them.
 Note 4, hooks live as long as the graph that was made under them: what a hook holds must not hold that
 graph, or nobody ever frees it.
+Note 5, what blocks write for one another, such as the keys and values that layers share in one dict: a call
+keeps what was in it before, and a replay writes to a copy. Readers keep what they were given, so that its
+gradient goes to the writer's own graph.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from zero3d.errors import ConfigError
-from zero3d.nested import map_tensors, tensors_in
+from zero3d.nested import map_tensors, own_containers, tensors_in
 from zero3d.rng import set_torch_rng, torch_rng
 
 Forward = Callable[..., Any]
@@ -105,7 +108,7 @@ class Call:
             t: Tensor = next(kept)
             return t.detach().requires_grad_(t.requires_grad)
 
-        return map_tensors(self.nest, restore)
+        return map_tensors(own_containers(self.nest), restore)
 
 
 @dataclass
@@ -133,7 +136,7 @@ def record(name: str, block: nn.Module, forward: Forward, args: Any, kwargs: Any
             kept.append(t)
         return nothing
 
-    nest = map_tensors((args, kwargs), strip)
+    nest = map_tensors(own_containers((args, kwargs)), strip)  # Note 5
     devices = (t.device for t in tensors_in((args, kwargs)))
     device = next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
     keeper: Tensor = _Keep.apply(torch.empty(0, requires_grad=True), *kept)  # type: ignore[no-untyped-call]

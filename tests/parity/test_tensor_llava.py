@@ -2,27 +2,10 @@
 
 import pytest
 import torch
+from families import IMAGE, llava
 from models import adamw
 
 import zero3d
-
-IMAGE = 63  # the token that images replace
-
-
-def llava():
-    import transformers as t
-
-    torch.manual_seed(3)
-    text = t.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=1, pad_token_id=2,
-    )  # fmt: skip
-    vision = t.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14,
-        projection_dim=32,
-    )  # fmt: skip
-    config = t.LlavaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE)
-    return t.LlavaForConditionalGeneration(config).train()
 
 
 def micro_batch(generator):

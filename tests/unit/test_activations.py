@@ -3,6 +3,7 @@
 import pytest
 import torch
 from deep import deep, kept_inputs, recomputed, train
+from families import family
 from models import VOCAB, Net, batch, bits, clone, loss_of, net
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -150,6 +151,60 @@ def test_named_inputs_and_several_outputs_are_handed_on():
     model = Two()
     for policy in ["full", "every:2", "every:3"]:
         assert train(recomputed(model, policy)) == train(clone(model))
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_share_keys_and_values_in_a_dict_are_recomputed(name):
+    model = family(name)
+    wanted = train(clone(model))
+    assert {policy: train(recomputed(model, policy)) for policy in POLICIES} == dict.fromkeys(POLICIES, wanted)
+
+
+def test_layers_that_share_keys_and_values_are_recomputed_with_weights_gathered_anew(poison):
+    def norm(policy):
+        engine = zero3d.Engine(recomputed(family("gemma4_text"), policy), stage=3, precision="fp32")
+        engine.backward(loss_of(engine, batch(0)))
+        return float(engine.step().grad_norm)
+
+    assert norm("full") == norm("every:3") == norm("none")
+
+
+class Remembers(nn.Module):
+    """Appends what it computes to a list that all blocks are given, and adds what was put there first."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.a = nn.Linear(width, width)
+
+    def forward(self, x, seen):
+        y = torch.tanh(self.a(x)) + (seen[0] if seen else 0)
+        seen.append(y)
+        return y
+
+
+def test_blocks_may_write_to_a_list_that_is_empty_at_first_and_be_recomputed_twice():
+    class Lists(Net):
+        def forward(self, ids):
+            x, seen = self.embed(ids), []
+            for layer in self.layers:
+                x = layer(x, seen)
+            return self.head(x + seen[1])
+
+    model = Lists(layers=0)
+    model.layers = nn.ModuleList(Remembers(24) for _ in range(4))
+
+    def grads(model):
+        out = model(batch(0))
+        out.square().mean().backward(retain_graph=True)
+        out.sin().mean().backward(retain_graph=True)
+        out.sin().mean().backward()
+        return bits(p.grad for p in model.parameters() if p.grad is not None)
+
+    blocks = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
+    for policy in ["full", "every:2"]:
+        copied = clone(model)
+        recompute(copied, policy, {name: copied.get_submodule(name) for name in blocks})
+        assert grads(copied) == grads(clone(model))
 
 
 @pytest.mark.parametrize("policy", ["full", "every:2"])

@@ -126,6 +126,14 @@ def damaged(tmp_path, how):
     elif how == "missing tensor":
         del tensors["model.norm.weight"]
         save_file(tensors, file)
+    elif how == "integers":
+        ints = {name: t.to(torch.int8) for name, t in tensors.items() if "layers.1.mlp" in name}
+        save_file(tensors | ints | {"model.norm.weight": tensors["model.norm.weight"].to(torch.float8_e4m3fn)}, file)
+    elif how == "integers of experts":
+        hf("qwen3_moe").save_pretrained(tmp_path)
+        tensors = load_file(file)
+        name = "model.layers.0.mlp.experts.3.up_proj.weight"
+        save_file(tensors | {name: tensors[name].to(torch.int32)}, file)
     elif how == "other shapes":
         config = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
@@ -145,6 +153,8 @@ def damaged(tmp_path, how):
         ("only a pickle", "pytorch_model.bin"),
         ("missing tensor", "model.norm.weight is in no file"),
         ("other shapes", r"mlp.down_proj.weight: file \(32, 48\), model \(32, 40\)"),
+        ("integers", r"mlp.down_proj.weight is I8, .*mlp.gate_proj.weight is I8, .*, and 1 more of 21 tensors"),
+        ("integers of experts", "model.layers.0.mlp.experts.3.up_proj.weight is I32 of"),
         ("cut off", "cannot be read as safetensors"),
         ("no config", "has no config.json"),
         ("unknown architecture", "no config that transformers knows"),

@@ -1,8 +1,11 @@
 """Parts of models, called one after another in one process, against the whole model."""
 
+import re
+
 import pytest
 import torch
 from deep import deep
+from families import family, llava
 from models import VOCAB, Net, adamw, batch, bits, clone, net
 from torch import nn
 
@@ -67,7 +70,9 @@ def assert_same_step(model, parts, ids, given):
     tied = {tie.name for tie in parts[0].tied}
     assert set(grads) == {name for name, _ in model.named_parameters()}
     for name, p in model.named_parameters():
-        if name in tied:
+        if p.grad is None:  # a layer that this model never calls
+            assert grads[name] is None
+        elif name in tied:
             torch.testing.assert_close(grads[name], p.grad, rtol=1e-6, atol=1e-7)
         else:
             assert bits([grads[name]]) == bits([p.grad]), name
@@ -128,6 +133,47 @@ def test_layers_of_several_attention_types_keep_their_own_masks():
     config.layer_types, config.sliding_window, config.use_sliding_window = kinds, 3, True
     model = t.Qwen3ForCausalLM(config).train()
     assert_same_step(model, parts_of(model, [1, 3, 1]), *packed())
+
+
+@pytest.mark.parametrize("name", ["bert", "bart", "jamba"])
+def test_models_whose_embeddings_share_a_module_or_whose_layers_are_of_several_classes_are_cut(name):
+    model = family(name, num_hidden_layers=4)
+    ids = batch(0)
+    assert_same_step(model, parts_of(model, [1, 2, 1]), ids, {"labels": ids})
+
+
+def test_a_model_that_needs_token_ids_on_every_stage_is_refused_before_the_first_step():
+    model = family("bert", num_hidden_layers=4)
+    base, forward = type(model.bert), type(model.bert).forward
+
+    class Strict(base):
+        def forward(self, input_ids=None, **kwargs):
+            return forward(self, input_ids + 0, **kwargs)
+
+    model.bert.__class__ = Strict
+    with pytest.raises(
+        ConfigError, match=r"BertLMHeadModel cannot be cut.*inputs_embeds \[2, 3, 32\].*TypeError.*pp=1"
+    ):
+        split(model, [2, 2], 0)
+
+
+def test_a_model_whose_masks_come_from_token_ids_is_refused():
+    model = deep("llama")
+
+    class Masked(type(model.model)):
+        def forward(self, input_ids=None, attention_mask=None, **kwargs):
+            if input_ids is not None:
+                attention_mask = torch.ones(input_ids.shape[0], 1, input_ids.shape[1], input_ids.shape[1]) - 0.5
+            return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+
+    model.model.__class__ = Masked
+    with pytest.raises(ConfigError, match="its blocks get other masks or positions"):
+        split(model, [3, 2], 0)
+
+
+def test_layers_that_are_skipped_at_random_are_refused():
+    with pytest.raises(ConfigError, match=r"skips layers at random \(decoder_layerdrop=0.1\)"):
+        split(family("bart", decoder_layerdrop=0.1), [2, 2], 0)
 
 
 def test_models_that_scale_embeddings_and_logits_or_whose_blocks_return_tuples_are_cut_too():
@@ -396,8 +442,29 @@ def test_missing_or_doubtful_lists_of_blocks_are_told_with_what_to_type():
     with pytest.raises(ConfigError, match=r"blocks='layer' names no list.*layers \(3\)"):
         split(net(), [2, 1], 0, blocks="layer")
     two = nn.ModuleDict({"a": net(), "b": net()})
-    with pytest.raises(ConfigError, match=r"2 lists of blocks: a\.layers, b\.layers.*blocks='a\.layers'"):
+    with pytest.raises(ConfigError, match=r"2 lists of blocks: a\.layers, b\.layers\. None of them.*Pass pp=1"):
         split(two, [2, 1], 0)
+
+
+def named(error):
+    return re.search(r"blocks='(\S+)'", str(error.value))[1]
+
+
+def test_of_several_lists_of_blocks_one_that_can_be_cut_is_proposed():
+    model = net(layers=3)
+    model.embed = nn.Sequential(model.embed, nn.Sequential(*net(layers=2).layers))
+    with pytest.raises(ConfigError, match="2 lists of blocks") as error:
+        split(model, [2, 1], 0)
+    assert named(error) == "layers"
+    output, _ = run(parts_of(model, [2, 1], blocks=named(error)), batch(0), {})
+    assert bits([output]) == bits([model(batch(0))])
+
+
+def test_a_model_of_images_and_text_is_told_at_once_that_it_trains_without_a_pipeline():
+    with pytest.raises(ConfigError, match=r"None of them can be cut alone.*vision_tower.*Pass pp=1") as error:
+        split(llava(), [1, 1], 0)
+    assert "blocks='model.language_model.layers'" in str(error.value)  # whose reason is given, not a remedy
+    assert "Name the one" not in str(error.value)
 
 
 @pytest.mark.parametrize("model", [net(layers=1), deep("llama", layers=1)], ids=["net", "llama"])

@@ -1,10 +1,11 @@
 """Which modules form a unit: repeated blocks, embeddings, heads, and the rest in the root.
 
     model.embed_tokens   an nn.Embedding outside the blocks          own unit
-    model.layers.0 ...   children of a list of same-class modules    one unit each
+    model.layers.0 ...   children of a list of blocks                one unit each
     lm_head              an nn.Linear outside the blocks             own unit
     model.norm, ...      everything else                             the root unit
 
+Blocks are of one class or, in an nn.ModuleList, of several that are akin: attention and Mamba layers of a hybrid.
 Works on any nn.Module; Hugging Face models need no special case but for the names they ask to
 keep in fp32. Tied parameters belong to the first unit that names them.
 """
@@ -42,7 +43,7 @@ class UnitSpec:
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Children of every list of two or more modules of one class, by name; lists inside blocks do not count.
+    """Children of every list of two or more modules that are akin, by name; lists inside blocks do not count.
 
     Of a pipeline stage's list, the blocks that are here; those elsewhere count only towards the two.
     """
@@ -53,12 +54,38 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
         children = list(module.named_children())
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(children) < 2:
             continue
-        same_class = len({kind_of(child) for _, child in children}) == 1
         here = [(key, child) for key, child in children if not isinstance(child, Elsewhere)]
         has_parts = all(next(child.children(), None) is not None and owns(child) for _, child in here)
-        if same_class and has_parts:
+        if has_parts and _are_akin(module, [child for _, child in children]):
             found |= dict(part for key, child in here for part in _called(f"{name}.{key}".lstrip("."), child))
     return found
+
+
+def _are_akin(holder: nn.Module, children: Sequence[nn.Module]) -> bool:
+    """Whether a list's modules are blocks: of one class, or layers of a hybrid.
+
+    Of a hybrid's layers some class comes again, or all have an ancestor beside nn.Module, and each has a matrix, which
+    convolutions of images and sounds have not. What is made of blocks, as an encoder and a decoder are, is none.
+    """
+    kinds = [kind_of(child) for child in children]
+    if len(set(kinds)) == 1:
+        return True
+    ancestors = set.intersection(*(set(kind.__mro__) for kind in kinds)) - set(nn.Module.__mro__)
+    mixed = isinstance(holder, nn.ModuleList) and (len(set(kinds)) < len(kinds) or bool(ancestors))
+    return mixed and all(map(_has_matrix, children)) and not _are_made_of_blocks(children)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return isinstance(module, Elsewhere) or any(p.dim() == 2 for p in module.parameters())
+
+
+def _are_made_of_blocks(modules: Sequence[nn.Module]) -> bool:
+    blocks = [block for module in modules for block in find_blocks(module).values()]
+    return 2 * _numel(blocks) > _numel(modules)
+
+
+def _numel(modules: Iterable[nn.Module]) -> int:
+    return sum(p.numel() for module in modules for p in module.parameters())
 
 
 def _called(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -4,7 +4,8 @@
     blocks      one list; each takes the hidden state that the one before it returned, untouched
     after       modules that run after the last block: norm, head
 
-The trial runs on the CPU with parameters of zeros that take no memory (`expand`), whatever device
+A second trial enters the model as later pipeline stages do, by a hidden state: blocks must get what they got.
+Trials run on the CPU with parameters of zeros that take no memory (`expand`), whatever device
 the model is on, and with stand-ins for its blocks. So names and the order of registration do not
 matter, and a model that is no chain is refused instead of trained wrongly.
 """
@@ -12,7 +13,7 @@ matter, and a model that is no chain is refused instead of trained wrongly.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from zero3d.data.masking import forward_options, inner_model
 from zero3d.errors import ConfigError
 from zero3d.hf.blocks import find_blocks, owns
-from zero3d.hf.elsewhere import Elsewhere, first_argument
+from zero3d.hf.elsewhere import Blank, Elsewhere, Relay, first_argument
 from zero3d.nested import tensors_in
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -53,15 +54,26 @@ def find_chain(model: nn.Module, blocks: str | None = None) -> Chain:
     Errors: no list or several, parameters that belong to no module of their own, a forward that is
     no chain or cannot run on token ids (ConfigError).
     """
-    name = _block_list(model, blocks)
+    names = _block_lists(model, blocks)
+    if len(names) > 1:
+        raise ConfigError(_several(model, names))
+    _refuse_layer_drop(model)
+    return _chain_of(model, names[0])
+
+
+def _chain_of(model: nn.Module, name: str) -> Chain:
+    """The chain whose blocks are in the list of this name. Raises ConfigError."""
     rooms = _rooms(model, name)
     refusals = []
     for tuples in (False, True):
         try:
             calls = _trial(model, name, rooms, tuples)
-            return _sorted(model, name, rooms, calls, tuples)
+            chain = _sorted(model, name, rooms, calls, tuples)
         except ConfigError as error:
             refusals.append(error)
+        else:
+            _enter_later(model, chain, rooms, calls)
+            return chain
     raise refusals[0]
 
 
@@ -78,28 +90,47 @@ def base_of(model: Any) -> Any:
     return inner.base_model if hasattr(inner, "base_model_prefix") and hasattr(inner, "config") else None
 
 
-def _block_list(model: nn.Module, asked: str | None) -> str:
-    """Name of the list of blocks."""
+def _block_lists(model: nn.Module, asked: str | None) -> list[str]:
+    """Names of the lists of blocks, at least one."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))}
     if asked is not None:
         if asked in lists and len(lists[asked]) > 0:
-            return asked
+            return [asked]
         raise ConfigError(f"blocks={asked!r} names no list of modules of {type(model).__name__}. {_listed(lists)}")
     found = {block.rpartition(".")[0] for block in find_blocks(model)} & set(lists)
-    if len(found) == 1:
-        return found.pop()
     if found:
-        raise ConfigError(
-            f"{type(model).__name__} has {len(found)} lists of blocks: {', '.join(sorted(found))}. Name the one to cut "
-            f"into pipeline stages, such as blocks={min(found)!r} (mesh.blocks in a file)."
-        )
+        return sorted(found)
     single = _lists_of_one(lists)
     if len(single) == 1:
-        return single[0]
+        return single
     raise ConfigError(
-        f"{type(model).__name__} has no list of two or more blocks of one class to cut into pipeline stages. "
-        f"{_listed(lists)}"
+        f"{type(model).__name__} has no list of two or more blocks to cut into pipeline stages. {_listed(lists)}"
     )
+
+
+def _several(model: nn.Module, names: Sequence[str]) -> str:
+    """What to type where there are several lists of blocks: one of which the model is a chain, if there is."""
+    said = f"{type(model).__name__} has {len(names)} lists of blocks: {', '.join(names)}."
+    refused = ""
+    for name in sorted(names, key=lambda name: -sum(p.numel() for p in model.get_submodule(name).parameters())):
+        try:
+            _chain_of(model, name)
+        except ConfigError as error:
+            refused = refused or f"with blocks={name!r} {error}"
+        else:
+            return f"{said} Name the one to cut into pipeline stages: blocks={name!r} (mesh.blocks in a file)."
+    return f"{said} None of them can be cut alone; {refused}"
+
+
+def _refuse_layer_drop(model: nn.Module) -> None:
+    """Stages would skip other blocks than their neighbours think. Raises ConfigError."""
+    config: Any = getattr(inner_model(model), "config", None)
+    for name in ("layerdrop", "decoder_layerdrop"):
+        if (getattr(config, name, None) or 0) > 0:
+            raise ConfigError(
+                f"{_refusal(model)}: it skips layers at random ({name}={getattr(config, name)}), and each stage others. "
+                f"Set {name} to 0.0 in its config before it is built, or pass pp=1."
+            )
 
 
 def _listed(lists: Mapping[str, nn.Module]) -> str:
@@ -144,11 +175,13 @@ class _Calls:
     """What ran in a trial, in order: names of rooms, and indices of blocks.
 
     left   the hidden state that the latest block returned
+    beside what each block was given beside its hidden state
     """
 
     ids: Tensor
     order: list[str | int] = field(default_factory=list)
     left: Tensor | None = None
+    beside: list[list[Tensor]] = field(default_factory=list)
 
 
 class _StandIn(Elsewhere):
@@ -169,6 +202,7 @@ class _StandIn(Elsewhere):
             if value is not hidden and value.requires_grad:
                 raise ConfigError(f"block {index} takes a second tensor with a gradient, {list(value.shape)}")
         calls.order.append(index)
+        calls.beside.append([value for value in tensors_in([args, kwargs]) if value is not hidden])
         calls.left = torch.zeros_like(hidden).requires_grad_()
         return (calls.left,) if self._tuples else calls.left
 
@@ -176,12 +210,7 @@ class _StandIn(Elsewhere):
 def _trial(model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], tuples: bool) -> _Calls:
     """Run a copy on two sequences of three tokens and return what was called."""
     calls = _Calls(torch.zeros(2, 3, dtype=torch.long, device="cpu"))
-    stand_ins = [_StandIn(m, i, calls, tuples) for i, m in enumerate(model.get_submodule(blocks).children())]
-    replaced: dict[nn.Module | Tensor, object] = dict(
-        zip(model.get_submodule(blocks).children(), stand_ins, strict=True)
-    )
-    replaced |= {t: _weightless(t) for t in (*model.parameters(), *model.buffers())}
-    trial = copy_with(model, replaced).eval()
+    trial = _hollow_copy(model, blocks, calls, tuples, {})
     base = base_of(trial)
     for name in rooms:
         trial.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: calls.order.append(name))
@@ -197,6 +226,45 @@ def _trial(model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], tuples
             f"{_refusal(model)}: called with token ids [2, 3] it says {type(error).__name__}: {said}. Pass pp=1."
         ) from error
     return calls
+
+
+def _hollow_copy(
+    model: nn.Module, blocks: str, calls: _Calls, tuples: bool, others: Mapping[nn.Module | Tensor, object]
+) -> Any:
+    """A copy in eval mode without weights, with stand-ins for its blocks and for `others`."""
+    children = list(model.get_submodule(blocks).children())
+    replaced: dict[nn.Module | Tensor, object] = {t: _weightless(t) for t in (*model.parameters(), *model.buffers())}
+    replaced |= {block: _StandIn(block, index, calls, tuples) for index, block in enumerate(children)}
+    return copy_with(model, replaced | dict(others)).eval()
+
+
+def _enter_later(model: nn.Module, chain: Chain, rooms: Mapping[str, nn.Module], first: _Calls) -> None:
+    """Run a copy as a later pipeline stage does, which has no token ids. Raises ConfigError."""
+    if base_of(model) is None or first.left is None:
+        return
+    calls = _Calls(first.ids)
+    hidden = torch.zeros_like(first.left)
+    blanks = {room: Blank(room, Relay(received=hidden)) for room in rooms.values()}
+    base = base_of(_hollow_copy(model, chain.blocks, calls, chain.tuples, blanks))
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            base(inputs_embeds=hidden, **forward_options(base))
+    except Exception as error:  # any error of its own, told with its text
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise ConfigError(
+            f"{_refusal(model)}: called with inputs_embeds [2, 3, {chain.width}] in the place of token ids, as later "
+            f"stages are, it says {type(error).__name__}: {said}. Pass pp=1."
+        ) from error
+    alike = len(calls.beside) == len(first.beside) and all(map(_equal, calls.beside, first.beside))
+    if not alike:
+        raise ConfigError(
+            f"{_refusal(model)}: its blocks get other masks or positions when it is called with inputs_embeds in the "
+            "place of token ids, as later stages are. Pass pp=1."
+        )
+
+
+def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
 def _weightless(t: Tensor) -> Tensor:

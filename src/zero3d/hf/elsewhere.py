@@ -3,7 +3,7 @@
     Pass     a block: returns what it is given
     Entry    the block before the part's first: returns the hidden state that was received
     Exit     the block after the part's last: keeps the hidden state to be sent
-    Blank    an embedding, norm or head: zeros of an embedding's shape, or what it is given
+    Blank    an embedding, norm or head: zeros of an embedding's shape, or the hidden state it is given
 
 None has parameters. Each keeps its place in its list and the plain attributes of what was there, which
 some models read (`layer.attention_type`).
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+
+from zero3d.nested import tensors_in
 
 
 class Elsewhere(nn.Module):
@@ -86,17 +88,23 @@ class Left(Exception):
 
 
 class Blank(Elsewhere):
-    """An embedding, norm or head of another part: zeros of the width of an embedding, or what it is given."""
+    """An embedding, norm or head of another part: zeros of the width of an embedding, or what it is given.
+
+    A module around several embeddings is given inputs_embeds where it would get token ids: the hidden state, among
+    numbers of positions and types, is what has fractions.
+    """
 
     def __init__(self, module: nn.Module, relay: Relay) -> None:
         super().__init__(module)
         self._width, self._relay = (module.embedding_dim if isinstance(module, nn.Embedding) else None), relay
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given, like = first_argument(args, kwargs), self._relay.received
-        if self._width is None or like is None:
-            return given
-        return like.new_zeros(()).expand(*given.shape, self._width)
+        tensors, like = list(tensors_in([args, kwargs])), self._relay.received
+        hidden = next((t for t in tensors if t.is_floating_point()), None)
+        if like is None or (self._width is None and hidden is not None):
+            return hidden if hidden is not None else first_argument(args, kwargs)
+        width = like.shape[-1] if self._width is None else self._width
+        return like.new_zeros(()).expand(*tensors[0].shape, width)
 
 
 def first_argument(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

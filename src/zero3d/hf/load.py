@@ -28,6 +28,7 @@ from zero3d.errors import ConfigError
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 REOPEN_BYTES = 32 << 20  # pages of a mapped file count as this process's memory until it is closed
 SHOWN = 3
+FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them; what is narrower needs scales beside it
 Rows = tuple[int, int | None]
 
 
@@ -59,6 +60,7 @@ class FileWeights:
         self._recipes, self.unused = self._match(self._shapes)
         self._alias = _aliases(model)
         self._check_shapes(self._shapes)
+        self._check_dtypes()
         self._fill_buffers()
 
     def __call__(self, name: str, box: Box) -> Tensor:
@@ -149,6 +151,25 @@ class FileWeights:
                 f"{len(shapes)} wanted): {'; '.join(some[:SHOWN])}{more}. Use the config.json they were saved with, "
                 "or model.init=random for new weights."
             )
+
+    def _check_dtypes(self) -> None:
+        """Integers and quantised values mean nothing as weights. Raises ConfigError."""
+        dtypes = {name: t.dtype for name, t in self._model.state_dict(keep_vars=True).items()}
+        keys = {key: None for name, recipe in self._recipes.items() if dtypes[name].is_floating_point
+                for _, key in recipe.sources}  # fmt: skip
+        wrong = [f"{key} is {kind}" for key in keys if (kind := self._dtype(key)) not in FLOATS]
+        if wrong:
+            more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+            raise ConfigError(
+                f"{self._folder} holds integers or quantised values where its model has weights: "
+                f"{', '.join(wrong[:SHOWN])}{more} of {len(keys)} tensors, and only {', '.join(FLOATS)} are read. Save "
+                "the model dequantised (transformers' model.dequantize(), then save_pretrained), or use "
+                "model.init=random for new weights."
+            )
+
+    def _dtype(self, key: str) -> str:
+        dtype: str = self._handle(key).get_slice(key).get_dtype()
+        return dtype
 
     def _found_shape(self, name: str) -> tuple[int, ...] | None:
         recipe = self._recipes.get(name)

@@ -74,7 +74,7 @@ def _longest_list(model: nn.Module) -> Rooms:
         lists.setdefault(name.rpartition(".")[0], []).append(name)
     if not lists:
         raise ConfigError(
-            f"{type(model).__name__} has no list of two or more blocks of one class, which a plan is made of: put its "
+            f"{type(model).__name__} has no list of two or more blocks, which a plan is made of: put its "
             "blocks in an nn.ModuleList."
         )
     main = max(lists, key=lambda name: sum(p.numel() for p in model.get_submodule(name).parameters()))

@@ -1,0 +1,86 @@
+"""Which modules are blocks, in lists of one class and of several."""
+
+import pytest
+import torch
+from families import family
+from models import Block, Net, net
+from torch import nn
+
+from zero3d.hf.blocks import find_blocks, partition
+
+
+class Other(Block):
+    """A block of another class, akin to the first by inheritance."""
+
+
+class Apart(nn.Module):
+    """A block that shares nothing with the others."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+class Encoder(Net):
+    """Itself made of blocks."""
+
+
+def listed(*modules):
+    model = net(layers=0)
+    model.layers = nn.ModuleList(modules)
+    return model
+
+
+def units_of(model):
+    return {
+        spec.name: sum(p.numel() for p in spec.params.values()) for spec in partition(model, None, torch.float32)[0]
+    }
+
+
+def test_a_hybrids_layers_are_a_unit_each_whatever_their_class():
+    found = units_of(family("jamba", num_hidden_layers=4))
+    layers = [found[f"model.layers.{i}"] for i in range(4)]
+    assert layers[0] == layers[2] != layers[1] == layers[3]
+    assert found.keys() == {"model.embed_tokens", "lm_head", "root", *(f"model.layers.{i}" for i in range(4))}
+    assert found["root"] == 32  # the last norm
+
+
+@pytest.mark.parametrize("modules", [
+    (Block(24), Other(24)), (Block(24), Apart(24), Block(24)), (Apart(24), Apart(24), Block(24)),
+])  # fmt: skip
+def test_lists_of_several_classes_hold_blocks_where_these_are_akin_or_come_again(modules):
+    assert list(find_blocks(listed(*modules))) == [f"layers.{i}" for i in range(len(modules))]
+
+
+@pytest.mark.parametrize("modules", [
+    (Block(24), Apart(24)),  # nothing in common
+    (Block(24), Block(24), nn.Linear(24, 24)),  # no parts of its own
+    (Block(24), Block(24), nn.Sequential(nn.ReLU())),  # no parameters
+])  # fmt: skip
+def test_lists_of_unrelated_things_hold_none(modules):
+    assert find_blocks(listed(*modules)) == {}
+
+
+def test_what_is_made_of_blocks_is_none_itself():
+    assert set(find_blocks(nn.ModuleDict({"both": nn.ModuleList([Net(layers=2), Encoder(layers=2)])}))) == {
+        f"both.{i}.layers.{j}" for i in range(2) for j in range(2)
+    }
+
+
+def test_experts_and_projections_in_a_block_of_a_hybrid_stay_inside():
+    def block(kind):
+        made = kind(24)
+        made.experts = nn.ModuleList(Apart(8) for _ in range(3))
+        made.projections = nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 8)])
+        return made
+
+    assert list(find_blocks(listed(block(Block), block(Other), block(Block)))) == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_a_sequence_of_unlike_modules_is_no_list_of_blocks():
+    model = net(layers=0)
+    model.layers = nn.Sequential(Block(24), Other(24), Block(24))
+    assert find_blocks(model) == {}
