@@ -5,7 +5,8 @@
         time   per group of one model's configurations: Kendall's tau, and regret: how much slower than the best
                run the one is that the planner would have chosen
 
-Any subset of files and rows will do. Rows with duplicate_of or exclude=1 are left out, unreadable ones counted.
+Beside the errors stand those of constants that saw no row of the set (planner_left_out.py). Any subset of files and
+rows will do. Rows with duplicate_of or exclude=1 are left out, unreadable ones counted.
 """
 
 from __future__ import annotations
@@ -15,37 +16,56 @@ import csv
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from planner_tables import READERS, Point
+from planner_constants import Planner
+from planner_left_out import accounts, fitted_on, without
+from planner_tables import READERS, Point, Row
 from planner_tables_other import OTHER
+
+from zero3d.plan.constants import Key
 
 SMALLEST_GROUP = 3  # configurations of one model, for a ranking to mean something
 
 
-def read(folder: Path) -> tuple[list[Point], dict[str, int], list[str]]:
-    """Points of all tables, rows skipped by set, and files without a reader."""
-    points: list[Point] = []
-    skipped: dict[str, int] = {}
-    unknown = []
-    for path in sorted(folder.glob("*.csv")):
-        reader = {**READERS, **OTHER}.get(path.stem)
-        if reader is None:
-            unknown.append(path.name)
-            continue
-        for row in csv.DictReader(path.open(newline="")):
-            if row.get("duplicate_of") or row.get("exclude", "") == "1":
-                continue
+class Tables:
+    """The rows of a folder's files."""
+
+    def __init__(self, folder: Path) -> None:
+        readers = {**READERS, **OTHER}
+        files = sorted(folder.glob("*.csv"))
+        self.unknown = [path.name for path in files if path.stem not in readers]
+        self.readers = {path.stem: readers[path.stem] for path in files if path.stem in readers}
+        self.rows = {path.stem: list(_rows(path)) for path in files if path.stem in readers}
+        self.skipped: dict[str, int] = {}
+        found = {stem: self._of_file(stem, Planner(), self.skipped) for stem in self.rows}
+        self.points = [point for points in found.values() for point in points]
+        self._files = {point.set: stem for stem, points in found.items() for point in points}
+
+    def predict(self, planner: Planner, sets: Iterable[str]) -> list[Point]:
+        """Points of some sets, those of them that are here."""
+        wanted = set(sets)
+        stems = {self._files[name] for name in wanted if name in self._files}
+        return [p for stem in sorted(stems) for p in self._of_file(stem, planner, {}) if p.set in wanted]
+
+    def _of_file(self, stem: str, planner: Planner, skipped: dict[str, int]) -> list[Point]:
+        points: list[Point] = []
+        for row in self.rows[stem]:
             try:
-                points += reader(row)
+                points += self.readers[stem](row, planner)
             except (LookupError, ValueError, TypeError):
-                skipped[path.stem] = skipped.get(path.stem, 0) + 1
-    return points, skipped, unknown
+                skipped[stem] = skipped.get(stem, 0) + 1
+        return points
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    with path.open(newline="") as file:
+        yield from (r for r in csv.DictReader(file) if not r.get("duplicate_of") and r.get("exclude", "") != "1")
 
 
 def errors(points: Sequence[Point]) -> dict[str, Any]:
@@ -119,33 +139,58 @@ def score(points: Sequence[Point]) -> list[dict[str, Any]]:
     return scores
 
 
-def as_text(scores: Sequence[dict[str, Any]], skipped: dict[str, int], unknown: Sequence[str]) -> str:
+def left_out(tables: Tables) -> tuple[list[dict[str, Any]], dict[str, dict[Key, float]]]:
+    """Scores of each set that constants saw, without it, and the constants' values then."""
+    sets = sorted({point.set for point in tables.points if fitted_on(point.set)})
+    values = {name: without(name, tables.predict) for name in sets}
+    points = [point for name in sets for point in tables.predict(Planner(values[name]), {name})]
+    return score(points), values
+
+
+def beside(scores: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Scores with those of the set left out under "left_out"; None where nothing was fitted on it."""
+    found = {(s["set"], s["kind"]): s for s in others}
+    return [{**s, "left_out": found.get((s["set"], s["kind"]))} for s in scores]
+
+
+def as_text(scores: Sequence[dict[str, Any]], skipped: Mapping[str, int], unknown: Sequence[str]) -> str:
     """The tables, and what was left out."""
-    lines = [f"{'set':28} {'kind':8} {'rows':>4} {'mean':>6} {'p90':>6} {'worst':>6} {'bias':>7}  worst row"]
+    head = f"{'':28} {'':8} {'':4} {'fitted':^20} {'its set left out':^20}"
+    names = " ".join(f"{name:>6}" for name in ("mean", "p90", "worst"))
+    lines = [head.rstrip(), f"{'set':28} {'kind':8} {'rows':>4} {names} {names} {'bias':>7}  worst row"]
     for s in scores:
-        if s["kind"] == "fits":
-            recall, alarms = (f"{100 * s[k]:.0f} %" if s[k] is not None else "-" for k in ("recall", "false_alarms"))
-            missed = f"; missed {', '.join(s['missed'])}" if s["missed"] else ""
-            lines.append(
-                f"{s['set']:28} {'fits':8} {s['rows']:4}  OOM recall {recall} of {s['out_of_memory']}, false alarms "
-                f"{alarms}{missed}"
-            )
-            continue
-        values = " ".join(f"{100 * s[k]:5.1f}%" for k in ("mean", "p90", "worst"))
-        lines.append(
-            f"{s['set']:28} {s['kind']:8} {s['rows']:4} {values} {100 * s['bias']:+6.1f}%  {s['worst_row']} "
-            f"({s['worst_predicted']:.4g} for {s['worst_actual']:.4g})"
-        )
-        if "tau" in s:
-            lines.append(
-                f"{'':28} ranking  {s['groups']} models: Kendall tau {s['tau']:.2f}, regret {100 * s['regret']:.1f} % "
-                f"mean, {100 * s['worst_regret']:.1f} % worst"
-            )
+        lines += _lines(s)
     lines += [
         f"skipped in {name}: {count} rows (columns missing, or nothing to compare)" for name, count in skipped.items()
     ]
     lines += [f"no reader: {name}" for name in unknown]
     return "\n".join(lines)
+
+
+def _lines(s: Mapping[str, Any]) -> list[str]:
+    begin = f"{s['set']:28} {s['kind']:8} {s['rows']:4}"
+    if s["kind"] == "fits":
+        missed = f"; missed {', '.join(s['missed'])}" if s["missed"] else ""
+        without = f"; left out: {labels_text(s['left_out'])}" if s["left_out"] else ""
+        return [f"{begin}  {labels_text(s)}{missed}{without}"]
+    other = s["left_out"]
+    values = " ".join(f"{100 * s[k]:5.1f}%" for k in ("mean", "p90", "worst"))
+    without = " ".join(f"{100 * other[k]:5.1f}%" if other else f"{'-':>6}" for k in ("mean", "p90", "worst"))
+    row = f"{s['worst_row']} ({s['worst_predicted']:.4g} for {s['worst_actual']:.4g})"
+    lines = [f"{begin} {values} {without} {100 * s['bias']:+6.1f}%  {row}"]
+    return [*lines, f"{'':28} ranking  {ranking_text(s)}"] if "tau" in s else lines
+
+
+def labels_text(s: Mapping[str, Any]) -> str:
+    """Of runs that did and did not fit."""
+    recall, alarms = (f"{100 * s[k]:.0f} %" if s[k] is not None else "-" for k in ("recall", "false_alarms"))
+    return f"OOM recall {recall} of {s['out_of_memory']}, false alarms {alarms}"
+
+
+def ranking_text(s: Mapping[str, Any]) -> str:
+    """Of configurations of one model."""
+    regret = f"regret {100 * s['regret']:.1f} % mean, {100 * s['worst_regret']:.1f} % worst"
+    return f"{s['groups']} models: Kendall tau {s['tau']:.2f}, {regret}"
 
 
 def main() -> int:
@@ -154,17 +199,21 @@ def main() -> int:
     parser.add_argument("--tables", type=Path, required=True, help="folder of CSV files")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rows", action="store_true", help="print every row's prediction, too")
+    parser.add_argument("--fitted-only", action="store_true", help="leave out the errors without a set's own rows")
     arguments = parser.parse_args()
-    points, skipped, unknown = read(arguments.tables)
-    scores = score(points)
+    tables = Tables(arguments.tables)
+    others, values = ([], {}) if arguments.fitted_only else left_out(tables)
+    scores = beside(score(tables.points), others)
     if arguments.json:
-        print(json.dumps({"scores": scores, "skipped": skipped, "unknown": unknown}, indent=2))
+        constants = accounts(tables.predict, values)
+        result = {"scores": scores, "constants": constants, "skipped": tables.skipped, "unknown": tables.unknown}
+        print(json.dumps(result, indent=1))
         return 0
     if arguments.rows:
-        for p in points:
+        for p in tables.points:
             off = 100 * (p.predicted / p.actual - 1) if p.actual else 0.0
             print(f"{p.set:22} {p.kind:8} {p.id:34} {p.predicted:10.4g} {p.actual:10.4g} {off:+7.1f}%")
-    print(as_text(scores, skipped, unknown))
+    print(as_text(scores, tables.skipped, tables.unknown))
     return 0
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from planner_constants import Planner
+
 import zero3d.plan.formulas as formulas
-from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
 from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
@@ -19,7 +20,6 @@ from zero3d.zero.stages import paper_bytes
 
 Row = dict[str, str]
 GIB, MIB = 2**30, 2**20
-MARGIN = 0.12  # what nine in ten memory predictions stay within
 
 
 class Point(NamedTuple):
@@ -54,16 +54,22 @@ def machines(gpu: str, gpus: int, across: float, per_node: int = 8) -> ClusterSp
     return replace(found, across=replace(found.across, bandwidth=across))
 
 
-def fastest(model: ModelSpec, spec: ClusterSpec, plans: list[ParallelPlan], system: str) -> Estimate:
-    """The best of plans that fit, where a table does not say which was run; of all if none fits."""
-    estimates = [evaluate(model, spec, plan, system) for plan in plans]
+def fastest(
+    planner: Planner, model: ModelSpec, spec: ClusterSpec, plans: list[ParallelPlan], system: str, judged: str
+) -> Estimate:
+    """The best of plans that fit, where a table does not say which was run; of all if none fits.
+
+    The first alone where the constant "plans tried" of the judged set is 0.
+    """
+    tried = plans if planner.value(judged, "plans tried") else plans[:1]
+    estimates = [planner.evaluate(model, spec, plan, system) for plan in tried]
     fitting = [e for e in estimates if e.memory.device <= spec.gpu.memory] or estimates
     return min(fitting, key=lambda estimate: estimate.seconds.mid)
 
 
-def fits(estimate: Estimate, gib: float) -> float:
-    """1.0 where a card of so many GiB has room, with MARGIN to spare."""
-    return float(estimate.memory.device <= (1 - MARGIN) * gib * GIB)
+def fits(planner: Planner, estimate: Estimate, gib: float) -> float:
+    """1.0 where a card of so many GiB has room, with the margin to spare."""
+    return float(estimate.memory.device <= (1 - planner.value("all tables", "margin")) * gib * GIB)
 
 
 # --- formulas -----------------------------------------------------------------------------------
@@ -73,20 +79,20 @@ KORTHIKANTI = {"22B": (48, 6144, 64, 8, 1, 1, 4), "175B": (96, 12288, 96, 8, 8, 
                "530B": (105, 20480, 128, 8, 35, 3, 1), "1T": (128, 25600, 160, 8, 64, 1, 1)}  # fmt: skip
 
 
-def zero_table1(row: Row) -> Iterator[Point]:
+def zero_table1(row: Row, planner: Planner) -> Iterator[Point]:
     params = int(number(row, "params_b") * 10**9)
     found = paper_bytes(STAGES[row["stage"]], params, whole(row, "dp")).total
     yield Point("zero_table1", row["id"], "formula", float(found) / 1e9, number(row, "paper_gb"), unit="GB")
 
 
-def zero_infinity(row: Row) -> Iterator[Point]:
+def zero_infinity(row: Row, planner: Planner) -> Iterator[Point]:
     found = formulas.infinity_memory(whole(row, "layers"), whole(row, "hidden"), whole(row, "heads"))
     units = {"model_states_tb": 2**40, "act_tb": 2**40, "act_ckpt_tb": 2**40, "mswm_gb": GIB, "awm_gb": GIB}
     for (column, unit), value in zip(units.items(), found, strict=True):
         yield Point("zero_infinity_fig2a", f"{row['id']} {column}", "formula", value / unit, number(row, column))
 
 
-def korthikanti_fig1(row: Row) -> Iterator[Point]:
+def korthikanti_fig1(row: Row, planner: Planner) -> Iterator[Point]:
     layers, h, a, t, p, v, b = KORTHIKANTI[row["model"]]
     found = {
         "par_opt_gib_fig": formulas.megatron_states(layers, h, t, p),
@@ -101,7 +107,7 @@ def korthikanti_fig1(row: Row) -> Iterator[Point]:
         yield Point("korthikanti_fig1", f"{row['id']} {column}", "formula", float(value) / GIB, number(row, column))
 
 
-def korthikanti_fig7(row: Row) -> Iterator[Point]:
+def korthikanti_fig7(row: Row, planner: Planner) -> Iterator[Point]:
     _, h, a, t, _, _, b = KORTHIKANTI[row["model"]]
     share = formulas.layer_activations(row["technique"], 2048, b, h, a, t)
     base = formulas.layer_activations("TP baseline", 2048, b, h, a, t)
@@ -130,37 +136,37 @@ def gpt_of(row: Row, flash: bool = False, vocab: int | None = None) -> ModelSpec
                whole(row, "seq"), flash=flash)  # fmt: skip
 
 
-def megatron_table1(row: Row) -> Iterator[Point]:
+def megatron_table1(row: Row, planner: Planner) -> Iterator[Point]:
     model, gpus, batch = gpt_of(row), whole(row, "gpus"), whole(row, "gbs")
     size = min(MEGATRON_MICRO, key=lambda name: abs(float(name) - number(row, "params_b")))
     micro, virtual = MEGATRON_MICRO[size]
     plan = pipelined(whole(row, "dp"), whole(row, "tp"), whole(row, "pp"), virtual, micro, batch, activations="full",
                      reduce_dtype="fp16")  # fmt: skip
-    found = evaluate(model, machines("a100-80", gpus, 25e9), plan, "megatron")
+    found = planner.evaluate(model, machines("a100-80", gpus, 25e9), plan, "megatron")
     flops = formulas.step_flops(batch, 2048, whole(row, "layers"), model.hidden, model.vocab, recompute=True)
     actual = flops / gpus / number(row, "tflops_per_gpu") / 1e12
     yield Point("megatron2021_table1", row["id"], "time", found.seconds.mid, actual, unit="s")
 
 
-def megatron_table2(row: Row) -> Iterator[Point]:
+def megatron_table2(row: Row, planner: Planner) -> Iterator[Point]:
     gpus, batch, micro = whole(row, "gpus"), whole(row, "gbs"), whole(row, "mbs")
     layers, hidden, heads = (96, 12288, 96) if number(row, "params_b") < 300 else (105, 20480, 128)
     model = gpt(layers, hidden, heads, 51200, 2048, flash=False)
     spec = machines("a100-80", gpus, 25e9)
     if row["scheme"] == "ZeRO-3":
         plan = ParallelPlan(gpus, 1, 1, 3, micro, batch // gpus // micro, "full", reduce_dtype="fp16")
-        found = evaluate(model, spec, plan, "deepspeed-0.3")
+        found = planner.evaluate(model, spec, plan, "deepspeed-0.3")
     else:
         pp = whole(row, "mp") // 8
         plan = pipelined(gpus // (8 * pp), 8, pp, 1, micro, batch, activations="full", reduce_dtype="fp16")
         plans = [plan, *(replace(plan, virtual=v, schedule="interleaved") for v in (2, 3) if layers % (pp * v) == 0)]
-        found = fastest(model, spec, plans, "megatron")
+        found = fastest(planner, model, spec, plans, "megatron", "megatron2021_table2")
     flops = formulas.step_flops(batch, 2048, layers, hidden, 51200, recompute=True)
     actual = flops / gpus / number(row, "tflops_per_gpu") / 1e12
     yield Point("megatron2021_table2", row["id"], "time", found.seconds.mid, actual, f"{row['scheme']}{hidden}", "s")
 
 
-def korthikanti_table5(row: Row) -> Iterator[Point]:
+def korthikanti_table5(row: Row, planner: Planner) -> Iterator[Point]:
     model, gpus = gpt_of(row), whole(row, "gpus")
     tp, pp, virtual = whole(row, "tp"), whole(row, "pp"), whole(row, "vpp")
     plan = pipelined(gpus // (tp * pp), tp, pp, virtual, whole(row, "mbs"), whole(row, "gbs"))
@@ -169,7 +175,7 @@ def korthikanti_table5(row: Row) -> Iterator[Point]:
         ("iter_s_seqpar_selective", "selective", True),
     ):
         run = replace(plan, activations=kept, sequence_parallel=parallel)
-        found = evaluate(model, machines("a100-80", gpus, 25e9), run, "megatron")
+        found = planner.evaluate(model, machines("a100-80", gpus, 25e9), run, "megatron")
         actual = number(row, column)
         yield Point("korthikanti_table5", f"{row['id']} {kept}", "time", found.seconds.mid, actual, row["model"], "s")
 
@@ -178,18 +184,20 @@ LAYER_RUNS = {"1": ("none", False), "2": ("none", True), "3": ("full", False), "
               "5": ("selective", True)}  # fmt: skip
 
 
-def korthikanti_table4(row: Row) -> Iterator[Point]:
+def korthikanti_table4(row: Row, planner: Planner) -> Iterator[Point]:
     kept, parallel = LAYER_RUNS[row["id"].rsplit("-", 1)[1]]
     base = ParallelPlan(1, 8, 1, 0, 4, 1, kept, parallel)
     times = [
-        evaluate(gpt(n, 6144, 64, 51200, 2048, flash=False), machines("a100-80", 8, 25e9), base, "megatron").seconds
+        planner.evaluate(
+            gpt(n, 6144, 64, 51200, 2048, flash=False), machines("a100-80", 8, 25e9), base, "megatron"
+        ).seconds
         for n in (24, 48)
     ]
     layer = sum((times[1].parts[k] - times[0].parts[k]) / 24 for k in times[0].parts if k not in ("optimizer", "fixed"))
     yield Point("korthikanti_table4", row["id"], "time", 1e3 * layer, number(row, "combined_ms"), "22B layer", "ms")
 
 
-def megatron_core(row: Row) -> Iterator[Point]:
+def megatron_core(row: Row, planner: Planner) -> Iterator[Point]:
     model, gpus, batch = gpt_of(row, flash=True), whole(row, "gpus"), whole(row, "gbs")
     dp, tp, pp = whole(row, "dp"), whole(row, "tp"), whole(row, "pp")
     plans = []
@@ -199,7 +207,7 @@ def megatron_core(row: Row) -> Iterator[Point]:
         ]:
             if batch % (dp * micro) == 0:
                 plans.append(pipelined(dp, tp, pp, virtual, micro, batch, stage=1, sequence_parallel=tp > 1))
-    found = fastest(model, machines("h100", gpus, 50e9), plans, "megatron-core")
+    found = fastest(planner, model, machines("h100", gpus, 50e9), plans, "megatron-core", "megatron_core_h100")
     flops = formulas.step_flops(batch, model.length, len(model.blocks), model.hidden, model.vocab, recompute=False)
     actual = flops / gpus / number(row, "tflops_per_gpu") / 1e12
     yield Point("megatron_core_h100", row["id"], "time", found.seconds.mid, actual, unit="s")
@@ -208,13 +216,13 @@ def megatron_core(row: Row) -> Iterator[Point]:
 # --- BLOOM, DeepSpeed ---------------------------------------------------------------------------
 
 
-def jean_zay(gpus: int) -> ClusterSpec:
-    """8 A100 per node, four 100 Gb/s ports. 115 GB/s within a node is fitted: tp=8 against tp=4 and 2."""
+def jean_zay(planner: Planner, gpus: int) -> ClusterSpec:
+    """8 A100 per node, four 100 Gb/s ports."""
     found = machines("a100-80", gpus, 6.25e9)
-    return replace(found, inside=replace(found.inside, bandwidth=115e9))
+    return replace(found, inside=replace(found.inside, bandwidth=planner.value("bloom176b_prequel", "inside")))
 
 
-def bloom(row: Row) -> Iterator[Point]:
+def bloom(row: Row, planner: Planner) -> Iterator[Point]:
     """Megatron-DeepSpeed. The tokenizer of 250k came with the first full batches."""
     batch = whole(row, "gbs") if row["gbs"] else 0
     model = gpt(whole(row, "layers"), whole(row, "hidden"), whole(row, "heads"), 250880 if batch else 50304, 2048,
@@ -223,28 +231,28 @@ def bloom(row: Row) -> Iterator[Point]:
     wide = "fp32 grad accumulation" in row.get("note", "")
     plan = ParallelPlan(dp, tp, pp, 1, micro, batch // dp // micro if batch else 64, "full",
                         reduce_dtype="fp32" if wide else "fp16")  # fmt: skip
-    found = evaluate(model, jean_zay(whole(row, "gpus")), plan, "megatron-deepspeed")
+    found = planner.evaluate(model, jean_zay(planner, whole(row, "gpus")), plan, "megatron-deepspeed")
     device = found.memory.device / GIB
     group = " ".join(row[name] for name in ("hidden", "layers", "heads", "gpus", "gbs"))
     if row["mem_gb_nvidia_smi"] and row.get("exclude") != "mem":
         yield Point("bloom176b_prequel", row["id"], "memory", device, number(row, "mem_gb_nvidia_smi"), group, "GiB")
     if row.get("exclude") != "mem":
-        yield Point("bloom176b_prequel", row["id"], "fits", fits(found, 80), float(row["oom"] != "1"), group)
+        yield Point("bloom176b_prequel", row["id"], "fits", fits(planner, found, 80), float(row["oom"] != "1"), group)
     if row["sec_per_iter"] and batch:
         yield Point("bloom176b_prequel", row["id"], "time", found.seconds.mid, number(row, "sec_per_iter"), group, "s")
 
 
-def azure(row: Row) -> Iterator[Point]:
+def azure(row: Row, planner: Planner) -> Iterator[Point]:
     gpus, s, micro = whole(row, "gpus"), whole(row, "seq"), whole(row, "mbs")
     model = gpt(whole(row, "layers"), whole(row, "hidden"), whole(row, "heads"), 51200, s, flash=False)
     plan = ParallelPlan(gpus, 1, 1, 3, micro, 1, "full", reduce_dtype="fp16")
-    found = evaluate(model, machines("a100-80", gpus, 25e9), plan, "deepspeed")
+    found = planner.evaluate(model, machines("a100-80", gpus, 25e9), plan, "deepspeed")
     flops = formulas.step_flops(micro, s, len(model.blocks), model.hidden, model.vocab, recompute=True)
     actual = flops / number(row, "tflops_per_gpu") / 1e12
     yield Point("deepspeed_azure", row["id"], "time", found.seconds.mid, actual, unit="s")
 
 
-READERS: dict[str, Callable[[Row], Iterator[Point]]] = {
+READERS: dict[str, Callable[[Row, Planner], Iterator[Point]]] = {
     "zero_table1_model_states": zero_table1,
     "zero_infinity_fig2a_memory": zero_infinity,
     "korthikanti2022_fig1_memory": korthikanti_fig1,

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from planner_constants import Planner
 from planner_tables import GIB, MIB, Point, Row, fastest, fits, machines, number, pipelined, whole
 
-from zero3d.plan.estimate import evaluate
 from zero3d.plan.kernels import digest, part_work
 from zero3d.plan.shapes import fused, gpt, llama, of_params
 from zero3d.plan.spec import ModelSpec, ParallelPlan
@@ -17,19 +17,19 @@ from zero3d.zero.stages import paper_bytes
 # --- ZeRO's own runs on V100 --------------------------------------------------------------------
 
 
-def zero_appendix(row: Row) -> Iterator[Point]:
+def zero_appendix(row: Row, planner: Planner) -> Iterator[Point]:
     """All of them ran. ZeRO-100B cuts kept inputs over tp, which is what sequence parallelism does to them."""
     tp, gpus = whole(row, "mp"), whole(row, "gpus")
     zero = row["system"] == "ZeRO"
     model = gpt(whole(row, "layers"), whole(row, "hidden"), whole(row, "heads"), 50304, 1024, flash=False)
     plan = ParallelPlan(gpus // tp, tp, 1, 2 if zero else 0, whole(row, "batch_per_mp_group"), 1, "full", zero,
                         reduce_dtype="fp16")  # fmt: skip
-    found = evaluate(model, machines("v100-32", gpus, 6.25e9, 16), plan, "deepspeed-0.3")
+    found = planner.evaluate(model, machines("v100-32", gpus, 6.25e9, 16), plan, "deepspeed-0.3")
     ran = {"fits": 1.0, "oom": 0.0, "out": 0.0}[row["label"].lower().split()[0]]
-    yield Point("zero_appendix", row["id"], "fits", fits(found, 32), ran)
+    yield Point("zero_appendix", row["id"], "fits", fits(planner, found, 32), ran)
 
 
-def zero_table2(row: Row) -> Iterator[Point]:
+def zero_table2(row: Row, planner: Planner) -> Iterator[Point]:
     """Largest models by theory: 32 GB x mp / bytes per parameter."""
     columns = {"theory_baseline": 0, "theory_Pos": 1, "theory_Pos+g": 2, "theory_Pos+g+p": 3}
     for column, stage in columns.items():
@@ -40,7 +40,7 @@ def zero_table2(row: Row) -> Iterator[Point]:
             yield Point("zero_table2", f"{row['id']} {column}", "formula", predicted, size, unit="B")
 
 
-def bigscience(row: Row) -> Iterator[Point]:
+def bigscience(row: Row, planner: Planner) -> Iterator[Point]:
     """+-40 % of network noise: printed, never a gate. 4 V100 per node; shapes are guessed from the sizes."""
     guess = of_params(int(number(row, "params_b") * 10**9), whole(row, "seq"))
     model = gpt(len(guess.blocks), guess.hidden, guess.heads, guess.vocab, guess.length, flash=False)
@@ -55,7 +55,9 @@ def bigscience(row: Row) -> Iterator[Point]:
     offload = "host" if "off" in row["framework"] else "none"
     plan = ParallelPlan(dp, tp, pp, stage, micro, gas, "full", offload=offload, reduce_dtype="fp16")
     spec = machines("v100-32", whole(row, "gpus"), 6.25e9, 4)
-    found = evaluate(model, spec, plan, "deepspeed" if stage > 1 else "megatron-deepspeed" if stage else "megatron")
+    found = planner.evaluate(
+        model, spec, plan, "deepspeed" if stage > 1 else "megatron-deepspeed" if stage else "megatron"
+    )
     if row["iter_s"]:
         yield Point("bigscience_v100 (no gate)", row["id"], "time", found.seconds.mid, number(row, "iter_s"), unit="s")
     if row["mem_gb"]:
@@ -70,7 +72,7 @@ LLAMA2 = {"7B": (32, 4096, 32, 32, 11008, 32000), "13B": (40, 5120, 40, 40, 1382
 NETWORK = {"400Gbps": 6.25e9, "800Gbps": 12.5e9}  # of a node of 8
 
 
-def throughput(row: Row) -> Iterator[Point]:
+def throughput(row: Row, planner: Planner) -> Iterator[Point]:
     """FSDP on Llama 2 (IBM) and GPT-175B, 530B in Megatron (MegaScale's baseline, MT-NLG)."""
     gpus, length = whole(row, "gpus"), whole(row, "seq")
     if row["id"].startswith("IBM-FSDP"):
@@ -79,7 +81,7 @@ def throughput(row: Row) -> Iterator[Point]:
         kept = re.findall(r"AC (none|selective|full)", row["batch"])[0]
         gpu = "h100" if "H100" in row["hw"] else "a100-80"
         spec = machines(gpu, gpus, NETWORK[row["hw"].split()[-1]])
-        found = evaluate(model, spec, ParallelPlan(gpus, 1, 1, 3, micro, 1, kept), "torchtitan")
+        found = planner.evaluate(model, spec, ParallelPlan(gpus, 1, 1, 3, micro, 1, kept), "torchtitan")
         actual = micro * length / number(row, "tokens_per_s_per_gpu")
         yield Point("ibm_fsdp", row["id"], "time", found.seconds.mid, actual, unit="s")
         return
@@ -93,7 +95,7 @@ def throughput(row: Row) -> Iterator[Point]:
     plan = pipelined(whole(row, "dp"), whole(row, "tp"), whole(row, "pp"), 1, 1, int(batch), activations=kept)
     plans = [plan, *([replace(plan, schedule="interleaved", virtual=virtual)] if virtual > 1 else [])]
     name, system = ("megascale_megatron", "megatron") if virtual > 1 else ("mt_nlg", "megatron-deepspeed")
-    found = fastest(model, machines("a100-80", gpus, 25e9), plans, system)
+    found = fastest(planner, model, machines("a100-80", gpus, 25e9), plans, system, "megascale_megatron")
     yield Point(name, row["id"], "time", found.seconds.mid, float(seconds), unit="s")
 
 
@@ -106,23 +108,20 @@ LLAMA = {"8B": (32, 4096, 32, 8, 14336, 128256), "70B": (80, 8192, 64, 8, 28672,
          "405B": (126, 16384, 128, 8, 53248, 128256)}  # fmt: skip
 
 
-ASYNC_TP = 0.45  # of tp's all-reduces, what asynchronous ones hide there
-
-
-def nanotron(row: Row) -> Iterator[Point]:
+def nanotron(row: Row, planner: Planner) -> Iterator[Point]:
     size = min(NANOTRON, key=lambda known: abs(known / number(row, "params_b") - 1))
     layers, h, a, kv, ffn, tied = NANOTRON[size]
     model = fused(llama(layers, h, a, kv, ffn, 131072, 4096, tied))
     dp, tp, pp, micro, gas = (whole(row, name) for name in ("dp", "tp", "pp", "mbs", "gas"))
     plan = ParallelPlan(dp, tp, pp, whole(row, "zero_stage"), micro, gas, sequence_parallel=tp > 1)
-    across = 50e9 if whole(row, "gpus") <= 256 else 15e9  # its 64-node rows, all 1.6 to 2.3 times slower: fitted
-    found = evaluate(model, machines("h100", whole(row, "gpus"), across), plan, "nanotron")
+    across = planner.value("nanotron", "across above 256") if whole(row, "gpus") > 256 else 50e9
+    found = planner.evaluate(model, machines("h100", whole(row, "gpus"), across), plan, "nanotron")
     useful = found.flops / (plan.world * 989e12)
     yield Point("nanotron", row["id"], "memory", found.memory.reserved / GIB, number(row, "mem_gb"), unit="GiB")
     yield Point("nanotron", row["id"], "time", found.seconds.mid, useful / (number(row, "mfu_pct") / 100), unit="s")
 
 
-def torchtitan(row: Row) -> Iterator[Point]:
+def torchtitan(row: Row, planner: Planner) -> Iterator[Point]:
     """Tables 2, 4 and 5 of the source ran in Float8, as their captions there say; row-wise scaling gained nothing."""
     if re.search(r"CP [2-9]", row["config"]):
         raise ValueError("config")
@@ -135,33 +134,30 @@ def torchtitan(row: Row) -> Iterator[Point]:
         pp = 8
     dp = gpus // (tp * pp)
     virtual = 2 if "Interleaved" in row["config"] else 1
-    micro = local if pp == 1 else 2  # not told; 2 explains both rows
+    micro = local if pp == 1 else int(planner.value("torchtitan", "micro-batch in pipelines"))  # not told
     kept = {"full": "full", "selective-op": "selective", "selective-layer": "selective"}[row["ac"]]
     plan = ParallelPlan(dp, tp, pp, 3, micro, local // micro, kept, sequence_parallel=tp > 1,
                         schedule="interleaved" if virtual > 1 else "1f1b", virtual=virtual,
                         precision="fp8" if narrow else "bf16")  # fmt: skip
     a100 = "A100" in row["hw"]
     spec = machines("a100-80" if a100 else "h100-96", gpus, 25e9 if a100 else 50e9)
-    found = evaluate(model, spec, plan, "torchtitan")
-    hidden = ASYNC_TP * found.seconds.parts["tp"] if "syncTP" in row["config"] else 0.0
+    found = planner.evaluate(model, spec, plan, "torchtitan-async-tp" if "syncTP" in row["config"] else "torchtitan")
     tokens = plan.accumulate * micro * model.length / (tp * pp)
     group = f"{name} {gpus} {row['hw'][:8]}"
-    yield Point(
-        "torchtitan", row["id"], "time", found.seconds.mid - hidden, tokens / number(row, "tps_per_gpu"), group, "s"
-    )
+    yield Point("torchtitan", row["id"], "time", found.seconds.mid, tokens / number(row, "tps_per_gpu"), group, "s")
     if row["mem_gib_max_reserved_over_ranks"]:
         actual = number(row, "mem_gib_max_reserved_over_ranks")
         yield Point("torchtitan", row["id"], "memory", found.memory.reserved / GIB, actual, group, "GiB")
 
 
-def galvatron_time(row: Row) -> Iterator[Point]:
+def galvatron_time(row: Row, planner: Planner) -> Iterator[Point]:
     found = re.match(r"(?:layertype_0|layernum\[(\d+)\])_bsz(\d+)_seq(\d+)", row["key"])
     if not found:
         raise ValueError("key")
     layers, batch, length = int(found[1] or 1), int(found[2]), int(found[3])
     model = fused(llama(layers, 4096, 32, 32, 11008, 32000, length))
     spec, plan = machines("a100-80", 8, 25e9), ParallelPlan(micro_batch=batch)
-    works = [part_work(shape, model, plan, spec).forward for shape in digest(model).shapes]
+    works = [part_work(shape, model, plan, spec, kernels=planner.kernels).forward for shape in digest(model).shapes]
     seconds = sum(works) if found[1] else works[1] / batch
     yield Point("galvatron_forward", row["id"], "time", 1e3 * seconds, number(row, "ms"), unit="ms")
 
@@ -171,26 +167,29 @@ def galvatron_time(row: Row) -> Iterator[Point]:
 LITGPT = {"Llama-2-7B": LLAMA2["7B"], "Llama-2-13B": LLAMA2["13B"], "Falcon-40B": (60, 8192, 128, 8, 32768, 65024)}
 QUANTISED = {"none": 2.0, "nf4": 0.56, "nf4-dq": 0.52, "fp4": 0.56, "fp4-dq": 0.52, "int8": 1.0}
 ALPACA = 1304  # tokens of its longest document
-LITGPT_KEPT = 0.87  # of the eager Llama's 64 h, fitted on its three rows
 
 
-def lora_bytes(model: ModelSpec, quantised: float, batch: int) -> float:
-    """LoRA on one card: blocks' weights as quantised, the rest in bf16, all activations; adapters are little."""
+def lora_bytes(model: ModelSpec, quantised: float, batch: int, share: float) -> float:
+    """LoRA on one card: blocks' weights as quantised, the rest in bf16, activations; adapters are little.
+
+    share: of the eager Llama's 64 h, what is kept
+    """
     blocks = sum(part.numel for part in model.blocks)
     weights = quantised * blocks + 2.0 * (model.params - blocks)
     operations = model.blocks[0].operations
-    kept = LITGPT_KEPT * len(model.blocks) * (operations.kept_cut + operations.kept_whole)
+    kept = share * len(model.blocks) * (operations.kept_cut + operations.kept_whole)
     head = model.parts[-1].operations
     return weights + batch * model.length * (kept + head.kept_cut + head.transient)
 
 
-def measured_memory(row: Row) -> Iterator[Point]:
+def measured_memory(row: Row, planner: Planner) -> Iterator[Point]:
     """LitGPT's LoRA table. Host memory and free-text rows have no reader."""
     found = re.match(r"(\S+) LoRA r8 bf16-true, quant (\S+), Alpaca", row["workload"])
     if not found or "GB max allocated" not in row["memory_kind"]:
         raise ValueError("workload")
     model = llama(*LITGPT[found[1]], ALPACA)
-    predicted = lora_bytes(model, QUANTISED[found[2]], whole(row, "batch_per_gpu")) / 1e9
+    share = planner.value("litgpt_lora", "kept")
+    predicted = lora_bytes(model, QUANTISED[found[2]], whole(row, "batch_per_gpu"), share) / 1e9
     out = row["memory"] == "OOM"
     card = float(re.findall(r"(\d+)GB", row["hw"])[0])
     yield Point("litgpt_lora", row["id"], "fits", float(predicted <= card * GIB / 1e9), float(not out))
@@ -198,16 +197,16 @@ def measured_memory(row: Row) -> Iterator[Point]:
         yield Point("litgpt_lora", row["id"], "memory", predicted, number(row, "memory"), unit="GB")
 
 
-def galvatron_states(row: Row) -> Iterator[Point]:
+def galvatron_states(row: Row, planner: Planner) -> Iterator[Point]:
     """bf16 Llama 2 7B of one or two blocks, ZeRO-3 over dp: model states."""
     model = fused(llama(whole(row, "layers"), 4096, 32, 32, 11008, 32000, whole(row, "seq")))
     plan = ParallelPlan(whole(row, "dp"), whole(row, "tp"), whole(row, "pp"), 3, 1, 2)
-    found = evaluate(model, machines("a100-80", 8, 25e9), plan, "torchtitan")
+    found = planner.evaluate(model, machines("a100-80", 8, 25e9), plan, "torchtitan")
     actual = number(row, "model_states_mib")
     yield Point("galvatron_states", row["id"], "memory", found.memory.states / MIB, actual, unit="MiB")
 
 
-OTHER: dict[str, Callable[[Row], Iterator[Point]]] = {
+OTHER: dict[str, Callable[[Row, Planner], Iterator[Point]]] = {
     "galvatron_llama2_7b_layer_fwd_ms": galvatron_time,
     "torchtitan_measured": torchtitan,
     "nanotron_best_configs": nanotron,

@@ -19,7 +19,7 @@ import yaml
 from zero3d.errors import ConfigError
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import read_file
-from zero3d.plan.kernels import reached
+from zero3d.plan.kernels import KERNELS
 from zero3d.plan.spec import ClusterSpec, Gpu, ModelSpec, ParallelPlan
 
 LEAST, MOST, HALVINGS = 1e-4, 1e4, 40
@@ -44,9 +44,9 @@ def corrected(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, second
 def scaled(cluster: ClusterSpec, factor: float) -> ClusterSpec:
     """With what products and attention reach of the peak times `factor`.
 
-    A card's rates of its own go with what its memory really moves (`kernels.reached`), so that is filled in, too.
+    A card's rates of its own go with what its memory really moves (`Kernels.reached`), so that is filled in, too.
     """
-    gpu, got = cluster.gpu, reached(cluster.gpu)
+    gpu, got = cluster.gpu, KERNELS.reached(cluster.gpu)
     own = replace(
         gpu, bandwidth=got.memory * gpu.bandwidth, matrix=factor * got.matrix, flash=factor * got.flash
     )  # a second time memory's part is 1

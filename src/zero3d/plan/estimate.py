@@ -8,7 +8,7 @@ from zero3d.errors import ConfigError
 from zero3d.plan.kernels import digest
 from zero3d.plan.memory import memory as engine_memory
 from zero3d.plan.profile_memory import profile_memory
-from zero3d.plan.profiles import profile
+from zero3d.plan.profiles import Profile, profile
 from zero3d.plan.sent import sent
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.time import step_seconds
@@ -19,17 +19,17 @@ TEXT = "text alone was traced: an image adds its tokens to the sequence, and the
 UNPACKED = "one document a sequence: data.packing=true keeps more in every block, a mask and repeated key-value heads"
 
 
-def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system: str = "zero3d") -> Estimate:
+def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system: str | Profile = "zero3d") -> Estimate:
     """Memory of the fullest rank class and seconds of a step. Raises ConfigError for what cannot be.
 
     system  zero3d: memory by the engine's own arithmetic (memory.py); or the profile of megatron, megatron-core,
-            deepspeed, megatron-deepspeed, deepspeed-0.3, torchtitan, nanotron
+            deepspeed, megatron-deepspeed, deepspeed-0.3, torchtitan, torchtitan-async-tp, nanotron, or one of yours
     """
-    if system == "zero3d":  # its schedules are torch's: the parts per rank follow
+    found = profile(system) if isinstance(system, str) else system
+    own = found.pace.own
+    if own:  # its schedules are torch's: the parts per rank follow
         plan = replace(plan, virtual=Schedule.of(plan.schedule).parts_per_rank)
     check(model, cluster, plan)
-    found = profile(system)
-    own = system == "zero3d"
     memory = engine_memory(model, plan, cluster) if own else profile_memory(model, plan, cluster, found)
     seconds = step_seconds(model, plan, cluster, found.pace)
     tokens = plan.dp * plan.accumulate * plan.micro_batch * model.length

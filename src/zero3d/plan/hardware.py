@@ -22,6 +22,7 @@ from zero3d.config.hints import nearest
 from zero3d.config.kinds import convert
 from zero3d.config.yaml_file import read_yaml
 from zero3d.errors import ConfigError, short
+from zero3d.plan.constants import constant
 from zero3d.plan.spec import ClusterSpec, Gpu, Link
 from zero3d.plan.spec_json import from_json, to_json
 
@@ -129,12 +130,16 @@ def _datasheet(name: str, card: Card, nodes: int, per_node: int) -> ClusterSpec:
         gpu=Gpu(name, card.memory * GIB, card.tflops * TFLOP, card.bandwidth * GB),
         nodes=nodes,
         per_node=per_node,
-        inside=Link(card.inside * GB, latency=4e-6, half=2e6),
-        across=Link(card.across * GB, latency=12e-6, half=1e6),
+        inside=_link(card.inside, "inside"),
+        across=_link(card.across, "across"),
         host_memory=card.host * GIB,
         host_link=card.host_link * GB,
     )
     return replace(spec, provenance={field.name: "datasheet" for field in fields(spec) if field.name != "provenance"})
+
+
+def _link(gb: float, where: str) -> Link:
+    return Link(gb * GB, constant("links", f"latency {where}"), constant("links", f"half {where}"))
 
 
 def _override(spec: ClusterSpec, file: Path | str) -> ClusterSpec:

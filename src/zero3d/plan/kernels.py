@@ -5,23 +5,22 @@
     attention, eager  flops / (e/2 x peak) + 2.6 passes over the kept scores; backward twice
     the rest          2 passes over the bytes kept for the backward (written, then read); backward 2 again
 
-e and a are what kernels reach of a card's peak; small matrices lose by their bytes. Fitted on galvatron's layer times
-(A100), nanotron's and Megatron-Core's runs (H100); V100 and cards without a row are guesses. ODD_HEAD: BLOOM's runs.
+e and a are what kernels reach of a card's peak; small matrices lose by their bytes. constants.py says
+where the numbers are from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from zero3d.plan.constants import VALUES, Values, of_system
 from zero3d.plan.spec import ClusterSpec, Gpu, ModelSpec, Operations, ParallelPlan, Part
 
-EAGER_PASSES, REST_PASSES, FLASH_BACKWARD = 2.6, 2.0, 2.5
-LAUNCH = 4e-6  # seconds per kernel, where the device waits for the host
-FP8 = 1.8  # matrix products in 8 bits over those in 16, quantising included
-ODD_HEAD = 12.0  # attention's matrices with heads that are no multiple of 8 miss the tensor cores
+CARDS = ("v100", "a100", "h100", "h200", "cpu")  # whose rates are known, by the start of a card's name
+OTHER_CARDS = "other cards"
 
 
 @dataclass(frozen=True)
@@ -30,17 +29,44 @@ class Reached:
 
     matrix: float
     flash: float
-    memory: float = 0.8
+    memory: float
 
 
-REACHED = {  # by the start of a card's name; "": any other
-    "v100": Reached(0.62, 0.5),
-    "a100": Reached(0.85, 0.75),
-    "h100": Reached(0.68, 0.55, 0.75),
-    "h200": Reached(0.68, 0.55, 0.75),
-    "cpu": Reached(0.60, 0.30, 0.5),
-    "": Reached(0.68, 0.55),
-}
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """What kernels take. Equal to itself alone: a key of caches.
+
+    eager_passes    over kept scores, in eager attention
+    rest_passes     over what is kept for the backward
+    flash_backward  of flash attention, of its forward
+    launch          seconds per kernel, where the device waits for the host
+    fp8             matrix products in 8 bits over those in 16, quantising included
+    odd_head        eager attention whose heads are no multiple of 8 misses the tensor cores
+    cards           what is reached, by the start of a card's name
+    """
+
+    eager_passes: float
+    rest_passes: float
+    flash_backward: float
+    launch: float
+    fp8: float
+    odd_head: float
+    cards: Mapping[str, Reached]
+
+    @classmethod
+    def of(cls, values: Values = VALUES) -> Kernels:
+        """Of the constants."""
+        cards = {name: Reached(**of_system(name, values)) for name in (*CARDS, OTHER_CARDS)}
+        return cls(cards=cards, **of_system("kernels", values))
+
+    def reached(self, gpu: Gpu) -> Reached:
+        """A card's, or what `zero3d calibrate` measured (its bandwidth is a measured one)."""
+        if gpu.matrix is not None and gpu.flash is not None:
+            return Reached(gpu.matrix, gpu.flash, 1.0)
+        return self.cards[next((name for name in CARDS if gpu.name.startswith(name)), OTHER_CARDS)]
+
+
+KERNELS = Kernels.of()
 
 
 class Work(NamedTuple):
@@ -86,13 +112,6 @@ class Shape(NamedTuple):
     head: int
 
 
-def reached(gpu: Gpu) -> Reached:
-    """The row of REACHED for a card, or what `zero3d calibrate` measured (its bandwidth is a measured one)."""
-    if gpu.matrix is not None and gpu.flash is not None:
-        return Reached(gpu.matrix, gpu.flash, 1.0)
-    return REACHED[max((name for name in REACHED if gpu.name.startswith(name)), key=len)]
-
-
 class Digest(NamedTuple):
     """A model's parts, in order, alike ones the same object; all parameters, and those that get gradients."""
 
@@ -122,40 +141,47 @@ def _shape(part: Part, head: int) -> Shape:
     return Shape(part.kind, tuple(Matrix(*key, many) for key, many in found.items()), part.operations, head)
 
 
-def part_work(shape: Shape, model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, speed: float = 1.0) -> PartWork:
-    """Seconds of one micro-batch. speed: what a system's kernels reach of REACHED's."""
-    narrow = FP8 if plan.precision == "fp8" else 1.0
+def part_work(
+    shape: Shape,
+    model: ModelSpec,
+    plan: ParallelPlan,
+    cluster: ClusterSpec,
+    speed: float = 1.0,
+    kernels: Kernels = KERNELS,
+) -> PartWork:
+    """Seconds of one micro-batch. speed: what a system's kernels reach of the card's rates."""
+    narrow = kernels.fp8 if plan.precision == "fp8" else 1.0
     tokens = plan.micro_batch * model.length
-    return _part_work(shape, tokens, plan.tp, plan.sequence_parallel, cluster.gpu, speed, narrow)
+    return _part_work(shape, tokens, plan.tp, plan.sequence_parallel, cluster.gpu, speed, narrow, kernels)
 
 
 @lru_cache(maxsize=4096)
 def _part_work(
-    shape: Shape, tokens: int, tp: int, sequence_parallel: bool, gpu: Gpu, speed: float, narrow: float
+    shape: Shape, tokens: int, tp: int, sequence_parallel: bool, gpu: Gpu, speed: float, narrow: float, kernels: Kernels
 ) -> PartWork:
-    got, operations = reached(gpu), shape.operations
+    got, operations = kernels.reached(gpu), shape.operations
     bandwidth, peak = got.memory * gpu.bandwidth, got.matrix * speed * gpu.flops
-    matrices = _matrices(shape, tokens, tp, narrow * peak, bandwidth)
+    matrices = _matrices(shape, tokens, tp, narrow * peak, bandwidth, kernels.launch)
     flops = operations.scores * tokens / tp
     if operations.eager:
-        slow = ODD_HEAD if shape.head % 8 else 1.0
-        scores = 2 * flops / peak * slow + EAGER_PASSES * operations.attention * tokens / tp / bandwidth
+        slow = kernels.odd_head if shape.head % 8 else 1.0
+        scores = 2 * flops / peak * slow + kernels.eager_passes * operations.attention * tokens / tp / bandwidth
         attention = Work(scores, 2 * scores)
     else:
         flash = flops / (got.flash * speed * gpu.flops)
-        attention = Work(flash, FLASH_BACKWARD * flash)
+        attention = Work(flash, kernels.flash_backward * flash)
     whole = operations.kept_whole / (tp if sequence_parallel else 1)
     kept = (operations.kept_cut - operations.attention) / tp + whole
-    rest = REST_PASSES * kept * tokens / bandwidth
+    rest = kernels.rest_passes * kept * tokens / bandwidth
     return PartWork(matrices, attention, Work(rest, rest))
 
 
-def _matrices(shape: Shape, tokens: int, tp: int, peak: float, bandwidth: float) -> Work:
+def _matrices(shape: Shape, tokens: int, tp: int, peak: float, bandwidth: float, launch: float) -> Work:
     """All products with weights; operations beyond the weights' own (routed experts, convolutions) at the same rate."""
     forward = backward = counted = 0.0
     for (rows, columns), cut, trainable, many in shape.matrices:
         n, k = rows // (tp if cut == 0 else 1), columns // (tp if cut == 1 else 1)
-        seconds = 2.0 * tokens * n * k / peak + 2.0 * (tokens * n + n * k + tokens * k) / bandwidth + LAUNCH
+        seconds = 2.0 * tokens * n * k / peak + 2.0 * (tokens * n + n * k + tokens * k) / bandwidth + launch
         forward += many * seconds
         backward += many * seconds * (2 if trainable else 1)
         counted += many * 2.0 * rows * columns

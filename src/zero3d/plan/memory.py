@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from zero3d.plan.constants import constant
 from zero3d.plan.footprint import Footprint, footprints
 from zero3d.plan.held import rank_of
 from zero3d.plan.in_flight import INPUTS, WEIGHTS, Moment, moments
@@ -33,11 +34,11 @@ from zero3d.plan.windows import WINDOW, Windows, backwards
 from zero3d.schedules import Schedule
 from zero3d.zero.stages import WIDTHS
 
-RESERVED = 1.05
+RESERVED = constant("zero3d", "reserved")
 NORM = 20.0  # bytes of a hidden element in the backward of a block's first norm: five fp32
 NOTHING = Windows(0.0, 0.0, 0.0)
-CONTEXT, COMMUNICATORS = 0.6e9, 0.4e9
-PROCESS = 3e9
+CONTEXT, COMMUNICATORS = constant("zero3d", "context"), constant("zero3d", "communicators")
+PROCESS = constant("zero3d", "process")
 
 
 class Peak(NamedTuple):

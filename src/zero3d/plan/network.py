@@ -14,9 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log2
 
+from zero3d.plan.constants import constant
 from zero3d.plan.spec import ClusterSpec, Link, ParallelPlan
 
-REACHED = 0.8  # of a data sheet's link rate, what the best collective gets (NCCL's bus bandwidth on NVLink and HDR)
+REACHED = constant("links", "reached")  # of a data sheet's link rate, what the best collective gets
 
 
 @dataclass(frozen=True)

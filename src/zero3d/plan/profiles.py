@@ -1,29 +1,29 @@
 """How systems spend memory and time, one profile each. zero3d's own memory is memory.py's, its time is here.
 
-    system              bytes per parameter, d data-parallel ranks              fitted, and on which published table
-    ------------------  ------------------------------------------------------  ----------------------------------------
-    megatron            18; distributed optimizer (stage 1) 6 + 12/d            speed 0.97: megatron2021_table1
-    megatron-core       the same; hides most of tp and dp                       hide_tp 0.5: megatron_core_h100
-    deepspeed           stages 0-3: 20, 4 + 16/d, 2 + 18/d, 20/d: 16 and an     speed, network, unit_hops:
-                        fp32 copy of gradients; + 4 if accumulated in fp32      deepspeed_azure_zero3_a100
-    megatron-deepspeed  the same                                                spare, block: bloom176b_prequel
-    deepspeed-0.3       16 as in the ZeRO paper; half the network of its        spare 1.0: zero_appendix_configs;
-                        successor                                               network: megatron2021_table2
-    torchtitan          16/d, bf16 copies of two units; in pipelines whole      spare, speed, selective:
-                        weights and gradients                                   torchtitan_measured; hide_dp: IBM's FSDP
-    nanotron            18; ZeRO-1 6 + 12/d                                     spare, speed: nanotron_best_configs
+    system               bytes per parameter, d data-parallel ranks
+    -------------------  -----------------------------------------------------------------------------------------
+    megatron             18; distributed optimizer (stage 1) 6 + 12/d
+    megatron-core        the same; hides most of tp and dp
+    deepspeed            stages 0-3: 20, 4 + 16/d, 2 + 18/d, 20/d: 16 and an fp32 copy of gradients; + 4 if
+                         accumulated in fp32
+    megatron-deepspeed   the same
+    deepspeed-0.3        16 as in the ZeRO paper; half the network of its successor
+    torchtitan           16/d, bf16 copies of two units; in pipelines whole weights and gradients
+    torchtitan-async-tp  the same; tp's all-reduces run beside products
+    nanotron             18; ZeRO-1 6 + 12/d
 
-`spare` is what the allocator holds beyond live bytes: one constant per system. `speed` is what kernels reach of
-kernels.REACHED, whose rows were fitted on galvatron's layer times (A100) and nanotron's runs (H100). Nothing was fitted
-on rows outside those tables; `benchmarks/planner_accuracy.py` prints the errors that are left.
+What a system does by design stands in DESIGNS; numbers that were fitted, and on which rows, in constants.py.
 """
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from zero3d.errors import ConfigError
+from zero3d.plan.constants import VALUES, Values, constant, of_system
+from zero3d.plan.kernels import Kernels
 from zero3d.plan.spec import ParallelPlan
 from zero3d.plan.time import Pace
 from zero3d.zero.stages import stage_row
@@ -49,13 +49,13 @@ class Profile:
     weight: float
     gradient: float
     optimizer: float
-    spare: float
     pace: Pace
-    context: float = 2e9
+    spare: float = constant("other systems", "spare")
+    context: float = constant("other systems", "context")
     shard_weight: float = 2.0
     interior: float = 1.0
     selective: float | None = None
-    buffers: float = 1e9
+    buffers: float = constant("other systems", "buffers")
     units: int = 2
     keeps_in_pipelines: bool = False
 
@@ -70,31 +70,37 @@ class Profile:
         )
 
 
-A100_2021 = Pace({"a100": 0.97}, blocking=True)
-AZURE = Pace({"a100": 0.9}, hide_dp=0.05, unit_hops=4.5, network=0.9)
-DEEPSPEED_2021 = replace(AZURE, hide_dp=0.0, unit_hops=9.0, network=0.44)
-PROFILES = {
-    "zero3d": Profile("zero3d", 2, 4, 12, 1.06, Pace({}, hide_dp=0.65, own=True)),
-    "megatron": Profile("megatron", 2, 4, 12, 1.1, A100_2021),
-    "megatron-core": Profile("megatron-core", 2, 4, 12, 1.1, Pace({}, hide_dp=0.9, hide_tp=0.5)),
-    "deepspeed": Profile("deepspeed", 2, 2, 16, 1.2, AZURE, context=5e9),
-    "megatron-deepspeed": Profile(
-        "megatron-deepspeed", 2, 2, 16, 1.2, Pace({}, block=0.0084, blocking=True), context=5e9
-    ),
-    "deepspeed-0.3": Profile("deepspeed-0.3", 2, 2, 12, 1.0, DEEPSPEED_2021, context=1e9, buffers=0.5e9),
-    "torchtitan": Profile(
-        "torchtitan",
-        2,
-        4,
-        8,
-        1.24,
-        Pace({"h100-96": 0.93, "a100": 0.95}, hide_dp=0.65, again=0.5),
-        shard_weight=4,
-        selective=0.36,
-        keeps_in_pipelines=True,
-    ),
-    "nanotron": Profile("nanotron", 2, 4, 12, 1.15, Pace({"h100": 1.06}), interior=1.2),
-}
+PLAIN, WAITS = Pace({}), Pace({}, blocking=True)
+DESIGNS = (
+    Profile("zero3d", 2, 4, 12, Pace({}, own=True)),
+    Profile("megatron", 2, 4, 12, WAITS),
+    Profile("megatron-core", 2, 4, 12, PLAIN),
+    Profile("deepspeed", 2, 2, 16, PLAIN),
+    Profile("megatron-deepspeed", 2, 2, 16, WAITS),
+    Profile("deepspeed-0.3", 2, 2, 12, PLAIN),
+    Profile("torchtitan", 2, 4, 8, PLAIN, shard_weight=4, keeps_in_pipelines=True),
+    Profile("torchtitan-async-tp", 2, 4, 8, PLAIN, shard_weight=4, keeps_in_pipelines=True),
+    Profile("nanotron", 2, 4, 12, PLAIN),
+)
+SPEED = "speed "
+
+
+def profiles(values: Values = VALUES) -> dict[str, Profile]:
+    """All systems, by these constants."""
+    kernels = Kernels.of(values)
+    return {design.name: _fitted(design, of_system(design.name, values), kernels) for design in DESIGNS}
+
+
+def _fitted(design: Profile, own: dict[str, Any], kernels: Kernels) -> Profile:
+    """A design with its system's constants in the fields of their names; "speed a100" is one entry of speed."""
+    speed = {name.removeprefix(SPEED): number for name, number in own.items() if name.startswith(SPEED)}
+    pace, bytes_ = (
+        {field.name: own[field.name] for field in fields(part) if field.name in own} for part in (design.pace, design)
+    )
+    return replace(design, pace=replace(design.pace, speed=speed, kernels=kernels, **pace), **bytes_)
+
+
+PROFILES = profiles()
 SYSTEMS = tuple(PROFILES)
 
 

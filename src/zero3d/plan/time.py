@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zero3d.plan.kernels import LAUNCH, PartWork, Shape, digest, part_work, reached, total
+from zero3d.plan.constants import constant
+from zero3d.plan.kernels import KERNELS, Kernels, PartWork, Shape, digest, part_work, total
 from zero3d.plan.network import Groups, gather_seconds, reduce_seconds, send_seconds
 from zero3d.plan.recompute import Policy
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
@@ -23,16 +24,16 @@ from zero3d.plan.states import policies, reduced_width
 from zero3d.plan.timeline import pipeline_seconds
 from zero3d.zero.stages import resolve_policies, stage_row
 
-HOST_BANDWIDTH = 100e9  # bytes per second of a node's memory that host Adam gets, over all its GPUs
+HOST_BANDWIDTH = constant("step", "host_bandwidth")  # that Adam gets of a node's memory, over all its GPUs
 WORKING = ("matrices", "attention", "rest", "recompute", "tp", "host")
-UNCERTAIN = (0.85, 1.2)  # of mid: what the reference tables' rows scatter around the model
+UNCERTAIN = constant("step", "low"), constant("step", "high")  # of mid
 
 
 @dataclass(frozen=True)
 class Pace:
     """A system's way with time.
 
-    speed      of its kernels, of kernels.REACHED; 1 unless fitted. By the start of a card's name
+    speed      of its kernels, of the card's rates; 1 unless fitted. By the start of a card's name
     hide_dp    fraction of the data axis' communication that computation hides, if there is as much of it
     hide_tp    fraction of tp's all-reduces that runs beside products
     unit_hops  at stage 3, collectives per unit and pass (1: a unit travels as one; 12: each parameter of its own)
@@ -44,6 +45,7 @@ class Pace:
     own        as zero3d does: in pipelines, gathered parameters and unreduced gradients stay for the step
                (`states.policies`), every tp rank passes whole hidden states on, and recomputation ends before a
                block's last all-reduce
+    kernels    what kernels take
     """
 
     speed: dict[str, float]
@@ -54,8 +56,9 @@ class Pace:
     block: float = 0.0
     blocking: bool = False
     again: float | None = None
-    fixed: float = 0.02
+    fixed: float = constant("step", "fixed")
     own: bool = False
+    kernels: Kernels = KERNELS
 
     def speed_on(self, gpu: str) -> float:
         """Of a card."""
@@ -95,7 +98,7 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
     step = _Step(model, plan, cluster, pace, Groups.of(plan, cluster))
     known, speed = digest(model), pace.speed_on(cluster.gpu.name)
     alike = {id(shape): shape for shape in known.shapes}
-    works = {key: part_work(shape, model, plan, cluster, speed) for key, shape in alike.items()}
+    works = {key: part_work(shape, model, plan, cluster, speed, pace.kernels) for key, shape in alike.items()}
     cut = part_indices(model, plan.pp, plan.virtual)
     terms = [_part_terms(step, [(shape := known.shapes[i], works[id(shape)]) for i in part]) for part in cut]
     forward, backward = [t["forward"] for t in terms], [t["backward"] for t in terms]
@@ -193,10 +196,11 @@ def _exposed(communication: float, computation: float, hide: float) -> float:
 
 def _update(step: _Step, trained: float) -> dict[str, float]:
     """Optimizer and offload. Adam reads gradient, master, m, v and writes master, m, v and the weight: 30 bytes."""
-    plan, cluster = step.plan, step.cluster
+    plan, cluster, kernels = step.plan, step.cluster, step.pace.kernels
     share = trained / (plan.dp if stage_row(plan.stage).shards_optimizer else 1)
     if plan.offload == "none":
-        return {"optimizer": 30 * share / (reached(cluster.gpu).memory * cluster.gpu.bandwidth) + 100 * LAUNCH}
+        bandwidth = kernels.reached(cluster.gpu).memory * cluster.gpu.bandwidth
+        return {"optimizer": 30 * share / bandwidth + 100 * kernels.launch}
     return {
         "optimizer": 30 * share / (HOST_BANDWIDTH / cluster.per_node),
         "offload": (4 * share + 2 * share) / cluster.host_link,

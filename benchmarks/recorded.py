@@ -1,0 +1,170 @@
+"""What was run for the tables, and the files in results/ that hold what came of it.
+
+    results/NAME.json   {name, date, commit, machine, python, torch, runs: [{command, seconds, result}, ...]}
+
+    result   what the command printed: JSON where it prints or writes that, else text
+
+All runs of a file are of one commit, the one that was checked out: `record` refuses to run code that is not
+committed. A file is written when all of its runs are done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+MEASURED = ("src", "benchmarks/*.py", "examples", "constraints.txt")
+DROPPED = ("paths", "config", "sample")  # of what `zero3d train --json` prints: where it was, and what it was told
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Commands, in order, run one at a time in an empty folder. timed: seconds are what matters."""
+
+    name: str
+    commands: tuple[str, ...]
+    timed: bool = True
+
+
+def trains(*words: str) -> tuple[str, ...]:
+    """One run of the demo for each."""
+    return tuple(f"zero3d train --json {each}" for each in words)
+
+
+_MESHES = "train.batch=32 zero.stage=3 precision=fp32 train.steps=20"
+_ENGINES = "python benchmarks/engines.py --engines zero3d,fsdp2,ddp,plain --json OUT"
+_DEEPSPEED = "python benchmarks/engines.py --engines zero3d,deepspeed,plain --memory-steps 0 --json OUT"
+_LLAVA = "zero3d plan llava-1.5-7b --lora r=128 --seq 2048 --gpu a6000 --json"
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("demo", trains("--steps 4 --ranks 2"), timed=False),
+        Recipe("four-stages", trains(*(f"--stage {stage} --steps 40" for stage in range(4))), timed=False),
+        Recipe(
+            "meshes",
+            trains(
+                f"--ranks 1 {_MESHES}",
+                f"--ranks 2 zero.reduce=every_step {_MESHES}",
+                f"--ranks 4 mesh.pp=2 mesh.schedule=zero-bubble {_MESHES}",
+                f"--ranks 8 mesh.pp=2 mesh.tp=2 {_MESHES}",
+            ),
+            timed=False,
+        ),
+        Recipe("compare-stages", ("zero3d compare zero.stage=0,1,2,3 train.steps=20",), timed=False),
+        Recipe("plan-72b", ("zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80",), timed=False),
+        Recipe("plan-llava", tuple(f"{_LLAVA} --gpus {gpus}" for gpus in (1, 2, 4)), timed=False),
+        Recipe("states-72b", ("python benchmarks/states.py EXAMPLES/72b_128gpu.yaml",), timed=False),
+        Recipe("planner-accuracy", ("python benchmarks/planner_accuracy.py --tables TABLES --json",), timed=False),
+        Recipe("engines", (_ENGINES, *2 * (f"{_ENGINES} --memory-steps 0",))),
+        Recipe(
+            "engines-one-rank",
+            ("python benchmarks/engines.py --engines zero3d,plain --ranks 1 --memory-steps 0 --json OUT",),
+        ),
+        Recipe(
+            "engines-exact",
+            ("python benchmarks/engines.py --engines zero3d --stages 2,3 --exact both --memory-steps 0 --json OUT",),
+        ),
+        Recipe("deepspeed", (_DEEPSPEED, f"{_DEEPSPEED} --micro-batch 1")),
+        Recipe("pipeline", tuple(f"python benchmarks/pipeline.py --micro-batches {m} --json OUT" for m in (8, 4))),
+        Recipe(
+            "mesh",
+            (
+                "python benchmarks/mesh.py --pp 2 --dp 2 --tp 2 --json OUT",
+                "python benchmarks/mesh.py --pp 1 --dp 1 --tp 2 --qkv separate --json OUT",
+                "python benchmarks/mesh.py --pp 1 --dp 1 --tp 2 --qkv fused --json OUT",
+            ),
+        ),
+        Recipe("loading", ("python benchmarks/loading.py --json OUT",)),
+        Recipe("loop-overhead", ("python benchmarks/loop_overhead.py --json OUT",)),
+    )
+}
+
+
+def load(name: str) -> dict[str, Any]:
+    """A file of results."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def record(name: str, tables: Path | None = None) -> Path:
+    """Run a recipe and write its file. Raises RuntimeError for code that is not committed and runs that fail."""
+    changed = _git("status", "--porcelain", "--", *MEASURED)
+    if changed:
+        raise RuntimeError(f"commit first, so that results can name what they are of:\n{changed}")
+    header = _header(name)
+    runs = [run(command, tables) for command in RECIPES[name].commands]
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({**header, "runs": runs}, indent=1) + "\n")
+    return path
+
+
+def run(command: str, tables: Path | None = None) -> dict[str, Any]:
+    """One command in an empty folder: what it printed, or wrote where OUT stands."""
+    begun = time.monotonic()
+    with TemporaryDirectory(prefix="zero3d-tables-") as folder:
+        out = Path(folder) / "out.json"
+        places = {"OUT": str(out), "TABLES": str(tables), "EXAMPLES": str(ROOT / "examples")}
+        if "TABLES" in command and tables is None:
+            raise RuntimeError(f"{command}: pass --tables, the folder of published tables")
+        words = [_word(word, places) for word in shlex.split(command)]
+        start = [sys.executable, "-m", "zero3d.cli.main"] if words[0] == "zero3d" else [sys.executable]
+        done = subprocess.run([*start, *words[1:]], cwd=folder, capture_output=True, text=True, env=_environment())
+        if done.returncode:
+            raise RuntimeError(f"{command}: exit code {done.returncode}\n{done.stderr[-2000:]}")
+        result = _parsed(out.read_text() if out.exists() else done.stdout)
+    return {"command": command, "seconds": round(time.monotonic() - begun, 1), "result": result}
+
+
+def _word(word: str, places: dict[str, str]) -> str:
+    name, _, rest = word.partition("/")
+    if name == "benchmarks":
+        return str(ROOT / word)
+    return "/".join(part for part in (places.get(name, name), rest) if part) if name in places else word
+
+
+def _environment() -> dict[str, str]:
+    """This tree's package, one thread a rank."""
+    path = os.pathsep.join(part for part in (str(ROOT / "src"), os.environ.get("PYTHONPATH", "")) if part)
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def _parsed(text: str) -> Any:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return {key: value for key, value in found.items() if key not in DROPPED} if isinstance(found, dict) else found
+
+
+def _header(name: str) -> dict[str, Any]:
+    import torch
+
+    return {
+        "name": name,
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": _git("rev-parse", "--short=10", "HEAD"),
+        "machine": {
+            "cores": os.cpu_count(),
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+            "system": platform.system(),
+        },
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()

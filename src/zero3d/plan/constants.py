@@ -1,0 +1,186 @@
+"""Every constant of the planner that is no data sheet's and no formula's: its value, and what it was fitted on.
+
+    fitted     on rows of published tables, by least mean error; `default` is what a system without rows of its own gets
+    assumed    no row tells; `source` says where it is from
+
+The code that plans reads its numbers here, so this table cannot be wrong about them. Rows are named as
+`benchmarks/planner_accuracy.py` names them: a set of one publication, and what of it is compared. That script also
+fits each constant anew without a set, and says how far predictions of that set are off then. docs/plan.md shows all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+Key = tuple[str, str]
+Values = Mapping[Key, float]
+
+
+class Rows(NamedTuple):
+    """Rows of a set: memory, time or fits; which ones, if not all."""
+
+    set: str
+    kind: str
+    which: str = ""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One number.
+
+    system   whose it is: one of profiles.py, a card, a part of the planner; of judging alone, a set of rows
+    default  what would be taken without the rows that it was fitted on
+    source   where an assumed number is from
+    lender   the system it was fitted for, where that is another one
+    """
+
+    system: str
+    name: str
+    value: float
+    unit: str
+    fitted_on: tuple[Rows, ...] = ()
+    default: float | None = None
+    source: str = ""
+    lender: str = ""
+
+    @property
+    def key(self) -> Key:
+        """What it is looked up by."""
+        return self.system, self.name
+
+
+def fitted(system: str, name: str, value: float, unit: str, default: float, *rows: Rows) -> Constant:
+    """A constant with rows."""
+    return Constant(system, name, value, unit, rows, default)
+
+
+def assumed(system: str, name: str, value: float, unit: str, source: str) -> Constant:
+    """A constant without."""
+    return Constant(system, name, value, unit, source=source)
+
+
+def lent(own: Constant, system: str) -> Constant:
+    """Another system's constant, for one that has no rows for it."""
+    return replace(own, system=system, lender=own.system)
+
+
+AZURE, BLOOM, BLOOM_MEMORY = (
+    Rows("deepspeed_azure", "time"), Rows("bloom176b_prequel", "time"), Rows("bloom176b_prequel", "memory")
+)  # fmt: skip
+TITAN, TITAN_MEMORY, IBM = Rows("torchtitan", "time"), Rows("torchtitan", "memory"), Rows("ibm_fsdp", "time")
+NANOTRON, NANOTRON_MEMORY = Rows("nanotron", "time"), Rows("nanotron", "memory")
+MEGATRON, CORE, LAYERS = (
+    Rows("megatron2021_table1", "time"), Rows("megatron_core_h100", "time"), Rows("galvatron_forward", "time")
+)  # fmt: skip
+ZERO_3 = Rows("megatron2021_table2", "time", "ZeRO-3")
+ZERO_V100 = Rows("zero_appendix", "fits")
+EAGER = (MEGATRON, Rows("megatron2021_table2", "time"), Rows("korthikanti_table5", "time"), AZURE, BLOOM)
+
+SPARE = "x live bytes, that the allocator holds"
+SPEED = "x the card's rates below"
+SHARE = "of the data axis' communication hidden"
+
+_BLOOM_SPARE = fitted("megatron-deepspeed", "spare", 1.2, SPARE, 1.1, BLOOM_MEMORY)
+_BLOOM_CONTEXT = fitted("megatron-deepspeed", "context", 5e9, "bytes of CUDA and NCCL", 2e9, BLOOM_MEMORY)
+_AZURE_SPEED = fitted("deepspeed", "speed a100", 0.9, SPEED, 1.0, AZURE)
+_FSDP_HIDE = fitted("torchtitan", "hide_dp", 0.65, SHARE, 0.0, TITAN, IBM)
+_H100 = (
+    fitted("h100", "matrix", 0.68, "of the card's peak, matrix products", 0.85, NANOTRON, CORE),
+    fitted("h100", "flash", 0.55, "of the card's peak, flash attention", 0.75, NANOTRON, CORE),
+    fitted("h100", "memory", 0.75, "of the card's bandwidth", 0.8, NANOTRON, CORE),
+)
+_TITAN = (
+    fitted("torchtitan", "spare", 1.24, SPARE, 1.1, TITAN_MEMORY),
+    fitted("torchtitan", "selective", 0.36, "of a block's interior, kept by \"selective\"", 1.0, TITAN_MEMORY),
+    fitted("torchtitan", "speed h100-96", 0.93, SPEED, 1.0, TITAN),
+    fitted("torchtitan", "speed a100", 0.95, SPEED, 1.0, IBM),
+    _FSDP_HIDE,
+    fitted("torchtitan", "again", 0.5, "of a block's forward, run again by it", 1.0, TITAN, IBM),
+)  # fmt: skip
+
+SYSTEM_CONSTANTS = (
+    lent(_FSDP_HIDE, "zero3d"),
+    fitted("megatron", "speed a100", 0.97, SPEED, 1.0, MEGATRON),
+    fitted("megatron-core", "hide_dp", 0.9, SHARE, 0.0, CORE),
+    fitted("megatron-core", "hide_tp", 0.5, "of tp's all-reduces hidden", 0.0, CORE),
+    _AZURE_SPEED,
+    fitted("deepspeed", "hide_dp", 0.05, SHARE, 0.0, AZURE),
+    fitted("deepspeed", "unit_hops", 4.5, "collectives per unit and pass", 1.0, AZURE),
+    fitted("deepspeed", "network", 0.9, "of links' bandwidth, got by the data axis", 1.0, AZURE),
+    lent(_BLOOM_SPARE, "deepspeed"),
+    lent(_BLOOM_CONTEXT, "deepspeed"),
+    _BLOOM_SPARE,
+    _BLOOM_CONTEXT,
+    fitted("megatron-deepspeed", "block", 0.0084, "s that the host adds per block and micro-batch", 0.0, BLOOM),
+    lent(_AZURE_SPEED, "deepspeed-0.3"),
+    fitted("deepspeed-0.3", "unit_hops", 9.0, "collectives per unit and pass", 1.0, ZERO_3),
+    fitted("deepspeed-0.3", "network", 0.44, "of links' bandwidth, got by the data axis", 1.0, ZERO_3),
+    fitted("deepspeed-0.3", "spare", 1.0, SPARE, 1.1, ZERO_V100),
+    fitted("deepspeed-0.3", "context", 1e9, "bytes of CUDA and NCCL", 2e9, ZERO_V100),
+    fitted("deepspeed-0.3", "buffers", 0.5e9, "bytes of communication buckets", 1e9, ZERO_V100),
+    *_TITAN,
+    *(lent(each, "torchtitan-async-tp") for each in _TITAN),
+    fitted("torchtitan-async-tp", "hide_tp", 0.45, "of tp's all-reduces hidden", 0.0,
+           Rows("torchtitan", "time", "asynchronous TP")),
+    fitted("nanotron", "spare", 1.15, SPARE, 1.1, NANOTRON_MEMORY),
+    fitted("nanotron", "interior", 1.2, "of a block's closed form, kept", 1.0, NANOTRON_MEMORY),
+    fitted("nanotron", "speed h100", 1.06, SPEED, 1.0, NANOTRON),
+)  # fmt: skip
+
+KERNEL_CONSTANTS = (
+    fitted("a100", "matrix", 0.85, "of the card's peak, matrix products", 0.68, LAYERS),
+    fitted("a100", "flash", 0.75, "of the card's peak, flash attention", 0.55, LAYERS),
+    fitted("a100", "memory", 0.8, "of the card's bandwidth", 0.75, LAYERS),
+    *_H100,
+    *(lent(each, "h200") for each in _H100),
+    assumed("v100", "matrix", 0.62, "of the card's peak, matrix products", "a guess"),
+    assumed("v100", "flash", 0.5, "of the card's peak, flash attention", "a guess"),
+    assumed("v100", "memory", 0.8, "of the card's bandwidth", "a guess"),
+    assumed("cpu", "matrix", 0.6, "of the peak, matrix products", "a guess; zero3d calibrate measures it"),
+    assumed("cpu", "flash", 0.3, "of the peak, attention", "a guess; zero3d calibrate measures it"),
+    assumed("cpu", "memory", 0.5, "of the bandwidth", "a guess; zero3d calibrate measures it"),
+    assumed("other cards", "matrix", 0.68, "of the card's peak, matrix products", "h100's"),
+    assumed("other cards", "flash", 0.55, "of the card's peak, flash attention", "h100's"),
+    assumed("other cards", "memory", 0.8, "of the card's bandwidth", "a100's"),
+    fitted("kernels", "fp8", 1.8, "x products in 16 bits", 1.0, Rows("torchtitan", "time", "Float8")),
+    fitted("kernels", "odd_head", 12.0, "x eager attention whose heads are no multiple of 8", 1.0,
+           BLOOM._replace(which="such heads")),
+    fitted("kernels", "eager_passes", 2.6, "passes over kept scores, eager attention", 2.0, *EAGER),
+    assumed("kernels", "rest_passes", 2.0, "passes over what is kept", "written in the forward, read in the backward"),
+    assumed("kernels", "flash_backward", 2.5, "x the forward", "five products for two: scores are computed again"),
+    assumed("kernels", "launch", 4e-6, "s per kernel", "a guess"),
+)  # fmt: skip
+
+OTHER_CONSTANTS = (
+    assumed("links", "reached", 0.8, "of a link's data sheet", "what NCCL's best bus bandwidths are of it"),
+    assumed("links", "latency inside", 4e-6, "s per hop within a node", "a guess; zero3d calibrate measures it"),
+    assumed("links", "half inside", 2e6, "bytes at half the bandwidth", "a guess; zero3d calibrate measures it"),
+    assumed("links", "latency across", 12e-6, "s per hop between nodes", "a guess; zero3d calibrate measures it"),
+    assumed("links", "half across", 1e6, "bytes at half the bandwidth", "a guess; zero3d calibrate measures it"),
+    assumed("step", "fixed", 0.02, "s per step", "a guess: launching, data, logging"),
+    assumed("step", "host_bandwidth", 100e9, "bytes/s of a node's memory for Adam on the host", "a guess"),
+    assumed("step", "low", 0.85, "x planned seconds, low", "how published times lie around the plan's"),
+    assumed("step", "high", 1.2, "x planned seconds, high", "how published times lie around the plan's"),
+    assumed("zero3d", "reserved", 1.05, SPARE, "a guess; zero3d calibrate measures it"),
+    assumed("zero3d", "context", 0.6e9, "bytes of CUDA and libraries", "a guess"),
+    assumed("zero3d", "communicators", 0.4e9, "bytes of NCCL, on more than one rank", "a guess"),
+    assumed("zero3d", "process", 3e9, "bytes of host memory per process", "a guess"),
+    assumed("other systems", "spare", 1.1, SPARE, "a guess"),
+    assumed("other systems", "context", 2e9, "bytes of CUDA and NCCL", "a guess"),
+    assumed("other systems", "buffers", 1e9, "bytes of communication buckets", "a guess"),
+)  # fmt: skip
+
+CONSTANTS = (*SYSTEM_CONSTANTS, *KERNEL_CONSTANTS, *OTHER_CONSTANTS)
+VALUES: Values = {each.key: each.value for each in CONSTANTS}
+
+
+def constant(system: str, name: str) -> float:
+    """A constant's value."""
+    return VALUES[system, name]
+
+
+def of_system(system: str, values: Values = VALUES) -> dict[str, float]:
+    """All values of one system, by name."""
+    return {name: number for (whose, name), number in values.items() if whose == system}
