@@ -1,19 +1,35 @@
-"""A session-wide pool of ranks: spawned when first asked for and kept, one fresh gloo group per case.
+"""A session-wide pool of ranks: forked when first asked for and kept, one fresh gloo group per case.
 
 `run(world, case, *args)` calls a module-level function on ranks 0 .. world-1 and returns their
 results. The first failure in time is raised with its traceback; on a timeout all ranks are
 killed and the next case starts new ones.
+
+nursery     a process that has imported what ranks need and does nothing but fork them; imports
+            are most of a rank's start, and a killed rank's successor pays none
+two of them because ranks of one would share the seeds of hashes and of numpy: a loop over a set,
+            or a draw that nobody seeded, would be the same on all ranks by chance
 """
 
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
+
+NURSERIES = 2
+IMPORTS = (
+    "pytest",
+    "zero3d.engine",
+    "zero3d.train.run",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3", "qwen3_moe")),
+)
 
 
 class RankFailure(AssertionError):
@@ -26,6 +42,7 @@ class RankFailure(AssertionError):
 
 class RankPool:
     def __init__(self):
+        self.nurseries = []
         self.workers = []
         self.folder = tempfile.TemporaryDirectory()
         self.cases = 0
@@ -35,24 +52,22 @@ class RankPool:
 
     def __exit__(self, *_):
         self.kill()
+        for nursery in self.nurseries:
+            nursery.close()
         self.folder.cleanup()
 
     def kill(self):
-        for process, connection in self.workers:
+        for _, connection in self.workers:
             connection.close()
-            process.kill()
-            process.join()
+        for nursery in self.nurseries:
+            nursery.kill()
         self.workers = []
 
     def start(self, world):
         """The ranks below `world` that do not run yet."""
-        context = multiprocessing.get_context("spawn")
+        self.nurseries += [Nursery() for _ in range(len(self.nurseries), min(world, NURSERIES))]
         for rank in range(len(self.workers), world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.workers.append((process, ours))
+            self.workers.append((rank, self.nurseries[rank % NURSERIES].fork(rank)))
 
     def run(self, world, case, *args, timeout=120.0, group_timeout=60.0, check=True):
         """Results in rank order; with check=False pairs (result, exception text or None)."""
@@ -83,11 +98,69 @@ class RankPool:
         return [a["result"] for a in answers]
 
 
-def serve(rank, connection):
-    """A rank's loop."""
+class Nursery:
+    """A process of ours that has imported IMPORTS and forks ranks."""
+
+    def __init__(self):
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=nurse, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def fork(self, rank):
+        """The connection to a new rank."""
+        ours, theirs = multiprocessing.Pipe()
+        self.connection.send((rank, theirs))
+        theirs.close()
+        return ours
+
+    def kill(self):
+        """End all of its ranks, and see them ended."""
+        self.connection.send(None)
+        self.connection.recv()
+
+    def close(self):
+        self.connection.close()
+        self.process.join()
+
+
+def nurse(connection):
+    """A nursery's loop. It has one thread, as a process that forks must."""
     os.environ["OMP_NUM_THREADS"] = "1"
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    for name in IMPORTS:
+        import_module(name)
+    pids = []
+    with suppress(EOFError):
+        while True:
+            if asked := connection.recv():
+                pids.append(fork(*asked))
+            else:
+                end(pids)
+                connection.send(None)
+    end(pids)
+
+
+def fork(rank, connection):
+    pid = os.fork()
+    if pid == 0:
+        serve(rank, connection)
+        os._exit(0)
+    connection.close()
+    return pid
+
+
+def end(pids):
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    pids.clear()
+
+
+def serve(rank, connection):
+    """A rank's loop."""
     import torch
     import torch.distributed as dist
 
