@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 from contextlib import chdir
 from pathlib import Path
 
@@ -77,9 +78,13 @@ def run_in(folder, words, resume=None):
     from zero3d.train.run import Start, run
 
     file, *overrides = words
-    with chdir(folder):
-        start = Start(Path(file).stem, resume)
-        return as_json(run(load(Path(file), overrides), start, Progress(Console(quiet=True))))
+    path = list(sys.path)
+    try:
+        with chdir(folder):
+            start = Start(Path(file).stem, resume)
+            return as_json(run(load(Path(file), overrides), start, Progress(Console(quiet=True))))
+    finally:
+        sys.path[:] = path  # a module of one's own is looked for in the current folder
 
 
 def field(records, name):
