@@ -2,7 +2,8 @@
 
 `run(world, case, *args)` calls a module-level function on ranks 0 .. world-1 and returns their
 results. The first failure in time is raised with its traceback; on a timeout all ranks are
-killed and the next case starts new ones.
+killed and the next case starts new ones. `alone(case, *args)` calls it in a new process without a
+group, which ends then.
 
 nursery     a process that has imported what ranks need and does nothing but fork them; imports
             are most of a rank's start, and a killed rank's successor pays none
@@ -63,11 +64,17 @@ class RankPool:
             nursery.kill()
         self.workers = []
 
+    def nursery(self, rank):
+        """The one that ranks of this parity come from."""
+        self.nurseries += [Nursery() for _ in range(len(self.nurseries), min(rank + 1, NURSERIES))]
+        return self.nurseries[rank % NURSERIES]
+
     def start(self, world):
         """The ranks below `world` that do not run yet."""
-        self.nurseries += [Nursery() for _ in range(len(self.nurseries), min(world, NURSERIES))]
+        for rank in range(min(world, NURSERIES)):
+            self.nursery(rank)  # they import at the same time
         for rank in range(len(self.workers), world):
-            self.workers.append((rank, self.nurseries[rank % NURSERIES].fork(rank)))
+            self.workers.append((rank, self.nursery(rank).fork(rank)))
 
     def run(self, world, case, *args, timeout=120.0, group_timeout=60.0, check=True):
         """Results in rank order; with check=False pairs (result, exception text or None)."""
@@ -79,11 +86,9 @@ class RankPool:
             connection.send_bytes(job)
         deadline = time.monotonic() + timeout
         answers = []
-        for rank, (_, connection) in enumerate(self.workers[:world]):
+        for rank, connection in self.workers[:world]:
             try:
-                if not connection.poll(max(0.0, deadline - time.monotonic())):
-                    raise EOFError(f"no answer within {timeout:.0f} s")
-                answers.append(pickle.loads(connection.recv_bytes()))
+                answers.append(answer_of(connection, deadline))
             except (EOFError, ConnectionError) as error:
                 self.kill()
                 told = [a["traceback"] for a in answers if a["error"]]
@@ -92,10 +97,33 @@ class RankPool:
             self.kill()
         if not check:
             return [(a["result"], a["error"]) for a in answers]
-        failed = sorted((a for a in answers if a["error"]), key=lambda a: a["time"])
-        if failed:
-            raise RankFailure(failed[0]["traceback"], [a["error"] for a in answers])
-        return [a["result"] for a in answers]
+        return results_of(answers)
+
+    def alone(self, case, *args, timeout=300.0):
+        """The result of case(*args) in a process that does nothing else."""
+        connection = self.nursery(0).fork(0)
+        try:
+            connection.send_bytes(pickle.dumps((0, case, args, None, None)))
+            return results_of([answer_of(connection, time.monotonic() + timeout)])[0]
+        except (EOFError, ConnectionError) as error:
+            raise RankFailure(f"the process gave no answer ({error})") from error
+        finally:
+            connection.close()
+
+
+def answer_of(connection, deadline):
+    """What a rank sends. Raises EOFError where it died or takes too long."""
+    wait = deadline - time.monotonic()
+    if not connection.poll(max(0.0, wait)):
+        raise EOFError(f"it took more than {wait:.0f} s")
+    return pickle.loads(connection.recv_bytes())
+
+
+def results_of(answers):
+    failed = sorted((a for a in answers if a["error"]), key=lambda a: a["time"])
+    if failed:
+        raise RankFailure(failed[0]["traceback"], [a["error"] for a in answers])
+    return [a["result"] for a in answers]
 
 
 class Nursery:
@@ -172,14 +200,8 @@ def serve(rank, connection):
             return
         answer = {"result": None, "error": None, "started": False}
         try:
-            dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(store, world),
-                rank=rank,
-                world_size=world,
-                timeout=timedelta(seconds=group_timeout),
-            )
-            dist.barrier()  # gloo connects rank by rank: one that leaves at once fails those still connecting
+            if world:
+                join(rank, world, store, group_timeout)
             answer["started"] = True
             answer["result"] = case(*args)
         except BaseException as error:
@@ -188,3 +210,12 @@ def serve(rank, connection):
         connection.send_bytes(pickle.dumps(answer))
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def join(rank, world, store, timeout):
+    """A new gloo group of the first `world` ranks."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(store, world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    dist.barrier()  # gloo connects rank by rank: one that leaves at once fails those still connecting
