@@ -18,12 +18,23 @@ torch.set_num_threads(1)  # summation order depends on the thread count
 
 
 @pytest.fixture(scope="session")
-def ranks():
-    """`ranks(world, case, *args)` runs case(*args) on that many gloo ranks and returns their results."""
+def pool():
     from pool import RankPool
 
     with RankPool() as pool:
-        yield pool.run
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks(pool):
+    """`ranks(world, case, *args)` runs case(*args) on that many gloo ranks and returns their results."""
+    return pool.run
+
+
+@pytest.fixture(scope="session")
+def alone(pool):
+    """`alone(case, *args)` runs case(*args) in a new process and returns its result; a crash fails the test."""
+    return pool.alone
 
 
 @pytest.fixture

@@ -1,19 +1,36 @@
-"""A session-wide pool of ranks: spawned when first asked for and kept, one fresh gloo group per case.
+"""A session-wide pool of ranks: forked when first asked for and kept, one fresh gloo group per case.
 
 `run(world, case, *args)` calls a module-level function on ranks 0 .. world-1 and returns their
 results. The first failure in time is raised with its traceback; on a timeout all ranks are
-killed and the next case starts new ones.
+killed and the next case starts new ones. `alone(case, *args)` calls it in a new process without a
+group, which ends then.
+
+nursery     a process that has imported what ranks need and does nothing but fork them; imports
+            are most of a rank's start, and a killed rank's successor pays none
+two of them because ranks of one would share the seeds of hashes and of numpy: a loop over a set,
+            or a draw that nobody seeded, would be the same on all ranks by chance
 """
 
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
+
+NURSERIES = 2
+IMPORTS = (
+    "pytest",
+    "zero3d.engine",
+    "zero3d.train.run",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3", "qwen3_moe")),
+)
 
 
 class RankFailure(AssertionError):
@@ -26,6 +43,7 @@ class RankFailure(AssertionError):
 
 class RankPool:
     def __init__(self):
+        self.nurseries = []
         self.workers = []
         self.folder = tempfile.TemporaryDirectory()
         self.cases = 0
@@ -35,24 +53,28 @@ class RankPool:
 
     def __exit__(self, *_):
         self.kill()
+        for nursery in self.nurseries:
+            nursery.close()
         self.folder.cleanup()
 
     def kill(self):
-        for process, connection in self.workers:
+        for _, connection in self.workers:
             connection.close()
-            process.kill()
-            process.join()
+        for nursery in self.nurseries:
+            nursery.kill()
         self.workers = []
+
+    def nursery(self, rank):
+        """The one that ranks of this parity come from."""
+        self.nurseries += [Nursery() for _ in range(len(self.nurseries), min(rank + 1, NURSERIES))]
+        return self.nurseries[rank % NURSERIES]
 
     def start(self, world):
         """The ranks below `world` that do not run yet."""
-        context = multiprocessing.get_context("spawn")
+        for rank in range(min(world, NURSERIES)):
+            self.nursery(rank)  # they import at the same time
         for rank in range(len(self.workers), world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.workers.append((process, ours))
+            self.workers.append((rank, self.nursery(rank).fork(rank)))
 
     def run(self, world, case, *args, timeout=120.0, group_timeout=60.0, check=True):
         """Results in rank order; with check=False pairs (result, exception text or None)."""
@@ -64,11 +86,9 @@ class RankPool:
             connection.send_bytes(job)
         deadline = time.monotonic() + timeout
         answers = []
-        for rank, (_, connection) in enumerate(self.workers[:world]):
+        for rank, connection in self.workers[:world]:
             try:
-                if not connection.poll(max(0.0, deadline - time.monotonic())):
-                    raise EOFError(f"no answer within {timeout:.0f} s")
-                answers.append(pickle.loads(connection.recv_bytes()))
+                answers.append(answer_of(connection, deadline))
             except (EOFError, ConnectionError) as error:
                 self.kill()
                 told = [a["traceback"] for a in answers if a["error"]]
@@ -77,17 +97,98 @@ class RankPool:
             self.kill()
         if not check:
             return [(a["result"], a["error"]) for a in answers]
-        failed = sorted((a for a in answers if a["error"]), key=lambda a: a["time"])
-        if failed:
-            raise RankFailure(failed[0]["traceback"], [a["error"] for a in answers])
-        return [a["result"] for a in answers]
+        return results_of(answers)
+
+    def alone(self, case, *args, timeout=300.0):
+        """The result of case(*args) in a process that does nothing else."""
+        connection = self.nursery(0).fork(0)
+        try:
+            connection.send_bytes(pickle.dumps((0, case, args, None, None)))
+            return results_of([answer_of(connection, time.monotonic() + timeout)])[0]
+        except (EOFError, ConnectionError) as error:
+            raise RankFailure(f"the process gave no answer ({error})") from error
+        finally:
+            connection.close()
+
+
+def answer_of(connection, deadline):
+    """What a rank sends. Raises EOFError where it died or takes too long."""
+    wait = deadline - time.monotonic()
+    if not connection.poll(max(0.0, wait)):
+        raise EOFError(f"it took more than {wait:.0f} s")
+    return pickle.loads(connection.recv_bytes())
+
+
+def results_of(answers):
+    failed = sorted((a for a in answers if a["error"]), key=lambda a: a["time"])
+    if failed:
+        raise RankFailure(failed[0]["traceback"], [a["error"] for a in answers])
+    return [a["result"] for a in answers]
+
+
+class Nursery:
+    """A process of ours that has imported IMPORTS and forks ranks."""
+
+    def __init__(self):
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=nurse, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def fork(self, rank):
+        """The connection to a new rank."""
+        ours, theirs = multiprocessing.Pipe()
+        self.connection.send((rank, theirs))
+        theirs.close()
+        return ours
+
+    def kill(self):
+        """End all of its ranks, and see them ended."""
+        self.connection.send(None)
+        self.connection.recv()
+
+    def close(self):
+        self.connection.close()
+        self.process.join()
+
+
+def nurse(connection):
+    """A nursery's loop. It has one thread, as a process that forks must."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    for name in IMPORTS:
+        import_module(name)
+    pids = []
+    with suppress(EOFError):
+        while True:
+            if asked := connection.recv():
+                pids.append(fork(*asked))
+            else:
+                end(pids)
+                connection.send(None)
+    end(pids)
+
+
+def fork(rank, connection):
+    pid = os.fork()
+    if pid == 0:
+        serve(rank, connection)
+        os._exit(0)
+    connection.close()
+    return pid
+
+
+def end(pids):
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    pids.clear()
 
 
 def serve(rank, connection):
     """A rank's loop."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
 
@@ -99,14 +200,8 @@ def serve(rank, connection):
             return
         answer = {"result": None, "error": None, "started": False}
         try:
-            dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(store, world),
-                rank=rank,
-                world_size=world,
-                timeout=timedelta(seconds=group_timeout),
-            )
-            dist.barrier()  # gloo connects rank by rank: one that leaves at once fails those still connecting
+            if world:
+                join(rank, world, store, group_timeout)
             answer["started"] = True
             answer["result"] = case(*args)
         except BaseException as error:
@@ -115,3 +210,12 @@ def serve(rank, connection):
         connection.send_bytes(pickle.dumps(answer))
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def join(rank, world, store, timeout):
+    """A new gloo group of the first `world` ranks."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(store, world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    dist.barrier()  # gloo connects rank by rank: one that leaves at once fails those still connecting

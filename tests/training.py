@@ -2,6 +2,8 @@
 
 import json
 import signal
+import sys
+from contextlib import chdir
 from pathlib import Path
 
 import numpy
@@ -64,6 +66,25 @@ def train(made, resume=None, stop_in=None, overwrite=False):
     except Stopped as stop:
         return str(stop)
     return [dict(record) for record in result.history]
+
+
+def run_in(folder, words, resume=None):
+    """One rank's part of `zero3d train WORDS` in `folder`; what --json prints. Its launcher is what is left out."""
+    from rich.console import Console
+
+    from zero3d.config import load
+    from zero3d.train.progress import Progress
+    from zero3d.train.report import as_json
+    from zero3d.train.run import Start, run
+
+    file, *overrides = words
+    path = list(sys.path)
+    try:
+        with chdir(folder):
+            start = Start(Path(file).stem, resume)
+            return as_json(run(load(Path(file), overrides), start, Progress(Console(quiet=True))))
+    finally:
+        sys.path[:] = path  # a module of one's own is looked for in the current folder
 
 
 def field(records, name):

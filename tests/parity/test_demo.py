@@ -1,27 +1,40 @@
-"""`zero3d train` as a user runs it: a fresh directory, two workers, everything measured equals its formula."""
+"""`zero3d train` as a user runs it: a fresh directory, two workers, no network, everything measured equals its formula."""
 
 import json
 import os
 import subprocess
 import sys
 
+import offline
 import pytest
 import torch
 
 COMMAND = [sys.executable, "-m", "zero3d.cli.main", "train"]
 
 
-def train(folder, *words, **environment):
+def train(folder, *words, environment=os.environ):
     return subprocess.run(
-        [*COMMAND, *words], cwd=folder, capture_output=True, text=True, timeout=240, env={**os.environ, **environment}
+        [*COMMAND, *words], cwd=folder, capture_output=True, text=True, timeout=600, env=dict(environment)
     )
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def guard(tmp_path_factory):
+    """What a process with offline.environment reads and writes; one that asks for a network is refused and told."""
+    guard = tmp_path_factory.mktemp("guard")
+    ask = "import socket; socket.create_connection(('example.com', 80))"
+    proof = subprocess.run([sys.executable, "-c", ask], env=offline.environment(guard), capture_output=True, text=True)
+    assert proof.returncode != 0
+    assert "NETWORK" in proof.stdout
+    (guard / "asked").unlink()
+    return guard
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, guard):
     """One short run at stage 3: its folder, what it printed and its JSON."""
     folder = tmp_path_factory.mktemp("demo")
-    done = train(folder, "--steps", "4", "--ranks", "2", "--json")
+    done = train(folder, "--steps", "4", "--ranks", "2", "--json", environment=offline.environment(guard))
     assert done.returncode == 0, done.stderr
     return folder, done.stderr, json.loads(done.stdout)
 
@@ -43,6 +56,11 @@ def test_it_leaves_metrics_a_curve_a_checkpoint_and_a_model(run):
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["loss"] for line in lines] == result["losses"]
     assert result["losses"][-1] < result["losses"][0]
+
+
+def test_with_its_export_it_asks_no_network(guard, run):
+    asked = guard / "asked"
+    assert not asked.exists(), asked.read_text()
 
 
 def test_memory_is_what_the_formulas_say(run):
@@ -128,12 +146,13 @@ def test_bad_input_is_refused_once_before_anything_is_written(tmp_path, words, s
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_workers_error_is_told_once_by_the_launcher(tmp_path):
     (tmp_path / "library").mkdir()
     (tmp_path / "sitecustomize.py").write_text(
         f"import sysconfig\nsysconfig.get_path = lambda name, *_, **__: {str(tmp_path / 'library')!r}\n"
     )
-    done = train(tmp_path, PYTHONPATH=str(tmp_path))
+    done = train(tmp_path, environment=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 2
     assert done.stderr.startswith("DataError: ")
     assert done.stderr.count("\n") == 1

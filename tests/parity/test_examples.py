@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import transformers
 from corpora import APPENDS, CHAT, save_tokenizer, write_lines
-from training import save_model
+from training import run_in, save_model
+
+from zero3d.cli.main import main
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 LARGE = "72b_128gpu"  # a test builds it without memory
@@ -32,33 +34,43 @@ def folder(tmp_path_factory):
     return folder
 
 
-def zero3d(folder, *words):
-    command = [sys.executable, "-m", "zero3d.cli.main", *map(str, words)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, env=dict(os.environ))
-
-
-@pytest.mark.parametrize(
-    "example",
-    [pytest.param(path, id=path.stem, marks=[pytest.mark.long] if path.stem in RANKS else []) for path in SMALL],
-)
-def test_it_trains_evaluates_exports_and_resumes(folder, example):
-    ranks = f"--ranks={RANKS.get(example.stem, 2)}"
-    done = zero3d(folder, "train", example, ranks, "--json")
-    assert done.returncode == 0, done.stderr
-    result, out = json.loads(done.stdout), folder / "runs" / example.stem
+def check_run(folder, example, result, again):
+    """A run that learned, was evaluated and exported, and went on after its end without another step."""
+    out = folder / "runs" / example.stem
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
     assert len(losses) >= 2
     assert losses[-1] < losses[0]
+    assert ("validation_loss" in records[-1]) == (result["held_out_loss"] is not None)
     transformers.AutoModelForCausalLM.from_pretrained(out / "hf")
     transformers.AutoTokenizer.from_pretrained(out / "hf")
-    again = zero3d(folder, "train", example, ranks, "--resume=auto", "--json")
-    assert again.returncode == 0, again.stderr
-    assert json.loads(again.stdout)["steps"] == result["steps"]
+    assert again["steps"] == result["steps"] == len(losses)
+
+
+@pytest.mark.parametrize("example", [path for path in SMALL if path.stem not in RANKS], ids=lambda path: path.stem)
+def test_it_trains_evaluates_exports_and_resumes(ranks, folder, example):
+    first, again = (ranks(2, run_in, folder, [example], resume)[0] for resume in (None, "auto"))
+    check_run(folder, example, first, again)
+
+
+def zero3d(folder, *words):
+    command = [sys.executable, "-m", "zero3d.cli.main", *map(str, words)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("example", SMALL, ids=[path.stem for path in SMALL])
+def test_it_does_so_as_a_command(folder, tmp_path, example):
+    for name in ("models", "text", "chats.jsonl"):
+        (tmp_path / name).symlink_to(folder / name)
+    words = ("train", example, f"--ranks={RANKS.get(example.stem, 2)}", "--json")
+    check_run(tmp_path, example, *(json.loads(zero3d(tmp_path, *words, *more)) for more in ([], ["--resume=auto"])))
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[path.stem for path in EXAMPLES])
-def test_a_cluster_is_told_how_to_run_it(folder, example):
-    done = zero3d(folder, "launch", "slurm", example, *NODES.get(example.stem, ["--gpus-per-node=4"]))
-    assert done.returncode == 0, done.stderr
-    assert str(example) in done.stdout
+def test_a_cluster_is_told_how_to_run_it(folder, monkeypatch, capsys, example):
+    monkeypatch.chdir(folder)
+    assert main(["launch", "slurm", str(example), *NODES.get(example.stem, ["--gpus-per-node=4"])]) == 0
+    assert str(example) in capsys.readouterr().out

@@ -1,49 +1,13 @@
-"""What a run writes beside its checkpoints: TensorBoard, Weights & Biases, traces; and that it asks no network."""
+"""What a run writes beside its checkpoints: TensorBoard, Weights & Biases, traces."""
 
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from corpora import save_tokenizer
 from training import field, metrics, save_model, save_rows, train, tree
-
-NO_NETWORK = """
-import socket
-
-def refuse(*asked, **_):
-    print("NETWORK", asked, flush=True)
-    with open(TOLD, "a") as file:
-        file.write(f"{asked}\\n")
-    raise OSError("no network in this test")
-
-def local(address):
-    return not isinstance(address, tuple) or str(address[0]) in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "", "None")
-
-class Socket(socket.socket):
-    def connect(self, address):
-        return super().connect(address) if local(address) else refuse(address)
-
-    def connect_ex(self, address):
-        return super().connect_ex(address) if local(address) else refuse(address)
-
-    def sendto(self, data, *rest):
-        return super().sendto(data, *rest) if local(rest[-1]) else refuse(rest[-1])
-
-def lookup(original):
-    def look(host, *rest, **options):
-        known = ("localhost", socket.gethostname(), None, "", b"localhost")
-        return original(host, *rest, **options) if host in known or local((host,)) else refuse(host)
-    return look
-
-socket.socket = Socket
-for name in ("getaddrinfo", "gethostbyname", "gethostbyname_ex"):
-    setattr(socket, name, lookup(getattr(socket, name)))
-"""
 
 
 @pytest.fixture
@@ -110,35 +74,6 @@ def test_metrics_are_valid_json_and_count_what_was_done(ranks, folder):
     assert [line["step"] for line in lines if "validation_loss" in line] == [2, 4, 5]
     for line in lines[1::2]:
         assert line["perplexity"] == pytest.approx(math.exp(line["validation_loss"]))
-
-
-def test_a_whole_run_with_its_export_asks_no_network(folder):
-    told = folder / "asked"
-    (folder / "sitecustomize.py").write_text(f"TOLD = {str(told)!r}\n{NO_NETWORK}")
-    (folder / "text").mkdir()
-    (folder / "text" / "a.txt").write_text("some words to learn, and a few more of them\n" * 40)
-    made = tree(folder, data={"train": str(folder / "text"), "tokenizer": "bytes", "validation": 0.2})
-    made |= {"model": {"path": "demo"}, "checkpoint": {"export": True, "verify": True}, "train": {"steps": 2}}
-    made["evaluate"] = {"prompt": "some"}
-    (folder / "run.yaml").write_text(yaml.safe_dump(made))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(folder), environment.get("PYTHONPATH", "")])
-    proof = subprocess.run(
-        [sys.executable, "-c", "import socket; socket.create_connection(('example.com', 80))"],
-        env=environment, cwd=folder, capture_output=True, text=True,
-    )  # fmt: skip
-    assert proof.returncode != 0
-    assert "NETWORK" in proof.stdout
-    told.unlink()
-    done = subprocess.run(
-        [sys.executable, "-m", "zero3d.cli.main", "train", "run.yaml", "--ranks", "2", "--json"],
-        env=environment, cwd=folder, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert not told.exists(), told.read_text()
-    result = json.loads(done.stdout)
-    assert result["reloaded_loss"] == pytest.approx(result["held_out_loss"], rel=1e-6)
-    assert (Path(made["output"]) / "hf" / "model.safetensors").is_file()
 
 
 def test_an_export_has_the_models_tokenizer_though_the_data_are_token_ids(ranks, folder):

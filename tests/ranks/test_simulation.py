@@ -8,8 +8,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zero3d.config import load, to_dict
-from zero3d.sim.request import Request
-from zero3d.sim.simulate import in_own_process
 
 FOUR_BLOCKS = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
@@ -44,6 +42,12 @@ def real(tree):
     return made | {"peak": [peak.nbytes, dict(peak.categories), plain(peak.at), *events]}
 
 
+def dry(tree, rank):
+    from zero3d.sim.rank import dry_run
+
+    return dry_run(load(tree), rank, 2, "gloo", whole=True)
+
+
 def gather_copies(full, shard, group, async_op=False):
     """Each of gloo's threads holds what it worked on until its next work, so it gets tensors of its own, unseen."""
     from zero3d.zero.collectives import _all_gather
@@ -72,7 +76,7 @@ def plain(value):
         ["zero.stage=1", "mesh.pp=2", "mesh.schedule=zbv", "model.path=four_blocks", "train.accumulate=4"],
     )),
 ])  # fmt: skip
-def test_a_simulated_rank_has_the_bytes_and_messages_of_a_real_one(ranks, overrides, tmp_path):
+def test_a_simulated_rank_has_the_bytes_and_messages_of_a_real_one(ranks, alone, overrides, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(FOUR_BLOCKS))
     overrides = [f"model.path={tmp_path}" if word == "model.path=four_blocks" else word for word in overrides]
     tree = to_dict(
@@ -80,7 +84,7 @@ def test_a_simulated_rank_has_the_bytes_and_messages_of_a_real_one(ranks, overri
     )
     found = ranks(2, real, tree)
     for rank in (0, 1) if "mesh.pp=2" in overrides else (0,):
-        simulated = plain(in_own_process(Request(tree, rank, 2, "gloo", whole=True)))
+        simulated = plain(alone(dry, tree, rank))
         for part, wanted in found[rank].items():
             got = simulated[part]
             if part == "peak":

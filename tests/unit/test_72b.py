@@ -7,8 +7,6 @@ shapes of what they send is assumed to be a yes, and so are the numbers that dec
     PP 8 x TP 8 x DP 2: 10, 11, 5 x 10 and 9 blocks by stage (the head costs one), 1/8 of every matrix per tp rank, optimizer states cut over 2
 """
 
-import subprocess
-import sys
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,13 +84,9 @@ def one_rank(pp, dp, tp):
 @pytest.mark.parametrize(("pp", "dp", "tp"), [
     (4, 1, 3), *(pytest.param(pp, dp, tp, marks=pytest.mark.long) for pp, dp, tp in [(0, 0, 0), (0, 1, 7), (1, 0, 5), (7, 0, 7), (7, 1, 0)]),
 ])  # fmt: skip
-def test_a_rank_of_128_builds_and_steps_with_the_bytes_of_the_formula(pp, dp, tp):
+def test_a_rank_of_128_builds_and_steps_with_the_bytes_of_the_formula(alone, pp, dp, tp):
     """In a process of its own: a second build after such a step crashed torch 2.13 in one process."""
-    done = subprocess.run(
-        [sys.executable, __file__, *map(str, (pp, dp, tp))], capture_output=True, text=True, timeout=300
-    )
-    print(done.stdout)
-    assert done.returncode == 0, done.stderr
+    alone(one_rank, pp, dp, tp)
 
 
 @pytest.mark.parametrize("target", ["slurm", "torchrun", "k8s"])
@@ -110,7 +104,3 @@ def test_launch_prints_what_starts_it_on_16_nodes_of_8(capsys, target):
 def test_launch_refuses_it_on_fewer_nodes(capsys):
     assert main(["launch", "slurm", str(EXAMPLE), "--nodes", "8"]) == 2
     assert "8 x 8 = 64 processes: 64 ranks cannot form pp=8 x dp=2 x tp=8" in capsys.readouterr().err
-
-
-if __name__ == "__main__":
-    one_rank(*map(int, sys.argv[1:]))

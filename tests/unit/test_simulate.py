@@ -1,8 +1,7 @@
 """zero3d simulate: results as JSON, micro-batches that repeat, orders of pipelines, 1024 ranks, refusals."""
 
 import json
-import subprocess
-import sys
+from contextlib import chdir
 
 import pytest
 import torch.distributed as dist
@@ -15,8 +14,8 @@ from zero3d.sim.orders import one_part
 from zero3d.sim.rank import dry_run
 from zero3d.sim.repeats import enough
 from zero3d.sim.request import Request
-from zero3d.sim.result import RankResult, Simulation, from_json, to_json
-from zero3d.sim.simulate import in_own_process, representatives, simulate
+from zero3d.sim.result import Simulation, from_json, to_json
+from zero3d.sim.simulate import representatives, simulate
 
 TINY = ["data.length=64", "train.micro_batch=2", "data.packing=false"]
 
@@ -25,11 +24,15 @@ def tiny(*overrides):
     return load(None, [*TINY, *overrides])
 
 
+def dry(request):
+    return dry_run(load(request.config), request.rank, request.world, request.backend, request.whole)
+
+
 def in_this_process(request):
     """Only for what is refused before a step."""
     if dist.is_initialized():  # another test's, of one process
         dist.destroy_process_group()
-    return dry_run(load(request.config), request.rank, request.world, request.backend, request.whole)
+    return dry(request)
 
 
 @pytest.fixture
@@ -92,10 +95,10 @@ def test_how_many_micro_batches_are_run(schedule, pp, micro_batches, run):
     ["zero.stage=0", "mesh.pp=2", "mesh.schedule=interleaved"], ["zero.stage=1", "mesh.pp=2", "mesh.schedule=zbv"],
     ["zero.stage=2", "mesh.pp=2", "mesh.schedule=zero-bubble"], ["zero.stage=3", "mesh.pp=2", "mesh.schedule=zbv"],
 ], ids=" ".join)  # fmt: skip
-def test_micro_batches_that_are_not_run_change_nothing(four_blocks, overrides):
+def test_micro_batches_that_are_not_run_change_nothing(alone, four_blocks, overrides):
     world = 4 if any("mesh.pp" in word for word in overrides) else 2
     config = tiny(f"model.path={four_blocks}", "model.init=random", "train.accumulate=10", *overrides)
-    some, every = (in_own_process(Request(to_dict(config), 0, world, "nccl", whole)) for whole in (False, True))
+    some, every = (alone(dry, Request(to_dict(config), 0, world, "nccl", whole)) for whole in (False, True))
     assert (some.sent, some.work, some.states) == (every.sent, every.work, every.states)
     kept = every.peak.nbytes - some.peak.nbytes
     assert abs(kept) <= 8 * 16  # losses and weights of micro-batches: two numbers each
@@ -131,7 +134,12 @@ def test_tables_json_and_trace(capsys, tmp_path, pipeline, monkeypatch):
     assert from_json(Simulation, json.loads(capsys.readouterr().out)) == pipeline
 
 
-def test_a_module_of_ones_own(tmp_path):
+def dry_in(folder, request):
+    with chdir(folder):
+        return dry(request)
+
+
+def test_a_module_of_ones_own(alone, tmp_path):
     """module:function, without weights: what it makes is never allocated."""
     source = (
         "import torch\nclass Lm(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
@@ -140,9 +148,6 @@ def test_a_module_of_ones_own(tmp_path):
     )
     (tmp_path / "own.py").write_text(source)
     request = Request(to_dict(tiny("model.path=own:make", "mesh.dp=2")), 1, 2, "gloo")
-    script = f"import json,sys\nfrom zero3d.sim.rank import main\nsys.exit(main([{json.dumps(json.dumps(request.__dict__))}]))"
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = from_json(RankResult, json.loads(done.stdout))
+    found = alone(dry_in, str(tmp_path), request)
     assert found.elements == 2 * 100 << 20
     assert found.peak.nbytes > found.elements * 2
