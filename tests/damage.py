@@ -171,8 +171,8 @@ def nothing(folder, random):
 # --- edits of fields ----------------------------------------------------------------------------
 
 
-def places(value, path=()):
-    """A random walk through the manifest chooses among the children of each level."""
+def places(value):
+    """The children of a value, among which a random walk through the manifest chooses."""
     return value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
 
 
@@ -338,7 +338,10 @@ def other_parameter(folder, random):
 
 
 def other_row_dtype(folder, random):
-    edit(folder, lambda m: random.choice(m["tensors"]).update(dtype=random.choice(["float64", "int8", "bfloat16", "F32"])))
+    edit(
+        folder,
+        lambda m: random.choice(m["tensors"]).update(dtype=random.choice(["float64", "int8", "bfloat16", "F32"])),
+    )
 
 
 # --- edits of tensors ---------------------------------------------------------------------------
@@ -414,7 +417,9 @@ def broken_header(folder, random):
     """A file that is no safetensors, with all checksums right."""
     path = data(folder, random)
     content = path.read_bytes()
-    path.write_bytes(random.choice([b"", b"\xff" * 8 + content[8:], content[:8] + b"[" * (len(content) - 8), b"\0" * 99]))
+    path.write_bytes(
+        random.choice([b"", b"\xff" * 8 + content[8:], content[:8] + b"[" * (len(content) - 8), b"\0" * 99])
+    )
     edit(folder, lambda m: m["files"].update({path.name: hashlib.sha256(path.read_bytes()).hexdigest()}))
 
 

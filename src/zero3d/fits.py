@@ -122,7 +122,8 @@ def _check_groups(manifest: Manifest, parts: Parts) -> None:
         if "params" in saved.entries():
             saved.wrong("options without params, which are tensors")
         for name, value in saved.items():
-            _check_alike(value, group.get(name))
+            if name in group:
+                _check_alike(value, group[name])
         if saved.entry("lr").number() < 0:
             saved.entry("lr").wrong("a number from 0")
 
@@ -166,7 +167,12 @@ def _same_torch(manifest: Manifest) -> bool:
 
 
 def _check_scheduler(manifest: Manifest, parts: Parts) -> None:
-    if parts.scheduler is None or manifest.value("scheduler") is None:
+    if parts.scheduler is None:
+        return
+    if manifest.value("scheduler") is None:
+        groups = manifest.fields.entry("optimizer").entry("groups").rows()
+        if any("initial_lr" in group.entries() for group in groups):  # torch's schedulers write it there
+            manifest.fields.entry("scheduler").wrong("the state of the scheduler that set initial_lr")
         return
     saved, live = manifest.fields.entry("scheduler"), parts.scheduler.state_dict()
     if _same_torch(manifest) and saved.entries().keys() != {str(key) for key in live}:
@@ -189,7 +195,10 @@ def _check_alike(saved: Field, live: Any) -> None:
     """A saved value may take the place of a live one: it is of its kind, or null for what may be left out."""
     if saved.value is None and (live is None or isinstance(live, (bool, dict))):
         return
-    if isinstance(live, bool):
+    if live is None:
+        if not isinstance(saved.value, bool):
+            _check_number(saved)
+    elif isinstance(live, bool):
         saved.flag()
     elif isinstance(live, (int, float)) or (isinstance(live, Tensor) and live.dim() == 0):
         _check_number(saved)

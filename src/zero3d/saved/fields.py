@@ -25,7 +25,7 @@ class Field(NamedTuple):
 
     def wrong(self, wanted: str) -> NoReturn:
         """Raise CheckpointError: it is not what was `wanted`."""
-        name = self.name if len(self.name) <= 4 * SHOWN else f"{self.name[: 4 * SHOWN]}..."
+        name = (self.name or "all of it") if len(self.name) <= 4 * SHOWN else f"{self.name[: 4 * SHOWN]}..."
         raise CheckpointError(f"{self.file}: {name} is {shown(self.value)}, and should be {wanted}. {USE_ANOTHER}")
 
     def has(self, key: str) -> bool:
@@ -89,7 +89,7 @@ class Field(NamedTuple):
     def one_of(self, *allowed: Any) -> Any:
         """One of these values, of the same type."""
         if not any(type(self.value) is type(each) and self.value == each for each in allowed):
-            self.wrong(" or ".join(map(shown, allowed)))
+            self.wrong(" or ".join(map(shown, allowed[:3])) + (" or another of its kind" if allowed[3:] else ""))
         return self.value
 
 
