@@ -17,7 +17,7 @@ from torch import Tensor
 from zero3d.checkpoint import Parts
 from zero3d.errors import CheckpointError
 from zero3d.plain import revive
-from zero3d.saved.fields import USE_ANOTHER, Field, shown
+from zero3d.saved.fields import USE_ANOTHER, Field, named, shown
 from zero3d.saved.manifest import FLOATING, FROZEN, MASTER, Described, Manifest
 
 ADAM = {"exp_avg", "exp_avg_sq"}  # states that the engine gives Adam and AdamW from the start
@@ -43,12 +43,12 @@ def _check_parameters(manifest: Manifest, parts: Parts) -> None:
     saved = {name: each.shape for name, each in manifest.parameters.items()}
     mine = parts.whole.shapes
     differences = [
-        f"{shown(name)}: checkpoint {saved[name]}, model {mine[name]}"
+        f"{named(name)}: checkpoint {saved[name]}, model {mine[name]}"
         for name in saved
         if name in mine and saved[name] != mine[name]
     ]
-    differences += [f"{shown(name)} is only in the checkpoint" for name in saved if name not in mine]
-    differences += [f"{shown(name)} is only in the model" for name in mine if name not in saved]
+    differences += [f"{named(name)} is only in the checkpoint" for name in saved if name not in mine]
+    differences += [f"{named(name)} is only in the model" for name in mine if name not in saved]
     if differences:
         listed = "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
         raise CheckpointError(

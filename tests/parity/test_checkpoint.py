@@ -188,6 +188,37 @@ def test_large_exports_are_split_into_indexed_files(tmp_path, monkeypatch):
         assert all(torch.equal(p, mine[name]) for name, p in loaded.named_parameters())
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
+def test_an_export_says_of_itself_what_transformers_would(tmp_path, monkeypatch, name):
+    """Every key of config.json and generation_config.json, dtype and settings of the user's among them; total_size."""
+    import zero3d.hf.export
+
+    model = build(name)
+    model.generation_config.max_new_tokens = 9
+    build(name).to(torch.bfloat16).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    model.generation_config.save_pretrained(tmp_path / "theirs")
+    monkeypatch.setattr(zero3d.hf.export, "FILE_BYTES", 20_000)
+    zero3d.Engine(model, stage=3, precision="bf16").export(tmp_path / "ours")
+
+    def read(folder, file):
+        return json.loads((tmp_path / folder / file).read_text())
+
+    for file in ("config.json", "generation_config.json"):
+        assert read("ours", file) == read("theirs", file)
+    assert read("ours", "config.json")["dtype"] == "bfloat16"
+    assert read("ours", "generation_config.json")["max_new_tokens"] == 9
+    index, expected = (read(folder, "model.safetensors.index.json") for folder in ("ours", "theirs"))
+    assert index["metadata"]["total_size"] == expected["metadata"]["total_size"] > 20_000
+    assert index["weight_map"].keys() == expected["weight_map"].keys()
+
+
+def test_generation_settings_that_transformers_refuses_to_save_do_not_cost_the_export(tmp_path):
+    model = build("llama")
+    model.generation_config.temperature = 0.5  # without do_sample, as in published folders
+    folder = zero3d.Engine(model, stage=3, precision="fp32").export(tmp_path / "hf")
+    assert json.loads((folder / "generation_config.json").read_text())["temperature"] == 0.5
+
+
 # --- refusals (one process) -----------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from damage import damage, edit
+from damage import damage
 from models import adamw, bits
 from torch import nn
 

@@ -44,7 +44,7 @@ class Field(NamedTuple):
         if key not in entries:
             where = f"{self.name} has" if self.name else "there is"
             raise CheckpointError(f"{self.file}: {where} no {shown(key)}. {USE_ANOTHER}")
-        return Field(self.file, f"{self.name}.{_key(key)}".lstrip("."), entries[key])
+        return Field(self.file, f"{self.name}.{named(key)}".lstrip("."), entries[key])
 
     def items(self) -> list[tuple[str, Field]]:
         """All entries of a mapping."""
@@ -123,7 +123,8 @@ def _finite(value: float) -> bool:
     return isfinite(value) if isinstance(value, float) else abs(value) <= 10**300
 
 
-def _key(key: str) -> str:
+def named(key: str) -> str:
+    """A name in a message: without quotes where it is an ordinary one."""
     return key if key.isascii() and key.isprintable() and len(key) <= SHOWN else shown(key)
 
 
