@@ -171,8 +171,8 @@ def nothing(folder, random):
 # --- edits of fields ----------------------------------------------------------------------------
 
 
-def places(value, path=()):
-    """A random walk through the manifest chooses among the children of each level."""
+def places(value):
+    """The children of a value, among which a random walk through the manifest chooses."""
     return value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from zero3d.checkpoint import Parts
 from zero3d.errors import CheckpointError
 from zero3d.plain import revive
-from zero3d.saved.fields import USE_ANOTHER, Field, shown
+from zero3d.saved.fields import USE_ANOTHER, Field, named, shown
 from zero3d.saved.manifest import FLOATING, FROZEN, MASTER, Described, Manifest
 
 ADAM = {"exp_avg", "exp_avg_sq"}  # states that the engine gives Adam and AdamW from the start
@@ -43,12 +43,12 @@ def _check_parameters(manifest: Manifest, parts: Parts) -> None:
     saved = {name: each.shape for name, each in manifest.parameters.items()}
     mine = parts.whole.shapes
     differences = [
-        f"{shown(name)}: checkpoint {saved[name]}, model {mine[name]}"
+        f"{named(name)}: checkpoint {saved[name]}, model {mine[name]}"
         for name in saved
         if name in mine and saved[name] != mine[name]
     ]
-    differences += [f"{shown(name)} is only in the checkpoint" for name in saved if name not in mine]
-    differences += [f"{shown(name)} is only in the model" for name in mine if name not in saved]
+    differences += [f"{named(name)} is only in the checkpoint" for name in saved if name not in mine]
+    differences += [f"{named(name)} is only in the model" for name in mine if name not in saved]
     if differences:
         listed = "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
         raise CheckpointError(
@@ -122,7 +122,8 @@ def _check_groups(manifest: Manifest, parts: Parts) -> None:
         if "params" in saved.entries():
             saved.wrong("options without params, which are tensors")
         for name, value in saved.items():
-            _check_alike(value, group.get(name))
+            if name in group:
+                _check_alike(value, group[name])
         if saved.entry("lr").number() < 0:
             saved.entry("lr").wrong("a number from 0")
 
@@ -166,7 +167,12 @@ def _same_torch(manifest: Manifest) -> bool:
 
 
 def _check_scheduler(manifest: Manifest, parts: Parts) -> None:
-    if parts.scheduler is None or manifest.value("scheduler") is None:
+    if parts.scheduler is None:
+        return
+    if manifest.value("scheduler") is None:
+        groups = manifest.fields.entry("optimizer").entry("groups").rows()
+        if any("initial_lr" in group.entries() for group in groups):  # torch's schedulers write it there
+            manifest.fields.entry("scheduler").wrong("the state of the scheduler that set initial_lr")
         return
     saved, live = manifest.fields.entry("scheduler"), parts.scheduler.state_dict()
     if _same_torch(manifest) and saved.entries().keys() != {str(key) for key in live}:
@@ -189,7 +195,10 @@ def _check_alike(saved: Field, live: Any) -> None:
     """A saved value may take the place of a live one: it is of its kind, or null for what may be left out."""
     if saved.value is None and (live is None or isinstance(live, (bool, dict))):
         return
-    if isinstance(live, bool):
+    if live is None:
+        if not isinstance(saved.value, bool):
+            _check_number(saved)
+    elif isinstance(live, bool):
         saved.flag()
     elif isinstance(live, (int, float)) or (isinstance(live, Tensor) and live.dim() == 0):
         _check_number(saved)

@@ -2,22 +2,40 @@
 
 import json
 import math
+import pickle
 import random
+import shutil
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from models import adamw, batch, bits, build, loss_of
+from damage import as_format_1, edit, seal
+from models import Net, adamw, batch, bits, build, loss_of
 from safetensors import safe_open
 
 import zero3d
 from zero3d import checkpoint
+from zero3d.saved.folders import tidy
+
+
+class Drawing(Net):
+    """Draws noise from Python's `random` and from numpy, and skips blocks, as models with stochastic depth do."""
+
+    def forward(self, ids):
+        x = self.embed(ids) * (1 + 0.1 * random.gauss(0, 1))
+        for layer in self.layers:
+            x = x + (layer(x) - x) * float(numpy.random.rand() < 0.7)
+        return self.head(self.norm(x + 0.1 * float(numpy.random.standard_normal())))
 
 
 def make(stage, model="net", precision="bf16", **options):
-    made = build(model, **({"dropout": 0.2} if model in ("net", "tied") else {}))
+    torch.manual_seed(7) if model == "drawing" else None
+    made = Drawing() if model == "drawing" else build(model, **({"dropout": 0.2} if model in ("net", "tied") else {}))
     return zero3d.Engine(
         made,
         stage=stage,
@@ -71,8 +89,8 @@ def interrupted_and_not(stage, model, precision, folder):
     first = make(stage, model, precision)
     train(first, range(3))
     saved = first.save(folder)
-    torch.manual_seed(0)
     second = make(stage, model, precision)
+    seeded(0)
     second.load(saved.parent)
     found = train(second, range(3, 6))
     with second.full_params():
@@ -84,17 +102,13 @@ def interrupted_and_not(stage, model, precision, folder):
 
 
 @pytest.mark.parametrize(("world", "stage", "model", "precision"), [
-    (2, 0, "net", "bf16"), (2, 3, "tied", "fp16"), (4, 2, "qwen3", "fp32"), (1, 3, "net", "bf16"), (4, 1, "net", "fp16"),
+    (2, 0, "net", "bf16"), (2, 3, "tied", "fp16"), (2, 2, "drawing", "fp32"), (4, 2, "qwen3", "fp32"), (1, 3, "net", "bf16"), (4, 1, "net", "fp16"),
 ])  # fmt: skip
 def test_resume_on_the_same_shape_is_bitwise_dropout_and_loss_scale_included(
     ranks, tmp_path, world, stage, model, precision
 ):
-    for same_curve, same_weights, same_steps in ranks(
-        world, interrupted_and_not, stage, model, precision, str(tmp_path / "ck")
-    ):
-        assert same_curve
-        assert same_weights
-        assert same_steps
+    for answer in ranks(world, interrupted_and_not, stage, model, precision, str(tmp_path / "ck")):
+        assert answer == (True, True, True)
 
 
 def save_at(stage, model, folder):
@@ -180,6 +194,37 @@ def test_large_exports_are_split_into_indexed_files(tmp_path, monkeypatch):
         assert all(torch.equal(p, mine[name]) for name, p in loaded.named_parameters())
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
+def test_an_export_says_of_itself_what_transformers_would(tmp_path, monkeypatch, name):
+    """Every key of config.json and generation_config.json, dtype and settings of the user's among them; total_size."""
+    import zero3d.hf.export
+
+    model = build(name)
+    model.generation_config.max_new_tokens = 9
+    build(name).to(torch.bfloat16).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    model.generation_config.save_pretrained(tmp_path / "theirs")
+    monkeypatch.setattr(zero3d.hf.export, "FILE_BYTES", 20_000)
+    zero3d.Engine(model, stage=3, precision="bf16").export(tmp_path / "ours")
+
+    def read(folder, file):
+        return json.loads((tmp_path / folder / file).read_text())
+
+    for file in ("config.json", "generation_config.json"):
+        assert read("ours", file) == read("theirs", file)
+    assert read("ours", "config.json")["dtype"] == "bfloat16"
+    assert read("ours", "generation_config.json")["max_new_tokens"] == 9
+    index, expected = (read(folder, "model.safetensors.index.json") for folder in ("ours", "theirs"))
+    assert index["metadata"]["total_size"] == expected["metadata"]["total_size"] > 20_000
+    assert index["weight_map"].keys() == expected["weight_map"].keys()
+
+
+def test_generation_settings_that_transformers_refuses_to_save_do_not_cost_the_export(tmp_path):
+    model = build("llama")
+    model.generation_config.temperature = 0.5  # without do_sample, as in published folders
+    folder = zero3d.Engine(model, stage=3, precision="fp32").export(tmp_path / "hf")
+    assert json.loads((folder / "generation_config.json").read_text())["temperature"] == 0.5
+
+
 # --- refusals (one process) -----------------------------------------------------------------------
 
 
@@ -231,11 +276,111 @@ def test_damaged_missing_and_foreign_files_are_refused(saved, tmp_path):
     manifest = saved / "manifest.json"
     text = manifest.read_text()
     manifest.write_text(text.replace("rank-00000.safetensors", "../rank-00000.safetensors"))
-    refused(engine, saved, "missing")
+    refused(engine, saved, "manifest.json or manifest.sha256 differs from what was saved")
+    seal(saved)
+    refused(engine, saved, "files should be rank-00000.safetensors")
     manifest.write_text(text[: len(text) // 2])
+    seal(saved)
     refused(engine, saved, "cannot be read")
     manifest.write_text(text)
+    (saved / "manifest.sha256").unlink()
+    refused(engine, saved, "manifest.sha256 is missing")
+    seal(saved)
     engine.load(saved)
+
+
+def test_every_bit_of_the_checksum_counts(saved):
+    engine, path = make(3), saved / "manifest.sha256"
+    good = path.read_bytes()
+    for place in range(0, 8 * len(good), 7):
+        bad = bytearray(good)
+        bad[place // 8] ^= 1 << place % 8
+        path.write_bytes(bad)
+        with pytest.raises(zero3d.CheckpointError, match=r"manifest\.sha256"):
+            engine.load(saved)
+
+
+def test_a_row_that_is_missing_is_named(saved):
+    edit(saved, lambda m: m["tensors"].remove(next(r for r in m["tensors"] if r["name"] == "layers.1.up.weight")))
+    refused(make(3), saved, "manifest.json", "nothing at (0:48, 0:24) of", "'layers.1.up.weight'")
+
+
+def test_a_newer_format_says_what_to_do(saved):
+    edit(saved, lambda m: m.update(format=3))
+    refused(make(3), saved, "format 3", "reads formats 1 to 2", "upgrade zero3d")
+
+
+def test_format_1_is_read_with_a_warning(saved):
+    engine, expected = make(2), make(2)
+    expected.load(saved)
+    as_format_1(saved, "mesh", "about")
+    with pytest.warns(UserWarning, match="has format 1, whose manifest has no checksum"):
+        engine.load(saved)
+    assert engine.fingerprint() == expected.fingerprint()
+    assert engine.resumed.startswith("not bitwise: ")
+    with warnings.catch_warnings(action="error"):
+        expected.load(engine.save(saved.parent))
+    text = json.loads((saved / "manifest.json").read_text())
+    assert text["format"] == 2
+
+
+@pytest.mark.parametrize("change", [
+    lambda m: m["tensors"].pop(), lambda m: m["tensors"].append(m["tensors"][0]),
+    lambda m: m["tensors"][0].update(file="../x"), lambda m: m["tensors"][0].update(key=m["tensors"][1]["key"]),
+    lambda m: m["files"].update({"../x": "0" * 64}), lambda m: m.pop("python_rng"),
+], ids=["lost", "twice", "elsewhere", "swapped", "listed elsewhere", "no streams"])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*has format 1")
+def test_format_1_is_held_to_what_it_says(saved, change):
+    edit(saved, change)
+    as_format_1(saved)
+    refused(make(2), saved, "manifest.json")
+
+
+def test_a_scheduler_that_does_not_take_its_state_leaves_the_engine_as_it_was(saved):
+    engine = make(2)
+    train(engine, range(1))
+    before, rates = engine.fingerprint(), engine.scheduler.state_dict()
+    count = iter(range(9))
+
+    class Picky(type(engine.scheduler)):
+        def load_state_dict(self, state):
+            self.T_max = -1
+            if next(count) == 0:
+                raise KeyError("wanted")
+            super().load_state_dict(state)
+
+    engine.scheduler.__class__ = Picky
+    refused(engine, saved, "scheduler is not taken by Picky (KeyError: \"'wanted'\")")
+    assert (engine.fingerprint(), engine.scheduler.state_dict()) == (before, rates)
+
+
+def flipped_in_rank_1(folder, place):
+    seeded(dist.get_rank())
+    engine = make(3, "net")
+    train(engine, range(1))
+    saved = engine.save(folder)
+    before = engine.fingerprint()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path = saved / "rank-00001.safetensors"
+        content = bytearray(path.read_bytes())
+        content[int(place * (len(content) - 1))] ^= 16
+        path.write_bytes(content)
+    dist.barrier()
+    try:
+        engine.load(saved)
+    except zero3d.CheckpointError as error:
+        return str(error), engine.fingerprint() == before, str(saved)
+    return "", False, str(saved)
+
+
+@pytest.mark.parametrize("place", [0.5, 1.0])
+def test_a_flipped_byte_in_rank_1s_file_alone_is_found_by_all(ranks, tmp_path, place):
+    answers = ranks(2, flipped_in_rank_1, str(tmp_path), place)
+    for said, unchanged, _ in answers:
+        assert "rank-00001.safetensors differs from what was saved" in said
+        assert unchanged
+    refused(make(3), Path(answers[0][2]), "rank-00001.safetensors")  # one rank alone reads two files
 
 
 def test_a_folder_of_other_things_is_not_written_into(tmp_path):
@@ -281,12 +426,88 @@ def test_saving_twice_at_one_step_keeps_the_newer(saved):
 
 
 def test_no_pickle_is_read(saved, monkeypatch):
-    import pickle
+    import _pickle
 
-    def never(*_, **__):
-        raise AssertionError("a pickle was read")
+    read = []
 
-    engine = make(2)
-    monkeypatch.setattr(pickle, "Unpickler", never)
-    monkeypatch.setattr(torch, "load", never)
+    def noted(name, original):
+        def note(*given, **options):
+            read.append(name)
+            return original(*given, **options)
+
+        return note
+
+    engine, content = make(2), pickle.dumps([1])
+    for module in (pickle, _pickle):
+        for name in ("load", "loads", "Unpickler"):
+            monkeypatch.setattr(module, name, noted(name, getattr(module, name)))
+    monkeypatch.setattr(torch, "load", noted("torch.load", torch.load))
     engine.load(saved)
+    assert engine.steps == 2
+    assert read == []
+    assert pickle.loads(content) == [1]
+    assert read == ["loads"], "the test would have seen one"
+
+
+# --- a process that dies --------------------------------------------------------------------------
+
+DIES = """
+import os, signal, sys
+sys.path[:0] = [{tests!r}, {here!r}]
+import test_checkpoint as t
+
+def save_and_die(folder, at):
+    engine = t.make(2)
+    engine.load(folder)
+    with engine.full_params(), t.torch.no_grad():
+        engine.module.head.weight.fill_(0.125)
+    seen = 0
+    def note(event, given):
+        nonlocal seen
+        if event in ("os.rename", "shutil.rmtree", "os.mkdir", "os.remove", "open") and "step-2" in str(given[0]):
+            seen += 1
+            if seen == at:
+                print(event, flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(note)
+    engine.save(folder)
+
+for at in {places}:
+    child = os.fork()
+    if not child:
+        save_and_die({folder!r} + f"/{{at}}", at)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if status == 0:
+        print("done", flush=True)
+        break
+    assert os.WTERMSIG(status) == signal.SIGKILL, status
+"""
+
+
+def test_a_kill_at_any_file_operation_of_a_save_leaves_one_whole_checkpoint(tmp_path):
+    """Saved anew at the same step, so that there are two renames; a kill comes before each operation in turn."""
+    engine = make(2)
+    train(engine, range(2))
+    old, places = engine.fingerprint(), range(1, 40)
+    engine.save(tmp_path / "first")
+    for at in places:
+        shutil.copytree(tmp_path / "first", tmp_path / str(at))
+    here = Path(__file__).parent
+    script = DIES.format(tests=str(here.parent), here=str(here), folder=str(tmp_path), places=repr(places))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    *events, end = done.stdout.split()
+    assert end == "done"
+    assert events.count("os.rename") == 2
+    second = len(events) - events[::-1].index("os.rename")  # a kill there is one in the gap between the two
+    for at in range(1, len(events) + 1):
+        directory = tmp_path / str(at)
+        assert (directory / "step-2").exists() == (at != second)
+        assert (directory / ".step-2.old").exists() == (at >= second)
+        engine.load(directory)
+        assert (engine.fingerprint() == old) == (at <= second), "the old one until the new one stands"
+        tidy(directory)
+        assert [path.name for path in directory.iterdir()] == ["step-2"]
+        engine.load(directory)
+        assert (engine.fingerprint() == old) == (at <= second)

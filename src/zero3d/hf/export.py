@@ -185,6 +185,14 @@ def _join(temporary: Path, stages: int) -> None:
         write_json(temporary / "model.safetensors.index.json", index)
 
 
+def _save_generation(generation: Any, folder: Path) -> None:
+    """As the model has it: published ones have settings that transformers loads and refuses to save."""
+    try:
+        generation.save_pretrained(folder)
+    except ValueError:
+        generation.to_json_file(folder / "generation_config.json")
+
+
 def _finish_export(temporary: Path, directory: Path, module: nn.Module, stages: int) -> None:
     _join(temporary, stages)
     config: Any = getattr(module, "config", None)
@@ -195,7 +203,7 @@ def _finish_export(temporary: Path, directory: Path, module: nn.Module, stages: 
         config.save_pretrained(temporary)
         generation = getattr(module, "generation_config", None)
         if generation is not None:
-            generation.save_pretrained(temporary)
+            _save_generation(generation, temporary)
     if directory.exists():
         directory.rmdir()
     temporary.rename(directory)

@@ -25,7 +25,7 @@ class Field(NamedTuple):
 
     def wrong(self, wanted: str) -> NoReturn:
         """Raise CheckpointError: it is not what was `wanted`."""
-        name = self.name if len(self.name) <= 4 * SHOWN else f"{self.name[: 4 * SHOWN]}..."
+        name = (self.name or "all of it") if len(self.name) <= 4 * SHOWN else f"{self.name[: 4 * SHOWN]}..."
         raise CheckpointError(f"{self.file}: {name} is {shown(self.value)}, and should be {wanted}. {USE_ANOTHER}")
 
     def has(self, key: str) -> bool:
@@ -44,7 +44,7 @@ class Field(NamedTuple):
         if key not in entries:
             where = f"{self.name} has" if self.name else "there is"
             raise CheckpointError(f"{self.file}: {where} no {shown(key)}. {USE_ANOTHER}")
-        return Field(self.file, f"{self.name}.{_key(key)}".lstrip("."), entries[key])
+        return Field(self.file, f"{self.name}.{named(key)}".lstrip("."), entries[key])
 
     def items(self) -> list[tuple[str, Field]]:
         """All entries of a mapping."""
@@ -89,7 +89,7 @@ class Field(NamedTuple):
     def one_of(self, *allowed: Any) -> Any:
         """One of these values, of the same type."""
         if not any(type(self.value) is type(each) and self.value == each for each in allowed):
-            self.wrong(" or ".join(map(shown, allowed)))
+            self.wrong(" or ".join(map(shown, allowed[:3])) + (" or another of its kind" if allowed[3:] else ""))
         return self.value
 
 
@@ -123,7 +123,8 @@ def _finite(value: float) -> bool:
     return isfinite(value) if isinstance(value, float) else abs(value) <= 10**300
 
 
-def _key(key: str) -> str:
+def named(key: str) -> str:
+    """A name in a message: without quotes where it is an ordinary one."""
     return key if key.isascii() and key.isprintable() and len(key) <= SHOWN else shown(key)
 
 

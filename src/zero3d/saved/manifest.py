@@ -155,7 +155,9 @@ def checked(folder: Path, fields: Field) -> Manifest:
     _check_about(fields, mesh, number)
     if fields.has("exact"):
         _check_exact(fields.entry("exact"), mesh)
-    for name in ("scheduler", "loop"):
+    for name in ("scheduler", "loop", "exact"):
+        if number == FORMAT:
+            fields.entry(name)
         if fields.has(name):
             fields.entry(name).entries()
     for state in fields.entry("python_rng").rows(mesh.world):
@@ -321,6 +323,8 @@ def _check_about(fields: Field, mesh: Degrees, number: int) -> None:
             fact.wrong("a text, a whole number or null")
         if name in AXES:
             fact.one_of(getattr(mesh, name))
+    if number == FORMAT and about.has("leaves") != fields.has("exact"):
+        about.entry("leaves").wrong("null where exact is, and a number where it is not")
 
 
 def _check_exact(field: Field, mesh: Degrees) -> None:

@@ -25,9 +25,10 @@ def regular(path: Path) -> Iterator[BufferedReader]:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise CheckpointError(f"{path} {_why_not(error)}. {USE_ANOTHER}") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise CheckpointError(f"{path} is no regular file. {USE_ANOTHER}")
     with os.fdopen(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise CheckpointError(f"{path} is no regular file. {USE_ANOTHER}")
         try:
             yield file
         except OSError as error:

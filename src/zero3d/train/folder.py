@@ -227,7 +227,10 @@ class Folder:
             fresh = self.checkpoints / ".best.tmp"
             fresh.unlink(missing_ok=True)
             fresh.symlink_to(f"step-{step}")
-            fresh.replace(link)
+            try:
+                fresh.replace(link)
+            finally:
+                fresh.unlink(missing_ok=True)
         elif link.is_symlink() and not link.exists():
             link.unlink()
 

@@ -1,0 +1,100 @@
+"""The manifest by itself: boxes that are a tensor exactly once, and JSON that is read by type and range."""
+
+import itertools
+import random
+
+import pytest
+
+from zero3d.boxes import boxes
+from zero3d.errors import CheckpointError
+from zero3d.saved.fields import Field, parse
+from zero3d.saved.manifest import tiling_fault
+from zero3d.tensor_parallel.cuts import Cut
+
+
+def cells(box):
+    return itertools.product(*(range(a, b) for a, b in box))
+
+
+def fault_by_counting(shape, made):
+    counted = dict.fromkeys(cells([(0, size) for size in shape]), 0)
+    for box in made:
+        for cell in cells(box):
+            counted[cell] += 1
+    return any(count != 1 for count in counted.values())
+
+
+def cut_in_pieces(shape, rng):
+    """Boxes of flat ranges, as ranks of any number save them, over tp or not."""
+    tp = rng.choice([size for size in (1, 2) if shape and shape[-1] % size == 0] or [1])
+    made = []
+    for rank in range(tp):
+        cut = Cut(len(shape) - 1, tp, rank) if tp > 1 else None
+        local = cut.local_shape(shape) if cut else shape
+        numel = 1
+        for size in local:
+            numel *= size
+        edges = sorted({0, numel, *(rng.randrange(numel + 1) for _ in range(rng.randrange(4)))})
+        for start, stop in itertools.pairwise(edges):
+            for box in boxes(local, start, stop):
+                made += [there for there, _ in cut.boxes(box, local)] if cut else [box]
+    return made
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_boxes_of_any_ranks_are_a_tensor_once_and_without_one_of_them_they_are_not(seed):
+    rng = random.Random(seed)
+    shape = tuple(rng.randrange(1, 7) for _ in range(rng.randrange(4)))
+    made = cut_in_pieces(shape, rng)
+    rng.shuffle(made)
+    assert tiling_fault(shape, made) is None
+    assert "nothing" in tiling_fault(shape, made[1:])
+    assert "2 boxes" in tiling_fault(shape, [*made, rng.choice(made)])
+    for _ in range(10):
+        moved = [list(map(list, box)) for box in made]
+        if shape:
+            edges = rng.choice(rng.choice(moved))
+            edges[rng.randrange(2)] += rng.choice([1, -1])
+        moved = [
+            tuple((max(0, min(a, s)), max(0, min(b, s))) for (a, b), s in zip(box, shape, strict=True)) for box in moved
+        ]
+        if all(a < b for box in moved for a, b in box):
+            assert (tiling_fault(shape, moved) is not None) == fault_by_counting(shape, moved)
+
+
+def test_faults_say_where_they_are():
+    assert tiling_fault((4, 3), [((0, 2), (0, 3)), ((2, 4), (0, 2))]) == "nothing at (2:4, 2)"
+    assert tiling_fault((4, 3), [((0, 4), (0, 3)), ((1, 2), (1, 3))]) == "2 boxes at (1, 1:3)"
+    assert tiling_fault((), []) == "nothing at ()"
+    assert tiling_fault((0, 3), []) is None
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    (b'{"a": 1, "a": 2}', "the key 'a' comes twice"), (b"[" * 100_000, "nested too deep"), (b"\xff", "utf-8"),
+    (b"1" * 10_000, "digits"), (b"", "Expecting value"),
+])  # fmt: skip
+def test_what_is_no_json_names_its_file(text, said):
+    with pytest.raises(CheckpointError, match=said) as caught:
+        parse(text, "F.json")
+    assert str(caught.value).startswith("F.json cannot be read as JSON")
+
+
+@pytest.mark.parametrize(("value", "take", "said"), [
+    (True, Field.integer, "x.y is True, and should be a whole number from 0"),
+    (-1, Field.integer, "x.y is -1, and should be a whole number from 0"),
+    (1.0, Field.integer, "x.y is 1.0, and should be a whole number from 0"),
+    (10**400, Field.integer, "x.y is a number of 1329 bits"),
+    (10**400, Field.number, "should be a finite number"),
+    (float("nan"), Field.number, "x.y is nan, and should be a finite number"),
+    ("x" * 999, Field.number, f"x.y is '{'x' * 59}..., and should be a finite number"),
+    ("\ud800\n", Field.flag, "x.y is '\\ud800\\n', and should be true or false"),
+    ([1], Field.text, "x.y is a list of 1, and should be a text"),
+    ({}, Field.rows, "x.y is a mapping of 0, and should be a list"),
+])  # fmt: skip
+def test_values_of_another_type_or_range_name_file_and_field(value, take, said):
+    field = parse(b'{"x": {"y": 0}}', "F.json").entry("x").entry("y")._replace(value=value)
+    with pytest.raises(CheckpointError) as caught:
+        take(field)
+    assert str(caught.value).startswith("F.json: ")
+    assert said in str(caught.value)
+    str(caught.value).encode()

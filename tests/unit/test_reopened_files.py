@@ -1,0 +1,29 @@
+"""Large safetensors are closed and opened again while they are read, so that their pages do not pile up."""
+
+import pytest
+import torch
+from models import hf
+
+from zero3d.boxes import whole
+from zero3d.hf import load
+
+
+@pytest.mark.parametrize(("limit", "most", "least"), [(load.REOPEN_BYTES, 1, 1), (2_000, 99, 10)])
+def test_a_file_is_reopened_after_so_many_bytes_and_reads_the_same(tmp_path, monkeypatch, limit, most, least):
+    model = hf("llama")
+    model.save_pretrained(tmp_path)
+    opened, original = [], load.safe_open
+    weights = load.FileWeights(tmp_path, hf("llama").to("meta"))
+    weights._open = ("", None)
+
+    def counted(*given, **options):
+        opened.append(given)
+        return original(*given, **options)
+
+    monkeypatch.setattr(load, "safe_open", counted)
+    monkeypatch.setattr(load, "REOPEN_BYTES", limit)
+    for name, p in model.named_parameters():
+        rows = p.shape[0] // 2
+        for box in (((0, rows), *whole(tuple(p.shape))[1:]), ((rows, p.shape[0]), *whole(tuple(p.shape))[1:])):
+            assert torch.equal(weights(name, box), p[box[0][0] : box[0][1]])
+    assert least <= len(opened) <= most
