@@ -28,6 +28,7 @@ class Boundary:
     """Progress of the current step on this rank.
 
     count    micro-batches so far
+    usual    micro-batches of the last step; `accumulate` before there was one
     weight   sum of their weights, which are in `weights`
     reached  `step()` will apply
     draw     in exact mode: told the number of a micro-batch before its forward. It has one backward then
@@ -40,10 +41,13 @@ class Boundary:
         self._draw = draw
         self._driven: Driven | None = None
         self._counted = False
+        self.usual, self.count, self.reached = accumulate, 0, False
         self.reset()
 
     def reset(self) -> None:
         """A new step."""
+        if self.reached:
+            self.usual = self.count
         self.count = 0
         self.weight: float | Tensor = 0.0
         self.weights: list[float | Tensor] = []

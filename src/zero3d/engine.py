@@ -31,17 +31,18 @@ from zero3d.generation import Ending, check_options, generate, last_only, next_l
 from zero3d.guards import guard, guard_rest, is_guarded
 from zero3d.health import Health, check_weights
 from zero3d.hf.blocks import UnitSpec, partition_all
+from zero3d.hf.experts import compute_in_fp64
 from zero3d.hf.export import export
 from zero3d.initial import Source, from_module, from_source, hollow
 from zero3d.ledger import Ledger
 from zero3d.mesh import Mesh
 from zero3d.param_groups import OptimizerChoice, choose_optimizer
-from zero3d.pipeline import Around, Pipeline, find_ties, names_of_copies, pipeline_policies, take_parts
+from zero3d.pipeline import Around, Pipeline, find_ties, names_of_copies, take_parts
 from zero3d.plan.traffic import UnitTraffic
 from zero3d.precision import DTYPES, NAMES, LossScale, Precision, at_least_fp32
 from zero3d.replica import Replica, Slices
 from zero3d.rng import share_torch_rng
-from zero3d.schedules import Schedule
+from zero3d.schedules import Schedule, pipeline_policies
 from zero3d.tensor_parallel import parallelize, warn_across_hosts
 from zero3d.transport import forget_note
 from zero3d.zero.arena import STATES, TRANSIENT, Arena
@@ -88,10 +89,11 @@ class Engine:
     loss          (output, batch) -> (sum of losses, weight), for `train_batch`
     units         module classes or name patterns; None finds the repeated blocks
     release       "auto" | "every_use" | "every_step": gathered parameters at stage 3
-    reduce        "auto" | "every_micro_batch" | "every_step": when gradients are reduced
-
+    reduce        "auto" | "every_micro_batch" | "every_step": when gradients are reduced; stages that reduce at the
+                  same moments give the same bits ("auto": stages 0, 1 every step, 2, 3 every micro-batch)
     schedule      of a pipeline (mesh.pp > 1): gpipe, 1f1b (None), interleaved, zero-bubble or zbv; for train_batch
-    exact         the same bits at every dp: a power of two, micro-batches numbered as `exact.Leaves` says
+    exact         the same bits at every dp (a power of two), stage and `reduce`, of one global list of micro-batches,
+                  numbered as `exact.Leaves` says
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
     tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
     sequence_parallel  cut activations between blocks over tp, too, along the sequence
@@ -136,6 +138,8 @@ class Engine:
         self.mesh = mesh if mesh is not None else Mesh()
         release, reduce = resolve_policies(row, *pipeline_policies(self.mesh.pp, release, reduce))
         _check(model, clip_norm, accumulate, weights)
+        if self.precision.name == "fp64":
+            compute_in_fp64(model)
         choice = choose_optimizer(model, optimizer, param_groups)
         self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
         order = Schedule.asked(self.mesh.pp, schedule, blocks)
@@ -397,8 +401,9 @@ class Engine:
 
         A mapping's entries that the model's forward does not take are left for the loss. Back-propagates
         the sum that `loss(output, batch) -> (sum, weight)` returns; without one output.loss times the
-        number of shifted labels that are not -100. The step is applied at the end of the list, whatever
-        `accumulate` says. Batches are on the mesh's device: nothing of them is moved, here and in `evaluate`.
+        number of shifted labels that are not -100; of a model that returns one number, that as the mean
+        loss of weight 1. The step is applied at the end of the list, whatever `accumulate` says.
+        Batches are on the mesh's device: nothing of them is moved, here and in `evaluate`.
         After a failure on some rank of a pipeline every further call raises Zero3dError.
         """
         micro_batches, seen = list(micro_batches), []
@@ -488,12 +493,14 @@ class Engine:
     def _sum_and_weight(self, output: Any, batch: Any) -> tuple[Tensor, float | Tensor]:
         if self._loss is not None:
             return self._loss(output, batch)
+        if isinstance(output, Tensor) and output.dim() == 0:
+            return at_least_fp32(output), 1.0
         loss = getattr(output, "loss", None)
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if loss is None or labels is None:
             raise ConfigError(
                 "train_batch and evaluate need a loss: pass Engine(loss=lambda output, batch: (sum, weight)), or "
-                "batches with 'labels' for a model whose output has .loss."
+                "batches with 'labels' for a model whose output has .loss, or a model that returns its mean loss."
             )
         weight = (labels[..., 1:] != -100).sum()
         total = at_least_fp32(loss) * weight
@@ -608,7 +615,8 @@ class Engine:
         device = self.mesh.device
         cpu = device.type == "cpu"
         return {
-            "stage": self.stage, "reduce": self.policy.reduce, **self.mesh.degrees._asdict(),
+            "stage": self.stage, "reduce": self.policy.reduce, "accumulate": self.boundary.usual,
+            **self.mesh.degrees._asdict(),
             "precision": self.precision.name, "algorithm": self.comm.algorithm, "torch": torch.__version__,
             "kernels": torch.backends.cpu.get_cpu_capability() if cpu
             else torch.get_device_module(device).get_device_name(),
@@ -676,6 +684,11 @@ def _check(model: nn.Module, clip_norm: float | None, accumulate: int, weights: 
         raise ConfigError(f"accumulate={accumulate!r}: pass the number of micro-batches per step, at least 1.")
     if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
         raise ConfigError(f"clip_norm={clip_norm!r}: pass a positive norm, or None for no clipping.")
+    if "_orig_mod" in dict(model.named_children()):
+        raise ConfigError(
+            "Engine(torch.compile(model)): its graph would hold the engine's hooks. Pass the model itself, and compile "
+            "its blocks before: zero3d.activations.compile_blocks(model), or train.compile: true in a file."
+        )
     parameters = dict(model.named_parameters())
     if is_guarded(model) or any(isinstance(p, DTensor) for p in parameters.values()):
         raise ConfigError(

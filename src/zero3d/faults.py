@@ -5,7 +5,8 @@
     all that saw it   raise at once from then on: messages of the failed step may still be under way, and
                       the next step would take them for its own
 
-A ConfigError outside of the parts is no failure: it is raised on all ranks alike, before anything is sent.
+Outside of the parts a ConfigError is no failure, raised on all ranks alike before anything is sent, nor is a
+NonFiniteError, after everything has arrived.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from zero3d.errors import FAULT, ConfigError, Zero3dError
+from zero3d.errors import FAULT, ConfigError, NonFiniteError, Zero3dError
 from zero3d.transport import Axis, leave_note, read_note
 
 _LOG = logging.getLogger("torch.distributed.pipelining.schedules")  # prints whole schedules after an error
@@ -58,7 +59,7 @@ class Faults:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, ConfigError) and self._first is None:
+            if isinstance(error, (ConfigError, NonFiniteError)) and self._first is None:
                 raise
             said = f"rank {self._axis.rank} of axis pp failed: {type(error).__name__}: {error}"
             leave_note(said, getattr(error, "exit_code", FAULT))

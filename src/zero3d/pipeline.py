@@ -47,13 +47,6 @@ from zero3d.zero.collectives import Comm
 from zero3d.zero.unit import Unit
 
 
-def pipeline_policies(pp: int, release: str, reduce: str) -> tuple[str, str]:
-    """In a pipeline parameters are held and gradients summed for the whole schedule, unless asked otherwise."""
-    if pp == 1:
-        return release, reduce
-    return "every_step" if release == "auto" else release, "every_step" if reduce == "auto" else reduce
-
-
 def take_parts(model: nn.Module, axis: Axis, schedule: Schedule, blocks: str | None) -> dict[int, nn.Module]:
     """This rank's parts of the model by number; without pipeline the model itself."""
     if axis.size == 1:

@@ -27,6 +27,13 @@ DEFAULT = "1f1b"
 IN_A_FILE = "micro-batches (in a file train.accumulate = train.batch / (train.micro_batch x dp))"
 
 
+def pipeline_policies(pp: int, release: str, reduce: str) -> tuple[str, str]:
+    """In a pipeline parameters are held and gradients summed for the whole schedule, unless asked otherwise."""
+    if pp == 1:
+        return release, reduce
+    return "every_step" if release == "auto" else release, "every_step" if reduce == "auto" else reduce
+
+
 class Schedule(NamedTuple):
     """A schedule of torch: how many parts a rank has, and whether they are laid out in a V."""
 

@@ -135,7 +135,19 @@ def test_a_runs_command_has_its_own_output_and_leaves_out_what_is_not_compared(t
 # --- results to rows ----------------------------------------------------------------------------
 
 
-def result(*, losses=(3.0, 2.5), held_out=2.6, sent=100, off=0, activations="none", seconds=0.5, kept=800):
+def result(
+    *,
+    losses=(3.0, 2.5),
+    held_out=2.6,
+    sent=100,
+    off=0,
+    activations="none",
+    seconds=0.5,
+    kept=800,
+    accumulate=2,
+    pp=None,
+    **zero,
+):
     """What `zero3d train --json` prints, with round figures. off: what memory differs by from its formula."""
 
     def held(consumer, measured, formula, at_most=False):
@@ -162,8 +174,12 @@ def result(*, losses=(3.0, 2.5), held_out=2.6, sent=100, off=0, activations="non
     ops = (("all_gather", sent), ("reduce_scatter", 2 * sent), ("broadcast", 7))
     return {
         "ranks": 2, "layers": 4, "steps": 2, "losses": list(losses), "held_out_loss": held_out, "peak_memory": 9000,
-        "batch": {"batch": 8, "micro_batch": 2, "accumulate": 2, "dp": 2},
-        "step_seconds": seconds, "samples_per_s": 8 / seconds, "config": {"activations": activations},
+        "batch": {"batch": 8, "micro_batch": 2, "accumulate": accumulate, "dp": 2},
+        "step_seconds": seconds, "samples_per_s": 8 / seconds,
+        "config": {
+            "activations": activations, "mesh": {"pp": pp},
+            "zero": {"stage": 1, "release": "auto", "reduce": "auto", "exact": False} | zero,
+        },
         "memory": [*states, *temporary, held("activations", kept, None)],
         "traffic": [{"op": op, "measured": moved(size), "formula": moved(size), "equal": True} for op, size in ops],
     }  # fmt: skip
@@ -230,6 +246,27 @@ def test_another_loss_at_any_step_is_not_the_same_bits(other, loss, held_out, sh
     text = printed("precision=bf16,fp32", found)
     assert "same bits" not in text
     assert shown in text
+
+
+@pytest.mark.parametrize(("first", "other", "apart"), [
+    ({"stage": 1}, {"stage": 2}, True),
+    ({"stage": 3}, {"stage": 0}, True),
+    ({"stage": 1}, {"stage": 2, "accumulate": 1}, False),  # one micro-batch: one moment
+    ({"stage": 1}, {"stage": 3, "reduce": "every_step"}, False),
+    ({"stage": 2}, {"stage": 3}, False),
+    ({"stage": 1}, {"stage": 3, "pp": 2}, False),  # pipelines reduce once a step
+    ({"stage": 1, "exact": True}, {"stage": 3, "exact": True}, False),
+])  # fmt: skip
+def test_runs_that_reduce_at_different_moments_say_so_beside_the_difference(first, other, apart):
+    word = "zero.stage=1,2"
+    found = compared(word, result(**first), result(losses=(3.0, 2.25), **other))
+    assert found[1].apart is apart
+    text = printed(word, found)
+    assert ("-2.5e-01 r" in text) is apart
+    assert ("r: gradients are reduced at other moments than in the first run" in text) is apart
+    assert ("Sums in another order are rounded otherwise" in " ".join(text.split())) is apart
+    assert "-2.5e-01" in text
+    assert not compared(word, result(**first), result(**other))[1].apart  # nothing to explain
 
 
 def test_a_contradicted_formula_is_said():

@@ -170,7 +170,7 @@ def test_the_planner_sends_leaves_narrow_and_sums_wide():
     assert reduced_width(replace(plan, exact=False)) == 4.0
 
 
-FACTS = {"stage": 3, "reduce": "auto", "dp": 4, "tp": 1, "pp": 1, "precision": "bf16", "algorithm": "pairwise",
+FACTS = {"stage": 3, "reduce": "every_step", "accumulate": 2, "dp": 4, "tp": 1, "pp": 1, "precision": "bf16", "algorithm": "pairwise",
          "torch": "2", "kernels": "AVX2", "threads": 1, "leaves": None}  # fmt: skip
 
 
@@ -182,6 +182,15 @@ def test_a_resume_says_whether_it_is_bitwise_and_if_not_why():
     )
     assert "dp 4 -> 2" in promise(exact, exact | {"dp": 2, "stage": 1, "reduce": "every_step"})
     assert promise(exact, exact | {"dp": 2, "stage": 1, "reduce": "every_step"}).startswith("bitwise")
+    micro = FACTS | {"reduce": "every_micro_batch"}
+    assert promise(FACTS, micro) == (
+        "not bitwise: reduce every_step -> every_micro_batch (2 micro-batches a step are summed in another order)"
+    )
+    assert promise(FACTS, FACTS | {"stage": 1}).startswith("bitwise: as if it had not been interrupted, stage 3 -> 1,")
+    once = {"accumulate": 1}
+    assert promise(FACTS | once, micro | once).startswith("bitwise")
+    older = {name: value for name, value in FACTS.items() if name != "accumulate"}
+    assert promise(older, micro).startswith("not bitwise: reduce every_step -> every_micro_batch (several micro")
     assert promise(exact, exact | {"tp": 2, "dp": 2}).startswith("not bitwise: tp 1 -> 2 (matrix products")
     assert promise(exact, exact | {"leaves": 4}).startswith("not bitwise: leaves 8 -> 4")
     assert promise(FACTS, exact) == "not bitwise: exact was False when it was saved, and is True now"

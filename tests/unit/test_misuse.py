@@ -384,6 +384,7 @@ BAD = {
     "stage 3.0": (lambda: make(stage=3.0), "stage=0, 1, 2 or 3"),
     "clip text": (lambda: make(clip_norm="1"), "positive"),
     "a class as units": (lambda: make(units=Block), "pass a list"),
+    "a compiled model": (lambda: make(torch.compile(build("net"))), "compile its blocks before: zero3d.activations"),
     "complex": (lambda: make(nn.Linear(2, 2, dtype=torch.complex64)), "complex"),
     "adafactor built": (
         lambda: make(m := build("net"), optimizer=torch.optim.Adafactor(m.parameters())),
@@ -419,3 +420,41 @@ def test_lora_adapters_over_a_frozen_base_agree_at_all_stages():
     assert len(hashes) == 1
     with pytest.raises(zero3d.CheckpointError, match="PEFT"):
         engine.export("anywhere")
+
+
+class WithLoss(nn.Module):
+    """Returns its mean loss and nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = build("net")
+
+    def forward(self, ids):
+        return loss_of(self.net, ids)
+
+
+@pytest.mark.parametrize("wrap", [lambda ids: ids, lambda ids: {"ids": ids}], ids=["tensor", "mapping"])
+def test_an_output_that_is_one_number_is_the_mean_loss_of_weight_1(wrap):
+    model, engine = WithLoss(), make(WithLoss(), stage=3, accumulate=2, clip_norm=None)
+    losses = [model(batch(m)) for m in range(2)]
+    (sum(losses) / 2).backward()
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    mean = float((losses[0] + losses[1]).detach()) / 2
+    assert float(engine.evaluate([wrap(batch(m)) for m in range(2)])) == pytest.approx(mean, rel=1e-6)
+    assert float(engine.train_batch([wrap(batch(m)) for m in range(2)])) == pytest.approx(mean, rel=1e-6)
+    assert float(engine.last_step.grad_norm) == pytest.approx(float(norm), rel=1e-5)
+
+
+def test_experts_compute_in_fp64():
+    ids = {"input_ids": batch(0), "labels": batch(0)}
+    losses = [float(make("qwen3_moe", precision=name).train_batch([ids])) for name in ("fp64", "fp32")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    chosen = build("qwen3_moe")
+    chosen.set_experts_implementation("batched_mm")
+    make(chosen, precision="fp64")
+    assert chosen.config._experts_implementation == "batched_mm"
+    dense = build("llama")
+    make(dense, precision="fp64")
+    fast = build("qwen3_moe")
+    make(fast, precision="fp32")
+    assert fast.config._experts_implementation == build("qwen3_moe").config._experts_implementation

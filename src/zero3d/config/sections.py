@@ -3,6 +3,7 @@
     output, seed, precision, activations      of the whole run
     model    data    train                    what is trained, on what, how long
     optimizer    schedule    loss_scale       the update
+    health                                    what becomes of steps that are not finite
     zero    mesh                              who holds what
     evaluate    checkpoint    log    profile    plan    what is done on the way
 
@@ -115,6 +116,22 @@ class LossScale:
 
 
 @dataclass(frozen=True)
+class Health:
+    """Steps that are skipped, their gradients being NaN or infinite; not those that lower fp16's loss scale."""
+
+    nonfinite: str = key(
+        "skip",
+        "go on after such a step, or stop at the first with exit code 1 (then every step's gradients are looked at)",
+        choices=("skip", "stop"),
+    )
+    max_skips: int = key(
+        20,
+        "so many in a row, or a whole run of fewer steps, end it with exit code 1 and the first unit's name",
+        least=1,
+    )
+
+
+@dataclass(frozen=True)
 class Zero:
     """What the data-parallel ranks shard."""
 
@@ -219,6 +236,7 @@ class Config:
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     loss_scale: LossScale = field(default_factory=LossScale)
+    health: Health = field(default_factory=Health)
     zero: Zero = field(default_factory=Zero)
     mesh: Mesh = field(default_factory=Mesh)
     evaluate: Evaluate = field(default_factory=Evaluate)

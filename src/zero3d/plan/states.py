@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from zero3d.plan.held import Held, rank_of
 from zero3d.plan.spec import ModelSpec, ParallelPlan
-from zero3d.schedules import Schedule
+from zero3d.schedules import Schedule, pipeline_policies
 from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
 
 NAMES = {2: "bf16", 4: "fp32", 8: "fp64"}
@@ -61,9 +61,7 @@ def _states(model: ModelSpec, plan: ParallelPlan, pp_stage: int, dp_rank: int) -
 
 def policies(plan: ParallelPlan) -> tuple[str, str]:
     """Release and reduce as the engine resolves them."""
-    held = "every_step" if plan.pp > 1 else "auto"
-    release, reduce = (held if asked == "auto" else asked for asked in (plan.release, plan.reduce))
-    return resolve_policies(stage_row(plan.stage), release, reduce)
+    return resolve_policies(stage_row(plan.stage), *pipeline_policies(plan.pp, plan.release, plan.reduce))
 
 
 def reduced_width(plan: ParallelPlan, narrow: float = 2.0) -> float:

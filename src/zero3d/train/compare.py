@@ -3,7 +3,8 @@
 memory       bytes of one rank by category: measured, by formula, and whether they agree
 traffic      bytes that one rank sends per step, by operation: the same three
 speed        sequences per rank and step, seconds per step, samples per second
-loss         last loss, held-out loss, and their differences to the first run; `same_bits` is about every step
+loss         last loss, held-out loss, and their differences to the first run; `same_bits` is about every step,
+             `moment` of reduction about why they may differ
 exact        of runs with zero.exact: a fingerprint of masters and optimizer states beside the last loss in all digits
 recompute    of runs that differ in `activations`: plan/recompute.py's arithmetic beside the measured step
 
@@ -17,7 +18,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from zero3d.plan.recompute import Arithmetic, best_segment, recompute_arithmetic
+from zero3d.schedules import pipeline_policies
 from zero3d.train.variants import Variant
+from zero3d.zero.stages import resolve_policies, stage_row
 
 CATEGORIES = ("parameters", "gradients", "optimizer states", "padding", "temporary", "activations")
 ONCE = ("broadcast",)  # sent at the first step only
@@ -54,7 +57,11 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one run. Differences are to the first run; None where a loss is missing or not finite."""
+    """The figures of one run. Differences are to the first run; None where a loss is missing or not finite.
+
+    moment  when gradients are reduced: every_step or every_micro_batch; "" in exact mode, where it changes no bit
+    apart   the losses are not the first run's, whose moment is another
+    """
 
     label: str
     values: tuple[str, ...]
@@ -71,6 +78,8 @@ class Row:
     held_out_loss: float | None
     held_out_difference: float | None
     same_bits: bool
+    moment: str
+    apart: bool
     fingerprint: str | None
     recompute: Recompute | None
 
@@ -95,13 +104,23 @@ def _row(variant: Variant, result: Result, recompute: Recompute | None, first: R
     batch, losses = result["batch"], result["losses"]
     last, first_last = losses[-1], first["losses"][-1]
     held_out, first_held_out = result["held_out_loss"], first["held_out_loss"]
+    same = None not in losses and losses == first["losses"] and held_out == first_held_out
+    own, other = moment(result), moment(first)
     return Row(
         variant.label, variant.values, result["ranks"], memory(result), result["peak_memory"], traffic(result),
         batch["micro_batch"], batch["accumulate"], result["step_seconds"], result["samples_per_s"],
         last, _minus(last, first_last), held_out, _minus(held_out, first_held_out),
-        None not in losses and losses == first["losses"] and held_out == first_held_out,
-        result.get("fingerprint"), recompute,
+        same, own, not same and own != other, result.get("fingerprint"), recompute,
     )  # fmt: skip
+
+
+def moment(result: Result) -> str:
+    """When a run reduces its gradients; with one micro-batch per step that is the same moment at every stage."""
+    zero, pp = result["config"]["zero"], result["config"]["mesh"]["pp"] or 1
+    if zero["exact"]:
+        return ""
+    _, reduce = resolve_policies(stage_row(zero["stage"]), *pipeline_policies(pp, zero["release"], zero["reduce"]))
+    return reduce if result["batch"]["accumulate"] > 1 else "every_step"
 
 
 def _minus(value: float | None, first: float | None) -> float | None:

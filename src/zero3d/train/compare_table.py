@@ -20,6 +20,8 @@ from zero3d.train.variants import Axis, Variant
 
 UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("bytes", 1))
 SAME = "same bits"
+APART = " r"  # beside a difference between runs that reduce at different moments
+MOMENTS = {"every_step": "once a step", "every_micro_batch": "after every micro-batch", "": "in exact mode's own order"}
 SHORT = {"optimizer states": "optimizer", "activations": "activa-\ntions"}  # for 80 columns
 NAMES = {"reduce_scatter": "reduce-scatter", "all_gather": "all-gather", "all_to_all": "all-to-all"}
 
@@ -89,6 +91,8 @@ def speed_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
             _loss(row.held_out_loss), "" if first else _difference(row, row.held_out_difference),
         )  # fmt: skip
     table.caption = "batch: micro_batch x accumulate; s per step: median from the second"
+    if any(row.apart for row in rows):
+        table.caption += "\nr: gradients are reduced at other moments than in the first run"
     return table
 
 
@@ -145,6 +149,7 @@ def verdicts(rows: Sequence[Row]) -> Iterator[Text]:
         yield Text("losses: the same bits at every step of every run", style="green")
     elif len(others) < len(rows) - 1:
         yield Text(f"losses: not the same bits as the first run's in {'; '.join(others)}")
+    yield from map(Text, reasons(rows))
     prints = {row.fingerprint for row in rows}
     if None not in prints and len(prints) == 1 and not others:
         yield Text(f"exact: one curve, and one hash of all states, {prints.pop()}", style="green")
@@ -152,6 +157,17 @@ def verdicts(rows: Sequence[Row]) -> Iterator[Text]:
         yield Text("exact: NOT one curve and one hash of all states", style="bold red")
     layers = {row.recompute.layers for row in rows if row.recompute}
     yield from (Text(square_root(each)) for each in sorted(layers))
+
+
+def reasons(rows: Sequence[Row]) -> Iterator[str]:
+    """Why losses of runs that reduce at different moments are not the same bits, as one line."""
+    apart = [row for row in rows if row.apart]
+    if apart:
+        told = "; ".join(f"{row.label} {MOMENTS[row.moment]}" for row in apart)
+        yield (
+            f"r: gradients are reduced {MOMENTS[rows[0].moment]} in {rows[0].label}, and in {told}. Sums in another "
+            "order are rounded otherwise: zero.reduce=every_step gives all stages the same bits, zero.exact=true always"
+        )
 
 
 # --- cells --------------------------------------------------------------------------------------
@@ -207,4 +223,6 @@ def _loss(value: float | None) -> str:
 def _difference(row: Row, value: float | None) -> str:
     if value is None:
         return ""
-    return SAME if row.same_bits else "0" if value == 0 else f"{value:+.1e}" if math.isfinite(value) else ""
+    if row.same_bits or not math.isfinite(value):
+        return SAME if row.same_bits else ""
+    return ("0" if value == 0 else f"{value:+.1e}") + (APART if row.apart else "")

@@ -1,16 +1,17 @@
 """The training loop: steps, evaluations, checkpoints, and stopping when asked to.
 
-    batch -> engine.train_batch -> record -> (evaluation) -> (checkpoint) -> (stop)
+    batch -> engine.train_batch -> record -> (evaluation) -> (give up) -> (checkpoint) -> (stop)
 
-A step is one batch, applied or skipped. What a checkpoint holds of the loop is `Progressed`: with
-the engine's own states, the run goes on as if it had not been interrupted.
+A step is one batch, applied or skipped; too many in a row that are not finite end the run. What a checkpoint holds
+of the loop is `Progressed`: with the engine's own states, the run goes on as if it had not been interrupted.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -18,10 +19,12 @@ import psutil
 import torch
 from torch import Tensor
 
-from zero3d.config import Config
+from zero3d.config import Config, Health
 from zero3d.data.batches import BatchStream, validation_batches
 from zero3d.data.sequences import Sequences
 from zero3d.engine import Engine
+from zero3d.errors import NonFiniteError
+from zero3d.health import check_weights
 from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
 from zero3d.train.metrics import Metrics, Record
@@ -78,13 +81,15 @@ class Loop:
         self.traffic = Traffic(engine)
         self.comparison: Comparison | None = None
         self.checkpoint = folder.checkpoints
+        self._most = most_skips(config.health)
         self._validation, self._options = validation, options
         self._flops, self.tokens = flops, 0
         device = engine.mesh.device
         self._name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
     def run(self, steps: int, metrics: Metrics, progress: Progress) -> None:
-        """Steps done + 1 .. steps. Raises Stopped, after a checkpoint, when a signal asks for it."""
+        """Steps done + 1 .. steps. Raises Stopped, after a checkpoint, when a signal asks for it; NonFiniteError."""
+        self._most = min(self._most, steps)
         tracer = Tracer(self.config.profile, self.folder.root, self.engine.everyone.rank)
         with StopRequest() as request, tracer:
             for step in progress.track(self.done.step + 1, steps):
@@ -101,6 +106,8 @@ class Loop:
                 progress.show(record)
                 self._compare(progress)
                 tracer.step()
+                if self.engine.health.in_a_row >= self._most:
+                    self._give_up(too_many(self.config.health, self._most, step, steps))
                 if last or asked or _due(step, self.config.checkpoint.every) or self._best_is_new(record):
                     self.save(record)
                 if asked and not last:
@@ -114,7 +121,7 @@ class Loop:
         batches = [self.on_device(batch) for batch in next(self.stream)]
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         self.tokens += tokens
-        loss = self.engine.train_batch(batches)
+        loss = self._train(batches)
         done = self.engine.last_step
         assert done is not None
         record = {
@@ -127,6 +134,42 @@ class Loop:
             "tokens": tokens,
         }
         return record | {"seconds": time.monotonic() - begun}
+
+    def _train(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
+        """One step. The last one that may be skipped is traced."""
+        health = self.engine.health
+        try:
+            with health.tracing() if health.is_last(self._most) else nullcontext():
+                return self.engine.train_batch(batches)
+        except NonFiniteError as error:  # of fp16's smallest loss scale
+            self._give_up(str(error))
+            raise
+
+    def _give_up(self, why: str) -> None:
+        """Raise NonFiniteError on all ranks, which says where to go on from; what is saved stays as it is.
+
+        What there is of a run that has saved nothing is saved: skipped steps have changed nothing.
+        """
+        engine, found = self.engine, ""
+        try:
+            check_weights(engine.units, engine.comm, engine.everyone, NonFiniteError, "")
+            if engine.steps and self.checkpoint == self.folder.checkpoints:
+                self.save({})
+        except NonFiniteError as error:
+            found = f"{error}"
+        engine.health.fail(why, f"{found}{self._way_on()}")
+
+    def _way_on(self) -> str:
+        """What to type after giving up."""
+        change = "Lower optimizer.lr or look at the data of these steps"
+        if self.checkpoint == self.folder.checkpoints:
+            return f"No step was applied and nothing saved. {change}, then start anew with --overwrite."
+        own = self.checkpoint.resolve().parent == self.folder.checkpoints.resolve()
+        start = "auto" if own else f"{self.checkpoint} output=FOLDER"
+        return (
+            f"These steps changed nothing, and {self.checkpoint} is there. {change}, then go on from it: "
+            f"zero3d train {self.folder.config} --resume {start}"
+        )
 
     def _finish(self, record: Record, request: StopRequest) -> int:
         """Add what all ranks know together; the signal that asks them to stop, or 0."""
@@ -193,6 +236,21 @@ class Loop:
         if self.engine.everyone.rank == 0:
             best = None if self.done.best is None else self.done.best[0]
             self.folder.prune(self.engine.steps, self.config.checkpoint.keep, best)
+
+
+def most_skips(health: Health) -> int:
+    """Steps in a row that are not finite, the last of which ends a run."""
+    return 1 if health.nonfinite == "stop" else health.max_skips
+
+
+def too_many(health: Health, most: int, step: int, steps: int) -> str:
+    """Why a run ends at `step`."""
+    what = "had gradients that are NaN or infinite"
+    if health.nonfinite == "stop":
+        return f"step {step} {what} (health.nonfinite=stop)."
+    if most < health.max_skips:
+        return f"all {steps} steps of the run {what}."
+    return f"{most} steps in a row {what} (health.max_skips={most}), up to step {step}."
 
 
 def _due(step: int, every: int) -> bool:

@@ -7,7 +7,9 @@
       2   |  sharded  |  sharded  |            | every micro-batch     | reduce-scatter M + all-gather 1
       3   |  sharded  |  sharded  |  sharded   | every micro-batch     | reduce-scatter M + all-gather up to 2M
 
-Psi parameters, N data-parallel degree, M micro-batches per step, K optimizer bytes per parameter.
+Psi parameters, N data-parallel degree, M micro-batches per step, K optimizer bytes per parameter. Stages give the same
+bits where gradients are reduced at the same moments: M = 1, or one `reduce` for all. A sum over ranks, then over
+micro-batches, is rounded in another order than one over micro-batches, then over ranks.
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models" (2020), section 5 (memory); the elements moved are plan/traffic.py's.
 """
