@@ -6,6 +6,7 @@ padding: each is a multiple of 16,384 elements.
 
 import pytest
 
+from zero3d.plan.footprint import footprints
 from zero3d.plan.hardware import cluster
 from zero3d.plan.memory import memory
 from zero3d.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
@@ -189,6 +190,19 @@ def test_tp_divides_what_is_cut_and_sequence_parallelism_the_rest_but_gathered_i
     gathered = 4 * HIDDEN
     block = 101 / 2 + (211 - gathered) / 2 + gathered
     assert found["activations"] == TOKENS * ((3 + 5) / 2 + 4 * block + (401 + 43) / 2)
+
+
+def test_outputs_of_experts_are_those_that_a_token_meets():
+    """8 experts of 24 rows, tp divides their rows; of all parameters a token meets a quarter."""
+    weights = Weight("router", (8, HIDDEN)), Weight("experts", (8, 24, HIDDEN), cut=1), Weight("frozen", (5, 5), False)
+    biases = (Weight("router.bias", (8,)),)
+    numel = 8 * HIDDEN + 8 * 24 * HIDDEN + 25 + 8
+    experts = Part("block", (Unit("block", weights + biases),), Operations(1.0), active=numel // 4)
+    first, *_, last = model_of().parts
+    model = ModelSpec("experts", (first, experts, last), LENGTH, HIDDEN, VOCAB, heads=4, kv_heads=4)
+    for tp in (1, 2):
+        found = footprints(model, ParallelPlan(tp=tp, micro_batch=2))[experts]
+        assert found.for_weights == pytest.approx(2 * TOKENS * (8 + 8 * 24 / tp * (numel // 4) / numel), rel=1e-12)
 
 
 # --- buffers of reductions ------------------------------------------------------------------------

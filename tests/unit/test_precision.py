@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zero3d.errors import ConfigError, Zero3dError
-from zero3d.precision import LossScale, LossScaling, Precision, to_compute
+from zero3d.precision import LossScale, LossScaling, Precision, at_least_fp32, to_compute
 
 
 def half_away(value):
@@ -85,6 +85,23 @@ def values(scale, overflows):
 ])  # fmt: skip
 def test_each_rule_of_the_loss_scale(rule, overflows, wanted):
     assert values(scale_of(**rule), overflows) == wanted
+
+
+def test_the_rule_that_fp16_has_by_default():
+    """It begins at 2^16, doubles after 1,000 good steps, tolerates one overflow and gives up at 1."""
+    assert values(LossScale(Precision("fp16")), "." * 1000)[-2:] == [2.0**16, 2.0**17]
+    worst = LossScale(Precision("fp16"))
+    assert values(worst, "x" * 17) == [2.0**16, *(2.0**i for i in range(15, -1, -1))]
+    with pytest.raises(Zero3dError, match="minimum loss scale 1 "):
+        worst.update(overflow=True)
+
+
+def test_losses_of_16_bits_are_widened_and_others_are_themselves():
+    for dtype in (torch.bfloat16, torch.float16):
+        assert at_least_fp32(torch.ones((), dtype=dtype)).dtype == torch.float32
+    for dtype in (torch.float32, torch.float64):
+        loss = torch.ones((), dtype=dtype)
+        assert at_least_fp32(loss) is loss
 
 
 def test_a_precision_without_a_loss_scale_has_none():
