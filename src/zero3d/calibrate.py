@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from zero3d.errors import Zero3dError
+from zero3d.errors import ConfigError
 from zero3d.mesh import Mesh
 from zero3d.plan.hardware import cluster, named
 from zero3d.plan.spec import ClusterSpec, Gpu, Link
@@ -180,7 +180,7 @@ def _disk(folder: Path, nbytes: int) -> float:
             file.read()
             return nbytes / max(written, time.perf_counter() - begun)
     except OSError as error:
-        raise Zero3dError(f"calibrate writes a file of {nbytes >> 20} MB in {folder}: {error.strerror}") from error
+        raise ConfigError(f"calibrate writes a file of {nbytes >> 20} MB in {folder}: {error.strerror}") from error
 
 
 # --- links --------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def go_on_after(action):
 def test_after_a_loss_function_failed_every_further_call_raises_at_once_on_all_ranks(ranks, action):
     found = ranks(2, go_on_after, action, group_timeout=3.0)
     for rank, (first, again) in enumerate(found):
-        assert "part 1 of 2 of the pipeline, on rank 1 of axis pp, failed: ValueError: a bad sample" in first[1], rank
+        assert first[1].startswith("part 1 of 2 of the pipeline, on rank 1 of axis pp, failed: ValueError: a bad"), rank
         for kind, text in again:
             assert kind == "Zero3dError"
             assert AGAIN in text

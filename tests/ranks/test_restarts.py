@@ -10,8 +10,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import TCPStore
+from torch.distributed.distributed_c10d import _get_default_store
 from training import field, metrics, save_model, save_rows, train, tree
 
 from zero3d import rendezvous
@@ -22,7 +24,7 @@ HERE = Path(__file__).parents[1]
 
 
 def attempts(port, counts):
-    """Join once per attempt through the agent's store at `port`, and leave; what the ranks then sum up.
+    """Join once per attempt through the agent's store at `port`, and leave; sums, and whether the dead left a word.
 
     counts  restart count of each attempt, by rank: each node's agent has its own
     """
@@ -34,9 +36,11 @@ def attempts(port, counts):
         given["TORCHELASTIC_RESTART_COUNT"] = str(count[rank])
         with mock.patch.dict(os.environ, given), mock.patch.object(rendezvous, "LOOK", 0.05):
             start_distributed()
-        total = torch.tensor(10**rank * (number + 1))
+        store, total = _get_default_store(), torch.tensor(10**rank * (number + 1))
+        left = store.check(["a word"])  # so would addresses be
         dist.all_reduce(total)
-        found.append(int(total))
+        store.set("a word", "of this attempt")
+        found.append((int(total), left))
         dist.destroy_process_group()
     return found
 
@@ -44,7 +48,7 @@ def attempts(port, counts):
 @pytest.mark.parametrize("counts", [[(0, 0), (1, 1), (2, 2)], [(0, 0), (1, 0)]], ids=["one node", "two nodes"])
 def test_every_attempt_forms_a_world_whatever_the_dead_one_has_left(ranks, counts):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert ranks(2, attempts, store.port, counts, timeout=60.0) == [[11, 22, 33][: len(counts)]] * 2
+    assert ranks(2, attempts, store.port, counts) == [[(11, False), (22, False), (33, False)][: len(counts)]] * 2
 
 
 def test_a_rank_that_never_comes_is_an_error_of_ours():
@@ -63,11 +67,11 @@ def build():
     model = AutoModelForCausalLM.from_pretrained("model")
     forward, calls = model.forward, []
 
-    def dying(input_ids, labels=None, position_ids=None):
+    def dying(input_ids, labels=None, **options):
         calls.append(input_ids)
         if len(calls) == 7 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-        return forward(input_ids=input_ids, labels=labels, position_ids=position_ids)
+        return forward(input_ids=input_ids, labels=labels, **options)
 
     model.forward = dying
     return model
@@ -79,19 +83,17 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_and_it_ends_with_the_same
     save_model(tmp_path / "model")
     save_rows(tmp_path / "rows.npy")
     (tmp_path / "dying.py").write_text(DYING)
-    whole = ranks(2, train, tree(tmp_path, "whole"))[0]
-    words = [f"data.train={tmp_path / 'rows.npy'}", "data.length=16", "data.shuffle=false", "precision=fp32",
-             "train.steps=5", "train.batch=4", "train.accumulate=2", "optimizer.lr=1e-3", "schedule.warmup=2",
-             "checkpoint.every=1", "checkpoint.export=false", f"data.cache={tmp_path / 'cache'}", "output=out",
-             "model.path=dying:build"]  # fmt: skip
+    whole = ranks(2, train, tree(tmp_path, "whole"), timeout=300.0)[0]
+    made = tree(tmp_path, model={"path": "dying:build"}, checkpoint={"every": 1, "export": False})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(made))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), str(tmp_path)])}
     done = subprocess.run(
-        [*torchrun, "-m", "zero3d.cli.main", "train", *words, "--resume", "auto"],
+        [*torchrun, "-m", "zero3d.cli.main", "train", "run.yaml", "--resume", "auto"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("going on from out/checkpoints/step-3, after step 3") == 1
-    records = [each for each in metrics({"output": str(tmp_path / "out")}) if "loss" in each]
+    assert done.stdout.count("out/checkpoints/step-3, after step 3") == 1
+    records = [each for each in metrics(made) if "loss" in each]
     assert field(records, "step") == [1, 2, 3, 4, 5]
     assert field(records, "loss") == field(whole, "loss")

@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -305,10 +306,6 @@ def leave_exception(error: BaseException) -> int:
         code = error.exit_code
         if error.from_rank is not None:
             return code
-    if "torch" in sys.modules and not isinstance(error, KeyboardInterrupt):
-        from zero3d.transport import leave_note
-
-        leave_note(f"{type(error).__name__}: {error}", code)
     summary, callstack = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
     if ERROR_FILE in os.environ:
         extra = {"py_callstack": "" if clear else callstack, "timestamp": str(int(time.time()))}
@@ -316,7 +313,18 @@ def leave_exception(error: BaseException) -> int:
             Path(os.environ[ERROR_FILE]).write_text(json.dumps({"message": {"message": summary, "extraInfo": extra}}))
     if LAUNCHED not in os.environ and code != 130:
         print(summary if clear else callstack, file=sys.stderr)
+    if "torch" in sys.modules and code != 130:
+        tell_peers(summary, code)
     return code
+
+
+def tell_peers(summary: str, code: int) -> None:
+    """Leave the note that peers quote when they lose this rank. A store whose host has vanished may never answer."""
+    from zero3d.transport import leave_note
+
+    telling = threading.Thread(target=leave_note, args=(summary, code), daemon=True)
+    telling.start()
+    telling.join(LAST_WORDS)
 
 
 def follow_launcher() -> None:
