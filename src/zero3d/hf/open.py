@@ -129,7 +129,7 @@ def _read_generation_config(folder: Path, module: nn.Module) -> None:
     except Exception as error:  # odd values fail wherever they are first used
         raise ConfigError(
             f"{file} is none that transformers knows: {_said(error)}. Correct it, or remove it."
-        ) from None
+        ) from error
 
 
 def _said(error: Exception) -> str:
