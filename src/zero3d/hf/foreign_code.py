@@ -10,21 +10,22 @@ transformers has a class of that name, and train something else than the folder 
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from zero3d.errors import ConfigError
+from zero3d.reading import Unreadable, read_object
 
 SHOWN = 3
 
 
 def refuse_code(*files: Path) -> None:
-    """Raise ConfigError where one of the JSON files, as far as they exist, names code to run."""
+    """Raise ConfigError where one of the JSON files, as far as they exist, names code to run or cannot be read."""
     for file in files:
-        if file.is_file():
+        if os.path.lexists(file):
             named = list(dict.fromkeys(_named(_read(file), file.parent)))
             if named:
                 raise ConfigError(
@@ -36,9 +37,9 @@ def refuse_code(*files: Path) -> None:
 
 def _read(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON ({' '.join(str(error).split())[:200]}).") from error
+        return read_object(file)
+    except Unreadable as error:
+        raise ConfigError(f"{file} {error}: correct it, or remove it.") from error
 
 
 def _named(tree: Any, folder: Path) -> Iterator[str]:

@@ -11,7 +11,6 @@ layers, old names). What a box costs to read, on a rank that holds nothing else 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -23,12 +22,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from zero3d.boxes import Box, slices, whole
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, short
+from zero3d.reading import Unreadable, check_regular, read_object
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 REOPEN_BYTES = 32 << 20  # pages of a mapped file count as this process's memory until it is closed
 SHOWN = 3
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them; what is narrower needs scales beside it
+SAID = 300  # characters of an error of safetensors
 Rows = tuple[int, int | None]
 
 
@@ -189,10 +190,7 @@ class FileWeights:
 def _index(folder: Path) -> dict[str, str]:
     """File of every tensor. Raises ConfigError when there is none."""
     if (folder / INDEX).is_file():
-        try:
-            where: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{folder / INDEX} is no index of safetensors files: {error!r}.") from error
+        where = _weight_map(folder / INDEX)
     elif (folder / ONE_FILE).is_file():
         where = {}
     else:
@@ -205,14 +203,30 @@ def _index(folder: Path) -> dict[str, str]:
     keys: dict[str, str] = {}
     for file in sorted(set(where.values())) or [ONE_FILE]:
         try:
+            check_regular(folder / file)
             with safe_open(folder / file, framework="pt") as stored:
                 keys |= dict.fromkeys(stored.keys(), file)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{folder / file} cannot be read as safetensors ({error}): copy it again.") from error
+        except (OSError, SafetensorError, Unreadable) as error:
+            said = f"{folder / short(file)} cannot be read as safetensors ({str(error)[:SAID]}): copy it again."
+            raise ConfigError(said) from error
     lost = sorted(set(where) - set(keys))
     if lost:
-        raise ConfigError(f"{folder / INDEX} names {len(lost)} tensors that no file holds, first {lost[0]!r}.")
+        raise ConfigError(f"{folder / INDEX} names {len(lost)} tensors that no file holds, first {short(lost[0])!r}.")
     return keys
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Files in the index's folder by tensor. Raises ConfigError."""
+    try:
+        where = read_object(index).get("weight_map")
+    except Unreadable as error:
+        raise ConfigError(f"{index} is no index of safetensors files: it {error}.") from error
+    if not isinstance(where, dict) or not where:
+        raise ConfigError(f"{index} is no index of safetensors files: it has no weight_map of names.")
+    for file in where.values():
+        if not isinstance(file, str) or not file or Path(file).name != file or "\0" in file:
+            raise ConfigError(f"{index} names {short(repr(file))}, which is no file in its own folder.")
+    return where
 
 
 def _renaming(model: nn.Module, shapes: Mapping[str, Any]) -> Any:

@@ -7,7 +7,9 @@ module:function               whatever nn.Module the function returns, with its 
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -17,12 +19,17 @@ from typing import Any
 from torch import nn
 
 from zero3d.config import Model
-from zero3d.errors import ConfigError, Zero3dError
+from zero3d.errors import ConfigError, Zero3dError, short
 from zero3d.hf.build import RandomWeights, build
 from zero3d.hf.foreign_code import refuse_code
 from zero3d.hf.load import FileWeights
 from zero3d.hf.presets import PRESETS, no_model
 from zero3d.initial import Source
+from zero3d.reading import Unreadable, read_object
+
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
+MOST_LAYERS = 10_000
+LONGEST = 300  # characters of an error of transformers
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,6 @@ def preset(name: str) -> Any:
 
 def read_config(path: Path) -> Any:
     """The transformers config of a folder or a config.json. Raises ConfigError."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     file = path / "config.json" if path.is_dir() else path
@@ -92,21 +98,45 @@ def read_config(path: Path) -> Any:
             f"{path} has no config.json (it has {', '.join(inside) or 'nothing'}): give a folder written by "
             "save_pretrained."
         )
+    try:
+        _check_sizes(read_object(file), file)
+    except Unreadable as error:
+        raise ConfigError(f"{file} is no config that transformers knows: it {error}.") from error
     refuse_code(file)
     try:
         return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        said = str(error).strip().splitlines()[0] if isinstance(error, OSError) else " ".join(str(error).split())
-        raise ConfigError(f"{file} is no config that transformers knows: {said}") from error
+    except Exception as error:  # odd values fail wherever they are first used
+        raise ConfigError(f"{file} is no config that transformers knows: {_said(error)}") from error
+
+
+def _check_sizes(told: Mapping[str, Any], file: Path) -> None:
+    """Refuse numbers of layers with which a model would be built for ever. Raises ConfigError."""
+    for key, value in told.items():
+        if isinstance(value, Mapping):  # of text, of vision
+            _check_sizes(value, file)
+        elif key in LAYERS and isinstance(value, int) and value > MOST_LAYERS:
+            raise ConfigError(f"{file}: {key} is {short(value)}, and at most {MOST_LAYERS:,} layers are built.")
 
 
 def _read_generation_config(folder: Path, module: nn.Module) -> None:
     from transformers import GenerationConfig
 
     file = folder / "generation_config.json"
+    if not os.path.lexists(file):
+        return
     refuse_code(file)
-    if file.is_file():
+    try:
         module.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # odd values fail wherever they are first used
+        raise ConfigError(
+            f"{file} is none that transformers knows: {_said(error)}. Correct it, or remove it."
+        ) from error
+
+
+def _said(error: Exception) -> str:
+    """What an error of transformers says, in one line of bounded length."""
+    said = str(error).strip().splitlines()[0] if isinstance(error, OSError) else " ".join(str(error).split())
+    return f"{type(error).__name__}: {said[:LONGEST]}"
 
 
 def call(path: str) -> nn.Module:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from zero3d.config import load
 from zero3d.errors import CheckpointError, ConfigError, short
+from zero3d.reading import Unreadable, parse_object
 from zero3d.saved.fields import USE_ANOTHER
 from zero3d.saved.folders import checkpoints, complete_steps, discard, find, tidy
 from zero3d.saved.intact import damage, newest_intact
@@ -236,7 +237,7 @@ class Folder:
 
     def keep_metrics(self, step: int) -> list[dict[str, float]]:
         """Drop lines after `step`, which will be written again; what is left."""
-        lines = self.metrics.read_text().splitlines() if self.metrics.is_file() else []
+        lines = self.metrics.read_text(errors="replace").splitlines() if self.metrics.is_file() else []
         kept = [record for record in map(_parse, lines) if record is not None and record["step"] <= step]
         fresh = self.metrics.with_suffix(".tmp")
         fresh.write_text("".join(json.dumps(record) + "\n" for record in kept))
@@ -260,12 +261,13 @@ def _exported(folder: Path) -> bool:
 
 
 def _parse(line: str) -> dict[str, float] | None:
-    """A record, or None for a line that a crash cut off."""
+    """A record, or None for a line that a crash cut off, or that no run has written."""
     try:
-        record: dict[str, float] = json.loads(line)
-    except ValueError:
+        record = parse_object(line)
+    except Unreadable:
         return None
-    return record
+    plain = all(value is None or isinstance(value, int | float) for value in record.values())
+    return record if plain and isinstance(record.get("step"), int) else None
 
 
 def first_free(stem: str) -> int:
