@@ -1,6 +1,8 @@
 """A model cut over tp ranks computes what one process computes."""
 
+import ast
 import hashlib
+import re
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.nn import functional as F
 
 from zero3d.errors import ConfigError
 from zero3d.ledger import Ledger
-from zero3d.tensor_parallel import Channel, cross_entropy, parallelize
+from zero3d.tensor_parallel import Channel, cross_entropy, parallelize, read_styles
 
 COMMON_ATTENTION = {f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"}
 COMMON_ATTENTION |= {"layers.*.self_attn.o_proj": "rowwise_split_input", "embed_tokens": "replicate"}
@@ -71,11 +73,24 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 2,
     ("mpt", 2, "none", {}), ("mpt", 4, "full", {}),
     ("gpt_oss", 2, "full", {}), ("lfm2", 2, "none", {}), ("bamba", 2, "none", {}), ("falcon_h1", 2, "none", {}),
     ("jamba", 2, "none", {}), ("jamba", 2, "full", EXPERTS), ("inkling2_text", 2, "none", {}),
-    ("mla", 4, "full", {"kv_heads": 4}), ("gemma3n_text", 2, "full", {}), ("gemma4_text", 2, "none", {}),
+    ("mla", 4, "full", {"kv_heads": 4}), ("deepseek_v3", 2, "none", {}), ("gemma3n_text", 2, "full", {}), ("gemma4_text", 2, "none", {}),
 ])  # fmt: skip
 def test_plans_of_ours_equal_one_process_in_float64(ranks, name, world, policy, options):
     results = ranks(world, loss_and_gradients, name, policy, options)
     assert_equal_one_process(results, name, **{k: v for k, v in options.items() if k != "sequence"})
+
+
+def proposed(name):
+    """The map that the refusal of a model without a plan proposes."""
+    with pytest.raises(ConfigError, match="comes without a tensor-parallel plan") as told:
+        read_styles(tiny(name))
+    return ast.literal_eval(re.search(r"For example: (\{.*\})\.", str(told.value))[1])
+
+
+@pytest.mark.parametrize("name", ["bert", pytest.param("bart", marks=pytest.mark.long)])
+def test_the_plan_that_a_refusal_proposes_is_right(ranks, name):
+    results = ranks(2, loss_and_gradients, name, "none", {"plan": proposed(name)})
+    assert_equal_one_process(results, name)
 
 
 def recomputed_bits(name, options):

@@ -139,6 +139,7 @@ def read_styles(model: nn.Module, plan: Mapping[str, str] | None = None) -> dict
 
 
 def _vocabulary(model: nn.Module, inner: Any) -> dict[str, Style]:
+    """Embedding and head; none where a third module has a parameter of theirs, as BERT's have the head's bias."""
     found = {}
     names = {module: name for name, module in model.named_modules()}
     for ask, style, kind in (
@@ -148,7 +149,9 @@ def _vocabulary(model: nn.Module, inner: Any) -> dict[str, Style]:
         module = getattr(inner, ask)() if hasattr(inner, ask) else None
         if isinstance(module, kind) and module in names:
             found[names[module]] = Style(style)
-    return found
+    shared = {p for name in found for p in model.get_submodule(name).parameters()}
+    others = (m for name, m in model.named_modules() if name not in found)
+    return {} if any(p in shared for m in others for p in m.parameters(recurse=False)) else found
 
 
 def _head_name(model: nn.Module, inner: Any) -> str | None:

@@ -2,6 +2,7 @@
 
     opt, gptj, stablelm, bloom, mpt, falcon, gpt2    no plan there
     gpt_oss                                          none for tp; its experts are [experts, inputs, outputs] with biases
+    deepseek_v3                                      none for its latent attention; deepseek_v2's is transformers'
     lfm2, bamba, falcon_h1, jamba                    attention and MLPs; convolutions and Mamba mixers stay whole
     inkling2                                         its experts' gates and ups lie one behind the other
     gemma3n                                          an MLP that takes mean and deviation of all its gates
@@ -94,6 +95,9 @@ SHIPPED: Mapping[str, Plan | Callable[[Any], Plan]] = {
     "apertus": {"layers.*.mlp.act_fn": PARTIAL},
     "bamba": _HYBRID,
     "bloom": _bloom,
+    "deepseek_v3": {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.q_b_proj": "colwise"}
+    | {"layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj"}
+    | cut("layers.*.self_attn", "kv_b_proj", "o_proj"),
     "falcon": _falcon,
     "falcon_h1": _FALCON_H1,
     "gemma3n_text": _gemma3n,
