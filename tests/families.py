@@ -11,15 +11,33 @@ SHARED = {  # keys and values of two layers are used by two others
     "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2,
     "sliding_window": 4, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "head_dim": 8,
 }  # fmt: skip
-HYBRID = {"mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_expand": 1,
+          "attn_layer_indices": [1]}  # fmt: skip
+EXPERTS = ("gpt_oss", "inkling2_text", "jamba")
 CONFIGS = {
-    "bart": ("Bart", {"is_decoder": True, "is_encoder_decoder": False, "dropout": 0.0, "encoder_layers": 1,
-                      "decoder_ffn_dim": 48, "decoder_attention_heads": 4, "decoder_layers": 4}),
-    "bert": ("BertLMHead", {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
-    "gemma3n_text": ("Gemma3n", SHARED | {"laurel_rank": 4, "altup_num_inputs": 2,
-                                          "activation_sparsity_pattern": [0.9, 0.0, 0.9, 0.0]}),
-    "gemma4_text": ("Gemma4", SHARED | {"global_head_dim": 8}),
-    "jamba": ("Jamba", HYBRID),
+    "bamba": MAMBA2,
+    "bart": {"is_decoder": True, "is_encoder_decoder": False, "dropout": 0.0, "encoder_layers": 1, "decoder_layers": 4,
+             "decoder_ffn_dim": 48, "decoder_attention_heads": 4},
+    "bert": {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "bloom": {"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "deepseek_v3": {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+                    "num_key_value_heads": 4, "first_k_dense_replace": 2, "head_dim": 4},
+    "falcon": {"hidden_dropout": 0.0, "attention_dropout": 0.0, "ffn_hidden_size": 48, "bias": True, "num_kv_heads": 2},
+    "falcon_h1": MAMBA2 | {"head_dim": 8, "mamba_d_ssm": 32, "mamba_chunk_size": 4},
+    "gemma3n_text": SHARED | {"laurel_rank": 4, "altup_num_inputs": 2,
+                              "activation_sparsity_pattern": [0.9, 0.0, 0.9, 0.0]},
+    "gemma4_text": SHARED | {"global_head_dim": 8},
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4, "resid_pdrop": 0.0,
+             "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "inkling2_text": {"head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8,
+                      "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "d_rel": 4,
+                      "rel_extent": 16, "sliding_window_size": 4, "unpadded_vocab_size": 64},
+    "jamba": {"mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "attention_dropout": 0.0},
+    "stablelm": {"use_qkv_bias": True, "hidden_dropout": 0.0},
 }  # fmt: skip
 
 
@@ -27,10 +45,13 @@ def family(name, **options):
     """A model of this type that computes language modelling losses."""
     import transformers as t
 
-    kind, own = CONFIGS[name]
     torch.manual_seed(7)
-    config = t.AutoConfig.for_model(name, **SIZES | own | options, use_cache=False)
-    model = getattr(t, f"{kind}{'Model' if kind.endswith('Head') else 'ForCausalLM'}")(config)
+    given = SIZES | CONFIGS[name] | options
+    if name in ("bloom", "mpt"):  # whose configs read other names
+        given = {key: value for key, value in given.items() if not key.startswith("num_")}
+    model = t.AutoModelForCausalLM.from_config(t.AutoConfig.for_model(name, **given, use_cache=False))
+    if name in EXPERTS:
+        model.set_experts_implementation("eager")  # the usual one has no fp64
     with torch.no_grad():  # biases and norms that matter
         for p in model.parameters():
             if p.dim() == 1:

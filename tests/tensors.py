@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from families import CONFIGS, family
 from models import batch
 
 from zero3d.activations import recompute
@@ -14,12 +15,14 @@ LAYERS = 2
 def tiny(name, dropout=0.0, kv_heads=2, lora=False, layers=LAYERS, **sizes):
     """A model of vocabulary 64, width 32, 4 heads and 2 layers, in training mode.
 
-    name    llama, qwen3 and gemma2 (tied), gpt2 (tied), apertus, mla, next, llama4 or moe
+    name    llama, qwen3 and gemma2 (tied), gpt2 (tied), apertus, mla, next, llama4 or moe; or one of `families`
     lora    True, or options of it
     sizes   other than that, as configs call them (not GPT-2's)
     """
     import transformers as t
 
+    if name in CONFIGS:
+        return family(name, **sizes)
     torch.manual_seed(7)
     common = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}
     common |= {"num_attention_heads": 4, "num_key_value_heads": kv_heads, "max_position_embeddings": 64}

@@ -1,6 +1,8 @@
 """A model cut over tp ranks computes what one process computes."""
 
+import ast
 import hashlib
+import re
 
 import pytest
 import torch
@@ -12,10 +14,9 @@ from torch.nn import functional as F
 
 from zero3d.errors import ConfigError
 from zero3d.ledger import Ledger
-from zero3d.tensor_parallel import Channel, cross_entropy, parallelize
+from zero3d.tensor_parallel import Channel, cross_entropy, parallelize, read_styles
 
 COMMON_ATTENTION = {f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"}
-WHOLE_ATTENTION = {f"layers.*.self_attn.{x}": "none" for x in ("q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
 COMMON_ATTENTION |= {"layers.*.self_attn.o_proj": "rowwise_split_input", "embed_tokens": "replicate"}
 
 
@@ -43,12 +44,53 @@ def assert_equal_one_process(results, name, **options):
     ("gpt2", 2, "every:2", {}), ("gpt2", 4, "full", {"sequence": True}), ("moe", 2, "none", {}),
     ("llama", 2, "none", {"lora": True}), ("llama", 2, "none", {"lora": True, "sequence": True}), ("gpt2", 2, "full", {"lora": True}),
     ("llama", 2, "none", {"plan": COMMON_ATTENTION}), ("apertus", 2, "none", {}),
-    ("mla", 2, "none", {"plan": WHOLE_ATTENTION}), ("llama", 2, "none", {"plan": {"embed_tokens": "none", "lm_head": "none"}}),
+    ("mla", 2, "none", {}), ("gemma3n_text", 2, "none", {}), ("bloom", 2, "none", {}), ("gpt_oss", 2, "none", {}),
+    ("llama", 2, "none", {"plan": {"embed_tokens": "none", "lm_head": "none"}}),
     ("llama", 2, "none", {"plan": {"embed_tokens": "replicate"}, "lora": {"target_modules": ["q_proj", "embed_tokens"]}}),
 ])  # fmt: skip
 def test_loss_and_gradients_equal_one_process_in_float64(ranks, name, world, policy, options):
     results = ranks(world, loss_and_gradients, name, policy, options)
     assert_equal_one_process(results, name, **{k: v for k, v in options.items() if k not in ("sequence", "plan")})
+
+
+MULTI_QUERY = {"multi_query": True, "new_decoder_architecture": False}
+OLD_FALCON = {"multi_query": False, "new_decoder_architecture": False, "num_kv_heads": 4}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "world", "policy", "options"), [
+    ("opt", 2, "none", {}), ("opt", 2, "none", {"sequence": True}), ("opt", 2, "full", {"do_layer_norm_before": False}),
+    ("gptj", 2, "none", {}), ("gptj", 2, "none", {"sequence": True}),
+    ("stablelm", 2, "none", {}), ("stablelm", 2, "none", {"use_parallel_residual": True}),
+    ("stablelm", 2, "none", {"qk_layernorm": True}),
+    ("falcon", 2, "none", {"new_decoder_architecture": True}), ("falcon", 2, "none", MULTI_QUERY),
+    ("falcon", 2, "none", {"new_decoder_architecture": True, "sequence": True}),
+    ("falcon", 2, "none", OLD_FALCON | {"alibi": True}),
+    ("falcon", 4, "selective", OLD_FALCON | {"alibi": True, "attn_implementation": "eager"}),
+    ("falcon", 2, "full", {"new_decoder_architecture": True, "alibi": True}),
+    ("bloom", 4, "none", {}), ("bloom", 2, "selective", {}), ("bloom", 2, "none", {"sequence": True}),
+    ("mpt", 2, "none", {}), ("mpt", 4, "full", {}),
+    ("gpt_oss", 2, "full", {}), ("lfm2", 2, "none", {}), ("bamba", 2, "none", {}), ("falcon_h1", 2, "none", {}),
+    ("jamba", 2, "none", {}), ("jamba", 2, "full", EXPERTS), ("inkling2_text", 2, "none", {}),
+    ("mla", 4, "full", {"kv_heads": 4}), ("deepseek_v3", 2, "none", {}), ("gemma3n_text", 2, "full", {}), ("gemma4_text", 2, "none", {}),
+])  # fmt: skip
+def test_plans_of_ours_equal_one_process_in_float64(ranks, name, world, policy, options):
+    results = ranks(world, loss_and_gradients, name, policy, options)
+    assert_equal_one_process(results, name, **{k: v for k, v in options.items() if k != "sequence"})
+
+
+def proposed(name):
+    """The map that the refusal of a model without a plan proposes."""
+    with pytest.raises(ConfigError, match="comes without a tensor-parallel plan") as told:
+        read_styles(tiny(name))
+    return ast.literal_eval(re.search(r"For example: (\{.*\})\.", str(told.value))[1])
+
+
+@pytest.mark.parametrize("name", ["bert", pytest.param("bart", marks=pytest.mark.long)])
+def test_the_plan_that_a_refusal_proposes_is_right(ranks, name):
+    results = ranks(2, loss_and_gradients, name, "none", {"plan": proposed(name)})
+    assert_equal_one_process(results, name)
 
 
 def recomputed_bits(name, options):

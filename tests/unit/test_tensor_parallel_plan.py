@@ -1,6 +1,5 @@
 """Plans: what is read, what is refused and how, which parameters are cut; no ranks."""
 
-import ast
 import re
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from zero3d.ledger import Ledger
 from zero3d.tensor_parallel import parallelize
 from zero3d.tensor_parallel.plan import REFUSED, STYLES, parse, read_plan
 from zero3d.tensor_parallel.regions import Doors
+from zero3d.tensor_parallel.shipped import shipped_plan
 from zero3d.transport import Axis
 
 NET = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
@@ -71,7 +71,7 @@ def test_every_style_of_known_versions_is_read_or_refused_by_its_name(style):
         with pytest.raises(ConfigError, match=f"layers.0: style '{style}' is not built"):
             parse("layers.0", style)
     else:
-        assert parse("layers.0", style).kind == style
+        assert parse("layers.0", style).kind == {"local_params": "replicate"}.get(style, style)
 
 
 def test_a_plan_is_read_from_the_model_and_the_users_map_wins():
@@ -150,7 +150,8 @@ def test_one_rank_leaves_a_model_as_it_is():
     ("net", {"plan": {"layers.*.upp": "colwise"}}, "gives 'layers.*.upp' a style, and nothing in Net has that name"),
     ("llama", {"plan": {"layers.*.mlp.up_proj": "colwize"}}, "layers.*.mlp.up_proj: unknown tensor-parallel style 'colwize'"),
     ("llama", {"plan": {"layers.*.mlp.up_proj": "colwise:2"}}, "unknown tensor-parallel style 'colwise:2'"),
-    ("llama", {"plan": {"layers.*.mlp.up_proj": "mla_kv_a_proj"}}, "style 'mla_kv_a_proj' is not built"),
+    ("llama", {"plan": {"layers.*.mlp.up_proj": "moe_identity_expert"}}, "style 'moe_identity_expert' is not built"),
+    ("llama", {"plan": {"layers.*.self_attn": "own_heads"}}, "unknown tensor-parallel style 'own_heads'"),
     ("llama", {"plan": {"layers.*.input_layernorm": "colwise"}}, "is a LlamaRMSNorm"),
     ("llama", {"plan": {"lm_head": "embedding_rowwise"}}, "is for an nn.Embedding, and this is a Linear"),
     ("llama", {"size": 4}, "num_key_value_heads=2: 2 / 4 is not whole"),
@@ -169,19 +170,68 @@ def test_what_cannot_be_cut_is_refused_with_names_and_numbers(model, options, to
         cut(built, **options)
 
 
-def test_attention_of_low_rank_can_be_kept_whole_as_the_refusal_says():
-    with pytest.raises(ConfigError, match="'mla_kv_a_proj' is not built") as told:
-        cut(on_meta("mla"))
-    whole = ast.literal_eval(re.search(r"with (\{.*\}) in", str(told.value))[1])
-    assert [name.rpartition(".")[2] for name in whole] == ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
-    done = cut(on_meta("mla"), plan=whole)
-    assert {name.split(".")[-2] for name in done.cuts} == {
-        "embed_tokens",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-        "lm_head",
-    }
+def test_attention_of_low_rank_keeps_its_first_projections_whole():
+    done = cut(on_meta("mla"))
+    inside = {name.split(".")[-2] for name in done.cuts if "self_attn" in name}
+    assert inside == {"q_b_proj", "kv_b_proj", "o_proj"}
+    assert not done.partial
+
+
+def test_numbers_of_heads_are_divided_only_where_matrices_are_cut():
+    model = on_meta("bloom")
+    cut(model, plan={f"h.0.self_attention.{name}": "none" for name in ("query_key_value", "dense")})
+    first, second = model.transformer.h
+    assert (first.self_attention.num_heads, second.self_attention.num_heads) == (4, 2)
+    assert (len(first.self_attention._forward_pre_hooks), len(second.self_attention._forward_pre_hooks)) == (0, 1)
+
+
+@pytest.mark.parametrize(("name", "attention"), [("bloom", "h.*.self_attention"), ("mpt", "blocks.*.attn")])
+def test_a_plan_that_only_divides_heads_is_refused_where_every_head_has_a_slope(name, attention):
+    with pytest.raises(ConfigError, match=r"cut over tp and takes \w+, which has a slope.*'own_heads:H'"):
+        cut(on_meta(name), plan={attention: "none"})
+    cut(on_meta(name), plan={attention: "own_heads:4"})
+
+
+def test_sparse_mlps_that_take_the_mean_of_their_gates_give_it_whole():
+    plan = read_plan(on_meta("gemma3n_text"))
+    assert plan["model.layers.0.mlp.gate_proj"].kind == "colwise_gather_output"
+    assert plan["model.layers.0.mlp.down_proj"].kind == "rowwise_split_input"
+    assert plan["model.layers.1.mlp.gate_proj"].kind == "colwise"
+
+
+def test_norms_of_every_head_and_one_key_for_all_heads_leave_attention_whole():
+    for name, options in [
+        ("stablelm", {"qk_layernorm": True}), ("falcon", {"multi_query": True, "new_decoder_architecture": False}),
+    ]:  # fmt: skip
+        plan = read_plan(on_meta(name, **options))
+        kinds = {style.kind for module, style in plan.items() if "self_att" in module}
+        assert kinds == {"colwise_gather_output", "rowwise_split_input"}
+
+
+def test_heads_that_tp_does_not_divide_are_no_hindrance_where_attention_is_whole():
+    sizes = {"num_attention_heads": 3, "hidden_size": 30, "multi_query": True, "new_decoder_architecture": False}
+    assert cut(on_meta("falcon", **sizes), size=2).cuts
+
+
+def test_attention_sinks_and_experts_with_biases_are_cut_and_the_last_bias_is_added_once():
+    model = on_meta("gpt_oss")
+    whole = shapes(model)
+    done = cut(model)
+    layer = "model.layers.0."
+    halved = {n.removeprefix(layer) for n, shape in shapes(model).items() if n.startswith(layer) and shape != whole[n]}
+    assert halved >= {"self_attn.sinks", "mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias"}
+    assert shapes(model)[layer + "mlp.experts.down_proj"] == (4, 24, 32)
+    assert done.partial == {f"model.layers.{i}.mlp.experts.down_proj_bias" for i in range(2)}
+
+
+def test_our_plan_is_found_inside_a_model_of_images_and_text_and_inside_pefts_wrapper():
+    import peft
+
+    model = nn.ModuleDict({"tower": nn.Linear(4, 4), "text": on_meta("opt").model})
+    model.config = model.text.config
+    assert shipped_plan(model)["text.decoder.layers.*.fc1"] == "colwise"
+    adapted = peft.get_peft_model(tiny("opt"), peft.LoraConfig(target_modules=["q_proj"]))
+    assert read_plan(adapted)["base_model.model.model.decoder.layers.0.fc2"].kind == "rowwise"
 
 
 @pytest.mark.parametrize("style", ["none", "replicate"])

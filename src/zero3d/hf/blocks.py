@@ -76,7 +76,8 @@ def _are_akin(holder: nn.Module, children: Sequence[nn.Module]) -> bool:
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    return isinstance(module, Elsewhere) or any(p.dim() == 2 for p in module.parameters())
+    inside = [m for m in module.modules() if not isinstance(m, nn.Embedding)]
+    return isinstance(module, Elsewhere) or any(p.dim() == 2 for m in inside for p in m.parameters(recurse=False))
 
 
 def _are_made_of_blocks(modules: Sequence[nn.Module]) -> bool:

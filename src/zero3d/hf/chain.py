@@ -128,7 +128,7 @@ def _refuse_layer_drop(model: nn.Module) -> None:
     for name in ("layerdrop", "decoder_layerdrop"):
         if (getattr(config, name, None) or 0) > 0:
             raise ConfigError(
-                f"{_refusal(model)}: it skips layers at random ({name}={getattr(config, name)}), and each stage others. "
+                f"{_refusal(model)}: it skips layers at random ({name}={getattr(config, name)}), each stage others. "
                 f"Set {name} to 0.0 in its config before it is built, or pass pp=1."
             )
 
@@ -229,13 +229,13 @@ def _trial(model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], tuples
 
 
 def _hollow_copy(
-    model: nn.Module, blocks: str, calls: _Calls, tuples: bool, others: Mapping[nn.Module | Tensor, object]
+    model: nn.Module, blocks: str, calls: _Calls, tuples: bool, others: dict[nn.Module | Tensor, object]
 ) -> Any:
     """A copy in eval mode without weights, with stand-ins for its blocks and for `others`."""
     children = list(model.get_submodule(blocks).children())
     replaced: dict[nn.Module | Tensor, object] = {t: _weightless(t) for t in (*model.parameters(), *model.buffers())}
     replaced |= {block: _StandIn(block, index, calls, tuples) for index, block in enumerate(children)}
-    return copy_with(model, replaced | dict(others)).eval()
+    return copy_with(model, replaced | others).eval()
 
 
 def _enter_later(model: nn.Module, chain: Chain, rooms: Mapping[str, nn.Module], first: _Calls) -> None:
@@ -244,7 +244,7 @@ def _enter_later(model: nn.Module, chain: Chain, rooms: Mapping[str, nn.Module],
         return
     calls = _Calls(first.ids)
     hidden = torch.zeros_like(first.left)
-    blanks = {room: Blank(room, Relay(received=hidden)) for room in rooms.values()}
+    blanks: dict[nn.Module | Tensor, object] = {room: Blank(room, Relay(received=hidden)) for room in rooms.values()}
     base = base_of(_hollow_copy(model, chain.blocks, calls, chain.tuples, blanks))
     try:
         with torch.no_grad(), torch.device("cpu"):

@@ -1,7 +1,10 @@
 """Tensor parallelism: every matrix of a block is cut, every rank computes with its part, activations are summed.
 
 plan.py        which style each module gets
+shipped.py     plans that transformers lacks
+proposal.py    lines that a message proposes
 styles.py      what a style cuts and hooks
+heads.py       what attention is given for every head
 sequence.py    sequence parallelism and dropout around cut modules
 vocabulary.py  embedding, head and loss
 regions.py     the autograd passages between common and own activations
@@ -24,8 +27,9 @@ from zero3d.ledger import Ledger
 from zero3d.plan.traffic import Passage
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.cuts import Cut
+from zero3d.tensor_parallel.heads import check_alibi
 from zero3d.tensor_parallel.passages import Looked, find_passages, warn_across_hosts
-from zero3d.tensor_parallel.plan import Style, read_plan
+from zero3d.tensor_parallel.plan import CUTS, Style, read_plan
 from zero3d.tensor_parallel.regions import Doors
 from zero3d.tensor_parallel.replace import apply_cuts
 from zero3d.tensor_parallel.sequence import cut_blocks, install_random, install_sequence
@@ -82,6 +86,7 @@ def parallelize(
     config = inner.config.get_text_config() if hasattr(inner, "config") else None
     check_config(config, styles, axis.size)
     check_vocabulary(model, styles, axis.size)
+    check_alibi(model, styles)
     blocks = frozenset(cut_blocks(model, list(styles)))
     head_name = _head_name(model, inner) if local_logits and has_causal_loss(inner) else None
     work = Work(model, Doors(Channel(axis, ledger), sequence), blocks, sequence)
@@ -104,7 +109,7 @@ def parallelize(
 
 def check_config(config: Any, styles: Mapping[str, Style], size: int) -> None:
     """Heads must not be cut in two, which shapes do not tell. Raises ConfigError."""
-    attention = any("attn" in name or "attention" in name for name in styles)
+    attention = any(("attn" in name or "attention" in name) and style.kind in CUTS for name, style in styles.items())
     for what in ("num_attention_heads", "num_key_value_heads") if attention else ():
         heads = getattr(config, what, None)
         if isinstance(heads, int) and heads % size:
@@ -134,6 +139,7 @@ def read_styles(model: nn.Module, plan: Mapping[str, str] | None = None) -> dict
 
 
 def _vocabulary(model: nn.Module, inner: Any) -> dict[str, Style]:
+    """Embedding and head; none where a third module has a parameter of theirs, as BERT's have the head's bias."""
     found = {}
     names = {module: name for name, module in model.named_modules()}
     for ask, style, kind in (
@@ -143,7 +149,9 @@ def _vocabulary(model: nn.Module, inner: Any) -> dict[str, Style]:
         module = getattr(inner, ask)() if hasattr(inner, ask) else None
         if isinstance(module, kind) and module in names:
             found[names[module]] = Style(style)
-    return found
+    shared = {p for name in found for p in model.get_submodule(name).parameters()}
+    others = (m for name, m in model.named_modules() if name not in found)
+    return {} if any(p in shared for m in others for p in m.parameters(recurse=False)) else found
 
 
 def _head_name(model: nn.Module, inner: Any) -> str | None:

@@ -89,6 +89,9 @@ def _of_styles(looked: Looked, size: int, blocks: list[str]) -> Iterator[Passage
                 yield Passage(name, "all_gather", "", LOSS * size, FP32)
             elif kind == "colwise_gather_output":
                 yield Passage(name, "all_gather", "", outputs)
+        elif kind == "mla_kv_a_proj":
+            entered = None  # the latent is another matrix's input
+            yield Passage(name, "", "all_reduce", _get(looked.model, parent).qk_rope_head_dim)
         elif isinstance(module, nn.Module) and (
             kind in ROWWISE or kind in ("embedding_rowwise", "all_reduce", "moe_tp_experts")
         ):

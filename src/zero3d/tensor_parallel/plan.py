@@ -1,10 +1,10 @@
-"""Which style each module, parameter or attribute of a model gets: Hugging Face's plan data, and the user's map.
+"""Which style each module, parameter or attribute of a model gets: plans as data, and the user's map.
 
     layers.*.self_attn.q_proj: colwise      a name in which * stands for one part, and a style
     layers.*.mlp.gate_up: packed_colwise:3  how many equal blocks are fused, where not 2
 
-The user's map wins over the model's own plan; "none" takes a name out of it. A name may begin at the
-model, at the model inside a PEFT wrapper, or at the base model below the head.
+The user's map wins over ours (`shipped.py`), and that over Hugging Face's; "none" takes a name out of it. A name
+may begin at the model, at the model inside a PEFT wrapper, or at the base model below the head.
 
     style                           what is cut                        what its input or output does
     colwise                         outputs of a Linear or Conv1D      input enters
@@ -15,9 +15,15 @@ model, at the model inside a PEFT wrapper, or at the base model below the head.
     embedding_rowwise               the vocabulary of an Embedding     output leaves
     replicated_with_grad_allreduce  nothing: gradients are partial
     moe_tp_experts                  nothing (its parameters are)       floating inputs enter, output leaves
+    mla_kv_a_proj                   nothing                            the rotary part of its output enters
+    own_heads:8                     nothing                            ALiBi, masks of 8 heads: this rank's are taken
+    added_once                      nothing: a bias that rank 0 adds
     all_reduce                      nothing                            output leaves
     divided                         an integer attribute becomes // tp
-    replicate                       nothing
+    replicate, local_params         nothing
+
+A parameter gets colwise or rowwise where it is fused experts' [experts, ., .], their biases [experts, .] or one number
+for every head (attention sinks). Styles that only help what is cut around them are idle where nothing is.
 """
 
 from __future__ import annotations
@@ -33,42 +39,27 @@ from zero3d.errors import ConfigError
 from zero3d.hf.blocks import find_blocks
 from zero3d.hf.chain import base_of
 from zero3d.hf.elsewhere import Elsewhere
+from zero3d.tensor_parallel.proposal import propose
+from zero3d.tensor_parallel.shipped import shipped_plan
 
 NONE = "none"
 STYLES = (
     "colwise", "rowwise", "packed_colwise", "packed_rowwise", "colwise_gather_output", "rowwise_split_input",
     "colwise_rep", "rowwise_rep", "embedding_rowwise", "replicated_with_grad_allreduce", "moe_tp_experts",
-    "all_reduce", "divided", "replicate",
+    "all_reduce", "divided", "replicate", "mla_kv_a_proj", "local_params", "own_heads", "added_once",
 )  # fmt: skip
-OLD_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+OLD_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input", "local_params": "replicate"}
+COUNTED = ("packed_colwise", "packed_rowwise", "own_heads")
+CUTS = ("colwise", "packed_colwise", "rowwise", "packed_rowwise")
 REFUSED = {
-    "mla_kv_a_proj": "half of its output goes past the next projection and is common to all ranks",
-    "local_params": "a parameter without a module, such as attention sinks, is used by an uncut forward",
     "embedding_colwise": "embeddings are cut along the vocabulary",
     "moe_identity_expert": "identity experts must count once, not once per rank",
     "sequence_parallel": "pass sequence_parallel=True, which cuts sequences from the first block to the last",
 }
-OF_ATTENTION = (  # refused ones that leave a way out: nothing of an attention may be cut without the rest
-    "mla_kv_a_proj",
-    "local_params",
-)
-# What transformers' plans lack: those of models without one (also examples of a map), and parameters that are
-# used on what each rank has for itself.
-SHIPPED = {
-    "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
-    "phi": {f"layers.*.self_attn.{x}_layernorm": "replicated_with_grad_allreduce" for x in "qk"},
-    "gpt2": {
-        "h.*.attn.c_attn": "packed_colwise:3",  # q, k and v
-        "h.*.attn.c_proj": "rowwise",
-        "h.*.attn.split_size": "divided",  # its forward splits by this number
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
-    },
-}
 
 
 class Style(NamedTuple):
-    """A style's name and, where matrices are fused, how many."""
+    """A style's name and, where matrices are fused, how many; or of how many heads."""
 
     kind: str
     blocks: int = 1
@@ -90,50 +81,63 @@ def read_plan(
         parse(pattern, style)
     plan: dict[str, Style] = dict(usual or {})
     met = set()
+    ours, called = list(shipped_plan(model)), {}
     for name, aliases in _names(model):
         for patterns in (user, own):
             found = next((p for p in patterns if any(_matches(p, alias) for alias in aliases)), None)
             if found is not None:
                 met.add(found)
-                refused = patterns is own and own[found] in OF_ATTENTION
-                plan[name] = parse(found, patterns[found], _instead(model, found, own) if refused else "")
+                if found in ours:
+                    called[name] = ours.index(found)
+                plan[name] = parse(found, patterns[found])
                 break
     for pattern in user:
         if pattern not in met and not _is_attribute(model, pattern, plan, user[pattern]) and not _away(model, pattern):
             raise ConfigError(
                 f"the tensor-parallel plan gives {pattern!r} a style, and nothing in {type(model).__name__} has that "
-                f"name. {_first_block(model)}"
+                f"name. {propose(model, _roots(model))}"
             )
     for pattern in own:
         if own[pattern] == "divided":
             _is_attribute(model, pattern, plan, "divided")
     if not user and not any(name.startswith(f"{block}.") for name in plan for block in find_blocks(model)):
         raise ConfigError(_no_plan(model))  # some models' own plan is about their head alone
+    plan = _as_called(plan, called)
     away = {name for name, module in model.named_modules() if isinstance(module, Elsewhere)}
-    return {name: style for name, style in plan.items() if style.kind != NONE and name not in away}
+    plan = {name: style for name, style in plan.items() if style.kind != NONE and name not in away}
+    return {name: style for name, style in plan.items() if not _is_idle(name, style, plan)}
 
 
-def parse(name: str, style: str, instead: str = "") -> Style:
-    """A style as it is written. Raises ConfigError for one that is unknown, or refused: tp=1 `instead`."""
+def _as_called(plan: Mapping[str, Style], called: Mapping[str, int]) -> dict[str, Style]:
+    """Our plans list a module's matrices as its forward calls them, which may not be how they were registered."""
+    siblings: dict[str, list[str]] = {}
+    for name in plan:
+        if name in called:
+            siblings.setdefault(name.rpartition(".")[0], []).append(name)
+    queues = {parent: iter(sorted(names, key=lambda name: called[name])) for parent, names in siblings.items()}
+    names = [next(queues[name.rpartition(".")[0]]) if name in called else name for name in plan]
+    return {name: plan[name] for name in names}
+
+
+def _is_idle(name: str, style: Style, plan: Mapping[str, Style]) -> bool:
+    """Whether a style only helps what is cut in its module, and nothing there is."""
+    inside = {"own_heads": name, "divided": name.rpartition(".")[0], "mla_kv_a_proj": name.rpartition(".")[0]}
+    around = inside.get(style.kind)
+    return around is not None and not any(other.startswith(f"{around}.") and plan[other].kind in CUTS for other in plan)
+
+
+def parse(name: str, style: str) -> Style:
+    """A style as it is written. Raises ConfigError for one that is unknown, or refused."""
     kind, _, count = style.partition(":") if isinstance(style, str) else (str(style), "", "")
     if kind in REFUSED:
-        raise ConfigError(f"{name}: style {kind!r} is not built ({REFUSED[kind]}). Use tp=1{instead}.")
-    packed = kind.startswith("packed_")
-    if (kind not in STYLES and kind != NONE) or (count and not (packed and count.isdecimal() and int(count) > 0)):
+        raise ConfigError(f"{name}: style {kind!r} is not built ({REFUSED[kind]}). Use tp=1.")
+    counted = kind in COUNTED and count.isdecimal() and int(count) > 0
+    if (kind not in STYLES and kind != NONE) or ((bool(count) or kind == "own_heads") and not counted):
         raise ConfigError(
             f"{name}: unknown tensor-parallel style {style!r}. Known are {', '.join(STYLES)}, "
-            "packed_colwise:3 (three fused matrices) and none."
+            "packed_colwise:3 (three fused matrices), own_heads:8 (of eight heads) and none."
         )
-    return Style(OLD_NAMES.get(kind, kind), int(count or 2) if packed else 1)
-
-
-def _instead(model: nn.Module, name: str, own: Mapping[str, str]) -> str:
-    """What to type where the model's own plan gives `name` a style that is not built for attention."""
-    attention = name if own[name] == "local_params" else name.rpartition(".")[0]
-    names = [alias for _, aliases in _names(model) for alias in aliases]
-    inside = [p for p in own if f"{p}.".startswith(f"{attention}.") and any(_matches(p, alias) for alias in names)]
-    whole = ", ".join(f"{pattern!r}: 'none'" for pattern in inside)
-    return f", or keep attention whole on all tp ranks with {{{whole}}} in the tensor-parallel plan"
+    return Style(OLD_NAMES.get(kind, kind), int(count or 2) if kind in COUNTED else 1)
 
 
 def _own_plan(model: nn.Module) -> dict[str, str]:
@@ -143,7 +147,8 @@ def _own_plan(model: nn.Module) -> dict[str, str]:
     config = getattr(inner, "config", None)
     if not plan:  # a base model that was built without the usual ending
         plan = dict(getattr(config, "base_model_tp_plan", None) or {})
-    return SHIPPED.get(getattr(config, "model_type", ""), {}) | plan
+    ours = shipped_plan(model)
+    return ours | {pattern: style for pattern, style in plan.items() if pattern not in ours}
 
 
 def _roots(model: nn.Module) -> list[str]:
@@ -205,19 +210,5 @@ def _no_plan(model: nn.Module) -> str:
     return (
         f"{type(model).__name__} comes without a tensor-parallel plan for its blocks. Write one, with colwise for "
         "matrices whose outputs the ranks share out and rowwise for those that take these as inputs. "
-        + _first_block(model)
+        + propose(model, _roots(model))
     )
-
-
-def _first_block(model: nn.Module) -> str:
-    """Example lines made of the first block's matrices: the last one of each module takes what the others gave."""
-    blocks = find_blocks(model)
-    if not blocks:
-        return f"Its modules are {', '.join(name for name, _ in model.named_children())}."
-    first, block = next(iter(blocks.items()))
-    root = max((root for root in _roots(model) if first.startswith(root)), key=len)
-    start = f"{first[len(root) :].rpartition('.')[0]}.*"
-    matrices = [name for name, m in block.named_modules() if getattr(getattr(m, "weight", None), "ndim", 0) == 2]
-    last = {name.rpartition(".")[0]: name for name in matrices}
-    lines = [f"'{start}.{name}': '{'rowwise' if name in last.values() else 'colwise'}'" for name in matrices]
-    return "For example: {" + ", ".join(lines) + "}."

@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zero3d.errors import ConfigError
 from zero3d.nested import map_tensors
 from zero3d.tensor_parallel.cuts import Cut
+from zero3d.tensor_parallel.heads import take_own
 from zero3d.tensor_parallel.plan import Style
 from zero3d.tensor_parallel.regions import Doors, Way, cross
 from zero3d.tensor_parallel.vocabulary import Head, LocalEmbedding
@@ -79,7 +81,7 @@ def apply_style(work: Work, name: str, style: Style, head: Head) -> None:
     elif style.kind == "replicate":
         return
     elif _is_parameter(work.model, name):
-        _experts_parameter(work, name, style)
+        _parameter(work, name, style)
     else:
         APPLY[style.kind](work, name, work.model.get_submodule(name), style, head)
 
@@ -157,6 +159,24 @@ def _experts(work: Work, name: str, module: nn.Module, style: Style, head: Head)
     work.handled.add(module)
 
 
+def _latent(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    """A whole first projection of latent attention: its latent goes into a colwise matrix, which it enters there; the
+    rotary part of keys goes to every rank's own heads, and enters here."""
+    work.refuse_sequence(name, style)
+    rotary = work.model.get_submodule(name.rpartition(".")[0]).qk_rope_head_dim
+    assert isinstance(rotary, int), "of the attention around it"
+
+    def enter(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        latent, keys = output[..., :-rotary], output[..., -rotary:]
+        return torch.cat([latent, work.doors.enter(keys, name, whole=True)], -1)
+
+    module.register_forward_hook(enter)
+
+
+def _heads(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    module.register_forward_pre_hook(partial(take_own, work.doors.channel, style.blocks), with_kwargs=True)
+
+
 def _all_reduce(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
     module.register_forward_hook(partial(_leave, work.doors, name, None))
 
@@ -172,21 +192,32 @@ APPLY: Mapping[str, Callable[[Work, str, nn.Module, Style, Head], None]] = {
     "replicated_with_grad_allreduce": _partial,
     "moe_tp_experts": _experts,
     "all_reduce": _all_reduce,
+    "mla_kv_a_proj": _latent,
+    "own_heads": _heads,
 }
 
 
-def _experts_parameter(work: Work, name: str, style: Style) -> None:
-    """A fused [experts, outputs, inputs] or [experts, inputs, outputs]: colwise cuts dim -2, rowwise dim -1."""
+def _parameter(work: Work, name: str, style: Style) -> None:
+    """Of [experts, outputs, inputs] or [experts, inputs, outputs] colwise cuts dim -2, rowwise dim -1; of [experts, .]
+    and of [heads] the last."""
     owner, _, local = name.rpartition(".")
-    p = work.model.get_submodule(owner)._parameters[local]
+    module = work.model.get_submodule(owner)
+    p = module._parameters[local]
     assert p is not None
+    if style.kind == "added_once":
+        work.partial.add(p)
+        module.forward = AddedOnce(module, local, work.doors.channel.rank)
+        return
     dims = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
-    if style.kind not in dims or p.dim() != 3:
+    if style.kind not in dims or p.dim() > 3:
         raise ConfigError(
-            f"{name}: style {style.kind!r} on a parameter of shape {tuple(p.shape)}. A parameter is cut where it is "
-            "experts' fused matrices [experts, ., .], colwise or rowwise; else give its module the style."
+            f"{name}: style {style.kind!r} on a parameter of shape {tuple(p.shape)}. A parameter is cut, colwise or "
+            "rowwise, where it is experts' fused matrices [experts, ., .], their biases [experts, .] or a number for "
+            "every head; else give its module the style."
         )
-    work.cut(name, p, dims[style.kind], style.blocks)
+    work.cut(name, p, dims[style.kind] if p.dim() == 3 else -1, style.blocks)
+    if p.dim() == 1:
+        work.handled.add(module)
 
 
 def _divide(work: Work, name: str) -> None:
@@ -237,6 +268,22 @@ class Unbiased:
     def __call__(self, x: Tensor) -> Tensor:
         weight: Tensor = self._module.weight
         return x @ weight if self._conv else F.linear(x, weight)
+
+
+class AddedOnce:
+    """Forward of a module one of whose parameters is added to outputs that will be summed: rank 0 adds it."""
+
+    def __init__(self, module: nn.Module, name: str, rank: int) -> None:
+        self._forward, self._module, self._name, self._mine = module.forward, module, name, float(rank == 0)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        parameters: Any = self._module._parameters
+        whole = parameters[self._name]
+        parameters[self._name] = whole * self._mine
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            parameters[self._name] = whole
 
 
 # --- hooks ------------------------------------------------------------------------------------------

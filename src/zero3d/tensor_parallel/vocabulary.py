@@ -69,8 +69,11 @@ class Head:
 
 
 def has_causal_loss(model: Any) -> bool:
-    """Whether a model's own loss is Hugging Face's of the next token."""
-    return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+    """Whether a model's own loss is Hugging Face's of the next token: some have that and compute another one."""
+    if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
+        return False
+    forwards = (inspect.unwrap(kind.forward) for kind in type(model).__mro__ if "forward" in vars(kind))
+    return any("loss_function" in getattr(f, "__code__", has_causal_loss.__code__).co_names for f in forwards)
 
 
 class CausalLoss:

@@ -1,0 +1,75 @@
+"""Lines of a plan that a message proposes for a model without one: right for the model, or none.
+
+attention    q, k, v (or one matrix of all three) and the output, by name: what is between them is computed whole
+             on every rank, which is right whatever it is; `shipped.py` has plans that share out heads
+MLP          by name: shared out, or computed whole where a norm lies on what would be cut
+the rest     stays whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from zero3d.hf.blocks import find_blocks
+from zero3d.tensor_parallel.shipped import Plan, cut, whole_attention
+
+ATTENTIONS = (  # names of inputs, and of the output, which may be in a module beside
+    ("q_proj k_proj v_proj", "o_proj"), ("q_proj k_proj v_proj", "out_proj"), ("q_proj k_proj v_proj", "dense"),
+    ("self.query self.key self.value", "output.dense"), ("query key value", "out_proj"), ("query_key_value", "dense"),
+    ("qkv_proj", "o_proj"), ("qkv_proj", "out_proj"), ("Wqkv", "out_proj"), ("c_attn", "c_proj"), ("q k v", "o"),
+    ("Wq Wk Wv", "Wo"), ("wq wk wv", "wo"),
+)  # fmt: skip
+MLPS = (
+    ("gate_proj up_proj", "down_proj"), ("up_proj", "down_proj"), ("w1 w3", "w2"), ("fc1", "fc2"), ("fc_in", "fc_out"),
+    ("dense_h_to_4h", "dense_4h_to_h"), ("c_fc", "c_proj"), ("gate up", "down"), ("up", "down"), ("lin1", "lin2"),
+    ("linear1", "linear2"), ("intermediate.dense", "output.dense"), ("wi_0 wi_1", "wo"), ("wi", "wo"),
+)  # fmt: skip
+
+
+def propose(model: nn.Module, roots: Sequence[str]) -> str:
+    """A sentence with a map for the first of each kind of block, in names that begin behind one of `roots`."""
+    blocks = find_blocks(model)
+    if not blocks:
+        return f"Its modules are {', '.join(name for name, _ in model.named_children())}."
+    first = next(iter(blocks))
+    root = max((root for root in roots if first.startswith(root)), key=len)
+    start = f"{first[len(root) :].rpartition('.')[0]}.*"
+    kinds = {type(block): block for block in reversed(blocks.values())}
+    plan = {f"{start}.{name}": style for block in kinds.values() for name, style in _of_block(block).items()}
+    if not plan:
+        names = ", ".join(name for name, m in next(iter(kinds.values())).named_modules() if _is_matrix(m))
+        return f"None can be proposed for matrices called {names or 'nothing'}: pass tp=1, or say what they do."
+    return "For example: {" + ", ".join(f"{name!r}: {style!r}" for name, style in plan.items()) + "}."
+
+
+def _of_block(block: nn.Module) -> Plan:
+    """Styles by name inside the block, of what is known by its names."""
+    found: Plan = {}
+    for where, module in block.named_modules():
+        for inputs, output in _known(module, ATTENTIONS):
+            found |= whole_attention(where, inputs, output)
+        for inputs, output in _known(module, MLPS):
+            if f"{where}.{output}" not in found:
+                make = cut if _is_plain(module, inputs) else whole_attention
+                found |= make(where, inputs, output)
+    return {name.lstrip("."): style for name, style in found.items()}
+
+
+def _known(module: nn.Module, table: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """The first row of a table whose names are all matrices in this module."""
+    matrices = {name for name, m in module.named_modules() if _is_matrix(m)}
+    rows = [row for row in table if matrices.issuperset([*row[0].split(), row[1]])]
+    yield from rows[:1]
+
+
+def _is_plain(module: nn.Module, inputs: str) -> bool:
+    """Whether nothing beside its matrices has parameters of the width that would be cut."""
+    own = {id(p) for m in module.modules() if _is_matrix(m) for p in m.parameters()}
+    widths = {max(module.get_submodule(name).weight.shape) for name in inputs.split()}  # type: ignore[arg-type]
+    return not any(p.numel() in widths for p in module.parameters() if id(p) not in own)
+
+
+def _is_matrix(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))

@@ -1,0 +1,143 @@
+"""Tensor-parallel plans that transformers lacks, or has and that are not right; by the model's type.
+
+    opt, gptj, stablelm, bloom, mpt, falcon, gpt2    no plan there
+    gpt_oss                                          none for tp; its experts are [experts, inputs, outputs] with biases
+    deepseek_v3                                      none for its latent attention; deepseek_v2's is transformers'
+    lfm2, bamba, falcon_h1, jamba                    attention and MLPs; convolutions and Mamba mixers stay whole
+    inkling2                                         its experts' gates and ups lie one behind the other
+    gemma3n                                          an MLP that takes mean and deviation of all its gates
+    apertus, phi                                     parameters that are used on what each rank has for itself
+
+Matrices of one module stand in the order in which its forward calls them. Some plans follow from the config: what
+cannot be shared out by heads is computed whole on every rank, of matrices that are cut (`whole_attention`). Patterns
+begin at the model that has the type, inside whatever model that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from zero3d.errors import ConfigError
+
+Plan = dict[str, str]
+PARTIAL = "replicated_with_grad_allreduce"
+
+
+def cut(where: str, colwise: str, rowwise: str, *divided: str) -> Plan:
+    """Names inside the modules `where`: matrices whose outputs are shared out, one that takes these, and numbers."""
+    found = {f"{where}.{name}": "colwise" for name in colwise.split()} | {f"{where}.{rowwise}": "rowwise"}
+    return found | {f"{where}.{name}": "divided" for name in divided}
+
+
+def whole_attention(where: str, inputs: str, output: str) -> Plan:
+    """Matrices are cut, and what is between them is computed whole on every rank: right for any attention or MLP."""
+    found = {f"{where}.{name}": "colwise_gather_output" for name in inputs.split()}
+    return found | {f"{where}.{output}": "rowwise_split_input"}
+
+
+def _attention(where: str = "layers.*.self_attn", *divided: str, output: str = "o_proj") -> Plan:
+    return cut(where, "q_proj k_proj v_proj", output, *divided)
+
+
+def _gated(where: str) -> Plan:
+    return cut(where, "gate_proj up_proj", "down_proj")
+
+
+def _gemma3n(config: Any) -> Plan:
+    """Where an MLP is sparse its gates' mean and deviation are of all of them."""
+    sparse = [i for i, part in enumerate(config.activation_sparsity_pattern or ()) if part > 0]
+    plans = [whole_attention(f"layers.{i}.mlp", "gate_proj up_proj", "down_proj") for i in sparse]
+    return {name: style for plan in plans for name, style in plan.items()}
+
+
+def _stablelm(config: Any) -> Plan:
+    """qk_layernorm is a list of norms, one for every head."""
+    if config.qk_layernorm:
+        attention = whole_attention("layers.*.self_attn", "q_proj k_proj v_proj", "o_proj")
+    else:
+        attention = _attention("layers.*.self_attn", "num_heads", "num_key_value_heads")
+    return attention | _gated("layers.*.mlp")
+
+
+def _falcon(config: Any) -> Plan:
+    """Rows of the fused matrix are those of one group of heads after another; one key for all heads lies at the end."""
+    where = "h.*.self_attention"
+    mlp = cut("h.*.mlp", "dense_h_to_4h", "dense_4h_to_h")
+    if config.multi_query and not config.new_decoder_architecture:
+        return mlp | whole_attention(where, "query_key_value", "dense")
+    attention = cut(where, "query_key_value", "dense", "num_heads", "num_kv_heads")
+    return mlp | attention | {where: f"own_heads:{config.num_attention_heads}"}
+
+
+def _bloom(config: Any) -> Plan:
+    if config.pretraining_tp > 1 and config.slow_but_exact:
+        raise ConfigError(
+            f"BLOOM with slow_but_exact=True and pretraining_tp={config.pretraining_tp} slices its matrices itself, "
+            "which tp does, too: set slow_but_exact to False in its config, or pass tp=1."
+        )
+    attention = cut("h.*.self_attention", "query_key_value", "dense", "num_heads")
+    own = {"h.*.self_attention": f"own_heads:{config.n_head}"}
+    return attention | own | cut("h.*.mlp", "dense_h_to_4h", "dense_4h_to_h")
+
+
+def _mpt(config: Any) -> Plan:
+    where = "blocks.*.attn"
+    attention = {f"{where}.Wqkv": "packed_colwise:3", f"{where}.out_proj": "rowwise", f"{where}.n_heads": "divided"}
+    return attention | {where: f"own_heads:{config.n_heads}"} | cut("blocks.*.ffn", "up_proj", "down_proj")
+
+
+_HYBRID = _attention() | _gated("layers.*.feed_forward")
+_FALCON_H1 = _attention() | cut("layers.*.feed_forward", "up_proj gate_proj", "down_proj")
+SHIPPED: Mapping[str, Plan | Callable[[Any], Plan]] = {
+    "apertus": {"layers.*.mlp.act_fn": PARTIAL},
+    "bamba": _HYBRID,
+    "bloom": _bloom,
+    "deepseek_v3": {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.q_b_proj": "colwise"}
+    | {"layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj"}
+    | cut("layers.*.self_attn", "kv_b_proj", "o_proj"),
+    "falcon": _falcon,
+    "falcon_h1": _FALCON_H1,
+    "gemma3n_text": _gemma3n,
+    "gpt2": {
+        "h.*.attn.c_attn": "packed_colwise:3",  # q, k and v
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.attn.split_size": "divided",  # its forward splits by this number
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    },
+    "gpt_oss": _attention()
+    | {
+        "layers.*.self_attn.sinks": "colwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+        "layers.*.mlp.experts.gate_up_proj": "rowwise",  # of [experts, inputs, outputs]; gates and ups take turns
+        "layers.*.mlp.experts.gate_up_proj_bias": "rowwise",
+        "layers.*.mlp.experts.down_proj": "colwise",
+        "layers.*.mlp.experts.down_proj_bias": "added_once",
+    },
+    "gptj": _attention("h.*.attn", "num_attention_heads", output="out_proj") | cut("h.*.mlp", "fc_in", "fc_out"),
+    "inkling2_text": {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
+    "jamba": _HYBRID,
+    "lfm2": _attention(output="out_proj")
+    | {f"layers.*.self_attn.{x}_layernorm": PARTIAL for x in "qk"}
+    | cut("layers.*.feed_forward", "w1 w3", "w2"),
+    "mpt": _mpt,
+    "opt": _attention("decoder.layers.*.self_attn", "num_heads", output="out_proj")
+    | cut("decoder.layers.*", "fc1", "fc2"),
+    "phi": {f"layers.*.self_attn.{x}_layernorm": PARTIAL for x in "qk"},
+    "stablelm": _stablelm,
+}
+
+
+def shipped_plan(model: nn.Module) -> Plan:
+    """Ours for every model inside `model` whose type has one; a pattern begins with that model's full name."""
+    found: Plan = {}
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        ours = SHIPPED.get(getattr(config, "model_type", ""))
+        if ours is not None and getattr(module, "base_model", None) is module:
+            plan = ours(config) if callable(ours) else ours
+            found |= {f"{name}.{pattern}".lstrip("."): style for pattern, style in plan.items()}
+    return found
