@@ -2,6 +2,7 @@
 # make test      what CI runs: lint, types, tests                  (about 9 minutes on 2 cores)
 # make test-all  also the tests that take longer
 # make bench     engines side by side on 2 CPU ranks
+# make tables    the tables of README and docs anew, from benchmarks/results
 #
 # PIP_OPTIONS passes options to pip, for example an index with CPU wheels of torch.
 # TORCH=2.11.0 takes another torch than constraints.txt pins, in a .venv of its own.
@@ -13,7 +14,7 @@ CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all lint bench tables clean
 
 demo: $(VENV)/.installed
 	$(BIN)/zero3d train
@@ -31,6 +32,9 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/engines.py
+
+tables: $(VENV)/.installed
+	$(BIN)/python benchmarks/tables.py --write
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -31,11 +31,16 @@ DROPPED = ("paths", "config", "sample")  # of what `zero3d train --json` prints:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Commands, in order, run one at a time in an empty folder. timed: seconds are what matters."""
+    """Commands, in order, run one at a time in an empty folder.
+
+    timed    seconds matter: to be run on a quiet machine
+    repeats  figures matter that are the same in every run
+    """
 
     name: str
     commands: tuple[str, ...]
     timed: bool = True
+    repeats: bool = False
 
 
 def trains(*words: str) -> tuple[str, ...]:
@@ -50,23 +55,31 @@ _LLAVA = "zero3d plan llava-1.5-7b --lora r=128 --seq 2048 --gpu a6000 --json"
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe("demo", trains("--steps 4 --ranks 2"), timed=False),
-        Recipe("four-stages", trains(*(f"--stage {stage} --steps 40" for stage in range(4))), timed=False),
+        Recipe("demo", trains("--steps 4 --ranks 2"), timed=False, repeats=True),
+        Recipe(
+            "four-stages", trains(*(f"--stage {stage} --steps 40" for stage in range(4))), timed=False, repeats=True
+        ),
         Recipe(
             "meshes",
             trains(
                 f"--ranks 1 {_MESHES}",
                 f"--ranks 2 zero.reduce=every_step {_MESHES}",
-                f"--ranks 4 mesh.pp=2 mesh.schedule=zero-bubble {_MESHES}",
+                f"--ranks 4 mesh.pp=2 {_MESHES}",
                 f"--ranks 8 mesh.pp=2 mesh.tp=2 {_MESHES}",
             ),
             timed=False,
+            repeats=True,
         ),
-        Recipe("compare-stages", ("zero3d compare zero.stage=0,1,2,3 train.steps=20",), timed=False),
-        Recipe("plan-72b", ("zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80",), timed=False),
-        Recipe("plan-llava", tuple(f"{_LLAVA} --gpus {gpus}" for gpus in (1, 2, 4)), timed=False),
-        Recipe("states-72b", ("python benchmarks/states.py EXAMPLES/72b_128gpu.yaml",), timed=False),
-        Recipe("planner-accuracy", ("python benchmarks/planner_accuracy.py --tables TABLES --json",), timed=False),
+        Recipe("compare-stages", ("zero3d compare zero.stage=0,1,2,3 train.steps=20",), repeats=True),
+        Recipe("plan-72b", ("zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80",), timed=False, repeats=True),
+        Recipe("plan-llava", tuple(f"{_LLAVA} --gpus {gpus}" for gpus in (1, 2, 4)), timed=False, repeats=True),
+        Recipe("states-72b", ("python benchmarks/states.py EXAMPLES/72b_128gpu.yaml",), timed=False, repeats=True),
+        Recipe(
+            "planner-accuracy",
+            ("python benchmarks/planner_accuracy.py --tables TABLES --json",),
+            timed=False,
+            repeats=True,
+        ),
         Recipe("engines", (_ENGINES, *2 * (f"{_ENGINES} --memory-steps 0",))),
         Recipe(
             "engines-one-rank",
@@ -82,8 +95,8 @@ RECIPES = {
             "mesh",
             (
                 "python benchmarks/mesh.py --pp 2 --dp 2 --tp 2 --json OUT",
-                "python benchmarks/mesh.py --pp 1 --dp 1 --tp 2 --qkv separate --json OUT",
-                "python benchmarks/mesh.py --pp 1 --dp 1 --tp 2 --qkv fused --json OUT",
+                "python benchmarks/mesh.py --pp 1 --dp 1 --tp 2 --stages 0 --qkv separate --json OUT",
+                "python benchmarks/mesh.py --pp 1 --dp 1 --tp 2 --stages 0 --qkv fused --json OUT",
             ),
         ),
         Recipe("loading", ("python benchmarks/loading.py --json OUT",)),

@@ -153,6 +153,7 @@ KERNEL_CONSTANTS = (
     assumed("kernels", "launch", 4e-6, "s per kernel", "a guess"),
 )  # fmt: skip
 
+_LLAMA = "a trace of transformers' LlamaDecoderLayer: 64 bytes in all at 7B's shape"
 OTHER_CONSTANTS = (
     assumed("links", "reached", 0.8, "of a link's data sheet", "what NCCL's best bus bandwidths are of it"),
     assumed("links", "latency inside", 4e-6, "s per hop within a node", "a guess; zero3d calibrate measures it"),
@@ -163,6 +164,11 @@ OTHER_CONSTANTS = (
     assumed("step", "host_bandwidth", 100e9, "bytes/s of a node's memory for Adam on the host", "a guess"),
     assumed("step", "low", 0.85, "x planned seconds, low", "how published times lie around the plan's"),
     assumed("step", "high", 1.2, "x planned seconds, high", "how published times lie around the plan's"),
+    assumed("schedules", "zero-bubble", 1 / 3, "of the bubble, left", "Qi et al. 2023, table 1"),
+    assumed("schedules", "zbv", 0.0, "of the bubble, left", "Qi et al. 2023, table 1"),
+    assumed("Llama's closed form", "eager copies", 6.5, "bytes kept per hidden element", _LLAMA),
+    assumed("Llama's closed form", "eager norms", 28.0, "bytes kept per hidden element", _LLAMA),
+    assumed("Llama's closed form", "fused norms", 8.0, "bytes kept per hidden element", "one kernel: input and scale"),
     assumed("zero3d", "reserved", 1.05, SPARE, "a guess; zero3d calibrate measures it"),
     assumed("zero3d", "context", 0.6e9, "bytes of CUDA and libraries", "a guess"),
     assumed("zero3d", "communicators", 0.4e9, "bytes of NCCL, on more than one rank", "a guess"),

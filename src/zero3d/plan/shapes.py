@@ -16,13 +16,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zero3d.errors import ConfigError
+from zero3d.plan.constants import constant
 from zero3d.plan.formulas import parameters
 from zero3d.plan.spec import ModelSpec, Operations, Part, Unit, Weight
 
 GPT_VOCAB = 50304  # GPT-2's 50257, padded to a multiple of 128 as everybody does
 TYPICAL_HEAD = 128
-EAGER_COPIES = 6.5  # per hidden unit: what eager mode copies of queries, keys and gates; makes 64 at 7B's shape
-EAGER_NORMS, FUSED_NORMS = 28, 8  # likewise, of norms: with fp32 copies, and in one kernel
+EAGER_COPIES = constant("Llama's closed form", "eager copies")  # per hidden unit: of queries, keys and gates
+EAGER_NORMS = constant("Llama's closed form", "eager norms")  # likewise, with fp32 copies
+FUSED_NORMS = constant("Llama's closed form", "fused norms")  # in one kernel
 
 
 def gpt(

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 
+from zero3d.plan.constants import constant
+
 SIMULATED = 2048  # actions above which the closed form is taken: it differs by less than 3 % there
-SPLIT = {"zero-bubble": 1 / 3, "zbv": 0.0}  # of the bubble, what remains
+SPLIT = {"zero-bubble": constant("schedules", "zero-bubble"), "zbv": constant("schedules", "zbv")}  # of the bubble
 
 Event = tuple[str, int, int]  # F or B, the part, the micro-batch
 

@@ -1,0 +1,263 @@
+"""Tables of what does not depend on the machine's speed: losses, bytes, traffic, plans, errors of the planner.
+
+Commands print them, and tests run these commands. Losses on the standard library's text depend on Python's version, and
+on torch's and the CPU's instructions; that they are equal to each other does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any
+
+from figures_measured import results, table
+from planner_constants import JUDGING
+from recorded import load
+
+from zero3d.cli.main import main as zero3d
+from zero3d.plan.constants import CONSTANTS, SYSTEM_CONSTANTS, Constant, Key
+
+MB, GB = 1e6, 1e9
+STATES = ("parameters", "gradients", "optimizer states")
+
+
+def block(text: str) -> str:
+    """A fenced block."""
+    lines = "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
+    return f"```\n{lines}\n```"
+
+
+# --- runs of the demo ---------------------------------------------------------------------------
+
+
+def demo_memory() -> str:
+    """Bytes of rank 0 by consumer, beside the formula's."""
+    [run] = results("demo")
+    lines = [f"{'consumer':<22}{'dtype':<19}{'measured':>11}{'formula':>22}"]
+    for row in run["memory"]:
+        formula = "" if row["formula"] is None else f"{row['formula']:,}"
+        said = "" if not formula else "at most" if row["at_most"] else "equal" if row["agrees"] else "UNEQUAL"
+        lines.append(f"{row['consumer']:<22}{row['dtype']:<19}{row['measured']:>11,}   {said:<7}{formula:>12}".rstrip())
+    return block("\n".join(lines))
+
+
+def four_stages() -> str:
+    """Losses, states and elements moved, by stage."""
+    rows = []
+    for run in results("four-stages"):
+        losses, held = run["losses"], sum(r["measured"] for r in run["memory"] if r["consumer"] in STATES)
+        moved = sum(r["measured"]["elements"] for r in run["traffic"] if r["op"] in ("all_gather", "reduce_scatter"))
+        rows.append([f"{run['stage']}", *(f"{losses[i - 1]:.9f}" for i in (1, 10, 40)), f"{run['held_out_loss']:.9f}",
+                     f"{held / MB:.1f} MB", f"{moved // run['steps']:,}"])  # fmt: skip
+    head = ["stage", "loss at step 1", "step 10", "step 40", "held-out", "states per rank", "elements moved per step"]
+    return table(head, rows)
+
+
+MESHES = (
+    "1 process",
+    "dp 2, stage 3, gradients reduced once a step",
+    "pp 2 x dp 2, 1f1b, stage 3",
+    "pp 2 x dp 2 x tp 2, 1f1b, stage 3",
+)
+
+
+def meshes() -> str:
+    """Losses of the same 20 steps on other meshes."""
+    rows = [
+        [name, *(f"{run['losses'][i - 1]!r}" for i in (1, 10, 20))]
+        for name, run in zip(MESHES, results("meshes"), strict=True)
+    ]
+    return table(["20 steps in fp32, the same batches", "loss at step 1", "step 10", "step 20"], rows)
+
+
+def mesh_traffic() -> str:
+    """What rank 0 of pp 2 x dp 2 x tp 2 sent, beside the formula."""
+    run = results("meshes")[-1]
+    lines = [f"{'operation':<24}{'calls':>7}{'elements':>14}{'bytes':>15}{'formula':>24}"]
+    for row in run["traffic"]:
+        m, f = row["measured"], row["formula"]
+        said = "equal" if row["equal"] else "UNEQUAL"
+        lines.append(
+            f"{row['op']:<24}{m['calls']:>7,}{m['elements']:>14,}{m['bytes']:>15,}   {said:<7}{f['bytes']:>14,}"
+        )
+    return block("\n".join(lines))
+
+
+def compare_stages() -> str:
+    """What `zero3d compare` printed."""
+    [printed] = results("compare-stages")
+    return block(printed)
+
+
+# --- plans --------------------------------------------------------------------------------------
+
+
+def theory() -> str:
+    """The paper's first table, as the command prints it now."""
+    command = "zero3d plan --theory --params 7.5e9 --gpus 64"
+    with redirect_stdout(StringIO()) as said:
+        zero3d(command.split()[1:])
+    lines = said.getvalue().splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.split()[:2] == ["stage", "paper"])
+    return block("\n".join([command, *(line[3:] for line in lines[begin : begin + 5])]))
+
+
+def plan_72b() -> str:
+    """The first three plans, and what was left out first."""
+    [run] = load("plan-72b")["runs"]
+    lines = run["result"].splitlines()
+    head = next(i for i, line in enumerate(lines) if line.split()[:2] == ["mesh", "ZeRO"])
+    left = next(i for i, line in enumerate(lines) if " plans: " in line)
+    shown = [run["command"], "", *(line[3:] for line in lines[head : head + 4]), "", *lines[left : left + 2], "   ..."]
+    return block("\n".join(shown))
+
+
+def plan_llava() -> str:
+    """LoRA on one to four cards: memory of a GPU and of the host."""
+    rows = []
+    for cards, run in zip((1, 2, 4), results("plan-llava"), strict=True):
+        memory = run["plans"][0]["memory"]
+        rows.append([f"{cards}", f"{memory['device'] / GB:.0f} GB", f"{memory['host'] / GB:.0f} GB"])
+    return table(["cards", "of a GPU", "of the host"], rows)
+
+
+def states_72b() -> str:
+    """Model states by pipeline stage of examples/72b_128gpu.yaml."""
+    [stages] = results("states-72b")
+    names = {0: "0: embedding, 10 blocks", 1: "1: 11 blocks", 2: "2 to 6: 10 blocks", 7: "7: 9 blocks, norm, head"}
+    rows = [
+        [name, *(f"{value:,}" for value in stages[i]), f"{sum(stages[i]) / GB:.1f} GB"] for i, name in names.items()
+    ]
+    head = ["pipeline stage", "parameters (bf16)", "gradients (fp32)", "optimizer (fp32, over dp 2)", "in all"]
+    return table(head, rows)
+
+
+# --- the planner's errors and constants ---------------------------------------------------------
+
+
+def accuracy() -> str:
+    """Errors by set: of the constants as fitted, and of those that saw none of the set's rows."""
+    [run] = results("planner-accuracy")
+    rows = [
+        [s["set"], s["kind"], f"{s['rows']}", *_errors(s), *_errors(s["left_out"]), _told(s)] for s in run["scores"]
+    ]
+    head = ["set", "what", "rows", "mean", "p90", "worst", "left out: mean", "p90", "worst", "labels, ranking"]
+    return table(head, rows)
+
+
+def _errors(s: Mapping[str, Any] | None) -> list[str]:
+    if s is None or s["kind"] == "fits":
+        return ["", "", ""]
+    return [f"{100 * s[name]:.1f} %" for name in ("mean", "p90", "worst")]
+
+
+def _told(s: Mapping[str, Any]) -> str:
+    if s["kind"] == "fits":
+        other = f"; left out: {_labels(s['left_out'])}" if s["left_out"] else ""
+        return _labels(s) + other
+    regret = f"regret {100 * s['regret']:.1f} % mean, {100 * s['worst_regret']:.1f} % worst" if "tau" in s else ""
+    return f"{s['groups']} models: Kendall tau {s['tau']:.2f}, {regret}" if regret else ""
+
+
+def _labels(s: Mapping[str, Any]) -> str:
+    recall, alarms = (f"{100 * s[k]:.0f} %" if s[k] is not None else "-" for k in ("recall", "false_alarms"))
+    return f"OOM recall {recall} of {s['out_of_memory']}, false alarms {alarms}"
+
+
+LIMITS = {"memory": {"mean": 0.12, "p90": 0.20}, "time": {"mean": 0.10, "worst": 0.25}}
+SHOWN_ONLY = "(no gate)"  # sets with that in their name judge nothing
+
+
+def missed() -> str:
+    """The sentences that name every target that a set misses, fitted and left out."""
+    [run] = results("planner-accuracy")
+    told = [s for s in run["scores"] if s["kind"] in LIMITS and SHOWN_ONLY not in s["set"]]
+    fitted = [miss for s in told for miss in _misses(s, s)]
+    without = [miss for s in told if s["left_out"] for miss in _misses(s, s["left_out"])]
+    saw = sum(s["left_out"] is not None for s in told)
+    return (
+        f"Targets: mean error {100 * LIMITS['memory']['mean']:.0f} % and p90 {100 * LIMITS['memory']['p90']:.0f} % of "
+        f"memory, mean {100 * LIMITS['time']['mean']:.0f} % and worst {100 * LIMITS['time']['worst']:.0f} % of time. "
+        f"Missed by fitted constants: {'; '.join(fitted)}. Missed with the set left out, of the {saw} on which "
+        f"something was fitted: {'; '.join(without)}."
+    )
+
+
+def _misses(s: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    over = [f"{name} {100 * found[name]:.1f} %" for name, limit in LIMITS[s["kind"]].items() if found[name] > limit]
+    return [f"{s['set']} {s['kind']} ({', '.join(over)})"] if over else []
+
+
+def _accounts() -> dict[Key, Mapping[str, Any]]:
+    [run] = results("planner-accuracy")
+    return {(entry["system"], entry["name"]): entry for entry in run["constants"]}
+
+
+def constants() -> str:
+    """Every constant that `zero3d plan` and `plan.evaluate` use."""
+    return table(CONSTANT_HEAD, [_row(each, _accounts()) for each in CONSTANTS])
+
+
+def judging() -> str:
+    """Constants that serve to judge tables alone."""
+    return table(CONSTANT_HEAD, [_row(each, _accounts()) for each in JUDGING])
+
+
+CONSTANT_HEAD = ["system", "constant", "value", "", "fitted on (rows that it changes)", "without them"]
+
+
+def _row(each: Constant, accounts: Mapping[Key, Mapping[str, Any]]) -> list[str]:
+    begin = [each.system, each.name, f"{each.value:.10g}", each.unit]
+    if each.lender:
+        return [*begin, f"{each.lender}'s", ""]
+    if not each.fitted_on:
+        return [*begin, f"no row: {each.source}", ""]
+    account = accounts[each.key]
+    sets = list(account["without"])
+    rows = ", ".join(
+        f"{rows['set']} {rows['kind']}{': ' + rows['which'] if rows['which'] else ''} ({rows['count']})"
+        for rows in account["rows"]
+    )
+    if len(sets) == 1:
+        return [*begin, rows, f"{each.default:.10g}, a system's without rows"]
+    return [*begin, rows, "; ".join(f"{account['without'][name]:.3g} without {name}" for name in sets)]
+
+
+def fitted_counts(groups: Sequence[Constant]) -> dict[str, int]:
+    """How many constants of each system were fitted, lent ones apart."""
+    counts: dict[str, int] = {}
+    for each in groups:
+        counts.setdefault(each.system, 0)
+        counts[each.system] += bool(each.fitted_on) and not each.lender
+    return counts
+
+
+def counts() -> str:
+    """The sentence that counts systems and constants."""
+    systems = {name: count for name, count in fitted_counts(SYSTEM_CONSTANTS).items() if name != "zero3d"}
+    kernels = sum(bool(each.fitted_on) and not each.lender for each in CONSTANTS) - sum(systems.values())
+    few, most = min(systems.values()), max(systems.values())
+    return (
+        f"{len(systems)} systems beside zero3d have {sum(systems.values())} fitted constants, {few} to {most} each, "
+        f"and kernels have {kernels}; zero3d has none of its own: what it hides of communication is torchtitan's. "
+        f"{sum(bool(each.fitted_on) for each in JUDGING)} more serve to judge tables alone."
+    )
+
+
+EXACT: dict[str, Callable[[], str]] = {
+    "demo-memory": demo_memory,
+    "four-stages": four_stages,
+    "meshes": meshes,
+    "mesh-traffic": mesh_traffic,
+    "compare-stages": compare_stages,
+    "theory": theory,
+    "plan-72b": plan_72b,
+    "plan-llava": plan_llava,
+    "states-72b": states_72b,
+    "planner-accuracy": accuracy,
+    "planner-missed": missed,
+    "planner-counts": counts,
+    "planner-constants": constants,
+    "judging-constants": judging,
+}

@@ -1,0 +1,182 @@
+"""Tables of timings, from results/*.json: every run, the targets beside them, and whether they were met.
+
+Ratios are of medians over a run's counted steps. A target that some runs meet and some miss is "missed in 1 of 3".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import loading
+import loop_overhead
+import mesh as mesh_benchmark
+import pipeline as pipeline_benchmark
+from recorded import load
+
+MIB = 2**20
+NAMES = {"ddp": "DDP", "fsdp2-noreshard": "FSDP2, no reshard", "fsdp2-reshard": "FSDP2, reshard",
+         "plain": "no communication at all"}  # fmt: skip
+
+
+def results(name: str) -> list[Any]:
+    """What the runs of a file gave."""
+    return [run["result"] for run in load(name)["runs"]]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in lines)
+
+
+def stamp(name: str) -> str:
+    """Where the figures of a file are from, in one line."""
+    found = load(name)
+    machine = found["machine"]
+    where = f"{machine['cores']} {machine['cpu']} cores, torch {found['torch']}, Python {found['python']}"
+    return f"(`benchmarks/results/{name}.json`: commit {found['commit']}, {found['date']}, {where}.)"
+
+
+def called(variant: str) -> str:
+    """A variant as a reader knows it."""
+    engine, _, stage = variant.rpartition("-")
+    ours = {"zero3d": "zero3d stage", "zero3d-exact": "zero3d exact, stage", "deepspeed": "DeepSpeed stage"}
+    return f"{ours[engine]} {stage}" if engine in ours else NAMES[variant]
+
+
+def verdict(ratios: Sequence[float], limit: float, at_least: bool = False) -> str:
+    """Met, missed, or missed in some of several runs."""
+    missed = sum(ratio < limit if at_least else ratio > limit for ratio in ratios)
+    return "met" if not missed else "missed" if missed == len(ratios) else f"missed in {missed} of {len(ratios)}"
+
+
+def times(values: Sequence[float]) -> str:
+    """Ratios of all runs."""
+    return ", ".join(f"{value:.2f}x" for value in values)
+
+
+def seconds(values: Sequence[float]) -> str:
+    """Medians of all runs."""
+    return ", ".join(f"{value:.3f}" for value in values)
+
+
+# --- engines.py ---------------------------------------------------------------------------------
+
+
+def targets(name: str) -> str:
+    """Every target that a file's runs judge: all ratios of medians, and the verdict."""
+    rows = []
+    for group in _alike(results(name)):
+        for first in group[0]["ratios"]:
+            found = [row["ratio"] for run in group for row in run["ratios"] if _judged(row) == _judged(first)]
+            what = f"{first['kind']}, {_shape(group[0])}"
+            limit = f"{first['limit']:.2f}x", verdict(found, first["limit"])
+            rows.append([called(first["ours"]), called(first["peer"]), what, times(found), *limit])
+    return table(["", "against", "of what", "every run", "target", ""], rows)
+
+
+def _judged(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return row["kind"], row["ours"], row["peer"]
+
+
+def _alike(runs: Sequence[Any]) -> list[list[Any]]:
+    """Runs by what they measured."""
+    groups: dict[str, list[Any]] = {}
+    for run in runs:
+        groups.setdefault(_shape(run), []).append(run)
+    return list(groups.values())
+
+
+def _shape(run: Mapping[str, Any]) -> str:
+    a = run["arguments"]
+    return f"{a['ranks']} rank{'s' * (a['ranks'] > 1)}, {a['micro_batch']} x {a['seq']} tokens"
+
+
+def engine_steps(name: str) -> str:
+    """Median seconds of a step by variant, in every run, and process memory where it was measured."""
+    groups = _alike(results(name))
+    with_memory = [run for group in groups for run in group if any("memory" in v for v in run["variants"].values())]
+    head = ["", *(f"median step, s: {_shape(group[0])}" for group in groups), *(["process memory"] * bool(with_memory))]
+    rows = []
+    for variant in groups[0][0]["variants"]:
+        row = [called(variant), *(seconds([run["variants"][variant]["median"] for run in group]) for group in groups)]
+        if with_memory:
+            row.append(f"{with_memory[0]['variants'][variant]['memory']['process'] / MIB:,.0f} MiB")
+        rows.append(row)
+    return table(head, rows)
+
+
+# --- pipeline.py, mesh.py -----------------------------------------------------------------------
+
+
+def pipelines() -> str:
+    """Steps and memory of pipelines beside FSDP2's in torch's pipelining."""
+    limits, rows = pipeline_benchmark.TARGETS, []
+    for run in results("pipeline"):
+        base, a = median(run["seconds"]["fsdp2"]), run["arguments"]
+        for variant in (name for name in run["seconds"] if name != "fsdp2"):
+            ratio = median(run["seconds"][variant]) / base
+            memory = run["process_bytes"][variant] / run["process_bytes"]["fsdp2"]
+            judged = verdict([ratio], limits["time"]), verdict([memory], limits["memory"])
+            counted = [called(variant), f"{a['micro_batches']}", run["bubble"]]
+            rows.append([*counted, f"{ratio:.2f}x", judged[0], f"{memory:.2f}x", judged[1]])
+    head = ["pp 2 x dp 2, 1f1b", "micro-batches", "bubble", "step", f"target {limits['time']:.2f}x",
+            "process memory", f"target {limits['memory']:.2f}x"]  # fmt: skip
+    return table(head, rows)
+
+
+def meshes_beside_torch() -> str:
+    """Steps of three axes and of tp alone beside torch's own, and collectives of activations."""
+    rows = []
+    for run in results("mesh"):
+        a = run["arguments"]
+        peer = next(name for name in run["seconds"] if not name.startswith("zero3d"))
+        for variant in (name for name in run["seconds"] if name != peer):
+            ratio, limit = median(run["seconds"][variant]) / median(run["seconds"][peer]), mesh_benchmark.TARGETS[peer]
+            qkv = "q, k, v in one matrix" if a["qkv"] == "fused" else "q, k, v apart"
+            what = f"pp {a['pp']} x dp {a['dp']} x tp {a['tp']}, stage {variant[-1]}, {qkv}"
+            sent = f"{run['collectives'][variant]} for {run['collectives'][peer]}"
+            rows.append([what, f"{ratio:.2f}x", f"{limit:.2f}x", verdict([ratio], limit), sent])
+    return table(["", "step", "target", "", "collectives"], rows)
+
+
+# --- loading.py, loop_overhead.py ---------------------------------------------------------------
+
+
+def loading_speed() -> str:
+    """A folder's weights beside a raw read of the same bytes."""
+    rows = []
+    for run in results("loading"):
+        for cache, ways in run["seconds"].items():
+            for way, values in ways.items():
+                ratio = median(ways["raw"]) / median(values)
+                judged = verdict([ratio], loading.TARGET, at_least=True) if (cache, way) == ("cold", "weights") else ""
+                speed = run["bytes"] / loading.MB / median(values)
+                rows.append([f"{cache} cache", way, f"{speed:,.0f} MB/s", f"{ratio:.2f}x", judged])
+    return table(["", "", "speed", "of raw", f"target {loading.TARGET:.2f}x"], rows)
+
+
+def loop_share() -> str:
+    """Of the demo's loop, what is outside the engine."""
+    [run] = results("loop-overhead")
+    share, limit = run["outside"], loop_overhead.TARGET
+    return (
+        f"Of the demo's loop {100 * share:.1f} % is spent outside the engine "
+        f"(target: at most {100 * limit:.0f} %: {verdict([share], limit)})."
+    )
+
+
+MEASURED: dict[str, Callable[[], str]] = {
+    "engines-targets": lambda: targets("engines"),
+    "engines-steps": lambda: engine_steps("engines"),
+    "one-rank-targets": lambda: targets("engines-one-rank"),
+    "exact-targets": lambda: targets("engines-exact"),
+    "deepspeed-targets": lambda: targets("deepspeed"),
+    "deepspeed-steps": lambda: engine_steps("deepspeed"),
+    "pipelines": pipelines,
+    "meshes-beside-torch": meshes_beside_torch,
+    "loading": loading_speed,
+    "loop-share": loop_share,
+}

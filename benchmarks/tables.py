@@ -1,0 +1,89 @@
+"""Every table of figures in README.md and docs/, written from benchmarks/results.
+
+    python benchmarks/tables.py --write                       all tables anew, from the files that are there
+    python benchmarks/tables.py --run exact                   what does not depend on the machine's speed
+    python benchmarks/tables.py --run timed                   all timings: on a quiet machine, nothing beside them
+    python benchmarks/tables.py --run engines,loading --write
+
+    <!-- table NAME -->          a table stands between these lines; figures_exact.py and figures_measured.py make it
+    <!-- end -->                 from results/*.json, or from a command that takes milliseconds
+
+`--run` takes committed code alone, so that a file names what it is of. `exact` needs the folder of published tables
+(`--tables DIR`), for planner-accuracy; `timed` needs DeepSpeed (pip install 'zero3d[bench]'). Tests compare the texts
+with what this script writes, and run the commands again whose results are no timings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from figures_exact import EXACT
+from figures_measured import MEASURED, stamp
+from planner_accuracy import as_text
+from recorded import RECIPES, RESULTS, ROOT, load, record
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
+STAMP = "from-"
+ACCURACY = RESULTS / "planner_accuracy.txt"
+TABLES = EXACT | MEASURED | {STAMP + name: lambda name=name: stamp(name) for name in RECIPES}  # type: ignore[misc]
+GROUPS = {
+    "all": list(RECIPES),
+    "timed": [name for name, recipe in RECIPES.items() if recipe.timed],
+    "exact": [name for name, recipe in RECIPES.items() if recipe.repeats],
+}
+
+
+def written(text: str) -> str:
+    """A document with all of its tables anew. Raises KeyError for a name that is no table's."""
+    return MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
+
+
+def accuracy_text() -> str:
+    """The planner's errors as its script prints them, for readers of results/."""
+    found = load("planner-accuracy")
+    [run] = found["runs"]
+    result = run["result"]
+    text = as_text(result["scores"], result["skipped"], result["unknown"])
+    return f"# {run['command']}\n# commit {found['commit']}, {found['date']}\n{text}\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, write, or both."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--run", metavar="NAME,...", default="", help=f"{', '.join([*GROUPS, *RECIPES])}")
+    parser.add_argument("--write", action="store_true", help="write README.md and docs")
+    parser.add_argument("--tables", type=Path, help="folder of published tables, for planner-accuracy")
+    arguments = parser.parse_args(argv)
+    names = [name for word in arguments.run.split(",") if word for name in GROUPS.get(word, [word])]
+    if unknown := [name for name in names if name not in RECIPES]:
+        parser.error(f"--run {unknown[0]}: one of {', '.join([*GROUPS, *RECIPES])}")
+    failed = [name for name in names if not _ran(name, arguments.tables)]
+    if arguments.write:
+        for path in DOCUMENTS:
+            path.write_text(written(path.read_text()))
+        ACCURACY.write_text(accuracy_text())
+    return bool(failed)
+
+
+def _ran(name: str, tables: Path | None) -> bool:
+    """Record one recipe and say how long it took; the others go on where it fails."""
+    begun = time.monotonic()
+    try:
+        path = record(name, tables)
+    except RuntimeError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return False
+    print(f"{name}: {time.monotonic() - begun:.0f} s, {path.relative_to(RESULTS.parents[1])}", flush=True)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())
