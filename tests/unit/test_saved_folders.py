@@ -100,13 +100,15 @@ def test_an_only_copy_is_found_and_put_back(tmp_path):
 def test_leftovers_beside_a_whole_checkpoint_go(tmp_path):
     checkpoint(tmp_path, "step-2", "new")
     checkpoint(tmp_path, ".step-2.old", "old")
+    checkpoint(tmp_path, "step-1")
+    (tmp_path / ".step-1.old").mkdir()  # half removed
     (tmp_path / ".step-3.tmp").mkdir()
     (tmp_path / ".step-4.tmp").symlink_to(tmp_path.parent)
     (tmp_path / ".step-5.old").mkdir()  # no checkpoint, and nothing that we leave
     (tmp_path / ".step-x.tmp").mkdir()
     assert find(tmp_path).name == "step-2"
     tidy(tmp_path)
-    assert names(tmp_path) == [".step-4.tmp", ".step-5.old", ".step-x.tmp", "step-2"]
+    assert names(tmp_path) == [".step-4.tmp", ".step-5.old", ".step-x.tmp", "step-1", "step-2"]
     assert (tmp_path / "step-2" / "manifest.json").read_text() == "new"
 
 
