@@ -127,13 +127,11 @@ def test_the_newest_is_found_by_number_and_one_that_lost_its_manifest_is_not_pas
         find(tmp_path / "nowhere")
 
 
-def test_a_claim_cleans_up_and_resume_finds_what_was_put_back(tmp_path):
+def test_auto_finds_what_is_put_back(tmp_path):
     folder = Folder(tmp_path / "out")
-    folder.claim(None, overwrite=False)
-    folder.write_config(f"output: {folder.root}\n")
+    assert folder.resume_from("auto") is None
     checkpoint(folder.checkpoints, ".step-7.old")
-    (folder.checkpoints / ".step-8.tmp").mkdir()
     found = folder.resume_from("auto")
-    folder.claim("auto", overwrite=False, found=found)
+    tidy(folder.checkpoints)
     assert names(folder.checkpoints) == ["step-7"]
     assert folder.resume_from("auto") == settled(found)
