@@ -100,13 +100,15 @@ def test_an_only_copy_is_found_and_put_back(tmp_path):
 def test_leftovers_beside_a_whole_checkpoint_go(tmp_path):
     checkpoint(tmp_path, "step-2", "new")
     checkpoint(tmp_path, ".step-2.old", "old")
+    checkpoint(tmp_path, "step-1")
+    (tmp_path / ".step-1.old").mkdir()  # half removed
     (tmp_path / ".step-3.tmp").mkdir()
     (tmp_path / ".step-4.tmp").symlink_to(tmp_path.parent)
     (tmp_path / ".step-5.old").mkdir()  # no checkpoint, and nothing that we leave
     (tmp_path / ".step-x.tmp").mkdir()
     assert find(tmp_path).name == "step-2"
     tidy(tmp_path)
-    assert names(tmp_path) == [".step-4.tmp", ".step-5.old", ".step-x.tmp", "step-2"]
+    assert names(tmp_path) == [".step-4.tmp", ".step-5.old", ".step-x.tmp", "step-1", "step-2"]
     assert (tmp_path / "step-2" / "manifest.json").read_text() == "new"
 
 
@@ -125,13 +127,11 @@ def test_the_newest_is_found_by_number_and_one_that_lost_its_manifest_is_not_pas
         find(tmp_path / "nowhere")
 
 
-def test_a_claim_cleans_up_and_resume_finds_what_was_put_back(tmp_path):
+def test_auto_finds_what_is_put_back(tmp_path):
     folder = Folder(tmp_path / "out")
-    folder.claim(None, overwrite=False)
-    folder.write_config(f"output: {folder.root}\n")
+    assert folder.resume_from("auto") is None
     checkpoint(folder.checkpoints, ".step-7.old")
-    (folder.checkpoints / ".step-8.tmp").mkdir()
     found = folder.resume_from("auto")
-    folder.claim("auto", overwrite=False, found=found)
+    tidy(folder.checkpoints)
     assert names(folder.checkpoints) == ["step-7"]
     assert folder.resume_from("auto") == settled(found)

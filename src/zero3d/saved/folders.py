@@ -79,13 +79,15 @@ def tidy(directory: Path) -> None:
     """Remove what processes that died have left, and put back an only copy. Nobody may be writing there."""
     for entry in _entries(directory):
         number = _number(_ASIDE, entry.name)
-        if number is not None and is_complete(entry):
+        if entry.is_symlink() or not _is_folder(entry):
+            continue
+        if number is not None:
             whole = directory / f"step-{number}"
             if is_complete(whole):
                 remove(entry)
-            elif not whole.exists():
+            elif is_complete(entry) and not whole.exists():
                 entry.rename(whole)
-        elif _number(_UNFINISHED, entry.name) is not None and not entry.is_symlink() and _is_folder(entry):
+        elif _number(_UNFINISHED, entry.name) is not None:
             remove(entry)
 
 
