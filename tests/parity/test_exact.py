@@ -139,6 +139,17 @@ def test_all_stages_and_moments_of_reduction_give_one_curve(ranks, precision):
     assert all(each == found[0] for each in found)
 
 
+def hashes(leaves):
+    """Curves and states of two steps over the same global list, at every stage and moment of reduction."""
+    engines = [engine_of(stage=stage, reduce=reduce, leaves=leaves) for stage, reduce in STAGES]
+    return [(train(engine, range(2), leaves), engine.fingerprint()) for engine in engines]
+
+
+def test_one_list_gives_one_hash_at_any_stage_moment_and_number_of_micro_batches(ranks):
+    found = at_every_dp(ranks, hashes, 4)  # 4, 2 and 1 micro-batches of a rank
+    assert len({str(each) for each in (*found[1], *found[2], *found[4])}) == 1
+
+
 def test_a_plain_curve_is_not_the_same(ranks):
     cases = [((1, "every_step"), *FIRST[1:]), ((3, "every_micro_batch"), *FIRST[1:])]
     for runs in zip(*(ranks(dp, run, cases, False)[0] for dp in (1, 2, 4)), strict=True):

@@ -52,6 +52,73 @@ def test_bf16_on_the_wire_gives_the_same_bits_at_all_stages(ranks):
     check_stages_equal(ranks(2, run_stages, "net", "bf16", 0.5, "bf16"))
 
 
+# --- accumulation ---------------------------------------------------------------------------------
+
+MOMENTS = ((0, "every_step"), (1, "every_step"), (2, "every_step"), (3, "every_step"), (2, "every_micro_batch"),
+           (3, "every_micro_batch"))  # fmt: skip
+
+
+def accumulated(micro_batches, precision):
+    """On each rank, for every stage and moment of reduction: losses, norms and a hash of weights of two steps."""
+    rank, out = torch.distributed.get_rank(), []
+    for stage, reduce in MOMENTS:
+        engine = zero3d.Engine(
+            build("net"), stage=stage, precision=precision, clip_norm=0.5, accumulate=micro_batches, reduce=reduce,
+            optimizer=adamw, loss=lambda output, ids: (loss_of(lambda _: output, ids), 1.0),
+        )  # fmt: skip
+        losses, norms = [], []
+        for step in range(2):
+            losses.append(float(engine.train_batch([batch(10 * step + m, rank) for m in range(micro_batches)])))
+            norms.append(float(engine.last_step.grad_norm))
+        with engine.full_params():
+            out.append((losses, norms, bits(engine.module.parameters())))
+    return out
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_stages_that_reduce_at_the_same_moments_give_the_same_bits(ranks, micro_batches, precision):
+    for found in ranks(2, accumulated, micro_batches, precision):
+        per_step, per_micro_batch = found[:4], found[4:]
+        assert all(each == per_step[0] for each in per_step)
+        assert all(each == per_micro_batch[0] for each in per_micro_batch)
+        assert micro_batches > 1 or per_micro_batch[0] == per_step[0]
+        if micro_batches > 1 and precision == "fp32":  # what is said of the other order is not idle
+            assert per_micro_batch[0] != per_step[0]
+
+
+def gone_on(folder):
+    """Stage 1, stage 3 once a step, stage 3 by default: what the resume line says, and weights after a second step."""
+    rank, found = torch.distributed.get_rank(), []
+    for stage, reduce in ((1, "auto"), (3, "every_step"), (3, "auto")):
+        engine = zero3d.Engine(
+            build("net"), stage=stage, precision="fp32", accumulate=2, reduce=reduce, optimizer=adamw
+        )
+        for step in range(2):
+            if step == 1 and found:
+                engine.load(folder)
+            if step == 0 and found:
+                continue
+            for m in range(2):
+                engine.backward(loss_of(engine, batch(10 * step + m, rank)))
+                engine.step()
+            if step == 0:
+                engine.save(folder)
+        with engine.full_params():
+            found.append((engine.resumed, bits(engine.module.parameters())))
+    return found
+
+
+def test_a_resume_at_another_stage_is_bitwise_at_the_same_moments_and_says_so(ranks, tmp_path):
+    for (_, wanted), (same, found), (other, apart) in ranks(2, gone_on, str(tmp_path / "ck")):
+        assert same.startswith("bitwise: as if it had not been interrupted, stage 1 -> 3,")
+        assert found == wanted
+        assert other == (
+            "not bitwise: reduce every_step -> every_micro_batch (2 micro-batches a step are summed in another order)"
+        )
+        assert apart != wanted
+
+
 # --- against one process --------------------------------------------------------------------------
 
 

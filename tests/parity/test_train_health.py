@@ -1,13 +1,21 @@
 """Training runs whose steps are not finite: how they end, what they leave, and what they never write."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from models import hf
 from training import metrics, save_model, save_rows, train, tree
 
+from zero3d.config import load
 from zero3d.errors import NonFiniteError
+from zero3d.train.folder import Folder
+from zero3d.train.report import summary
 
 BEYOND = 3e38  # a norm's weight: finite itself, and what it scales is not
 
@@ -108,3 +116,24 @@ def test_weights_of_a_folder_that_are_not_finite_are_refused_by_name(folder, ran
     errors = [error for _, error in ranks(2, train, made, check=False)]
     assert ["model.layers.1.mlp.down_proj.weight in fp32" in str(error) for error in errors] == [True] * 2, errors
     assert not (folder / "out").exists()
+
+
+def test_an_export_that_computes_no_number_is_not_the_same():
+    result = SimpleNamespace(
+        steps=[], history=[], seconds=1.0, peak_memory=1, held_out_loss=2.5, reloaded_loss=float("nan"), fingerprint="",
+        config=load({"checkpoint": {"verify": True}}), folder=Folder(Path("out")), checkpoint=Path("out/step-1"),
+    )  # fmt: skip
+    assert any(
+        "loaded with AutoModelForCausalLM.from_pretrained: nan, NOT the same" in line for line in summary(result)
+    )
+
+
+@pytest.mark.long
+def test_the_command_ends_with_exit_code_1_and_tells_it_once(folder):
+    spoil(folder)
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree(folder, health={"max_skips": 2})))
+    command = [sys.executable, "-m", "zero3d.cli.main", "train", "run.yaml", "--ranks=2"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=dict(os.environ))
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("NonFiniteError: 2 steps in a row had gradients that are NaN or infinite") == 1
+    assert "Traceback" not in done.stderr

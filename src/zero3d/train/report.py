@@ -91,7 +91,7 @@ def summary(result: Result) -> Iterator[str]:
         yield f"held-out loss: {held_out:.6f} nats per token, perplexity {math.exp(min(held_out, 700.0)):,.3f}"
     if result.config.checkpoint.export:
         line = str(result.folder.export)
-        if math.isfinite(reloaded):
+        if math.isfinite(reloaded) or (math.isfinite(held_out) and result.config.checkpoint.verify):
             same = "the same" if math.isclose(held_out, reloaded, rel_tol=1e-6) else "NOT the same"
             line += f" loaded with AutoModelForCausalLM.from_pretrained: {reloaded:.6f}, {same}"
         yield f"exported: {line}"
