@@ -76,7 +76,7 @@ def test_the_head_s_logits_beside_all_that_is_kept_and_two_blocks_gathered_ahead
     }
 
 
-@pytest.mark.parametrize("blocks", [2, 4, 9])
+@pytest.mark.parametrize("blocks", [1, 2, 4, 9])
 def test_a_block_s_backward_beside_what_those_before_it_keep(blocks):
     """The first one of the backward keeps the most, the third one has as much on its way as there ever is."""
     model, last = model_of("block", blocks=blocks), blocks - 1
@@ -87,8 +87,8 @@ def test_a_block_s_backward_beside_what_those_before_it_keep(blocks):
         "activations": TOKENS * (EMBEDDING_KEPT + (blocks - third) * BLOCK_KEPT),
         "temporary": TOKENS * MUCH,
         "gathered": 2 * (min(3, blocks - third) * BLOCK + (ENDS if blocks - third < 3 else 0)),
-        "bucket": 2 * ((3 if third == 2 else 2) * BLOCK + (0 if third == 2 else ENDS)),
-        "wire": 2 * WIRE["block"] if third == 2 else WIRE["block"] + WIRE["ends"],
+        "bucket": 2 * ((third + 1) * BLOCK + (0 if third == 2 else ENDS)),
+        "wire": third * WIRE["block"] + (0 if third == 2 else WIRE["ends"]),
     }
 
 
