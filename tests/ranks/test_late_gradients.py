@@ -96,8 +96,9 @@ def test_more_micro_batches_than_planned_are_summed_in_fp32(stage, reduce):
 class Twice(nn.Module):
     """Blocks called in turn and over again, recomputed in reentrant checkpoints or not at all."""
 
-    def __init__(self, reentrant, width=16):
+    def __init__(self, reentrant, width=16, times=2):
         super().__init__()
+        self.times = times
         torch.manual_seed(3)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width)) for _ in range(2)
@@ -105,7 +106,7 @@ class Twice(nn.Module):
         self.reentrant = reentrant
 
     def forward(self, x):
-        for layer in [*self.layers, *self.layers]:
+        for layer in [*self.layers] * self.times:
             x = checkpoint(layer, x, use_reentrant=True) if self.reentrant else layer(x)
         return x
 
@@ -121,6 +122,28 @@ def test_a_block_called_twice_in_reentrant_checkpoints(poison, stage):
         plain, late = map(reduced, engines)
         assert worst(late, plain) < 1e-6
         assert all(engine.step().applied for engine in engines)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_late_gradients_of_a_narrow_dtype_widen_for_all_steps_to_come(stage):
+    """The second late one finds a first beside the sum: from then on memory is that of sums in fp32, as planned."""
+    engine = engine_of(Twice(True, times=3), stage, precision="bf16", reduce="every_step", units=[nn.Sequential])
+    plain = Twice(False, times=3)
+    for _ in range(2):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(5))
+        engine(x.clone().requires_grad_()).float().square().mean().backward()
+        assert engine.step().applied
+        assert [(e.planned, e.category) for e in engine.memory if e.planned not in (None, e.measured)] == []
+    assert engine.units[0].gradients.micro_batches == 2
+    with engine.full_params():
+        moved = {n: p.detach().float() for n, p in engine.module.named_parameters()}
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        plain(x).square().mean().backward()
+        optimizer.step()
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(moved[name], p.detach(), rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -154,6 +177,15 @@ def on_two_ranks():
             for engine in (once, often, at_once, late):
                 assert engine.step().applied
         found += [float(engine.arena.live("bucket")) for engine in (often, late)]
+    for stage in (1, 2, 3):  # sums of micro-batches that no plan knew of travel as wide as they are
+        planned, surprised = (
+            engine_of(net(width=96), stage, precision="bf16", reduce="every_step", accumulate=m) for m in (3, 1)
+        )
+        for engine in (planned, surprised):
+            for m in range(3):
+                engine.backward(engine(batch(m, rank)).float().square().mean(), last=m == 2)
+        wanted = reduced(planned)
+        found += [float(not torch.equal(grad, wanted[name])) for name, grad in reduced(surprised).items()]
     return found
 
 

@@ -4,6 +4,8 @@ Instants of a step are made the fullest in turn by what a part's backward needs 
 padding: each is a multiple of 16,384 elements.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from zero3d.plan.footprint import footprints
@@ -74,7 +76,7 @@ def test_the_head_s_logits_beside_all_that_is_kept_and_two_blocks_gathered_ahead
     }
 
 
-@pytest.mark.parametrize("blocks", [2, 4, 9])
+@pytest.mark.parametrize("blocks", [1, 2, 4, 9])
 def test_a_block_s_backward_beside_what_those_before_it_keep(blocks):
     """The first one of the backward keeps the most, the third one has as much on its way as there ever is."""
     model, last = model_of("block", blocks=blocks), blocks - 1
@@ -85,8 +87,8 @@ def test_a_block_s_backward_beside_what_those_before_it_keep(blocks):
         "activations": TOKENS * (EMBEDDING_KEPT + (blocks - third) * BLOCK_KEPT),
         "temporary": TOKENS * MUCH,
         "gathered": 2 * (min(3, blocks - third) * BLOCK + (ENDS if blocks - third < 3 else 0)),
-        "bucket": 2 * ((3 if third == 2 else 2) * BLOCK + (0 if third == 2 else ENDS)),
-        "wire": 2 * WIRE["block"] if third == 2 else WIRE["block"] + WIRE["ends"],
+        "bucket": 2 * ((third + 1) * BLOCK + (0 if third == 2 else ENDS)),
+        "wire": third * WIRE["block"] + (0 if third == 2 else WIRE["ends"]),
     }
 
 
@@ -126,6 +128,8 @@ def test_a_tied_head_s_gradient_waits_for_the_embedding_s():
         found, untied = (at(model_of(kind, tied=tied), name, dp=2) for tied in (True, False))
         assert found["temporary"] == untied["temporary"] + waits * 2 * ENDS
     assert found["gathered" if "gathered" in found else "bucket"] == 2 * (2 * BLOCK + ENDS)
+    cut, untied = (at(model_of("block", tied=tied), "backward of blocks.1", dp=2, tp=2) for tied in (True, False))
+    assert cut["temporary"] == untied["temporary"] + 2 * ENDS / 2
     head = at(model_of("head", tied=True), "logits and loss", dp=2)
     assert head["temporary"] == TOKENS * MUCH
     assert head["gathered"] == 2 * (ENDS + 2 * BLOCK)
@@ -133,9 +137,9 @@ def test_a_tied_head_s_gradient_waits_for_the_embedding_s():
 
 def test_gradients_that_autograd_holds_are_divided_by_tp():
     instants = (Instant(300.0, MUCH, gradients=6000.0), Instant(100.0, MUCH, gradients=0.0))
-    for tp in (1, 2):
-        found = at(model_of(instants=instants), "backward of blocks.3", dp=1, stage=0, tp=tp)
-        assert found["temporary"] == TOKENS * (300 / tp + MUCH) + 6000 / tp
+    for tp, precision, width in ((1, "bf16", 1), (2, "bf16", 1), (2, "fp32", 2)):
+        found = at(model_of(instants=instants), "backward of blocks.3", dp=1, stage=0, tp=tp, precision=precision)
+        assert found["temporary"] == width * (TOKENS * (300 / tp + MUCH) + 6000 / tp)
 
 
 # --- the optimizer step ---------------------------------------------------------------------------
@@ -190,6 +194,18 @@ def test_tp_divides_what_is_cut_and_sequence_parallelism_the_rest_but_gathered_i
     gathered = 4 * HIDDEN
     block = 101 / 2 + (211 - gathered) / 2 + gathered
     assert found["activations"] == TOKENS * ((3 + 5) / 2 + 4 * block + (401 + 43) / 2)
+
+
+def test_what_was_traced_over_tp_counts_where_there_is_tp():
+    over = replace(model_of().parts[1].operations, kept_cut=60.0, kept_whole=300.0)
+    parts = tuple(
+        replace(part, operations=replace(part.operations, over_tp=over)) if part.kind == "block" else part
+        for part in model_of("head").parts
+    )
+    model = replace(model_of("head"), parts=parts)
+    for tp, block in ((1, BLOCK_KEPT), (2, 60 / 2 + 300), (4, 60 / 4 + 300)):
+        found = at(model, "logits and loss", dp=1, stage=0, tp=tp)
+        assert found["activations"] == TOKENS * (3 / tp + 5 + 4 * block + 401 / tp + 43)
 
 
 def test_outputs_of_experts_are_those_that_a_token_meets():
