@@ -65,15 +65,14 @@ from transformers import AutoModelForCausalLM
 
 def build():
     model = AutoModelForCausalLM.from_pretrained("model")
-    forward, calls = model.forward, []
+    calls = []
 
-    def dying(input_ids, labels=None, **options):
-        calls.append(input_ids)
+    def die(*_):
+        calls.append(1)
         if len(calls) == 7 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-        return forward(input_ids=input_ids, labels=labels, **options)
 
-    model.forward = dying
+    model.model.layers[1].register_forward_pre_hook(die)
     return model
 """
 
