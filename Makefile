@@ -44,11 +44,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	    echo "$(PYTHON) cannot make virtual environments: install the Debian package $$v (sudo apt-get install $$v)"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS))
-	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c $(CONSTRAINTS) -e '.[hf,plot]'
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c $(CONSTRAINTS) -e '.[hf,plot,data]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c $(CONSTRAINTS) -e '.[hf,plot,dev]'
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c $(CONSTRAINTS) -e '.[hf,plot,data,dev]'
 	@touch $@
 
 clean:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+from pathlib import Path
 
 import numpy
 import pytest
@@ -188,6 +190,13 @@ def test_parquet_has_the_keys_of_jsonl(tmp_path):
     (tmp_path / "c.parquet").write_bytes(b"no")
     with pytest.raises(DataError, match=r"c\.parquet is not a parquet file"):
         opened(tmp_path, tmp_path / "c.parquet")
+
+
+def test_make_demo_installs_what_reads_parquet():
+    made = (Path(__file__).parents[2] / "Makefile").read_text()
+    extras = [set(found.split(",")) for found in re.findall(r"pip install .* -e '\.\[(.*)\]'", made)]
+    assert len(extras) == 2
+    assert all({"hf", "plot", "data"} <= each for each in extras)
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """What people look at while a run goes on: a live bar on a terminal, plain lines elsewhere; and the MFU in it."""
 
+import math
 from io import StringIO
 
 import pytest
@@ -7,7 +8,8 @@ from models import hf
 from rich.console import Console
 
 from zero3d.train.flops import flops_per_token, peak_flops
-from zero3d.train.progress import Progress
+from zero3d.train.curve import smooth
+from zero3d.train.progress import Progress, duration
 
 RECORD = {
     "loss": 2.5, "grad_norm": 1.25, "lr": 1e-4, "tokens_per_s": 12345.0, "mfu": 0.412,
@@ -37,6 +39,29 @@ def test_both_forms_tell_everything_in_80_columns(terminal):
 
 def test_lines_are_few_where_there_is_no_terminal():
     assert len(shown(False).splitlines()) == 21  # of 40 steps: every second one, and the first
+
+
+def test_a_plain_line_says_how_long_the_rest_takes():
+    out, now = StringIO(), iter(range(0, 10**9, 90))
+    progress = Progress(Console(file=out, width=200), every=1, clock=lambda: next(now))
+    for step in progress.track(11, 14):  # a session that goes on after step 10; 90 s a step
+        progress.show({**RECORD, "step": step})
+    ends = [line.rpartition("  ")[2] for line in out.getvalue().splitlines()]
+    assert ends == ["4:30 left", "3:00 left", "1:30 left", "2 skipped"]
+    assert [duration(seconds) for seconds in (0, 59.6, 3599, 3600, 86400 * 2 + 10800)] == [
+        "0:00", "1:00", "59:59", "01:00:00", "2 d 03:00:00",
+    ]  # fmt: skip
+
+
+def test_the_curves_average_lags_behind_nothing_and_no_single_value_pulls_it():
+    falling = [5.0 - 0.05 * step for step in range(60)]
+    assert smooth(falling) == pytest.approx(falling)
+    assert smooth([100.0, *[1.0] * 30]) == [100.0, *[1.0] * 30]
+    assert smooth([1.0, 1.0, math.nan, 50.0, 1.0, math.inf, 1.0])[1:-1] == [1.0] * 5
+    assert smooth([]) == []
+    assert math.isnan(smooth([math.nan])[0])
+    noisy = smooth([2.0 + (-1) ** step for step in range(41)])
+    assert max(abs(value - 2.0) for value in noisy[10:-10]) < 0.2
 
 
 def test_only_the_experts_that_a_token_meets_count():

@@ -65,7 +65,7 @@ def _between(seconds: Seconds) -> str:
 
 def _ranked(answer: Answer, rows: Sequence[Row]) -> Markup:
     title = f"Plans that fit {size(int(answer.asked.limit))} of a GPU, {answer.asked.goal} first"
-    head = ("", "Mesh", "ZeRO", "Micro x accum", "Settings", "GPU GB", "Host GB", "Step s", "Tokens/s/GPU", "Why")
+    head = ("", "Mesh", "ZeRO", "Micro x accum", "Settings", "GPU GB", "Host GB", "Step s", "Tokens/s per GPU", "Why")
     remark = "The best plan of each mesh, ZeRO stage and schedule."
     return frame.card(title, frame.paragraph(remark, "dim"), frame.table(title, head, _cells(rows), "><><=>>>>="))
 

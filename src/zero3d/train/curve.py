@@ -5,19 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # Braille: 4 rows of 2 dots per character
-SMOOTHING = 0.9
+HALF = 10  # steps to either side of the one whose average is taken
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Exponential average, corrected for its start; values that are not finite are passed over."""
-    out, average, weight = [], 0.0, 0.0
-    for value in values:
-        if math.isfinite(value):
-            average = SMOOTHING * average + (1 - SMOOTHING) * value
-            weight = SMOOTHING * weight + (1 - SMOOTHING)
-        out.append(average / weight if weight else math.nan)
+    """Average around each step, over as many before it as after it: the mean of the middle third of those values.
+
+    Where losses fall it lags behind nothing, and a first or a single high one does not pull it up. Values that are
+    not finite are passed over.
+    """
+    out = []
+    for i in range(len(values)):
+        half = min(HALF, i, len(values) - 1 - i)
+        around = sorted(value for value in values[i - half : i + half + 1] if math.isfinite(value))
+        third = len(around) // 3
+        out.append(fmean(around[third : len(around) - third]) if around else math.nan)
     return out
 
 

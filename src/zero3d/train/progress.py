@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -17,9 +18,11 @@ class Progress:
     """Says what happens. The console of every rank but the first is quiet.
 
     every  steps between lines where there is no terminal; None prints about LINES in a run
+    clock  seconds
     """
 
-    def __init__(self, console: Console, every: int | None = None) -> None:
+    def __init__(self, console: Console, every: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._first, self._started = clock, 1, clock()
         self._console = console
         self._bar: Bar | None = None
         self._task = TaskID(0)
@@ -32,7 +35,7 @@ class Progress:
 
     def track(self, first: int, last: int) -> Iterator[int]:
         """Yield the steps first .. last while the bar is shown."""
-        self._steps = last
+        self._steps, self._first, self._started = last, first, self._clock()
         if self._console.quiet or not self._console.is_terminal:
             yield from range(first, last + 1)
             return
@@ -53,7 +56,12 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, completed=step, figures=f"{SHORT.format(**record)}\n{amounts(record)}")
         elif step % every == 0 or step in (1, self._steps):
-            self.say(f"step {step:>{len(str(self._steps))}}/{self._steps}  {figures(record)}")
+            self.say(f"step {step:>{len(str(self._steps))}}/{self._steps}  {figures(record)}{self._left(step)}")
+
+    def _left(self, step: int) -> str:
+        """How long the rest takes if it takes as long as this session's steps, with all that was between them."""
+        per_step = (self._clock() - self._started) / (step - self._first + 1)
+        return f"  {duration(per_step * (self._steps - step))} left" if step < self._steps else ""
 
     def show_held_out(self, record: Mapping[str, Any]) -> None:
         """An evaluation."""
@@ -78,6 +86,14 @@ def amounts(record: Mapping[str, Any]) -> str:
         f"{record['skipped']} skipped" if record["skipped"] else "",
     ]
     return "  ".join(part for part in told if part)
+
+
+def duration(seconds: float) -> str:
+    """1:05 is a minute and five seconds; 2 d 03:00:00 more than two days."""
+    days, rest = divmod(round(seconds), 86400)
+    hours, rest = divmod(rest, 3600)
+    clock = f"{rest // 60}:{rest % 60:02}" if not (days or hours) else f"{hours:02}:{rest // 60:02}:{rest % 60:02}"
+    return f"{days} d {clock}" if days else clock
 
 
 def size(count: int) -> str:
