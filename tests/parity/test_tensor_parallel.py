@@ -31,11 +31,12 @@ def loss_and_gradients(name, policy, options):
 def assert_equal_one_process(results, name, **options):
     with LiftCasts():
         loss, grads = one_process(name, **options)
+    least = 1e-6 * torch.stack([grad.norm() for grad in grads.values()]).norm()  # some, of keys' biases, are zero
     for found, joined, _ in results:
         assert abs(float(found - loss)) < 1e-10
         assert joined.keys() == grads.keys()
         for key, grad in grads.items():
-            assert float((joined[key] - grad).norm() / grad.norm().clamp_min(1e-12)) < 1e-9, key
+            assert float((joined[key] - grad).norm() / grad.norm().clamp_min(least)) < 1e-10, key
 
 
 @pytest.mark.parametrize(("name", "world", "policy", "options"), [

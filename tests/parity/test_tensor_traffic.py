@@ -48,7 +48,8 @@ SELDOM = [
     ("gemma2", {"policy": "full"}),
     ("llama", {"policy": "every:2"}), ("llama", {"policy": "every:2", "sequence": True}),
     ("llama", {"policy": "selective"}), ("llama", {"policy": "full", "sequence": True}),
-    ("gpt2", {"lora": True, "sequence": True}),
+    ("gpt2", {"lora": True, "sequence": True}), ("mla", {"policy": "full"}), ("gpt_oss", {}), ("opt", {"sequence": True}),
+    ("bloom", {"policy": "selective"}), ("gemma3n_text", {}), ("falcon_h1", {}),
 ]  # fmt: skip
 
 

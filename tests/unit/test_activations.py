@@ -153,8 +153,8 @@ def test_named_inputs_and_several_outputs_are_handed_on():
         assert train(recomputed(model, policy)) == train(clone(model))
 
 
-@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
-def test_layers_that_share_keys_and_values_in_a_dict_are_recomputed(name):
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text", "jamba"])
+def test_layers_of_several_classes_and_those_that_share_keys_and_values_in_a_dict_are_recomputed(name):
     model = family(name)
     wanted = train(clone(model))
     assert {policy: train(recomputed(model, policy)) for policy in POLICIES} == dict.fromkeys(POLICIES, wanted)

@@ -171,6 +171,14 @@ def test_a_model_whose_masks_come_from_token_ids_is_refused():
         split(model, [3, 2], 0)
 
 
+def test_a_model_that_would_write_to_the_hidden_state_it_receives_is_refused():
+    import transformers as t
+
+    config = t.CTRLConfig(vocab_size=VOCAB, n_positions=16, n_embd=32, dff=32, n_layer=2, n_head=4)
+    with pytest.raises(ConfigError, match=r"CTRLLMHeadModel cannot be cut.*writes in place to inputs_embeds"):
+        split(t.CTRLLMHeadModel(config), [1, 1], 0)
+
+
 def test_layers_that_are_skipped_at_random_are_refused():
     with pytest.raises(ConfigError, match=r"skips layers at random \(decoder_layerdrop=0.1\)"):
         split(family("bart", decoder_layerdrop=0.1), [2, 2], 0)

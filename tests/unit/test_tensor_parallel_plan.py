@@ -197,6 +197,8 @@ def test_sparse_mlps_that_take_the_mean_of_their_gates_give_it_whole():
     assert plan["model.layers.0.mlp.gate_proj"].kind == "colwise_gather_output"
     assert plan["model.layers.0.mlp.down_proj"].kind == "rowwise_split_input"
     assert plan["model.layers.1.mlp.gate_proj"].kind == "colwise"
+    with pytest.raises(ConfigError, match=r"layers.0.mlp takes mean and deviation of all its gates"):
+        cut(on_meta("gemma3n_text"), plan={"layers.*.mlp.gate_proj": "colwise"})
 
 
 def test_norms_of_every_head_and_one_key_for_all_heads_leave_attention_whole():

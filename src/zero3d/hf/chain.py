@@ -255,6 +255,11 @@ def _enter_later(model: nn.Module, chain: Chain, rooms: Mapping[str, nn.Module],
             f"{_refusal(model)}: called with inputs_embeds [2, 3, {chain.width}] in the place of token ids, as later "
             f"stages are, it says {type(error).__name__}: {said}. Pass pp=1."
         ) from error
+    if hidden._version > 0:
+        raise ConfigError(
+            f"{_refusal(model)}: it writes in place to inputs_embeds, which on later stages is the hidden state that was "
+            "received. Pass pp=1."
+        )
     alike = len(calls.beside) == len(first.beside) and all(map(_equal, calls.beside, first.beside))
     if not alike:
         raise ConfigError(

@@ -87,6 +87,7 @@ def parallelize(
     check_config(config, styles, axis.size)
     check_vocabulary(model, styles, axis.size)
     check_alibi(model, styles)
+    check_sparse(model, styles)
     blocks = frozenset(cut_blocks(model, list(styles)))
     head_name = _head_name(model, inner) if local_logits and has_causal_loss(inner) else None
     work = Work(model, Doors(Channel(axis, ledger), sequence), blocks, sequence)
@@ -117,6 +118,18 @@ def check_config(config: Any, styles: Mapping[str, Style], size: int) -> None:
             raise ConfigError(
                 f"tp={size} cannot share out {what}={heads}: {heads} / {size} is not whole. Pass a tp that divides it "
                 f"({', '.join(fits)}), or leave attention out of the plan with 'none'."
+            )
+
+
+def check_sparse(model: nn.Module, styles: Mapping[str, Style]) -> None:
+    """An MLP that keeps its largest gates takes mean and deviation of all of them. Raises ConfigError."""
+    for name, style in styles.items():
+        around = name.rpartition(".")[0]
+        if style.kind in CUTS and getattr(model.get_submodule(around), "activation_sparsity", 0.0) > 0:
+            raise ConfigError(
+                f"{around} takes mean and deviation of all its gates (activation_sparsity), and {name} with style "
+                f"{style.kind!r} leaves a rank a part of them: give its matrices colwise_gather_output and "
+                "rowwise_split_input, or 'none'."
             )
 
 

@@ -29,17 +29,18 @@ MLPS = (
 
 
 def propose(model: nn.Module, roots: Sequence[str]) -> str:
-    """A sentence with a map for the first of each kind of block, in names that begin behind one of `roots`."""
+    """A sentence with a map for every kind of block, in names that begin behind one of `roots`."""
     blocks = find_blocks(model)
     if not blocks:
         return f"Its modules are {', '.join(name for name, _ in model.named_children())}."
-    first = next(iter(blocks))
-    root = max((root for root in roots if first.startswith(root)), key=len)
-    start = f"{first[len(root) :].rpartition('.')[0]}.*"
-    kinds = {type(block): block for block in reversed(blocks.values())}
-    plan = {f"{start}.{name}": style for block in kinds.values() for name, style in _of_block(block).items()}
+    kinds = {(name.rpartition(".")[0], type(block)): block for name, block in reversed(blocks.items())}
+    plan: Plan = {}
+    for (listed, _), block in reversed(kinds.items()):
+        root = max((root for root in roots if f"{listed}.".startswith(root)), key=len)
+        plan |= {f"{listed[len(root) :]}.*.{name}": style for name, style in _of_block(block).items()}
     if not plan:
-        names = ", ".join(name for name, m in next(iter(kinds.values())).named_modules() if _is_matrix(m))
+        first = max(blocks.values(), key=lambda block: sum(p.numel() for p in block.parameters()))
+        names = ", ".join(name for name, m in first.named_modules() if _is_matrix(m))
         return f"None can be proposed for matrices called {names or 'nothing'}: pass tp=1, or say what they do."
     return "For example: {" + ", ".join(f"{name!r}: {style!r}" for name, style in plan.items()) + "}."
 

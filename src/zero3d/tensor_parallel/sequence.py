@@ -64,7 +64,8 @@ def install_sequence(work: Work) -> None:
 
 def install_random(work: Work, config: Any) -> None:
     """Random numbers of the ranks' own from a module's first colwise matrix to its rowwise one, where it drops out."""
-    drops = any((getattr(config, name, None) or 0) > 0 for name in DROPOUTS)
+    said = (config, getattr(config, "attn_config", None))  # MPT has a config of its own for attention
+    drops = any((getattr(each, name, None) or 0) > 0 for each in said for name in DROPOUTS)
     owns: dict[str, OwnRandom] = {}
     parents = {name.rpartition(".")[0] for name in work.rowwise}
     for name in work.colwise:

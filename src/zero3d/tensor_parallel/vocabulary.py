@@ -72,8 +72,8 @@ def has_causal_loss(model: Any) -> bool:
     """Whether a model's own loss is Hugging Face's of the next token: some have that and compute another one."""
     if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
         return False
-    forwards = (inspect.unwrap(kind.forward) for kind in type(model).__mro__ if "forward" in vars(kind))
-    return any("loss_function" in getattr(f, "__code__", has_causal_loss.__code__).co_names for f in forwards)
+    forwards = (inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind))
+    return any("loss_function" in f.__code__.co_names for f in forwards if inspect.isfunction(f))
 
 
 class CausalLoss:
