@@ -10,7 +10,7 @@ import zero3d
 from zero3d.errors import DataError
 from zero3d.zero import collectives
 
-TIMEOUT = 5.0
+TIMEOUT = 3.0
 
 
 class TwoPaths(nn.Module):
