@@ -213,11 +213,11 @@ def serve(rank, connection):
 
 
 def join(rank, world, store, timeout):
-    """A new gloo group of the first `world` ranks. However long they take to meet, `timeout` is for what follows."""
+    """A new gloo group of the first `world` ranks. However long they take to meet: `timeout` is for what follows."""
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _set_pg_timeout
 
     store = dist.FileStore(store, world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=2))
+    store.set(f"here {rank}", "")
+    store.wait([f"here {each}" for each in range(world)], timedelta(minutes=5))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
     dist.barrier()  # gloo connects rank by rank: one that leaves at once fails those still connecting
-    _set_pg_timeout(timedelta(seconds=timeout), dist.group.WORLD)
