@@ -1,6 +1,7 @@
 # make demo      train the embedded default on this machine       (own .venv)
-# make test      what CI runs: lint, types, tests                  (about 9 minutes on 2 cores)
-# make test-all  also the tests that take longer
+# make test      what CI runs: lint, types, tests                  (about 6 minutes on 2 cores)
+# make test-part PART=COMMIT   the part of the longer tests that a commit's hash chooses (CI: its own)   (3 minutes)
+# make test-all  all tests, the longer ones too
 # make bench     engines side by side on 2 CPU ranks
 # make tables    the tables of README and docs anew, from benchmarks/results
 #
@@ -9,21 +10,32 @@
 PYTHON ?= python3
 PIP_OPTIONS ?=
 TORCH ?=
+PART ?= $(shell git rev-parse HEAD)
 VENV := .venv$(TORCH:%=-torch-%)
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-all lint bench tables clean
+# Tests of one process run beside those with ranks, which wait for one another; they are told when both are done.
+define both
+@$(PYTEST) $(1) tests/unit tests/map > $(VENV)/unit.log 2>&1 & unit=$$!; \
+  $(PYTEST) $(1) tests/ranks tests/parity; ranks=$$?; \
+  wait $$unit; unit=$$?; cat $(VENV)/unit.log; exit $$((ranks | unit))
+endef
+
+.PHONY: demo test test-part test-all lint bench tables clean
 
 demo: $(VENV)/.installed
 	$(BIN)/zero3d train
 
 test: lint
-	$(PYTEST)
+	$(call both,)
+
+test-part: $(VENV)/.installed-dev
+	$(PYTEST) --part=$(PART)
 
 test-all: lint
-	$(PYTEST) -m "long or not long"
+	$(call both,-m "long or not long")
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

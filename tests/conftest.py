@@ -17,6 +17,27 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 torch.set_num_threads(1)  # summation order depends on the thread count
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--part", metavar="COMMIT", help="the part of the long tests that this hash chooses (tests/part.py)"
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("part"):
+        config.option.markexpr = "long"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    from part import part_of
+
+    if commit := config.getoption("part"):
+        chosen = part_of([item.nodeid for item in items], commit)
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+        items[:] = [item for item in items if item.nodeid in chosen]
+
+
 @pytest.fixture(scope="session")
 def pool():
     from pool import RankPool

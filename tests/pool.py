@@ -76,7 +76,7 @@ class RankPool:
         for rank in range(len(self.workers), world):
             self.workers.append((rank, self.nursery(rank).fork(rank)))
 
-    def run(self, world, case, *args, timeout=120.0, group_timeout=60.0, check=True):
+    def run(self, world, case, *args, timeout=600.0, group_timeout=120.0, check=True):
         """Results in rank order; with check=False pairs (result, exception text or None)."""
         self.start(world)
         self.cases += 1
@@ -99,7 +99,7 @@ class RankPool:
             return [(a["result"], a["error"]) for a in answers]
         return results_of(answers)
 
-    def alone(self, case, *args, timeout=300.0):
+    def alone(self, case, *args, timeout=600.0):
         """The result of case(*args) in a process that does nothing else."""
         connection = self.nursery(0).fork(0)
         try:
@@ -213,9 +213,11 @@ def serve(rank, connection):
 
 
 def join(rank, world, store, timeout):
-    """A new gloo group of the first `world` ranks."""
+    """A new gloo group of the first `world` ranks. However long they take to meet: `timeout` is for what follows."""
     import torch.distributed as dist
 
     store = dist.FileStore(store, world)
+    store.set(f"here {rank}", "")
+    store.wait([f"here {each}" for each in range(world)], timedelta(minutes=5))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
     dist.barrier()  # gloo connects rank by rank: one that leaves at once fails those still connecting

@@ -28,7 +28,7 @@ def one_process():
 
 
 def check(ranks, one_process, cases, precision, bound):
-    everywhere = ranks(world_of(cases[0][1]), run_all, cases, precision, timeout=120.0 + 10 * len(cases))
+    everywhere = ranks(world_of(cases[0][1]), run_all, cases, precision)
     assert all(runs == everywhere[0] for runs in everywhere)  # all ranks know the same bits
     for case, found in zip(cases, everywhere[0], strict=True):
         for here, there in zip(found, one_process(case, precision), strict=True):

@@ -13,7 +13,7 @@ import zero3d
 from zero3d.errors import CheckpointError, DataError, MeshError
 from zero3d.zero import collectives
 
-TIMEOUT = 5.0
+TIMEOUT = 3.0
 
 
 class TwoPaths(nn.Module):

@@ -294,10 +294,7 @@ def uneven_contributions(stage, reduce):
 
 def test_ranks_may_accumulate_different_parameters(ranks):
     cases = [(0, "auto"), (1, "auto"), (2, "every_step"), (3, "every_step")]
-    assert (
-        len({h for stage, reduce in cases for h in ranks(2, uneven_contributions, stage, reduce, group_timeout=5.0)})
-        == 1
-    )
+    assert len({h for stage, reduce in cases for h in ranks(2, uneven_contributions, stage, reduce)}) == 1
 
 
 # --- sizes ----------------------------------------------------------------------------------------

@@ -289,7 +289,7 @@ def test_a_browser_lays_the_pages_out_without_cut_or_overlapping_labels_in_both_
     )
     done = subprocess.run(
         [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--dump-dom", harness.as_uri()],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert "MEASURED" in done.stdout, done.stderr[-2000:]
     told = done.stdout.partition("MEASURED\n")[2].partition("\nEND")[0].split("\n")

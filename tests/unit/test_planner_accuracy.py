@@ -15,7 +15,7 @@ DATA = ROOT / "tests" / "data" / "planner"
 def scores(folder):
     script = ROOT / "benchmarks" / "planner_accuracy.py"
     done = subprocess.run(
-        [sys.executable, script, "--tables", folder, "--json"], capture_output=True, text=True, timeout=60
+        [sys.executable, script, "--tables", folder, "--json"], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -165,6 +165,6 @@ as_worker(act)
 """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "ZERO3D"))}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment | {"RANK": rank}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], env=environment | {"RANK": rank}, capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stderr) == (code, said)

@@ -1,0 +1,72 @@
+"""A part of the long tests, chosen by a commit's hash: another one for every commit, the same one for the same.
+
+The hash puts all cases into an order; those that still fit are taken until the part is full. What a
+case takes is the mean of its file, measured once: a limit by numbers does not depend on what else the
+machine does. To measure again, on a quiet machine:
+
+    python -m pytest -m long --junitxml=long.xml && python tests/part.py long.xml
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from hashlib import sha256
+from statistics import mean
+from xml.etree import ElementTree
+
+BUDGET = 120.0  # seconds on 2 quiet cores; with collection and imports a part stays well below four minutes
+UNMEASURED = 20.0
+SECONDS = {  # of a case on 2 quiet cores
+    "tests/parity/test_benchmark_mesh.py": 15.0,
+    "tests/parity/test_checkpoint.py": 0.7,
+    "tests/parity/test_compare_runs.py": 15.0,
+    "tests/parity/test_demo.py": 10.0,
+    "tests/parity/test_exact.py": 12.0,
+    "tests/parity/test_examples.py": 20.0,
+    "tests/parity/test_mesh_checkpoint.py": 12.0,
+    "tests/parity/test_mesh_contract.py": 40.0,
+    "tests/parity/test_mesh_lora.py": 4.0,
+    "tests/parity/test_mesh_refusals.py": 1.0,
+    "tests/parity/test_one_rank.py": 0.3,
+    "tests/parity/test_pipeline.py": 12.0,
+    "tests/parity/test_pipeline_far.py": 9.0,
+    "tests/parity/test_pipeline_oracle.py": 10.0,
+    "tests/parity/test_plan_against_simulation.py": 2.5,
+    "tests/parity/test_plan_memory.py": 1.5,
+    "tests/parity/test_resume.py": 3.0,
+    "tests/parity/test_stages.py": 1.0,
+    "tests/parity/test_states_exactly.py": 0.8,
+    "tests/parity/test_stopping.py": 6.0,
+    "tests/parity/test_tensor_traffic.py": 0.5,
+    "tests/parity/test_train.py": 1.0,
+    "tests/parity/test_train_input.py": 6.0,
+    "tests/parity/test_train_models.py": 3.0,
+    "tests/ranks/test_simulation.py": 3.0,
+    "tests/unit/test_72b.py": 8.0,
+    "tests/unit/test_data_batches.py": 2.0,
+    "tests/unit/test_simulate.py": 3.0,
+}
+
+
+def part_of(names: Iterable[str], commit: str) -> set[str]:
+    """The cases, as pytest names them, that a commit's hash chooses."""
+    left, chosen = BUDGET, set()
+    for name in sorted(names, key=lambda name: sha256(f"{commit} {name}".encode()).digest()):
+        cost = SECONDS.get(name.partition("::")[0], UNMEASURED)
+        if cost <= left:
+            left -= cost
+            chosen.add(name)
+    return chosen
+
+
+def measured(report: str) -> dict[str, float]:
+    """Mean seconds of a file's cases, from pytest's JUnit report."""
+    found = defaultdict(list)
+    for case in ElementTree.parse(report).iter("testcase"):
+        found[case.get("classname", "").replace(".", "/") + ".py"].append(float(case.get("time", 0)))
+    return {name: round(mean(times), 1) for name, times in sorted(found.items())}
+
+
+if __name__ == "__main__":
+    for name, seconds in measured(sys.argv[1]).items():
+        print(f'    "{name}": {seconds},')
