@@ -111,12 +111,6 @@ def check(directory: Path, parts: Parts) -> Checked:
     Raises CheckpointError on all ranks.
     """
     manifest = agree(parts.everyone, lambda: _open(directory, parts))
-    if manifest.format < FORMAT and parts.everyone.rank == 0:
-        warnings.warn(
-            f"{manifest.folder} has format {manifest.format}, whose manifest has no checksum: damage to it may go "
-            f"unnoticed. The next checkpoint has format {FORMAT}.",
-            stacklevel=3,
-        )
     return agree(parts.everyone, lambda: _verify(manifest, parts))
 
 
@@ -133,6 +127,12 @@ def load(checked: Checked, parts: Parts) -> tuple[int, Any, str]:
 def _open(directory: Path, parts: Parts) -> Manifest:
     manifest = open_manifest(find(directory))
     check_fits(manifest, parts)
+    if manifest.format < FORMAT and parts.everyone.rank == 0:
+        warnings.warn(
+            f"{manifest.folder} has format {manifest.format}, whose manifest has no checksum: damage to it may go "
+            f"unnoticed. The next checkpoint has format {FORMAT}.",
+            stacklevel=6,
+        )
     return manifest
 
 

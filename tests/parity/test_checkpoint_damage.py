@@ -175,3 +175,27 @@ def test_damaged_checkpoints_change_nothing_or_load_what_was_saved(sources, live
         shutil.rmtree(tmp_path / str(case))
     assert len(kinds) > 30
     assert len(loaded) < SHORT / 5, loaded
+
+
+def test_a_step_goes_on_after_a_refused_load_as_if_nobody_had_tried(tmp_path):
+    def curve(tries):
+        seed()
+        engine = make()
+        train(engine, 1)
+        saved = engine.save(tmp_path / str(tries))
+        (saved / "manifest.sha256").write_text("x")
+        for step in (2, 3):
+            for i in range(2):
+                engine.backward(engine(torch.tensor([step, i])))
+                if tries:
+                    with pytest.raises(CheckpointError):
+                        engine.load(saved)
+            assert engine.step().applied
+        return (
+            engine.fingerprint(),
+            engine.scheduler.state_dict(),
+            engine.loss_scale.state(),
+            torch.get_rng_state().sum(),
+        )
+
+    assert curve(True) == curve(False)
