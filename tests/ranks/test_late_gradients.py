@@ -4,6 +4,8 @@ late   a second backward of one forward, a block called twice under reentrant re
        through parameters alone
 """
 
+from itertools import accumulate
+
 import pytest
 import torch
 from models import batch, net
@@ -11,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3d
+from zero3d.zero.prefetch import WINDOW
 
 STAGES = [0, 1, 2, 3]
 
@@ -156,6 +159,27 @@ def test_a_backward_through_parameters_alone_adds_to_the_step(stage):
     wanted = {name: p.grad.double().flatten() for name, p in whole.named_parameters()}
     assert worst(reduced(engine), wanted) < 1e-6
     assert engine.step().applied
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_units_are_reduced_while_the_backward_goes_on_and_two_at_a_time(stage):
+    """In every step, not all at its end, where the loop for late gradients would take them as well."""
+    engine, log, before_embedding = engine_of(net(), stage), [], []
+    engine.reductions._lane._log = log
+    engine.module.embed.register_forward_hook(
+        lambda module, args, out: (out.register_hook(lambda grad: before_embedding.append(list(log))), None)[1]
+    )
+    for _ in range(3):
+        log.clear()
+        engine(batch(0)).square().mean().backward()
+        assert [what for what, _ in log].count("reduce.issue") == len(engine.units) == 6
+        assert [unit for what, unit in log if what == "reduce.issue"][-1] == "root"
+        under_way = list(accumulate(1 if what == "reduce.issue" else -1 for what, _ in log))
+        assert (max(under_way), under_way[-1]) == (WINDOW, 0)
+        assert engine.step().applied
+    for seen in before_embedding:
+        assert [unit for what, unit in seen if what == "reduce.issue"][:3] == ["head", "layers.2", "layers.1"]
+    assert len(before_embedding) == 3
 
 
 def on_two_ranks():
