@@ -208,8 +208,13 @@ def test_two_reductions_are_under_way_as_they_travel(plan, cast, arrives):
     assert found["wire"] == 2 * (cast * BLOCK + arrives * BLOCK / 4)
 
 
-def test_a_rank_by_itself_sends_nothing():
-    assert "wire" not in at(model_of("embedding"), "backward of the embedding", dp=1)
+def test_a_rank_by_itself_sends_nothing_and_its_buckets_are_the_fullest_instant():
+    assert at(model_of(), "backward of blocks.1", dp=1, stage=2) == {
+        "batch": BATCH,
+        "activations": TOKENS * (EMBEDDING_KEPT + 2 * BLOCK_KEPT),
+        "temporary": TOKENS * 11,
+        "bucket": 2 * 3 * BLOCK,
+    }
 
 
 @pytest.mark.parametrize(("plan", "leaf"), [
