@@ -47,6 +47,8 @@ def test_gradients_are_reduced_in_the_last_micro_batch_or_in_each_as_asked():
     assert once["activations"] == TOKENS * EMBEDDING_KEPT
     assert once["wire"] == 2 * 4 * BLOCK / 2  # summed in fp32: no cast
     assert "bucket" not in once
+    assert once["passed"] == (1 + 1) * STATE  # what went out, and its gradient
+    assert each["passed"] == (2 + 1) * STATE
     assert each["activations"] == TOKENS * (2 * EMBEDDING_KEPT + 2 * BLOCK_KEPT)
     assert (each["bucket"], each["wire"]) == (2 * (2 * BLOCK + ENDS), 2 * WIRE["block"])
 
@@ -77,6 +79,20 @@ def test_a_backward_of_inputs_keeps_all_and_gradients_for_that_of_weights(schedu
     assert found["activations"] == many * (others + running)
     assert found["temporary"] == many * NORM
     assert found["passed"] == many * passed * STATE
+
+
+def test_where_a_v_turns_nothing_is_passed_on_and_what_waits_has_its_gradient():
+    """At the last I of part 1 another of its own waits for its W, and one of part 2: all three with all they kept.
+
+    For part 1 two inputs came, for part 2 one output went, whose gradient is there; one is early, one on its way.
+    """
+    many = 512
+    found = at(
+        model_of(), "end of the backward of inputs, pipeline stage 1 of 2", schedule="zbv",
+        **PIPE | {"micro_batch": 2 * many},
+    )  # fmt: skip
+    assert found["activations"] == many * 3 * (TOKENS * BLOCK_KEPT + FOR_WEIGHTS["block"])
+    assert found["passed"] == many * (2 + 1 + 1 + 1 + 1) * STATE
 
 
 def test_gradients_of_weights_pile_up_in_a_part_s_backward_of_weights():
