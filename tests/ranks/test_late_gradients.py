@@ -4,6 +4,8 @@ late   a second backward of one forward, a block called twice under reentrant re
        through parameters alone
 """
 
+from itertools import accumulate
+
 import pytest
 import torch
 from models import batch, net
@@ -11,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3d
+from zero3d.zero.prefetch import WINDOW
 
 STAGES = [0, 1, 2, 3]
 
@@ -34,23 +37,22 @@ def worst(found, wanted):
     return max(float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted)
 
 
-def losses(output, count):
-    """Of one forward, with other gradients each."""
-    return [output.square().mean(), 3 * output.sin().mean(), 2 * output.cos().square().mean()][:count]
+def losses(output):
+    """Three of one forward, with other gradients each."""
+    return [output.square().mean(), 3 * output.sin().mean(), 2 * output.cos().square().mean()]
 
 
-@pytest.mark.parametrize("backwards", [2, 3])
 @pytest.mark.parametrize(("stage", "accumulate", "reduce"), [
     *((stage, accumulate, "auto") for stage in STAGES for accumulate in (1, 2)),
     (2, 1, "every_step"), (3, 2, "every_step"),
 ])  # fmt: skip
-def test_several_backwards_of_one_forward_equal_one_of_the_sum(stage, accumulate, reduce, backwards):
+def test_several_backwards_of_one_forward_equal_one_of_the_sum(stage, accumulate, reduce):
     once, often = (engine_of(net(), stage, accumulate=accumulate, reduce=reduce) for _ in range(2))
     for step in range(2):  # what the first one leaves behind would show in the second
         for m in range(accumulate):
             ids = batch(10 * step + m)
-            sum(losses(once(ids), backwards)).backward()
-            for loss in losses(often(ids), backwards):
+            sum(losses(once(ids))).backward()
+            for loss in losses(often(ids)):
                 loss.backward(retain_graph=True)
         assert often.boundary.count == once.boundary.count == accumulate
         assert worst(reduced(often), reduced(once)) < 1e-6
@@ -59,18 +61,17 @@ def test_several_backwards_of_one_forward_equal_one_of_the_sum(stage, accumulate
         assert often.arena.live("bucket") == 0
 
 
-@pytest.mark.parametrize("backwards", [2, 3])
 @pytest.mark.parametrize("stage", STAGES)
-def test_late_gradients_of_a_narrow_dtype_are_summed_in_fp32(stage, backwards):
+def test_late_gradients_of_a_narrow_dtype_are_summed_in_fp32(stage):
     """Bit for bit what each backward alone gives in bf16, added up in fp32."""
     wanted = {}
-    for index in range(backwards):
+    for index in range(3):
         alone = engine_of(net(), stage, precision="bf16")
-        losses(alone(batch(0)).float(), backwards)[index].backward()
+        losses(alone(batch(0)).float())[index].backward()
         for name, grad in reduced(alone).items():
             wanted[name] = wanted.get(name, 0.0) + grad.float()
     engine = engine_of(net(), stage, precision="bf16")
-    for loss in losses(engine(batch(0)).float(), backwards):
+    for loss in losses(engine(batch(0)).float()):
         loss.backward(retain_graph=True)
     found = reduced(engine)
     assert [name for name in wanted if not torch.equal(found[name].float(), wanted[name])] == []
@@ -160,6 +161,27 @@ def test_a_backward_through_parameters_alone_adds_to_the_step(stage):
     assert engine.step().applied
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_units_are_reduced_while_the_backward_goes_on_and_two_at_a_time(stage):
+    """In every step, not all at its end, where the loop for late gradients would take them as well."""
+    engine, log, before_embedding = engine_of(net(), stage), [], []
+    engine.reductions._lane._log = log
+    engine.module.embed.register_forward_hook(
+        lambda module, args, out: (out.register_hook(lambda grad: before_embedding.append(list(log))), None)[1]
+    )
+    for _ in range(3):
+        log.clear()
+        engine(batch(0)).square().mean().backward()
+        assert [what for what, _ in log].count("reduce.issue") == len(engine.units) == 6
+        assert [unit for what, unit in log if what == "reduce.issue"][-1] == "root"
+        under_way = list(accumulate(1 if what == "reduce.issue" else -1 for what, _ in log))
+        assert (max(under_way), under_way[-1]) == (WINDOW, 0)
+        assert engine.step().applied
+    for seen in before_embedding:
+        assert [unit for what, unit in seen if what == "reduce.issue"][:3] == ["head", "layers.2", "layers.1"]
+    assert len(before_embedding) == 3
+
+
 def on_two_ranks():
     """By stage: the worst difference of late gradients from those that come at once; what is left in buckets."""
     rank, found = torch.distributed.get_rank(), []
@@ -167,8 +189,8 @@ def on_two_ranks():
         once, often = (engine_of(net(width=96), stage) for _ in range(2))
         at_once, late = (engine_of(Twice(how, width=96), stage, units=[nn.Sequential]) for how in (False, True))
         for step in range(2):
-            sum(losses(once(batch(step, rank)), 3)).backward()
-            for loss in losses(often(batch(step, rank)), 3):
+            sum(losses(once(batch(step, rank)))).backward()
+            for loss in losses(often(batch(step, rank))):
                 loss.backward(retain_graph=True)
             for engine in (at_once, late):
                 x = torch.randn(4, 96, generator=torch.Generator().manual_seed(2 * step + rank)).requires_grad_()

@@ -1,70 +1,37 @@
-"""The memory model by hand: a model whose figures tell each other apart, and every constant written down once more.
-
-Instants of a step are made the fullest in turn by what a part's backward needs beside what it kept. No weight has
-padding: each is a multiple of 16,384 elements.
-"""
+"""The memory model by hand, of one class of ranks: every constant written down once more."""
 
 from dataclasses import replace
 
 import pytest
+from by_hand import (
+    ATTENTION,
+    BATCH,
+    BLOCK,
+    BLOCK_KEPT,
+    BLOCKS,
+    DOWN,
+    EMBEDDING_KEPT,
+    ENDS,
+    HEAD_KEPT,
+    HIDDEN,
+    INPUT,
+    LENGTH,
+    MUCH,
+    TOKENS,
+    VOCAB,
+    WIRE,
+    at,
+    model_of,
+)
 
 from zero3d.plan.footprint import footprints
 from zero3d.plan.hardware import cluster
 from zero3d.plan.memory import memory
 from zero3d.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
 
-LENGTH, HIDDEN, VOCAB, BLOCKS = 8, 16, 64, 4
-TOKENS = 2 * LENGTH  # of a micro-batch of two
-MUCH = 10.0**6  # bytes per token: more than all else
-ENDS, UP, DOWN = 16_384, 16_384, 32_768  # elements: of the embedding and of the head; of a block's two matrices
-BLOCK = UP + DOWN
-# Bytes that a token keeps: cut by tp + whole on all tp ranks.
-EMBEDDING_KEPT, BLOCK_KEPT, HEAD_KEPT = 3 + 5, 101 + 211, 401 + 43
-ATTENTION, INPUT = 31, 32  # of a block's: what recomputing attention frees, and its input
-TRANSIENT = {"embedding": 7.0, "block": 11.0, "head": 13.0}
-
-
-def model_of(much="", tied=False, blocks=BLOCKS, root=0, instants=()):
-    """`much`: the kind of part whose backward is the fullest instant; `root`: elements of a norm in the root unit."""
-    transient = TRANSIENT | ({much: MUCH} if much else {})
-    inside = Operations(
-        1.0,
-        kept_cut=101.0,
-        kept_whole=211.0,
-        attention=31.0,
-        input=32.0,
-        transient=transient["block"],
-        instants=instants,
-    )
-    before = Operations(0.0, kept_cut=3.0, kept_whole=5.0, transient=transient["embedding"])
-    after = Operations(1.0, kept_cut=401.0, kept_whole=43.0, transient=transient["head"])
-    embed = Unit("embed", (Weight("embed.weight", (64, 256), cut=0),))
-    units = [Unit("head", (Weight("head.weight", (64, 256), cut=0),), copy_of="embed" if tied else None)]
-    if root:
-        units.insert(0, Unit("root", (Weight("norm.weight", (root,)),)))
-    parts = [Part("embedding", (embed,), before)]
-    for i in range(blocks):
-        up = Weight(f"blocks.{i}.up", (128, 128), cut=0)
-        down = Weight(f"blocks.{i}.down", (128, 256), cut=1)
-        parts.append(Part("block", (Unit(f"blocks.{i}", (up, down)),), inside))
-    parts.append(Part("head", tuple(units), after))
-    return ModelSpec("by hand", tuple(parts), LENGTH, HIDDEN, VOCAB, heads=4, kv_heads=4)
-
-
-def at(model, wanted, **plan):
-    """The parts of the fullest instant, which is the wanted one, beside the states."""
-    found = memory(model, ParallelPlan(**{"stage": 3, "micro_batch": 2} | plan))
-    assert found.instant == wanted
-    assert found.allocated == sum(found.parts.values())
-    return {name: size for name, size in found.parts.items() if name not in ("parameters", "gradients", "optimizer")}
-
-
 # --- one rank class, at stage 3 -------------------------------------------------------------------
 # bf16 weights (2 bytes) are gathered; local gradients wait in buckets (2) and travel as fp32: a cast of the whole
 # unit (4) and the shard that arrives (4). Tokens and labels are int64: 16 bytes.
-
-BATCH = 16 * TOKENS
-WIRE = {"ends": 4 * ENDS + 4 * ENDS / 2, "block": 4 * BLOCK + 4 * BLOCK / 2}
 
 
 def test_the_head_s_logits_beside_all_that_is_kept_and_two_blocks_gathered_ahead():
@@ -241,8 +208,13 @@ def test_two_reductions_are_under_way_as_they_travel(plan, cast, arrives):
     assert found["wire"] == 2 * (cast * BLOCK + arrives * BLOCK / 4)
 
 
-def test_a_rank_by_itself_sends_nothing():
-    assert "wire" not in at(model_of("embedding"), "backward of the embedding", dp=1)
+def test_a_rank_by_itself_sends_nothing_and_its_buckets_are_the_fullest_instant():
+    assert at(model_of(), "backward of blocks.1", dp=1, stage=2) == {
+        "batch": BATCH,
+        "activations": TOKENS * (EMBEDDING_KEPT + 2 * BLOCK_KEPT),
+        "temporary": TOKENS * 11,
+        "bucket": 2 * 3 * BLOCK,
+    }
 
 
 @pytest.mark.parametrize(("plan", "leaf"), [
@@ -275,118 +247,3 @@ def test_a_node_s_host_has_its_processes_the_largest_slice_in_fp32_and_what_is_o
     assert offloaded.host == 4 * (3e9 + 4 * DOWN + 12 * params / 4)
     assert "optimizer" not in offloaded.parts
     assert offloaded.states == (2 + 2 + 4 / 4) * params
-
-
-# --- pipelines ------------------------------------------------------------------------------------
-
-PIPE = {"stage": 0, "pp": 2, "accumulate": 4}
-STATE = 2 * TOKENS * HIDDEN  # a hidden state between parts, and its gradient
-
-
-@pytest.mark.parametrize(("schedule", "held", "passed"), [
-    ("gpipe", 4, 4),  # an input came for each; its gradient goes, and nothing tells that it has arrived
-    ("1f1b", 1, 1 + 1),  # the gradient before is on its way
-])  # fmt: skip
-def test_a_pipeline_keeps_what_is_in_flight_and_what_is_passed_on(schedule, held, passed):
-    found = at(model_of("head"), "logits and loss, pipeline stage 1 of 2", schedule=schedule, **PIPE)
-    assert found["batch"] == 4 * BATCH
-    assert found["activations"] == held * TOKENS * (2 * BLOCK_KEPT + HEAD_KEPT)
-    assert found["passed"] == passed * STATE
-
-
-def test_gradients_are_reduced_in_the_last_micro_batch_or_in_each_as_asked():
-    """Before the last one two micro-batches are in flight: where all are reduced, that is the fullest."""
-    plan = PIPE | {"dp": 2, "stage": 2}
-    once, each = (
-        at(model_of("embedding"), "backward of the embedding, pipeline stage 0 of 2", reduce=reduce, **plan)
-        for reduce in ("every_step", "every_micro_batch")
-    )
-    assert once["activations"] == TOKENS * EMBEDDING_KEPT
-    assert once["wire"] == 2 * 4 * BLOCK / 2  # summed in fp32: no cast
-    assert "bucket" not in once
-    assert each["activations"] == TOKENS * (2 * EMBEDDING_KEPT + 2 * BLOCK_KEPT)
-    assert (each["bucket"], each["wire"]) == (2 * (2 * BLOCK + ENDS), 2 * WIRE["block"])
-
-
-OUTPUTS = {"block": 128 + 128, "head": 64}  # elements of a token behind a part's weights: their gradients wait for W
-FOR_WEIGHTS = {kind: 2 * TOKENS * elements for kind, elements in OUTPUTS.items()}
-LOGITS = 4 * TOKENS * VOCAB  # in fp32, behind the last weight: let go by the backward of inputs
-BLOCK_HEAD = TOKENS * (BLOCK_KEPT + HEAD_KEPT)
-NORM = 20 * TOKENS * HIDDEN  # the backward of a norm: five fp32 of every hidden element
-
-
-@pytest.mark.parametrize(("schedule", "stage", "others", "states"), [
-    # Stage 1 runs parts 1 and 3: two forwards of part 1, then F and I of part 3 in turn; at the second I the first
-    # still waits for its W. An input came for each of four, an output went from those of part 1; one is early, and
-    # one gradient is on its way.
-    ("zero-bubble", 1, 2 * TOKENS * BLOCK_KEPT + BLOCK_HEAD + FOR_WEIGHTS["block"] + FOR_WEIGHTS["head"] - LOGITS,
-     2 * 2 + 2 + 1 + 1),
-    # Stage 0 runs parts 0 and 3: three forwards of part 0, then F, I and W of part 3.
-    ("zbv", 0, 3 * TOKENS * (EMBEDDING_KEPT + BLOCK_KEPT), 3 + 1 + 1 + 1),
-])  # fmt: skip
-def test_a_backward_of_inputs_keeps_all_and_gradients_for_that_of_weights(schedule, stage, others, states):
-    many = 64  # micro-batches of 128 sequences: more than gradients of weights
-    found = at(
-        model_of(), f"end of the backward of inputs, pipeline stage {stage} of 2", schedule=schedule,
-        **PIPE | {"micro_batch": 2 * many},
-    )  # fmt: skip
-    running = BLOCK_HEAD + FOR_WEIGHTS["head"] - LOGITS + FOR_WEIGHTS["block"]
-    assert found["activations"] == many * (others + running)
-    assert found["temporary"] == many * NORM
-    assert found["passed"] == many * states * STATE
-
-
-def test_gradients_of_weights_pile_up_in_a_part_s_backward_of_weights():
-    """bf16 ones of block and head, in the W of the first micro-batch; its own outputs' gradients are what they are of."""
-    name = "backward of weights, pipeline stage 0 of 2"
-    found = at(model_of(), name, schedule="zbv", **PIPE | {"micro_batch": 8})
-    assert found["temporary"] == 2 * (BLOCK + ENDS)
-    assert found["activations"] == 4 * (3 * TOKENS * (EMBEDDING_KEPT + BLOCK_KEPT) + BLOCK_HEAD - LOGITS)
-
-
-def test_sequence_parallelism_divides_a_norm_s_backward_and_outputs_that_are_whole():
-    """A norm's weight is not cut, so that its output is a slice of the sequence."""
-    found = {}
-    for sequence in (False, True):
-        model = model_of(root=16_384)
-        plan = ParallelPlan(
-            tp=2, pp=2, stage=0, accumulate=4, micro_batch=2048, schedule="zbv", sequence_parallel=sequence
-        )
-        found[sequence] = memory(model, plan)
-        assert found[sequence].instant == "end of the backward of inputs, pipeline stage 0 of 2"
-        assert found[sequence].parts["temporary"] == 1024 * NORM / (2 if sequence else 1)
-    part0 = {False: 3 / 2 + 5 + 101 / 2 + 211, True: (3 + 5) / 2 + 101 / 2 + (211 - 64) / 2 + 64}
-    part3 = {False: 101 / 2 + 211 + 401 / 2 + 43, True: 101 / 2 + (211 - 64) / 2 + 64 + (401 + 43) / 2}
-    norm = 16_384
-    for sequence, each in found.items():
-        outputs = 128 / 2 + 128 + 64 / 2 + norm / (2 if sequence else 1)
-        logits = 4 * VOCAB / 2
-        assert each.parts["activations"] == 2048 * LENGTH * (
-            3 * part0[sequence] + part3[sequence] + 2 * outputs - logits
-        )
-
-
-@pytest.mark.parametrize("schedule", ["zbv", "zero-bubble"])
-def test_part_0_has_no_backward_of_inputs_and_that_of_its_weights_is_a_whole_one(schedule):
-    """Four of its micro-batches are held, whose outputs went; a gradient came, one is on its way, a state is early."""
-    found = at(model_of("embedding"), "backward of the embedding, pipeline stage 0 of 2", schedule=schedule, **PIPE)
-    assert found["temporary"] == TOKENS * MUCH
-    assert found["activations"] == TOKENS * (4 * EMBEDDING_KEPT + 3 * BLOCK_KEPT)
-    assert found["passed"] == (4 + 1 + 1 + 1) * STATE
-
-
-def test_the_head_of_a_split_backward_is_as_full_as_that_of_a_whole_one():
-    found = at(model_of("head"), "logits and loss, pipeline stage 1 of 2", schedule="zero-bubble", **PIPE)
-    assert found["temporary"] == TOKENS * MUCH
-    waiting = BLOCK_HEAD + FOR_WEIGHTS["block"] + FOR_WEIGHTS["head"] - LOGITS
-    assert found["activations"] == 2 * TOKENS * BLOCK_KEPT + waiting + BLOCK_HEAD
-
-
-def test_recomputed_blocks_stay_whole_between_their_two_backwards():
-    """What the backward of inputs ran again waits for that of weights, beside the kept inputs."""
-    found = at(
-        model_of("head"), "logits and loss, pipeline stage 1 of 2", schedule="zero-bubble", activations="full", **PIPE
-    )
-    kept = TOKENS * (INPUT + HEAD_KEPT)
-    waiting = kept + TOKENS * BLOCK_KEPT + FOR_WEIGHTS["block"] + FOR_WEIGHTS["head"] - LOGITS
-    assert found["activations"] == 2 * TOKENS * INPUT + waiting + kept

@@ -94,6 +94,8 @@ def test_the_first_rank_of_a_pipeline_holds_the_most_micro_batches(plan, flight)
     assert found.parts["activations"] == TOKENS * flight * (1.5 * (CUT + WHOLE) + SCORES)
     assert found.parts["transient"] == TOKENS * (2 * F + 6 * H)
     assert "logits" not in found.parts
+    plan = replace(ParallelPlan(pp=4, tp=2, stage=1, micro_batch=2), **plan)
+    assert profile_memory(wide, plan, cluster("a100-80", 16, 2), SYSTEM).parts["transient"] == TOKENS * (F + 3 * H)
 
 
 def test_interleaving_holds_korthikanti_s_share_more():
@@ -111,7 +113,9 @@ def test_the_last_rank_has_logits_and_a_tied_embedding_once_more():
     assert found.instant == "pipeline rank 1 of 2"
     held = 2 * BLOCK + NORM + EMBEDDING
     assert found.states == 18 * held
+    assert of(pp=2, accumulate=1, tp=2).states == pytest.approx(18 * held / 2, rel=1e-12)
     assert found.parts["logits"] == TOKENS * LOGITS
+    assert of(pp=2, accumulate=1, tp=2).states == pytest.approx(18 * held / 2, rel=1e-12)
 
 
 def test_at_stage_3_a_system_may_keep_whole_weights_and_gradients_through_a_pipeline_s_step():

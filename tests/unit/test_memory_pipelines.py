@@ -1,0 +1,151 @@
+"""The memory model of pipelines by hand: what is in flight, passed on, and kept between two backwards."""
+
+import pytest
+from by_hand import (
+    BATCH,
+    BLOCK,
+    BLOCK_KEPT,
+    EMBEDDING_KEPT,
+    ENDS,
+    HEAD_KEPT,
+    HIDDEN,
+    INPUT,
+    LENGTH,
+    MUCH,
+    TOKENS,
+    VOCAB,
+    WIRE,
+    at,
+    model_of,
+)
+
+from zero3d.plan.memory import memory
+from zero3d.plan.spec import ParallelPlan
+
+PIPE = {"stage": 0, "pp": 2, "accumulate": 4}
+STATE = 2 * TOKENS * HIDDEN  # a hidden state between parts, and its gradient
+
+
+@pytest.mark.parametrize(("schedule", "held", "passed"), [
+    ("gpipe", 4, 4),  # an input came for each; its gradient goes, and nothing tells that it has arrived
+    ("1f1b", 1, 1 + 1),  # the gradient before is on its way
+])  # fmt: skip
+def test_a_pipeline_keeps_what_is_in_flight_and_what_is_passed_on(schedule, held, passed):
+    found = at(model_of("head"), "logits and loss, pipeline stage 1 of 2", schedule=schedule, **PIPE)
+    assert found["batch"] == 4 * BATCH
+    assert found["activations"] == held * TOKENS * (2 * BLOCK_KEPT + HEAD_KEPT)
+    assert found["passed"] == passed * STATE
+
+
+def test_gradients_are_reduced_in_the_last_micro_batch_or_in_each_as_asked():
+    """Before the last one two micro-batches are in flight: where all are reduced, that is the fullest."""
+    plan = PIPE | {"dp": 2, "stage": 2}
+    once, each = (
+        at(model_of("embedding"), "backward of the embedding, pipeline stage 0 of 2", reduce=reduce, **plan)
+        for reduce in ("every_step", "every_micro_batch")
+    )
+    assert once["activations"] == TOKENS * EMBEDDING_KEPT
+    assert once["wire"] == 2 * 4 * BLOCK / 2  # summed in fp32: no cast
+    assert "bucket" not in once
+    assert once["passed"] == (1 + 1) * STATE  # what went out, and its gradient
+    assert each["passed"] == (2 + 1) * STATE
+    assert each["activations"] == TOKENS * (2 * EMBEDDING_KEPT + 2 * BLOCK_KEPT)
+    assert (each["bucket"], each["wire"]) == (2 * (2 * BLOCK + ENDS), 2 * WIRE["block"])
+
+
+OUTPUTS = {"block": 128 + 128, "head": 64}  # elements of a token behind a part's weights: their gradients wait for W
+FOR_WEIGHTS = {kind: 2 * TOKENS * elements for kind, elements in OUTPUTS.items()}
+LOGITS = 4 * TOKENS * VOCAB  # in fp32, behind the last weight: let go by the backward of inputs
+BLOCK_HEAD = TOKENS * (BLOCK_KEPT + HEAD_KEPT)
+NORM = 20 * TOKENS * HIDDEN  # the backward of a norm: five fp32 of every hidden element
+
+
+@pytest.mark.parametrize(("schedule", "stage", "others", "passed"), [
+    # Stage 1 runs parts 1 and 3: two forwards of part 1, then F and I of part 3 in turn; at the second I the first
+    # still waits for its W. An input came for each of four, an output went from those of part 1; one is early, and
+    # one gradient is on its way.
+    ("zero-bubble", 1, 2 * TOKENS * BLOCK_KEPT + BLOCK_HEAD + FOR_WEIGHTS["block"] + FOR_WEIGHTS["head"] - LOGITS,
+     2 * 2 + 2 + 1 + 1),
+    # Stage 0 runs parts 0 and 3: three forwards of part 0, then F, I and W of part 3.
+    ("zbv", 0, 3 * TOKENS * (EMBEDDING_KEPT + BLOCK_KEPT), 3 + 1 + 1 + 1),
+])  # fmt: skip
+def test_a_backward_of_inputs_keeps_all_and_gradients_for_that_of_weights(schedule, stage, others, passed):
+    many = 64  # micro-batches of 128 sequences: more than gradients of weights
+    found = at(
+        model_of(), f"end of the backward of inputs, pipeline stage {stage} of 2", schedule=schedule,
+        **PIPE | {"micro_batch": 2 * many},
+    )  # fmt: skip
+    running = BLOCK_HEAD + FOR_WEIGHTS["head"] - LOGITS + FOR_WEIGHTS["block"]
+    assert found["activations"] == many * (others + running)
+    assert found["temporary"] == many * NORM
+    assert found["passed"] == many * passed * STATE
+
+
+def test_where_a_v_turns_nothing_is_passed_on_and_what_waits_has_its_gradient():
+    """At the last I of part 1 another of its own waits for its W, and one of part 2: all three with all they kept.
+
+    For part 1 two inputs came, for part 2 one output went, whose gradient is there; one is early, one on its way.
+    """
+    many = 512
+    found = at(
+        model_of(), "end of the backward of inputs, pipeline stage 1 of 2", schedule="zbv",
+        **PIPE | {"micro_batch": 2 * many},
+    )  # fmt: skip
+    assert found["activations"] == many * 3 * (TOKENS * BLOCK_KEPT + FOR_WEIGHTS["block"])
+    assert found["passed"] == many * (2 + 1 + 1 + 1 + 1) * STATE
+
+
+def test_gradients_of_weights_pile_up_in_a_part_s_backward_of_weights():
+    """bf16 ones of block and head, in the W of the first micro-batch; its own outputs' gradients are what they are of."""
+    name = "backward of weights, pipeline stage 0 of 2"
+    found = at(model_of(), name, schedule="zbv", **PIPE | {"micro_batch": 8})
+    assert found["temporary"] == 2 * (BLOCK + ENDS)
+    assert found["activations"] == 4 * (3 * TOKENS * (EMBEDDING_KEPT + BLOCK_KEPT) + BLOCK_HEAD - LOGITS)
+
+
+def test_sequence_parallelism_divides_a_norm_s_backward_and_outputs_that_are_whole():
+    """A norm's weight is not cut, so that its output is a slice of the sequence."""
+    found = {}
+    for sequence in (False, True):
+        model = model_of(root=16_384)
+        plan = ParallelPlan(
+            tp=2, pp=2, stage=0, accumulate=4, micro_batch=2048, schedule="zbv", sequence_parallel=sequence
+        )
+        found[sequence] = memory(model, plan)
+        assert found[sequence].instant == "end of the backward of inputs, pipeline stage 0 of 2"
+        assert found[sequence].parts["temporary"] == 1024 * NORM / (2 if sequence else 1)
+    part0 = {False: 3 / 2 + 5 + 101 / 2 + 211, True: (3 + 5) / 2 + 101 / 2 + (211 - 64) / 2 + 64}
+    part3 = {False: 101 / 2 + 211 + 401 / 2 + 43, True: 101 / 2 + (211 - 64) / 2 + 64 + (401 + 43) / 2}
+    norm = 16_384
+    for sequence, each in found.items():
+        outputs = 128 / 2 + 128 + 64 / 2 + norm / (2 if sequence else 1)
+        logits = 4 * VOCAB / 2
+        assert each.parts["activations"] == 2048 * LENGTH * (
+            3 * part0[sequence] + part3[sequence] + 2 * outputs - logits
+        )
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "zero-bubble"])
+def test_part_0_has_no_backward_of_inputs_and_that_of_its_weights_is_a_whole_one(schedule):
+    """Four of its micro-batches are held, whose outputs went; a gradient came, one is on its way, a state is early."""
+    found = at(model_of("embedding"), "backward of the embedding, pipeline stage 0 of 2", schedule=schedule, **PIPE)
+    assert found["temporary"] == TOKENS * MUCH
+    assert found["activations"] == TOKENS * (4 * EMBEDDING_KEPT + 3 * BLOCK_KEPT)
+    assert found["passed"] == (4 + 1 + 1 + 1) * STATE
+
+
+def test_the_head_of_a_split_backward_is_as_full_as_that_of_a_whole_one():
+    found = at(model_of("head"), "logits and loss, pipeline stage 1 of 2", schedule="zero-bubble", **PIPE)
+    assert found["temporary"] == TOKENS * MUCH
+    waiting = BLOCK_HEAD + FOR_WEIGHTS["block"] + FOR_WEIGHTS["head"] - LOGITS
+    assert found["activations"] == 2 * TOKENS * BLOCK_KEPT + waiting + BLOCK_HEAD
+
+
+def test_recomputed_blocks_stay_whole_between_their_two_backwards():
+    """What the backward of inputs ran again waits for that of weights, beside the kept inputs."""
+    found = at(
+        model_of("head"), "logits and loss, pipeline stage 1 of 2", schedule="zero-bubble", activations="full", **PIPE
+    )
+    kept = TOKENS * (INPUT + HEAD_KEPT)
+    waiting = kept + TOKENS * BLOCK_KEPT + FOR_WEIGHTS["block"] + FOR_WEIGHTS["head"] - LOGITS
+    assert found["activations"] == 2 * TOKENS * INPUT + waiting + kept
