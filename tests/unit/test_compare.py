@@ -123,7 +123,9 @@ def test_a_second_comparison_in_a_folder_is_refused_while_the_first_one_runs(tmp
 
 def test_a_runs_command_has_its_own_output_and_leaves_out_what_is_not_compared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    plan = verb.read(argparse.Namespace(words=["zero.stage=0,1", "output=out", "checkpoint.export=true"], ranks=2), Hold())
+    plan = verb.read(
+        argparse.Namespace(words=["zero.stage=0,1", "output=out", "checkpoint.export=true"], ranks=2), Hold()
+    )
     words = plan.command(plan.variants[1])
     assert words[3:6] == ["train", "--json", "--ranks=2"]
     assert words[6:] == ["checkpoint.export=false", "checkpoint.verify=false", "evaluate.prompt=null", "checkpoint.export=true",

@@ -7,8 +7,8 @@ import pytest
 from models import hf
 from rich.console import Console
 
-from zero3d.train.flops import flops_per_token, peak_flops
 from zero3d.train.curve import smooth
+from zero3d.train.flops import flops_per_token, peak_flops
 from zero3d.train.progress import Progress, duration
 
 RECORD = {
