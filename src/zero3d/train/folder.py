@@ -190,6 +190,8 @@ class Folder:
             if resume == AUTO:
                 return None
             raise
+        except OSError as error:
+            raise CheckpointError(f"--resume {short(resume)} cannot be read: {error.strerror}.") from None
 
     # --- checkpoints --------------------------------------------------------------------------------
 
