@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 import yaml
+from holds import held_by_another
 from training import field, metrics, refused, save_model, save_rows, train, tree
 
 
@@ -105,6 +106,17 @@ def test_a_used_folder_is_refused_with_three_choices_and_each_works(ranks, folde
     made["train"]["steps"] = 1
     assert field(ranks(2, train, made, None, None, True)[0], "step") == [1]
     assert [path.name for path in (folder / "out" / "checkpoints").iterdir()] == ["step-1"]
+
+
+def test_a_second_job_in_a_folder_is_refused_on_all_ranks_while_the_first_one_runs(ranks, folder):
+    made = tree(folder, train={"steps": 2})
+    ranks(2, train, made)
+    with held_by_another(folder / "out") as pid:
+        for how in ((None,), ("auto",), (None, None, True)):
+            assert f"is in use by process {pid} on host" in refused(ranks, made, *how)
+    made["train"]["steps"] = 3
+    assert field(ranks(2, train, made, "auto")[0], "step") == [1, 2, 3]
+    assert not (folder / "out" / ".lock").exists()
 
 
 def test_overwrite_does_not_touch_a_folder_that_no_run_has_written(ranks, folder):

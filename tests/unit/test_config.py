@@ -461,8 +461,8 @@ def test_show_prints_yaml_that_loads_back_and_marks_changes(capsys, written):
     text = capsys.readouterr().out
     assert "seed: 5  # default: 0" in text
     assert load(yaml.safe_load(text)) == load(path, ["seed=5"])
-    assert main(["config", "show", "seed=5", "--json"]) == 0
-    assert load(json.loads(capsys.readouterr().out)) == load(None, ["seed=5"])
+    assert main(["config", "show", str(path), "seed=5", "--json"]) == 0
+    assert load(json.loads(capsys.readouterr().out)) == load(path, ["seed=5"])
 
 
 def test_explain_and_schema_print_text_and_json(capsys):

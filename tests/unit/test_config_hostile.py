@@ -1,13 +1,16 @@
 """Files that nobody would write: bombs, numbers that are read in two ways, mutations. One error at once, never a traceback."""
 
+import json
 import os
 import random
 
 import pytest
+from corpora import opened
 
+from zero3d.cli.main import main
 from zero3d.config import load, to_yaml
 from zero3d.config.kinds import number_meant
-from zero3d.errors import ConfigError, Zero3dError, short
+from zero3d.errors import ConfigError, DataError, Zero3dError, short
 
 DOUBLED = "".join(f"x{i}: &a{i} [{f'*a{i - 1}, ' * 9}]\n" for i in range(1, 20))
 MERGED = "".join(f"x{i}: &a{i}\n  <<: [{f'*a{i - 1}, ' * 9}]\n" for i in range(1, 20))
@@ -104,6 +107,31 @@ def test_a_value_is_quoted_short():
     assert short("a" * 10**7) == "a" * 60 + "..."
     assert short("a\nb" * 99).count("\n") == 0
     assert short(1 << 99999) == "a huge number"
+
+
+@pytest.mark.parametrize("words", [
+    ["K" * 9999], ["train", "--K" + "k" * 9999], ["train", "--ranks", "k" * 9999], ["plan", "--theory", "--params", "k" * 9999],
+    ["plan", "--params", "1e9", "--gpus", "k" * 9999], ["plan", "--params", "1e9", "--gpu", "k" * 9999], ["config", "show", "k" * 9999],
+    ["plan", "--params", "1e9", "--goal", "k" * 9999], ["plan", "--params", "1e9", "--assert-fits", "k" * 9999], ["plan", "k" * 9999],
+    ["config", "explain", "k" * 9999], ["train", "model.path=" + "k" * 9999], ["train", "data.train=" + "k" * 9999],
+    ["train", "data.tokenizer=" + "k" * 9999], ["train", "output=" + "k" * 9999], ["train", "plan.cluster=" + "k" * 9999],
+    ["train", "--resume", "k" * 9999], ["train", "precision=" + "k" * 9999], ["compare", "zero.stage=0," + "k" * 9999],
+    ["launch", "k" * 9999], ["launch", "slurm", "k" * 9999],
+], ids=lambda words: " ".join(words)[:40])  # fmt: skip
+def test_no_long_word_comes_back_whole(capsys, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "k" * 100 not in told
+    assert len(told) < 900
+
+
+def test_no_long_key_of_a_record_comes_back_whole(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"k" * 99_999: 1, **{str(i): i for i in range(999)}}))
+    with pytest.raises(DataError) as caught:
+        opened(tmp_path, tmp_path / "a.jsonl")
+    assert len(str(caught.value).replace(str(tmp_path), "")) < 400
 
 
 # --- mutations ------------------------------------------------------------------------------------

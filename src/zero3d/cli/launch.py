@@ -23,7 +23,7 @@ import yaml
 
 from zero3d.cli.preflight import check_world
 from zero3d.config import load, split_words
-from zero3d.errors import ConfigError, MeshError
+from zero3d.errors import ConfigError, MeshError, short
 
 GPUS = 8  # per node, unless said otherwise
 PORT = 29500  # of torchrun's rendezvous
@@ -82,7 +82,7 @@ def check_target(name: str) -> str:
     if name not in TARGETS:
         near = get_close_matches(name, TARGETS, 1, cutoff=0.4)
         meant = f" Did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"zero3d launch knows {', '.join(TARGETS)}, not {name!r}.{meant}")
+        raise ConfigError(f"zero3d launch knows {', '.join(TARGETS)}, not {short(name)!r}.{meant}")
     return name
 
 

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
 
-from zero3d.errors import ConfigError, Zero3dError
+from zero3d.errors import ConfigError, Zero3dError, short
 
 VERBS = {
     "config": "what a run would use (show), what a key means (explain), and a JSON Schema for editors (schema)",
@@ -49,7 +49,8 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, message: str, wrong: str, known: Sequence[str]) -> NoReturn:
         """Raises ConfigError with the known word nearest to the wrong one."""
-        near = get_close_matches(wrong, known, 1)
+        near = get_close_matches(short(wrong), known, 1)
+        message = re.sub(r"\S{61,}", lambda long: short(long[0]), message)
         meant = f" Did you mean {near[0]}?" if near else ""
         raise ConfigError(f"{message}.{meant} See what it takes: {self.prog} --help")
 

@@ -17,7 +17,7 @@ import yaml
 from zero3d.cli import plan_explain, plan_text, plan_theory
 from zero3d.cli.plan_options import USABLE, number, open_cluster, parse_size
 from zero3d.cli.plan_theory import parse_params
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, short
 from zero3d.page.plan_page import plan_page
 from zero3d.plan.emit import deepspeed_config, train_config
 from zero3d.plan.estimate import evaluate
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         return plan_explain.run(arguments, words[1:])
     if len(words) > 1 or bool(words) == bool(arguments.params):
         raise ConfigError(
-            f"zero3d plan takes one MODEL, or --params (and got {' '.join(words) or 'none'}). Type {USAGE}"
+            f"zero3d plan takes one MODEL, or --params (and got {short(' '.join(words)) or 'none'}). Type {USAGE}"
         )
     return _search(arguments, words[0] if words else None)
 
@@ -84,7 +84,7 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
         raise ConfigError(f"--price {arguments.price:g}: a GPU-hour costs 0 or more.")
     place = open_cluster(arguments)
     if arguments.goal not in GOALS:
-        raise ConfigError(f"--goal {arguments.goal!r} is unknown: pass one of {', '.join(GOALS)}.")
+        raise ConfigError(f"--goal {short(arguments.goal)!r} is unknown: pass one of {', '.join(GOALS)}.")
     limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * place.gpu.memory
     tokens = number(arguments.tokens, "--tokens")
     model = open_model(arguments, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from zero3d.cli.plan_theory import parse_gpus, parse_params
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, short
 from zero3d.plan.hardware import base_of, card, cluster, read_file
 from zero3d.plan.spec import ClusterSpec
 
@@ -35,7 +35,7 @@ def number(text: str | None, option: str) -> float | None:
     try:
         return float(parse_params(text))
     except ConfigError as error:
-        raise ConfigError(f"{option} {text!r} is no whole number from 1: type 4096, 4e6 or 4M.") from error
+        raise ConfigError(f"{option} {short(text)!r} is no whole number from 1: type 4096, 4e6 or 4M.") from error
 
 
 def parse_size(text: str) -> float:
@@ -47,5 +47,5 @@ def parse_size(text: str) -> float:
     except (ValueError, KeyError):
         value = 0.0
     if not 0 < value < 1e18:
-        raise ConfigError(f"{text!r} is no size: type 78GB, 72.5GiB or 800MB.")
+        raise ConfigError(f"{short(text)!r} is no size: type 78GB, 72.5GiB or 800MB.")
     return value

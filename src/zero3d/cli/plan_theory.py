@@ -8,7 +8,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, short
 from zero3d.plan.theory import EXAMPLES, Breakdown, K, StageTheory, all_stages, breakdown
 from zero3d.zero.stages import StateBytes
 
@@ -40,7 +40,7 @@ def parse_params(text: str) -> int:
     except ArithmeticError:
         value = Decimal("NaN")
     if not value.is_finite() or not 0 < value <= MOST_PARAMS or value != value.to_integral_value():
-        raise ConfigError(f"--params {text!r} is no number of parameters: type 7.5e9, 7.5B or 1500M.")
+        raise ConfigError(f"--params {short(text)!r} is no number of parameters: type 7.5e9, 7.5B or 1500M.")
     return int(value)
 
 
@@ -48,7 +48,9 @@ def parse_gpus(text: str, option: str = "--gpus") -> int:
     """A positive whole number. Raises ConfigError."""
     if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS and int(text) > 0):
         what = option.removeprefix("--").replace("gpus", "GPUs")
-        raise ConfigError(f"{option} {text!r} is no number of {what}: type a whole number from 1, such as {option} 64.")
+        raise ConfigError(
+            f"{option} {short(text)!r} is no number of {what}: type a whole number from 1, such as {option} 64."
+        )
     return int(text)
 
 

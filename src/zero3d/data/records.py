@@ -22,10 +22,11 @@ import numpy
 from numpy.typing import NDArray
 
 from zero3d.data.files import Source
-from zero3d.errors import ConfigError, DataError
+from zero3d.errors import ConfigError, DataError, short
 
 PIECE = 1 << 18  # characters of a text file that are tokenized at once
 ROWS = 1 << 20  # tokens of an array that are read at once
+SHOWN = 8  # keys of a record in a message
 KEYS = ("text", "prompt", "completion", "messages")
 
 
@@ -199,7 +200,7 @@ def record_of(value: Mapping[str, Any], place: str) -> Record:
 
 
 def _wanted(keys: Any) -> str:
-    listed = ", ".join(map(str, keys)) or "none"
+    listed = ", ".join(map(short, list(keys)[:SHOWN])) or "none"
     return f"the keys are {listed}; wanted is text, or prompt and completion, or messages."
 
 

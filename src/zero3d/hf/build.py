@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zero3d.boxes import Box, slices
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, short
 from zero3d.hf.blocks import find_blocks
 
 # By name: transformers puts functions of its own in the place of torch's.
@@ -36,7 +36,9 @@ def build(config: Any, attn: str | None = None) -> nn.Module:
             model: nn.Module = _auto_class(config).from_config(config, trust_remote_code=False, **options)
     except Exception as error:  # any error of the model's own, told with its text
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{type(config).__name__} cannot be built with attn={attn!r}: {said}") from error
+        raise ConfigError(
+            f"{type(config).__name__} cannot be built with attn={short(repr(attn))}: {said[:300]}"
+        ) from error
     return model
 
 

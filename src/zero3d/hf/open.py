@@ -50,7 +50,7 @@ class Opened:
 def open_model(model: Model, seed: int = 0) -> Opened:
     """Build the module on this rank without its weights. Raises ConfigError."""
     path = Path(model.path)
-    if path.is_dir():
+    if os.path.isdir(path):  # a Path's own raises for long names
         module = build(read_config(path), model.attn)
         if model.init == "random":
             return Opened(module, RandomWeights(module, seed), path)
@@ -60,7 +60,7 @@ def open_model(model: Model, seed: int = 0) -> Opened:
             f"{len(weights.unused)} tensors of {path} are not used, first {weights.unused[0]}" if weights.unused else ""
         )
         return Opened(module, weights, path, (unused,) if unused else ())
-    if path.is_file() or model.path in PRESETS:
+    if os.path.isfile(path) or model.path in PRESETS:
         module = build(read_config(path) if path.is_file() else preset(model.path), model.attn)
         return Opened(module, RandomWeights(module, seed), path.parent if path.is_file() else None)
     if ":" in model.path:
@@ -74,9 +74,10 @@ def positions(model: Model) -> int | None:
     Raises ConfigError.
     """
     path = Path(model.path)
-    if not path.exists() and model.path not in PRESETS:
+    there = os.path.exists(path)
+    if not there and model.path not in PRESETS:
         return None
-    config = read_config(path) if path.exists() else preset(model.path)
+    config = read_config(path) if there else preset(model.path)
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -148,13 +149,15 @@ def call(path: str) -> nn.Module:
     try:
         found = getattr(import_module(name), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"model.path {path!r} cannot be imported from {here}: {error}") from error
+        raise ConfigError(
+            f"model.path {short(path)!r} cannot be imported from {here}: {str(error)[:LONGEST]}"
+        ) from error
     try:
         module = found() if callable(found) else found
     except Zero3dError:
         raise
     except Exception as error:
-        raise ConfigError(f"model.path {path!r}: {function}() raised {_told(error)}") from error
+        raise ConfigError(f"model.path {short(path)!r}: {function}() raised {_told(error)}") from error
     if not isinstance(module, nn.Module):
         raise ConfigError(f"{path} returned {type(module).__name__}: it must return a torch.nn.Module.")
     return module
@@ -164,4 +167,4 @@ def _told(error: Exception) -> str:
     """An error of somebody else's code in one line, with the place where it was raised."""
     frames = extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""  # else in the call itself
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}{place}"

@@ -18,7 +18,7 @@ import yaml
 
 from zero3d.errors import ConfigError
 from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import read_file
+from zero3d.plan.hardware import base_of, read_file
 from zero3d.plan.kernels import KERNELS
 from zero3d.plan.spec import ClusterSpec, Gpu, ModelSpec, ParallelPlan
 
@@ -61,7 +61,8 @@ def write_rates(file: Path | str, gpu: Gpu, bandwidth_from: str) -> None:
     tree, path = read_file(file), Path(file)
     rates = {"bandwidth": gpu.bandwidth, "matrix": gpu.matrix, "flash": gpu.flash}
     told = {"gpu.bandwidth": bandwidth_from, "gpu.matrix": "measured", "gpu.flash": "measured"}
-    tree["gpu"] = {**(tree.get("gpu") or {}), **rates}
+    gpu_told = tree.get("gpu") or {}
+    tree["gpu"] = {**({"name": base_of(tree)} if isinstance(gpu_told, str) else gpu_told), **rates}
     tree["provenance"] = {**(tree.get("provenance") or {}), **told}
     as_json = path.suffix == ".json"
     text = json.dumps(tree, indent=2) + "\n" if as_json else yaml.safe_dump(tree, sort_keys=False)

@@ -187,9 +187,12 @@ class Folder:
         """The checkpoint to go on from: `auto` takes the newest of this folder, if there is one."""
         if resume is None:
             return None
-        if resume != AUTO:
+        if resume == AUTO:
+            return find(self.checkpoints) if checkpoints(self.checkpoints) else None
+        try:
             return find(Path(resume))
-        return find(self.checkpoints) if checkpoints(self.checkpoints) else None
+        except OSError as error:
+            raise CheckpointError(f"--resume {short(resume)} cannot be read: {error.strerror}.") from None
 
     def point_to_older(self, found: Path, refused: CheckpointError) -> None:
         """Raise CheckpointError with the command that goes on from an older checkpoint, if `found` is damaged.
