@@ -24,7 +24,7 @@ CONFIGS = {
                     "num_key_value_heads": 4, "first_k_dense_replace": 2, "head_dim": 4},
     "falcon": {"hidden_dropout": 0.0, "attention_dropout": 0.0, "ffn_hidden_size": 48, "bias": True, "num_kv_heads": 2},
     "falcon_h1": MAMBA2 | {"head_dim": 8, "mamba_d_ssm": 32, "mamba_chunk_size": 4},
-    "gemma3n_text": SHARED | {"laurel_rank": 4, "altup_num_inputs": 2,
+    "gemma3n_text": SHARED | {"laurel_rank": 4, "altup_num_inputs": 2, "pad_token_id": None,
                               "activation_sparsity_pattern": [0.9, 0.0, 0.9, 0.0]},
     "gemma4_text": SHARED | {"global_head_dim": 8},
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},

@@ -338,7 +338,7 @@ def test_an_input_changed_in_place_is_an_error():
 
 
 def test_models_without_blocks_or_attention_are_refused():
-    with pytest.raises(ConfigError, match="no list of two or more modules"):
+    with pytest.raises(ConfigError, match="no list of two or more blocks"):
         recompute(nn.Linear(2, 2), "full")
     with pytest.raises(ConfigError, match=r"layers\.0 has norm, up, down, dropout"):
         recompute(net(), "selective")

@@ -257,7 +257,7 @@ def _enter_later(model: nn.Module, chain: Chain, rooms: Mapping[str, nn.Module],
         ) from error
     if hidden._version > 0:
         raise ConfigError(
-            f"{_refusal(model)}: it writes in place to inputs_embeds, which on later stages is the hidden state that was "
+            f"{_refusal(model)}: it writes in place to inputs_embeds, which on later stages is the hidden state "
             "received. Pass pp=1."
         )
     alike = len(calls.beside) == len(first.beside) and all(map(_equal, calls.beside, first.beside))
