@@ -16,30 +16,33 @@ CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-# Tests of one process run beside those with ranks, which wait for one another; they are told when both are done.
+# Ranks wait for one another: the other tests, and types before them, fill what that leaves of two cores, and are told last.
 define both
-@$(PYTEST) $(1) tests/unit tests/map > $(VENV)/unit.log 2>&1 & unit=$$!; \
-  $(PYTEST) $(1) tests/ranks tests/parity; ranks=$$?; \
-  wait $$unit; unit=$$?; cat $(VENV)/unit.log; exit $$((ranks | unit))
+@{ $(BIN)/mypy && $(PYTEST) $(1) tests/map tests/unit tests/ranks; } > $(VENV)/beside.log 2>&1 & beside=$$!; \
+  trap "kill $$beside; exit 130" INT TERM; \
+  $(PYTEST) $(1) tests/parity; parity=$$?; \
+  wait $$beside; beside=$$?; cat $(VENV)/beside.log; exit $$((parity | beside))
 endef
 
-.PHONY: demo test test-part test-all lint bench tables clean
+.PHONY: demo test test-part test-all style lint bench tables clean
 
 demo: $(VENV)/.installed
 	$(BIN)/zero3d train
 
-test: lint
+test: style
 	$(call both,)
 
 test-part: $(VENV)/.installed-dev
 	$(PYTEST) --part=$(PART)
 
-test-all: lint
+test-all: style
 	$(call both,-m "long or not long")
 
-lint: $(VENV)/.installed-dev
+style: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint: style
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed

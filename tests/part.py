@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 BUDGET = 120.0  # seconds on 2 quiet cores; with collection and imports a part stays well below four minutes
 UNMEASURED = 20.0
 SECONDS = {  # of a case on 2 quiet cores
-    "tests/parity/test_benchmark_mesh.py": 15.0,
+    "tests/parity/test_benchmark_mesh.py": 10.0,
     "tests/parity/test_checkpoint.py": 0.7,
     "tests/parity/test_compare_runs.py": 15.0,
     "tests/parity/test_demo.py": 10.0,

@@ -58,7 +58,7 @@ class RankPool:
         self.folder.cleanup()
 
     def kill(self):
-        for _, connection in self.workers:
+        for connection in self.workers:
             connection.close()
         for nursery in self.nurseries:
             nursery.kill()
@@ -74,7 +74,7 @@ class RankPool:
         for rank in range(min(world, NURSERIES)):
             self.nursery(rank)  # they import at the same time
         for rank in range(len(self.workers), world):
-            self.workers.append((rank, self.nursery(rank).fork(rank)))
+            self.workers.append(self.nursery(rank).fork(rank))
 
     def run(self, world, case, *args, timeout=600.0, group_timeout=120.0, check=True):
         """Results in rank order; with check=False pairs (result, exception text or None)."""
@@ -82,11 +82,11 @@ class RankPool:
         self.cases += 1
         store = str(Path(self.folder.name) / f"store-{self.cases}")
         job = pickle.dumps((world, case, args, store, group_timeout))
-        for _, connection in self.workers[:world]:
+        for connection in self.workers[:world]:
             connection.send_bytes(job)
         deadline = time.monotonic() + timeout
         answers = []
-        for rank, connection in self.workers[:world]:
+        for rank, connection in enumerate(self.workers[:world]):
             try:
                 answers.append(answer_of(connection, deadline))
             except (EOFError, ConnectionError) as error:
@@ -106,6 +106,7 @@ class RankPool:
             connection.send_bytes(pickle.dumps((0, case, args, None, None)))
             return results_of([answer_of(connection, time.monotonic() + timeout)])[0]
         except (EOFError, ConnectionError) as error:
+            self.kill()
             raise RankFailure(f"the process gave no answer ({error})") from error
         finally:
             connection.close()
@@ -174,8 +175,11 @@ def nurse(connection):
 def fork(rank, connection):
     pid = os.fork()
     if pid == 0:
-        serve(rank, connection)
-        os._exit(0)
+        try:
+            serve(rank, connection)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(0)  # whatever happens, it does not go on as a nursery
     connection.close()
     return pid
 
