@@ -22,7 +22,10 @@ SHOWN = 3
 
 
 def refuse_code(*files: Path) -> None:
-    """Raise ConfigError where one of the JSON files, as far as they exist, names code to run."""
+    """Raise ConfigError where one of the JSON files, as far as they exist, names code to run.
+
+    One that is no JSON names nothing: whoever reads it for its contents refuses it.
+    """
     for file in files:
         if file.is_file():
             named = list(dict.fromkeys(_named(_read(file), file.parent)))
@@ -37,8 +40,8 @@ def refuse_code(*files: Path) -> None:
 def _read(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON ({' '.join(str(error).split())[:200]}).") from error
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def _named(tree: Any, folder: Path) -> Iterator[str]:
