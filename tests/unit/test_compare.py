@@ -127,8 +127,8 @@ def test_a_runs_command_has_its_own_output_and_leaves_out_what_is_not_compared(t
         argparse.Namespace(words=["zero.stage=0,1", "output=out", "checkpoint.export=true"], ranks=2), Hold()
     )
     words = plan.command(plan.variants[1])
-    assert words[3:6] == ["train", "--json", "--ranks=2"]
-    assert words[6:] == ["checkpoint.export=false", "checkpoint.verify=false", "evaluate.prompt=null", "checkpoint.export=true",
+    assert words[4:7] == ["train", "--json", "--ranks=2"]
+    assert words[7:] == ["checkpoint.export=false", "checkpoint.verify=false", "evaluate.prompt=null", "checkpoint.export=true",
                          "zero.stage=1", "output=out/zero.stage=1"]  # fmt: skip
 
 
@@ -421,8 +421,8 @@ print({json.dumps(json.dumps(result()))})""")  # fmt: skip
         assert "no picture: out/compare.png cannot be written (Is a directory)" in out
     else:
         assert code == 1
-        assert err == "CheckpointError: cannot write out/compare.json (Is a directory): make room, or choose another " \
-                      "output with output=FOLDER; each run's own folder is kept.\n"  # fmt: skip
+        assert err == "Zero3dError: cannot write out/compare.json (Is a directory): make room, or choose another output " \
+                      "with output=FOLDER; each run's own folder is kept.\n"  # fmt: skip
 
 
 def test_a_signal_goes_to_the_run_and_ends_the_comparison(tmp_path, monkeypatch, capfd):

@@ -33,7 +33,7 @@ from zero3d.cli.preflight import check_positions, check_transformers, check_worl
 from zero3d.cli.train import check_ranks, named, quiet_libraries
 from zero3d.cli.workers import DIED, ranks_here
 from zero3d.config import Config, split_words
-from zero3d.errors import CheckpointError, ConfigError, MeshError
+from zero3d.errors import ConfigError, MeshError, Zero3dError
 from zero3d.train.compare import as_json, rows
 from zero3d.train.compare_plot import draw
 from zero3d.train.compare_table import failure, show
@@ -261,13 +261,13 @@ def told(plan: Plan, ended: Ended) -> dict[str, Any]:
 
 
 def write(plan: Plan, ended: Ended) -> None:
-    """compare.json, whole or not at all. Raises CheckpointError when the disk does not take it."""
+    """compare.json, whole or not at all. Raises Zero3dError when the disk does not take it."""
     file, fresh = plan.output / "compare.json", plan.output / "compare.json.tmp"
     try:
         fresh.write_text(json.dumps(told(plan, ended)))
         fresh.replace(file)
     except OSError as error:
-        raise CheckpointError(
+        raise Zero3dError(
             f"cannot write {file} ({error.strerror}): make room, or choose another output with output=FOLDER; each "
             "run's own folder is kept."
         ) from error
