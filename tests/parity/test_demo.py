@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import offline
 import pytest
 import torch
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 COMMAND = [sys.executable, "-m", "zero3d.cli.main", "train"]
 
 
@@ -79,6 +81,15 @@ def test_traffic_is_what_the_formulas_say(run):
     for row in rows.values():
         assert row["equal"]
         assert row["measured"] == row["formula"]
+
+
+def test_its_bytes_are_those_that_the_readme_shows(run):
+    recorded = json.loads((RESULTS / "demo.json").read_text())["runs"][0]["result"]
+    shown, found = ({row["consumer"]: row for row in each["memory"]} for each in (recorded, run[2]))
+    assert list(shown) == list(found)
+    for consumer in ("parameters", "gradients", "optimizer states", "padding"):
+        assert shown[consumer] == found[consumer]
+    assert run[2]["traffic"] == recorded["traffic"]
 
 
 def test_the_exported_model_loads_and_has_the_same_held_out_loss(run):

@@ -15,7 +15,10 @@ DATA = ROOT / "tests" / "data" / "planner"
 def scores(folder):
     script = ROOT / "benchmarks" / "planner_accuracy.py"
     done = subprocess.run(
-        [sys.executable, script, "--tables", folder, "--json"], capture_output=True, text=True, timeout=300
+        [sys.executable, script, "--tables", folder, "--json", "--fitted-only"],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -52,3 +55,13 @@ def test_unknown_files_are_listed_and_unusable_rows_counted(tmp_path):
     assert report["unknown"] == ["notes.csv"]
     assert report["skipped"] == {"megatron_core_h100": 1}
     assert [entry["rows"] for entry in report["scores"]] == [12, 1]
+
+
+def test_the_committed_errors_are_those_of_this_code(found):
+    [run] = json.loads((ROOT / "benchmarks" / "results" / "planner-accuracy.json").read_text())["runs"]
+    committed = {(entry["set"], entry["kind"]): entry for entry in run["result"]["scores"]}
+    whole = [key for key, entry in found.items() if entry["rows"] == committed[key]["rows"]]
+    assert len(whole) >= 6
+    for key in whole:
+        for name in ("mean", "p90", "worst"):
+            assert found[key][name] == pytest.approx(committed[key][name], rel=1e-6, abs=1e-9), (key, name)

@@ -97,7 +97,7 @@ _TITAN = (
     fitted("torchtitan", "speed h100-96", 0.93, SPEED, 1.0, TITAN),
     fitted("torchtitan", "speed a100", 0.95, SPEED, 1.0, IBM),
     _FSDP_HIDE,
-    fitted("torchtitan", "again", 0.5, "of a block's forward, run again by it", 1.0, TITAN, IBM),
+    fitted("torchtitan", "again", 0.5, "of a block's forward, run again by it", 1.0, TITAN),
 )  # fmt: skip
 
 SYSTEM_CONSTANTS = (

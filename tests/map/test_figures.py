@@ -1,0 +1,87 @@
+"""Figures of README and docs are what benchmarks/tables.py writes from results, and none stand beside its marks."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+import tables  # noqa: E402
+from recorded import RECIPES, RESULTS  # noqa: E402
+
+CHECKED_ELSEWHERE = ("zero-and-3d.md", "zero-and-3d.zh.md", "config.md")  # their own tests write or check them
+DOCUMENTS = [path for path in tables.DOCUMENTS if path.name not in CHECKED_ELSEWHERE]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+FIGURE = re.compile(r"\d{1,3}(,\d{3})+|\d+\.\d{2,}|\d+\.\d [KMG]?i?B\b|\d[x%]|\d %")
+QUANTITY = re.compile(r"\d(?:x\b| ?(?:%|[KMG]i?B(?:/s)?\b|ms\b))")
+HEADER = {"name", "date", "commit", "machine", "python", "torch", "runs"}
+
+
+def outside(path):
+    """A document's text that the script does not write."""
+    return tables.MARKED.sub("", path.read_text())
+
+
+@pytest.mark.parametrize("path", tables.DOCUMENTS, ids=lambda path: path.name)
+def test_what_stands_between_marks_is_what_the_script_writes(path):
+    text = path.read_text()
+    assert tables.written(text) == text, "type: python benchmarks/tables.py --write"
+    assert text.count("<!-- table ") == len(tables.MARKED.findall(text)) == text.count("<!-- end -->")
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_no_table_of_figures_stands_without_marks(path):
+    text = outside(path)
+    rows = [line for line in FENCE.sub("", text).splitlines() if line.startswith("|")]
+    assert [row for row in rows if FIGURE.search(row)] == []
+    printed = [block for language, block in FENCE.findall(text) if not language]
+    assert [block for block in printed if len(FIGURE.findall(block)) > 2] == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+def test_no_measured_quantity_stands_in_prose(name):
+    prose = re.sub(r"`[^`\n]*`|\]\([^)]*\)", "", FENCE.sub("", outside(ROOT / name)))
+    assert [line for line in prose.splitlines() if QUANTITY.search(line)] == []
+
+
+def test_every_table_that_can_be_written_stands_somewhere_and_says_where_its_figures_are_from():
+    marks = [name for path in tables.DOCUMENTS for _, name, _ in tables.MARKED.findall(path.read_text())]
+    assert {name for name in tables.TABLES if not name.startswith(tables.STAMP)} <= set(marks)
+    assert {tables.STAMP + name for name, recipe in RECIPES.items() if recipe.timed} <= set(marks)
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_file_of_results_says_what_it_is_of(path):
+    found = json.loads(path.read_text())
+    assert set(found) == HEADER
+    assert found["name"] == path.stem
+    assert found["machine"]["cores"] >= 1
+    assert re.fullmatch(r"[0-9a-f]{7,40}", found["commit"])
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", found["date"])
+    assert [run["command"] for run in found["runs"]] == list(RECIPES[path.stem].commands)[: len(found["runs"])]
+
+
+def test_every_recipe_has_its_file_and_the_planners_text_is_of_its_file():
+    assert {path.stem for path in RESULTS.glob("*.json")} == set(RECIPES)
+    assert tables.ACCURACY.read_text() == tables.accuracy_text()
+
+
+def test_a_missed_target_is_said():
+    assert tables.MEASURED["engines-targets"]().count("met") + tables.MEASURED["engines-targets"]().count("missed") >= 7
+    from figures_measured import verdict
+
+    assert verdict([0.9, 0.8], 1.0) == "met"
+    assert verdict([1.1, 1.2], 1.0) == "missed"
+    assert verdict([0.9, 1.1, 1.2], 1.0) == "missed in 2 of 3"
+    assert verdict([0.7], 0.8, at_least=True) == "missed"
+
+
+def test_uncommitted_code_is_not_measured(monkeypatch):
+    import recorded
+
+    monkeypatch.setattr(recorded, "_git", lambda *words: "M src/zero3d/engine.py" if words[0] == "status" else "")
+    with pytest.raises(RuntimeError, match="commit first"):
+        recorded.record("demo")

@@ -1,0 +1,50 @@
+"""Commands behind the figures that are no timings, run again: the same bytes, traffic and plans, and the same losses.
+
+Losses are those of one key (Python's version, whose library is the text; torch's; the CPU's instructions); with another
+key only that they agree with each other.
+"""
+
+import platform
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from recorded import RECIPES, load, run
+
+NEEDS_TABLES = "planner-accuracy"  # tests/unit/test_planner_accuracy.py runs it on the rows that are here
+AGAIN = [name for name, recipe in RECIPES.items() if recipe.repeats and name != NEEDS_TABLES]
+
+
+def same_key(found):
+    now = platform.python_version(), torch.__version__, torch.backends.cpu.get_cpu_capability()
+    return now == (found["python"], found["torch"], found["machine"]["cpu"])
+
+
+def of_a_run(result, with_losses):
+    """What must be the same of a training run."""
+    kept = {name: result[name] for name in ("stage", "params", "steps", "traffic")}
+    kept["memory"] = [row for row in result["memory"] if row["consumer"] != "activations" or with_losses]
+    return kept | ({name: result[name] for name in ("losses", "held_out_loss")} if with_losses else {})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", AGAIN)
+def test_the_command_gives_the_recorded_figures(name):
+    found = load(name)
+    key = same_key(found)
+    again = [run(each["command"])["result"] for each in found["runs"]]
+    recorded = [each["result"] for each in found["runs"]]
+    if name == "compare-stages":
+        formulas = [[line for line in text.splitlines() if line.startswith("formula")] for text in (*again, *recorded)]
+        assert formulas[0] == formulas[1]
+        assert "measured = formula, to the byte, in every run" in again[0]
+        assert "losses: the same bits at every step of every run" in again[0]
+    elif isinstance(recorded[0], dict) and "losses" in recorded[0]:
+        assert [of_a_run(each, key) for each in again] == [of_a_run(each, key) for each in recorded]
+    else:
+        assert again == recorded
+    if name == "four-stages":
+        assert len({tuple(each["losses"]) for each in again}) == 1
