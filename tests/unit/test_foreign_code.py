@@ -17,7 +17,6 @@ from training import save_model, save_rows
 from zero3d.config import Model
 from zero3d.data.tokenizers import load_tokenizer
 from zero3d.errors import ConfigError
-from zero3d.hf.foreign_code import refuse_code
 from zero3d.hf.open import open_model, positions
 
 SRC = Path(__file__).parents[2] / "src" / "zero3d"
