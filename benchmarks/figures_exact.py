@@ -54,6 +54,36 @@ def four_stages() -> str:
     return table(head, rows)
 
 
+MESHES = (
+    "1 process",
+    "dp 2, stage 3, gradients reduced once a step",
+    "pp 2 x dp 2, 1f1b, stage 3",
+    "pp 2 x dp 2 x tp 2, 1f1b, stage 3",
+)
+
+
+def meshes() -> str:
+    """Losses of the same 20 steps on other meshes."""
+    rows = [
+        [name, *(f"{run['losses'][i - 1]!r}" for i in (1, 10, 20))]
+        for name, run in zip(MESHES, results("meshes"), strict=True)
+    ]
+    return table(["20 steps in fp32, the same batches", "loss at step 1", "step 10", "step 20"], rows)
+
+
+def mesh_traffic() -> str:
+    """What rank 0 of pp 2 x dp 2 x tp 2 sent, beside the formula."""
+    run = results("meshes")[-1]
+    lines = [f"{'operation':<24}{'calls':>7}{'elements':>14}{'bytes':>15}{'formula':>24}"]
+    for row in run["traffic"]:
+        m, f = row["measured"], row["formula"]
+        said = "equal" if row["equal"] else "UNEQUAL"
+        lines.append(
+            f"{row['op']:<24}{m['calls']:>7,}{m['elements']:>14,}{m['bytes']:>15,}   {said:<7}{f['bytes']:>14,}"
+        )
+    return block("\n".join(lines))
+
+
 def compare_stages() -> str:
     """What `zero3d compare` printed."""
     [printed] = results("compare-stages")
@@ -222,6 +252,8 @@ def counts() -> str:
 EXACT: dict[str, Callable[[], str]] = {
     "demo-memory": demo_memory,
     "four-stages": four_stages,
+    "meshes": meshes,
+    "mesh-traffic": mesh_traffic,
     "compare-stages": compare_stages,
     "theory": theory,
     "plan-72b": plan_72b,

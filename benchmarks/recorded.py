@@ -48,6 +48,7 @@ def trains(*words: str) -> tuple[str, ...]:
     return tuple(f"zero3d train --json {each}" for each in words)
 
 
+_MESHES = "train.batch=32 zero.stage=3 precision=fp32 train.steps=20"
 _ENGINES = "python benchmarks/engines.py --engines zero3d,fsdp2,ddp,plain --json OUT"
 _DEEPSPEED = "python benchmarks/engines.py --engines zero3d,deepspeed,plain --memory-steps 0 --json OUT"
 _LLAVA = "zero3d plan llava-1.5-7b --lora r=128 --seq 2048 --gpu a6000 --json"
@@ -57,6 +58,17 @@ RECIPES = {
         Recipe("demo", trains("--steps 4 --ranks 2"), timed=False, repeats=True),
         Recipe(
             "four-stages", trains(*(f"--stage {stage} --steps 40" for stage in range(4))), timed=False, repeats=True
+        ),
+        Recipe(
+            "meshes",
+            trains(
+                f"--ranks 1 {_MESHES}",
+                f"--ranks 2 zero.reduce=every_step {_MESHES}",
+                f"--ranks 4 mesh.pp=2 {_MESHES}",
+                f"--ranks 8 mesh.pp=2 mesh.tp=2 {_MESHES}",
+            ),
+            timed=False,
+            repeats=True,
         ),
         Recipe("compare-stages", ("zero3d compare zero.stage=0,1,2,3 train.steps=20",), repeats=True),
         Recipe("plan-72b", ("zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80",), timed=False, repeats=True),
