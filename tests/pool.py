@@ -5,7 +5,7 @@ results. The first failure in time is raised with its traceback; on a timeout al
 killed and the next case starts new ones. `alone(case, *args)` calls it in a new process without a
 group, which ends then.
 
-nursery     a process that has imported what ranks need and does nothing but fork them; imports
+fork server a process that has imported what ranks need and does nothing but fork them; imports
             are most of a rank's start, and a killed rank's successor pays none
 two of them because ranks of one would share the seeds of hashes and of numpy: a loop over a set,
             or a draw that nobody seeded, would be the same on all ranks by chance
@@ -24,7 +24,7 @@ from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 
-NURSERIES = 2
+FORK_SERVERS = 2
 IMPORTS = (
     "pytest",
     "zero3d.engine",
@@ -43,7 +43,7 @@ class RankFailure(AssertionError):
 
 class RankPool:
     def __init__(self):
-        self.nurseries = []
+        self.fork_servers = []
         self.workers = []
         self.folder = tempfile.TemporaryDirectory()
         self.cases = 0
@@ -53,28 +53,28 @@ class RankPool:
 
     def __exit__(self, *_):
         self.kill()
-        for nursery in self.nurseries:
-            nursery.close()
+        for server in self.fork_servers:
+            server.close()
         self.folder.cleanup()
 
     def kill(self):
         for connection in self.workers:
             connection.close()
-        for nursery in self.nurseries:
-            nursery.kill()
+        for server in self.fork_servers:
+            server.kill()
         self.workers = []
 
-    def nursery(self, rank):
+    def fork_server(self, rank):
         """The one that ranks of this parity come from."""
-        self.nurseries += [Nursery() for _ in range(len(self.nurseries), min(rank + 1, NURSERIES))]
-        return self.nurseries[rank % NURSERIES]
+        self.fork_servers += [ForkServer() for _ in range(len(self.fork_servers), min(rank + 1, FORK_SERVERS))]
+        return self.fork_servers[rank % FORK_SERVERS]
 
     def start(self, world):
         """The ranks below `world` that do not run yet."""
-        for rank in range(min(world, NURSERIES)):
-            self.nursery(rank)  # they import at the same time
+        for rank in range(min(world, FORK_SERVERS)):
+            self.fork_server(rank)  # they import at the same time
         for rank in range(len(self.workers), world):
-            self.workers.append(self.nursery(rank).fork(rank))
+            self.workers.append(self.fork_server(rank).fork(rank))
 
     def run(self, world, case, *args, timeout=600.0, group_timeout=120.0, check=True):
         """Results in rank order; with check=False pairs (result, exception text or None)."""
@@ -101,7 +101,7 @@ class RankPool:
 
     def alone(self, case, *args, timeout=600.0):
         """The result of case(*args) in a process that does nothing else."""
-        connection = self.nursery(0).fork(0)
+        connection = self.fork_server(0).fork(0)
         try:
             connection.send_bytes(pickle.dumps((0, case, args, None, None)))
             return results_of([answer_of(connection, time.monotonic() + timeout)])[0]
@@ -127,13 +127,13 @@ def results_of(answers):
     return [a["result"] for a in answers]
 
 
-class Nursery:
+class ForkServer:
     """A process of ours that has imported IMPORTS and forks ranks."""
 
     def __init__(self):
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=nurse, args=(theirs,), daemon=True)
+        self.process = context.Process(target=serve_forks, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -154,8 +154,8 @@ class Nursery:
         self.process.join()
 
 
-def nurse(connection):
-    """A nursery's loop. It has one thread, as a process that forks must."""
+def serve_forks(connection):
+    """A fork server's loop. It has one thread, as a process that forks must."""
     os.environ["OMP_NUM_THREADS"] = "1"
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -179,7 +179,7 @@ def fork(rank, connection):
             serve(rank, connection)
         except BaseException:
             traceback.print_exc()
-        os._exit(0)  # whatever happens, it does not go on as a nursery
+        os._exit(0)  # whatever happens, it does not go on as a fork server
     connection.close()
     return pid
 

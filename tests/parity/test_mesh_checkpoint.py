@@ -10,6 +10,7 @@ from test_pipeline_checkpoint import states
 
 BEFORE = (2, 2, 2), 3
 AFTER = (((4, 1, 1), 1), ((1, 1, 1), 0), ((1, 2, 4), 3))
+WIDE = (((8, 1, 1), 1),)
 
 
 def started(family, shape, stage, weights=0.0):
@@ -52,15 +53,16 @@ def exported(folder):
     return dict(model.named_parameters()), texts
 
 
-@pytest.mark.parametrize("family", [
-    "qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "gpt2", "moe")),
+@pytest.mark.parametrize(("family", "after"), [
+    ("qwen3", AFTER),
+    *(pytest.param(name, AFTER + WIDE, marks=pytest.mark.long) for name in ("llama", "gpt2", "moe")),
 ])  # fmt: skip
-def test_what_three_axes_trained_is_the_same_on_every_mesh(ranks, tmp_path, family):
+def test_what_three_axes_trained_is_the_same_on_every_mesh(ranks, tmp_path, family, after):
     (source, loss), *_ = ranks(8, trained, family, tmp_path / "first")
     expected, (weights, texts) = states(source), exported(tmp_path / "first")
     assert {state for _, state in expected} == {"master", "exp_avg", "exp_avg_sq"}
     assert any(not torch.equal(weights[name], p) for name, p in model_of(family, BEFORE[0]).named_parameters())
-    for shape, stage in AFTER:
+    for shape, stage in after:
         folder = tmp_path / str(shape)
         everywhere = ranks(world_of(shape), loaded, family, shape, stage, source, folder)
         assert [found for _, found in everywhere] == pytest.approx([loss] * len(everywhere), rel=1e-6), shape
