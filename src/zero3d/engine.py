@@ -341,7 +341,7 @@ class Engine:
         """Apply the step if the boundary is reached, else change nothing.
 
         Moves what `traffic.step_traffic` says. Skips on all ranks when the gradient norm is not finite anywhere or
-        no micro-batch had a target: the result's `reason`, and `health.in_a_row` counts. Raises OrderError when
+        no micro-batch had a target: the result's `reason`, and `engine.health` counts. Raises OrderError when
         ranks ran different units, NonFiniteError when fp16 overflows at its smallest loss scale.
         """
         lr = float(self.optimizer.torch.param_groups[0]["lr"])

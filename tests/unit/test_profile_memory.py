@@ -20,7 +20,9 @@ PARAMS = EMBEDDING + LAYERS * BLOCK + NORM
 # Korthikanti: 34 h + 5 a s bytes of a token in a block, 10 h of them whole on every tp rank.
 CUT, WHOLE, SCORES, INPUT = 24 * H, 10 * H, 5 * HEADS * LENGTH, 2 * H
 LOGITS = 6 * VOCAB + 4 * VOCAB  # 2 bytes and their fp32 copy, kept; the fp32 gradient
-SYSTEM = Profile("by hand", 2, 4, 12, 1.25, Pace({}), context=7e9, interior=1.5, buffers=3e6, units=3, selective=0.25)
+SYSTEM = Profile(
+    "by hand", 2, 4, 12, Pace({}), spare=1.25, context=7e9, interior=1.5, buffers=3e6, units=3, selective=0.25
+)
 
 
 def of(system=SYSTEM, **plan):
