@@ -168,8 +168,8 @@ class Engine:
             guard_rest(model, set(self.module.parameters()))
         self._move_buffers()
         self.units = [self._build_unit(spec, choice, weights) for spec in specs]
-        check_weights(self.units, self.comm, self.everyone, ConfigError, "Train from weights that are finite.")
         self._wire_up(uses, choice, clip_norm, order)
+        check_weights(self.units, self.comm, self.everyone, ConfigError, "Train from weights that are finite.")
         self.scheduler = _bind(scheduler, self.optimizer.torch)
         self._steps = 0
         self.last_step: StepResult | None = None
