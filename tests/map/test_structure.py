@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tokenize
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,9 +42,18 @@ def layer_of(name):
     return None
 
 
+@cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path):
     """zero3d modules imported at run time (TYPE_CHECKING blocks do not count)."""
-    tree = ast.parse(path.read_text())
+    return frozenset(imported(parsed(path)))
+
+
+def imported(tree):
     hidden = {
         id(inner)
         for node in ast.walk(tree)
@@ -124,7 +134,7 @@ def test_there_is_one_reduce_scatter_call_site():
     calls = [
         f"{name}:{node.lineno}"
         for name, path in modules()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Call) and "_reduce_scatter" in (ast.unparse(node.func), *map(ast.unparse, node.args))
     ]
     assert len(calls) == 1, calls
@@ -141,7 +151,7 @@ def test_no_module_level_mutable_state_in_the_core():
     for name, path in modules():
         if not name.startswith("zero"):
             continue
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.Assign) and isinstance(node.value, (ast.List, ast.Dict, ast.Set)):
                 assert node.targets[0].id.isupper(), f"{name}: {ast.unparse(node)[:60]}"
 
