@@ -16,11 +16,13 @@ CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-# Ranks wait for one another: the other tests, and types before them, fill what that leaves of two cores, and are told last.
+# Ranks wait for one another: two halves of equal length fill what that leaves of two cores; the second is told last.
+PARITY := $(wildcard tests/parity/test_[a-r]*.py)
+BESIDE := tests/map tests/unit tests/ranks $(wildcard tests/parity/test_[s-z]*.py)
 define both
-@{ $(BIN)/mypy && $(PYTEST) $(1) tests/map tests/unit tests/ranks; } > $(VENV)/beside.log 2>&1 & beside=$$!; \
+@{ $(BIN)/mypy && $(PYTEST) $(1) $(BESIDE); } > $(VENV)/beside.log 2>&1 & beside=$$!; \
   trap "kill $$beside; exit 130" INT TERM; \
-  $(PYTEST) $(1) tests/parity; parity=$$?; \
+  $(PYTEST) $(1) $(PARITY); parity=$$?; \
   wait $$beside; beside=$$?; cat $(VENV)/beside.log; exit $$((parity | beside))
 endef
 
