@@ -44,6 +44,8 @@ from zero3d.zero.collectives import Comm
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.unit import Unit
 
+OURS = ("step-", "best")  # what the names of entries begin with, behind a dot perhaps
+
 
 class Whole(NamedTuple):
     """The full model's parameters, of which a rank may have a few only.
@@ -203,9 +205,8 @@ def taken_back(temporary: Path, comm: Comm) -> Iterator[None]:
 
 def _prepare(directory: Path, temporary: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    entries = [entry.name for entry in directory.iterdir()]
-    foreign = [name for name in entries if not name.lstrip(".").startswith("step-")]
-    if foreign and len(foreign) == len(entries):
+    foreign = [entry.name for entry in directory.iterdir() if not entry.name.lstrip(".").startswith(OURS)]
+    if foreign and not any(entry.name.lstrip(".").startswith(OURS) for entry in directory.iterdir()):
         raise CheckpointError(
             f"{directory} is not empty and holds no checkpoints (it has {len(foreign)} other files, such as "
             f"{foreign[0]!r}): pass a new or empty directory, or one with step-N folders."

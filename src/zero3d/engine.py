@@ -617,7 +617,8 @@ class Engine:
         return {
             "stage": self.stage, "reduce": self.policy.reduce, "accumulate": self.boundary.usual,
             **self.mesh.degrees._asdict(),
-            "precision": self.precision.name, "algorithm": self.comm.algorithm, "torch": torch.__version__,
+            "precision": self.precision.name, "wire": str(self.policy.wire).removeprefix("torch."),
+            "algorithm": self.comm.algorithm, "torch": torch.__version__,
             "kernels": torch.backends.cpu.get_cpu_capability() if cpu
             else torch.get_device_module(device).get_device_name(),
             "threads": torch.get_num_threads() if cpu else 1,

@@ -150,7 +150,8 @@ def _check_states(manifest: Manifest, parts: Parts) -> None:
                     f"{manifest.fields.file}: tensors have the states {_listed(states)} of {shown(slot.name)}, and "
                     f"should have {_listed(wanted)}. {USE_ANOTHER}"
                 )
-    if adam and manifest.step < COUNTED:
+    has_moments = any(by_name[name] & ADAM for name in by_name)
+    if adam and has_moments and manifest.step < COUNTED:
         saved.entry("scalars").entry("step").one_of(float(manifest.step))
 
 

@@ -1,10 +1,10 @@
 """Whether a run that goes on from a checkpoint has the bits of one that was never interrupted, and if not, why.
 
                   plain                                       exact on both sides
-    the same      mesh, precision, algorithm, torch,          tp, pp, micro-batches per step over all ranks,
-                  kernels, threads; with several              precision, torch, kernels, threads
-                  micro-batches a step the moment of
-                  reduction
+    the same      mesh, precision, dtype on the wire,         tp, pp, micro-batches per step over all ranks,
+                  algorithm, torch, kernels, threads;         precision, dtype on the wire, torch, kernels,
+                  with several micro-batches a step           threads
+                  the moment of reduction
     may differ    stage                                       dp, stage, moment of reduction, algorithm
 
 The batches must be the same ones, in micro-batches of the same size: that is not looked at here.
@@ -17,7 +17,8 @@ from typing import Any
 
 BITWISE = "bitwise"
 ALWAYS = {"tp": "matrix products have other shapes", "pp": "other sums are made on one rank",
-          "precision": "", "torch": "its kernels may sum in other orders", "kernels": "they sum in other orders",
+          "precision": "", "wire": "gradients are rounded otherwise on their way",
+          "torch": "its kernels may sum in other orders", "kernels": "they sum in other orders",
           "threads": "sums are cut among them"}  # fmt: skip
 PLAIN = {"dp": "other sums over ranks; exact=True would not mind", "algorithm": ""}
 EXACT = {"leaves": "micro-batches of a step over all ranks"}

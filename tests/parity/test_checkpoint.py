@@ -520,3 +520,33 @@ def test_a_kill_at_any_file_operation_of_a_save_leaves_one_whole_checkpoint(tmp_
         assert [path.name for path in directory.iterdir()] == ["step-2"]
         engine.load(directory)
         assert (engine.fingerprint() == old) == (at <= second)
+
+
+def test_a_checkpoint_of_an_adam_with_amsgrad_that_has_no_moments_yet_loads(tmp_path):
+    def amsgrad():
+        return zero3d.Engine(
+            build("net"), stage=2, precision="fp32", optimizer=lambda params: torch.optim.AdamW(params, amsgrad=True)
+        )
+
+    saved = amsgrad().save(tmp_path)
+    engine = amsgrad()
+    engine.load(saved)
+    assert engine.steps == 0
+
+
+def test_a_link_to_a_best_checkpoint_that_is_gone_is_no_obstacle(tmp_path):
+    (tmp_path / "best").symlink_to("step-3")
+    assert make(2).save(tmp_path).name == "step-0"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("of somebody else")
+    with pytest.raises(zero3d.CheckpointError, match="holds no checkpoints"):
+        make(2).save(tmp_path / "other")
+
+
+def test_a_buffer_that_is_no_number_is_not_exported(tmp_path):
+    engine = make(2, "net")
+    module = next(iter(engine.parts.values()))
+    module.register_buffer("running", torch.tensor([1.0, float("nan")]))
+    with pytest.raises(zero3d.Zero3dError, match="nothing was exported: buffer running"):
+        engine.export(tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()

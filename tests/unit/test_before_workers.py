@@ -29,7 +29,7 @@ def test_without_a_file_and_a_model_a_run_is_the_demo_with_what_is_overridden(tm
     for word in ("data.train=mytext", "optimizer.lr=1e-3", "model.init=random"):
         name, config = read(word)
         assert name == "demo"
-        assert config.data.length, config.optimizer.eps == (DEMO.data.length, DEMO.optimizer.eps)
+        assert (config.data.length, config.optimizer.eps) == (DEMO.data.length, DEMO.optimizer.eps)
         assert (config.model.path, config.data.tokenizer, config.train.steps) == ("demo", "bytes", 500)
 
 

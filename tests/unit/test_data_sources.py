@@ -237,7 +237,7 @@ def test_a_saved_tokenizer_loads_again(tmp_path):
 def test_the_byte_tokenizer_is_saved_as_one_that_loads_and_has_the_same_ids(tmp_path):
     from transformers import AutoTokenizer
 
-    assert ByteTokenizer().save(tmp_path)
+    assert ByteTokenizer().save(tmp_path) is None
     loaded = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     assert (len(loaded), loaded.eos_token_id, loaded.pad_token_id) == (256, 0, 0)
     every = "".join(map(chr, range(1, 0x250))) + " two  spaces\n\tend \N{SNOWMAN}\U0001f600"
@@ -275,3 +275,12 @@ def test_a_zip_of_arrays_is_no_array_whatever_its_name(tmp_path, damage):
         path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(DataError, match=r"a\.npy is (not an npy array|a zip of arrays.*numpy\.save\.)"):
         opened(tmp_path, path)
+
+
+def test_where_autotokenizer_takes_another_one_for_a_model_it_is_said(tmp_path):
+    from transformers import AutoConfig, PreTrainedTokenizerFast
+
+    AutoConfig.for_model("qwen2").save_pretrained(tmp_path)
+    assert "AutoTokenizer takes Qwen2Tokenizer" in ByteTokenizer().save(tmp_path)
+    loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path, local_files_only=True)
+    assert loaded("e\u0301 <|endoftext|>")["input_ids"] == list("e\u0301 <|endoftext|>".encode())

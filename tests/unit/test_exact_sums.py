@@ -170,8 +170,8 @@ def test_the_planner_sends_leaves_narrow_and_sums_wide():
     assert reduced_width(replace(plan, exact=False)) == 4.0
 
 
-FACTS = {"stage": 3, "reduce": "every_step", "accumulate": 2, "dp": 4, "tp": 1, "pp": 1, "precision": "bf16", "algorithm": "pairwise",
-         "torch": "2", "kernels": "AVX2", "threads": 1, "leaves": None}  # fmt: skip
+FACTS = {"stage": 3, "reduce": "every_step", "accumulate": 2, "dp": 4, "tp": 1, "pp": 1, "precision": "bf16", "wire": "float32",
+         "algorithm": "pairwise", "torch": "2", "kernels": "AVX2", "threads": 1, "leaves": None}  # fmt: skip
 
 
 def test_a_resume_says_whether_it_is_bitwise_and_if_not_why():
@@ -192,5 +192,6 @@ def test_a_resume_says_whether_it_is_bitwise_and_if_not_why():
     older = {name: value for name, value in FACTS.items() if name != "accumulate"}
     assert promise(older, micro).startswith("not bitwise: reduce every_step -> every_micro_batch (several micro")
     assert promise(exact, exact | {"tp": 2, "dp": 2}).startswith("not bitwise: tp 1 -> 2 (matrix products")
+    assert promise(FACTS, FACTS | {"wire": "bfloat16"}).startswith("not bitwise: wire float32 -> bfloat16 (gradients")
     assert promise(exact, exact | {"leaves": 4}).startswith("not bitwise: leaves 8 -> 4")
     assert promise(FACTS, exact) == "not bitwise: exact was False when it was saved, and is True now"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -50,6 +51,19 @@ def test_a_folder_is_free_after_its_run_and_holds_nothing_of_it(tmp_path):
         hold.take(tmp_path)
         assert list(tmp_path.iterdir()) == [tmp_path / LOCK]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_whose_folder_was_made_anew_leaves_the_new_runs_lock(tmp_path):
+    root = tmp_path / "out"
+    root.mkdir()
+    with Hold() as first:
+        first.take(root)
+        shutil.rmtree(root)
+        root.mkdir()
+        with held_by_another(root):
+            first.release()
+            with pytest.raises(ConfigError, match="is in use by process"):
+                check_free(root)
 
 
 def test_a_killed_run_holds_nothing_though_its_children_live(tmp_path):

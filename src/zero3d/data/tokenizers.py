@@ -18,6 +18,7 @@ from zero3d.errors import ConfigError, DataError, short
 from zero3d.hf.foreign_code import refuse_code
 
 BYTES = "bytes"
+SAMPLE = "e\u0301 <|endoftext|>\r\n"  # what tokenizers with rules of their own change
 FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*/*.jinja")  # whatever a tokenizer may be made of, no weights
 
 
@@ -39,10 +40,10 @@ class ByteTokenizer:
         text = bytes(token for token in ids if 0 < token < self.size).decode(errors="replace")
         return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
-    def save(self, folder: Path) -> bool:
-        """Write the same ids as a fast tokenizer, for AutoTokenizer. Raises ImportError without its packages."""
+    def save(self, folder: Path) -> str | None:
+        """Write the same ids as a fast tokenizer; why AutoTokenizer gives others, if it does. Raises ImportError."""
         from tokenizers import AddedToken, Tokenizer as Fast, decoders, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         end = "\0"
         fast = Fast(models.BPE({end: 0} | {shown: byte for byte, shown in enumerate(_shown_bytes()) if byte}, []))
@@ -52,7 +53,13 @@ class ByteTokenizer:
         PreTrainedTokenizerFast(
             tokenizer_object=fast, eos_token=end, pad_token=end, clean_up_tokenization_spaces=False
         ).save_pretrained(folder)
-        return True
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if found(SAMPLE)["input_ids"] == list(SAMPLE.encode()):
+            return None
+        return (
+            f"AutoTokenizer takes {type(found).__name__} for this kind of model, whose ids are no bytes: load the "
+            "export's tokenizer with transformers.PreTrainedTokenizerFast"
+        )
 
 
 def _shown_bytes() -> list[str]:
@@ -84,10 +91,9 @@ class HfTokenizer:
         """Text without special tokens."""
         return str(self.inner.decode(list(ids), skip_special_tokens=True))
 
-    def save(self, folder: Path) -> bool:
+    def save(self, folder: Path) -> None:
         """The tokenizer's files, so that the folder loads with AutoTokenizer."""
         self.inner.save_pretrained(folder)
-        return True
 
 
 Tokenizer = ByteTokenizer | HfTokenizer

@@ -89,6 +89,16 @@ def _refuse_nonfinite(tensors: Mapping[str, Tensor]) -> None:
         )
 
 
+def _refuse_nan(buffers: Mapping[str, Tensor]) -> None:
+    """Refuse buffers such as running statistics of a forward that was not finite; infinities may be a mask's."""
+    bad = [name for name, buffer in buffers.items() if buffer.is_floating_point() and bool(buffer.isnan().any())]
+    if bad:
+        raise NonFiniteError(
+            f"nothing was exported: buffer {bad[0]} has values that are NaN. Go back to an earlier checkpoint, whose "
+            "buffers are finite."
+        )
+
+
 def _joined(parts: Parts, name: str, local: Tensor) -> Tensor:
     """A parameter as it is saved: on tp rank 0 joined from all slices, in host memory.
 
@@ -161,6 +171,7 @@ def _finish_stage(writer: _ExportWriter, parts: Parts, model: nn.Module) -> None
     """Add the persistent buffers that no earlier pipeline stage has."""
     names = parts.persistent
     buffers = _named_as_saved(model, {name: each[0] for name, each in parts.buffers.items() if name in names})
+    _refuse_nan(buffers)
     there = writer.earlier()
     writer.add({name: tensor for name, tensor in buffers.items() if name not in there})
     writer.finish()

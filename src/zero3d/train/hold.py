@@ -19,7 +19,7 @@ import os
 import socket
 import time
 from contextlib import suppress
-from errno import EINVAL, ENOLCK, ENOSYS, ENOTSUP
+from errno import EACCES, EINVAL, ENOLCK, ENOSYS, ENOTSUP, EPERM
 from pathlib import Path
 from typing import Self
 
@@ -60,6 +60,11 @@ class Hold:
         except BlockingIOError:
             raise ConfigError(refusal(root)) from None
         except OSError as error:
+            if error.errno in (EACCES, EPERM) and self._path.exists():
+                raise ConfigError(
+                    f"{self._path} is another user's lock and cannot be opened ({error.strerror}): wait for that run, "
+                    "remove the file if it is over, or write elsewhere with output=FOLDER."
+                ) from error
             if error.errno not in NO_LOCKS:
                 raise ConfigError(
                     f"output {root.resolve()} cannot be written ({error.strerror}): choose another with output=FOLDER."
@@ -70,7 +75,8 @@ class Hold:
         """Let go; the file goes first, while nobody else can have it."""
         if self._file is not None:
             with suppress(OSError):
-                self._path.unlink(missing_ok=True)
+                if _is_named(self._file, self._path):  # not the lock of a run in a folder that was made anew
+                    self._path.unlink()
             os.close(self._file)
             self._file = None
 

@@ -291,16 +291,21 @@ def _export(engine: Engine, folder: Folder, tokenizer: Tokenizer | None, progres
     engine.export(folder.fresh_export)
 
     def complete() -> None:
-        why = "the data are token ids, and the model's folder has none"
-        try:
-            written = tokenizer is not None and tokenizer.save(folder.fresh_export)
-        except ImportError as error:
-            written, why = False, f"{error.name} is missing: pip install 'zero3d[hf]'"
-        if not written:
-            progress.say(f"the export has no tokenizer: {why}")
+        if note := _save_tokenizer(tokenizer, folder.fresh_export):
+            progress.say(note)
         folder.publish()
 
     agree(engine.everyone, complete if first else lambda: None)
+
+
+def _save_tokenizer(tokenizer: Tokenizer | None, export: Path) -> str | None:
+    """Beside the weights; what is to be said of it."""
+    if tokenizer is None:
+        return "the export has no tokenizer: the data are token ids, and the model's folder has none"
+    try:
+        return tokenizer.save(export)
+    except ImportError as error:
+        return f"the export has no tokenizer: {error.name} is missing: pip install 'zero3d[hf]'"
 
 
 def verifies(config: Config, data: DataSet) -> bool:
