@@ -24,7 +24,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if config.getoption("part"):
+    if (commit := config.getoption("part")) is not None:
+        if not commit:
+            raise pytest.UsageError("--part= names no commit: outside of git pass one, make test-part PART=NAME")
         config.option.markexpr = "long"
 
 
@@ -32,7 +34,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     from part import part_of
 
-    if commit := config.getoption("part"):
+    if (commit := config.getoption("part")) is not None:
         chosen = part_of([item.nodeid for item in items], commit)
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
         items[:] = [item for item in items if item.nodeid in chosen]

@@ -30,6 +30,7 @@ DECIMAL = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]
 SIXTIES = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")  # 1:30 is 90 in YAML 1.1
 ZEROS = re.compile(r"[-+]?0[0-9_]+")  # 010 is 8 in YAML 1.1 and 10 in 1.2
 PREFIXED = re.compile(r"[-+]?0(b[01_]+|o[0-7]+)")
+LONG, MOST = re.compile(r"[-+]?(0[xbo])?[0-9][0-9_:.]*"), 40  # characters of numbers that anybody means
 PARTED = re.compile(r"[-+]?[0-9][0-9_]*_[0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?|[-+]?0x[0-9a-fA-F_]*_[0-9a-fA-F_]*")
 
 
@@ -44,14 +45,16 @@ class Kind(NamedTuple):
 def number_meant(text: str) -> str | None:
     """What to type for a number that readers of YAML 1.1 and 1.2 take for different ones; None for all other text."""
     digits = text.replace("_", "")
-    if len(text) > 40:  # nobody's number
-        return None
+    if len(text) > MOST:
+        return None if DECIMAL.fullmatch(text) or not LONG.fullmatch(text) else "type a decimal number"
     if SIXTIES.fullmatch(text):
         whole, *sixties = digits.lstrip("+-").split(":")
         value = float(whole)
         for part in sixties:
             value = 60 * value + float(part)
         return f"type {'-' * text.startswith('-')}{value:.12g} if sixties are meant"
+    if digits.lstrip("+-") in ("0x", "0b", "0o"):
+        return "type 0"
     if PREFIXED.fullmatch(text):
         return f"type {int(digits, 0)}"
     if ZEROS.fullmatch(text):

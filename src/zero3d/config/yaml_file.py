@@ -97,7 +97,7 @@ def read_yaml(path: Path, example: str = "zero: {stage: 2}") -> Mapping[Any, Any
         problem = re.sub(r"\S{61,}", lambda long: short(long[0]), f"{error.problem or error.context}")
         raise ConfigError(f"{path}: {line}{problem}.") from None
     except (yaml.YAMLError, ValueError) as error:  # characters that are none, a number of a million digits
-        raise ConfigError(f"{path} is no YAML file: {str(error).splitlines()[0]}.") from None
+        raise ConfigError(f"{path} is no YAML file: {str(error).splitlines()[0].partition(';')[0]}.") from None
     if tree is None:
         return {}
     if not isinstance(tree, Mapping):
@@ -112,6 +112,8 @@ def parse_yaml(text: str) -> Any:
         node = loader.get_single_node()
         _refuse_twice(node)
         return None if node is None else loader.construct_document(node)
+    except OverflowError as error:  # a character beyond Unicode
+        raise ValueError(str(error)) from None
     finally:
         loader.dispose()
 

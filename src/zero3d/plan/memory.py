@@ -35,7 +35,7 @@ from zero3d.schedules import Schedule
 from zero3d.zero.stages import WIDTHS
 
 RESERVED = constant("zero3d", "reserved")
-NORM = 20.0  # bytes of a hidden element in the backward of a block's first norm: five fp32
+NORM = constant("zero3d", "norm")
 NOTHING = Windows(0.0, 0.0, 0.0)
 CONTEXT, COMMUNICATORS = constant("zero3d", "context"), constant("zero3d", "communicators")
 PROCESS = constant("zero3d", "process")
