@@ -1,11 +1,14 @@
 """2 is for bad input alone: which errors, and what the system has to do with it."""
 
 import errno
+import json
 import os
+from pathlib import Path
 
 import pytest
 
 import zero3d.errors
+from zero3d.cli.workers import leave_exception
 from zero3d.errors import (
     CheckpointError,
     ConfigError,
@@ -54,3 +57,19 @@ def test_the_code_of_another_rank_counts():
     error = CheckpointError("x")
     error.agreed = 1
     assert error.exit_code == 1
+
+
+def test_a_launcher_that_looks_at_any_moment_finds_a_whole_error_file_or_none(tmp_path, monkeypatch):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    seen = []
+
+    def write_text(self, text):
+        with self.open("w") as opened:
+            seen.append(file.exists())
+            opened.write(text)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    assert leave_exception(ConfigError("x")) == 2
+    assert seen == [False]
+    assert json.loads(file.read_text())["message"]["message"] == "ConfigError: x"

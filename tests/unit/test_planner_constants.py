@@ -45,8 +45,26 @@ def test_a_kernels_constant_is_what_kernels_take(each):
 
 @pytest.mark.parametrize(
     "file",
-    ["kernels", "network", "time", "profiles", "profile_memory", "hardware", "shapes", "timeline", "memory", "footprint",
-     "windows", "in_flight", "states", "held", "recompute", "bubble", "ladder", "estimate"],
+    [
+        "kernels",
+        "network",
+        "time",
+        "profiles",
+        "profile_memory",
+        "hardware",
+        "shapes",
+        "timeline",
+        "memory",
+        "footprint",
+        "windows",
+        "in_flight",
+        "states",
+        "held",
+        "recompute",
+        "bubble",
+        "ladder",
+        "estimate",
+    ],
 )
 def test_no_number_of_its_own_stands_in_the_code_that_plans(file):
     tree = ast.parse((ROOT / "src" / "zero3d" / "plan" / f"{file}.py").read_text())

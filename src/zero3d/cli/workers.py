@@ -309,13 +309,21 @@ def leave_exception(error: BaseException) -> int:
     summary, callstack = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
     if ERROR_FILE in os.environ:
         extra = {"py_callstack": "" if clear else callstack, "timestamp": str(int(time.time()))}
+        told = json.dumps({"message": {"message": summary, "extraInfo": extra}})
         with suppress(OSError):  # the disk may be what is full
-            Path(os.environ[ERROR_FILE]).write_text(json.dumps({"message": {"message": summary, "extraInfo": extra}}))
+            _write_whole(Path(os.environ[ERROR_FILE]), told)
     if LAUNCHED not in os.environ and code != 130:
         print(summary if clear else callstack, file=sys.stderr)
     if "torch" in sys.modules and code != 130:
         tell_peers(summary, code)
     return code
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Whole or not at all: torchrun reads it as soon as it is there, and dies of half of one."""
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(text)
+    fresh.replace(path)
 
 
 def tell_peers(summary: str, code: int) -> None:
