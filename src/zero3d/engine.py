@@ -583,6 +583,7 @@ class Engine:
         self.reductions.reset()
         self.boundary.reset()
         self._steps, loop, self.resumed = restore.load(checked, parts)
+        self.health.in_a_row = 0
         return loop
 
     def fingerprint(self) -> str:

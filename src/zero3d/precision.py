@@ -108,20 +108,21 @@ class LossScale:
         """Account for one boundary. Raises NonFiniteError on an overflow at the minimum scale."""
         if not self.dynamic:
             return
+        boundary = self._steps
+        self._steps += 1  # before anything is raised: the state can be saved after that, too
         if overflow:
-            self._overflow()
-        elif (self._steps - self._last_overflow) % self.rule.window == 0:
+            self._overflow(boundary)
+        elif (boundary - self._last_overflow) % self.rule.window == 0:
             self._patience = self.rule.hysteresis
             self.value *= 2
-        self._steps += 1
 
-    def _overflow(self) -> None:
-        self._last_overflow = self._steps
+    def _overflow(self, boundary: int) -> None:
+        self._last_overflow = boundary
         if self._patience > 1:
             self._patience -= 1
         elif not self.can_fall:
             raise NonFiniteError(
-                f"fp16 gradients overflow at the minimum loss scale {self.value:g} (boundary {self._steps}): "
+                f"fp16 gradients overflow at the minimum loss scale {self.value:g} (boundary {boundary}): "
                 "the model diverges or does not fit fp16. Pass precision='bf16', or lower the learning rate."
             )
         else:

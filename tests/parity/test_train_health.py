@@ -1,5 +1,6 @@
 """Training runs whose steps are not finite: how they end, what they leave, and what they never write."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,10 +11,10 @@ import pytest
 import torch
 import yaml
 from models import hf
-from training import metrics, save_model, save_rows, train, tree
+from training import contents, metrics, save_model, save_rows, train, tree
 
 from zero3d.config import load
-from zero3d.errors import NonFiniteError
+from zero3d.errors import CheckpointError, NonFiniteError
 from zero3d.train.folder import Folder
 from zero3d.train.report import summary
 
@@ -84,9 +85,11 @@ def test_the_last_good_checkpoint_stays_as_it_is_and_the_run_goes_on_from_it(fol
 
 
 def test_fp16_finds_its_loss_scale_and_ends_only_where_there_is_none(folder):
-    falls = {"precision": "fp16", "loss_scale": {"initial": 2.0**40, "hysteresis": 1}}
-    made = tree(folder, health={"nonfinite": "stop"}, **falls)
-    assert [record["applied"] for record in train(made)] == [False] * 5  # and no failure
+    falls = {"precision": "fp16", "loss_scale": {"initial": 2.0**18, "hysteresis": 1}}
+    made = tree(folder, health={"nonfinite": "stop"}, train={"steps": 9}, **falls)
+    applied = [record["applied"] for record in train(made)]
+    assert applied[0] is False
+    assert applied[-1] is True
     made = tree(folder, output="low", health={"max_skips": 9}, precision="fp16",
                 loss_scale={"initial": 2.0**40, "minimum": 2.0**39, "hysteresis": 1})  # fmt: skip
     told = given_up(made)
@@ -94,6 +97,135 @@ def test_fp16_finds_its_loss_scale_and_ends_only_where_there_is_none(folder):
     assert "First in the last one: unit" in told
     assert "on rank 0" in told
     assert "bf16" in told
+
+
+INFINITE, NO_TARGETS = (float("inf"), 1.0), (0.0, 0.0)  # factors of a step's sum of losses, and of its weight
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """Factors by step, counted by the engine's calls; two micro-batches a step."""
+    from zero3d.engine import Engine
+
+    factors, plain, seen = {}, Engine._sum_and_weight, []
+
+    def changed(self, output, batch):
+        seen.append(None)
+        of_loss, of_weight = factors.get((len(seen) + 1) // 2, (1.0, 1.0))
+        total, weight = plain(self, output, batch)
+        return total * of_loss, weight * of_weight
+
+    def of(by_step):
+        seen.clear()
+        factors.clear()
+        factors.update(by_step)
+
+    monkeypatch.setattr(Engine, "_sum_and_weight", changed)
+    return of
+
+
+def position(made, step):
+    saved = json.loads((Path(made["output"]) / f"checkpoints/step-{step}/manifest.json").read_text())
+    return saved["loop"]["in_a_row"], saved["loop"]["step"], saved["loss_scale"]["steps"]
+
+
+def test_a_resume_goes_on_counting_and_a_diverged_run_never_ends_well(folder, losses):
+    made = tree(folder, checkpoint={"export": True}, health={"max_skips": 3})
+    losses(dict.fromkeys(range(3, 10), INFINITE))
+    given_up(made)
+    assert position(made, 2) == (3, 5, 0)
+    made["train"]["steps"] = 7
+    losses({1: NO_TARGETS, 2: INFINITE})
+    assert given_up(made, "auto").startswith("4 steps in a row")
+    assert not (folder / "out" / "hf").exists()
+
+
+def test_a_session_that_applies_nothing_fails_whatever_is_between(folder, losses):
+    losses(dict.fromkeys((1, 2, 4, 5), INFINITE) | {3: NO_TARGETS})
+    said = given_up(tree(folder, output="all", checkpoint={"export": True}))
+    assert said.startswith("none of the 5 steps of the run was applied, 4 of which had gradients that are NaN")
+    assert "First in the last one: unit 'lm_head'" in said
+    made = tree(folder, output="some", train={"steps": 2})
+    losses({})
+    train(made)
+    made["train"]["steps"] = 4
+    losses({1: INFINITE, 2: INFINITE})
+    assert given_up(made, "auto").startswith("all 2 steps from step 3 on had gradients")
+    assert steps_saved(made) == ["step-2"]
+
+
+def test_a_run_too_short_for_its_loss_scale_fails_and_says_so(folder):
+    made = tree(folder, precision="fp16", loss_scale={"initial": 2.0**40, "hysteresis": 1}, checkpoint={"export": True})
+    said = given_up(made)
+    assert "all 5 steps of the run had" in said
+    assert "fell to 3.43597e+10 by then: give more train.steps or a lower loss_scale.initial. First" in said
+    assert "No step was applied and nothing saved." in said
+    assert not (folder / "out" / "hf").exists()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_fp16_at_its_smallest_scale_saves_what_there_is_and_a_save_that_fails_hides_nothing(
+    folder, losses, monkeypatch, fails
+):
+    from zero3d.engine import Engine
+
+    def refuse(self, *_):
+        raise CheckpointError("the disk is full.")
+
+    if fails:
+        monkeypatch.setattr(Engine, "save", refuse)
+    losses({3: INFINITE})
+    made = tree(folder, precision="fp16", loss_scale={"initial": 1.0, "minimum": 1.0, "hysteresis": 1})
+    said = given_up(made)
+    assert said.startswith("fp16 gradients overflow at the minimum loss scale 1 (boundary 2)")
+    if fails:
+        assert "the disk is full. Nothing is saved. Lower optimizer.lr" in said
+    else:
+        assert position(made, 2) == (0, 2, 3)
+        losses({})
+        assert len(train(made, "auto")) == 5
+
+
+def test_spoiled_weights_are_not_saved_and_a_checkpoint_of_them_is_not_gone_on_from(folder, losses, monkeypatch):
+    from zero3d.train import loop, run
+
+    losses({})
+    diverges = {"precision": "fp16", "loss_scale": {"initial": 1.0}, "schedule": {"warmup": 0}}
+    made = tree(folder, train={"steps": 2}, checkpoint={"every": 1, "keep": 1}, **diverges)
+    train(made)
+    bad = tree(folder, optimizer={"lr": 1e6}, train={"steps": 4}, checkpoint={"every": 1, "keep": 1}, **diverges)
+    said = given_up(bad, "auto")
+    assert said.startswith("weights are NaN or infinite: model.embed_tokens.weight in fp16")
+    assert f"They are not saved, and {folder}/out/checkpoints/step-2 is there." in said
+    assert steps_saved(made) == ["step-2"]
+    with monkeypatch.context() as unseen:
+        for module in (loop, run):
+            unseen.setattr(module, "check_weights", lambda *_: None)
+        bad["train"]["steps"] = 3
+        bad["checkpoint"]["keep"] = 2
+        train(bad, "auto")
+    said = given_up(made | {"train": {**made["train"], "steps": 9}}, "auto")
+    steps = folder / "out" / "checkpoints"
+    assert f"{steps}/step-3 holds them. Take an older one, --resume {steps}/step-2, or start anew" in said
+
+
+def test_skipped_steps_from_an_older_checkpoint_leave_the_newer_ones_and_the_command_names_it(folder, losses):
+    losses({})
+    made = tree(folder, train={"steps": 4, "batch": None, "micro_batch": 2}, checkpoint={"every": 1})
+    train(made)
+    held = contents(folder / "out" / "checkpoints")
+    older = f"{folder}/out/checkpoints/step-3"
+    made["train"]["steps"], made["health"] = 9, {"max_skips": 2}
+    losses({1: INFINITE, 2: INFINITE})
+    said = given_up(made, older)
+    assert said.endswith(f"zero3d train {folder}/out/config.yaml --resume {older} --ranks=1")
+    assert contents(folder / "out" / "checkpoints") == held
+    losses({1: INFINITE})
+    assert train(made, older, 4) == f"step 4 of 9 and those before it were not finite; what was before is in {older}"
+    assert contents(folder / "out" / "checkpoints") == held
+    losses({1: INFINITE})
+    assert len(train(made, older)) == 9
+    assert steps_saved(made) == ["step-7", "step-8"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -186,13 +186,13 @@ def result(
 
 
 def compared(word, *results):
-    axes, _ = split_axes([word])
+    axes, _ = split_axes(word.split())
     return rows(variants(axes), results)
 
 
 def printed(word, found):
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    show(split_axes([word])[0], found, {}, console)
+    show(split_axes(word.split())[0], found, {}, console)
     return console.export_text()
 
 
@@ -267,6 +267,15 @@ def test_runs_that_reduce_at_different_moments_say_so_beside_the_difference(firs
     assert ("Sums in another order are rounded otherwise" in " ".join(text.split())) is apart
     assert "-2.5e-01" in text
     assert not compared(word, result(**first), result(**other))[1].apart  # nothing to explain
+
+
+def test_another_moment_explains_no_difference_of_runs_that_differ_in_more():
+    word = "zero.stage=1,2 optimizer.lr=1e-3,1e-2"
+    results = [result(losses=(3.0, last), stage=stage) for stage, last in ((1, 2.5), (1, 2.4), (2, 2.3), (2, 2.2))]
+    found = compared(word, *results)
+    assert [row.apart for row in found] == [False, False, True, False]
+    assert printed(word, found).count("e-01 r") == 1
+    assert compared("zero.stage=1,2 zero.reduce=auto,every_step", *results)[2].apart
 
 
 def test_a_contradicted_formula_is_said():

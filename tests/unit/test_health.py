@@ -80,6 +80,16 @@ def test_steps_that_are_not_finite_are_counted_in_a_row():
     assert counted == [0, 1, 1, 2, 0]
 
 
+def test_what_was_counted_is_not_that_of_a_checkpoint(tmp_path):
+    engine = make()
+    step(engine)
+    saved = engine.save(tmp_path)
+    step(engine, factor=float("inf"))
+    assert engine.health.in_a_row == 1
+    engine.load(saved)
+    assert engine.health.in_a_row == 0
+
+
 @pytest.mark.parametrize(("rule", "counted"), [
     ({"initial": 4.0, "minimum": 1.0, "hysteresis": 1}, [0, 0, 1]),  # 4 -> 2 -> 1, then nothing is left
     ({"initial": 1.0, "minimum": 1.0, "hysteresis": 3}, [1, 2, 3]),

@@ -114,6 +114,7 @@ def test_an_overflow_at_the_minimum_scale_is_an_error_that_names_the_way_out():
     assert values(scale, "xx") == [2.0, 1.0]
     with pytest.raises(Zero3dError, match=r"minimum loss scale 1 \(boundary 2\).*bf16"):
         scale.update(overflow=True)
+    assert (scale.state()["steps"], scale.state()["last_overflow"]) == (3, 2), "it counts, and can be saved"
     above = scale_of(initial=1.5, minimum=1.0)
     assert values(above, "x") == [1.0]
 

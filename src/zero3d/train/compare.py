@@ -25,6 +25,7 @@ from zero3d.zero.stages import resolve_policies, stage_row
 CATEGORIES = ("parameters", "gradients", "optimizer states", "padding", "temporary", "activations")
 ONCE = ("broadcast",)  # sent at the first step only
 ACTIVATIONS = "activations"
+REDUCTION = ("zero.stage", "zero.reduce", "zero.release")  # what sets the moment of reduction
 Result = Mapping[str, Any]
 
 
@@ -60,7 +61,7 @@ class Row:
     """The figures of one run. Differences are to the first run; None where a loss is missing or not finite.
 
     moment  when gradients are reduced: every_step or every_micro_batch; "" in exact mode, where it changes no bit
-    apart   the losses are not the first run's, whose moment is another
+    apart   the losses are not the first run's, whose moment is another and whose other axes are the same
     """
 
     label: str
@@ -97,20 +98,23 @@ class Row:
 def rows(found: Sequence[Variant], results: Sequence[Result]) -> list[Row]:
     """One row per run, in their order."""
     recomputes = recompute_rows(found, results)
-    return [_row(*each, results[0]) for each in zip(found, results, recomputes, strict=True)]
+    alike = [variant.beside(*REDUCTION) == found[0].beside(*REDUCTION) for variant in found]
+    return [_row(*each, results[0]) for each in zip(found, results, recomputes, alike, strict=True)]
 
 
-def _row(variant: Variant, result: Result, recompute: Recompute | None, first: Result) -> Row:
+def _row(variant: Variant, result: Result, recompute: Recompute | None, alike: bool, first: Result) -> Row:
+    """alike: to the first run, but for what sets the moment of reduction."""
     batch, losses = result["batch"], result["losses"]
     last, first_last = losses[-1], first["losses"][-1]
     held_out, first_held_out = result["held_out_loss"], first["held_out_loss"]
     same = None not in losses and losses == first["losses"] and held_out == first_held_out
-    own, other = moment(result), moment(first)
+    own = moment(result)
+    apart = alike and not same and own != moment(first)
     return Row(
         variant.label, variant.values, result["ranks"], memory(result), result["peak_memory"], traffic(result),
         batch["micro_batch"], batch["accumulate"], result["step_seconds"], result["samples_per_s"],
         last, _minus(last, first_last), held_out, _minus(held_out, first_held_out),
-        same, own, not same and own != other, result.get("fingerprint"), recompute,
+        same, own, apart, result.get("fingerprint"), recompute,
     )  # fmt: skip
 
 

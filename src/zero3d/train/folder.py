@@ -24,9 +24,7 @@ from pathlib import Path
 from zero3d.config import load
 from zero3d.errors import CheckpointError, ConfigError, short
 from zero3d.reading import Unreadable, parse_object
-from zero3d.saved.fields import USE_ANOTHER
 from zero3d.saved.folders import checkpoints, complete_steps, discard, find, tidy
-from zero3d.saved.intact import damage, newest_intact
 from zero3d.train.hold import LOCK, Hold
 
 WRITTEN = (
@@ -193,21 +191,6 @@ class Folder:
             return find(Path(resume))
         except OSError as error:
             raise CheckpointError(f"--resume {short(resume)} cannot be read: {error.strerror}.") from None
-
-    def point_to_older(self, found: Path, refused: CheckpointError) -> None:
-        """Raise CheckpointError with the command that goes on from an older checkpoint, if `found` is damaged.
-
-        Reads all of `found`, and of older ones until one is whole.
-        """
-        if damage(found) is None:
-            return
-        older = newest_intact(self.checkpoints, but=found)
-        if older is None:
-            way = f"No other checkpoint in {self.checkpoints} is whole: start anew with --overwrite."
-        else:
-            way = f"The newest one that is whole is {older}: type zero3d train {self.config} --resume {older}"
-        said = str(refused).removesuffix(USE_ANOTHER).strip()
-        raise CheckpointError(f"{found.name}, the newest checkpoint, is damaged: {said} {way}") from refused
 
     # --- checkpoints --------------------------------------------------------------------------------
 

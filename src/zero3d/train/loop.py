@@ -13,38 +13,44 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
-from zero3d.config import Config, Health
+from zero3d.config import Config
 from zero3d.data.batches import BatchStream, validation_batches
 from zero3d.data.sequences import Sequences
 from zero3d.engine import Engine
-from zero3d.errors import NonFiniteError
+from zero3d.errors import CheckpointError, NonFiniteError
 from zero3d.health import check_weights
 from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
 from zero3d.train.metrics import Metrics, Record
+from zero3d.train.over import most_skips, none_applied, too_many
 from zero3d.train.planned import Comparison
 from zero3d.train.progress import Progress
 from zero3d.train.sent import Traffic
 from zero3d.train.stop import Stopped, StopRequest
 from zero3d.train.trace import Tracer
+from zero3d.train.way_on import ANEW, WayOn
+from zero3d.zero.optimizer import OVERFLOW
 
 
 @dataclass(frozen=True)
 class Progressed:
     """How far a run is.
 
-    step  batches so far; skipped of them changed nothing    tokens  all ranks together
+    step  batches so far; skipped of them changed nothing, the last `in_a_row` because they were not finite
+    tokens  all ranks together
     best  [applied steps, held-out loss] of the checkpoint with the lowest held-out loss
     """
 
     step: int = 0
     skipped: int = 0
+    in_a_row: int = 0
     tokens: int = 0
     best: tuple[int, float] | None = None
     position: Mapping[str, Any] = field(default_factory=dict)
@@ -81,23 +87,29 @@ class Loop:
         self.traffic = Traffic(engine)
         self.comparison: Comparison | None = None
         self.checkpoint = folder.checkpoints
-        self._most = most_skips(config.health)
+        self._way = WayOn(folder, config, engine.everyone.size)
+        self._began = self._saved = engine.steps  # applied when this session began, and at its last checkpoint
+        self._most, self._last, self._overflows = most_skips(config.health), 0, 0
         self._validation, self._options = validation, options
         self._flops, self.tokens = flops, 0
         device = engine.mesh.device
         self._name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
+    def go_on(self, done: Progressed, checkpoint: Path) -> None:
+        """From a checkpoint that was loaded."""
+        self.done, self.checkpoint, self.engine.health.in_a_row = done, checkpoint, done.in_a_row
+
     def run(self, steps: int, metrics: Metrics, progress: Progress) -> None:
         """Steps done + 1 .. steps. Raises Stopped, after a checkpoint, when a signal asks for it; NonFiniteError."""
-        self._most = min(self._most, steps)
+        self._last = steps
         tracer = Tracer(self.config.profile, self.folder.root, self.engine.everyone.rank)
         with StopRequest() as request, tracer:
             for step in progress.track(self.done.step + 1, steps):
                 record = self.step()
                 asked = self._finish(record, request)
                 last = step == steps
-                if self._validation is not None and asked and last:  # there may be no time for the evaluation
-                    self.save(record)
+                if self._validation is not None and asked and last and not self.stuck:
+                    self.save(record)  # there may be no time for the evaluation
                 if self._validation is not None and (last or (not asked and _due(step, self.config.evaluate.every))):
                     record |= self.evaluate()
                     progress.show_held_out(record)
@@ -106,12 +118,12 @@ class Loop:
                 progress.show(record)
                 self._compare(progress)
                 tracer.step()
-                if self.engine.health.in_a_row >= self._most:
-                    self._give_up(too_many(self.config.health, self._most, step, steps))
-                if last or asked or _due(step, self.config.checkpoint.every) or self._best_is_new(record):
+                self._check_health(step)
+                due = asked or _due(step, self.config.checkpoint.every) or self._best_is_new(record)
+                if last or (due and not self.stuck):
                     self.save(record)
                 if asked and not last:
-                    raise Stopped(asked, f"step {step} of {steps} is saved in {self.checkpoint}")
+                    raise Stopped(asked, self._kept(step))
 
     # --- one step -----------------------------------------------------------------------------------
 
@@ -124,6 +136,7 @@ class Loop:
         loss = self._train(batches)
         done = self.engine.last_step
         assert done is not None
+        self._overflows += done.reason == OVERFLOW
         record = {
             "step": self.done.step + 1,
             "loss": float(loss),
@@ -139,37 +152,60 @@ class Loop:
         """One step. The last one that may be skipped is traced."""
         health = self.engine.health
         try:
-            with health.tracing() if health.is_last(self._most) else nullcontext():
+            with health.tracing() if health.is_last(self._most) or self._is_last_chance else nullcontext():
                 return self.engine.train_batch(batches)
         except NonFiniteError as error:  # of fp16's smallest loss scale
             self._give_up(str(error))
             raise
+
+    @property
+    def _is_last_chance(self) -> bool:
+        """Whether the next step is the last, and none of this session was applied yet."""
+        return self.done.step + 1 == self._last and self.engine.steps == self._began
+
+    def _check_health(self, step: int) -> None:
+        """Give up where too many steps in a row were not finite, or a session ends in which none was applied."""
+        done, health = self.engine.last_step, self.engine.health
+        if done is not None and done.reason == OVERFLOW and health.in_a_row >= self._most:
+            self._give_up(too_many(self.config.health, health.in_a_row, step))
+        if step == self._last and self._overflows and self.engine.steps == self._began:
+            self._give_up(none_applied(self._overflows, len(self.history), step, self.engine.loss_scale))
 
     def _give_up(self, why: str) -> None:
         """Raise NonFiniteError on all ranks, which says where to go on from; what is saved stays as it is.
 
         What there is of a run that has saved nothing is saved: skipped steps have changed nothing.
         """
-        engine, found = self.engine, ""
         try:
-            check_weights(engine.units, engine.comm, engine.everyone, NonFiniteError, "")
-            if engine.steps and self.checkpoint == self.folder.checkpoints:
+            if self.engine.steps and not self._has_saved:
                 self.save({})
+            else:
+                self._check_weights()
+            way = self._way_on("These steps changed nothing")
         except NonFiniteError as error:
-            found = f"{error}"
-        engine.health.fail(why, f"{found}{self._way_on()}")
+            way = str(error)
+        except CheckpointError as error:  # it shall not hide why
+            way = f"{error} {self._way_on('These steps changed nothing')}"
+        self.engine.health.fail(why, way)
 
-    def _way_on(self) -> str:
+    def _check_weights(self) -> None:
+        """Raise NonFiniteError where the weights are spoiled: they are not saved, and what is saved stays."""
+        engine = self.engine
+        remedy = self._way_on("They are not saved")
+        check_weights(engine.units, engine.comm, engine.everyone, NonFiniteError, remedy)
+
+    @property
+    def _has_saved(self) -> bool:
+        return self.checkpoint != self.folder.checkpoints
+
+    def _way_on(self, what: str) -> str:
         """What to type after giving up."""
         change = "Lower optimizer.lr or look at the data of these steps"
-        if self.checkpoint == self.folder.checkpoints:
-            return f"No step was applied and nothing saved. {change}, then start anew with --overwrite."
-        own = self.checkpoint.resolve().parent == self.folder.checkpoints.resolve()
-        start = "auto" if own else f"{self.checkpoint} output=FOLDER"
-        return (
-            f"These steps changed nothing, and {self.checkpoint} is there. {change}, then go on from it: "
-            f"zero3d train {self.folder.config} --resume {start}"
-        )
+        if self._has_saved:
+            goes_on = f"{change}, then go on from it: {self._way.resume(self.checkpoint)}"
+            return f"{what}, and {self.checkpoint} is there. {goes_on}"
+        nothing = "Nothing is saved" if self.engine.steps else "No step was applied and nothing saved"
+        return f"{nothing}. {change}, then {ANEW}."
 
     def _finish(self, record: Record, request: StopRequest) -> int:
         """Add what all ranks know together; the signal that asks them to stop, or 0."""
@@ -180,7 +216,7 @@ class Loop:
         tokens, world = int(seen[:, 1].sum()) // (mesh.pp * mesh.tp), mesh.world  # a replica's ranks see the same
         self.done = replace(
             self.done, step=record["step"], skipped=self.done.skipped + (not record["applied"]),
-            tokens=self.done.tokens + tokens, position=self.stream.state(),
+            in_a_row=self.engine.health.in_a_row, tokens=self.done.tokens + tokens, position=self.stream.state(),
         )  # fmt: skip
         rate = tokens / record["seconds"]
         peak = peak_flops(self._name, self.engine.precision.name)
@@ -227,30 +263,32 @@ class Loop:
             return False
         return self.done.best is None or loss < self.done.best[1]
 
+    @property
+    def stuck(self) -> bool:
+        """Whether all steps since the last checkpoint were skipped and not finite: another would only replace it."""
+        return self.engine.steps == self._saved and self.engine.health.in_a_row > 0
+
+    def _kept(self, step: int) -> str:
+        """What there is when a run is asked to stop."""
+        if not self.stuck:
+            return f"step {step} of {self._last} is saved in {self.checkpoint}"
+        kept = f"what was before is in {self.checkpoint}" if self._has_saved else "nothing is saved"
+        return f"step {step} of {self._last} and those before it were not finite; {kept}"
+
     def save(self, record: Record) -> None:
-        """A checkpoint of this step; older ones go, but the best."""
+        """A checkpoint of this step; older ones go, but the best. Raises NonFiniteError for spoiled weights.
+
+        Those of a course that was left go once this one has come further than where it began.
+        """
         if self._best_is_new(record):
             self.done = replace(self.done, best=(self.engine.steps, record["validation_loss"]))
         with self.traffic.apart():
+            self._check_weights()
             self.checkpoint = self.engine.save(self.folder.checkpoints, asdict(self.done))
-        if self.engine.everyone.rank == 0:
+        self._saved = self.engine.steps
+        if self.engine.everyone.rank == 0 and self.engine.steps > self._began:
             best = None if self.done.best is None else self.done.best[0]
             self.folder.prune(self.engine.steps, self.config.checkpoint.keep, best)
-
-
-def most_skips(health: Health) -> int:
-    """Steps in a row that are not finite, the last of which ends a run."""
-    return 1 if health.nonfinite == "stop" else health.max_skips
-
-
-def too_many(health: Health, most: int, step: int, steps: int) -> str:
-    """Why a run ends at `step`."""
-    what = "had gradients that are NaN or infinite"
-    if health.nonfinite == "stop":
-        return f"step {step} {what} (health.nonfinite=stop)."
-    if most < health.max_skips:
-        return f"all {steps} steps of the run {what}."
-    return f"{most} steps in a row {what} (health.max_skips={most}), up to step {step}."
 
 
 def _due(step: int, every: int) -> bool:

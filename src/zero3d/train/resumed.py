@@ -21,6 +21,8 @@ def check_progress(checkpoint: Path, saved: Mapping[str, Any] | None, applied: i
     skipped = loop.entry("skipped").integer()
     loop.entry("step").one_of(applied + skipped)
     loop.entry("tokens").integer()
+    if loop.has("in_a_row"):  # older checkpoints do not say
+        loop.entry("in_a_row").integer(0, skipped)
     if loop.entry("best").value is not None:
         step, loss = loop.entry("best").rows(2)
         step.integer(0, applied)

@@ -23,7 +23,8 @@ from zero3d.data.dataset import DataSet
 from zero3d.data.masking import forward_options
 from zero3d.data.tokenizers import Tokenizer, load_tokenizer
 from zero3d.engine import Engine
-from zero3d.errors import CheckpointError, ConfigError
+from zero3d.errors import CheckpointError, ConfigError, NonFiniteError
+from zero3d.health import check_weights
 from zero3d.hf.blocks import find_blocks
 from zero3d.saved.folders import settled
 from zero3d.train.build import Inputs, build_engine, of_config, open_inputs, steps_of_run, with_output
@@ -39,6 +40,7 @@ from zero3d.train.progress import Progress
 from zero3d.train.resumed import check_progress
 from zero3d.train.sent import Done, TrafficRow, traffic_rows
 from zero3d.train.start import Start, check_start
+from zero3d.train.way_on import WayOn, instead_of
 from zero3d.zero.collectives import broadcast_ints
 
 SAMPLE_LENGTH, TEMPERATURE, TOP_K = 240, 0.7, 40
@@ -106,7 +108,7 @@ def _run(config: Config, start: Start, progress: Progress, hold: Hold) -> Result
     if inputs.steps >= AT:
         loop.comparison = Comparison(config, engine, None if isinstance(planned, str) else planned)
     if saved is not None:
-        loop.done, loop.checkpoint = progressed(saved), found or loop.checkpoint
+        loop.go_on(progressed(saved), found or loop.checkpoint)
         progress.say(f"going on from {found}, after step {loop.done.step}")
         progress.say(engine.resumed)
     earlier = folder.keep_metrics(loop.done.step) if engine.everyone.rank == 0 else []
@@ -155,8 +157,8 @@ def load(config: Config, start: Start, engine: Engine, found: Path) -> Mapping[s
         saved: Mapping[str, Any] | None = engine.load(found)
     except CheckpointError as refused:
         tells = start.resume == AUTO and engine.everyone.rank == 0
-        folder = Folder(Path(config.output or "."))
-        agree(engine.everyone, partial(folder.point_to_older, found, refused) if tells else lambda: None)
+        way = WayOn(Folder(Path(config.output or ".")), config, engine.everyone.size)
+        agree(engine.everyone, partial(way.point_to_older, found, refused) if tells else lambda: None)
         raise
     return saved
 
@@ -166,12 +168,15 @@ def restore(
 ) -> tuple[Mapping[str, Any] | None, int]:
     """Load a checkpoint into engine and stream: what the loop had saved, and the steps of the whole run.
 
-    Settings of the optimizer and of the schedule stay those of `config`. Raises what the parts do, and ConfigError.
+    Settings of the optimizer and of the schedule stay those of `config`. Raises what the parts do, ConfigError, and
+    NonFiniteError.
     """
     if found is None:
         return None, inputs.steps
     wanted = settings(engine.optimizer.torch)
     saved = check_progress(found, load(config, start, engine, found), engine.steps)
+    remedy = f"{found} holds them. {instead_of(found)}"
+    check_weights(engine.units, engine.comm, engine.everyone, NonFiniteError, remedy)
     stream.restore(saved["position"])
     steps, done = steps_of_run(config, inputs.data, inputs.batch, saved["step"], stream.taken), saved["step"]
     if steps < done:

@@ -57,9 +57,9 @@ class Variant:
         """Its label as one path component; no two labels share one."""
         return quote(self.label, safe="=,: ")
 
-    def beside(self, key: str) -> tuple[str, ...]:
-        """Its values on the other axes than `key`."""
-        return tuple(value for axis, value in zip(self.axes, self.values, strict=True) if axis.key != key)
+    def beside(self, *keys: str) -> tuple[str, ...]:
+        """Its values on the other axes than `keys`."""
+        return tuple(value for axis, value in zip(self.axes, self.values, strict=True) if axis.key not in keys)
 
 
 def split_axes(words: Sequence[str]) -> tuple[tuple[Axis, ...], list[str]]:
