@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from zero3d.boxes import Box, slices
 from zero3d.errors import ConfigError, short
 from zero3d.hf.blocks import find_blocks
+from zero3d.hf.foreign_code import no_foreign_code
 
 # By name: transformers puts functions of its own in the place of torch's.
 FILLS = {"normal_", "uniform_", "fill_", "zero_"} | {name for name in vars(nn.init) if name.endswith("_")}
@@ -32,7 +33,7 @@ def build(config: Any, attn: str | None = None) -> nn.Module:
     """
     options = {} if attn is None else {"attn_implementation": attn}
     try:
-        with parameters_on_meta():
+        with parameters_on_meta(), no_foreign_code():
             model: nn.Module = _auto_class(config).from_config(config, trust_remote_code=False, **options)
     except Exception as error:  # any error of the model's own, told with its text
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -21,7 +21,7 @@ from torch import nn
 from zero3d.config import Model
 from zero3d.errors import ConfigError, Zero3dError, short
 from zero3d.hf.build import RandomWeights, build
-from zero3d.hf.foreign_code import refuse_code
+from zero3d.hf.foreign_code import no_foreign_code, refuse_code
 from zero3d.hf.load import FileWeights
 from zero3d.hf.presets import PRESETS, no_model
 from zero3d.initial import Source
@@ -105,7 +105,8 @@ def read_config(path: Path) -> Any:
         raise ConfigError(f"{file} is no config that transformers knows: it {error}.") from error
     refuse_code(file)
     try:
-        return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+        with no_foreign_code():
+            return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # odd values fail wherever they are first used
         raise ConfigError(f"{file} is no config that transformers knows: {_said(error)}") from error
 
@@ -127,7 +128,8 @@ def _read_generation_config(folder: Path, module: nn.Module) -> None:
         return
     refuse_code(file)
     try:
-        module.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        with no_foreign_code():
+            module.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # odd values fail wherever they are first used
         raise ConfigError(
             f"{file} is none that transformers knows: {_said(error)}. Correct it, or remove it."
