@@ -8,6 +8,7 @@ module:function               whatever nn.Module the function returns, with its 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from zero3d.hf.presets import PRESETS, no_model
 from zero3d.initial import Source
 from zero3d.reading import Unreadable, read_object
 
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
+LAYERS = re.compile(r"(^|_)(layer|block|depth)s?$")  # how names end that say how many of them are built
 MOST_LAYERS = 10_000
 LONGEST = 300  # characters of an error of transformers
 
@@ -51,7 +52,7 @@ def open_model(model: Model, seed: int = 0) -> Opened:
     """Build the module on this rank without its weights. Raises ConfigError."""
     path = Path(model.path)
     if os.path.isdir(path):  # a Path's own raises for long names
-        module = build(read_config(path), model.attn)
+        module = build(read_config(path), model.attn, path / "config.json")
         if model.init == "random":
             return Opened(module, RandomWeights(module, seed), path)
         weights = FileWeights(path, module)
@@ -61,8 +62,9 @@ def open_model(model: Model, seed: int = 0) -> Opened:
         )
         return Opened(module, weights, path, (unused,) if unused else ())
     if os.path.isfile(path) or model.path in PRESETS:
-        module = build(read_config(path) if path.is_file() else preset(model.path), model.attn)
-        return Opened(module, RandomWeights(module, seed), path.parent if path.is_file() else None)
+        file = path if path.is_file() else None
+        module = build(preset(model.path) if file is None else read_config(file), model.attn, file)
+        return Opened(module, RandomWeights(module, seed), None if file is None else file.parent)
     if ":" in model.path:
         return Opened(call(model.path), None)
     raise no_model(model.path)
@@ -113,10 +115,14 @@ def read_config(path: Path) -> Any:
 
 def _check_sizes(told: Mapping[str, Any], file: Path) -> None:
     """Refuse numbers of layers with which a model would be built for ever. Raises ConfigError."""
-    for key, value in told.items():
+    entries: list[tuple[str, Any]] = list(told.items())
+    while entries:
+        key, value = entries.pop()
         if isinstance(value, Mapping):  # of text, of vision
-            _check_sizes(value, file)
-        elif key in LAYERS and isinstance(value, int) and value > MOST_LAYERS:
+            entries += value.items()
+        elif isinstance(value, list):  # of stages
+            entries += [(key, each) for each in value]
+        elif isinstance(value, int) and value > MOST_LAYERS and LAYERS.search(key):
             raise ConfigError(f"{file}: {key} is {short(value)}, and at most {MOST_LAYERS:,} layers are built.")
 
 
