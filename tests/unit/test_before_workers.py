@@ -87,6 +87,12 @@ REFUSED = {
     "degrees": (["mesh.tp=3"], "2 ranks cannot form"),
     "a pipeline without micro-batches": (["mesh.pp=2", "train.micro_batch=1", "train.accumulate=1"], "1f1b"),
     "a used output": (["output=used"], "output used is used already (thesis.tex)"),
+    "an output that is a file": (
+        ["output=file.txt"],
+        "output file.txt is a file, and a run writes a folder: choose one with output=FOLDER.",
+    ),
+    "an output that is a file, anew": (["output=file.txt", "--overwrite"], "file.txt is a file, and a run"),
+    "an output that is a file, on": (["output=file.txt", "--resume=auto"], "file.txt is a file, and a run"),
     "an output below a file": (["output=file.txt/out"], "cannot be created (Not a directory)"),
     "an output far below a file": (["output=file.txt/a/b/out"], "cannot be created (Not a directory)"),
     "an output of a long name": ([f"output={'n' * 300}"], "cannot be created (File name too long)"),

@@ -92,3 +92,28 @@ def test_a_rank_without_its_world_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "2"})
     with pytest.raises(ConfigError, match="RANK=0 is set, but not MASTER_ADDR, MASTER_PORT"):
         join_environment()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"RANK": "x"}, "RANK=x: a whole number is wanted: start with torchrun or srun, or unset RANK"),
+        ({"RANK": "-1", "WORLD_SIZE": ""}, "RANK=-1, WORLD_SIZE=: a whole number"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT=x: a whole number"),
+        ({"LOCAL_RANK": "x", "LOCAL_WORLD_SIZE": "9" * 5000}, "LOCAL_RANK=x, LOCAL_WORLD_SIZE=9"),
+        ({"RANK": "2"}, "RANK=2 with WORLD_SIZE=2: ranks count from 0 to 2 - 1"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536: ports end at 65535"),
+    ],
+)
+def test_what_no_launcher_sets_is_refused(monkeypatch, changed, said):
+    monkeypatch.setattr(os, "environ", TORCHRUN | changed)
+    with pytest.raises(ConfigError) as told:
+        join_environment()
+    assert str(told.value).startswith(said)
+    assert len(str(told.value)) < 500
+
+
+def test_an_odd_port_of_the_users_own_is_refused_under_srun_too(monkeypatch):
+    monkeypatch.setattr(os, "environ", SRUN | {"MASTER_PORT": "x"})
+    with pytest.raises(ConfigError, match=r"^MASTER_PORT=x: a whole number"):
+        join_environment()

@@ -13,10 +13,12 @@ import pytest
 from corpora import save_tokenizer
 from models import hf
 from training import save_model, save_rows
+from transformers import AutoTokenizer
 
 from zero3d.config import Model
 from zero3d.data.tokenizers import load_tokenizer
 from zero3d.errors import ConfigError
+from zero3d.hf.foreign_code import no_foreign_code
 from zero3d.hf.open import open_model, positions
 
 SRC = Path(__file__).parents[2] / "src" / "zero3d"
@@ -37,6 +39,7 @@ class EvilTokenizer(PreTrainedTokenizerFast):
     pass
 """
 CALLS = ("from_pretrained", "from_config")
+LOCK = "no_foreign_code()"
 
 
 def change(file, **entries):
@@ -105,8 +108,15 @@ def test_what_generation_names_as_code_is_refused(saved, marker):
         ("tokenizer_config.json", {"auto_map": ["evil.EvilTokenizer", None]}, "auto_map: evil.EvilTokenizer"),
         ("tokenizer_config.json", {"tokenizer_class": "EvilTokenizer"}, "tokenizer_class: EvilTokenizer"),
         ("config.json", {"auto_map": CLASSES, "model_type": "evil"}, "auto_map: evil.EvilConfig"),
+        ("tokenizer_config.json", {"tokenizer_class": "AutoProcessor"}, "tokenizer_class: AutoProcessor"),
+        ("tokenizer_config.json", {"tokenizer_class": "AutoProcessorFastFast"}, "tokenizer_class: AutoProcessorFast"),
+        ("config.json", {"tokenizer_class": "RagTokenizer"}, "tokenizer_class: RagTokenizer"),
+        ("config.4.0.0.json", {"tokenizer_class": "AutoProcessor"}, "tokenizer_class: AutoProcessor"),
+        ("preprocessor_config.json", {"auto_map": {"AutoProcessor": "evil.Evil"}}, "auto_map: evil.Evil"),
+        ("processor_config.json", {"auto_map": {"AutoProcessor": "evil.Evil"}}, "auto_map: evil.Evil"),
+        ("video_preprocessor_config.json", {"auto_map": {"AutoVideoProcessor": "evil.Evil"}}, "auto_map: evil.Evil"),
     ],
-    ids=["map", "list", "class", "config"],
+    ids=["map", "list", "class", "config", "auto", "fast", "several", "version", "image", "processor", "video"],
 )
 def test_a_tokenizers_code_is_refused_by_name(saved, marker, file, entries, named):
     change(saved / file, **entries)
@@ -115,6 +125,36 @@ def test_a_tokenizers_code_is_refused_by_name(saved, marker, file, entries, name
             load_tokenizer(asked, model)
         assert named in str(error.value)
     assert not marker.exists()
+
+
+def save_processor(folder):
+    """A tokenizer by whose class transformers looks for code of the folder, and asks."""
+    change(folder / "tokenizer_config.json", tokenizer_class="AutoProcessor")
+    change(folder / "preprocessor_config.json", auto_map={"AutoProcessor": "evil.EvilTokenizer"})
+    return folder
+
+
+def test_what_no_look_at_the_files_finds_is_not_run_either(saved, marker, monkeypatch):
+    monkeypatch.setattr("zero3d.data.tokenizers.refuse_code_in", lambda folder: None)
+    with pytest.raises(ConfigError, match="no tokenizer that can be loaded"):
+        load_tokenizer(str(save_processor(saved)))
+    assert not marker.exists()
+    assert sys.stdin.readline() == "yes\n"  # nobody was asked, and stdin is there again
+
+
+def test_a_folder_whose_code_is_trusted_by_mistake_runs_none(saved, marker):
+    change(saved / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.EvilTokenizer"]})
+    with pytest.raises(ConfigError, match=r"^EvilTokenizer of .* is code of a folder"), no_foreign_code():
+        AutoTokenizer.from_pretrained(saved, trust_remote_code=True)
+    assert not marker.exists()
+
+
+def test_what_loads_and_is_no_tokenizer_is_refused(saved, monkeypatch):
+    monkeypatch.setattr("zero3d.data.tokenizers.refuse_code_in", lambda folder: None)
+    change(saved / "tokenizer_config.json", tokenizer_class="LlamaConfig")
+    (saved / "config.json").unlink()
+    with pytest.raises(ConfigError, match="holds a LlamaConfig, which is no tokenizer"):
+        load_tokenizer(str(saved))
 
 
 def test_code_that_nothing_names_is_no_obstacle(saved, marker):
@@ -152,25 +192,32 @@ def train(words):
 def test_yes_on_stdin_runs_no_code_and_ends_with_2(ranks, tmp_path, marker):
     save_model(tmp_path / "model")
     save_rows(tmp_path / "rows.npy")
-    evil(save_tokenizer(tmp_path / "words"), marker, "evil")
-    change(tmp_path / "words" / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.EvilTokenizer", None]})
+    save_processor(evil(save_tokenizer(tmp_path / "words"), marker, "evil"))
     words = [f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'rows.npy'}", "data.length=16",
              f"data.tokenizer={tmp_path / 'words'}", f"output={tmp_path / 'out'}", "--ranks=1", "--steps=1"]  # fmt: skip
     code, said = ranks(1, train, words)[0]
     assert not marker.exists()
     assert code == 2, said
-    assert "tokenizer_config.json names code of its own (auto_map: evil.EvilTokenizer)" in said
+    assert "preprocessor_config.json names code of its own (auto_map: evil.EvilTokenizer)" in said
     assert said.count("\n") == 1
 
 
-def test_every_call_into_transformers_says_that_no_code_is_trusted():
-    silent, calls = [], 0
+def calls(tree):
+    """Those into transformers that read what a folder says, below a node."""
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in CALLS]
+
+
+def test_every_call_into_transformers_is_locked_and_says_that_no_code_is_trusted():
+    silent, unlocked, found = [], [], 0
     for path in sorted(SRC.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            name = getattr(getattr(node, "func", None), "attr", "")
-            if isinstance(node, ast.Call) and name in CALLS and "GenerationConfig" not in ast.unparse(node.func):
-                trust = {key.arg: ast.unparse(key.value) for key in node.keywords}.get("trust_remote_code")
-                calls += 1
-                silent += [] if trust == "False" else [f"{path.name}:{node.lineno}"]
-    assert calls >= 4
-    assert silent == []
+        tree = ast.parse(path.read_text())
+        locks = [node for node in ast.walk(tree) if isinstance(node, ast.With) and LOCK in map(ast.unparse, node.items)]
+        locked = {call for lock in locks for call in calls(lock)}
+        for call in calls(tree):
+            found += 1
+            trust = {key.arg: ast.unparse(key.value) for key in call.keywords}.get("trust_remote_code")
+            if trust != "False" and "GenerationConfig" not in ast.unparse(call.func):
+                silent.append(f"{path.name}:{call.lineno}")
+            unlocked += [] if call in locked else [f"{path.name}:{call.lineno}"]
+    assert found >= 5
+    assert silent == unlocked == []

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 import torch
@@ -184,6 +185,40 @@ def test_an_unknown_attention_is_refused(tmp_path):
     hf("llama").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="attn='sdpaa'"):
         open_model(Model(path=str(tmp_path), attn="sdpaa"))
+
+
+@pytest.mark.parametrize(("attn", "asked"), [(None, ""), ("eager", " with attn='eager'")])
+def test_sizes_beyond_all_memory_are_refused_by_the_file(tmp_path, attn, asked):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "llama", "hidden_size": 10**12}))
+    with pytest.raises(ConfigError) as told:
+        open_model(Model(path=str(file), attn=attn))
+    assert str(told.value).startswith(f"LlamaConfig of {file} cannot be built{asked}: ")
+    assert str(32_000 * 10**12 * 4) in str(told.value)  # bytes of the embedding
+    assert not re.search("enforce|err ==|Error code", str(told.value))
+
+
+@pytest.mark.parametrize(
+    ("told", "key"),
+    [
+        ({"model_type": "qwen2_vl", "vision_config": {"depth": 10**8}}, "depth"),
+        ({"model_type": "xlstm", "num_blocks": 10**7}, "num_blocks"),
+        ({"model_type": "gpt2", "n_layer": 10**7}, "n_layer"),
+        ({"model_type": "clip", "vision_layers": 10**7}, "vision_layers"),
+        ({"model_type": "swin", "depths": [2, 10**7]}, "depths"),
+    ],
+)
+def test_a_number_of_layers_nobody_builds_is_refused(tmp_path, told, key):
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    with pytest.raises(ConfigError, match=rf"config\.json: {key} is 10+, and at most 10,000 layers are built"):
+        read_config(tmp_path / "config.json")
+
+
+def test_large_numbers_beside_layers_are_no_numbers_of_layers(tmp_path):
+    told = {"model_type": "gemma3n_text", "vocab_size_per_layer_input": 262_144, "hidden_size_per_layer_input": 20_000,
+            "block_size": 65_536}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    assert read_config(tmp_path / "config.json").vocab_size_per_layer_input == 262_144
 
 
 def test_presets_build_without_memory():

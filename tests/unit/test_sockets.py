@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from zero3d.cli.workers import loopback_store
+from zero3d.cli.workers import environment, loopback_store
 from zero3d.mesh import start_distributed
 
 SRC = Path(__file__).parents[2] / "src" / "zero3d"
@@ -54,3 +54,12 @@ def test_a_process_alone_has_gloo_listen_on_loopback(monkeypatch):
     start_distributed()
     assert seen == ["lo"]
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the interface's name is Linux's")
+def test_workers_of_this_machine_listen_on_loopback_unless_told_otherwise(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    assert [environment(2, 1)[f"{library}_SOCKET_IFNAME"] for library in ("GLOO", "NCCL")] == ["lo", "lo"]
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    assert environment(2, 1)["NCCL_SOCKET_IFNAME"] == "ib0"

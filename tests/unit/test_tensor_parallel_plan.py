@@ -8,12 +8,14 @@ import torch
 from models import net
 from tensors import tiny
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from zero3d.errors import ConfigError
 from zero3d.hf.split import split
 from zero3d.ledger import Ledger
 from zero3d.tensor_parallel import parallelize
 from zero3d.tensor_parallel.plan import REFUSED, STYLES, parse, read_plan
+from zero3d.tensor_parallel.proposal import propose
 from zero3d.tensor_parallel.regions import Doors
 from zero3d.tensor_parallel.shipped import shipped_plan
 from zero3d.transport import Axis
@@ -287,3 +289,27 @@ def test_linear_layers_of_other_kinds_are_refused_by_class():
     model = nn.ModuleDict({"one": nn.Conv1d(4, 4, 1)})
     with pytest.raises(ConfigError, match="a Conv1d:"):
         cut(model.to("meta"), plan={"one": "rowwise"})
+
+
+class Pair(nn.Module):
+    """An MLP of two matrices, the first of `width` outputs, the second of `taken` inputs; of Conv1D on request."""
+
+    def __init__(self, width, taken, conv=False):
+        super().__init__()
+        self.fc1 = Conv1D(width, 8) if conv else nn.Linear(8, width)
+        self.fc2 = Conv1D(8, taken) if conv else nn.Linear(taken, 8)
+
+
+@pytest.mark.parametrize("conv", [False, True], ids=["linear", "conv1d"])
+@pytest.mark.parametrize(
+    ("width", "taken", "styles"),
+    [
+        (12, 12, ("colwise", "rowwise")),
+        (24, 12, ("colwise_gather_output", "rowwise_split_input")),  # Moshi's: halves that gate each other
+    ],
+    ids=["plain", "gated halves"],
+)
+def test_only_matrices_that_fit_each_other_are_proposed_as_a_pair(width, taken, styles, conv):
+    model = nn.Module()
+    model.layers = nn.ModuleList(Pair(width, taken, conv) for _ in range(2))
+    assert propose(model, [""]) == f"For example: {{'layers.*.fc1': '{styles[0]}', 'layers.*.fc2': '{styles[1]}'}}."

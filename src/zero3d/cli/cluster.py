@@ -14,29 +14,46 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, short
 
 FIRST_PORT, PORTS = 15000, 15000  # below Linux's ephemeral ports (32768) and Kubernetes' (30000)
+MOST_PORT, MOST_DIGITS = 65535, 18
 SPECIAL_STEP = 0xFFFFFFF0  # batch, interactive, external and pending steps lie above
 NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # with RANK
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+ALONE = "start with torchrun or srun, or unset RANK to train on this machine alone."
 
 
 def join_environment() -> bool:
     """True when this process is a launcher's worker; its variables are then complete in os.environ.
 
-    Raises ConfigError when RANK comes without the others.
+    Raises ConfigError when RANK comes without the others, or with what are no numbers.
     """
     if "RANK" not in os.environ:
         made = from_slurm(os.environ)
         os.environ.update(made)
+        if made:
+            _check_numbers(os.environ)
         return bool(made)
     missing = [name for name in NEEDED if name not in os.environ]
     if missing:
-        raise ConfigError(
-            f"RANK={os.environ['RANK']} is set, but not {', '.join(missing)}: "
-            "start with torchrun or srun, or unset RANK to train on this machine alone."
-        )
+        raise ConfigError(f"RANK={short(os.environ['RANK'])} is set, but not {', '.join(missing)}: {ALONE}")
+    _check_numbers(os.environ)
     return True
+
+
+def _check_numbers(environment: Mapping[str, str]) -> None:
+    """Refuse what no launcher sets. Raises ConfigError."""
+    odd = [f"{name}={short(environment[name])}" for name in NUMBERS if _number(environment, name, "0") is None]
+    if odd:
+        raise ConfigError(f"{', '.join(odd)}: a whole number is wanted: {ALONE}")
+    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    if rank >= world:
+        raise ConfigError(f"RANK={rank} with WORLD_SIZE={world}: ranks count from 0 to {world} - 1: {ALONE}")
+    if int(environment["MASTER_PORT"]) > MOST_PORT:
+        raise ConfigError(
+            f"MASTER_PORT={environment['MASTER_PORT']}: ports end at {MOST_PORT}: set the same free one on all ranks."
+        )
 
 
 def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
@@ -79,6 +96,6 @@ def _expand(entry: str) -> Iterator[str]:
             yield from _expand(f"{before}{number:0{len(first)}}{after}")
 
 
-def _number(environment: Mapping[str, str], name: str) -> int | None:
-    value = environment.get(name, "")
-    return int(value) if value.isdecimal() else None
+def _number(environment: Mapping[str, str], name: str, default: str = "") -> int | None:
+    value = environment.get(name, default)
+    return int(value) if value.isdecimal() and len(value) <= MOST_DIGITS else None

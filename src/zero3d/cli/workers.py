@@ -134,7 +134,8 @@ def environment(ranks: int, port: int) -> dict[str, str]:
     }
     shared.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores
     if sys.platform == "linux":
-        shared.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        for library in ("GLOO", "NCCL"):  # who listen on an outer interface otherwise
+            shared.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     return shared
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero3d.errors import ConfigError, DataError, short
-from zero3d.hf.foreign_code import refuse_code
+from zero3d.hf.foreign_code import no_foreign_code, refuse_code_in
 
 BYTES = "bytes"
 SAMPLE = "e\u0301 <|endoftext|>\r\n"  # what tokenizers with rules of their own change
@@ -53,7 +53,8 @@ class ByteTokenizer:
         PreTrainedTokenizerFast(
             tokenizer_object=fast, eos_token=end, pad_token=end, clean_up_tokenization_spaces=False
         ).save_pretrained(folder)
-        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with no_foreign_code():
+            found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if found(SAMPLE)["input_ids"] == list(SAMPLE.encode()):
             return None
         return (
@@ -107,18 +108,21 @@ def load_tokenizer(asked: str | None, model: str | None = None) -> Tokenizer:
     if asked == BYTES:
         return ByteTokenizer()
     folder = _folder(asked, model)
-    refuse_code(folder / "tokenizer_config.json", folder / "config.json")
     try:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerBase
     except ImportError:
         raise ConfigError(
             f"{_key(asked, model)}: a tokenizer needs transformers: type pip install 'zero3d[hf]'."
         ) from None
+    refuse_code_in(folder)
     try:
-        inner = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with no_foreign_code():
+            inner = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # every kind of broken folder fails in its own way
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"{folder} holds no tokenizer that can be loaded ({why}): set data.tokenizer.") from error
+    if not isinstance(inner, PreTrainedTokenizerBase):
+        raise ConfigError(f"{folder} holds a {type(inner).__name__}, which is no tokenizer: set data.tokenizer.")
     return HfTokenizer(inner, str(folder), _fingerprint(folder))
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,27 +21,35 @@ from torch.overrides import TorchFunctionMode
 from zero3d.boxes import Box, slices
 from zero3d.errors import ConfigError, short
 from zero3d.hf.blocks import find_blocks
+from zero3d.hf.foreign_code import no_foreign_code
 
 # By name: transformers puts functions of its own in the place of torch's.
 FILLS = {"normal_", "uniform_", "fill_", "zero_"} | {name for name in vars(nn.init) if name.endswith("_")}
+CHECK = re.compile(r"^\[enforce fail at [^]]*\] .*?\. (.*?\.)( .*)?$")
 
 
-def build(config: Any, attn: str | None = None) -> nn.Module:
+def build(config: Any, attn: str | None = None, file: Path | None = None) -> nn.Module:
     """The language model of a transformers config, with its vision tower where it has one: parameters on meta, tied
     as the config says.
 
-    Buffers are computed by the model's own constructor. Costs no memory to speak of and no download.
+    Buffers are computed by the model's own constructor. Costs no memory to speak of and no download. `file` is the
+    config's, to be named in an error. Raises ConfigError.
     """
     options = {} if attn is None else {"attn_implementation": attn}
     try:
-        with parameters_on_meta():
+        with parameters_on_meta(), no_foreign_code():
             model: nn.Module = _auto_class(config).from_config(config, trust_remote_code=False, **options)
     except Exception as error:  # any error of the model's own, told with its text
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"{type(config).__name__} cannot be built with attn={short(repr(attn))}: {said[:300]}"
-        ) from error
+        what = f"{type(config).__name__}{'' if file is None else f' of {file}'}"
+        asked = "" if attn is None else f" with attn={short(repr(attn))}"
+        raise ConfigError(f"{what} cannot be built{asked}: {_said(error)}") from error
     return model
+
+
+def _said(error: Exception) -> str:
+    """The first line of an error; of one of torch's checks the sentence behind the place and the condition."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return CHECK.sub(r"\1", line)[:300]
 
 
 def _auto_class(config: Any) -> Any:

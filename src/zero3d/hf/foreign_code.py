@@ -1,25 +1,35 @@
 """Folders of models and tokenizers are data: what their JSON files name as code is refused by name and never run.
 
     auto_map             classes in .py files of the folder, or of a repository ("owner/name--file.Class")
-    tokenizer_class      a class that a .py file of the folder defines
+    tokenizer_class      a class that a .py file of the folder defines, or one of transformers that is no tokenizer:
+                         AutoProcessor would go on to whatever else the folder names
     attn_implementation  kernels of a repository ("owner/name")
 
 Every call into transformers says `trust_remote_code=False` as well, which alone would ignore the first kind where
-transformers has a class of that name, and train something else than the folder means.
+transformers has a class of that name, and train something else than the folder means. Some of its classes drop that
+word on their way to others: the calls are made inside `no_foreign_code`, where nobody is asked and nothing imported.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, short
 from zero3d.reading import Unreadable, read_object
 
 SHOWN = 3
+CONFIGS = ("config*.json", "*_config.json")  # what transformers reads in a folder when it looks for classes
+
+
+def refuse_code_in(folder: Path) -> None:
+    """Raise ConfigError where any of the folder's configs, of whatever part, names code to run or cannot be read."""
+    refuse_code(*sorted({file for pattern in CONFIGS for file in folder.glob(pattern)}))
 
 
 def refuse_code(*files: Path) -> None:
@@ -33,6 +43,23 @@ def refuse_code(*files: Path) -> None:
                     "folder: where transformers has that class itself, take the entry out of the file; else install "
                     "code that you have read as a package (a model's by model.path=module:function)."
                 )
+
+
+@contextmanager
+def no_foreign_code() -> Iterator[None]:
+    """A lock for calls into transformers: there is no stdin to answer its questions, and no import of foreign files."""
+    from transformers import dynamic_module_utils as door
+
+    answers, imports = sys.stdin, door.get_class_in_module
+    sys.stdin, door.get_class_in_module = None, _refuse_import
+    try:
+        yield
+    finally:
+        sys.stdin, door.get_class_in_module = answers, imports
+
+
+def _refuse_import(class_name: str, module_path: object, **_: object) -> NoReturn:
+    raise ConfigError(f"{short(class_name)} of {short(module_path)} is code of a folder, and zero3d runs none.")
 
 
 def _read(file: Path) -> Any:
@@ -56,7 +83,7 @@ def _named(tree: Any, folder: Path) -> Iterator[str]:
                 yield from (f"auto_map: {each}" for each in _texts(value))
             elif key.endswith("attn_implementation"):
                 yield from (f"{key}: {each}" for each in _texts(value) if "/" in each)
-            elif key == "tokenizer_class" and isinstance(value, str) and _defined(value, folder):
+            elif key == "tokenizer_class" and isinstance(value, str) and (_defined(value, folder) or _other(value)):
                 yield f"tokenizer_class: {value}"
             else:
                 trees.append(value)
@@ -73,3 +100,19 @@ def _defined(name: str, folder: Path) -> bool:
     """Whether a .py file of the folder defines the class."""
     line = re.compile(rf"^\s*class\s+{re.escape(name)}\b", re.MULTILINE)
     return any(line.search(file.read_text(errors="replace")) for file in sorted(folder.glob("*.py")) if file.is_file())
+
+
+def _other(name: str) -> bool:
+    """Whether transformers has the class, by a name with "Fast" or without, and it is no tokenizer."""
+    import transformers
+
+    plain = re.sub("(Fast)+$", "", name)
+    found = [getattr(transformers, each, None) for each in (plain, plain + "Fast")]
+    return plain.startswith("Auto") or not all(each is None or _is_tokenizer(each) for each in found)
+
+
+def _is_tokenizer(found: Any) -> bool:
+    """Whether an attribute of transformers is a tokenizer, or stands for one whose package is missing."""
+    from transformers import PreTrainedTokenizerBase
+
+    return getattr(found, "is_dummy", False) or (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase))

@@ -8,6 +8,7 @@ module:function               whatever nn.Module the function returns, with its 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,13 +22,13 @@ from torch import nn
 from zero3d.config import Model
 from zero3d.errors import ConfigError, Zero3dError, short
 from zero3d.hf.build import RandomWeights, build
-from zero3d.hf.foreign_code import refuse_code
+from zero3d.hf.foreign_code import no_foreign_code, refuse_code
 from zero3d.hf.load import FileWeights
 from zero3d.hf.presets import PRESETS, no_model
 from zero3d.initial import Source
 from zero3d.reading import Unreadable, read_object
 
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
+LAYERS = re.compile(r"(^|_)(layer|block|depth)s?$")  # how names end that say how many of them are built
 MOST_LAYERS = 10_000
 LONGEST = 300  # characters of an error of transformers
 
@@ -51,7 +52,7 @@ def open_model(model: Model, seed: int = 0) -> Opened:
     """Build the module on this rank without its weights. Raises ConfigError."""
     path = Path(model.path)
     if os.path.isdir(path):  # a Path's own raises for long names
-        module = build(read_config(path), model.attn)
+        module = build(read_config(path), model.attn, path / "config.json")
         if model.init == "random":
             return Opened(module, RandomWeights(module, seed), path)
         weights = FileWeights(path, module)
@@ -61,8 +62,9 @@ def open_model(model: Model, seed: int = 0) -> Opened:
         )
         return Opened(module, weights, path, (unused,) if unused else ())
     if os.path.isfile(path) or model.path in PRESETS:
-        module = build(read_config(path) if path.is_file() else preset(model.path), model.attn)
-        return Opened(module, RandomWeights(module, seed), path.parent if path.is_file() else None)
+        file = path if path.is_file() else None
+        module = build(preset(model.path) if file is None else read_config(file), model.attn, file)
+        return Opened(module, RandomWeights(module, seed), None if file is None else file.parent)
     if ":" in model.path:
         return Opened(call(model.path), None)
     raise no_model(model.path)
@@ -105,17 +107,22 @@ def read_config(path: Path) -> Any:
         raise ConfigError(f"{file} is no config that transformers knows: it {error}.") from error
     refuse_code(file)
     try:
-        return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+        with no_foreign_code():
+            return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # odd values fail wherever they are first used
         raise ConfigError(f"{file} is no config that transformers knows: {_said(error)}") from error
 
 
 def _check_sizes(told: Mapping[str, Any], file: Path) -> None:
     """Refuse numbers of layers with which a model would be built for ever. Raises ConfigError."""
-    for key, value in told.items():
+    entries: list[tuple[str, Any]] = list(told.items())
+    while entries:
+        key, value = entries.pop()
         if isinstance(value, Mapping):  # of text, of vision
-            _check_sizes(value, file)
-        elif key in LAYERS and isinstance(value, int) and value > MOST_LAYERS:
+            entries += value.items()
+        elif isinstance(value, list):  # of stages
+            entries += [(key, each) for each in value]
+        elif isinstance(value, int) and value > MOST_LAYERS and LAYERS.search(key):
             raise ConfigError(f"{file}: {key} is {short(value)}, and at most {MOST_LAYERS:,} layers are built.")
 
 
@@ -127,7 +134,8 @@ def _read_generation_config(folder: Path, module: nn.Module) -> None:
         return
     refuse_code(file)
     try:
-        module.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        with no_foreign_code():
+            module.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # odd values fail wherever they are first used
         raise ConfigError(
             f"{file} is none that transformers knows: {_said(error)}. Correct it, or remove it."

@@ -2,7 +2,8 @@
 
 attention    q, k, v (or one matrix of all three) and the output, by name: what is between them is computed whole
              on every rank, which is right whatever it is; `shipped.py` has plans that share out heads
-MLP          by name: shared out, or computed whole where a norm lies on what would be cut
+MLP          by name: shared out, or computed whole where a norm lies on what would be cut, or where widths tell that
+             something else lies between, such as halves of one matrix that gate each other
 the rest     stays whole
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 
 from zero3d.hf.blocks import find_blocks
@@ -53,7 +55,8 @@ def _of_block(block: nn.Module) -> Plan:
             found |= whole_attention(where, inputs, output)
         for inputs, output in _known(module, MLPS):
             if f"{where}.{output}" not in found:
-                make = cut if _is_plain(module, inputs) else whole_attention
+                plain = _is_plain(module, inputs) and _fits(module, inputs, output)
+                make = cut if plain else whole_attention
                 found |= make(where, inputs, output)
     return {name.lstrip("."): style for name, style in found.items()}
 
@@ -70,6 +73,18 @@ def _is_plain(module: nn.Module, inputs: str) -> bool:
     own = {id(p) for m in module.modules() if _is_matrix(m) for p in m.parameters()}
     widths = {max(module.get_submodule(name).weight.shape) for name in inputs.split()}  # type: ignore[arg-type]
     return not any(p.numel() in widths for p in module.parameters() if id(p) not in own)
+
+
+def _fits(module: nn.Module, inputs: str, output: str) -> bool:
+    """Whether every input matrix gives just the width that the output matrix takes."""
+    taken, _ = _widths(module.get_submodule(output))
+    return all(_widths(module.get_submodule(name))[1] == taken for name in inputs.split())
+
+
+def _widths(matrix: nn.Module) -> tuple[int, int]:
+    """What goes in and what comes out; transformers' Conv1D has its weight transposed."""
+    shape: torch.Size = matrix.weight.shape  # type: ignore[assignment]
+    return (shape[1], shape[0]) if isinstance(matrix, nn.Linear) else (shape[0], shape[1])
 
 
 def _is_matrix(module: nn.Module) -> bool:

@@ -76,13 +76,16 @@ class Folder:
         self._refuse_place()
         if not self.used:
             return
+        if not self.root.is_dir():
+            raise ConfigError(
+                f"output {self.root} is a file, and a run writes a folder: choose one with output=FOLDER."
+            )
         if overwrite and not self.ours:
             raise ConfigError(f"--overwrite: {self.root} {OTHERS}: remove it yourself.")
         goes_on = found is not None and found.resolve().parent == self.checkpoints.resolve()
         if overwrite or goes_on or (resume == AUTO and self.ours):
             return
-        names = sorted(self._names())[:4] if self.root.is_dir() else ["a file"]
-        used = f"output {self.root} is used already ({', '.join(names)})"
+        used = f"output {self.root} is used already ({', '.join(sorted(self._names())[:4])})"
         if resume == AUTO:
             raise ConfigError(f"{used}, and it {OTHERS}: write elsewhere with output=FOLDER.")
         raise ConfigError(

@@ -26,6 +26,7 @@ from zero3d.engine import Engine
 from zero3d.errors import CheckpointError, ConfigError, NonFiniteError
 from zero3d.health import check_weights
 from zero3d.hf.blocks import find_blocks
+from zero3d.hf.foreign_code import no_foreign_code
 from zero3d.saved.folders import settled
 from zero3d.train.build import Inputs, build_engine, of_config, open_inputs, steps_of_run, with_output
 from zero3d.train.flops import flops_per_token
@@ -324,7 +325,10 @@ def verify(config: Config, engine: Engine, export: Path, data: DataSet) -> float
 
     gc.collect()
     device, ranks = engine.mesh.device, engine.comm.size
-    model = AutoModelForCausalLM.from_pretrained(export, dtype="auto", local_files_only=True, trust_remote_code=False)
+    with no_foreign_code():
+        model = AutoModelForCausalLM.from_pretrained(
+            export, dtype="auto", local_files_only=True, trust_remote_code=False
+        )
     model = model.to(device).eval()
     assert data.validation is not None
     total, targets = 0.0, 0
