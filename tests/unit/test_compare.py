@@ -94,8 +94,8 @@ def test_what_cannot_be_is_one_line_before_the_first_run(tmp_path, monkeypatch, 
 
 
 def test_a_launchers_worker_is_refused(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "1")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="without torchrun"):
         verb.run(argparse.Namespace(words=["zero.stage=0,1"], ranks=None, json=False))
 
