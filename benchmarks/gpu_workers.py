@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zero3d import Engine
-from zero3d.zero import collectives
+from zero3d.distributed import collectives
 from zero3d.zero.prefetch import Lane
 
 STAGES = (0, 1, 2, 3)

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from zero3d import Engine, Mesh
 from zero3d.config import Model
-from zero3d.hf.open import open_model
+from zero3d.models.open import open_model
 
 TARGET = 0.8
 MB = 10**6

@@ -40,7 +40,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
 from zero3d import Engine, Mesh
-from zero3d.hf.blocks import find_owners
+from zero3d.models.blocks import find_owners
 
 CLIP = 1.0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

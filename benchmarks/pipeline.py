@@ -12,7 +12,7 @@ step's time is that of the slowest rank. Two rounds are warm-up. Process memory 
 alone in fresh processes. Targets: a step <= 0.90x and process memory <= 1.0x of fsdp2's. The exit code is 0
 whether they are met or not.
 
-The bubble is counted, not timed (plan/bubble.py): of the action list that torch's schedule ran. For gpipe and
+The bubble is counted, not timed (pipeline/actions.py): of the action list that torch's schedule ran. For gpipe and
 1f1b it is (p - 1) / m.
 """
 
@@ -42,10 +42,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from zero3d import Engine, Mesh
-from zero3d.hf.split import balance
-from zero3d.plan.balance import TOKENS
-from zero3d.plan.bubble import bubble
-from zero3d.schedules import Schedule
+from zero3d.pipeline.actions import bubble
+from zero3d.pipeline.balance import TOKENS
+from zero3d.pipeline.schedules import Schedule
+from zero3d.pipeline.split import balance
 
 WARM_UP = 2
 TARGETS = {"time": 0.90, "memory": 1.0}

@@ -5,7 +5,7 @@ from models import VOCAB, batch, bits, clone, loss_of, net
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zero3d.activations import recompute
+from zero3d.activations.recomputation import recompute
 
 LAYERS = 5
 

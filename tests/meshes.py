@@ -8,7 +8,7 @@ from pipelines import covering
 from tensors import tiny
 
 import zero3d
-from zero3d.activations import recompute
+from zero3d.activations.recomputation import recompute
 
 FAMILIES = ("llama", "qwen3", "gpt2", "moe")
 MESHES = ((1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (2, 2, 2), (1, 4, 1))  # dp, tp, pp

@@ -8,7 +8,7 @@ from models import Net, adamw, batch
 from torch.nn import functional as F
 
 import zero3d
-from zero3d.activations import recompute
+from zero3d.activations.recomputation import recompute
 
 FAMILIES = ("net", "llama", "gpt2", "qwen3", "qwen3_moe")
 MESHES = ((1, 2), (2, 2), (1, 4))

@@ -27,7 +27,7 @@ from pathlib import Path
 FORK_SERVERS = 2
 IMPORTS = (
     "pytest",
-    "zero3d.engine",
+    "zero3d.engine.engine",
     "zero3d.train.run",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3", "qwen3_moe")),
 )

@@ -5,9 +5,9 @@ import torch.distributed as dist
 from families import CONFIGS, family
 from models import batch
 
-from zero3d.activations import recompute
-from zero3d.ledger import Ledger
-from zero3d.transport import Axis
+from zero3d.activations.recomputation import recompute
+from zero3d.distributed.axis import Axis
+from zero3d.distributed.ledger import Ledger
 
 LAYERS = 2
 
@@ -110,7 +110,7 @@ def one_process(name, dtype=torch.float64, policy="none", **options):
 
 def cut_model(name, dtype=torch.float64, sequence=False, plan=None, local_logits=True, **options):
     """(model, what was cut, ledger) on a rank; ranks other than 0 begin with other weights."""
-    from zero3d.tensor_parallel import parallelize
+    from zero3d.tensor_parallel.parallelize import parallelize
 
     model = tiny(name, **options)
     for p in model.parameters():

@@ -6,7 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero3d.engine import Engine as Engine
+    from zero3d.distributed.mesh import Mesh as Mesh
+    from zero3d.engine.engine import Engine as Engine
     from zero3d.errors import (
         CheckpointError as CheckpointError,
         ConfigError as ConfigError,
@@ -19,16 +20,15 @@ if TYPE_CHECKING:
         ReleasedParameterError as ReleasedParameterError,
         Zero3dError as Zero3dError,
     )
-    from zero3d.mesh import Mesh as Mesh
-    from zero3d.train.build import from_config as from_config
+    from zero3d.setup.build import from_config as from_config
     from zero3d.zero.optimizer import StepResult as StepResult
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Engine": "engine",
-    "Mesh": "mesh",
-    "from_config": "train.build",
+    "Engine": "engine.engine",
+    "Mesh": "distributed.mesh",
+    "from_config": "setup.build",
     "StepResult": "zero.optimizer",
     "Zero3dError": "errors",
     "ConfigError": "errors",

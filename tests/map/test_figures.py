@@ -82,6 +82,8 @@ def test_a_missed_target_is_said():
 def test_uncommitted_code_is_not_measured(monkeypatch):
     import recorded
 
-    monkeypatch.setattr(recorded, "_git", lambda *words: "M src/zero3d/engine.py" if words[0] == "status" else "")
+    monkeypatch.setattr(
+        recorded, "_git", lambda *words: "M src/zero3d/engine/engine.py" if words[0] == "status" else ""
+    )
     with pytest.raises(RuntimeError, match="commit first"):
         recorded.record("demo")

@@ -19,8 +19,8 @@ from models import Net, adamw, batch, bits, build, loss_of
 from safetensors import safe_open
 
 import zero3d
-from zero3d import checkpoint
-from zero3d.saved.folders import tidy
+from zero3d.checkpoint import save as checkpoint
+from zero3d.checkpoint.folders import tidy
 
 
 class Drawing(Net):
@@ -182,9 +182,9 @@ def test_the_export_loads_with_from_pretrained_and_gives_the_same_loss(ranks, tm
 def test_large_exports_are_split_into_indexed_files(tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
-    import zero3d.hf.export
+    import zero3d.checkpoint.export
 
-    monkeypatch.setattr(zero3d.hf.export, "FILE_BYTES", 10_000)
+    monkeypatch.setattr(zero3d.checkpoint.export, "FILE_BYTES", 10_000)
     engine = zero3d.Engine(build("llama"), stage=3, precision="fp32")
     engine.export(tmp_path / "hf")
     assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 1
@@ -197,13 +197,13 @@ def test_large_exports_are_split_into_indexed_files(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
 def test_an_export_says_of_itself_what_transformers_would(tmp_path, monkeypatch, name):
     """Every key of config.json and generation_config.json, dtype and settings of the user's among them; total_size."""
-    import zero3d.hf.export
+    import zero3d.checkpoint.export
 
     model = build(name)
     model.generation_config.max_new_tokens = 9
     build(name).to(torch.bfloat16).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     model.generation_config.save_pretrained(tmp_path / "theirs")
-    monkeypatch.setattr(zero3d.hf.export, "FILE_BYTES", 20_000)
+    monkeypatch.setattr(zero3d.checkpoint.export, "FILE_BYTES", 20_000)
     zero3d.Engine(model, stage=3, precision="bf16").export(tmp_path / "ours")
 
     def read(folder, file):

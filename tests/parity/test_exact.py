@@ -8,11 +8,11 @@ from models import Net, adamw, hf
 from pipelines import covering
 
 import zero3d
-from zero3d.activations import recompute
+from zero3d.activations.recomputation import recompute
+from zero3d.distributed import collectives
 from zero3d.errors import ConfigError
-from zero3d.exact import Leaves
-from zero3d.plan.traffic import Moved, count_gathers, step_traffic
-from zero3d.zero import collectives
+from zero3d.zero.exact import Leaves
+from zero3d.zero.traffic import Moved, count_gathers, step_traffic
 
 STEPS, LEAVES, VOCAB = 12, 8, 61
 STAGES = ((0, "every_step"), (1, "every_step"), (2, "every_micro_batch"), (3, "every_micro_batch"), (2, "every_step"),

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 import zero3d
 from zero3d.config import Model
-from zero3d.hf.open import open_model
+from zero3d.models.open import open_model
 from zero3d.precision import LossScaling, Precision
 
 PLAIN, WHOLE = "model's", "given"  # the loss, as in meshes.LOSSES

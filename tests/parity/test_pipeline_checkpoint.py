@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 import zero3d
-from zero3d import checkpoint
+from zero3d.checkpoint import save as checkpoint
 
 HOLDS = {"llama": "lm_head.weight", "qwen3": "model.embed_tokens.weight"}
 OWNER = {"qwen3": "model.embed_tokens.weight", "tied": "embed.weight"}

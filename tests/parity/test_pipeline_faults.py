@@ -7,9 +7,9 @@ import torch
 from pipelines import build, engine_of, micro_batches, sum_of, weights_of
 
 import zero3d
+from zero3d.distributed.axis import Axis, leave_note, read_note
 from zero3d.errors import ConfigError, Zero3dError
-from zero3d.faults import Faults
-from zero3d.transport import Axis, leave_note, read_note
+from zero3d.pipeline.failures import Faults
 
 AGAIN = (
     "this pipeline failed before (part 1 of 2 of the pipeline, on rank 1 of axis pp, failed: ValueError: a bad sample)"

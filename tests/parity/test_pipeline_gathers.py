@@ -7,10 +7,10 @@ from pipelines import SCHEDULES, build, engine_of, micro_batches
 
 import zero3d
 from zero3d.errors import Zero3dError
-from zero3d.plan.bubble import Action
-from zero3d.plan.traffic import PartUnits, pipeline_gathers
-from zero3d.schedules import Schedule
+from zero3d.pipeline.actions import Action
+from zero3d.pipeline.schedules import Schedule
 from zero3d.zero.prefetch import WINDOW
+from zero3d.zero.traffic import PartUnits, pipeline_gathers
 from zero3d.zero.unit import State
 
 M, EMBEDDING = 4, "embed"

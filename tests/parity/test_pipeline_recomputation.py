@@ -8,8 +8,8 @@ from models import VOCAB
 from pipelines import MICRO_BATCHES, SCHEDULES, build, engine_of, micro_batches
 
 import zero3d
-from zero3d.activations import recompute
-from zero3d.hf.blocks import find_blocks
+from zero3d.activations.recomputation import recompute
+from zero3d.models.blocks import find_blocks
 
 
 def count_forwards(schedules, policy):

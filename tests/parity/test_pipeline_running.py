@@ -7,10 +7,10 @@ import torch
 from models import batch
 from pipelines import build, engine_of, micro_batches, modules_of, schedule_of, weights_of
 
-import zero3d.engine
+import zero3d.engine.engine
 from zero3d.errors import ConfigError
+from zero3d.memory.arena import STATES, TRANSIENT
 from zero3d.precision import LossScaling, Precision
-from zero3d.zero.arena import STATES, TRANSIENT
 
 GEN = 5
 
@@ -25,16 +25,16 @@ def evaluate_and_generate(family, dp, pp, stage, schedule):
     losses.append(float(engine.evaluate(given)))
     assert all(module.training for module in engine.module.modules())
     ids = batch(3, mesh.place.dp)
-    forward = zero3d.generation.generate
+    forward = zero3d.engine.generation.generate
 
     def logits(prefix):
-        return zero3d.generation.next_logits(engine.module(prefix))
+        return zero3d.engine.generation.next_logits(engine.module(prefix))
 
     tokens = []
     for options in ({}, {"do_sample": True, "temperature": 0.7, "top_k": 9}):
         torch.manual_seed(5)
         if pp == 1:  # Hugging Face's own generate draws other numbers
-            ending = zero3d.generation.Ending.of(engine.module)
+            ending = zero3d.engine.generation.Ending.of(engine.module)
             with engine._evaluating(True), torch.no_grad():
                 tokens.append(forward(logits, lambda t: t, ids, GEN, ending, **options).tolist())
         else:
@@ -188,13 +188,13 @@ def test_bf16_in_a_pipeline_gives_the_bits_of_no_pipeline(ranks):
 def twelve_steps(schedule, release, poisoned):
     """Losses; bytes held and users after the second and the last step."""
     if poisoned:
-        original = zero3d.engine.Policy
-        zero3d.engine.Policy = partial(original, poison=True)
+        original = zero3d.engine.engine.Policy
+        zero3d.engine.engine.Policy = partial(original, poison=True)
     try:
         engine = engine_of(build("net", 4), zero3d.Mesh(pp=2), schedule=schedule, release=release, stage=3)
     finally:
         if poisoned:
-            zero3d.engine.Policy = original
+            zero3d.engine.engine.Policy = original
     losses, held = [], []
     for step in range(12):
         if step == 6:

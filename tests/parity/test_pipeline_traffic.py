@@ -9,9 +9,9 @@ from models import Net, batch
 from pipelines import build, engine_of, micro_batches
 
 import zero3d
-from zero3d.plan.bubble import bubble
-from zero3d.plan.traffic import Moved, pipeline_traffic, step_traffic
-from zero3d.schedules import Schedule
+from zero3d.pipeline.actions import bubble
+from zero3d.pipeline.schedules import Schedule
+from zero3d.zero.traffic import Moved, pipeline_traffic, step_traffic
 
 M, WIDTH = 4, 24
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zero3d
-from zero3d.activations import recompute
+from zero3d.activations.recomputation import recompute
 from zero3d.errors import ConfigError
 from zero3d.plan.in_flight import in_flight
 from zero3d.plan.memory import memory

@@ -5,9 +5,9 @@ import torch
 from models import adamw, batch, bits, loss_of, net
 
 import zero3d
-from zero3d.activations import recompute
-from zero3d.plan.recompute import replayed
-from zero3d.plan.traffic import count_gathers, step_traffic, token_order
+from zero3d.activations.policy import replayed
+from zero3d.activations.recomputation import recompute
+from zero3d.zero.traffic import count_gathers, step_traffic, token_order
 
 LAYERS = 5
 NAMES = [f"layers.{i}" for i in range(LAYERS)]

@@ -56,8 +56,8 @@ def test_a_run_that_was_moved_goes_on_and_replaces_its_own_export(ranks, folder)
 
 def fail_in_export(made):
     """train, on a disk that takes no exported weights."""
+    from zero3d.checkpoint import export
     from zero3d.errors import CheckpointError
-    from zero3d.hf import export
 
     original = export.write_tensors
 
@@ -96,7 +96,7 @@ def test_the_folder_is_refused_before_the_model_and_the_data_are_opened(ranks, f
 
 def train_and_tell(made, resume=None):
     """train; each parameter group's settings when it is over."""
-    from zero3d.engine import Engine
+    from zero3d.engine.engine import Engine
 
     engines, load = [], Engine.load
 

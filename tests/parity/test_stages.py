@@ -5,7 +5,7 @@ import torch
 from models import LiftCasts, adamw, batch, bits, build, clone, loss_of, train_engine
 
 import zero3d
-from zero3d.plan.traffic import count_gathers, step_traffic
+from zero3d.zero.traffic import count_gathers, step_traffic
 
 STEPS = 3
 

@@ -15,11 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zero3d
 from zero3d.config import Optimizer
+from zero3d.memory.arena import STATES
 from zero3d.plan.spec import ParallelPlan
 from zero3d.plan.states import states
+from zero3d.setup.optim import decay_groups
 from zero3d.sim.trace import outline
-from zero3d.train.optim import decay_groups
-from zero3d.zero.arena import STATES
 
 FAMILIES = ("llama", "qwen3", "gpt2", "moe")
 MESHES = (

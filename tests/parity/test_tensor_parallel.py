@@ -12,9 +12,9 @@ from tensors import LAYERS, axis, cut_model, ids, logical_gradients, one_process
 from test_stages import LiftCasts
 from torch.nn import functional as F
 
+from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
-from zero3d.ledger import Ledger
-from zero3d.tensor_parallel import Channel, cross_entropy, parallelize, read_styles
+from zero3d.tensor_parallel.parallelize import Channel, cross_entropy, parallelize, read_styles
 
 COMMON_ATTENTION = {f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"}
 COMMON_ATTENTION |= {"layers.*.self_attn.o_proj": "rowwise_split_input", "embed_tokens": "replicate"}
@@ -286,7 +286,7 @@ def test_every_rank_gets_the_bits_of_a_sum_in_rank_order(ranks, world, numel, na
 
 def parts_of_a_pipeline(name):
     """The halves of a model, each cut over tp, called one after the other."""
-    from zero3d.hf.split import split
+    from zero3d.pipeline.split import split
 
     with LiftCasts():
         model = tiny(name).double()

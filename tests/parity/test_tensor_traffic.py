@@ -5,7 +5,7 @@ import torch
 from tensors import tiny
 
 import zero3d
-from zero3d.activations import recompute
+from zero3d.activations.recomputation import recompute
 from zero3d.train.sent import Done, Traffic, planned_pipeline, planned_replica, planned_tensor
 
 M, STEPS, ROWS, LENGTH = 2, 2, 2, 8

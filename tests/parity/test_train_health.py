@@ -105,7 +105,7 @@ INFINITE, NO_TARGETS = (float("inf"), 1.0), (0.0, 0.0)  # factors of a step's su
 @pytest.fixture
 def losses(monkeypatch):
     """Factors by step, counted by the engine's calls; two micro-batches a step."""
-    from zero3d.engine import Engine
+    from zero3d.engine.engine import Engine
 
     factors, plain, seen = {}, Engine._sum_and_weight, []
 
@@ -167,7 +167,7 @@ def test_a_run_too_short_for_its_loss_scale_fails_and_says_so(folder):
 def test_fp16_at_its_smallest_scale_saves_what_there_is_and_a_save_that_fails_hides_nothing(
     folder, losses, monkeypatch, fails
 ):
-    from zero3d.engine import Engine
+    from zero3d.engine.engine import Engine
 
     def refuse(self, *_):
         raise CheckpointError("the disk is full.")
@@ -230,7 +230,7 @@ def test_skipped_steps_from_an_older_checkpoint_leave_the_newer_ones_and_the_com
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_held_out_loss_that_is_not_finite_is_never_the_best(folder, monkeypatch, value):
-    from zero3d.engine import Engine
+    from zero3d.engine.engine import Engine
 
     made = tree(folder, data={"validation": 0.3}, train={"steps": 2}, evaluate={"every": 1})
     losses = iter([3.0, value, value])

@@ -160,7 +160,7 @@ def train_until_full(made, full_at, world_rank):
 
     import torch.distributed as dist
 
-    from zero3d import checkpoint
+    from zero3d.checkpoint import save as checkpoint
 
     original = checkpoint.save_file
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import zero3d
-from zero3d.calibrate import MEASURED, Sizes, calibrate
 from zero3d.cli.calibrate import lines
 from zero3d.cli.main import main
+from zero3d.plan.calibrate import MEASURED, Sizes, calibrate
 from zero3d.plan.hardware import cluster
 from zero3d.plan.spec_json import to_json
 

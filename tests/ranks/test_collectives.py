@@ -8,9 +8,9 @@ import torch.distributed as dist
 from models import batch, build, loss_of
 
 import zero3d
-from zero3d.ledger import Ledger
-from zero3d.zero import collectives
-from zero3d.zero.arena import Arena
+from zero3d.distributed import collectives
+from zero3d.distributed.ledger import Ledger
+from zero3d.memory.arena import Arena
 
 ALGORITHMS = ("pairwise", "native")
 MICRO_BATCHES, SHARD = 3, 48
@@ -25,7 +25,7 @@ def whole_numbers(rank, micro_batch, total):
 def reduced(algorithm):
     """(local dtype, wire dtype, in place) -> this rank's shard after every micro-batch; what is left in the arena."""
     arena, mesh = Arena(torch.device("cpu")), zero3d.Mesh()
-    comm, found = zero3d.zero.collectives.Comm(mesh.data, arena, Ledger()), {}
+    comm, found = zero3d.distributed.collectives.Comm(mesh.data, arena, Ledger()), {}
     comm.algorithm = algorithm
     total = SHARD * comm.size
     for local, wire, in_place in product((torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16), (0, 1)):

@@ -10,8 +10,8 @@ from models import VOCAB, batch, bits, build, loss_of
 from torch import nn
 
 import zero3d
+from zero3d.distributed import collectives
 from zero3d.errors import CheckpointError, DataError, MeshError
-from zero3d.zero import collectives
 
 TIMEOUT = 3.0
 
@@ -164,11 +164,11 @@ def made(kind, message, cause=None):
 
 def fail_on_rank_1(*error):
     """What each rank raises where rank 1 fails inside `agree`: its class, what is told, who tells it, its exit code."""
-    from zero3d.agree import agree
     from zero3d.cli.workers import leave_exception
-    from zero3d.ledger import Ledger
-    from zero3d.zero.arena import Arena
-    from zero3d.zero.collectives import Comm
+    from zero3d.distributed.agreement import agree
+    from zero3d.distributed.collectives import Comm
+    from zero3d.distributed.ledger import Ledger
+    from zero3d.memory.arena import Arena
 
     def action():
         if dist.get_rank() == 1:
@@ -202,7 +202,7 @@ def test_a_failing_rank_tells_its_own_error_and_all_exit_with_its_code(ranks, er
 def leave(kind):
     """Rank 1 goes away as a worker does, of an error if it has one; what rank 0 says of it, and its exit code."""
     from zero3d.cli.workers import leave_exception
-    from zero3d.transport import leave_note
+    from zero3d.distributed.axis import leave_note
 
     axis = zero3d.Mesh(dp=2).data
     if dist.get_rank() == 1:

@@ -9,7 +9,7 @@ from models import adamw, batch, hf, train_engine
 
 import zero3d
 from zero3d.config import Model
-from zero3d.hf.open import open_model
+from zero3d.models.open import open_model
 
 
 def train_both(folder, stage, precision):
@@ -77,7 +77,7 @@ def test_no_rank_ever_holds_the_model(ranks, tmp_path):
     """340 MB in fp32 on two ranks: the peak is what a rank keeps, a few tensors' worth, and a file's pages."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from zero3d.hf.load import REOPEN_BYTES
+    from zero3d.models.load import REOPEN_BYTES
 
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=4096, hidden_size=768, intermediate_size=2048, num_hidden_layers=11,

@@ -16,9 +16,9 @@ from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 from training import field, metrics, save_model, save_rows, train, tree
 
-from zero3d import rendezvous
+from zero3d.distributed import rendezvous
+from zero3d.distributed.mesh import start_distributed
 from zero3d.errors import Zero3dError
-from zero3d.mesh import start_distributed
 
 HERE = Path(__file__).parents[1]
 

@@ -18,11 +18,11 @@ FOUR_BLOCKS = {
 def real(tree):
     """One rank: the step that a simulated one makes, with weights, values and peers."""
     from zero3d.config import resolve_batch
-    from zero3d.data.masking import forward_options
-    from zero3d.hf.open import open_model
+    from zero3d.models.masking import forward_options
+    from zero3d.models.open import open_model
+    from zero3d.setup.build import build_engine, open_mesh
     from zero3d.sim.observe import blank_batches, observe
     from zero3d.sim.replay import peak_of
-    from zero3d.train.build import build_engine, open_mesh
 
     config = load(tree)
     mesh = open_mesh(config)
@@ -30,7 +30,7 @@ def real(tree):
     opened = open_model(config.model, config.seed)
     options, held = forward_options(opened.module), [opened]
     del opened  # it keeps the last weights that it made
-    with patch("zero3d.zero.collectives.gather_into", gather_copies):
+    with patch("zero3d.distributed.collectives.gather_into", gather_copies):
         seen = observe(
             lambda: build_engine(config, held.pop(), mesh, batch.accumulate, 5),
             lambda: blank_batches(batch.accumulate, (batch.micro_batch, config.data.length), False, options),
@@ -50,7 +50,7 @@ def dry(tree, rank):
 
 def gather_copies(full, shard, group, async_op=False):
     """Each of gloo's threads holds what it worked on until its next work, so it gets tensors of its own, unseen."""
-    from zero3d.zero.collectives import _all_gather
+    from zero3d.distributed.collectives import _all_gather
 
     assert not async_op
     with _disable_current_modes():

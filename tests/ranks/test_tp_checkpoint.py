@@ -16,10 +16,10 @@ from safetensors import safe_open
 from torch import nn
 
 import zero3d
-from zero3d.pipeline import names_of_copies
+from zero3d.pipeline.runner import names_of_copies
 from zero3d.precision import to_compute
-from zero3d.tensor_parallel import Sharded
-from zero3d.tensor_parallel.cuts import Cut
+from zero3d.shards.cuts import Cut
+from zero3d.tensor_parallel.parallelize import Sharded
 
 NET = {"embed.weight": (0, 1), "layers.*.up.*": (0, 2), "layers.0.down.weight": (1, 1), "layers.*.down.weight": (1, 3)}
 STYLES = {  # name pattern -> (dim, blocks); the first that fits
@@ -80,7 +80,7 @@ def engine_on(family, shape, stage, precision="bf16"):
         slice_parameters(part, own)
         return Sharded({name: own[name] for name, _ in part.named_parameters() if name in own}, frozenset())
 
-    with mock.patch.multiple("zero3d.engine", parallelize=cut_in_test):
+    with mock.patch.multiple("zero3d.engine.engine", parallelize=cut_in_test):
         return zero3d.Engine(model, mesh=mesh, stage=stage, precision=precision, optimizer=adamw)
 
 
@@ -205,8 +205,8 @@ def test_an_export_of_cut_parameters_is_the_whole_model(ranks, tmp_path, family,
 def export_badly(shape, folder):
     """Only the writer's disk is full."""
     engine = engine_on("net", shape, 3)
-    with mock.patch("zero3d.hf.export.write_tensors", side_effect=OSError("No space left on device")):
-        with mock.patch("zero3d.hf.export.FILE_BYTES", 1000):
+    with mock.patch("zero3d.checkpoint.export.write_tensors", side_effect=OSError("No space left on device")):
+        with mock.patch("zero3d.checkpoint.export.FILE_BYTES", 1000):
             engine.export(folder)
 
 

@@ -20,10 +20,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zero3d.cli.main import main
 from zero3d.config import load
-from zero3d.hf.open import Opened, open_model
+from zero3d.memory.arena import STATES
+from zero3d.models.open import Opened, open_model
+from zero3d.setup.build import build_engine, open_mesh
 from zero3d.tensor_parallel.regions import OwnRandom
-from zero3d.train.build import build_engine, open_mesh
-from zero3d.zero.arena import STATES
 from zero3d.zero.stages import engine_bytes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "72b_128gpu.yaml"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from zero3d.plan.answers import Work, answers, work_of
+from zero3d.pipeline.acknowledgements import Work, answers, work_of
+from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.in_flight import _order, _sent
-from zero3d.schedules import Schedule
 
 CASES = [("interleaved", 2, 8), ("interleaved", 4, 12), ("zero-bubble", 2, 6), ("zero-bubble", 4, 16), ("zbv", 2, 8),
          ("zbv", 3, 12), ("gpipe", 3, 5)]  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zero3d.errors import ConfigError
-from zero3d.plan.balance import Weights, chain_costs, cut
+from zero3d.pipeline.balance import Weights, chain_costs, cut
 
 
 def every_cut(blocks, parts):

@@ -6,7 +6,7 @@ from families import family
 from models import Block, Net, net
 from torch import nn
 
-from zero3d.hf.blocks import find_blocks, partition
+from zero3d.models.blocks import find_blocks, partition
 
 
 class Other(Block):

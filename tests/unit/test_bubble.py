@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from zero3d.errors import ConfigError
-from zero3d.plan.bubble import Action, bubble, makespan
+from zero3d.pipeline.actions import Action, bubble, makespan
 
 
 def gpipe(p, m):

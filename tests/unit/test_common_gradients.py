@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zero3d.replica import find_uneven
+from zero3d.zero.model_group import find_uneven
 
 NAN, OVER = float("nan"), float("inf")
 COMMON = [4.0, -1.0, 9.0, -1.0]  # the second one is cut, the last one padding

@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from zero3d.boxes import box_shape, boxes, slices, whole
 from zero3d.errors import ConfigError
-from zero3d.tensor_parallel.cuts import Cut, cover
+from zero3d.shards.boxes import box_shape, boxes, slices, whole
+from zero3d.shards.cuts import Cut, cover
 
 
 def random_cuts(seed, count=200):

@@ -4,7 +4,7 @@ import pytest
 
 from zero3d.config import Train
 from zero3d.config.batch import resolve_batch
-from zero3d.degrees import Degrees, Place
+from zero3d.distributed.degrees import Degrees, Place
 from zero3d.errors import MeshError
 
 

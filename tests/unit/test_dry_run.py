@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zero3d
-from zero3d.plan.traffic import count_gathers, step_traffic
+from zero3d.zero.traffic import count_gathers, step_traffic
 
 
 @pytest.fixture

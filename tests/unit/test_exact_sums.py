@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from zero3d.checkpoint.resume_contract import promise
+from zero3d.distributed.axis import Axis
+from zero3d.distributed.collectives import Comm
+from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
-from zero3d.exact import Counter, Leaves, add_tree, check_exact
-from zero3d.ledger import Ledger
+from zero3d.memory.arena import Arena
 from zero3d.plan.spec import ParallelPlan
 from zero3d.plan.states import reduced_width
-from zero3d.promise import promise
-from zero3d.transport import Axis
-from zero3d.zero.arena import Arena
-from zero3d.zero.collectives import Comm
+from zero3d.zero.exact import Counter, Leaves, add_tree, check_exact
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.stages import counter_buffers, engine_bytes
 

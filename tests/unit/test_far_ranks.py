@@ -17,7 +17,7 @@ from pipelines import sum_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zero3d
-from zero3d.zero.arena import STATES, TRANSIENT
+from zero3d.memory.arena import STATES, TRANSIENT
 
 PP, BLOCKS, MICRO_BATCHES = 8, 8, 8
 HIDDEN, INNER, VOCAB, HEADS, KV_HEADS = 64, 176, 1000, 4, 2

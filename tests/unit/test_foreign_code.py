@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 from zero3d.config import Model
 from zero3d.data.tokenizers import load_tokenizer
 from zero3d.errors import ConfigError
-from zero3d.hf.foreign_code import no_foreign_code
-from zero3d.hf.open import open_model, positions
+from zero3d.models.foreign_code import no_foreign_code
+from zero3d.models.open import open_model, positions
 
 SRC = Path(__file__).parents[2] / "src" / "zero3d"
 EVIL = """

@@ -5,8 +5,8 @@ from fractions import Fraction
 import pytest
 
 from zero3d.errors import ConfigError
-from zero3d.plan.traffic import TokenEvent, UnitTraffic, count_gathers, step_traffic, token_order, traffic_elements
 from zero3d.zero.stages import engine_bytes, frozen_bytes, paper_bytes, resolve_policies, stage_row
+from zero3d.zero.traffic import TokenEvent, UnitTraffic, count_gathers, step_traffic, token_order, traffic_elements
 
 
 def test_paper_figures_for_7_5b_on_64_gpus():

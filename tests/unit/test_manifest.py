@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from zero3d.boxes import boxes
+from zero3d.checkpoint.fields import Field, parse
+from zero3d.checkpoint.manifest import tiling_fault
 from zero3d.errors import CheckpointError
-from zero3d.saved.fields import Field, parse
-from zero3d.saved.manifest import tiling_fault
-from zero3d.tensor_parallel.cuts import Cut
+from zero3d.shards.boxes import boxes
+from zero3d.shards.cuts import Cut
 
 
 def cells(box):

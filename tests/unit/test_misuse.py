@@ -8,7 +8,7 @@ from models import VOCAB, Block, adamw, batch, bits, build, loss_of
 from torch import nn
 
 import zero3d
-from zero3d.plain import plain, revive
+from zero3d.checkpoint.plain import plain, revive
 from zero3d.precision import LossScale, LossScaling, Precision
 
 
@@ -384,7 +384,10 @@ BAD = {
     "stage 3.0": (lambda: make(stage=3.0), "stage=0, 1, 2 or 3"),
     "clip text": (lambda: make(clip_norm="1"), "positive"),
     "a class as units": (lambda: make(units=Block), "pass a list"),
-    "a compiled model": (lambda: make(torch.compile(build("net"))), "compile its blocks before: zero3d.activations"),
+    "a compiled model": (
+        lambda: make(torch.compile(build("net"))),
+        "compile its blocks before: zero3d.activations.recomputation",
+    ),
     "complex": (lambda: make(nn.Linear(2, 2, dtype=torch.complex64)), "complex"),
     "adafactor built": (
         lambda: make(m := build("net"), optimizer=torch.optim.Adafactor(m.parameters())),

@@ -11,7 +11,7 @@ from training import save_model
 from zero3d.config import Model
 from zero3d.data.tokenizers import load_tokenizer
 from zero3d.errors import ConfigError, Zero3dError
-from zero3d.hf.open import open_model
+from zero3d.models.open import open_model
 from zero3d.reading import Unreadable, read_object
 from zero3d.train.folder import Folder
 

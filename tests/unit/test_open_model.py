@@ -10,12 +10,12 @@ import transformers
 from models import hf
 from safetensors.torch import load_file, save_file
 
-from zero3d.boxes import boxes, slices, whole
 from zero3d.config import Model
 from zero3d.errors import ConfigError
-from zero3d.hf.build import RandomWeights, build
-from zero3d.hf.load import FileWeights
-from zero3d.hf.open import open_model, read_config
+from zero3d.models.build import RandomWeights, build
+from zero3d.models.load import FileWeights
+from zero3d.models.open import open_model, read_config
+from zero3d.shards.boxes import boxes, slices, whole
 
 FAMILIES = ("llama", "qwen3", "gpt2", "qwen3_moe")
 

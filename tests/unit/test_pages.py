@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 import pytest
 
 from zero3d.cli.main import main
-from zero3d.cli.plan_text import Answer
 from zero3d.page.plan_page import front, plan_page
+from zero3d.page.plan_text import Answer
 from zero3d.page.simulation_page import simulation_page
 from zero3d.page.svg import Scale
 from zero3d.plan.hardware import cluster

@@ -4,7 +4,7 @@ from math import isclose
 
 import pytest
 
-from zero3d.calibrate import MESSAGES, fit
+from zero3d.plan.calibrate import MESSAGES, fit
 from zero3d.plan.hardware import named
 
 

@@ -1,10 +1,10 @@
-"""The event simulation of pipelines against the bubble formulas, against plan/bubble.py, and its closed form."""
+"""The event simulation of pipelines against the bubble formulas, against pipeline/actions.py, and its closed form."""
 
 from fractions import Fraction
 
 import pytest
 
-from zero3d.plan import bubble
+from zero3d.pipeline import actions as bubble
 from zero3d.plan.timeline import closed_form, order, pipeline_seconds, simulate
 
 

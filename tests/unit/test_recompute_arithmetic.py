@@ -4,9 +4,9 @@ from fractions import Fraction
 
 import pytest
 
+from zero3d.activations.policy import Policy, best_segment, recompute_arithmetic, replayed
 from zero3d.errors import ConfigError
-from zero3d.plan.recompute import Policy, best_segment, recompute_arithmetic, replayed
-from zero3d.plan.traffic import count_gathers, token_order
+from zero3d.zero.traffic import count_gathers, token_order
 
 
 def test_one_more_forward_is_a_third_of_a_step():

@@ -4,8 +4,8 @@ import pytest
 import torch
 from models import hf
 
-from zero3d.boxes import whole
-from zero3d.hf import load
+from zero3d.models import load
+from zero3d.shards.boxes import whole
 
 
 @pytest.mark.parametrize(("limit", "most", "least"), [(load.REOPEN_BYTES, 1, 1), (2_000, 99, 10)])

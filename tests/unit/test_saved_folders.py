@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from zero3d.checkpoint import folders
+from zero3d.checkpoint.folders import checkpoints, complete_steps, find, settled, tidy
 from zero3d.errors import CheckpointError
-from zero3d.saved import folders
-from zero3d.saved.folders import checkpoints, complete_steps, find, settled, tidy
 from zero3d.train.folder import Folder
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from zero3d.errors import ConfigError
-from zero3d.schedules import SCHEDULES, Schedule
+from zero3d.pipeline.schedules import SCHEDULES, Schedule
 
 FILE = r" \(mesh\.pp(, mesh\.schedule)? in a file\)\.$"
 

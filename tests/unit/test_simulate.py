@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from zero3d.cli.main import main
 from zero3d.config import load, to_dict
-from zero3d.degrees import Degrees
-from zero3d.plan.bubble import Action, bubble
+from zero3d.distributed.degrees import Degrees
+from zero3d.pipeline.actions import Action, bubble
 from zero3d.sim.orders import one_part
 from zero3d.sim.rank import dry_run
 from zero3d.sim.repeats import enough

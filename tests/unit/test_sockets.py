@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from zero3d.cli.workers import environment, loopback_store
-from zero3d.mesh import start_distributed
+from zero3d.distributed.mesh import start_distributed
 
 SRC = Path(__file__).parents[2] / "src" / "zero3d"
 

@@ -10,11 +10,11 @@ from models import VOCAB, Net, adamw, batch, bits, clone, net
 from torch import nn
 
 import zero3d
-from zero3d.activations import recompute
+from zero3d.activations.recomputation import recompute
 from zero3d.errors import ConfigError
-from zero3d.hf.blocks import find_blocks, partition
-from zero3d.hf.chain import find_chain
-from zero3d.hf.split import PipelinePart, Tie, balance, split
+from zero3d.models.blocks import find_blocks, partition
+from zero3d.models.chain import find_chain
+from zero3d.pipeline.split import PipelinePart, Tie, balance, split
 
 FAMILIES = ["llama", "qwen3", "gpt2", "moe"]
 COUNTS = [[3, 2], [1, 2, 2], [2, 1, 1, 1]]
@@ -266,7 +266,7 @@ def test_units_named_by_class_are_found_or_known_to_be_elsewhere():
 
 @pytest.mark.parametrize("name", ["qwen3", "moe"])
 def test_a_model_without_weights_is_cut_and_stays_as_it_is(name):
-    from zero3d.hf.build import build
+    from zero3d.models.build import build
 
     model = build(deep(name).config)
     before = [n for n, _ in model.named_parameters()]

@@ -10,15 +10,15 @@ from tensors import tiny
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from zero3d.distributed.axis import Axis
+from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
-from zero3d.hf.split import split
-from zero3d.ledger import Ledger
-from zero3d.tensor_parallel import parallelize
+from zero3d.pipeline.split import split
+from zero3d.tensor_parallel.parallelize import parallelize
 from zero3d.tensor_parallel.plan import REFUSED, STYLES, parse, read_plan
 from zero3d.tensor_parallel.proposal import propose
 from zero3d.tensor_parallel.regions import Doors
 from zero3d.tensor_parallel.shipped import shipped_plan
-from zero3d.transport import Axis
 
 NET = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 

@@ -4,7 +4,7 @@ import pytest
 from tensors import tiny
 
 from zero3d.errors import ConfigError
-from zero3d.hf.build import build
+from zero3d.models.build import build
 from zero3d.sim.figures import HEAD, measure
 from zero3d.sim.trace import adapt, outline, trace
 from zero3d.sim.units import find_rooms

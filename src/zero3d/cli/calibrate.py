@@ -38,8 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def work(arguments: argparse.Namespace) -> None:
     """One rank's part."""
-    from zero3d.calibrate import calibrate
-    from zero3d.mesh import Mesh
+    from zero3d.distributed.mesh import Mesh
+    from zero3d.plan.calibrate import calibrate
     from zero3d.plan.spec_json import to_json
 
     path = Path(arguments.out)

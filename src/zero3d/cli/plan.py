@@ -14,10 +14,11 @@ from pathlib import Path
 
 import yaml
 
-from zero3d.cli import plan_explain, plan_text, plan_theory
+from zero3d.cli import plan_explain, plan_theory
 from zero3d.cli.plan_options import USABLE, number, open_cluster, parse_size
 from zero3d.cli.plan_theory import parse_params
 from zero3d.errors import ConfigError, short
+from zero3d.page import plan_text
 from zero3d.page.plan_page import plan_page
 from zero3d.plan.emit import deepspeed_config, train_config
 from zero3d.plan.estimate import evaluate

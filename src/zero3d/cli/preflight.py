@@ -13,10 +13,10 @@ from importlib.util import find_spec
 from zero3d.config import Config, Model, resolve_batch
 from zero3d.data.files import check_path
 from zero3d.data.tokenizers import check_length, check_tokenizer
-from zero3d.degrees import Degrees
+from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
-from zero3d.hf.presets import check_model_path
-from zero3d.schedules import Schedule
+from zero3d.models.presets import check_model_path
+from zero3d.pipeline.schedules import Schedule
 
 
 def check_world(config: Config, world: int) -> None:
@@ -44,6 +44,6 @@ def check_transformers(model: Model) -> None:
 
 def check_positions(config: Config) -> None:
     """Refuse sequences longer than the model's config allows. Raises ConfigError. Imports torch and transformers."""
-    from zero3d.hf.open import positions
+    from zero3d.models.open import positions
 
     check_length(config.data.length, positions(config.model))

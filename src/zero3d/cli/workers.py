@@ -329,7 +329,7 @@ def _write_whole(path: Path, text: str) -> None:
 
 def tell_peers(summary: str, code: int) -> None:
     """Leave the note that peers quote when they lose this rank. A store whose host has vanished may never answer."""
-    from zero3d.transport import leave_note
+    from zero3d.distributed.axis import leave_note
 
     telling = threading.Thread(target=leave_note, args=(summary, code), daemon=True)
     telling.start()

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero3d.schedules import SCHEDULES
+from zero3d.pipeline.schedules import SCHEDULES
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero3d.errors import ConfigError, DataError, short
-from zero3d.hf.foreign_code import no_foreign_code, refuse_code_in
+from zero3d.models.foreign_code import no_foreign_code, refuse_code_in
 
 BYTES = "bytes"
 SAMPLE = "e\u0301 <|endoftext|>\r\n"  # what tokenizers with rules of their own change

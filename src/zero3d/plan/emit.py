@@ -16,10 +16,10 @@ from __future__ import annotations
 from typing import Any
 
 from zero3d.config import Config, resolve_batch
-from zero3d.degrees import Degrees
+from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
+from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ModelSpec, ParallelPlan
-from zero3d.schedules import Schedule
 
 
 def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zero3d.errors import ConfigError
+from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.kernels import digest
 from zero3d.plan.memory import memory as engine_memory
 from zero3d.plan.profile_memory import profile_memory
@@ -12,7 +13,6 @@ from zero3d.plan.profiles import Profile, profile
 from zero3d.plan.sent import sent
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.time import step_seconds
-from zero3d.schedules import Schedule
 
 EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
 TEXT = "text alone was traced: an image adds its tokens to the sequence, and the forward of the tower that reads it"

@@ -13,8 +13,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from zero3d.activations.policy import Policy
 from zero3d.plan.held import itemsize
-from zero3d.plan.recompute import Policy
 from zero3d.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part
 from zero3d.zero.stages import WIDTHS
 

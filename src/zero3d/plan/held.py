@@ -1,7 +1,7 @@
 """What one rank holds of a model: its pipeline parts, and their units as the engine makes them. No torch.
 
     ModelSpec.parts   embedding | block 0 | block 1 | block 2 | block 3 | head
-    pipeline part 0   embedding + block 0 + block 1          the cuts are balance.cut's, as in hf/split.py
+    pipeline part 0   embedding + block 0 + block 1          the cuts are balance.cut's, as in pipeline/split.py
     pipeline part 1   block 2 + block 3 + head               with a copy of a tied head
 
 Units of one owner in one pipeline part are one unit if they are alike in dtype and in being trained: a root unit
@@ -15,9 +15,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zero3d.errors import ConfigError
-from zero3d.plan.balance import TOKENS, Weights, chain_costs, cut
+from zero3d.pipeline.balance import TOKENS, Weights, chain_costs, cut
+from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part, Weight
-from zero3d.schedules import Schedule
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.stages import WIDTHS
 

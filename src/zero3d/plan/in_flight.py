@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from zero3d.plan.answers import Work, answers, work_of
-from zero3d.plan.bubble import Action
+from zero3d.pipeline.acknowledgements import Work, answers, work_of
+from zero3d.pipeline.actions import Action
+from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ParallelPlan
-from zero3d.schedules import Schedule
 
 WHOLE, INPUTS, WEIGHTS = "B", "I", "W"
 NEVER = Work(True, -1, -1)  # what no rank does

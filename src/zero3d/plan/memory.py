@@ -23,15 +23,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from zero3d.activations.policy import Policy
+from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.constants import constant
 from zero3d.plan.footprint import Footprint, footprints
 from zero3d.plan.held import rank_of
 from zero3d.plan.in_flight import INPUTS, WEIGHTS, Moment, moments
-from zero3d.plan.recompute import Policy
 from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import States, policies, states
 from zero3d.plan.windows import WINDOW, Windows, backwards
-from zero3d.schedules import Schedule
 from zero3d.zero.stages import WIDTHS
 
 RESERVED = constant("zero3d", "reserved")

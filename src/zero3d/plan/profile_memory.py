@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from zero3d.activations.policy import recompute_arithmetic
 from zero3d.plan.formulas import interleave_factor
 from zero3d.plan.kernels import digest
 from zero3d.plan.profiles import Profile
-from zero3d.plan.recompute import recompute_arithmetic
 from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, Operations, ParallelPlan
 from zero3d.plan.time import part_indices
 

@@ -23,8 +23,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from zero3d.errors import ConfigError
+from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
-from zero3d.schedules import Schedule
 
 GOALS = ("fastest", "fewest-gpus", "largest-batch")
 ACTIVATIONS = ("none", "selective", "full")

@@ -14,9 +14,9 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
+from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.plan.held import Held, rank_of
 from zero3d.plan.spec import ModelSpec, ParallelPlan
-from zero3d.schedules import Schedule, pipeline_policies
 from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
 
 NAMES = {2: "bf16", 4: "fp32", 8: "fp64"}

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zero3d.activations.policy import Policy
 from zero3d.plan.constants import constant
 from zero3d.plan.kernels import KERNELS, Kernels, PartWork, Shape, digest, part_work, total
 from zero3d.plan.network import Groups, gather_seconds, reduce_seconds, send_seconds
-from zero3d.plan.recompute import Policy
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.states import policies, reduced_width
 from zero3d.plan.timeline import pipeline_seconds

@@ -23,19 +23,19 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zero3d.activations import attentions_in
-from zero3d.data.masking import forward_options, inner_model
-from zero3d.hf.chain import copy_with
-from zero3d.hf.elsewhere import Elsewhere, first_argument
-from zero3d.ledger import Ledger
+from zero3d.activations.recomputation import attentions_in
+from zero3d.distributed.ledger import Ledger
+from zero3d.models.chain import copy_with
+from zero3d.models.masking import forward_options, inner_model
+from zero3d.models.placeholders import Elsewhere, first_argument
 from zero3d.nested import tensors_out
 from zero3d.precision import at_least_fp32
+from zero3d.setup.build import next_token_loss
 from zero3d.sim.live import Live
 from zero3d.sim.patches import without_values
 from zero3d.sim.pretend import Silent, fake_like
 from zero3d.sim.units import RUN, Rooms
-from zero3d.tensor_parallel import parallelize
-from zero3d.train.build import next_token_loss
+from zero3d.tensor_parallel.parallelize import parallelize
 
 EMBEDDING, HEAD = "embedding", "head"
 Curve = tuple[tuple[float, float], ...]

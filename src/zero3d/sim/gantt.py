@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 
-from zero3d.plan.bubble import COSTS, Action, Interval, intervals
+from zero3d.pipeline.actions import COSTS, Action, Interval, intervals
 from zero3d.sim.result import Simulation
 
 

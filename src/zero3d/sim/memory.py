@@ -31,9 +31,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zero3d.memory.arena import STATES, TRANSIENT
 from zero3d.sim.patches import listening
 from zero3d.sim.where import NOWHERE, Place, Where
-from zero3d.zero.arena import STATES, TRANSIENT
 
 BUFFERS, INPUTS, ACTIVATIONS, TEMPORARY = "buffers", "inputs", "activations", "temporary"
 PADDING = "padding"

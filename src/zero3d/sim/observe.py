@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from zero3d.engine import Engine
+from zero3d.engine.engine import Engine
+from zero3d.memory.arena import STATES
 from zero3d.nested import tensors_in
 from zero3d.sim.flops import Flops
 from zero3d.sim.memory import BUFFERS, INPUTS, Log, Memory
 from zero3d.sim.patches import around
 from zero3d.sim.result import Did, Sent, States, Work
 from zero3d.sim.where import Where
-from zero3d.zero.arena import STATES
 
 Batches = Sequence[Mapping[str, Any]]
 

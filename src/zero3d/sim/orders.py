@@ -8,7 +8,7 @@ torch 2.13's own plan of 1f1b (not its execution) has the last stage begin with 
 
 from __future__ import annotations
 
-from zero3d.engine import Engine
+from zero3d.engine.engine import Engine
 from zero3d.sim.result import Did
 
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from zero3d import precision
+from zero3d.distributed.axis import Axis
+from zero3d.memory.arena import Arena
 from zero3d.tensor_parallel.regions import OwnRandom
-from zero3d.transport import Axis
-from zero3d.zero.arena import Arena
 
 WHOLE = 1 << 62  # elements
 

@@ -12,14 +12,14 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from zero3d import replica
 from zero3d.config import Config
-from zero3d.mesh import Mesh
+from zero3d.distributed.mesh import Mesh
+from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.held import rank_of
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Weight
-from zero3d.schedules import Schedule
 from zero3d.sim.patches import replaced
 from zero3d.sim.trace import outline
+from zero3d.zero import model_group as replica
 
 ABSENT = -1.0
 

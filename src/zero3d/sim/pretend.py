@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero3d.transport import Axis
+from zero3d.distributed.axis import Axis
 
 
 class Silent(Axis):

@@ -20,17 +20,18 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zero3d.boxes import Box
 from zero3d.config import Config, load, resolve_batch
-from zero3d.data.masking import check_packing, forward_options
 from zero3d.data.tokenizers import check_length
-from zero3d.engine import Engine
+from zero3d.distributed.mesh import Mesh
+from zero3d.engine.engine import Engine
 from zero3d.errors import Zero3dError
-from zero3d.hf.build import parameters_on_meta
-from zero3d.hf.open import Opened, open_model
-from zero3d.mesh import Mesh
+from zero3d.models.build import parameters_on_meta
+from zero3d.models.masking import check_packing, forward_options
+from zero3d.models.open import Opened, open_model
+from zero3d.pipeline.schedules import Schedule
 from zero3d.precision import DTYPES
-from zero3d.schedules import Schedule
+from zero3d.setup.build import build_engine, of_config
+from zero3d.shards.boxes import Box
 from zero3d.sim.group import fake_group
 from zero3d.sim.observe import Observed, blank_batches, observe
 from zero3d.sim.orders import orders
@@ -40,7 +41,6 @@ from zero3d.sim.repeats import enough, sent_by_all, work_of_all
 from zero3d.sim.replay import peak_of, timeline_of
 from zero3d.sim.request import Request
 from zero3d.sim.result import RankResult
-from zero3d.train.build import build_engine, of_config
 
 STEPS = 1000  # of the learning rate's schedule, where the configuration counts epochs
 

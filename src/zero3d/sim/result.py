@@ -106,7 +106,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Did:
-    """One action of a pipeline: kind F, B, I or W (plan/bubble.py)."""
+    """One action of a pipeline: kind F, B, I or W (pipeline/actions.py)."""
 
     kind: str
     part: int

@@ -20,9 +20,9 @@ from typing import Any
 
 from zero3d import errors
 from zero3d.config import Config, resolve_batch, to_dict
-from zero3d.degrees import Degrees, Place
+from zero3d.distributed.degrees import Degrees, Place
 from zero3d.errors import ConfigError, Zero3dError
-from zero3d.schedules import Schedule
+from zero3d.pipeline.schedules import Schedule
 from zero3d.sim.request import Request
 from zero3d.sim.result import RankResult, Simulation, from_json
 

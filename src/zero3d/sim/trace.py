@@ -19,16 +19,16 @@ from typing import Any
 
 from torch import nn
 
-from zero3d.activations import attentions_in
+from zero3d.activations.recomputation import attentions_in
 from zero3d.config import Model
 from zero3d.errors import ConfigError
-from zero3d.hf.open import open_model
-from zero3d.hf.split import active_weights
+from zero3d.models.open import open_model
+from zero3d.pipeline.split import active_weights
 from zero3d.plan.spec import Instant, ModelSpec, Operations, Part
+from zero3d.setup.build import of_config
+from zero3d.shards.cuts import Cut
 from zero3d.sim.figures import EMBEDDING, HEAD, Curve, Figures, kinds_of, measure, reduce_model
 from zero3d.sim.units import Rooms, config_of, find_cuts, find_rooms, units_by_part
-from zero3d.tensor_parallel.cuts import Cut
-from zero3d.train.build import of_config
 
 DEGREES = (2, 3, 4, 5, 6, 7, 8)
 LENGTH, MOST = 2048, 4096

@@ -17,20 +17,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3d.data.masking import inner_model
+from zero3d.distributed.axis import Axis
+from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
-from zero3d.hf.blocks import ROOT, find_blocks, find_owners, partition
-from zero3d.hf.chain import find_chain
-from zero3d.ledger import Ledger
+from zero3d.models.blocks import ROOT, find_blocks, find_owners, partition
+from zero3d.models.chain import find_chain
+from zero3d.models.masking import inner_model
 from zero3d.plan.spec import Unit, Weight
-from zero3d.tensor_parallel import read_styles
+from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.channel import Channel
-from zero3d.tensor_parallel.cuts import Cut
+from zero3d.tensor_parallel.parallelize import read_styles
 from zero3d.tensor_parallel.regions import Doors
 from zero3d.tensor_parallel.sequence import cut_blocks
 from zero3d.tensor_parallel.styles import Work, apply_style
 from zero3d.tensor_parallel.vocabulary import Head
-from zero3d.transport import Axis
 
 RUN = torch.bfloat16
 

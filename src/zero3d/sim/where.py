@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from zero3d.engine import Engine
-from zero3d.plan.bubble import Action
+from zero3d.engine.engine import Engine
+from zero3d.pipeline.actions import Action
 
 FORWARD, BACKWARD, RECOMPUTED, STEP = "forward", "backward", "recomputed", "step"
 PHASES = (FORWARD, BACKWARD, RECOMPUTED, STEP)

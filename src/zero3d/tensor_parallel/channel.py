@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from zero3d.ledger import Ledger
-from zero3d.transport import Axis, swap
-from zero3d.zero.collectives import choose_algorithm, gather_into, reduce_scatter_into
+from zero3d.distributed.axis import Axis, swap
+from zero3d.distributed.collectives import choose_algorithm, gather_into, reduce_scatter_into
+from zero3d.distributed.ledger import Ledger
 
 
 class Channel:

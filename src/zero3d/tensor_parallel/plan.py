@@ -34,11 +34,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from zero3d.data.masking import inner_model
 from zero3d.errors import ConfigError
-from zero3d.hf.blocks import find_blocks
-from zero3d.hf.chain import base_of
-from zero3d.hf.elsewhere import Elsewhere
+from zero3d.models.blocks import find_blocks
+from zero3d.models.chain import base_of
+from zero3d.models.masking import inner_model
+from zero3d.models.placeholders import Elsewhere
 from zero3d.tensor_parallel.proposal import propose
 from zero3d.tensor_parallel.shipped import shipped_plan
 

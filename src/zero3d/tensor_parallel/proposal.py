@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from zero3d.hf.blocks import find_blocks
+from zero3d.models.blocks import find_blocks
 from zero3d.tensor_parallel.shipped import Plan, cut, whole_attention
 
 ATTENTIONS = (  # names of inputs, and of the output, which may be in a module beside

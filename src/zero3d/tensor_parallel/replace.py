@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from zero3d.errors import ConfigError
-from zero3d.tensor_parallel.cuts import Cut
+from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.styles import Work, is_conv
 
 

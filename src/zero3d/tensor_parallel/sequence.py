@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zero3d.activations import Recomputed
+from zero3d.activations.recomputation import Recomputed
 from zero3d.errors import ConfigError
-from zero3d.hf.blocks import find_blocks
+from zero3d.models.blocks import find_blocks
 from zero3d.nested import map_tensors
 from zero3d.tensor_parallel.regions import Doors, OwnRandom
 from zero3d.tensor_parallel.styles import Work, change_first

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from zero3d.errors import ConfigError
 from zero3d.nested import map_tensors
-from zero3d.tensor_parallel.cuts import Cut
+from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.heads import take_own
 from zero3d.tensor_parallel.plan import Style
 from zero3d.tensor_parallel.regions import Doors, Way, cross

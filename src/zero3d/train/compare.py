@@ -6,7 +6,7 @@ speed        sequences per rank and step, seconds per step, samples per second
 loss         last loss, held-out loss, and their differences to the first run; `same_bits` is about every step,
              `moment` of reduction about why they may differ
 exact        of runs with zero.exact: a fingerprint of masters and optimizer states beside the last loss in all digits
-recompute    of runs that differ in `activations`: plan/recompute.py's arithmetic beside the measured step
+recompute    of runs that differ in `activations`: activations/policy.py's arithmetic beside the measured step
 
 A result is what `zero3d train --json` prints.
 """
@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from zero3d.plan.recompute import Arithmetic, best_segment, recompute_arithmetic
-from zero3d.schedules import pipeline_policies
+from zero3d.activations.policy import Arithmetic, best_segment, recompute_arithmetic
+from zero3d.pipeline.schedules import pipeline_policies
 from zero3d.train.variants import Variant
 from zero3d.zero.stages import resolve_policies, stage_row
 

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from errno import EACCES
 from pathlib import Path
 
+from zero3d.checkpoint.folders import checkpoints, complete_steps, discard, find, tidy
 from zero3d.config import load
 from zero3d.errors import CheckpointError, ConfigError, short
 from zero3d.reading import Unreadable, parse_object
-from zero3d.saved.folders import checkpoints, complete_steps, discard, find, tidy
 from zero3d.train.hold import LOCK, Hold
 
 WRITTEN = (

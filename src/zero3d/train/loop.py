@@ -23,9 +23,8 @@ from torch import Tensor
 from zero3d.config import Config
 from zero3d.data.batches import BatchStream, validation_batches
 from zero3d.data.sequences import Sequences
-from zero3d.engine import Engine
+from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError, NonFiniteError
-from zero3d.health import check_weights
 from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
 from zero3d.train.metrics import Metrics, Record
@@ -36,6 +35,7 @@ from zero3d.train.sent import Traffic
 from zero3d.train.stop import Stopped, StopRequest
 from zero3d.train.trace import Tracer
 from zero3d.train.way_on import ANEW, WayOn
+from zero3d.zero.health import check_weights
 from zero3d.zero.optimizer import OVERFLOW
 
 

@@ -23,9 +23,10 @@ import torch
 from torch import nn
 
 from zero3d.config import Config
-from zero3d.engine import Engine
+from zero3d.distributed.mesh import Mesh
+from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
-from zero3d.mesh import Mesh
+from zero3d.memory.arena import STATES
 from zero3d.plan.corrected import corrected, write_rates
 from zero3d.plan.emit import plan_of
 from zero3d.plan.estimate import evaluate
@@ -33,7 +34,6 @@ from zero3d.plan.hardware import base_of, cluster, named, read_file
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.sim.trace import trace
 from zero3d.train.progress import size
-from zero3d.zero.arena import STATES
 
 AT = 3  # the step after which
 

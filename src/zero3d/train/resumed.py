@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zero3d.checkpoint.fields import Field
+from zero3d.checkpoint.folders import MANIFEST
 from zero3d.errors import ConfigError
-from zero3d.saved.fields import Field
-from zero3d.saved.folders import MANIFEST
 
 
 def check_progress(checkpoint: Path, saved: Mapping[str, Any] | None, applied: int) -> Mapping[str, Any]:

@@ -16,33 +16,33 @@ from typing import Any
 
 import torch
 
-from zero3d.agree import agree
+from zero3d.checkpoint.folders import settled
 from zero3d.config import Batch, Config, resolve_batch, to_yaml
 from zero3d.data.batches import BatchStream, validation_batches
 from zero3d.data.dataset import DataSet
-from zero3d.data.masking import forward_options
 from zero3d.data.tokenizers import Tokenizer, load_tokenizer
-from zero3d.engine import Engine
+from zero3d.distributed.agreement import agree
+from zero3d.distributed.collectives import broadcast_ints
+from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError, ConfigError, NonFiniteError
-from zero3d.health import check_weights
-from zero3d.hf.blocks import find_blocks
-from zero3d.hf.foreign_code import no_foreign_code
-from zero3d.saved.folders import settled
-from zero3d.train.build import Inputs, build_engine, of_config, open_inputs, steps_of_run, with_output
+from zero3d.models.blocks import find_blocks
+from zero3d.models.foreign_code import no_foreign_code
+from zero3d.models.masking import forward_options
+from zero3d.setup.build import Inputs, build_engine, of_config, open_inputs, steps_of_run, with_output
+from zero3d.setup.optim import rate, set_again, settings
 from zero3d.train.flops import flops_per_token
 from zero3d.train.folder import AUTO, Folder, first_free, numbered
 from zero3d.train.hold import Hold
 from zero3d.train.loop import Loop, memory_bytes, progressed
 from zero3d.train.measure import Activations, MemoryRow, memory_rows
 from zero3d.train.metrics import Metrics, Record, losses
-from zero3d.train.optim import rate, set_again, settings
 from zero3d.train.planned import AT, Comparison, plan_run
 from zero3d.train.progress import Progress
 from zero3d.train.resumed import check_progress
 from zero3d.train.sent import Done, TrafficRow, traffic_rows
 from zero3d.train.start import Start, check_start
 from zero3d.train.way_on import WayOn, instead_of
-from zero3d.zero.collectives import broadcast_ints
+from zero3d.zero.health import check_weights
 
 SAMPLE_LENGTH, TEMPERATURE, TOP_K = 240, 0.7, 40
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero3d.checkpoint.fields import USE_ANOTHER
+from zero3d.checkpoint.folders import checkpoints
+from zero3d.checkpoint.intact import damage, newest_intact
 from zero3d.config import Config
 from zero3d.errors import CheckpointError
-from zero3d.saved.fields import USE_ANOTHER
-from zero3d.saved.folders import checkpoints
-from zero3d.saved.intact import damage, newest_intact
 from zero3d.train.folder import AUTO, Folder
 
 ANEW = "start anew with --overwrite"

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero3d.distributed.collectives import Comm, Pending, same_memory
 from zero3d.errors import ConfigError
-from zero3d.param_groups import NOT_ELEMENTWISE, refuse_kind
-from zero3d.replica import Replica
-from zero3d.zero.arena import Arena, host_value
-from zero3d.zero.collectives import Comm, Pending, same_memory
+from zero3d.memory.arena import Arena, host_value
 from zero3d.zero.layout import Piece
+from zero3d.zero.model_group import Replica
+from zero3d.zero.param_groups import NOT_ELEMENTWISE, refuse_kind
 from zero3d.zero.prefetch import WINDOW
 from zero3d.zero.unit import Unit
 

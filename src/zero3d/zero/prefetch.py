@@ -23,7 +23,7 @@ from contextlib import contextmanager
 import torch
 
 from zero3d.errors import ConfigError
-from zero3d.plan.traffic import TokenEvent
+from zero3d.zero.traffic import TokenEvent
 from zero3d.zero.unit import State, Unit
 
 WINDOW = 2

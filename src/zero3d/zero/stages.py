@@ -11,7 +11,7 @@ Psi parameters, N data-parallel degree, M micro-batches per step, K optimizer by
 bits where gradients are reduced at the same moments: M = 1, or one `reduce` for all. A sum over ranks, then over
 micro-batches, is rounded in another order than one over micro-batches, then over ranks.
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models" (2020), section 5 (memory); the elements moved are plan/traffic.py's.
+Models" (2020), section 5 (memory); the elements moved are zero/traffic.py's.
 """
 
 from __future__ import annotations

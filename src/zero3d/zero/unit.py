@@ -33,10 +33,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zero3d.distributed.collectives import Comm, Pending, same_memory
 from zero3d.errors import LayoutError
+from zero3d.memory.arena import Arena
 from zero3d.precision import to_compute
-from zero3d.zero.arena import Arena
-from zero3d.zero.collectives import Comm, Pending, same_memory
 from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.stages import Stage
 

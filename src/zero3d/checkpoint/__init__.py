@@ -1,0 +1,1 @@
+"""Sharded, atomic checkpoints that load on any mesh; Hugging Face exports."""

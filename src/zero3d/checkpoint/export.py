@@ -1,0 +1,221 @@
+"""Export: the weights as a folder that `from_pretrained` loads, gathered unit by unit.
+
+    every pipeline stage   gathers its units on its own dp axis; rank 0 of that has the tp ranks' slices joined,
+                           parameter by parameter, and as tp rank 0 writes part-STAGE-0, -1, ...
+    in turn                persistent buffers that no earlier pipeline stage wrote
+    rank 0 of all          gives the files their names, writes index and config
+
+No rank ever holds the model, or more of it than a file. A tied parameter's copy is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from zero3d.checkpoint.save import Parts, sync, taken_back, write_json, write_tensors
+from zero3d.distributed.agreement import agree
+from zero3d.errors import CheckpointError, NonFiniteError
+from zero3d.pipeline.split import model_of
+from zero3d.zero.health import is_finite
+from zero3d.zero.unit import Unit
+
+FILE_BYTES = 4 * 10**9
+
+
+def export(directory: Path, parts: Parts, gathered: Callable[[Unit], AbstractContextManager[None]]) -> Path:
+    """Write the weights in compute dtype as safetensors, with the config of a Hugging Face model.
+
+    Gathers one unit at a time; who writes does so into files of at most FILE_BYTES, so that its host memory
+    holds one file and never the model. The folder appears whole or not at all.
+    """
+    model = model_of(parts.modules[0])
+    if hasattr(model, "peft_config"):
+        raise CheckpointError(
+            "export writes whole models, and this one is wrapped by PEFT: use `with engine.full_params(): "
+            "model.save_pretrained(directory)` for its adapters, or merge them before the Engine is built."
+        )
+    directory = directory.resolve()
+    temporary = directory.with_name(f".{directory.name}.tmp")
+    everyone, place = parts.everyone, parts.degrees.place(parts.everyone.rank)
+    writer = _ExportWriter(temporary, place.pp)
+
+    def on(chosen: bool, action: Callable[[], None]) -> None:
+        agree(everyone, action if chosen else lambda: None)
+
+    on(everyone.rank == 0, partial(_prepare_export, directory, temporary))
+    with taken_back(temporary, everyone):
+        agree(everyone, partial(_add_units, writer, parts, model, gathered))
+        for stage in range(parts.degrees.pp):
+            on(place == (stage, 0, 0), partial(_finish_stage, writer, parts, model))
+        on(everyone.rank == 0, partial(_finish_export, temporary, directory, model, parts.degrees.pp))
+    return directory
+
+
+def _add_units(
+    writer: _ExportWriter, parts: Parts, model: nn.Module, gathered: Callable[[Unit], AbstractContextManager[None]]
+) -> None:
+    """Gather this pipeline stage's units, of which each has its own number."""
+    for unit in parts.owned_units:
+        with gathered(unit):
+            add = partial(_add, writer, parts, model, unit) if parts.comm.rank == 0 else lambda: None
+            agree(parts.tp, partial(agree, parts.comm, add))
+
+
+def _add(writer: _ExportWriter, parts: Parts, model: nn.Module, unit: Unit) -> None:
+    """Write a gathered unit on tp rank 0; the others only take part in joining it."""
+    tensors = zip(unit.layout.slots, unit.weights.params, strict=True)
+    named = {slot.name: _joined(parts, slot.name, p.detach()) for slot, p in tensors}
+    if parts.tp.rank == 0:
+        _refuse_nonfinite(named)
+        writer.add(_named_as_saved(model, named))
+
+
+def _refuse_nonfinite(tensors: Mapping[str, Tensor]) -> None:
+    floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()}
+    bad = [name for name, tensor in floating.items() if not is_finite(tensor)]
+    if bad:
+        more = f" and {len(bad) - 1} more beside it" if len(bad) > 1 else ""
+        raise NonFiniteError(
+            f"nothing was exported: {bad[0]}{more} has values that are NaN or infinite. Go back to an earlier "
+            "checkpoint, whose weights are finite."
+        )
+
+
+def _refuse_nan(buffers: Mapping[str, Tensor]) -> None:
+    """Refuse buffers such as running statistics of a forward that was not finite; infinities may be a mask's."""
+    bad = [name for name, buffer in buffers.items() if buffer.is_floating_point() and bool(buffer.isnan().any())]
+    if bad:
+        raise NonFiniteError(
+            f"nothing was exported: buffer {bad[0]} has values that are NaN. Go back to an earlier checkpoint, whose "
+            "buffers are finite."
+        )
+
+
+def _joined(parts: Parts, name: str, local: Tensor) -> Tensor:
+    """A parameter as it is saved: on tp rank 0 joined from all slices, in host memory.
+
+    For a cut one every tp rank holds the whole for a moment, and receives (tp-1)/tp of it.
+    """
+    cut = parts.cut(name)
+    if cut is None:
+        return local
+    slices = local.new_empty(parts.tp.size, *local.shape)
+    parts.tp.all_gather(slices.view(-1), local.reshape(-1), name).wait()
+    return cut.join(slices.cpu().unbind()) if parts.tp.rank == 0 else local
+
+
+def _prepare_export(directory: Path, temporary: Path) -> None:
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise CheckpointError(
+            f"{directory} exists and is not empty: export to a new directory, so that nothing is lost."
+        )
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+
+
+def _named_as_saved(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Host copies under the names of the model's published checkpoints."""
+    host = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    if not hasattr(module, "save_pretrained"):
+        return host
+    from transformers.core_model_loading import revert_weight_conversion
+
+    converted: dict[str, Tensor] = revert_weight_conversion(module, host)
+    return {name: tensor.contiguous() for name, tensor in converted.items()}
+
+
+class _ExportWriter:
+    """Collects one pipeline stage's tensors into files and remembers which file holds what."""
+
+    def __init__(self, directory: Path, stage: int) -> None:
+        self._directory, self._stage = directory, stage
+        self._open: dict[str, Tensor] = {}
+        self._files: list[dict[str, int]] = []
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if self._open and sum(map(_nbytes, self._open.values())) + _nbytes(tensor) > FILE_BYTES:
+                self._flush()
+            self._open[name] = tensor
+
+    def _flush(self) -> None:
+        path = self._directory / f"part-{self._stage}-{len(self._files)}"
+        write_tensors(path, self._open, format="pt", writer="zero3d")  # a run replaces only what says so
+        self._files.append({name: _nbytes(tensor) for name, tensor in self._open.items()})
+        self._open = {}
+
+    def earlier(self) -> set[str]:
+        """Names that earlier pipeline stages have written."""
+        listed = [self._directory / f"parts-{stage}.json" for stage in range(self._stage)]
+        return {name for path in listed for file in json.loads(path.read_text()) for name in file}
+
+    def finish(self) -> None:
+        """Write the last file, and what each of them holds for whoever joins them."""
+        self._flush()
+        write_json(self._directory / f"parts-{self._stage}.json", self._files)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _finish_stage(writer: _ExportWriter, parts: Parts, model: nn.Module) -> None:
+    """Add the persistent buffers that no earlier pipeline stage has."""
+    names = parts.persistent
+    buffers = _named_as_saved(model, {name: each[0] for name, each in parts.buffers.items() if name in names})
+    _refuse_nan(buffers)
+    there = writer.earlier()
+    writer.add({name: tensor for name, tensor in buffers.items() if name not in there})
+    writer.finish()
+
+
+def _join(temporary: Path, stages: int) -> None:
+    """Give the files their final names and write the index if there are several."""
+    held: list[tuple[Path, dict[str, int]]] = []
+    for stage in range(stages):
+        listed = temporary / f"parts-{stage}.json"
+        held += [(temporary / f"part-{stage}-{i}", file) for i, file in enumerate(json.loads(listed.read_text()))]
+        listed.unlink()
+    count = len(held)
+    where: dict[str, str] = {}
+    for i, (path, file) in enumerate(held):
+        name = "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        path.rename(temporary / name)
+        where |= dict.fromkeys(file, name)
+    if count > 1:
+        total = sum(size for _, file in held for size in file.values())
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        write_json(temporary / "model.safetensors.index.json", index)
+
+
+def _save_generation(generation: Any, folder: Path) -> None:
+    """As the model has it: published ones have settings that transformers loads and refuses to save."""
+    try:
+        generation.save_pretrained(folder)
+    except ValueError:
+        generation.to_json_file(folder / "generation_config.json")
+
+
+def _finish_export(temporary: Path, directory: Path, module: nn.Module, stages: int) -> None:
+    _join(temporary, stages)
+    config: Any = getattr(module, "config", None)
+    if config is not None and hasattr(config, "save_pretrained"):
+        config = type(config).from_dict(config.to_dict())
+        config.architectures = [type(module).__name__]
+        config.dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+        config.save_pretrained(temporary)
+        generation = getattr(module, "generation_config", None)
+        if generation is not None:
+            _save_generation(generation, temporary)
+    if directory.exists():
+        directory.rmdir()
+    temporary.rename(directory)
+    sync(directory.parent)

@@ -1,0 +1,71 @@
+"""All ranks go on, or all raise the same error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from zero3d import errors
+from zero3d.distributed.collectives import Comm
+from zero3d.errors import FAULT, CheckpointError, RankError, Zero3dError
+
+_TEXT = 2000  # letters of an error message that travel between ranks
+T = TypeVar("T")
+
+
+def agree(comm: Comm, action: Callable[[], T]) -> T:
+    """Run on every rank; if any fails, all raise the first failure, so that none goes on alone.
+
+    raised on purpose    the failing rank raises it as it is, the others one of its class
+    OSError              a CheckpointError on all ranks: a disk or a right that is missing is nobody's bug
+    anything else        the failing rank raises it as it is, with its callstack, the others a RankError
+
+    On the others it carries `from_rank`, so that it is told once, and the failing rank's exit code. Moves 8 bytes per
+    rank, and the message after a failure.
+    """
+    failure: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:  # noqa: BLE001 (passed on below)
+        failure = error
+    failed = [rank for rank, bad in enumerate(_gather(comm, [float(failure is not None)])) if bad[0]]
+    if not failed:
+        return result
+    raised = None if failure is None else _raised(failure, comm.rank)
+    said = json.dumps([type(raised).__name__, str(raised)[:_TEXT], getattr(raised, "exit_code", FAULT)])
+    name, message, code = json.loads(exchange_texts(comm, said)[failed[0]])
+    if raised is not None and comm.rank == failed[0]:
+        raise raised
+    kind: Any = getattr(errors, name, None)
+    ours = isinstance(kind, type) and issubclass(kind, Zero3dError)
+    other: Zero3dError = kind(message) if ours else RankError(f"rank {failed[0]} failed: {name}: {message}")
+    other.from_rank, other.agreed = failed[0], code
+    raise other from failure
+
+
+def _raised(failure: Exception, rank: int) -> Exception:
+    """What the failing rank raises: an error of the system becomes one of ours."""
+    if not isinstance(failure, OSError):
+        return failure
+    error = CheckpointError(f"rank {rank} failed: {type(failure).__name__}: {failure}")
+    error.__cause__ = failure
+    return error
+
+
+def exchange_texts(comm: Comm, text: str) -> list[str]:
+    """Every rank's text, by rank; as numbers in tensors, since no message of ours is a pickle.
+
+    Moves 8 bytes per rank and 8 for each byte of the longest text.
+    """
+    data = text.encode()
+    lengths = [int(row[0]) for row in _gather(comm, [float(len(data))])]
+    rows = _gather(comm, [float(byte) for byte in data.ljust(max(lengths))])
+    return [bytes(map(int, row[:length])).decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _gather(comm: Comm, values: list[float]) -> list[list[float]]:
+    table: list[list[float]] = comm.exchange(torch.tensor(values, dtype=torch.float64, device=comm.device)).tolist()
+    return table

@@ -1,0 +1,1 @@
+"""The public class, and what it is made of."""

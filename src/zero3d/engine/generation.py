@@ -1,0 +1,122 @@
+"""Tokens one after another, for models without a generate of their own and for pipelines.
+
+    prefix -> logits of the next token (on the rank of the last part) -> token -> all ranks -> longer prefix
+
+The prefix is computed again for every token: there is no cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zero3d.errors import ConfigError
+from zero3d.models.masking import inner_model
+from zero3d.nested import tensors_in
+
+LAST = "logits_to_keep"
+OPTIONS = ("do_sample", "temperature", "top_k")
+
+
+def check_options(options: Mapping[str, Any], vocabulary: int | None = None) -> None:
+    """Raise ConfigError for options that a pipeline's `generate` does not have, and for values that cannot work.
+
+    All ranks check before anything is sent: only one of them picks tokens, and it would fail alone.
+    """
+    unknown = [name for name in options if name not in OPTIONS]
+    if unknown:
+        raise ConfigError(
+            f"generate in a pipeline has no option {unknown[0]!r}: pass {', '.join(OPTIONS)}, or export the model and "
+            "generate with pp=1."
+        )
+    if not options.get("do_sample", False):
+        return
+    temperature, top_k = options.get("temperature", 1.0), options.get("top_k")
+    if not (isinstance(temperature, (int, float)) and temperature > 0):
+        raise ConfigError(
+            f"temperature={temperature!r} divides logits and must be a number above 0: pass 1.0, or do_sample=False "
+            "for the most likely token."
+        )
+    if top_k is not None and not (isinstance(top_k, int) and 1 <= top_k <= (vocabulary or top_k)):
+        raise ConfigError(
+            f"top_k={top_k!r} must be a whole number from 1 to the vocabulary's {vocabulary or 'size'}: pass one of "
+            "them, or top_k=None for all tokens."
+        )
+
+
+class Ending(NamedTuple):
+    """When a sequence ends: after one of the tokens `eos`; the rest of it is `pad`.
+
+    early   stop when all have ended; False where other ranks must see as many forwards
+    """
+
+    eos: tuple[int, ...] = ()
+    pad: int = 0
+    early: bool = True
+
+    @classmethod
+    def of(cls, model: nn.Module, early: bool = True) -> Ending:
+        """What a Hugging Face model's generation_config says; a module without one never ends."""
+        config = getattr(model, "generation_config", None)
+        eos = getattr(config, "eos_token_id", None)
+        if eos is None:
+            return cls(early=early)
+        ends = tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+        pad = getattr(config, "pad_token_id", None)
+        return cls(ends, ends[0] if pad is None else int(pad), early)
+
+
+def next_logits(output: Any) -> Tensor:
+    """[batch, vocabulary] fp32 of the token after the last, from what a model returns for [batch, length]."""
+    return next(tensors_in(getattr(output, "logits", output)))[:, -1].float()
+
+
+def last_only(model: nn.Module) -> dict[str, int]:
+    """What a forward is told that shall make logits of the last position alone, where it takes that."""
+    return {LAST: 1} if LAST in inspect.signature(inner_model(model).forward).parameters else {}
+
+
+def generate(
+    forward: Callable[[Tensor], Tensor | None],
+    everywhere: Callable[[Tensor], Tensor],
+    ids: Tensor,
+    max_new_tokens: int,
+    ending: Ending,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+) -> Tensor:
+    """Continue `ids` [batch, length] by `max_new_tokens`.
+
+    forward     ids -> logits of the next token [batch, vocabulary], or None where another rank has them
+    everywhere  one rank's [batch] float64 plus zeros of the others -> the sum, on all of them
+    Sampling draws from torch's default generator, on the rank that has the output.
+    """
+    eos, over = torch.tensor(ending.eos, device=ids.device), torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    length = ids.shape[1] + max_new_tokens
+    for _ in range(max_new_tokens):
+        logits = forward(ids)
+        token = torch.zeros(len(ids), dtype=torch.float64, device=ids.device)
+        if logits is not None:
+            token += _pick(logits, do_sample, temperature, top_k)
+        token = everywhere(token).to(ids).masked_fill(over, ending.pad)
+        ids, over = torch.cat([ids, token[:, None]], dim=1), over | torch.isin(token, eos)
+        if ending.eos and bool(over.all()):
+            length = min(length, ids.shape[1])
+            if ending.early:
+                break
+    return ids[:, :length]
+
+
+def _pick(logits: Tensor, do_sample: bool, temperature: float, top_k: int | None) -> Tensor:
+    """[batch, vocabulary] -> [batch]."""
+    if not do_sample:
+        return logits.argmax(-1)
+    logits = logits / temperature
+    if top_k is not None:
+        logits[logits < logits.topk(top_k).values[:, -1:]] = float("-inf")
+    return torch.multinomial(logits.softmax(-1), 1)[:, 0]

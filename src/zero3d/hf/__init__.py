@@ -1,1 +1,0 @@
-"""Hugging Face models: finding their blocks, writing their folders."""

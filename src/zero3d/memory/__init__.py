@@ -1,0 +1,1 @@
+"""Where bytes are held: every buffer of the engine, by category and place."""

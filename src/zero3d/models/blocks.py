@@ -1,0 +1,198 @@
+"""Which modules form a unit: repeated blocks, embeddings, heads, and the rest in the root.
+
+    model.embed_tokens   an nn.Embedding outside the blocks          own unit
+    model.layers.0 ...   children of a list of blocks                one unit each
+    lm_head              an nn.Linear outside the blocks             own unit
+    model.norm, ...      everything else                             the root unit
+
+Blocks are of one class or, in an nn.ModuleList, of several that are akin: attention and Mamba layers of a hybrid.
+Works on any nn.Module; Hugging Face models need no special case but for the names they ask to
+keep in fp32. Tied parameters belong to the first unit that names them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zero3d.errors import ConfigError
+from zero3d.models.placeholders import Elsewhere, kind_of
+from zero3d.precision import NAMES
+
+ROOT = "root"
+
+
+@dataclass
+class UnitSpec:
+    """One unit to be built.
+
+    params    name -> parameter, in model order; one dtype after the cast, all trainable or all frozen
+    users     modules whose forward needs them
+    deferred  gradients may come in parts: the root unit and units with tied parameters
+    """
+
+    name: str
+    dtype: torch.dtype
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+    users: list[nn.Module] = field(default_factory=list)
+    deferred: bool = False
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Children of every list of two or more modules that are akin, by name; lists inside blocks do not count.
+
+    Of a pipeline stage's list, the blocks that are here; those elsewhere count only towards the two.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if any(name.startswith(block + ".") for block in found):
+            continue
+        children = list(module.named_children())
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(children) < 2:
+            continue
+        here = [(key, child) for key, child in children if not isinstance(child, Elsewhere)]
+        has_parts = all(next(child.children(), None) is not None and owns(child) for _, child in here)
+        if has_parts and _are_akin(module, [child for _, child in children]):
+            found |= dict(part for key, child in here for part in _called(f"{name}.{key}".lstrip("."), child))
+    return found
+
+
+def _are_akin(holder: nn.Module, children: Sequence[nn.Module]) -> bool:
+    """Whether a list's modules are blocks: of one class, or layers of a hybrid.
+
+    Of a hybrid's layers some class comes again, or all have an ancestor beside nn.Module, and each has a matrix, which
+    convolutions of images and sounds have not. What is made of blocks, as an encoder and a decoder are, is none.
+    """
+    kinds = [kind_of(child) for child in children]
+    if len(set(kinds)) == 1:
+        return True
+    ancestors = set.intersection(*(set(kind.__mro__) for kind in kinds)) - set(nn.Module.__mro__)
+    mixed = isinstance(holder, nn.ModuleList) and (len(set(kinds)) < len(kinds) or bool(ancestors))
+    return mixed and all(map(_has_matrix, children)) and not _are_made_of_blocks(children)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    inside = [m for m in module.modules() if not isinstance(m, nn.Embedding)]
+    return isinstance(module, Elsewhere) or any(p.dim() == 2 for m in inside for p in m.parameters(recurse=False))
+
+
+def _are_made_of_blocks(modules: Sequence[nn.Module]) -> bool:
+    blocks = [block for module in modules for block in find_blocks(module).values()]
+    return 2 * _numel(blocks) > _numel(modules)
+
+
+def _numel(modules: Iterable[nn.Module]) -> int:
+    return sum(p.numel() for module in modules for p in module.parameters())
+
+
+def _called(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The module itself, or what a mere container holds: the forward of a container never runs."""
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return [(name, module)] if owns(module) else []
+    return [part for key, child in module.named_children() for part in _called(f"{name}.{key}", child)]
+
+
+def owns(module: nn.Module) -> bool:
+    """Whether it has parameters."""
+    return next(module.parameters(), None) is not None
+
+
+def find_owners(model: nn.Module, units: Sequence[type[nn.Module] | str] | None) -> dict[str, nn.Module]:
+    """Modules that own a unit of their own, by name. `units`: module classes or name patterns."""
+    if units is None:
+        blocks = find_blocks(model)
+        if not blocks:
+            return {}
+        outside = {
+            name: module
+            for name, module in model.named_modules()
+            if (isinstance(module, nn.Embedding) or type(module) is nn.Linear)
+            and not any(name.startswith(b + ".") for b in blocks)
+        }
+        return blocks | outside
+    if not isinstance(units, (list, tuple)):
+        raise ConfigError(f"units={units!r}: pass a list of module classes or name patterns, such as [Block, 'head'].")
+    owners: dict[str, nn.Module] = {}
+    named = dict(model.named_modules())
+    for name, module in named.items():
+        inside = any(name.startswith(owner + ".") for owner in owners)
+        if name and not inside and any(_matches(unit, name, module) for unit in units):
+            owners |= dict(_called(name, module))
+    for unit in units:
+        if not any(name and _matches(unit, name, module) for name, module in named.items()):
+            raise ConfigError(
+                f"units={unit if isinstance(unit, str) else unit.__name__!r} matches no module of "
+                f"{type(model).__name__}. Name a class or a pattern such as 'model.layers.*'; leave units out and the "
+                "repeated blocks are found."
+            )
+    return owners
+
+
+def _matches(unit: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
+    return fnmatch.fnmatchcase(name, unit) if isinstance(unit, str) else issubclass(kind_of(module), unit)
+
+
+def partition(
+    model: nn.Module, units: Sequence[type[nn.Module] | str] | None, dtype: torch.dtype
+) -> tuple[list[UnitSpec], dict[nn.Module, list[str]]]:
+    """All parameters in units, in model order, and for each user module the names of the units it needs."""
+    owners = find_owners(model, units)
+    keep = _kept_in_fp32(model) if dtype in (torch.bfloat16, torch.float16) else ()
+    specs: dict[tuple[str, bool, torch.dtype], UnitSpec] = {}
+    spec_of: dict[nn.Parameter, UnitSpec] = {}
+    uses: dict[nn.Module, list[UnitSpec]] = {}
+    for module_name, module in model.named_modules():
+        owner = next((o for o in owners if module_name == o or module_name.startswith(o + ".")), ROOT)
+        for local, p in module.named_parameters(recurse=False):
+            name = f"{module_name}.{local}" if module_name else local
+            tied = p in spec_of
+            if not tied:
+                wanted = _cast_of(name, p, dtype, keep)
+                spec_of[p] = specs.setdefault((owner, p.requires_grad, wanted), UnitSpec(owner, wanted))
+                spec_of[p].params[name] = p
+            spec = spec_of[p]
+            spec.deferred |= tied or owner == ROOT
+            for user in [owners.get(owner, module)] + ([model] if spec.name == ROOT else []):
+                if spec not in uses.setdefault(user, []):
+                    uses[user].append(spec)
+    _name(specs)
+    order = list(specs.values())
+    return order, {user: [s.name for s in sorted(needed, key=order.index)] for user, needed in uses.items()}
+
+
+def partition_all(
+    roots: Iterable[nn.Module], units: Sequence[type[nn.Module] | str] | None, dtype: torch.dtype
+) -> tuple[list[UnitSpec], dict[nn.Module, list[str]]]:
+    """`partition` of every pipeline part of this rank, together."""
+    specs: list[UnitSpec] = []
+    uses: dict[nn.Module, list[str]] = {}
+    for root in roots:
+        more, its = partition(root, units, dtype)
+        specs += more
+        uses |= its
+    return specs, uses
+
+
+def _name(specs: Mapping[tuple[str, bool, torch.dtype], UnitSpec]) -> None:
+    """Tell units of one owner apart by what makes them differ."""
+    for (owner, trainable, dtype), spec in specs.items():
+        siblings = [key for key in specs if key[0] == owner]
+        if len(siblings) > 1:
+            spec.name = f"{owner}/{'trainable' if trainable else 'frozen'}-{NAMES.get(dtype, str(dtype))}"
+
+
+def _cast_of(name: str, p: nn.Parameter, dtype: torch.dtype, keep: Sequence[str]) -> torch.dtype:
+    if not p.dtype.is_floating_point:
+        return p.dtype
+    return torch.float32 if any(part in name.split(".") for part in keep) else dtype
+
+
+def _kept_in_fp32(model: nn.Module) -> tuple[str, ...]:
+    names: list[str] = []
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        names += list(getattr(model, attribute, None) or ())
+    return tuple(names)

@@ -1,0 +1,133 @@
+"""A Hugging Face model without its weights, and new weights for it.
+
+build         the module of a config: parameters on the meta device, buffers real
+RandomWeights a `Source` of freshly initialised parameters, the same for every dp degree
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from zero3d.errors import ConfigError, short
+from zero3d.models.blocks import find_blocks
+from zero3d.models.foreign_code import no_foreign_code
+from zero3d.shards.boxes import Box, slices
+
+# By name: transformers puts functions of its own in the place of torch's.
+FILLS = {"normal_", "uniform_", "fill_", "zero_"} | {name for name in vars(nn.init) if name.endswith("_")}
+CHECK = re.compile(r"^\[enforce fail at [^]]*\] .*?\. (.*?\.)( .*)?$")
+
+
+def build(config: Any, attn: str | None = None, file: Path | None = None) -> nn.Module:
+    """The language model of a transformers config, with its vision tower where it has one: parameters on meta, tied
+    as the config says.
+
+    Buffers are computed by the model's own constructor. Costs no memory to speak of and no download. `file` is the
+    config's, to be named in an error. Raises ConfigError.
+    """
+    options = {} if attn is None else {"attn_implementation": attn}
+    try:
+        with parameters_on_meta(), no_foreign_code():
+            model: nn.Module = _auto_class(config).from_config(config, trust_remote_code=False, **options)
+    except Exception as error:  # any error of the model's own, told with its text
+        what = f"{type(config).__name__}{'' if file is None else f' of {file}'}"
+        asked = "" if attn is None else f" with attn={short(repr(attn))}"
+        raise ConfigError(f"{what} cannot be built{asked}: {_said(error)}") from error
+    return model
+
+
+def _said(error: Exception) -> str:
+    """The first line of an error; of one of torch's checks the sentence behind the place and the condition."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return CHECK.sub(r"\1", line)[:300]
+
+
+def _auto_class(config: Any) -> Any:
+    """The one that builds language models, or for configs that are of images and text only, such as LLaVA's, that."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForCausalLM if text else AutoModelForImageTextToText
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Parameters lose their data when a module registers them; initialisers then have nothing to do."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        with _NoFills():
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _NoFills(TorchFunctionMode):
+    """Initialising a tensor without data changes nothing, and would take three quarters of a build's time."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in FILLS:
+            target = args[0] if args else kwargs.get("tensor")
+            if isinstance(target, Tensor) and target.is_meta:
+                return target
+        return func(*args, **kwargs)
+
+
+class RandomWeights:
+    """New weights for a model on meta, by its own `_init_weights`, one block (or embedding, or head) at a time.
+
+    The random stream of a block follows from `seed` and its name, so that the weights do not
+    depend on the dp degree, and no rank ever holds more than one block of them.
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._model, self._seed = copy.deepcopy(model), seed
+        blocks = find_blocks(model)
+        self._owner = {}
+        for name, _ in model.named_parameters():
+            inside = (block for block in blocks if name.startswith(block + "."))
+            self._owner[name] = next(inside, name.rpartition(".")[0])
+        self._made: tuple[str | None, dict[str, Tensor]] = (None, {})
+
+    def __call__(self, name: str, box: Box) -> Tensor:
+        """The values in a box of the parameter."""
+        owner = self._owner[name]
+        if self._made[0] != owner:
+            self._made = (owner, self._make(owner))
+        return self._made[1][name][slices(box)]
+
+    def _make(self, owner: str) -> dict[str, Tensor]:
+        module = copy.deepcopy(self._model.get_submodule(owner)).to_empty(device="cpu")
+        digest = hashlib.sha256(f"{self._seed}:{owner}".encode()).digest()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int.from_bytes(digest[:7], "big"))
+            module.apply(self._initialiser(owner))
+        return {f"{owner}.{name}" if owner else name: p.detach() for name, p in module.named_parameters()}
+
+    def _initialiser(self, owner: str) -> Callable[[nn.Module], None]:
+        """`_init_weights` of the nearest model around `owner`."""
+        path = owner.split(".") if owner else []
+        for depth in range(len(path), -1, -1):
+            around = self._model.get_submodule(".".join(path[:depth]))
+            initialise: Callable[[nn.Module], None] | None = getattr(around, "_init_weights", None)
+            if initialise is not None:
+                return initialise
+        raise ConfigError(f"{type(self._model).__name__} has no _init_weights: pass a module with its own weights.")

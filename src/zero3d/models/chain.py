@@ -1,0 +1,314 @@
+"""Is a model a chain, embedding - blocks - norm and head? Found by running it once without weights or blocks.
+
+    before      modules with parameters that run before the first block: embeddings
+    blocks      one list; each takes the hidden state that the one before it returned, untouched
+    after       modules that run after the last block: norm, head
+
+A second trial enters the model as later pipeline stages do, by a hidden state: blocks must get what they got.
+Trials run on the CPU with parameters of zeros that take no memory (`expand`), whatever device
+the model is on, and with stand-ins for its blocks. So names and the order of registration do not
+matter, and a model that is no chain is refused instead of trained wrongly.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero3d.errors import ConfigError
+from zero3d.memory.arena import host_value
+from zero3d.models.blocks import find_blocks, owns
+from zero3d.models.masking import forward_options, inner_model
+from zero3d.models.placeholders import Blank, Elsewhere, Relay, first_argument
+from zero3d.nested import tensors_in
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The parts of a model by module name.
+
+    blocks     name of the list of blocks; `length` of them
+    before     modules that only the first pipeline stage needs
+    after      modules that only the last one needs
+    tuples     blocks return a tuple that begins with the hidden state, not the hidden state itself
+    width      of the hidden state
+    """
+
+    blocks: str
+    length: int
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    tuples: bool
+    width: int
+
+
+def find_chain(model: nn.Module, blocks: str | None = None) -> Chain:
+    """The chain that `model` is, with the list of blocks called `blocks` (found if left out).
+
+    Errors: no list or several, parameters that belong to no module of their own, a forward that is
+    no chain or cannot run on token ids (ConfigError).
+    """
+    names = _block_lists(model, blocks)
+    if len(names) > 1:
+        raise ConfigError(_several(model, names))
+    _refuse_layer_drop(model)
+    return _chain_of(model, names[0])
+
+
+def _chain_of(model: nn.Module, name: str) -> Chain:
+    """The chain whose blocks are in the list of this name. Raises ConfigError."""
+    rooms = _rooms(model, name)
+    refusals = []
+    for tuples in (False, True):
+        try:
+            calls = _trial(model, name, rooms, tuples)
+            chain = _sorted(model, name, rooms, calls, tuples)
+        except ConfigError as error:
+            refusals.append(error)
+        else:
+            _enter_later(model, chain, rooms, calls)
+            return chain
+    raise refusals[0]
+
+
+def copy_with(model: nn.Module, replaced: Mapping[nn.Module | Tensor, object]) -> Any:
+    """A copy of the modules that shares all tensors; what `replaced` names has something else in its place."""
+    memo: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    memo |= {id(old): new for old, new in replaced.items()}
+    return copy.deepcopy(model, memo)
+
+
+def base_of(model: Any) -> Any:
+    """The Hugging Face model below the head, which takes inputs_embeds; None for any other module."""
+    inner = inner_model(model)
+    return inner.base_model if hasattr(inner, "base_model_prefix") and hasattr(inner, "config") else None
+
+
+def _block_lists(model: nn.Module, asked: str | None) -> list[str]:
+    """Names of the lists of blocks, at least one."""
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))}
+    if asked is not None:
+        if asked in lists and len(lists[asked]) > 0:
+            return [asked]
+        raise ConfigError(f"blocks={asked!r} names no list of modules of {type(model).__name__}. {_listed(lists)}")
+    found = {block.rpartition(".")[0] for block in find_blocks(model)} & set(lists)
+    if found:
+        return sorted(found)
+    single = _lists_of_one(lists)
+    if len(single) == 1:
+        return single
+    raise ConfigError(
+        f"{type(model).__name__} has no list of two or more blocks to cut into pipeline stages. {_listed(lists)}"
+    )
+
+
+def _several(model: nn.Module, names: Sequence[str]) -> str:
+    """What to type where there are several lists of blocks: one of which the model is a chain, if there is."""
+    said = f"{type(model).__name__} has {len(names)} lists of blocks: {', '.join(names)}."
+    refused = ""
+    for name in sorted(names, key=lambda name: -sum(p.numel() for p in model.get_submodule(name).parameters())):
+        try:
+            _chain_of(model, name)
+        except ConfigError as error:
+            refused = refused or f"with blocks={name!r} {error}"
+        else:
+            return f"{said} Name the one to cut into pipeline stages: blocks={name!r} (mesh.blocks in a file)."
+    return f"{said} None of them can be cut alone; {refused}"
+
+
+def _refuse_layer_drop(model: nn.Module) -> None:
+    """Stages would skip other blocks than their neighbours think. Raises ConfigError."""
+    config: Any = getattr(inner_model(model), "config", None)
+    for name in ("layerdrop", "decoder_layerdrop"):
+        if (getattr(config, name, None) or 0) > 0:
+            raise ConfigError(
+                f"{_refusal(model)}: it skips layers at random ({name}={getattr(config, name)}), each stage others. "
+                f"Set {name} to 0.0 in its config before it is built, or pass pp=1."
+            )
+
+
+def _listed(lists: Mapping[str, nn.Module]) -> str:
+    """The lists there are, and what to type."""
+    sizes = {name: len(list(module.children())) for name, module in lists.items() if name}
+    found = ", ".join(f"{name} ({size})" for name, size in list(sizes.items())[:8]) or "none"
+    if max(sizes.values(), default=0) < 2:
+        return f"Its lists: {found}. Put its blocks in an nn.ModuleList, or pass pp=1."
+    return f"Its lists: {found}. Pass blocks='NAME' of an nn.ModuleList (mesh.blocks=NAME in a file), or pp=1."
+
+
+def _lists_of_one(lists: Mapping[str, nn.Module]) -> list[str]:
+    """Outermost nn.ModuleLists of one module that has parameters and modules of its own, as a block does."""
+    found: list[str] = []
+    for name, module in lists.items():
+        if isinstance(module, nn.ModuleList) and len(module) == 1 and owns(module):
+            inside = any(name.startswith(outer + ".") for outer in found)
+            found += [name] if name and not inside and any(True for _ in module[0].children()) else []
+    return found
+
+
+def _rooms(model: nn.Module, blocks: str) -> dict[str, nn.Module]:
+    """Outermost modules beside the list of blocks that have parameters, or draw random numbers; by name."""
+    rooms: dict[str, nn.Module] = {}
+    path = blocks.split(".")
+    for depth in range(len(path)):
+        around = ".".join(path[:depth])
+        holder = model.get_submodule(around)
+        for name, _ in holder.named_parameters(recurse=False):
+            raise ConfigError(
+                f"{f'{around}.{name}'.lstrip('.')} belongs to {type(holder).__name__} itself, so that no pipeline "
+                "stage can be told to hold it: put it in a module of its own, or pass pp=1."
+            )
+        for name, child in holder.named_children():
+            if name != path[depth] and (owns(child) or isinstance(child, DROPOUTS)):
+                rooms[f"{around}.{name}".lstrip(".")] = child
+    return rooms
+
+
+@dataclass
+class _Calls:
+    """What ran in a trial, in order: names of rooms, and indices of blocks.
+
+    left   the hidden state that the latest block returned
+    beside what each block was given beside its hidden state
+    """
+
+    ids: Tensor
+    order: list[str | int] = field(default_factory=list)
+    left: Tensor | None = None
+    beside: list[list[Tensor]] = field(default_factory=list)
+
+
+class _StandIn(Elsewhere):
+    """A block of a trial: returns a fresh hidden state, and checks what it is given."""
+
+    def __init__(self, module: nn.Module, index: int, calls: _Calls, tuples: bool) -> None:
+        super().__init__(module)
+        self._index, self._calls, self._tuples = index, calls, tuples
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        calls, index = self._calls, self._index
+        hidden = first_argument(args, kwargs)
+        if calls.left is not None and hidden is not calls.left:
+            raise ConfigError(f"something happens to the hidden state between blocks {index - 1} and {index}")
+        for value in tensors_in([args, kwargs]):
+            if value is calls.ids:
+                raise ConfigError(f"block {index} takes the token ids, which only the first pipeline stage has")
+            if value is not hidden and value.requires_grad:
+                raise ConfigError(f"block {index} takes a second tensor with a gradient, {list(value.shape)}")
+        calls.order.append(index)
+        calls.beside.append([value for value in tensors_in([args, kwargs]) if value is not hidden])
+        calls.left = torch.zeros_like(hidden).requires_grad_()
+        return (calls.left,) if self._tuples else calls.left
+
+
+def _trial(model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], tuples: bool) -> _Calls:
+    """Run a copy on two sequences of three tokens and return what was called."""
+    calls = _Calls(torch.zeros(2, 3, dtype=torch.long, device="cpu"))
+    trial = _hollow_copy(model, blocks, calls, tuples, {})
+    base = base_of(trial)
+    for name in rooms:
+        trial.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: calls.order.append(name))
+    run = trial if base is None else base
+    try:
+        with torch.enable_grad(), torch.device("cpu"):
+            run(calls.ids, **forward_options(run))
+    except ConfigError as error:
+        raise ConfigError(f"{_refusal(model)}: {error}. Pass pp=1.") from error
+    except Exception as error:  # any error of its own, told with its text
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise ConfigError(
+            f"{_refusal(model)}: called with token ids [2, 3] it says {type(error).__name__}: {said}. Pass pp=1."
+        ) from error
+    return calls
+
+
+def _hollow_copy(
+    model: nn.Module, blocks: str, calls: _Calls, tuples: bool, others: dict[nn.Module | Tensor, object]
+) -> Any:
+    """A copy in eval mode without weights, with stand-ins for its blocks and for `others`."""
+    children = list(model.get_submodule(blocks).children())
+    replaced: dict[nn.Module | Tensor, object] = {t: _weightless(t) for t in (*model.parameters(), *model.buffers())}
+    replaced |= {block: _StandIn(block, index, calls, tuples) for index, block in enumerate(children)}
+    return copy_with(model, replaced | others).eval()
+
+
+def _enter_later(model: nn.Module, chain: Chain, rooms: Mapping[str, nn.Module], first: _Calls) -> None:
+    """Run a copy as a later pipeline stage does, which has no token ids. Raises ConfigError."""
+    if base_of(model) is None or first.left is None:
+        return
+    calls = _Calls(first.ids)
+    hidden = torch.zeros_like(first.left)
+    blanks: dict[nn.Module | Tensor, object] = {room: Blank(room, Relay(received=hidden)) for room in rooms.values()}
+    base = base_of(_hollow_copy(model, chain.blocks, calls, chain.tuples, blanks))
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            base(inputs_embeds=hidden, **forward_options(base))
+    except Exception as error:  # any error of its own, told with its text
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise ConfigError(
+            f"{_refusal(model)}: called with inputs_embeds [2, 3, {chain.width}] in the place of token ids, as later "
+            f"stages are, it says {type(error).__name__}: {said}. Pass pp=1."
+        ) from error
+    if hidden._version > 0:
+        raise ConfigError(
+            f"{_refusal(model)}: it writes in place to inputs_embeds, which on later stages is the hidden state "
+            "received. Pass pp=1."
+        )
+    alike = len(calls.beside) == len(first.beside) and all(map(_equal, calls.beside, first.beside))
+    if not alike:
+        raise ConfigError(
+            f"{_refusal(model)}: its blocks get other masks or positions when it is called with inputs_embeds in the "
+            "place of token ids, as later stages are. Pass pp=1."
+        )
+
+
+def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether these are the same tensors; in a dry run, where values do not exist, whether their shapes are."""
+    if [t.shape for t in some] != [t.shape for t in others]:
+        return False
+    return all(host_value((a == b).all().view(1), [1.0]) == [1.0] for a, b in zip(some, others, strict=True))
+
+
+def _weightless(t: Tensor) -> Tensor:
+    """Zeros of this shape and dtype on the CPU; a parameter in the memory of one element (buffers get written)."""
+    if not isinstance(t, nn.Parameter):
+        return torch.zeros(t.shape, dtype=t.dtype)
+    return torch.zeros((), dtype=t.dtype).expand(t.shape).requires_grad_(t.is_floating_point())
+
+
+def _refusal(model: nn.Module) -> str:
+    return f"{type(model).__name__} cannot be cut into pipeline stages"
+
+
+def _sorted(model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], seen: _Calls, tuples: bool) -> Chain:
+    """Tell what runs before the blocks from what runs after. A Hugging Face head lies around the trial's model."""
+    calls = seen.order
+    length = len(list(model.get_submodule(blocks).children()))
+    ran = [index for index in calls if isinstance(index, int)]
+    if ran != list(range(length)):
+        raise ConfigError(f"{_refusal(model)}: its {length} blocks run in the order {ran[:20]}. Pass pp=1.")
+    start, stop = calls.index(0), calls.index(length - 1)
+    base = base_of(model)
+    head = set() if base is None else set(model.modules()) - set(base.modules())
+    after = set(calls[stop + 1 :]) | {name for name, room in rooms.items() if room in head}
+    early = set(calls[:start])
+    before: list[str] = []
+    later: list[str] = []
+    for name, room in rooms.items():
+        where = [name in early, name in calls[start:stop], name in after]
+        if where == [True, False, False]:
+            before.append(name)
+        elif where == [False, False, True]:
+            later.append(name)
+        elif owns(room):
+            said = "runs between blocks" if where[1] else "runs at both ends" if any(where) else "never runs"
+            raise ConfigError(f"{_refusal(model)}: called with token ids [2, 3], {name} {said}. Pass pp=1.")
+    assert seen.left is not None
+    return Chain(blocks, length, tuple(before), tuple(later), tuples, seen.left.shape[-1])

@@ -1,0 +1,280 @@
+"""The weights of a Hugging Face folder by slices: a `Source` over its safetensors.
+
+Names go through Hugging Face's own tables of renamed and fused parameters (mixture-of-experts
+layers, old names). What a box costs to read, on a rank that holds nothing else of the model:
+
+    a plain parameter                               that box
+    experts stacked into one parameter              those experts, once for boxes that follow one another
+    anything else that a table converts             the whole parameter
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from zero3d.errors import ConfigError, short
+from zero3d.reading import Unreadable, check_regular, read_object
+from zero3d.shards.boxes import Box, slices, whole
+
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+REOPEN_BYTES = 32 << 20  # pages of a mapped file count as this process's memory until it is closed
+SHOWN = 3
+FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them; what is narrower needs scales beside it
+SAID = 300  # characters of an error of safetensors
+Rows = tuple[int, int | None]
+
+
+@dataclass
+class Recipe:
+    """How parameters are made from a file's tensors: `converter` is None for a plain one.
+
+    sources  (pattern of the converter, key in the files), in the order the converter wants
+    """
+
+    converter: Any = None
+    sources: list[tuple[str, str]] = field(default_factory=list)
+
+
+class FileWeights:
+    """Parameters of `model` (as `build` gives it) out of the safetensors of `folder`.
+
+    Checks names and shapes at once, reading headers only; persistent buffers are filled in. Raises
+    ConfigError with the differences. `unused` are the files' tensors that the model has no place for.
+    """
+
+    def __init__(self, folder: Path, model: nn.Module) -> None:
+        self._folder, self._model = folder, model
+        self._file_of = _index(folder)
+        self._open: tuple[str, Any] = ("", None)
+        self._read = 0
+        self._made: tuple[Recipe | None, Rows, dict[str, Tensor]] = (None, (0, None), {})
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
+        self._recipes, self.unused = self._match(self._shapes)
+        self._alias = _aliases(model)
+        self._check_shapes(self._shapes)
+        self._check_dtypes()
+        self._fill_buffers()
+
+    def __call__(self, name: str, box: Box) -> Tensor:
+        """The values in a box of the parameter."""
+        name = next(alias for alias in self._alias.get(name, [name]) if alias in self._recipes)
+        recipe = self._recipes[name]
+        if recipe.converter is None:
+            return self._box(recipe.sources[0][1], box)
+        rows: Rows = (0, None)
+        if _keeps_rows(recipe.converter, self._shapes[name], len(recipe.sources)):
+            rows, box = box[0], ((0, box[0][1] - box[0][0]), *box[1:])
+        if self._made[0] is not recipe or self._made[1] != rows:
+            self._made = (None, rows, {})  # what was made before is not held any longer
+            self._made = (recipe, rows, self._convert(recipe, name, *rows))
+        return self._made[2][name][slices(box)]
+
+    # --- reading ------------------------------------------------------------------------------------
+
+    def _handle(self, key: str) -> Any:
+        file = self._file_of[key]
+        if self._open[0] != file or self._read > REOPEN_BYTES:
+            self._open, self._read = (file, safe_open(self._folder / file, framework="pt")), 0
+        return self._open[1]
+
+    def _box(self, key: str, box: Box) -> Tensor:
+        if not box:
+            return self._tensor(key)
+        stored = self._handle(key).get_slice(key)
+        part: Tensor = stored[slices(box)]
+        first, last = box[0]
+        self._read += (last - first) * prod(stored.get_shape()[1:]) * part.element_size()  # columns lie on all pages
+        return part
+
+    def _tensor(self, key: str) -> Tensor:
+        tensor: Tensor = self._handle(key).get_tensor(key)
+        self._read += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def _convert(self, recipe: Recipe, name: str, first: int = 0, last: int | None = None) -> dict[str, Tensor]:
+        """The converter's results; with `first` and `last` only from those tensors of each pattern."""
+        chosen = [pair for group in _by_pattern(recipe.sources).values() for pair in group[first:last]]
+        return self._run(recipe, name, [(pattern, key, self._tensor(key)) for pattern, key in chosen])
+
+    def _run(self, recipe: Recipe, name: str, tensors: Sequence[tuple[str, str, Tensor]]) -> dict[str, Tensor]:
+        converter = copy.deepcopy(recipe.converter)
+        for pattern, key, tensor in tensors:
+            converter.add_tensor(name, key, pattern, tensor)
+        made = converter.convert(name, model=self._model, config=getattr(self._model, "config", None))
+        return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
+
+    # --- names and shapes ---------------------------------------------------------------------------
+
+    def _match(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Recipe], list[str]]:
+        """Recipes by the model's names, and the keys nobody wants."""
+        recipes: dict[str, Recipe] = {}
+        unused = []
+        rename = _renaming(self._model, shapes)
+        for key in sorted(self._file_of, key=_natural):
+            target, converter, pattern = rename(key)
+            if target in shapes:
+                recipe = recipes.setdefault(target, Recipe(converter))
+                recipe.sources.append((pattern, key))
+            else:
+                unused.append(key)
+        for target, recipe in list(recipes.items()):
+            if recipe.converter is not None:
+                on_meta = [
+                    (pattern, key, torch.empty(self._shape(key), device="meta")) for pattern, key in recipe.sources
+                ]
+                recipes |= dict.fromkeys(self._run(recipe, target, on_meta), recipe)
+        return recipes, unused
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._handle(key).get_slice(key).get_shape())
+
+    def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        missing = [n for n in shapes if not any(alias in self._recipes for alias in self._alias.get(n, [n]))]
+        wrong = [
+            f"{name}: file {found}, model {shape}"
+            for name, shape in shapes.items()
+            if (found := self._found_shape(name)) is not None and found != shape
+        ]
+        if missing or wrong:
+            some = wrong + [f"{name} is in no file" for name in missing]
+            more = f"; and {len(some) - SHOWN} more" if len(some) > SHOWN else ""
+            raise ConfigError(
+                f"{self._folder} holds other weights than its config.json describes ({len(self._file_of)} tensors, "
+                f"{len(shapes)} wanted): {'; '.join(some[:SHOWN])}{more}. Use the config.json they were saved with, "
+                "or model.init=random for new weights."
+            )
+
+    def _check_dtypes(self) -> None:
+        """Integers and quantised values mean nothing as weights. Raises ConfigError."""
+        dtypes = {name: t.dtype for name, t in self._model.state_dict(keep_vars=True).items()}
+        keys = {key: None for name, recipe in self._recipes.items() if dtypes[name].is_floating_point
+                for _, key in recipe.sources}  # fmt: skip
+        wrong = [f"{key} is {kind}" for key in keys if (kind := self._dtype(key)) not in FLOATS]
+        if wrong:
+            more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+            raise ConfigError(
+                f"{self._folder} holds integers or quantised values where its model has weights: "
+                f"{', '.join(wrong[:SHOWN])}{more} of {len(keys)} tensors, and only {', '.join(FLOATS)} are read. Save "
+                "the model dequantised (transformers' model.dequantize(), then save_pretrained), or use "
+                "model.init=random for new weights."
+            )
+
+    def _dtype(self, key: str) -> str:
+        dtype: str = self._handle(key).get_slice(key).get_dtype()
+        return dtype
+
+    def _found_shape(self, name: str) -> tuple[int, ...] | None:
+        recipe = self._recipes.get(name)
+        if recipe is None:
+            return None
+        if recipe.converter is None:
+            return self._shape(recipe.sources[0][1])
+        on_meta = [(pattern, key, torch.empty(self._shape(key), device="meta")) for pattern, key in recipe.sources]
+        return tuple(self._run(recipe, name, on_meta)[name].shape)
+
+    def _fill_buffers(self) -> None:
+        for name, buffer in self._model.named_buffers():
+            if name in self._recipes:
+                buffer.copy_(self(name, whole(tuple(buffer.shape))))
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """File of every tensor. Raises ConfigError when there is none."""
+    if (folder / INDEX).is_file():
+        where = _weight_map(folder / INDEX)
+    elif (folder / ONE_FILE).is_file():
+        where = {}
+    else:
+        found = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors"))
+        has = f"it has {', '.join(found[:SHOWN])}, and only {ONE_FILE} or its index is read" if found else "it has none"
+        raise ConfigError(
+            f"{folder} has no weights ({has}): save it with save_pretrained, or start from new ones with "
+            "model.init=random."
+        )
+    keys: dict[str, str] = {}
+    for file in sorted(set(where.values())) or [ONE_FILE]:
+        try:
+            check_regular(folder / file)
+            with safe_open(folder / file, framework="pt") as stored:
+                keys |= dict.fromkeys(stored.keys(), file)
+        except (OSError, SafetensorError, Unreadable) as error:
+            said = f"{folder / short(file)} cannot be read as safetensors ({str(error)[:SAID]}): copy it again."
+            raise ConfigError(said) from error
+    lost = sorted(set(where) - set(keys))
+    if lost:
+        raise ConfigError(f"{folder / INDEX} names {len(lost)} tensors that no file holds, first {short(lost[0])!r}.")
+    return keys
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Files in the index's folder by tensor. Raises ConfigError."""
+    try:
+        where = read_object(index).get("weight_map")
+    except Unreadable as error:
+        raise ConfigError(f"{index} is no index of safetensors files: it {error}.") from error
+    if not isinstance(where, dict) or not where:
+        raise ConfigError(f"{index} is no index of safetensors files: it has no weight_map of names.")
+    for file in where.values():
+        if not isinstance(file, str) or not file or Path(file).name != file or "\0" in file:
+            raise ConfigError(f"{index} names {short(repr(file))}, which is no file in its own folder.")
+    return where
+
+
+def _renaming(model: nn.Module, shapes: Mapping[str, Any]) -> Any:
+    """key -> (name in the model, converter or None, its pattern), by Hugging Face's tables for this model."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    table = get_model_conversion_mapping(model)
+    renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in table if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    prefix = getattr(model, "base_model_prefix", "")
+
+    def rename(key: str) -> tuple[str, Any, str]:
+        target, pattern = rename_source_key(key, renamings, converters, prefix, shapes)
+        if target not in shapes and key in shapes:
+            target, pattern = key, None
+        return target, None if pattern is None else by_pattern[pattern], pattern or key
+
+    return rename
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """All names of every tied parameter, under each of them."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
+    return {name: group for group in names.values() if len(group) > 1 for name in group}
+
+
+def _by_pattern(sources: Sequence[tuple[str, str]]) -> dict[str, list[tuple[str, str]]]:
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for pattern, key in sources:
+        groups.setdefault(pattern, []).append((pattern, key))
+    return groups
+
+
+def _keeps_rows(converter: Any, shape: tuple[int, ...], sources: int) -> bool:
+    """Whether row i of the result is made of the i-th tensor of every pattern: experts stacked, then joined inside."""
+    first, *rest = converter.operations
+    return (
+        type(first).__name__ == "MergeModulelist"
+        and first.dim == 0
+        and all(type(op).__name__ == "Concatenate" and op.dim > 0 for op in rest)
+        and sources == shape[0] * len(converter.source_patterns)
+    )
+
+
+def _natural(key: str) -> list[tuple[int, str]]:
+    """Sorts layers.2 before layers.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in key.split(".")]

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules, stages, what they send, forward passes without backward, failures."""

@@ -1,0 +1,71 @@
+"""What follows when a rank of a pipeline fails: who says what, and that none goes on.
+
+    the part's rank   the error itself if raised on purpose, else "part 1 of 2 ..., failed: ValueError: ..."
+    its peers         lose it, or wait in vain: their error quotes the note that it left (transport.py)
+    all that saw it   raise at once from then on: messages of the failed step may still be under way, and
+                      the next step would take them for its own
+
+Outside of the parts a ConfigError is no failure, raised on all ranks alike before anything is sent, nor is a
+NonFiniteError, after everything has arrived.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from zero3d.distributed.axis import Axis, leave_note, read_note
+from zero3d.errors import FAULT, ConfigError, NonFiniteError, Zero3dError
+
+_LOG = logging.getLogger("torch.distributed.pipelining.schedules")  # prints whole schedules after an error
+
+
+class Faults:
+    """Failures of one pipeline of `parts` parts, as this rank sees them."""
+
+    def __init__(self, axis: Axis, parts: int) -> None:
+        self._axis, self._parts = axis, parts
+        self._first: Exception | None = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise Zero3dError if this pipeline, or another one over the same ranks of the mesh, failed before."""
+        if self._axis.broken:
+            raise Zero3dError(
+                f"this pipeline failed before ({self._axis.broken}): its ranks no longer agree on where they are; "
+                "restart from the last checkpoint (engine.load in new processes, or zero3d train --resume auto)."
+            )
+
+    @contextmanager
+    def running(self, part: int) -> Iterator[None]:
+        """What fails inside fails in this part. The first to fail tells its peers, which then lose it."""
+        try:
+            yield
+        except Exception as error:
+            if self._first is None:
+                where = f"part {part} of {self._parts} of the pipeline, on rank {self._axis.rank} of axis pp, failed"
+                text = f"{where}: {type(error).__name__}: {error}"
+                leave_note(text, getattr(error, "exit_code", FAULT))
+                self._first = error if isinstance(error, Zero3dError) else Zero3dError(text)
+            raise
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Around all that ranks do together. Raises what failed in a part instead of what torch makes of it."""
+        self.check()
+        before = _LOG.disabled
+        _LOG.disabled = True
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, (ConfigError, NonFiniteError)) and self._first is None:
+                raise
+            said = f"rank {self._axis.rank} of axis pp failed: {type(error).__name__}: {error}"
+            leave_note(said, getattr(error, "exit_code", FAULT))
+            self._axis.broken = read_note() or said
+            if self._first is None or self._first is error:
+                raise
+            raise self._first from error
+        finally:
+            _LOG.disabled = before

@@ -1,0 +1,228 @@
+"""What this machine's devices, links and disk really do: a cluster file for the planner, within a minute.
+
+    figure                  measured as
+    ----------------------  -----------------------------------------------------------------------
+    gpu.flops               not measured: the data sheet's peak; without one, the best product's rate
+    gpu.matrix              bf16 products n x n x n, n = 256, 512, ...; the best rate
+    gpu.flash               attention of 16 heads of 64, length 256, 512, ...; the best rate
+    gpu.bandwidth           a copy of 64 MB and more: bytes read and written
+    inside, across          all-reduces of 64 kB to 16 MB: seconds = hops x latency + bytes / bandwidth
+    host_link               copies from pinned host memory; on a CPU the memory's own
+    disk                    a file written, synced and read again
+    host_memory, memory     as the system says
+
+All ranks measure at the same time, as they compute at the same time in training. Rank 0's figures are written.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import NamedTemporaryFile
+from typing import NamedTuple
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from zero3d.distributed.mesh import Mesh
+from zero3d.errors import ConfigError
+from zero3d.plan.hardware import cluster, named
+from zero3d.plan.spec import ClusterSpec, Gpu, Link
+
+LONG = 0.25  # seconds of one call, at which a sweep ends
+REPEATS = 5
+HEADS, HEAD = 16, 64
+MESSAGES = tuple(1 << power for power in range(16, 25))  # bytes: 64 kB to 16 MB
+MEASURED = "measured"
+
+
+class Sizes(NamedTuple):
+    """Of what is measured, at most: side of a matrix and length of a sequence; bytes copied, on disk, of messages."""
+
+    side: int = 16384
+    copied: int = 64 << 20
+    disk: int = 128 << 20
+    messages: Sequence[int] = MESSAGES
+
+
+class Rates(NamedTuple):
+    """Of one rank: operations per second of products and of attention, bytes per second of copies."""
+
+    matrix: float
+    flash: float
+    bandwidth: float
+    host_link: float
+
+
+def calibrate(mesh: Mesh, folder: Path, sizes: Sizes = Sizes()) -> ClusterSpec:  # noqa: B008 (cannot be changed)
+    """Measure on every rank of `mesh` together; `folder` is on the disk that is meant. The same answer on all ranks."""
+    device = mesh.device
+    mesh.everyone  # noqa: B018 (its groups are made by all ranks together)
+    sweeps = (_products, _attention, _copies, _host_copies)
+    rates = Rates(*(_with_all(mesh, partial(sweep, device, sizes)) for sweep in sweeps))
+    local = mesh.local_world or mesh.world
+    inside, across = _links(mesh, local, sizes.messages)
+    disk = _with_all(mesh, lambda: _disk(folder, sizes.disk) if mesh.local_rank == 0 else 0.0)
+    return _spec(mesh, rates, local, inside, across, disk)
+
+
+def _spec(mesh: Mesh, rates: Rates, local: int, inside: Link | None, across: Link | None, disk: float) -> ClusterSpec:
+    device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
+    name = named(device)
+    base = cluster(name or "a100-80", mesh.world, mesh.world // local)
+    told = base.provenance if name else dict.fromkeys(base.provenance, "assumed as of an a100-80")
+    peak = base.gpu.flops if name not in (None, "cpu") else rates.matrix
+    host = float(psutil.virtual_memory().total)
+    memory = host / local if mesh.device.type == "cpu" else float(torch.cuda.mem_get_info(mesh.device)[1])
+    provenance = {**told, **dict.fromkeys(
+        ("gpu.matrix", "gpu.flash", "gpu.bandwidth", "gpu.memory", "host_memory", "host_link", "disk"), MEASURED
+    )}  # fmt: skip
+    provenance |= {key: MEASURED for key, link in (("inside", inside), ("across", across)) if link is not None}
+    gpu = Gpu(
+        name or device, memory, peak, rates.bandwidth, min(1.0, rates.matrix / peak), min(1.0, rates.flash / peak)
+    )
+    return ClusterSpec(
+        gpu, mesh.world // local, local, inside or base.inside, across or base.across, host, rates.host_link,
+        disk or base.disk, provenance,
+    )  # fmt: skip
+
+
+# --- one rank -----------------------------------------------------------------------------------
+
+
+def _with_all(mesh: Mesh, sweep: Callable[[], float]) -> float:
+    """Run a measurement on all ranks at once; rank 0's figure, on all."""
+    if mesh.world > 1:
+        dist.barrier()
+    found = torch.tensor([sweep()], dtype=torch.float64, device=mesh.device)
+    if mesh.world > 1:
+        dist.broadcast(found, 0)
+    return float(found)
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """The median of some calls after one to warm up."""
+    times = []
+    for _ in range(REPEATS + 1):
+        begun = time.perf_counter()
+        call()
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
+        times.append(time.perf_counter() - begun)
+        if times[-1] > 4 * LONG:
+            return times[-1]
+    return median(times[1:])
+
+
+def _best(work: Callable[[int], tuple[Callable[[], object], float]], device: torch.device, largest: int) -> float:
+    """The best rate over sizes 256, 512, ... up to `largest`, or to the first call that takes long."""
+    rate, size = 0.0, 256
+    while size <= largest:
+        call, amount = work(size)
+        seconds = _seconds(call, device)
+        rate = max(rate, amount / seconds)
+        if seconds > LONG:
+            break
+        size *= 2
+    return rate
+
+
+def _products(device: torch.device, sizes: Sizes) -> float:
+    def work(n: int) -> tuple[Callable[[], object], float]:
+        a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+        return lambda: a @ b, 2.0 * n**3
+
+    return _best(work, device, sizes.side)
+
+
+def _attention(device: torch.device, sizes: Sizes) -> float:
+    def work(length: int) -> tuple[Callable[[], object], float]:
+        q, k, v = (torch.randn(1, HEADS, length, HEAD, device=device, dtype=torch.bfloat16) for _ in range(3))
+        return lambda: F.scaled_dot_product_attention(q, k, v), 4.0 * HEADS * HEAD * length**2
+
+    return _best(work, device, sizes.side)
+
+
+def _copies(device: torch.device, sizes: Sizes) -> float:
+    source = torch.zeros(sizes.copied, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * sizes.copied / _seconds(lambda: target.copy_(source), device)
+
+
+def _host_copies(device: torch.device, sizes: Sizes) -> float:
+    source = torch.zeros(sizes.copied, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(sizes.copied, dtype=torch.uint8, device=device)
+    return sizes.copied / _seconds(lambda: target.copy_(source, non_blocking=True), device)
+
+
+def _disk(folder: Path, nbytes: int) -> float:
+    """The slower of writing (synced) and reading a file; 0 where it cannot be written."""
+    block = os.urandom(1 << 20) * (nbytes >> 20)
+    try:
+        with NamedTemporaryFile(dir=folder, prefix=".zero3d-calibrate-") as file:
+            begun = time.perf_counter()
+            file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            written = time.perf_counter() - begun
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            begun = time.perf_counter()
+            file.seek(0)
+            file.read()
+            return nbytes / max(written, time.perf_counter() - begun)
+    except OSError as error:
+        raise ConfigError(f"calibrate writes a file of {nbytes >> 20} MB in {folder}: {error.strerror}") from error
+
+
+# --- links --------------------------------------------------------------------------------------
+
+
+def _links(mesh: Mesh, local: int, messages: Sequence[int]) -> tuple[Link | None, Link | None]:
+    """Inside a node, between nodes; None where there is no such pair of ranks."""
+    nodes = mesh.world // local
+    here = [mesh.rank // local * local + i for i in range(local)]
+    peers = [mesh.rank % local + i * local for i in range(nodes)]
+    return tuple(_link(mesh, ranks, messages) for ranks in (here, peers))  # type: ignore[return-value]
+
+
+def _link(mesh: Mesh, ranks: Sequence[int], messages: Sequence[int]) -> Link | None:
+    """Of these ranks, every rank of the mesh being in one such group."""
+    if len(ranks) == 1:
+        return None
+    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    n, seconds = len(ranks), []
+    for size in messages:
+        message = torch.zeros(size // 4, device=mesh.device)
+
+        def reduce(message: Tensor = message) -> None:
+            dist.all_reduce(message, group=group)
+
+        seconds.append(_seconds(reduce, mesh.device))
+    link = fit(n, messages, seconds)
+    agreed = torch.tensor([link.bandwidth, link.latency], dtype=torch.float64, device=mesh.device)
+    dist.broadcast(agreed, 0)
+    return Link(float(agreed[0]), float(agreed[1]), 0.0)
+
+
+def fit(n: int, sizes: Sequence[int], seconds: Sequence[float]) -> Link:
+    """latency and bandwidth of a ring all-reduce over n ranks: seconds = 2 (n-1) latency + 2 (n-1)/n bytes / bandwidth.
+
+    Least squares of relative errors, so that small messages count as much as large ones.
+    """
+    hops = 2 * (n - 1)
+    rows = np.array([[hops / s, hops / n * size / s] for size, s in zip(sizes, seconds, strict=True)])
+    latency, inverse = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
+    if latency <= 0:  # all of it is bandwidth
+        latency, inverse = 0.0, 1 / np.mean(1 / rows[:, 1])
+    if inverse <= 0:
+        inverse = seconds[-1] / (hops / n * sizes[-1])
+    return Link(float(1 / inverse), float(latency), 0.0)

@@ -1,0 +1,1 @@
+"""A configuration becomes an engine and data."""
