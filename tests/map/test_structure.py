@@ -119,9 +119,9 @@ def test_the_core_knows_no_engine_config_or_transformers():
     for name, path in modules():
         if name.startswith("zero"):
             text = path.read_text()
-            assert not re.search(r"import transformers|from transformers|zero3d\.(engine|config|models|setup|train|cli)", text), (
-                name
-            )
+            assert not re.search(
+                r"import transformers|from transformers|zero3d\.(engine|config|models|setup|train|cli)", text
+            ), name
 
 
 def code_lines(path):

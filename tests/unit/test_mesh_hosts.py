@@ -7,7 +7,7 @@ import pytest
 from zero3d.cli.cluster import from_slurm
 from zero3d.distributed.degrees import Degrees
 from zero3d.tensor_parallel.parallelize import warn_across_hosts
-from zero3d.zero.traffic import Passage
+from zero3d.tensor_parallel.traffic import Passage
 
 HIDDEN, WIDTH = 4096, 2
 LAYER = [Passage(name, *ops, HIDDEN) for name, ops in

@@ -2,6 +2,7 @@
 
 import pytest
 
+from zero3d.config import sections
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import SCHEDULES, Schedule
 
@@ -24,6 +25,10 @@ FILE = r" \(mesh\.pp(, mesh\.schedule)? in a file\)\.$"
 def test_too_few_blocks_are_told_with_the_arithmetic_and_what_fits(schedule, blocks, ranks, said):
     with pytest.raises(ConfigError, match=said + FILE):
         Schedule.of(schedule).check_blocks(blocks, ranks, "model.layers")
+
+
+def test_a_file_names_the_schedules_that_there_are():
+    assert tuple(SCHEDULES) == sections.SCHEDULES
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -18,9 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero3d.pipeline.schedules import SCHEDULES
-
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 
 
 def key(
@@ -154,7 +153,7 @@ class Mesh:
     schedule: str | None = key(
         None,
         "order of a pipeline's forwards and backwards, 1f1b by default (the learning rate's is the section schedule)",
-        choices=tuple(SCHEDULES),
+        choices=SCHEDULES,
     )
     tp_plan: Mapping[str, str] | None = key(
         None, "tensor-parallel styles by module name pattern, which win over the model's own plan"

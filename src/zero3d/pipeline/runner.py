@@ -41,9 +41,10 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.sends import Sends
 from zero3d.pipeline.split import balance, split
 from zero3d.pipeline.stage import Part, Stage
+from zero3d.pipeline.traffic import pipeline_traffic
 from zero3d.zero.accumulation import Boundary, Driven
 from zero3d.zero.model_group import Tied
-from zero3d.zero.traffic import Moved, pipeline_traffic
+from zero3d.zero.traffic import Moved
 from zero3d.zero.unit import Unit
 
 

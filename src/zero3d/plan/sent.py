@@ -15,12 +15,13 @@ from functools import lru_cache
 
 from zero3d.activations.policy import Policy
 from zero3d.pipeline.schedules import Schedule
+from zero3d.pipeline.traffic import pipeline_traffic
 from zero3d.plan.held import rank_of
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.plan.states import WIDE, alike, policies, reduced_width
 from zero3d.plan.windows import ROOT
 from zero3d.zero.stages import WIDTHS
-from zero3d.zero.traffic import UnitTraffic, pipeline_traffic, step_traffic
+from zero3d.zero.traffic import UnitTraffic, step_traffic
 
 
 def sent(model: ModelSpec, plan: ParallelPlan) -> dict[str, float]:

@@ -9,8 +9,8 @@ sequence.py    sequence parallelism and dropout around cut modules
 vocabulary.py  embedding, head and loss
 regions.py     the autograd passages between common and own activations
 channel.py     their collectives
-cuts.py        how a parameter is cut
-passages.py    what all of it sends, from the plan alone
+passages.py    where activations pass between ranks, from the plan alone
+traffic.py     what that sends
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from zero3d.tensor_parallel.regions import Doors
 from zero3d.tensor_parallel.replace import apply_cuts
 from zero3d.tensor_parallel.sequence import cut_blocks, install_random, install_sequence
 from zero3d.tensor_parallel.styles import Work, apply_style
+from zero3d.tensor_parallel.traffic import Passage
 from zero3d.tensor_parallel.vocabulary import Head, cross_entropy, gather_logits, has_causal_loss
-from zero3d.zero.traffic import Passage
 
 __all__ = [
     "Channel",
@@ -54,7 +54,7 @@ class Sharded(NamedTuple):
 
     cuts      how parameters are cut, by name
     partial   names of those whose gradients are parts of a sum over tp
-    passages  what it sends in each micro-batch, for `plan.traffic.tensor_traffic`
+    passages  what it sends in each micro-batch, for `traffic.tensor_traffic`
     """
 
     cuts: Mapping[str, Cut]

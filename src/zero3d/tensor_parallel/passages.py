@@ -28,7 +28,7 @@ from zero3d.activations.recomputation import Recomputed
 from zero3d.distributed.degrees import Degrees
 from zero3d.tensor_parallel.plan import Style
 from zero3d.tensor_parallel.sequence import cut_blocks
-from zero3d.zero.traffic import Passage, tensor_traffic
+from zero3d.tensor_parallel.traffic import Passage, tensor_traffic
 
 COLWISE = ("colwise", "packed_colwise", "colwise_gather_output")
 ROWWISE = ("rowwise", "packed_rowwise", "rowwise_split_input")

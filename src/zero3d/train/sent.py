@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from zero3d.engine.engine import Engine
-from zero3d.zero.traffic import Moved, count_gathers, step_traffic, tensor_traffic
+from zero3d.tensor_parallel.traffic import tensor_traffic
+from zero3d.zero.traffic import Moved, count_gathers, step_traffic
 
 NOTHING = Moved(0, 0, 0)
 LOSS_VALUES = 2  # of train_batch's exchange: sum of losses, sum of weights
