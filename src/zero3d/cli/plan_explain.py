@@ -7,11 +7,11 @@ import json
 from collections.abc import Iterator, Sequence
 
 from zero3d.cli.plan_options import USABLE, open_cluster, parse_size
-from zero3d.cli.plan_theory import columns
 from zero3d.cli.train import named
 from zero3d.config import load, split_words
 from zero3d.errors import ConfigError
 from zero3d.page import plan_text
+from zero3d.page.text import columns
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.emit import plan_of
 from zero3d.plan.estimate import evaluate

@@ -9,11 +9,11 @@ from fractions import Fraction
 from typing import Any
 
 from zero3d.errors import ConfigError, short
+from zero3d.page.text import SUFFIXES, columns, count, size, trim
 from zero3d.plan.theory import EXAMPLES, Breakdown, K, StageTheory, all_stages, breakdown
 from zero3d.zero.stages import StateBytes
 
 MOST_PARAMS, MOST_DIGITS = 10**18, 9  # more is a typing error
-SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 FORMULAS = (  # the paper's, and this engine's in bf16
     ("(2 + 2 + K) Psi", "(2 + 4 + 12) Psi"),
     ("(2 + 2) Psi + K Psi/N", "(2 + 2) Psi + (4 + 12) Psi/N"),
@@ -169,32 +169,3 @@ def _traffic(stages: Sequence[StageTheory], gpus: int) -> Iterator[str]:
     yield "   in fp32 and gathers parameters in bf16."
     yield "   Optimizer states never travel: each rank updates only the slice whose fp32 master, m and v it holds;"
     yield "   gradients come in, new parameters go out, and K stands in no traffic formula."
-
-
-def columns(rows: Sequence[Sequence[str]], align: str) -> Iterator[str]:
-    """Lines of a table, every column as wide as its widest cell; `align` has one of < > per column."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(align))]
-    for row in rows:
-        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True))
-        yield ("   " + "  ".join(cells)).rstrip()
-
-
-def size(nbytes: Fraction | int) -> str:
-    """Decimal GB, MB, kB or B with one digit, as the paper prints them."""
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if nbytes >= scale:
-            return f"{trim(float(nbytes) / scale)} {unit}"
-    return f"{trim(float(nbytes))} B"
-
-
-def trim(value: float) -> str:
-    """One digit after the point, none when it is zero."""
-    return f"{value:.1f}".removesuffix(".0")
-
-
-def count(params: float) -> str:
-    """7500000000 -> 7.5B."""
-    for unit, scale in reversed(SUFFIXES.items()):
-        if params >= scale:
-            return f"{params / scale:.4g}{unit}"
-    return f"{params:.4g}"

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero3d.cli.plan_theory import columns, count, size
 from zero3d.cli.preflight import check_transformers
 from zero3d.cli.train import check_ranks, named, quiet_libraries
 from zero3d.cli.workers import quiet_environment, ranks_here
 from zero3d.config import load, split_words
 from zero3d.errors import ConfigError
+from zero3d.page.text import columns, count, size
 
 if TYPE_CHECKING:
     from zero3d.sim.result import Instant, RankResult, Simulation

@@ -1,6 +1,4 @@
-"""Reports as one HTML file each: inline SVG, light and dark, for a desk and a phone, without a network or a script.
-
-markup      text that is safe in a page; tags
+"""Reports: figures as text, and pages as one HTML file each, with inline SVG, light and dark, for a desk and a phone.
 frame       the page: style, sections, tables, legends
 svg         what charts share: a drawing area, scales, axes, labels
 charts      stacked bars, a scatter with its front, stacked areas over time, lanes of a pipeline

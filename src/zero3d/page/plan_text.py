@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from zero3d.cli.plan_theory import columns, count, size
+from zero3d.page.text import columns, count, size
 from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.plan.ladder import Rung, differs
 from zero3d.plan.search import Asked, Found, Rejected, Row, WhatIf

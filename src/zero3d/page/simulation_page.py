@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from zero3d.cli.plan_theory import count, size
 from zero3d.page import frame
 from zero3d.page.charts import Slot, Stretch, areas, lanes
 from zero3d.page.markup import Markup, tag
 from zero3d.page.svg import colour
+from zero3d.page.text import count, size
 from zero3d.sim.chrome import told
 from zero3d.sim.gantt import Gantt, gantt
 from zero3d.sim.result import RankResult, Simulation, Timeline
