@@ -1,5 +1,9 @@
-"""Reports: figures as text, and pages as one HTML file each, with inline SVG, light and dark, for a desk and a phone.
-frame       the page: style, sections, tables, legends
+"""Reports: figures as text, and pages as one HTML file each, without a network or a script.
+
+text        bytes, counts and columns as text
+plan_text   what `zero3d plan` says
+markup      text that is safe in a page; tags
+frame       the page: style, light and dark, for a desk and a phone; sections, tables, legends
 svg         what charts share: a drawing area, scales, axes, labels
 charts      stacked bars, a scatter with its front, stacked areas over time, lanes of a pipeline
 plan_page, simulation_page    what a verb found out, as a page
