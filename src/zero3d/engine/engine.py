@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zero3d.checkpoint import restore, save as checkpoint
@@ -27,8 +26,9 @@ from zero3d.distributed.axis import forget_note
 from zero3d.distributed.collectives import Comm, broadcast_ints
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh
+from zero3d.engine.checks import bind_scheduler, check_model, check_step, reduce_dtype_of
 from zero3d.engine.generation import Ending, check_options, generate, last_only, next_logits
-from zero3d.engine.guards import guard, guard_rest, is_guarded
+from zero3d.engine.guards import guard, guard_rest
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.models.blocks import UnitSpec, partition_all
@@ -36,7 +36,7 @@ from zero3d.models.experts import compute_in_fp64
 from zero3d.models.masking import forward_options
 from zero3d.pipeline.runner import Around, Pipeline, find_ties, names_of_copies, take_parts
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
-from zero3d.precision import DTYPES, NAMES, LossScale, Precision, at_least_fp32
+from zero3d.precision import NAMES, LossScale, Precision, at_least_fp32
 from zero3d.rng import share_torch_rng
 from zero3d.tensor_parallel.parallelize import parallelize, warn_across_hosts
 from zero3d.zero.accumulation import Boundary, Driven
@@ -137,7 +137,8 @@ class Engine:
         self.precision = Precision.of(precision)
         self.mesh = mesh if mesh is not None else Mesh()
         release, reduce = resolve_policies(row, *pipeline_policies(self.mesh.pp, release, reduce))
-        _check(model, clip_norm, accumulate, weights)
+        check_step(accumulate, clip_norm)
+        check_model(model, weights)
         if self.precision.name == "fp64":
             compute_in_fp64(model)
         choice = choose_optimizer(model, optimizer, param_groups)
@@ -158,7 +159,7 @@ class Engine:
         self._takes, self._options, self._last = _names_taken(model), forward_options(model), last_only(model)
         wide = torch.float64 if self.precision.name == "fp64" else torch.float32
         held = max(2, accumulate) if exact and self.mesh.pp > 1 else accumulate
-        self.policy = Policy(row, release, reduce, held, wide, _wire(reduce_dtype, self.precision))
+        self.policy = Policy(row, release, reduce, held, wide, reduce_dtype_of(reduce_dtype, self.precision))
         self.comm = Comm(self.mesh.data, self.arena, self.traffic, check_every_gather=self.mesh.debug)
         self.everyone = Comm(self.mesh.everyone, self.arena, self.traffic)
         self.leaves = self._number_leaves() if exact else None
@@ -170,7 +171,7 @@ class Engine:
         self.units = [self._build_unit(spec, choice, weights) for spec in specs]
         self._wire_up(uses, choice, clip_norm, order)
         check_weights(self.units, self.comm, self.everyone, ConfigError, "Train from weights that are finite.")
-        self.scheduler = _bind(scheduler, self.optimizer.torch)
+        self.scheduler = bind_scheduler(scheduler, self.optimizer.torch)
         self._steps = 0
         self.last_step: StepResult | None = None
         self.resumed = ""
@@ -680,73 +681,9 @@ class Engine:
         ]
 
 
-def _check(model: nn.Module, clip_norm: float | None, accumulate: int, weights: Source | None) -> None:
-    """Refuse what cannot be trained, before anything is allocated."""
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ConfigError(f"accumulate={accumulate!r}: pass the number of micro-batches per step, at least 1.")
-    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
-        raise ConfigError(f"clip_norm={clip_norm!r}: pass a positive norm, or None for no clipping.")
-    if "_orig_mod" in dict(model.named_children()):
-        raise ConfigError(
-            "Engine(torch.compile(model)): its graph would hold the engine's hooks. Pass the model itself, and compile "
-            "its blocks before: zero3d.activations.compile_blocks(model), or train.compile: true in a file."
-        )
-    parameters = dict(model.named_parameters())
-    if is_guarded(model) or any(isinstance(p, DTensor) for p in parameters.values()):
-        raise ConfigError(
-            f"this {type(model).__name__} is already sharded (by another Engine, one that failed, FSDP or "
-            "DTensor): build a plain model and pass it to one Engine."
-        )
-    if not any(p.requires_grad for p in parameters.values()):
-        raise ConfigError(
-            f"none of the {len(parameters)} parameters of {type(model).__name__} requires a gradient: "
-            "unfreeze what is to be trained with p.requires_grad_(True)."
-        )
-    odd = [name for name, p in parameters.items() if p.dtype.is_complex]
-    if odd:
-        raise ConfigError(f"{len(odd)} parameters are complex, first {odd[0]!r}: store them as pairs of real numbers.")
-    on_meta = [name for name, p in parameters.items() if p.is_meta]
-    if on_meta and weights is None:
-        raise ConfigError(
-            f"{len(on_meta)} parameters have no data (meta device), first {on_meta[0]!r}: load weights first, or pass "
-            "weights= with their values (zero3d.models.open.open_model gives both)."
-        )
-
-
-def _wire(reduce_dtype: str, precision: Precision) -> torch.dtype:
-    """The dtype gradients travel in; fp64 runs always use fp64."""
-    if reduce_dtype not in DTYPES:
-        raise ConfigError(f"reduce_dtype={reduce_dtype!r} is unknown: pass one of {', '.join(DTYPES)}.")
-    if precision.name == "fp64":
-        return torch.float64
-    wire = DTYPES[reduce_dtype]
-    if wire != precision.dtype and wire != torch.float32:
-        raise ConfigError(
-            f"reduce_dtype={reduce_dtype!r} cannot carry {precision.name} gradients exactly: "
-            f"pass 'fp32' or {precision.name!r}."
-        )
-    return wire
-
-
 def _names_taken(model: nn.Module) -> frozenset[str] | None:
     """Keywords that forward() takes; None when it takes any."""
     parameters = inspect.signature(model.forward).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     return frozenset(p.name for p in parameters)
-
-
-def _bind(scheduler: Any, optimizer: Optimizer) -> Any:
-    """A scheduler on the engine's optimizer: built by a callable, or checked to be bound to it."""
-    if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
-        scheduler = scheduler(optimizer)
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError(
-            "ReduceLROnPlateau needs a metric that step() does not have: leave scheduler out and call it."
-        )
-    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise ConfigError(
-            "the scheduler is bound to another optimizer than the engine's: pass scheduler=lambda optimizer: ..., or "
-            "the optimizer it was built on as optimizer=."
-        )
-    return scheduler
