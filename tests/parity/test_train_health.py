@@ -105,9 +105,9 @@ INFINITE, NO_TARGETS = (float("inf"), 1.0), (0.0, 0.0)  # factors of a step's su
 @pytest.fixture
 def losses(monkeypatch):
     """Factors by step, counted by the engine's calls; two micro-batches a step."""
-    from zero3d.engine.engine import Engine
+    from zero3d.engine.losses import Losses
 
-    factors, plain, seen = {}, Engine._sum_and_weight, []
+    factors, plain, seen = {}, Losses.sum_and_weight, []
 
     def changed(self, output, batch):
         seen.append(None)
@@ -120,7 +120,7 @@ def losses(monkeypatch):
         factors.clear()
         factors.update(by_step)
 
-    monkeypatch.setattr(Engine, "_sum_and_weight", changed)
+    monkeypatch.setattr(Losses, "sum_and_weight", changed)
     return of
 
 

@@ -7,7 +7,6 @@ step       norm, clip, update of shards, refresh         (zero/optimizer.py)
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -29,11 +28,11 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.checks import bind_scheduler, check_model, check_step, reduce_dtype_of
 from zero3d.engine.generation import Ending, check_options, generate, last_only, next_logits
 from zero3d.engine.guards import guard, guard_rest
+from zero3d.engine.losses import Losses
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.models.blocks import UnitSpec, partition_all
 from zero3d.models.experts import compute_in_fp64
-from zero3d.models.masking import forward_options
 from zero3d.pipeline.runner import Around, Pipeline, find_ties, names_of_copies, take_parts
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.precision import NAMES, LossScale, Precision, at_least_fp32
@@ -155,8 +154,8 @@ class Engine:
             hollow(root)
         specs, uses = partition_all(self.parts.values(), units, self.precision.dtype)
         self.stage, self.module = stage, model if self.mesh.pp == 1 else nn.ModuleList(self.parts.values())
-        self._accumulate, self._loss = accumulate, loss
-        self._takes, self._options, self._last = _names_taken(model), forward_options(model), last_only(model)
+        self._accumulate = accumulate
+        self._losses, self._last = Losses(model, loss), last_only(model)
         wide = torch.float64 if self.precision.name == "fp64" else torch.float32
         held = max(2, accumulate) if exact and self.mesh.pp > 1 else accumulate
         self.policy = Policy(row, release, reduce, held, wide, reduce_dtype_of(reduce_dtype, self.precision))
@@ -256,8 +255,8 @@ class Engine:
         if not alone:
             begin = (lambda *_: None) if leaves is None else leaves.draw
             around = Around(self.boundary, self.reductions.sweep, begin, self._close, self._whole, self.arena)
-            loss = self._sum_and_weight
-            self.pipeline = Pipeline(self.parts, schedule, across, self.traffic, around, loss, self._takes)
+            loss = self._losses.sum_and_weight
+            self.pipeline = Pipeline(self.parts, schedule, across, self.traffic, around, loss, self._losses.takes)
         forget_note(self.mesh.everyone)
         self._unit_of |= {p: unit for unit in self.units for p in unit.weights.params}
 
@@ -417,7 +416,7 @@ class Engine:
                     seen = self.pipeline.run(micro_batches, self.loss_scale.value)
                 else:
                     for i, batch in enumerate(micro_batches):
-                        total, weight = self._sum_and_weight(self._forward(batch), batch)
+                        total, weight = self._losses.sum_and_weight(self._losses.forward(self.module, batch), batch)
                         seen.append((total.detach(), weight))
                         self._backward_sum(total, weight, last=i == len(micro_batches) - 1)
             except BaseException:
@@ -438,7 +437,8 @@ class Engine:
             if self.pipeline is not None:
                 seen = self.pipeline.evaluate(counted)
             else:
-                seen = [self._sum_and_weight(self._forward(batch), batch) for batch in counted]
+                losses = self._losses
+                seen = [losses.sum_and_weight(losses.forward(self.module, batch), batch) for batch in counted]
             return self._global_mean(seen, next(number), per_step=False)
 
     @torch.no_grad()
@@ -484,28 +484,6 @@ class Engine:
                 hooks.keep_full = before
             for module, training in modes.items():
                 module.training = training
-
-    def _forward(self, batch: Any) -> Any:
-        if isinstance(batch, Mapping):
-            taken = {name: value for name, value in batch.items() if self._takes is None or name in self._takes}
-            return self(**self._options | taken)
-        return self(*batch) if isinstance(batch, (list, tuple)) else self(batch)
-
-    def _sum_and_weight(self, output: Any, batch: Any) -> tuple[Tensor, float | Tensor]:
-        if self._loss is not None:
-            return self._loss(output, batch)
-        if isinstance(output, Tensor) and output.dim() == 0:
-            return at_least_fp32(output), 1.0
-        loss = getattr(output, "loss", None)
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        if loss is None or labels is None:
-            raise ConfigError(
-                "train_batch and evaluate need a loss: pass Engine(loss=lambda output, batch: (sum, weight)), or "
-                "batches with 'labels' for a model whose output has .loss, or a model that returns its mean loss."
-            )
-        weight = (labels[..., 1:] != -100).sum()
-        total = at_least_fp32(loss) * weight
-        return torch.where(weight > 0, total, 0.0), weight  # a mean over no target is NaN, its sum is nothing
 
     def _global_mean(
         self, seen: Sequence[tuple[Tensor, float | Tensor]], micro_batches: int, per_step: bool | None = None
@@ -679,11 +657,3 @@ class Engine:
             )
             for category in (*STATES, *TRANSIENT)
         ]
-
-
-def _names_taken(model: nn.Module) -> frozenset[str] | None:
-    """Keywords that forward() takes; None when it takes any."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    return frozenset(p.name for p in parameters)
