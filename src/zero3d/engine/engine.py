@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import count
-from math import ceil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +24,19 @@ from zero3d.distributed.axis import forget_note
 from zero3d.distributed.collectives import Comm, broadcast_ints
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh
+from zero3d.engine.accounting import Accounts, MemoryEntry
 from zero3d.engine.checks import bind_scheduler, check_model, check_step, reduce_dtype_of
 from zero3d.engine.generation import Ending, check_options, generate, last_only, next_logits
 from zero3d.engine.guards import guard, guard_rest
 from zero3d.engine.losses import Losses
+from zero3d.engine.whole_parameters import WholeParameters, is_open, units_of
 from zero3d.errors import ConfigError
-from zero3d.memory.arena import STATES, TRANSIENT, Arena
+from zero3d.memory.arena import Arena
 from zero3d.models.blocks import UnitSpec, partition_all
 from zero3d.models.experts import compute_in_fp64
 from zero3d.pipeline.runner import Around, Pipeline, find_ties, names_of_copies, take_parts
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
-from zero3d.precision import NAMES, LossScale, Precision, at_least_fp32
+from zero3d.precision import LossScale, Precision, at_least_fp32
 from zero3d.rng import share_torch_rng
 from zero3d.tensor_parallel.parallelize import parallelize, warn_across_hosts
 from zero3d.zero.accumulation import Boundary, Driven
@@ -49,26 +50,9 @@ from zero3d.zero.model_group import Replica, Slices
 from zero3d.zero.optimizer import APPLIED, NOT_DUE, OVERFLOW, ShardedOptimizer, StepResult
 from zero3d.zero.param_groups import OptimizerChoice, choose_optimizer
 from zero3d.zero.prefetch import STEP, Gathers, Lane, Reductions
-from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
+from zero3d.zero.stages import StateBytes, resolve_policies, stage_row
 from zero3d.zero.traffic import UnitTraffic
 from zero3d.zero.unit import Policy, Setting, Unit
-
-FULL_PARAMS, EXPORT, WHOLE = "full_params", "export", "whole"
-
-
-class MemoryEntry(NamedTuple):
-    """Bytes of one category at one place on this rank.
-
-    planned   by formula (`stages.engine_bytes`, padding from the layouts); None for transient ones
-    measured  held by the arena now
-    peak      most held at any instant
-    """
-
-    category: str
-    place: str
-    planned: int | None
-    measured: int
-    peak: int
 
 
 class Engine:
@@ -163,7 +147,7 @@ class Engine:
         self.everyone = Comm(self.mesh.everyone, self.arena, self.traffic)
         self.leaves = self._number_leaves() if exact else None
         self._unit_of: dict[nn.Parameter, Unit] = {}
-        guard(self.module, self._unit_of, lambda unit: FULL_PARAMS in unit.users)  # a failure below must not go unseen
+        guard(self.module, self._unit_of, is_open)  # a failure below must not go unseen
         if self.mesh.pp > 1:
             guard_rest(model, set(self.module.parameters()))
         self._move_buffers()
@@ -237,6 +221,10 @@ class Engine:
         leaves, alone = self.leaves, across.size == 1
         self.optimizer = ShardedOptimizer(*given) if leaves is None else ExactOptimizer(leaves, *given)
         self.gathers = Gathers(Lane("gather", device), self.policy.release == "every_step", across.size > 1)
+        self._whole_parameters = WholeParameters(self.units, self.gathers, self.comm, self.replica)
+        self._accounts = Accounts(
+            self.units, self.optimizer, self.policy, self.arena, self.comm.size, leaves is not None
+        )
         closes = "" if leaves is None else "backward" if alone else "part"
         self.reductions = Reductions(self.units, Lane("reduce", device), closes)
         self.loss_scale = LossScale(self.precision)
@@ -254,7 +242,9 @@ class Engine:
         self.pipeline = None
         if not alone:
             begin = (lambda *_: None) if leaves is None else leaves.draw
-            around = Around(self.boundary, self.reductions.sweep, begin, self._close, self._whole, self.arena)
+            around = Around(
+                self.boundary, self.reductions.sweep, begin, self._close, self._whole_parameters.of_chunk, self.arena
+            )
             loss = self._losses.sum_and_weight
             self.pipeline = Pipeline(self.parts, schedule, across, self.traffic, around, loss, self._losses.takes)
         forget_note(self.mesh.everyone)
@@ -293,24 +283,10 @@ class Engine:
             loss = at_least_fp32(loss) * weight
         self._backward_sum(loss, weight, last)
 
-    @contextmanager
-    def _whole(self, part: nn.Module) -> Iterator[None]:
-        """The units of a part stay gathered inside; at stage 3 that costs (N-1)/N Psi where they are not."""
-        own = set(part.parameters())
-        units = [unit for unit in self.units if own & set(unit.weights.params)]
-        for unit in units:
-            self.gathers.acquire(unit, WHOLE)
-        try:
-            yield
-        finally:  # and what hooks took for calls (tuples): no gradient reaches an end of every module here
-            self.gathers.drop(lambda token: token == WHOLE or isinstance(token, tuple))
-
     def _close(self, part: nn.Module) -> None:
         """A micro-batch's gradients of a part are complete."""
         if self.leaves is not None:
-            own = set(part.parameters())
-            mine = (unit for unit in self.units if unit.grads is not None)
-            self.reductions.close([unit for unit in mine if own & set(unit.weights.params)])
+            self.reductions.close([unit for unit in units_of(part, self.units) if unit.grads is not None])
 
     def _refuse_pipeline(self, what: str) -> None:
         if self.pipeline is not None:
@@ -345,7 +321,7 @@ class Engine:
         ranks ran different units, NonFiniteError when fp16 overflows at its smallest loss scale.
         """
         lr = float(self.optimizer.torch.param_groups[0]["lr"])
-        if any(FULL_PARAMS in unit.users for unit in self.units):
+        if self._whole_parameters.any_open:
             raise ConfigError("step() inside full_params() would be undone on leaving it: leave the block first.")
         if not self.boundary.reached:
             if self.boundary.count == 0 and self.reductions.pending:
@@ -500,8 +476,7 @@ class Engine:
 
     # --- whole parameters -----------------------------------------------------------------------
 
-    @contextmanager
-    def full_params(self, modules: nn.Module | Sequence[nn.Module] | None = None) -> Iterator[None]:
+    def full_params(self, modules: nn.Module | Sequence[nn.Module] | None = None) -> AbstractContextManager[None]:
         """Inside, the parameters of `modules` (None: all) are whole; writes are kept on exit.
 
         All ranks enter and leave together and write the same values (where they differ, the
@@ -509,31 +484,7 @@ class Engine:
         gathers the units: (N-1)/N Psi elements. What is written into a tied parameter reaches its copy
         on another pipeline stage; where both are written, the full model's name wins.
         """
-        chosen = [modules] if isinstance(modules, nn.Module) else modules
-        wanted = None if chosen is None else {p for module in chosen for p in module.parameters()}
-        always = self.replica.tied  # a write on another pipeline stage may reach them
-        opened = [u for u in self.units if wanted is None or u in always or any(p in wanted for p in u.weights.params)]
-        nested = [u for u in opened if FULL_PARAMS in u.users]
-        opened = [u for u in opened if u not in nested]
-        for unit in opened:
-            self.gathers.acquire(unit, FULL_PARAMS)
-            unit.users.add(FULL_PARAMS)
-        try:
-            yield
-        finally:
-            self._keep_writes(opened)
-            for unit in opened:
-                self.gathers.release(unit, FULL_PARAMS)
-                unit.users.discard(FULL_PARAMS)
-
-    @torch.no_grad()
-    def _keep_writes(self, units: Sequence[Unit]) -> None:
-        written = torch.tensor([float(unit.weights.absorb()) for unit in units], dtype=torch.float64)
-        anywhere = self.comm.exchange(written.to(self.mesh.device)).amax(0).tolist()
-        written_units = [unit for unit, flag in zip(units, anywhere, strict=True) if flag]
-        for unit in written_units:
-            unit.weights.share()
-        self.replica.share_ties(written_units)
+        return self._whole_parameters.opened(modules)
 
     def release(self) -> None:
         """Give back units that stayed gathered without grad."""
@@ -554,7 +505,7 @@ class Engine:
         Returns what was saved as `loop`; `resumed` says whether the run goes on bitwise, and if not, why.
         All of it is checked first: a CheckpointError leaves everything as it was, gradients of this step included.
         """
-        if any(FULL_PARAMS in unit.users for unit in self.units):
+        if self._whole_parameters.any_open:
             raise ConfigError("load() inside full_params() would be undone on leaving it: leave the block first.")
         parts = self._parts()
         checked = restore.check(Path(directory), parts)
@@ -571,15 +522,7 @@ class Engine:
 
     def export(self, directory: str | Path) -> Path:
         """Write the weights as a Hugging Face folder, gathered unit by unit."""
-        return export(Path(directory), self._parts(), self._gathered)
-
-    @contextmanager
-    def _gathered(self, unit: Unit) -> Iterator[None]:
-        self.gathers.acquire(unit, EXPORT)
-        try:
-            yield
-        finally:
-            self.gathers.release(unit, EXPORT)
+        return export(Path(directory), self._parts(), self._whole_parameters.gathered)
 
     def _parts(self, loop: Mapping[str, Any] | None = None) -> checkpoint.Parts:
         if self.pipeline is not None:
@@ -612,48 +555,17 @@ class Engine:
         """Applied steps so far."""
         return self._steps
 
-    def _planned(self, elements: Callable[[UnitLayout], int]) -> StateBytes:
-        """Bytes per rank by formula for so many elements of each unit."""
-        total = NO_BYTES
-        for unit in self.units:
-            if unit.grads is None:
-                each = frozen_bytes(self.stage, self.comm.size, unit.dtype.itemsize, self.policy.release)
-            else:
-                each = engine_bytes(
-                    self.stage, self.comm.size, NAMES[unit.dtype], self.policy.release, self.policy.reduce,
-                    unit.grads.micro_batches, self.optimizer.state_bytes(unit), self.leaves is not None,
-                )  # fmt: skip
-            total = total + each.times(elements(unit.layout))
-        return total
-
     @property
     def planned_bytes(self) -> StateBytes:
         """Model states per rank by formula, padding apart."""
-        return self._planned(lambda layout: layout.numel)
+        return self._accounts.planned
 
     @property
     def traffic_units(self) -> list[UnitTraffic]:
         """The units as `traffic.step_traffic` wants them; its result equals what `traffic` gains in a step."""
-        reduced = self.policy.master.itemsize
-        return [
-            UnitTraffic(u.name, u.layout.total, u.dtype.itemsize, reduced, u.gradients.travels.itemsize, True)
-            if u.grads is not None
-            else UnitTraffic(u.name, u.layout.total, u.dtype.itemsize, 0, 0, False)
-            for u in self.units
-        ]
+        return self._accounts.traffic_units
 
     @property
     def memory(self) -> list[MemoryEntry]:
         """Bytes by category and place on this rank, planned and measured."""
-        planned = dict(zip(("parameters", "gradients", "optimizer"), self.planned_bytes, strict=True))
-        planned["padding"] = self._planned(lambda layout: layout.padding).total
-        return [
-            MemoryEntry(
-                category,
-                self.arena.place,
-                ceil(planned[category]) if category in STATES else None,
-                ceil(self.arena.live(category)),
-                ceil(self.arena.peak(category)),
-            )
-            for category in (*STATES, *TRANSIENT)
-        ]
+        return self._accounts.memory
