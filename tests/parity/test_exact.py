@@ -64,7 +64,7 @@ def engine_of(model=None, *, stage=3, reduce="auto", leaves=LEAVES, exact=True, 
 
 def mine(engine, step, leaves=LEAVES):
     """This rank's micro-batches of the global list."""
-    n, rank = engine.comm.size, engine.comm.rank
+    n, rank = engine.dp.size, engine.dp.rank
     of_rank = leaves // n
     every = engine.policy.reduce == "every_micro_batch"
     return [leaf(step, k * n + rank if every else rank * of_rank + k) for k in range(of_rank)]
@@ -174,7 +174,7 @@ def gradients(exact, stage, reduce):
     engine.reductions.catch_up()
     found = []
     for owned, grad in engine.optimizer.shard_grads():
-        pieces = {p.slot: p for p in owned.unit.layout.pieces(engine.comm.rank)}
+        pieces = {p.slot: p for p in owned.unit.layout.pieces(engine.dp.rank)}
         found.append((owned.name, pieces[owned.piece.slot].start, grad.clone()))
     return found
 
@@ -288,7 +288,7 @@ def by_hand():
             total, weight = loss(engine(*batch), batch)
             engine.backward(total / weight, weight=weight)
         seen.append(float(engine.step().grad_norm).hex())
-    rank, n = engine.comm.rank, engine.comm.size
+    rank, n = engine.dp.rank, engine.dp.size
     held_out = [leaf(99, k * n + rank) for k in range(LEAVES // n)]
     return seen, float(engine.evaluate(held_out)).hex(), engine.fingerprint()
 
@@ -378,7 +378,7 @@ def by_native_collectives():
     collectives.PAIRWISE_MAX_RANKS = 0
     try:
         engine = engine_of(precision="bf16")
-        assert engine.comm.algorithm == "native"
+        assert engine.dp.algorithm == "native"
         return train(engine, range(3)), engine.fingerprint()
     finally:
         collectives.PAIRWISE_MAX_RANKS = 8
@@ -403,7 +403,7 @@ def account(stage, reduce, precision):
     engine.traffic.reset()
     engine.gathers.events = []
     train(engine, range(1, 2))
-    n, m = engine.comm.size, LEAVES // engine.comm.size
+    n, m = engine.dp.size, LEAVES // engine.dp.size
     gathers = count_gathers(engine.gathers.events)
     planned = step_traffic(stage, engine.traffic_units, n, gathers, m, engine.policy.reduce, exact=True)
     loss_values = 2 * m * (n - 1)

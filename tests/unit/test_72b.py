@@ -52,7 +52,7 @@ def built(pp, dp, tp):
 def check(engine, pp):
     """All bytes equal engine_bytes of this rank's elements, and the arena's account of them."""
     wanted = engine_bytes(1, DP, "bf16").times(ELEMENTS[pp])
-    if pp == 7 and engine.comm.rank == 1:  # its half of the last norm's unit is padding, without m and v
+    if pp == 7 and engine.dp.rank == 1:  # its half of the last norm's unit is padding, without m and v
         wanted = wanted._replace(optimizer=wanted.optimizer - 8 * HIDDEN // DP)
     held = [engine.arena.live(category) for category in STATES[:3]]
     place = engine.mesh.place

@@ -143,8 +143,8 @@ class Engine:
         wide = torch.float64 if self.precision.name == "fp64" else torch.float32
         held = max(2, accumulate) if exact and self.mesh.pp > 1 else accumulate
         self.policy = Policy(row, release, reduce, held, wide, reduce_dtype_of(reduce_dtype, self.precision))
-        self.comm = Comm(self.mesh.data, self.arena, self.traffic, check_every_gather=self.mesh.debug)
-        self.everyone = Comm(self.mesh.everyone, self.arena, self.traffic)
+        self.dp = Comm(self.mesh.data, self.arena, self.traffic, check_every_gather=self.mesh.debug)
+        self.world = Comm(self.mesh.everyone, self.arena, self.traffic)
         self.leaves = self._number_leaves() if exact else None
         self._unit_of: dict[nn.Parameter, Unit] = {}
         guard(self.module, self._unit_of, is_open)  # a failure below must not go unseen
@@ -153,7 +153,7 @@ class Engine:
         self._move_buffers()
         self.units = [self._build_unit(spec, choice, weights) for spec in specs]
         self._wire_up(uses, choice, clip_norm, order)
-        check_weights(self.units, self.comm, self.everyone, ConfigError, "Train from weights that are finite.")
+        check_weights(self.units, self.dp, self.world, ConfigError, "Train from weights that are finite.")
         self.scheduler = bind_scheduler(scheduler, self.optimizer.torch)
         self._steps = 0
         self.last_step: StepResult | None = None
@@ -169,9 +169,9 @@ class Engine:
     def _number_leaves(self) -> Leaves:
         """Refuse what cannot be exact; rank 0's seed on all ranks."""
         per_step, pp = self.policy.reduce == "every_step", self.mesh.pp
-        check_exact(self.comm.size, per_step, pp, (self.policy.wire, self.policy.master))
-        seed = broadcast_ints(self.everyone, [torch.initial_seed() % (1 << 52)])[0]
-        return Leaves(self.comm, per_step, self._accumulate, seed)
+        check_exact(self.dp.size, per_step, pp, (self.policy.wire, self.policy.master))
+        seed = broadcast_ints(self.world, [torch.initial_seed() % (1 << 52)])[0]
+        return Leaves(self.dp, per_step, self._accumulate, seed)
 
     def _cut_over_tp(self, plan: Mapping[str, str] | None, sequence_parallel: bool, local_logits: bool) -> None:
         """Replace parameters by this tp rank's slices of them."""
@@ -197,14 +197,14 @@ class Engine:
         owner = {name: self._copies.get(name, name) for name in spec.params}
         groups = {name: choice.group_of.get(owner[name], 0) for name in spec.params}
         parameters = [(name, tuple(p.shape), groups[name]) for name, p in spec.params.items()]
-        layout = UnitLayout(parameters, self.comm.size)
+        layout = UnitLayout(parameters, self.dp.size)
         exact = None if self.leaves is None else partial(ExactGradients, self.leaves)
-        setting = Setting(self.policy, self.comm, self.arena, exact)
+        setting = Setting(self.policy, self.dp, self.arena, exact)
         wide = self.policy.master if spec.dtype.is_floating_point else spec.dtype
         if source is None:
-            fill = from_module(layout, spec.params, self.comm, wide)
+            fill = from_module(layout, spec.params, self.dp, wide)
         else:
-            fill = from_source(lambda name, box: source(owner[name], box), layout, self.comm, wide, self._cuts)
+            fill = from_source(lambda name, box: source(owner[name], box), layout, self.dp, wide, self._cuts)
         return Unit(spec.name, spec.params, layout, spec.dtype, setting, fill, spec.deferred)
 
     def _wire_up(
@@ -217,18 +217,16 @@ class Engine:
         ties = find_ties(self.parts, self.units, schedule, across.size)
         whole, along = (Comm(axis, self.arena, self.traffic) for axis in (self.mesh.replica, across))
         self.replica = Replica(whole, along, Slices(self.tp, self._cuts.keys(), self._partial), ties)
-        given = self.units, self._order, choice.build, choice.groups, self.comm, self.arena, clip_norm, self.replica
+        given = self.units, self._order, choice.build, choice.groups, self.dp, self.arena, clip_norm, self.replica
         leaves, alone = self.leaves, across.size == 1
         self.optimizer = ShardedOptimizer(*given) if leaves is None else ExactOptimizer(leaves, *given)
         self.gathers = Gathers(Lane("gather", device), self.policy.release == "every_step", across.size > 1)
-        self._whole_parameters = WholeParameters(self.units, self.gathers, self.comm, self.replica)
-        self._accounts = Accounts(
-            self.units, self.optimizer, self.policy, self.arena, self.comm.size, leaves is not None
-        )
+        self._whole_parameters = WholeParameters(self.units, self.gathers, self.dp, self.replica)
+        self._accounts = Accounts(self.units, self.optimizer, self.policy, self.arena, self.dp.size, leaves is not None)
         closes = "" if leaves is None else "backward" if alone else "part"
         self.reductions = Reductions(self.units, Lane("reduce", device), closes)
         self.loss_scale = LossScale(self.precision)
-        self.health = Health(self.everyone, self.reductions, self.loss_scale, self.parts)
+        self.health = Health(self.world, self.reductions, self.loss_scale, self.parts)
         every = self.policy.reduce == "every_micro_batch"
         draw = leaves.draw if leaves is not None and alone else None
         self.boundary = Boundary(self._accumulate, every, self.precision.scales_loss, draw)
@@ -256,7 +254,7 @@ class Engine:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer = buffer.to(self.mesh.device).contiguous()
-                    self.comm.broadcast(buffer, "-")
+                    self.dp.broadcast(buffer, "-")
 
     # --- training -------------------------------------------------------------------------------
 
@@ -333,8 +331,8 @@ class Engine:
             return self._result(NOT_DUE, nan, lr)
         weight = self._end_leaves()
         self.reductions.catch_up()
-        if not self.reductions.adopted and self.comm.size > 1:
-            self.reductions.adopt(broadcast_ints(self.comm, self.reductions.observed()))
+        if not self.reductions.adopted and self.dp.size > 1:
+            self.reductions.adopt(broadcast_ints(self.dp, self.reductions.observed()))
         try:
             outcome = self.optimizer.step(weight, self.loss_scale.value)
         finally:
@@ -427,7 +425,7 @@ class Engine:
         A model's own generate (Hugging Face) takes its other options, too; a pipeline has these three.
         """
         pipeline, ids = self.pipeline, input_ids.to(self.mesh.device)
-        alone = keep_full or self.comm.size == 1
+        alone = keep_full or self.dp.size == 1
         with self._together(), self._evaluating(keep_full):
             self._draw_alike()  # tokens that differed would end sequences at other times, and no rank would come back
             own = getattr(self.module, "generate", None)
@@ -471,7 +469,7 @@ class Engine:
         for total, weight in seen:
             sums[0] += total.detach().double()
             sums[1] += weight
-        everywhere = self.replica.sum(self.comm.exchange(sums).sum(0))
+        everywhere = self.replica.sum(self.dp.exchange(sums).sum(0))
         return everywhere[0] / everywhere[1]
 
     # --- whole parameters -----------------------------------------------------------------------
@@ -518,7 +516,7 @@ class Engine:
 
     def fingerprint(self) -> str:
         """One hash of all masters and optimizer states, the same at any dp that divides 64; all ranks call it."""
-        return fingerprint(self.optimizer, self.comm, self.replica)
+        return fingerprint(self.optimizer, self.dp, self.replica)
 
     def export(self, directory: str | Path) -> Path:
         """Write the weights as a Hugging Face folder, gathered unit by unit."""
@@ -528,8 +526,8 @@ class Engine:
         if self.pipeline is not None:
             self.pipeline.faults.check()
         return checkpoint.Parts(
-            list(self.parts.values()), self.whole, self.units, self.optimizer, self.comm, self.tp,
-            self.everyone, self.mesh.degrees, self.loss_scale, self.scheduler, self._steps,
+            list(self.parts.values()), self.whole, self.units, self.optimizer, self.dp, self.tp,
+            self.world, self.mesh.degrees, self.loss_scale, self.scheduler, self._steps,
             self._about(), loop, {self._copies.get(name, name): cut for name, cut in self._cuts.items()}, self.leaves,
         )  # fmt: skip
 
@@ -541,7 +539,7 @@ class Engine:
             "stage": self.stage, "reduce": self.policy.reduce, "accumulate": self.boundary.usual,
             **self.mesh.degrees._asdict(),
             "precision": self.precision.name, "wire": str(self.policy.wire).removeprefix("torch."),
-            "algorithm": self.comm.algorithm, "torch": torch.__version__,
+            "algorithm": self.dp.algorithm, "torch": torch.__version__,
             "kernels": torch.backends.cpu.get_cpu_capability() if cpu
             else torch.get_device_module(device).get_device_name(),
             "threads": torch.get_num_threads() if cpu else 1,

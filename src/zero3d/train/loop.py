@@ -87,7 +87,7 @@ class Loop:
         self.traffic = Traffic(engine)
         self.comparison: Comparison | None = None
         self.checkpoint = folder.checkpoints
-        self._way = WayOn(folder, config, engine.everyone.size)
+        self._way = WayOn(folder, config, engine.world.size)
         self._began = self._saved = engine.steps  # applied when this session began, and at its last checkpoint
         self._most, self._last, self._overflows = most_skips(config.health), 0, 0
         self._validation, self._options = validation, options
@@ -102,7 +102,7 @@ class Loop:
     def run(self, steps: int, metrics: Metrics, progress: Progress) -> None:
         """Steps done + 1 .. steps. Raises Stopped, after a checkpoint, when a signal asks for it; NonFiniteError."""
         self._last = steps
-        tracer = Tracer(self.config.profile, self.folder.root, self.engine.everyone.rank)
+        tracer = Tracer(self.config.profile, self.folder.root, self.engine.world.rank)
         with StopRequest() as request, tracer:
             for step in progress.track(self.done.step + 1, steps):
                 record = self.step()
@@ -192,7 +192,7 @@ class Loop:
         """Raise NonFiniteError where the weights are spoiled: they are not saved, and what is saved stays."""
         engine = self.engine
         remedy = self._way_on("They are not saved")
-        check_weights(engine.units, engine.comm, engine.everyone, NonFiniteError, remedy)
+        check_weights(engine.units, engine.dp, engine.world, NonFiniteError, remedy)
 
     @property
     def _has_saved(self) -> bool:
@@ -211,7 +211,7 @@ class Loop:
         """Add what all ranks know together; the signal that asks them to stop, or 0."""
         mine = torch.tensor([float(request.asked or 0), float(record["tokens"])], dtype=torch.float64)
         with self.traffic.apart():
-            seen = self.engine.everyone.exchange(mine.to(self.engine.mesh.device)).cpu()
+            seen = self.engine.world.exchange(mine.to(self.engine.mesh.device)).cpu()
         mesh = self.engine.mesh
         tokens, world = int(seen[:, 1].sum()) // (mesh.pp * mesh.tp), mesh.world  # a replica's ranks see the same
         self.done = replace(
@@ -243,7 +243,7 @@ class Loop:
     def held_out(self) -> Iterator[dict[str, Any]]:
         """This rank's micro-batches of the held-out part."""
         assert self._validation is not None
-        comm, micro = self.engine.comm, self.stream.portions.micro_batch
+        comm, micro = self.engine.dp, self.stream.portions.micro_batch
         limit, exact = self.config.evaluate.batches, self.config.zero.exact
         mine = validation_batches(self._validation, micro, dp=comm.size, rank=comm.rank, limit=limit, together=exact)
         for batch in mine:
@@ -286,7 +286,7 @@ class Loop:
             self._check_weights()
             self.checkpoint = self.engine.save(self.folder.checkpoints, asdict(self.done))
         self._saved = self.engine.steps
-        if self.engine.everyone.rank == 0 and self.engine.steps > self._began:
+        if self.engine.world.rank == 0 and self.engine.steps > self._began:
             best = None if self.done.best is None else self.done.best[0]
             self.folder.prune(self.engine.steps, self.config.checkpoint.keep, best)
 

@@ -87,7 +87,7 @@ class Comparison:
         if len(history) != AT:
             return
         mine = torch.tensor([float(memory_held(self._engine))], dtype=torch.float64)
-        held = int(self._engine.everyone.exchange(mine.to(self._engine.mesh.device)).max())
+        held = int(self._engine.world.exchange(mine.to(self._engine.mesh.device)).max())
         if self._planned is not None:
             seconds = median(record["seconds"] for record in history[1:])
             yield compared(self._planned.estimate, held, seconds, self._engine.mesh.device.type)

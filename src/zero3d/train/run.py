@@ -112,16 +112,16 @@ def _run(config: Config, start: Start, progress: Progress, hold: Hold) -> Result
         loop.go_on(progressed(saved), found or loop.checkpoint)
         progress.say(f"going on from {found}, after step {loop.done.step}")
         progress.say(engine.resumed)
-    earlier = folder.keep_metrics(loop.done.step) if engine.everyone.rank == 0 else []
+    earlier = folder.keep_metrics(loop.done.step) if engine.world.rank == 0 else []
     activations = Activations(engine)
-    with Metrics(folder, config, engine.everyone.rank, loop.done.step + 1) as metrics:
+    with Metrics(folder, config, engine.world.rank, loop.done.step + 1) as metrics:
         loop.run(steps, metrics, progress)
     loop.stream.close()
-    m, first = inputs.batch.accumulate, engine.everyone.rank == 0
+    m, first = inputs.batch.accumulate, engine.world.rank == 0
     applied = sum(record["applied"] for record in loop.history)
     memory = memory_rows(engine, engine.memory, activations.bytes, m)
     traffic = traffic_rows(engine, loop.traffic, Done(applied, len(loop.history) - applied, m, loop.tokens))
-    peak = int(engine.everyone.exchange(torch.tensor([float(memory_peak(engine))], dtype=torch.float64)).max())
+    peak = int(engine.world.exchange(torch.tensor([float(memory_peak(engine))], dtype=torch.float64)).max())
     history = [*earlier, *loop.history]
     held_out = losses(history, "validation_loss")[-1] if history else math.nan
     fingerprint = engine.fingerprint() if config.zero.exact else ""
@@ -130,7 +130,7 @@ def _run(config: Config, start: Start, progress: Progress, hold: Hold) -> Result
     sample = _sample(config, engine, data.tokenizer, progress)
     reloaded = verify(config, engine, folder.export, data) if verifies(config, data) and first else math.nan
     return Result(
-        config, engine.everyone.size, count_params(engine), layers, inputs.batch, history, len(loop.history),
+        config, engine.world.size, count_params(engine), layers, inputs.batch, history, len(loop.history),
         sum(record["seconds"] for record in loop.history), memory, traffic, peak, held_out, reloaded, sample, folder,
         loop.checkpoint, fingerprint,
     )  # fmt: skip
@@ -149,7 +149,7 @@ def begin(config: Config, start: Start, hold: Hold, rank: int) -> None:
 def find_checkpoint(config: Config, start: Start, engine: Engine) -> Path | None:
     """The checkpoint to go on from. Raises CheckpointError."""
     folder = Folder(Path(config.output or "."))
-    return agree(engine.everyone, lambda: folder.resume_from(start.resume))
+    return agree(engine.world, lambda: folder.resume_from(start.resume))
 
 
 def load(config: Config, start: Start, engine: Engine, found: Path) -> Mapping[str, Any] | None:
@@ -157,9 +157,9 @@ def load(config: Config, start: Start, engine: Engine, found: Path) -> Mapping[s
     try:
         saved: Mapping[str, Any] | None = engine.load(found)
     except CheckpointError as refused:
-        tells = start.resume == AUTO and engine.everyone.rank == 0
-        way = WayOn(Folder(Path(config.output or ".")), config, engine.everyone.size)
-        agree(engine.everyone, partial(way.point_to_older, found, refused) if tells else lambda: None)
+        tells = start.resume == AUTO and engine.world.rank == 0
+        way = WayOn(Folder(Path(config.output or ".")), config, engine.world.size)
+        agree(engine.world, partial(way.point_to_older, found, refused) if tells else lambda: None)
         raise
     return saved
 
@@ -177,7 +177,7 @@ def restore(
     wanted = settings(engine.optimizer.torch)
     saved = check_progress(found, load(config, start, engine, found), engine.steps)
     remedy = f"{found} holds them. {instead_of(found)}"
-    check_weights(engine.units, engine.comm, engine.everyone, NonFiniteError, remedy)
+    check_weights(engine.units, engine.dp, engine.world, NonFiniteError, remedy)
     stream.restore(saved["position"])
     steps, done = steps_of_run(config, inputs.data, inputs.batch, saved["step"], stream.taken), saved["step"]
     if steps < done:
@@ -192,26 +192,26 @@ def restore(
 
 def open_folder(config: Config, start: Start, engine: Engine, found: Path | None, hold: Hold) -> Folder:
     """Claim the output folder on rank 0 and write config.yaml into it."""
-    first = engine.everyone.rank == 0
+    first = engine.world.rank == 0
     folder = Folder(Path(config.output)) if config.output is not None else _first_free(start, engine)
-    agree(engine.everyone, lambda: folder.claim(hold, start.resume, start.overwrite, found) if first else None)
+    agree(engine.world, lambda: folder.claim(hold, start.resume, start.overwrite, found) if first else None)
     text = to_yaml(with_output(config, folder.root))
-    agree(engine.everyone, lambda: folder.write_config(text) if first else None)
+    agree(engine.world, lambda: folder.write_config(text) if first else None)
     return folder
 
 
 def _first_free(start: Start, engine: Engine) -> Folder:
     """The first free folder of the run's name, which rank 0 has made."""
     stem = f"zero3d-{start.name}"
-    number = agree(engine.everyone, lambda: first_free(stem) if engine.everyone.rank == 0 else 0)
-    folder = Folder(numbered(stem, broadcast_ints(engine.everyone, [number])[0]))
+    number = agree(engine.world, lambda: first_free(stem) if engine.world.rank == 0 else 0)
+    folder = Folder(numbered(stem, broadcast_ints(engine.world, [number])[0]))
     start.chosen(folder.root)
     return folder
 
 
 def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, folder: Folder) -> list[str]:
     """What is about to happen, in lines."""
-    ranks = engine.everyone.size
+    ranks = engine.world.size
     kind = type(inputs.opened.module).__name__
     parts = [f"stage {config.zero.stage}", config.precision, f"{ranks} rank{'s' if ranks > 1 else ''} on "
              f"{engine.mesh.device.type}"]  # fmt: skip
@@ -233,7 +233,7 @@ def _vocabulary(inputs: Inputs) -> str:
 
 def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
     return BatchStream(
-        inputs.data.train, inputs.batch, rank=engine.comm.rank, seed=config.seed, shuffle=config.data.shuffle,
+        inputs.data.train, inputs.batch, rank=engine.dp.rank, seed=config.seed, shuffle=config.data.shuffle,
         workers=config.data.workers, dealt=config.zero.exact and engine.policy.reduce == "every_micro_batch",
     )  # fmt: skip
 
@@ -292,8 +292,8 @@ def _own_tokenizer(folder: Path | None) -> Tokenizer | None:
 
 def _export(engine: Engine, folder: Folder, tokenizer: Tokenizer | None, progress: Progress) -> None:
     """Write the Hugging Face folder beside the one of an earlier session, then in its place."""
-    first = engine.everyone.rank == 0
-    agree(engine.everyone, lambda: shutil.rmtree(folder.fresh_export, ignore_errors=True) if first else None)
+    first = engine.world.rank == 0
+    agree(engine.world, lambda: shutil.rmtree(folder.fresh_export, ignore_errors=True) if first else None)
     engine.export(folder.fresh_export)
 
     def complete() -> None:
@@ -301,7 +301,7 @@ def _export(engine: Engine, folder: Folder, tokenizer: Tokenizer | None, progres
             progress.say(note)
         folder.publish()
 
-    agree(engine.everyone, complete if first else lambda: None)
+    agree(engine.world, complete if first else lambda: None)
 
 
 def _save_tokenizer(tokenizer: Tokenizer | None, export: Path) -> str | None:
@@ -324,7 +324,7 @@ def verify(config: Config, engine: Engine, export: Path, data: DataSet) -> float
     from transformers import AutoModelForCausalLM
 
     gc.collect()
-    device, ranks = engine.mesh.device, engine.comm.size
+    device, ranks = engine.mesh.device, engine.dp.size
     with no_foreign_code():
         model = AutoModelForCausalLM.from_pretrained(
             export, dtype="auto", local_files_only=True, trust_remote_code=False

@@ -119,7 +119,7 @@ def planned_traffic(engine: Engine, gathers: Mapping[str, int], done: Done) -> d
 
     A skipped step (fp16 overflow) updates nothing, so stages 0-2 gather nothing after it.
     """
-    n = engine.comm.size
+    n = engine.dp.size
     if n == 1:
         return {}
     policy, units = engine.policy, engine.traffic_units
