@@ -15,7 +15,7 @@ from torch import nn
 import zero3d
 from zero3d.errors import CheckpointError
 from zero3d.precision import LossScaling, Precision
-from zero3d.zero.unit import State
+from zero3d.zero.policy import State
 
 CASES = 2000
 SHORT = 200  # of them in every run of the tests

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3d
-from zero3d.zero.prefetch import WINDOW
+from zero3d.zero.stages import WINDOW
 
 STAGES = [0, 1, 2, 3]
 

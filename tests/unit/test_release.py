@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3d
-from zero3d.zero.prefetch import WINDOW
+from zero3d.zero.stages import WINDOW
 from zero3d.zero.traffic import count_gathers
 
 RECOMPUTATION = ["none", "non-reentrant", "reentrant"]

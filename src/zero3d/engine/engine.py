@@ -1,7 +1,7 @@
 """Engine: a plain module trained with ZeRO on a mesh. Wiring only; each part lives in its own file.
 
-forward    hooks gather units just before use            (zero/hooks.py, zero/prefetch.py)
-backward   gradients go to unit buffers and are reduced  (zero/unit.py, distributed/collectives.py)
+forward    hooks gather units just before use            (zero/hooks.py, zero/gathers.py)
+backward   gradients go to unit buffers and are reduced  (zero/gradients.py, zero/reductions.py)
 step       norm, clip, update of shards, refresh         (zero/optimizer.py)
 """
 
@@ -42,6 +42,7 @@ from zero3d.tensor_parallel.parallelize import parallelize, warn_across_hosts
 from zero3d.zero.accumulation import Boundary, Driven
 from zero3d.zero.exact import ExactGradients, ExactOptimizer, Leaves, check_exact
 from zero3d.zero.fingerprint import fingerprint
+from zero3d.zero.gathers import STEP, Gathers
 from zero3d.zero.health import Health, check_weights
 from zero3d.zero.hooks import KEEP, Hooks
 from zero3d.zero.initial_weights import Source, from_module, from_source, hollow
@@ -49,10 +50,12 @@ from zero3d.zero.layout import UnitLayout
 from zero3d.zero.model_group import Replica, Slices
 from zero3d.zero.optimizer import APPLIED, NOT_DUE, OVERFLOW, ShardedOptimizer, StepResult
 from zero3d.zero.param_groups import OptimizerChoice, choose_optimizer
-from zero3d.zero.prefetch import STEP, Gathers, Lane, Reductions
+from zero3d.zero.policy import Policy, Setting
+from zero3d.zero.reductions import Reductions
 from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
+from zero3d.zero.streams import Lane
 from zero3d.zero.traffic import UnitTraffic
-from zero3d.zero.unit import Policy, Setting, Unit
+from zero3d.zero.unit import Unit
 
 FULL_PARAMS, EXPORT, WHOLE = "full_params", "export", "whole"
 

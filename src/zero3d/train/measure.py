@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from zero3d.engine.engine import Engine, MemoryEntry
 from zero3d.models.blocks import ROOT
 from zero3d.precision import NAMES
-from zero3d.zero.prefetch import WINDOW
+from zero3d.zero.stages import WINDOW
 
 
 class MemoryRow(NamedTuple):

@@ -36,10 +36,11 @@ from zero3d.distributed.collectives import Comm, same_memory
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.nested import tensors_in
+from zero3d.zero.gradients import Gradients
 from zero3d.zero.layout import CANONICAL
 from zero3d.zero.optimizer import OwnedPiece, ShardedOptimizer
+from zero3d.zero.policy import State
 from zero3d.zero.stages import counter_buffers
-from zero3d.zero.unit import Gradients, State
 
 
 class Leaves:

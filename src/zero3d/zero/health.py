@@ -25,7 +25,7 @@ from zero3d.errors import NonFiniteError, Zero3dError
 from zero3d.memory.arena import host_value
 from zero3d.precision import NAMES, LossScale
 from zero3d.zero.optimizer import APPLIED, OVERFLOW
-from zero3d.zero.prefetch import Reductions
+from zero3d.zero.reductions import Reductions
 from zero3d.zero.unit import Unit
 
 MANY = 5  # non-finite steps in a row after which a loop of somebody's own is warned

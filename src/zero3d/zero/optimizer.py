@@ -33,7 +33,7 @@ from zero3d.memory.arena import Arena, host_value
 from zero3d.zero.layout import Piece
 from zero3d.zero.model_group import Replica
 from zero3d.zero.param_groups import NOT_ELEMENTWISE, refuse_kind
-from zero3d.zero.prefetch import WINDOW
+from zero3d.zero.stages import WINDOW
 from zero3d.zero.unit import Unit
 
 APPLIED, OVERFLOW, NO_TARGETS, NOT_DUE = "applied", "overflow", "no targets", "not due"

@@ -42,6 +42,7 @@ STAGES = (
 
 RELEASES = ("auto", "every_use", "every_step")
 REDUCES = ("auto", "every_micro_batch", "every_step")
+WINDOW = 2  # gathers that run ahead of their use, and reductions in flight: both cost a unit's memory
 
 
 def stage_row(number: int) -> Stage:
