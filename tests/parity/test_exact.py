@@ -11,7 +11,7 @@ import zero3d
 from zero3d.activations.recomputation import recompute
 from zero3d.distributed import collectives
 from zero3d.errors import ConfigError
-from zero3d.zero.exact import Leaves
+from zero3d.zero.exact.summands import Leaves
 from zero3d.zero.traffic import Moved, count_gathers, step_traffic
 
 STEPS, LEAVES, VOCAB = 12, 8, 61

@@ -13,7 +13,8 @@ from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.plan.spec import ParallelPlan
 from zero3d.plan.states import reduced_width
-from zero3d.zero.exact import Counter, Leaves, add_tree, check_exact
+from zero3d.zero.exact.summands import Leaves, check_exact
+from zero3d.zero.exact.sums import Counter, add_tree
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.stages import counter_buffers, engine_bytes
 

@@ -40,7 +40,7 @@ from zero3d.precision import LossScale
 from zero3d.rng import rng_state
 from zero3d.shards.boxes import Box, Shape
 from zero3d.shards.cuts import Cut, cover
-from zero3d.zero.exact import Leaves
+from zero3d.zero.exact.summands import Leaves
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.unit import Unit
 

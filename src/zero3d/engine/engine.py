@@ -40,7 +40,9 @@ from zero3d.precision import DTYPES, NAMES, LossScale, Precision, at_least_fp32
 from zero3d.rng import share_torch_rng
 from zero3d.tensor_parallel.parallelize import parallelize, warn_across_hosts
 from zero3d.zero.accumulation import Boundary, Driven
-from zero3d.zero.exact import ExactGradients, ExactOptimizer, Leaves, check_exact
+from zero3d.zero.exact.gradients import ExactGradients
+from zero3d.zero.exact.optimizer import ExactOptimizer
+from zero3d.zero.exact.summands import Leaves, check_exact
 from zero3d.zero.fingerprint import fingerprint
 from zero3d.zero.gathers import STEP, Gathers
 from zero3d.zero.health import Health, check_weights

@@ -24,7 +24,7 @@ WAITING = (State.FILLING, State.SUMMED)  # local gradients that have not been re
 class Reductions:
     """The queue of units whose gradients are complete.
 
-    closes  exact mode: what a "backward" gives, or a "part" of a pipeline in it, is closed for itself (exact.py)
+    closes  exact mode: what a "backward" gives, or a "part" of a pipeline in it, is closed for itself (exact/)
     watch   shown every local gradient before it is taken (health.py)
     """
 
