@@ -108,7 +108,7 @@ class Live:
             "states": engine.fingerprint(),
             "weights": bits(unit.weights.shard for unit in engine.units),
             "gradients": [bits(u.grads.buffers) if u.grads.state is not State.EMPTY else "" for u in units],
-            "counted": (engine.boundary.count, engine.boundary.weight, engine.boundary.reached, engine.steps),
+            "counted": (engine.accumulation.count, engine.accumulation.weight, engine.accumulation.reached, engine.steps),
             "gathered": [(unit.weights.state, len(unit.users)) for unit in engine.units],
             "scheduler": engine.scheduler.state_dict(),
             "loss scale": engine.loss_scale.state(),

@@ -39,7 +39,7 @@ from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.precision import DTYPES, NAMES, LossScale, Precision, at_least_fp32
 from zero3d.rng import share_torch_rng
 from zero3d.tensor_parallel.parallelize import parallelize, warn_across_hosts
-from zero3d.zero.accumulation import Boundary, Driven
+from zero3d.zero.accumulation import Accumulation, Driven
 from zero3d.zero.exact.gradients import ExactGradients
 from zero3d.zero.exact.optimizer import ExactOptimizer
 from zero3d.zero.exact.summands import Leaves, check_exact
@@ -248,18 +248,18 @@ class Engine:
         self.health = Health(self.everyone, self.reductions, self.loss_scale, self.parts)
         every = self.policy.reduce == "every_micro_batch"
         draw = leaves.draw if leaves is not None and alone else None
-        self.boundary = Boundary(self._accumulate, every, self.precision.scales_loss, draw)
+        self.accumulation = Accumulation(self._accumulate, every, self.precision.scales_loss, draw)
         users = {module: [by_name[name] for name in names] for module, names in uses.items()}
         cast = self.precision.dtype
         self.hooks = [
             Hooks(root, {module: needed for module, needed in users.items() if module in set(root.modules())},
-                  self.gathers, self.reductions, self.boundary, lambda t: t.to(cast))
+                  self.gathers, self.reductions, self.accumulation, lambda t: t.to(cast))
             for root in self.parts.values()
         ]  # fmt: skip
         self.pipeline = None
         if not alone:
             begin = (lambda *_: None) if leaves is None else leaves.draw
-            around = Around(self.boundary, self.reductions.sweep, begin, self._close, self._whole, self.arena)
+            around = Around(self.accumulation, self.reductions.sweep, begin, self._close, self._whole, self.arena)
             loss = self._sum_and_weight
             self.pipeline = Pipeline(self.parts, schedule, across, self.traffic, around, loss, self._takes)
         forget_note(self.mesh.everyone)
@@ -330,7 +330,7 @@ class Engine:
             total = at_least_fp32(total) * self.loss_scale.value
         weight = weight.detach().double().reshape(()) if isinstance(weight, Tensor) else float(weight)
         try:
-            with self.boundary.driving(Driven(weight, last)):
+            with self.accumulation.driving(Driven(weight, last)):
                 total.backward()  # type: ignore[no-untyped-call]
         except BaseException:
             self._abandon()
@@ -352,8 +352,8 @@ class Engine:
         lr = float(self.optimizer.torch.param_groups[0]["lr"])
         if any(FULL_PARAMS in unit.users for unit in self.units):
             raise ConfigError("step() inside full_params() would be undone on leaving it: leave the block first.")
-        if not self.boundary.reached:
-            if self.boundary.count == 0 and self.reductions.pending:
+        if not self.accumulation.reached:
+            if self.accumulation.count == 0 and self.reductions.pending:
                 raise ConfigError(
                     "there are gradients, but no backward went through the model's own forward (only through "
                     "submodules), so no micro-batch was counted: call the model, or engine.backward(loss, last=True)."
@@ -368,7 +368,7 @@ class Engine:
             outcome = self.optimizer.step(weight, self.loss_scale.value)
         finally:
             self.reductions.reset()
-            self.boundary.reset()
+            self.accumulation.reset()
             if self.leaves is not None:
                 self.leaves.begin()
             self.gathers.drop(lambda token: True)  # whatever is still gathered holds the weights of before
@@ -383,13 +383,13 @@ class Engine:
     def _end_leaves(self) -> float | Tensor:
         """The weight of this rank's micro-batches; in exact mode [M], that of each."""
         if self.leaves is None:
-            return self.boundary.weight
+            return self.accumulation.weight
         try:
-            self.leaves.end(self.boundary.count)
+            self.leaves.end(self.accumulation.count)
         except ConfigError:
             self._abandon()
             raise
-        each = [torch.as_tensor(weight, dtype=torch.float64) for weight in self.boundary.weights]
+        each = [torch.as_tensor(weight, dtype=torch.float64) for weight in self.accumulation.weights]
         return torch.stack([weight.to(self.mesh.device) for weight in each])
 
     def _result(self, reason: str, norm: Tensor, lr: float) -> StepResult:
@@ -586,7 +586,7 @@ class Engine:
         checked = restore.check(Path(directory), parts)
         self.gathers.drop(lambda token: True)
         self.reductions.reset()
-        self.boundary.reset()
+        self.accumulation.reset()
         self._steps, loop, self.resumed = restore.load(checked, parts)
         self.health.in_a_row = 0
         return loop
@@ -621,7 +621,7 @@ class Engine:
         device = self.mesh.device
         cpu = device.type == "cpu"
         return {
-            "stage": self.stage, "reduce": self.policy.reduce, "accumulate": self.boundary.usual,
+            "stage": self.stage, "reduce": self.policy.reduce, "accumulate": self.accumulation.usual,
             **self.mesh.degrees._asdict(),
             "precision": self.precision.name, "wire": str(self.policy.wire).removeprefix("torch."),
             "algorithm": self.comm.algorithm, "torch": torch.__version__,
