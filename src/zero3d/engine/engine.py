@@ -49,7 +49,7 @@ from zero3d.zero.health import Health, check_weights
 from zero3d.zero.hooks import KEEP, Hooks
 from zero3d.zero.initial_weights import Source, from_module, from_source, hollow
 from zero3d.zero.layout import UnitLayout
-from zero3d.zero.model_group import Replica, Slices
+from zero3d.zero.model_group import ModelGroup, Slices
 from zero3d.zero.optimizer import APPLIED, NOT_DUE, OVERFLOW, ShardedOptimizer, StepResult
 from zero3d.zero.param_groups import OptimizerChoice, choose_optimizer
 from zero3d.zero.policy import Policy, Setting
@@ -236,9 +236,9 @@ class Engine:
         device = self.mesh.device
         across = self.mesh.axis("pp")
         ties = find_ties(self.parts, self.units, schedule, across.size)
-        whole, along = (Comm(axis, self.arena, self.traffic) for axis in (self.mesh.replica, across))
-        self.replica = Replica(whole, along, Slices(self.tp, self._cuts.keys(), self._partial), ties)
-        given = self.units, self._order, choice.build, choice.groups, self.comm, self.arena, clip_norm, self.replica
+        whole, along = (Comm(axis, self.arena, self.traffic) for axis in (self.mesh.model_parallel, across))
+        self.model_group = ModelGroup(whole, along, Slices(self.tp, self._cuts.keys(), self._partial), ties)
+        given = self.units, self._order, choice.build, choice.groups, self.comm, self.arena, clip_norm, self.model_group
         leaves, alone = self.leaves, across.size == 1
         self.optimizer = ShardedOptimizer(*given) if leaves is None else ExactOptimizer(leaves, *given)
         self.gathers = Gathers(Lane("gather", device), self.policy.release == "every_step", across.size > 1)
@@ -465,7 +465,7 @@ class Engine:
                 return out
             check_options(options, None if pipeline is None else pipeline.vocabulary)
             ending = Ending.of(next(iter(self.parts.values())), early=alone)
-            return generate(self._next_logits, self.replica.sum, ids, max_new_tokens, ending, **options)
+            return generate(self._next_logits, self.model_group.sum, ids, max_new_tokens, ending, **options)
 
     def _next_logits(self, ids: Tensor) -> Tensor | None:
         last = self._last
@@ -515,13 +515,13 @@ class Engine:
         self, seen: Sequence[tuple[Tensor, float | Tensor]], micro_batches: int, per_step: bool | None = None
     ) -> Tensor:
         if self.leaves is not None:
-            everywhere = self.replica.sum(self.leaves.sum_of(seen, micro_batches, per_step))
+            everywhere = self.model_group.sum(self.leaves.sum_of(seen, micro_batches, per_step))
             return everywhere[0] / everywhere[1]
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         for total, weight in seen:
             sums[0] += total.detach().double()
             sums[1] += weight
-        everywhere = self.replica.sum(self.comm.exchange(sums).sum(0))
+        everywhere = self.model_group.sum(self.comm.exchange(sums).sum(0))
         return everywhere[0] / everywhere[1]
 
     # --- whole parameters -----------------------------------------------------------------------
@@ -537,7 +537,7 @@ class Engine:
         """
         chosen = [modules] if isinstance(modules, nn.Module) else modules
         wanted = None if chosen is None else {p for module in chosen for p in module.parameters()}
-        always = self.replica.tied  # a write on another pipeline stage may reach them
+        always = self.model_group.tied  # a write on another pipeline stage may reach them
         opened = [u for u in self.units if wanted is None or u in always or any(p in wanted for p in u.weights.params)]
         nested = [u for u in opened if FULL_PARAMS in u.users]
         opened = [u for u in opened if u not in nested]
@@ -559,7 +559,7 @@ class Engine:
         written_units = [unit for unit, flag in zip(units, anywhere, strict=True) if flag]
         for unit in written_units:
             unit.weights.share()
-        self.replica.share_ties(written_units)
+        self.model_group.share_ties(written_units)
 
     def release(self) -> None:
         """Give back units that stayed gathered without grad."""
@@ -593,7 +593,7 @@ class Engine:
 
     def fingerprint(self) -> str:
         """One hash of all masters and optimizer states, the same at any dp that divides 64; all ranks call it."""
-        return fingerprint(self.optimizer, self.comm, self.replica)
+        return fingerprint(self.optimizer, self.comm, self.model_group)
 
     def export(self, directory: str | Path) -> Path:
         """Write the weights as a Hugging Face folder, gathered unit by unit."""

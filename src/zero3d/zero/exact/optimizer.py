@@ -26,8 +26,8 @@ class ExactOptimizer(ShardedOptimizer):
         seen = self._comm.exchange(torch.cat([weight, orders]))
         hashes = seen[:, len(weight) :]
         total = self._leaves.total(seen[:, : len(weight)])
-        rows = self._replica.exchange(torch.stack([total, (hashes != hashes[0]).any().double()]))
-        return self._replica.count_once(rows)[:, 0].sum(), (rows[:, 1].sum() == 0).double()
+        rows = self._model_group.exchange(torch.stack([total, (hashes != hashes[0]).any().double()]))
+        return self._model_group.count_once(rows)[:, 0].sum(), (rows[:, 1].sum() == 0).double()
 
     def _norm(self) -> Tensor:
         """Of the norms of 64 segments, each one the norm of its parts in model order; 64/N numbers per rank."""
@@ -35,14 +35,14 @@ class ExactOptimizer(ShardedOptimizer):
         parts = sorted(self._segment_grads(), key=lambda part: part[:2])
         norms = [(segment, o.order, o.name, torch.linalg.vector_norm(grad)) for segment, _, o, grad in parts]
         wide = self._units[0].weights.master.dtype if self._units else torch.float32
-        partials = self._comm.exchange(self._replica.norms(norms, own, wide).double()).flatten().to(wide)
+        partials = self._comm.exchange(self._model_group.norms(norms, own, wide).double()).flatten().to(wide)
         norm: Tensor = torch.linalg.vector_norm(partials)
         return torch.where(partials.amin() < 0, partials.amin(), norm)
 
     def _segment_grads(self) -> Iterator[tuple[int, int, OwnedPiece, Tensor]]:
         """This rank's reduced gradients cut at segments: (segment, place in the model, whose, values)."""
         for owned, grad in self.shard_grads():
-            if owned.unit in self._replica.copies:
+            if owned.unit in self._model_group.copies:
                 continue
             layout, shard = owned.unit.layout, owned.unit.gradients.shard
             begin = int(grad.storage_offset() - shard.storage_offset())
