@@ -79,7 +79,7 @@ class Mesh:
         return self.axis("pp" if self.tp == 1 else "tp" if self.pp == 1 else "replica")
 
     def axis(self, name: str) -> Axis:
-        """Return pp, dp, tp (or world, replica: the model-parallel group) as this rank sees it; makes groups on first use."""
+        """Return one of pp, dp, tp, world, replica (the model-parallel group); its groups are made on first use."""
         if name not in self._axes:
             self._axes[name] = axis = self._open(name)
             if axis.size > 1:

@@ -42,7 +42,7 @@ from zero3d.tensor_parallel.parallelize import parallelize, warn_across_hosts
 from zero3d.zero.accumulation import Accumulation, Driven
 from zero3d.zero.exact.gradients import ExactGradients
 from zero3d.zero.exact.optimizer import ExactOptimizer
-from zero3d.zero.exact.summands import Leaves, check_exact
+from zero3d.zero.exact.summands import Summands, check_exact
 from zero3d.zero.fingerprint import fingerprint
 from zero3d.zero.gathers import STEP, Gathers
 from zero3d.zero.health import Health, check_weights
@@ -98,7 +98,7 @@ class Engine:
                   same moments give the same bits ("auto": stages 0, 1 every step, 2, 3 every micro-batch)
     schedule      of a pipeline (mesh.pp > 1): gpipe, 1f1b (None), interleaved, zero-bubble or zbv; for train_batch
     exact         the same bits at every dp (a power of two), stage and `reduce`, of one global list of micro-batches,
-                  numbered as `exact.Leaves` says
+                  numbered as `exact.Summands` says
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
     tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
     sequence_parallel  cut activations between blocks over tp, too, along the sequence
@@ -166,7 +166,7 @@ class Engine:
         self.policy = Policy(row, release, reduce, held, wide, _wire(reduce_dtype, self.precision))
         self.comm = Comm(self.mesh.data, self.arena, self.traffic, check_every_gather=self.mesh.debug)
         self.everyone = Comm(self.mesh.everyone, self.arena, self.traffic)
-        self.leaves = self._number_leaves() if exact else None
+        self.summands = self._number_summands() if exact else None
         self._unit_of: dict[nn.Parameter, Unit] = {}
         guard(self.module, self._unit_of, lambda unit: FULL_PARAMS in unit.users)  # a failure below must not go unseen
         if self.mesh.pp > 1:
@@ -187,12 +187,12 @@ class Engine:
 
     # --- construction ---------------------------------------------------------------------------
 
-    def _number_leaves(self) -> Leaves:
+    def _number_summands(self) -> Summands:
         """Refuse what cannot be exact; rank 0's seed on all ranks."""
         per_step, pp = self.policy.reduce == "every_step", self.mesh.pp
         check_exact(self.comm.size, per_step, pp, (self.policy.wire, self.policy.master))
         seed = broadcast_ints(self.everyone, [torch.initial_seed() % (1 << 52)])[0]
-        return Leaves(self.comm, per_step, self._accumulate, seed)
+        return Summands(self.comm, per_step, self._accumulate, seed)
 
     def _cut_over_tp(self, plan: Mapping[str, str] | None, sequence_parallel: bool, local_logits: bool) -> None:
         """Replace parameters by this tp rank's slices of them."""
@@ -219,7 +219,7 @@ class Engine:
         groups = {name: choice.group_of.get(owner[name], 0) for name in spec.params}
         parameters = [(name, tuple(p.shape), groups[name]) for name, p in spec.params.items()]
         layout = UnitLayout(parameters, self.comm.size)
-        exact = None if self.leaves is None else partial(ExactGradients, self.leaves)
+        exact = None if self.summands is None else partial(ExactGradients, self.summands)
         setting = Setting(self.policy, self.comm, self.arena, exact)
         wide = self.policy.master if spec.dtype.is_floating_point else spec.dtype
         if source is None:
@@ -239,15 +239,15 @@ class Engine:
         whole, along = (Comm(axis, self.arena, self.traffic) for axis in (self.mesh.model_parallel, across))
         self.model_group = ModelGroup(whole, along, Slices(self.tp, self._cuts.keys(), self._partial), ties)
         given = self.units, self._order, choice.build, choice.groups, self.comm, self.arena, clip_norm, self.model_group
-        leaves, alone = self.leaves, across.size == 1
-        self.optimizer = ShardedOptimizer(*given) if leaves is None else ExactOptimizer(leaves, *given)
+        summands, alone = self.summands, across.size == 1
+        self.optimizer = ShardedOptimizer(*given) if summands is None else ExactOptimizer(summands, *given)
         self.gathers = Gathers(Lane("gather", device), self.policy.release == "every_step", across.size > 1)
-        closes = "" if leaves is None else "backward" if alone else "part"
+        closes = "" if summands is None else "backward" if alone else "part"
         self.reductions = Reductions(self.units, Lane("reduce", device), closes)
         self.loss_scale = LossScale(self.precision)
         self.health = Health(self.everyone, self.reductions, self.loss_scale, self.parts)
         every = self.policy.reduce == "every_micro_batch"
-        draw = leaves.draw if leaves is not None and alone else None
+        draw = summands.draw if summands is not None and alone else None
         self.accumulation = Accumulation(self._accumulate, every, self.precision.scales_loss, draw)
         users = {module: [by_name[name] for name in names] for module, names in uses.items()}
         cast = self.precision.dtype
@@ -258,7 +258,7 @@ class Engine:
         ]  # fmt: skip
         self.pipeline = None
         if not alone:
-            begin = (lambda *_: None) if leaves is None else leaves.draw
+            begin = (lambda *_: None) if summands is None else summands.draw
             around = Around(self.accumulation, self.reductions.sweep, begin, self._close, self._whole, self.arena)
             loss = self._sum_and_weight
             self.pipeline = Pipeline(self.parts, schedule, across, self.traffic, around, loss, self._takes)
@@ -312,7 +312,7 @@ class Engine:
 
     def _close(self, part: nn.Module) -> None:
         """A micro-batch's gradients of a part are complete."""
-        if self.leaves is not None:
+        if self.summands is not None:
             own = set(part.parameters())
             mine = (unit for unit in self.units if unit.grads is not None)
             self.reductions.close([unit for unit in mine if own & set(unit.weights.params)])
@@ -339,8 +339,8 @@ class Engine:
     def _abandon(self) -> None:
         for hooks in self.hooks:
             hooks.abandon()
-        if self.leaves is not None:
-            self.leaves.begin()
+        if self.summands is not None:
+            self.summands.begin()
 
     def step(self) -> StepResult:
         """Apply the step if the boundary is reached, else change nothing.
@@ -360,7 +360,7 @@ class Engine:
                 )
             nan = torch.full((), float("nan"), dtype=self.policy.master, device=self.mesh.device)
             return self._result(NOT_DUE, nan, lr)
-        weight = self._end_leaves()
+        weight = self._end_summands()
         self.reductions.catch_up()
         if not self.reductions.adopted and self.comm.size > 1:
             self.reductions.adopt(broadcast_ints(self.comm, self.reductions.observed()))
@@ -369,8 +369,8 @@ class Engine:
         finally:
             self.reductions.reset()
             self.accumulation.reset()
-            if self.leaves is not None:
-                self.leaves.begin()
+            if self.summands is not None:
+                self.summands.begin()
             self.gathers.drop(lambda token: True)  # whatever is still gathered holds the weights of before
         self.health.count(outcome.reason)
         self.loss_scale.update(outcome.reason == OVERFLOW)
@@ -380,12 +380,12 @@ class Engine:
                 self.scheduler.step()
         return self._result(outcome.reason, outcome.norm, lr)
 
-    def _end_leaves(self) -> float | Tensor:
+    def _end_summands(self) -> float | Tensor:
         """The weight of this rank's micro-batches; in exact mode [M], that of each."""
-        if self.leaves is None:
+        if self.summands is None:
             return self.accumulation.weight
         try:
-            self.leaves.end(self.accumulation.count)
+            self.summands.end(self.accumulation.count)
         except ConfigError:
             self._abandon()
             raise
@@ -412,9 +412,9 @@ class Engine:
         After a failure on some rank of a pipeline every further call raises Zero3dError.
         """
         micro_batches, seen = list(micro_batches), []
-        if self.leaves is not None:
-            self.leaves.begin(len(micro_batches))
-            self.leaves.see(micro_batches[:1])
+        if self.summands is not None:
+            self.summands.begin(len(micro_batches))
+            self.summands.see(micro_batches[:1])
         with self._together():
             try:
                 if self.pipeline is not None:
@@ -514,8 +514,8 @@ class Engine:
     def _global_mean(
         self, seen: Sequence[tuple[Tensor, float | Tensor]], micro_batches: int, per_step: bool | None = None
     ) -> Tensor:
-        if self.leaves is not None:
-            everywhere = self.model_group.sum(self.leaves.sum_of(seen, micro_batches, per_step))
+        if self.summands is not None:
+            everywhere = self.model_group.sum(self.summands.sum_of(seen, micro_batches, per_step))
             return everywhere[0] / everywhere[1]
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         for total, weight in seen:
@@ -613,7 +613,7 @@ class Engine:
         return checkpoint.Parts(
             list(self.parts.values()), self.whole, self.units, self.optimizer, self.comm, self.tp,
             self.everyone, self.mesh.degrees, self.loss_scale, self.scheduler, self._steps,
-            self._about(), loop, {self._copies.get(name, name): cut for name, cut in self._cuts.items()}, self.leaves,
+            self._about(), loop, {self._copies.get(name, name): cut for name, cut in self._cuts.items()}, self.summands,
         )  # fmt: skip
 
     def _about(self) -> dict[str, Any]:
@@ -628,7 +628,7 @@ class Engine:
             "kernels": torch.backends.cpu.get_cpu_capability() if cpu
             else torch.get_device_module(device).get_device_name(),
             "threads": torch.get_num_threads() if cpu else 1,
-            "leaves": None if self.leaves is None else self.leaves.per_batch,
+            "leaves": None if self.summands is None else self.summands.per_batch,
         }  # fmt: skip
 
     # --- accounting -----------------------------------------------------------------------------
@@ -647,7 +647,7 @@ class Engine:
             else:
                 each = engine_bytes(
                     self.stage, self.comm.size, NAMES[unit.dtype], self.policy.release, self.policy.reduce,
-                    unit.grads.micro_batches, self.optimizer.state_bytes(unit), self.leaves is not None,
+                    unit.grads.micro_batches, self.optimizer.state_bytes(unit), self.summands is not None,
                 )  # fmt: skip
             total = total + each.times(elements(unit.layout))
         return total

@@ -105,7 +105,7 @@ def state_dtypes(engine: Engine) -> dict[str, str]:
     states = [s.dtype for each in engine.optimizer.torch.state.values() for s in each.values() if s.dim() == 1]
     compute, reduced = {w.full.dtype for w in weights}, {buffer.dtype for buffer in buffers}
     gathered = compute if engine.policy.stage.shards_parameters else ()
-    bucket = compute if engine.policy.reduce == "every_micro_batch" or engine.leaves is not None else ()
+    bucket = compute if engine.policy.reduce == "every_micro_batch" or engine.summands is not None else ()
     trainable = [unit for unit in engine.units if unit.grads is not None and engine.comm.size > 1]
     wire = {unit.gradients.travels for unit in trainable}
     kinds = {"parameters": compute, "gradients": reduced, "optimizer": {*masters, *states},
@@ -128,7 +128,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     root = sum(unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name == ROOT)
     full = root + (2 + WINDOW) * max(sizes, default=0)
     policy, n = engine.policy, engine.comm.size
-    moving, shard, tied, exact = 0, 0, 0, engine.leaves is not None
+    moving, shard, tied, exact = 0, 0, 0, engine.summands is not None
     for unit in engine.units:
         if unit.grads is not None:
             travels = unit.gradients.travels

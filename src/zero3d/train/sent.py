@@ -123,7 +123,7 @@ def planned_traffic(engine: Engine, gathers: Mapping[str, int], done: Done) -> d
     if n == 1:
         return {}
     policy, units = engine.policy, engine.traffic_units
-    exact = engine.leaves is not None
+    exact = engine.summands is not None
     each = step_traffic(engine.stage, units, n, gathers, done.micro_batches, policy.reduce, exact)
     calls, values, size = each["exchange", "-"]
     loss = LOSS_VALUES * (n - 1) * (done.micro_batches if exact else 1)

@@ -134,7 +134,7 @@ def engine_bytes(
 
     `optimizer` replaces k for optimizers other than Adam (master included).
     Local gradients stay in the compute dtype when accumulate is 1, because their cast at the
-    reduction is exact; accumulated ones are kept in the reduced dtype. `exact` keeps sums of leaves instead.
+    reduction is exact; accumulated ones are kept in the reduced dtype. `exact` keeps sums of summands instead.
     """
     row = stage_row(stage)
     release, reduce = resolve_policies(row, release, reduce)
@@ -156,9 +156,9 @@ def engine_bytes(
     return StateBytes(parameters, gradients, k * (share if row.shards_optimizer else Fraction(1)))
 
 
-def counter_buffers(leaves: int) -> int:
-    """Sums in halves that wait for their other half while so many leaves come in turn: ones of a binary counter."""
-    return (leaves + 1).bit_length() - 1
+def counter_buffers(summands: int) -> int:
+    """Sums in halves that wait for their other half while so many summands come in turn: ones of a binary counter."""
+    return (summands + 1).bit_length() - 1
 
 
 def frozen_bytes(stage: int, n: int, weight: int, release: str = "auto") -> StateBytes:

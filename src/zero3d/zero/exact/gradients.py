@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zero3d.errors import ConfigError
-from zero3d.zero.exact.summands import Leaves
+from zero3d.zero.exact.summands import Summands
 from zero3d.zero.exact.sums import Counter, add_tree
 from zero3d.zero.gradients import Gradients
 from zero3d.zero.policy import State
@@ -16,15 +16,15 @@ from zero3d.zero.stages import counter_buffers
 
 
 class ExactGradients(Gradients):
-    """Owns a unit's gradients; every backward's are a leaf, which fills a bucket and is summed when it is over.
+    """Owns a unit's gradients; every backward's are a summand, which fills a bucket and is summed when it is over.
 
     every micro-batch   bucket -> all_to_all -> counter of shards -> shard
     every step, M = 1   bucket -> all_to_all -> shard
     every step, M > 1   bucket -> counter of whole buffers -> all_to_all -> shard, which is its slot of the sum
     """
 
-    def __init__(self, leaves: Leaves, *given: Any) -> None:
-        self._leaves, self._per_step = leaves, leaves.per_step
+    def __init__(self, summands: Summands, *given: Any) -> None:
+        self._summands, self._per_step = summands, summands.per_step
         super().__init__(*given)
 
     def _keep(self, dtype: torch.dtype) -> None:
@@ -66,7 +66,7 @@ class ExactGradients(Gradients):
         return self._counter.total()
 
     def _open(self) -> None:
-        """Make room for a leaf."""
+        """Make room for a summand."""
         self.finish()
         if self._per_step and self.state is State.REDUCED:
             raise ConfigError("exact=True: a backward came after the last one of its step. Call engine.step() first.")
@@ -74,7 +74,7 @@ class ExactGradients(Gradients):
             self._use(self._arena.borrow("bucket", self._layout.total, self._local))
         self.state = State.FILLING
 
-    def _leaf(self) -> Tensor:
+    def _summand(self) -> Tensor:
         """The bucket, with zeros where no gradient came."""
         self._open()
         assert self.full is not None
@@ -84,19 +84,19 @@ class ExactGradients(Gradients):
         return self.full
 
     def close(self) -> None:
-        """A backward has ended: its leaf goes into the sum that is kept here."""
-        leaf = self._leaf()
+        """A backward has ended: its summand goes into the sum that is kept here."""
+        summand = self._summand()
         self._provide(max(2, self._counter.count + 1))
-        self._counter.push([leaf])
+        self._counter.push([summand])
         self._drop_bucket()
         self._filled.clear()
         self.state = State.SUMMED
 
     def reduce(self, single: bool) -> None:
-        """Start summing over the dp axis: this backward's leaf, or all of the step's. Moves (N-1)/N Psi elements."""
-        if self._per_step and 0 < self._counter.count < self._leaves.micro_batches:
+        """Start summing over the dp axis: this backward's summand, or all of the step's. Moves (N-1)/N Psi elements."""
+        if self._per_step and 0 < self._counter.count < self._summands.micro_batches:
             self.close()
-        source = self._counter.total() if self._per_step and self._counter.count else self._leaf()
+        source = self._counter.total() if self._per_step and self._counter.count else self._summand()
         self._pending = self._setting.comm.all_to_all(source, self._name, self._sum)
         self.state = State.REDUCING
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero3d.zero.exact.summands import Leaves
+from zero3d.zero.exact.summands import Summands
 from zero3d.zero.layout import CANONICAL
 from zero3d.zero.optimizer import OwnedPiece, ShardedOptimizer
 
@@ -16,8 +16,8 @@ from zero3d.zero.optimizer import OwnedPiece, ShardedOptimizer
 class ExactOptimizer(ShardedOptimizer):
     """Weights and the norm in an order that N does not change. `step` takes all micro-batches' weights [M]."""
 
-    def __init__(self, leaves: Leaves, *given: Any) -> None:
-        self._leaves = leaves
+    def __init__(self, summands: Summands, *given: Any) -> None:
+        self._summands = summands
         super().__init__(*given)
 
     def _exchange(self, weight: float | Tensor) -> tuple[float | Tensor, Tensor]:
@@ -25,7 +25,7 @@ class ExactOptimizer(ShardedOptimizer):
         orders = torch.tensor(self._comm.order_values(), dtype=torch.float64, device=weight.device)
         seen = self._comm.exchange(torch.cat([weight, orders]))
         hashes = seen[:, len(weight) :]
-        total = self._leaves.total(seen[:, : len(weight)])
+        total = self._summands.total(seen[:, : len(weight)])
         rows = self._model_group.exchange(torch.stack([total, (hashes != hashes[0]).any().double()]))
         return self._model_group.count_once(rows)[:, 0].sum(), (rows[:, 1].sum() == 0).double()
 

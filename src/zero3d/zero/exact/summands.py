@@ -16,8 +16,8 @@ from zero3d.nested import tensors_in
 from zero3d.zero.layout import CANONICAL
 
 
-class Leaves:
-    """Which leaf is which, and what follows from its number.
+class Summands:
+    """Which summand is which, and what follows from its number.
 
     micro_batches  of a rank in the present step, which numbers need where gradients are reduced every step
     seed, batches  of dropout: rank 0's at construction, and steps so far, skipped ones too
@@ -66,7 +66,7 @@ class Leaves:
 
     @property
     def per_batch(self) -> int:
-        """Leaves of a usual step."""
+        """Summands of a usual step."""
         return self._usual * self.comm.size
 
     def state(self, tp: int, pp: int) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Leaves:
         self.seed, self.batches, self.rows = int(state["seed"]), int(state["batches"]), state["covers"]["rows"]
 
     def number(self, k: int) -> int:
-        """The leaf that is this rank's k-th micro-batch."""
+        """The summand that is this rank's k-th micro-batch."""
         return self.comm.rank * self.micro_batches + k if self.per_step else k * self.comm.size + self.comm.rank
 
     def draw(self, k: int, part: int = 0) -> None:

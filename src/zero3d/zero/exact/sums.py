@@ -27,12 +27,12 @@ def add_tree(parts: Sequence[Tensor], out: Tensor, arena: Arena) -> Tensor:
 
 
 class Counter:
-    """A sum in halves of leaves that come one after another, as a binary counter adds one.
+    """A sum in halves of summands that come one after another, as a binary counter adds one.
 
-        leaf         0     1      2         3        4
-        sums held    0     01     01, 2     0123     0123, 4          older first; 2 buffers at most for 5 leaves
+        summand         0     1      2         3        4
+        sums held    0     01     01, 2     0123     0123, 4          older first; 2 buffers at most for 5 summands
 
-    It keeps its `buffers`; there are as many as `stages.counter_buffers` says of the most leaves there have been.
+    It keeps its `buffers`; there are as many as `stages.counter_buffers` says of the most summands there have been.
     """
 
     def __init__(self, arena: Arena, elements: int, used: Fraction | int, dtype: torch.dtype) -> None:
@@ -50,7 +50,7 @@ class Counter:
         return self.buffers[0]
 
     def push(self, parts: Sequence[Tensor]) -> None:
-        """Add the sum of `parts`, the next leaf."""
+        """Add the sum of `parts`, the next summand."""
         number, self.count = self.count, self.count + 1
         if not number & 1:
             self._held.append(add_tree(parts, self._free.pop(), self._arena))
@@ -70,13 +70,13 @@ class Counter:
         self._free.append(newer)
 
     def open(self) -> Tensor:
-        """An empty buffer, which the caller fills with the sum of all leaves."""
+        """An empty buffer, which the caller fills with the sum of all summands."""
         self.count = 1
         self._held.append(self._free.pop())
         return self._held[0]
 
     def total(self) -> Tensor:
-        """The sum of all leaves, after the last one."""
+        """The sum of all summands, after the last one."""
         while len(self._held) > 1:
             self._merge()
         return self._held[0]
