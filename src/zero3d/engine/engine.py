@@ -162,8 +162,8 @@ class Engine:
         self._accumulate, self._loss = accumulate, loss
         self._takes, self._options, self._last = _names_taken(model), forward_options(model), last_only(model)
         wide = torch.float64 if self.precision.name == "fp64" else torch.float32
-        held = max(2, accumulate) if exact and self.mesh.pp > 1 else accumulate
-        self.policy = Policy(row, release, reduce, held, wide, _wire(reduce_dtype, self.precision))
+        counted = max(2, accumulate) if exact and self.mesh.pp > 1 else accumulate
+        self.policy = Policy(row, release, reduce, counted, wide, _wire(reduce_dtype, self.precision))
         self.comm = Comm(self.mesh.data, self.arena, self.traffic, check_every_gather=self.mesh.debug)
         self.everyone = Comm(self.mesh.everyone, self.arena, self.traffic)
         self.summands = self._number_summands() if exact else None

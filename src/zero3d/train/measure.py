@@ -101,7 +101,7 @@ def state_dtypes(engine: Engine) -> dict[str, str]:
     weights = [unit.weights for unit in engine.units]
     grads = [unit.grads for unit in engine.units if unit.grads is not None]
     buffers = [buffer for grad in grads for buffer in grad.buffers]
-    masters = [w.master.dtype for w in weights if w.master is not w.held]
+    masters = [w.master.dtype for w in weights if w.master is not w.shard_or_full]
     states = [s.dtype for each in engine.optimizer.torch.state.values() for s in each.values() if s.dim() == 1]
     compute, reduced = {w.full.dtype for w in weights}, {buffer.dtype for buffer in buffers}
     gathered = compute if engine.policy.stage.shards_parameters else ()

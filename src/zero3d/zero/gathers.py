@@ -61,7 +61,7 @@ class Gathers:
                 self._lane.note("free", unit.name)
                 unit.weights.release()
             elif unit.users <= {TURN, ROOT_TURN, STEP}:
-                unit.weights.hold()
+                unit.weights.keep()
 
     def pass_turn(self, units: Sequence[Unit]) -> None:
         """The units used last in a forward stay gathered until others are used."""

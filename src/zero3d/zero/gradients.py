@@ -37,7 +37,7 @@ class Gradients:
         self._keep(dtype)
 
     def _keep(self, dtype: torch.dtype) -> None:
-        """Allocate what is held between steps."""
+        """Allocate the buffers that live between steps."""
         policy, layout, setting, arena = self._setting.policy, self._layout, self._setting, self._arena
         self._wire = policy.wire if policy.wire.itemsize >= dtype.itemsize else policy.master
         self._transient = policy.reduce == "every_micro_batch"

@@ -152,7 +152,7 @@ class ShardedOptimizer:
     def state_bytes(self, unit: Unit) -> int:
         """Optimizer bytes per parameter of a unit: its master (when that is a copy) and its states."""
         weights = unit.weights
-        copy = 0 if weights.master is weights.held else weights.master.dtype.itemsize
+        copy = 0 if weights.master is weights.shard_or_full else weights.master.dtype.itemsize
         return copy + sum(flat.dtype.itemsize for (name, _), flat in self._flat.items() if name == unit.name)
 
     # --- the step -------------------------------------------------------------------------------

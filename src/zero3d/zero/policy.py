@@ -1,6 +1,6 @@
 """What all units of an engine share: their policy, its memory and messages, and the states that units go through.
 
-parameters   SHARDED -> GATHERING -> FULL (<-> HELD: gathered, but nobody's turn to read) -> SHARDED
+parameters   SHARDED -> GATHERING -> FULL (<-> KEPT: gathered, but no user may read) -> SHARDED
 gradients    EMPTY -> FILLING -> REDUCING -> REDUCED (-> FILLING when more arrive) -> EMPTY
                       FILLING -> SUMMED (-> FILLING) -> REDUCING in the fixed tree of exact mode
 """
@@ -28,7 +28,7 @@ class State(Enum):
     SHARDED = auto()
     GATHERING = auto()
     FULL = auto()
-    HELD = auto()
+    KEPT = auto()
     EMPTY = auto()
     FILLING = auto()
     SUMMED = auto()

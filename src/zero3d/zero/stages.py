@@ -162,6 +162,6 @@ def counter_buffers(summands: int) -> int:
 
 
 def frozen_bytes(stage: int, n: int, weight: int, release: str = "auto") -> StateBytes:
-    """Bytes per *frozen* parameter: its weight, a shard of it at stage 3 unless held for a whole step."""
+    """Bytes per *frozen* parameter: its weight, a shard of it at stage 3 unless kept gathered for a whole step."""
     sharded = stage_row(stage).shards_parameters and release != "every_step"
     return NO_BYTES._replace(parameters=Fraction(weight, n) if sharded else Fraction(weight))

@@ -44,12 +44,12 @@ def count_gathers(events: Iterable[TokenEvent]) -> Counter[str]:
     users: dict[str, set[object]] = {}
     gathers: Counter[str] = Counter()
     for unit, token, acquire in events:
-        held = users.setdefault(unit, set())
+        holders = users.setdefault(unit, set())
         if acquire:
-            gathers[unit] += not held
-            held.add(token)
+            gathers[unit] += not holders
+            holders.add(token)
         else:
-            held.discard(token)
+            holders.discard(token)
     return gathers
 
 

@@ -51,7 +51,7 @@ class Weights:
         self.shard = setting.slot(self.full)
         if not self._keeps_full:
             self.shard = setting.arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype)
-        self.master = self.held
+        self.master = self.shard_or_full
         self._placeholders = [placeholder(p, dtype, self.full.device) for p in params]
         self._adopt(fill)
         self._point_at(self.views)
@@ -60,13 +60,13 @@ class Weights:
             self.release()
 
     @property
-    def held(self) -> Tensor:
+    def shard_or_full(self) -> Tensor:
         """What this rank updates, in compute dtype: its shard, everything at stage 0."""
         return self.full if self.updates_all else self.shard
 
     @property
     def used(self) -> Fraction | int:
-        """Parameters that `held` stands for, padding apart."""
+        """Parameters that `shard_or_full` stands for, padding apart."""
         return self.layout.numel if self.updates_all else self.layout.used_per_shard
 
     def whole_pieces(self) -> list[Piece]:
@@ -74,19 +74,19 @@ class Weights:
         return [Piece(i, 0, s.numel, s.start) for i, s in enumerate(self.layout.slots) if s.numel]
 
     def update_pieces(self, rank: int) -> list[Piece]:
-        """The pieces of `held`, in slot order."""
+        """The pieces of `shard_or_full`, in slot order."""
         return self.whole_pieces() if self.updates_all else self.layout.pieces(rank)
 
     def _adopt(self, fill: Callable[[Tensor], None]) -> None:
         """Take this rank's slice [total/N] and, where more is held, the others' ((N-1)/N Psi elements)."""
         comm, dtype, wide = self._setting.comm, self.full.dtype, self._setting.policy.master
         if self.trainable and dtype != wide:
-            self.master = self._setting.arena.allocate("optimizer", self.held.numel(), self.used, wide)
+            self.master = self._setting.arena.allocate("optimizer", self.shard_or_full.numel(), self.used, wide)
             own = self._setting.slot(self.master) if self.updates_all else self.master
             fill(own)
             if self.updates_all:
                 comm.all_gather(self.master, own, "-").wait()
-            to_compute(self.master, dtype, out=self.held)
+            to_compute(self.master, dtype, out=self.shard_or_full)
         else:
             fill(self.shard)
         if not self.sharded:
@@ -106,20 +106,20 @@ class Weights:
     def ready(self) -> None:
         """Complete a gather: parameters are views of `full`."""
         self._pending.wait()
-        if self.state in (State.GATHERING, State.HELD):
+        if self.state in (State.GATHERING, State.KEPT):
             self._point_at(self.views)
             self.state = State.FULL
 
-    def hold(self) -> None:
+    def keep(self) -> None:
         """Keep `full`, but let parameters read as NaN: a use now could not be followed into its backward."""
         self.check()
         self._point_at(self._placeholders)
-        self.state = State.HELD
+        self.state = State.KEPT
 
     def release(self) -> None:
         """Back to placeholders; frees `full` (kept under release="every_step": stale, but for the shard in it)."""
         self.ready()
-        self.hold()
+        self.keep()
         if not self._keeps_full:
             self._setting.arena.drain("gathered", self.full, self._setting.policy.poison)
         self.state = State.SHARDED
@@ -150,8 +150,8 @@ class Weights:
 
     def refresh(self) -> Pending:
         """Masters to weights, and at stages 1 and 2 to all ranks ((N-1)/N Psi elements per rank)."""
-        if self.master is not self.held:
-            to_compute(self.master, self.held.dtype, out=self.held)
+        if self.master is not self.shard_or_full:
+            to_compute(self.master, self.shard_or_full.dtype, out=self.shard_or_full)
         if self.sharded or self.updates_all:
             return DONE
         return self._setting.comm.all_gather(self.full, self.shard, self.name)
@@ -167,7 +167,7 @@ class Weights:
         if self.sharded and not torch.equal(_bits(own), _bits(self.shard)):
             self.shard.copy_(own)
             written = True
-        if self.master is not self.held:
+        if self.master is not self.shard_or_full:
             changed = _bits(own) != _bits(to_compute(self.master, own.dtype))
             if bool(changed.any()):
                 self.master[changed] = own[changed].to(self.master.dtype)

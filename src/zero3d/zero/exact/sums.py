@@ -30,7 +30,7 @@ class Counter:
     """A sum in halves of summands that come one after another, as a binary counter adds one.
 
         summand         0     1      2         3        4
-        sums held    0     01     01, 2     0123     0123, 4          older first; 2 buffers at most for 5 summands
+        sums         0     01     01, 2     0123     0123, 4          older first; 2 buffers at most for 5 summands
 
     It keeps its `buffers`; there are as many as `stages.counter_buffers` says of the most summands there have been.
     """
@@ -39,7 +39,7 @@ class Counter:
         self._arena, self._elements, self._used, self._dtype = arena, elements, used, dtype
         self.buffers: list[Tensor] = []
         self._free: list[Tensor] = []
-        self._held: list[Tensor] = []
+        self._sums: list[Tensor] = []
         self.count = 0
 
     def grow(self, buffers: int) -> Tensor:
@@ -53,34 +53,34 @@ class Counter:
         """Add the sum of `parts`, the next summand."""
         number, self.count = self.count, self.count + 1
         if not number & 1:
-            self._held.append(add_tree(parts, self._free.pop(), self._arena))
+            self._sums.append(add_tree(parts, self._free.pop(), self._arena))
             return
         if len(parts) == 1:
-            self._held[-1].add_(parts[0])
+            self._sums[-1].add_(parts[0])
         else:
             scratch = self._arena.borrow("wire", self._elements, self._dtype)
-            self._held[-1].add_(add_tree(parts, scratch, self._arena))
+            self._sums[-1].add_(add_tree(parts, scratch, self._arena))
             self._arena.give_back("wire", scratch)
         while (number := number >> 1) & 1:
             self._merge()
 
     def _merge(self) -> None:
-        newer = self._held.pop()
-        self._held[-1].add_(newer)
+        newer = self._sums.pop()
+        self._sums[-1].add_(newer)
         self._free.append(newer)
 
     def open(self) -> Tensor:
         """An empty buffer, which the caller fills with the sum of all summands."""
         self.count = 1
-        self._held.append(self._free.pop())
-        return self._held[0]
+        self._sums.append(self._free.pop())
+        return self._sums[0]
 
     def total(self) -> Tensor:
         """The sum of all summands, after the last one."""
-        while len(self._held) > 1:
+        while len(self._sums) > 1:
             self._merge()
-        return self._held[0]
+        return self._sums[0]
 
     def clear(self) -> None:
         """Forget them."""
-        self._free, self._held, self.count = list(self.buffers), [], 0
+        self._free, self._sums, self.count = list(self.buffers), [], 0
