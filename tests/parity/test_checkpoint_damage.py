@@ -15,7 +15,7 @@ from torch import nn
 import zero3d
 from zero3d.errors import CheckpointError
 from zero3d.precision import LossScaling, Precision
-from zero3d.zero.unit import State
+from zero3d.zero.policy import State
 
 CASES = 2000
 SHORT = 200  # of them in every run of the tests
@@ -108,7 +108,12 @@ class Live:
             "states": engine.fingerprint(),
             "weights": bits(unit.weights.shard for unit in engine.units),
             "gradients": [bits(u.grads.buffers) if u.grads.state is not State.EMPTY else "" for u in units],
-            "counted": (engine.boundary.count, engine.boundary.weight, engine.boundary.reached, engine.steps),
+            "counted": (
+                engine.accumulation.count,
+                engine.accumulation.weight,
+                engine.accumulation.reached,
+                engine.steps,
+            ),
             "gathered": [(unit.weights.state, len(unit.users)) for unit in engine.units],
             "scheduler": engine.scheduler.state_dict(),
             "loss scale": engine.loss_scale.state(),

@@ -10,8 +10,8 @@ from zero3d.errors import Zero3dError
 from zero3d.pipeline.actions import Action
 from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.traffic import PartUnits, pipeline_gathers
-from zero3d.zero.prefetch import WINDOW
-from zero3d.zero.unit import State
+from zero3d.zero.policy import State
+from zero3d.zero.stages import WINDOW
 
 M, EMBEDDING = 4, "embed"
 

@@ -4,7 +4,7 @@
     manifest.json       format 2
       step              applied steps                                mesh       pp, dp, tp of who saved it
       files             rank file -> its SHA-256                     about      what the run's bits depend on
-      parameters        name -> shape, trainable, dtype              exact      leaves of exact mode, or null
+      parameters        name -> shape, trainable, dtype              exact      summands of exact mode, or null
       tensors           rows: name, state, box, dtype, file, key     scheduler  its state, or null
       own               rank file -> key -> shape, dtype             loss_scale
       optimizer         class, groups' options, scalars              loop       what the training loop gave, or null

@@ -215,8 +215,8 @@ def _restore(checked: Checked, parts: Parts) -> None:
     if parts.scheduler is not None and manifest.value("scheduler") is not None:
         parts.scheduler.load_state_dict(revive(manifest.value("scheduler"), parts.scheduler.state_dict()))
     parts.loss_scale.restore(manifest.value("loss_scale"))
-    if parts.leaves is not None and manifest.value("exact") is not None:
-        parts.leaves.restore(manifest.value("exact"))
+    if parts.summands is not None and manifest.value("exact") is not None:
+        parts.summands.restore(manifest.value("exact"))
     live = parts.buffers
     for name, file in checked.buffers.items():
         for buffer in live[name]:

@@ -40,7 +40,7 @@ from zero3d.precision import LossScale
 from zero3d.rng import rng_state
 from zero3d.shards.boxes import Box, Shape
 from zero3d.shards.cuts import Cut, cover
-from zero3d.zero.exact import Leaves
+from zero3d.zero.exact.summands import Summands
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.unit import Unit
 
@@ -80,7 +80,7 @@ class Parts:
     tp        the tp axis
     everyone  all ranks of the mesh
     cuts      how the tp axis cuts parameters, by name in the full model; it has all others on every rank
-    leaves    of exact mode
+    summands  of exact mode
     """
 
     modules: Sequence[nn.Module]
@@ -97,7 +97,7 @@ class Parts:
     about: Mapping[str, Any]
     loop: Mapping[str, Any] | None = None
     cuts: Mapping[str, Cut] = field(default_factory=dict)
-    leaves: Leaves | None = None
+    summands: Summands | None = None
 
     def cut(self, name: str) -> Cut | None:
         """How a parameter of this rank is cut over tp; None where every tp rank has all of it."""
@@ -267,7 +267,7 @@ def _commit(temporary: Path, final: Path, parts: Parts) -> None:
         "step": parts.step,
         "about": dict(parts.about),
         "mesh": parts.degrees._asdict(),
-        "exact": parts.leaves.state(parts.degrees.tp, parts.degrees.pp) if parts.leaves is not None else None,
+        "exact": parts.summands.state(parts.degrees.tp, parts.degrees.pp) if parts.summands is not None else None,
         "parameters": {name: entry for rank in ranks for name, entry in rank["parameters"].items()},
         "tensors": [row for rank in ranks for row in rank["tensors"]],
         "files": {rank["file"]: rank["sha256"] for rank in ranks},

@@ -2,7 +2,7 @@
 
     all_gather       shard -> full, in place when the shard is its slot of the full buffer
     reduce_scatter   full -> shard, summed in rank order
-    all_to_all       full -> everybody's shards, not summed (exact.py)
+    all_to_all       full -> everybody's shards, not summed (zero/exact)
     exchange         a few numbers per rank, all-gathered
     broadcast        rank 0's buffer, at construction
 

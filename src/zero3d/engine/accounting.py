@@ -10,9 +10,10 @@ from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.precision import NAMES
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.optimizer import ShardedOptimizer
+from zero3d.zero.policy import Policy
 from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes
 from zero3d.zero.traffic import UnitTraffic
-from zero3d.zero.unit import Policy, Unit
+from zero3d.zero.unit import Unit
 
 
 class MemoryEntry(NamedTuple):

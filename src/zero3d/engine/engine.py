@@ -1,7 +1,7 @@
 """Engine: a plain module trained with ZeRO on a mesh. Wiring only; each part lives in its own file.
 
-forward    hooks gather units just before use            (zero/hooks.py, zero/prefetch.py)
-backward   gradients go to unit buffers and are reduced  (zero/unit.py, distributed/collectives.py)
+forward    hooks gather units just before use            (zero/hooks.py, zero/gathers.py)
+backward   gradients go to unit buffers and are reduced  (zero/gradients.py, zero/reductions.py)
 step       norm, clip, update of shards, refresh         (zero/optimizer.py)
 """
 
@@ -39,20 +39,25 @@ from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.precision import LossScale, Precision, at_least_fp32
 from zero3d.rng import share_torch_rng
 from zero3d.tensor_parallel.parallelize import parallelize, warn_across_hosts
-from zero3d.zero.accumulation import Boundary, Driven
-from zero3d.zero.exact import ExactGradients, ExactOptimizer, Leaves, check_exact
+from zero3d.zero.accumulation import Accumulation, Driven
+from zero3d.zero.exact.gradients import ExactGradients
+from zero3d.zero.exact.optimizer import ExactOptimizer
+from zero3d.zero.exact.summands import Summands, check_exact
 from zero3d.zero.fingerprint import fingerprint
+from zero3d.zero.gathers import STEP, Gathers
 from zero3d.zero.health import Health, check_weights
 from zero3d.zero.hooks import KEEP, Hooks
 from zero3d.zero.initial_weights import Source, from_module, from_source, hollow
 from zero3d.zero.layout import UnitLayout
-from zero3d.zero.model_group import Replica, Slices
+from zero3d.zero.model_group import ModelGroup, Slices
 from zero3d.zero.optimizer import APPLIED, NOT_DUE, OVERFLOW, ShardedOptimizer, StepResult
 from zero3d.zero.param_groups import OptimizerChoice, choose_optimizer
-from zero3d.zero.prefetch import STEP, Gathers, Lane, Reductions
+from zero3d.zero.policy import Policy, Setting
+from zero3d.zero.reductions import Reductions
 from zero3d.zero.stages import StateBytes, resolve_policies, stage_row
+from zero3d.zero.streams import Lane
 from zero3d.zero.traffic import UnitTraffic
-from zero3d.zero.unit import Policy, Setting, Unit
+from zero3d.zero.unit import Unit
 
 
 class Engine:
@@ -76,7 +81,7 @@ class Engine:
                   same moments give the same bits ("auto": stages 0, 1 every step, 2, 3 every micro-batch)
     schedule      of a pipeline (mesh.pp > 1): gpipe, 1f1b (None), interleaved, zero-bubble or zbv; for train_batch
     exact         the same bits at every dp (a power of two), stage and `reduce`, of one global list of micro-batches,
-                  numbered as `exact.Leaves` says
+                  numbered as `exact.Summands` says
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
     tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
     sequence_parallel  cut activations between blocks over tp, too, along the sequence
@@ -141,11 +146,11 @@ class Engine:
         self._accumulate = accumulate
         self._losses, self._last = Losses(model, loss), last_only(model)
         wide = torch.float64 if self.precision.name == "fp64" else torch.float32
-        held = max(2, accumulate) if exact and self.mesh.pp > 1 else accumulate
-        self.policy = Policy(row, release, reduce, held, wide, reduce_dtype_of(reduce_dtype, self.precision))
+        counted = max(2, accumulate) if exact and self.mesh.pp > 1 else accumulate
+        self.policy = Policy(row, release, reduce, counted, wide, reduce_dtype_of(reduce_dtype, self.precision))
         self.dp = Comm(self.mesh.data, self.arena, self.traffic, check_every_gather=self.mesh.debug)
         self.world = Comm(self.mesh.everyone, self.arena, self.traffic)
-        self.leaves = self._number_leaves() if exact else None
+        self.summands = self._number_summands() if exact else None
         self._unit_of: dict[nn.Parameter, Unit] = {}
         guard(self.module, self._unit_of, is_open)  # a failure below must not go unseen
         if self.mesh.pp > 1:
@@ -166,12 +171,12 @@ class Engine:
 
     # --- construction ---------------------------------------------------------------------------
 
-    def _number_leaves(self) -> Leaves:
+    def _number_summands(self) -> Summands:
         """Refuse what cannot be exact; rank 0's seed on all ranks."""
         per_step, pp = self.policy.reduce == "every_step", self.mesh.pp
         check_exact(self.dp.size, per_step, pp, (self.policy.wire, self.policy.master))
         seed = broadcast_ints(self.world, [torch.initial_seed() % (1 << 52)])[0]
-        return Leaves(self.dp, per_step, self._accumulate, seed)
+        return Summands(self.dp, per_step, self._accumulate, seed)
 
     def _cut_over_tp(self, plan: Mapping[str, str] | None, sequence_parallel: bool, local_logits: bool) -> None:
         """Replace parameters by this tp rank's slices of them."""
@@ -198,7 +203,7 @@ class Engine:
         groups = {name: choice.group_of.get(owner[name], 0) for name in spec.params}
         parameters = [(name, tuple(p.shape), groups[name]) for name, p in spec.params.items()]
         layout = UnitLayout(parameters, self.dp.size)
-        exact = None if self.leaves is None else partial(ExactGradients, self.leaves)
+        exact = None if self.summands is None else partial(ExactGradients, self.summands)
         setting = Setting(self.policy, self.dp, self.arena, exact)
         wide = self.policy.master if spec.dtype.is_floating_point else spec.dtype
         if source is None:
@@ -215,33 +220,40 @@ class Engine:
         device = self.mesh.device
         across = self.mesh.axis("pp")
         ties = find_ties(self.parts, self.units, schedule, across.size)
-        whole, along = (Comm(axis, self.arena, self.traffic) for axis in (self.mesh.replica, across))
-        self.replica = Replica(whole, along, Slices(self.tp, self._cuts.keys(), self._partial), ties)
-        given = self.units, self._order, choice.build, choice.groups, self.dp, self.arena, clip_norm, self.replica
-        leaves, alone = self.leaves, across.size == 1
-        self.optimizer = ShardedOptimizer(*given) if leaves is None else ExactOptimizer(leaves, *given)
+        whole, along = (Comm(axis, self.arena, self.traffic) for axis in (self.mesh.model_parallel, across))
+        self.model_group = ModelGroup(whole, along, Slices(self.tp, self._cuts.keys(), self._partial), ties)
+        given = self.units, self._order, choice.build, choice.groups, self.dp, self.arena, clip_norm, self.model_group
+        summands, alone = self.summands, across.size == 1
+        self.optimizer = ShardedOptimizer(*given) if summands is None else ExactOptimizer(summands, *given)
         self.gathers = Gathers(Lane("gather", device), self.policy.release == "every_step", across.size > 1)
-        self._whole_parameters = WholeParameters(self.units, self.gathers, self.dp, self.replica)
-        self._accounts = Accounts(self.units, self.optimizer, self.policy, self.arena, self.dp.size, leaves is not None)
-        closes = "" if leaves is None else "backward" if alone else "part"
+        self._whole_parameters = WholeParameters(self.units, self.gathers, self.dp, self.model_group)
+        self._accounts = Accounts(
+            self.units, self.optimizer, self.policy, self.arena, self.dp.size, summands is not None
+        )
+        closes = "" if summands is None else "backward" if alone else "part"
         self.reductions = Reductions(self.units, Lane("reduce", device), closes)
         self.loss_scale = LossScale(self.precision)
         self.health = Health(self.world, self.reductions, self.loss_scale, self.parts)
         every = self.policy.reduce == "every_micro_batch"
-        draw = leaves.draw if leaves is not None and alone else None
-        self.boundary = Boundary(self._accumulate, every, self.precision.scales_loss, draw)
+        draw = summands.draw if summands is not None and alone else None
+        self.accumulation = Accumulation(self._accumulate, every, self.precision.scales_loss, draw)
         users = {module: [by_name[name] for name in names] for module, names in uses.items()}
         cast = self.precision.dtype
         self.hooks = [
             Hooks(root, {module: needed for module, needed in users.items() if module in set(root.modules())},
-                  self.gathers, self.reductions, self.boundary, lambda t: t.to(cast))
+                  self.gathers, self.reductions, self.accumulation, lambda t: t.to(cast))
             for root in self.parts.values()
         ]  # fmt: skip
         self.pipeline = None
         if not alone:
-            begin = (lambda *_: None) if leaves is None else leaves.draw
+            begin = (lambda *_: None) if summands is None else summands.draw
             around = Around(
-                self.boundary, self.reductions.sweep, begin, self._close, self._whole_parameters.of_chunk, self.arena
+                self.accumulation,
+                self.reductions.sweep,
+                begin,
+                self._close,
+                self._whole_parameters.of_chunk,
+                self.arena,
             )
             loss = self._losses.sum_and_weight
             self.pipeline = Pipeline(self.parts, schedule, across, self.traffic, around, loss, self._losses.takes)
@@ -283,7 +295,7 @@ class Engine:
 
     def _close(self, part: nn.Module) -> None:
         """A micro-batch's gradients of a part are complete."""
-        if self.leaves is not None:
+        if self.summands is not None:
             self.reductions.close([unit for unit in units_of(part, self.units) if unit.grads is not None])
 
     def _refuse_pipeline(self, what: str) -> None:
@@ -299,7 +311,7 @@ class Engine:
             total = at_least_fp32(total) * self.loss_scale.value
         weight = weight.detach().double().reshape(()) if isinstance(weight, Tensor) else float(weight)
         try:
-            with self.boundary.driving(Driven(weight, last)):
+            with self.accumulation.driving(Driven(weight, last)):
                 total.backward()  # type: ignore[no-untyped-call]
         except BaseException:
             self._abandon()
@@ -308,8 +320,8 @@ class Engine:
     def _abandon(self) -> None:
         for hooks in self.hooks:
             hooks.abandon()
-        if self.leaves is not None:
-            self.leaves.begin()
+        if self.summands is not None:
+            self.summands.begin()
 
     def step(self) -> StepResult:
         """Apply the step if the boundary is reached, else change nothing.
@@ -321,15 +333,15 @@ class Engine:
         lr = float(self.optimizer.torch.param_groups[0]["lr"])
         if self._whole_parameters.any_open:
             raise ConfigError("step() inside full_params() would be undone on leaving it: leave the block first.")
-        if not self.boundary.reached:
-            if self.boundary.count == 0 and self.reductions.pending:
+        if not self.accumulation.reached:
+            if self.accumulation.count == 0 and self.reductions.pending:
                 raise ConfigError(
                     "there are gradients, but no backward went through the model's own forward (only through "
                     "submodules), so no micro-batch was counted: call the model, or engine.backward(loss, last=True)."
                 )
             nan = torch.full((), float("nan"), dtype=self.policy.master, device=self.mesh.device)
             return self._result(NOT_DUE, nan, lr)
-        weight = self._end_leaves()
+        weight = self._end_summands()
         self.reductions.catch_up()
         if not self.reductions.adopted and self.dp.size > 1:
             self.reductions.adopt(broadcast_ints(self.dp, self.reductions.observed()))
@@ -337,9 +349,9 @@ class Engine:
             outcome = self.optimizer.step(weight, self.loss_scale.value)
         finally:
             self.reductions.reset()
-            self.boundary.reset()
-            if self.leaves is not None:
-                self.leaves.begin()
+            self.accumulation.reset()
+            if self.summands is not None:
+                self.summands.begin()
             self.gathers.drop(lambda token: True)  # whatever is still gathered holds the weights of before
         self.health.count(outcome.reason)
         self.loss_scale.update(outcome.reason == OVERFLOW)
@@ -349,16 +361,16 @@ class Engine:
                 self.scheduler.step()
         return self._result(outcome.reason, outcome.norm, lr)
 
-    def _end_leaves(self) -> float | Tensor:
+    def _end_summands(self) -> float | Tensor:
         """The weight of this rank's micro-batches; in exact mode [M], that of each."""
-        if self.leaves is None:
-            return self.boundary.weight
+        if self.summands is None:
+            return self.accumulation.weight
         try:
-            self.leaves.end(self.boundary.count)
+            self.summands.end(self.accumulation.count)
         except ConfigError:
             self._abandon()
             raise
-        each = [torch.as_tensor(weight, dtype=torch.float64) for weight in self.boundary.weights]
+        each = [torch.as_tensor(weight, dtype=torch.float64) for weight in self.accumulation.weights]
         return torch.stack([weight.to(self.mesh.device) for weight in each])
 
     def _result(self, reason: str, norm: Tensor, lr: float) -> StepResult:
@@ -381,9 +393,9 @@ class Engine:
         After a failure on some rank of a pipeline every further call raises Zero3dError.
         """
         micro_batches, seen = list(micro_batches), []
-        if self.leaves is not None:
-            self.leaves.begin(len(micro_batches))
-            self.leaves.see(micro_batches[:1])
+        if self.summands is not None:
+            self.summands.begin(len(micro_batches))
+            self.summands.see(micro_batches[:1])
         with self._together():
             try:
                 if self.pipeline is not None:
@@ -435,7 +447,7 @@ class Engine:
                 return out
             check_options(options, None if pipeline is None else pipeline.vocabulary)
             ending = Ending.of(next(iter(self.parts.values())), early=alone)
-            return generate(self._next_logits, self.replica.sum, ids, max_new_tokens, ending, **options)
+            return generate(self._next_logits, self.model_group.sum, ids, max_new_tokens, ending, **options)
 
     def _next_logits(self, ids: Tensor) -> Tensor | None:
         last = self._last
@@ -462,14 +474,14 @@ class Engine:
     def _global_mean(
         self, seen: Sequence[tuple[Tensor, float | Tensor]], micro_batches: int, per_step: bool | None = None
     ) -> Tensor:
-        if self.leaves is not None:
-            everywhere = self.replica.sum(self.leaves.sum_of(seen, micro_batches, per_step))
+        if self.summands is not None:
+            everywhere = self.model_group.sum(self.summands.sum_of(seen, micro_batches, per_step))
             return everywhere[0] / everywhere[1]
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         for total, weight in seen:
             sums[0] += total.detach().double()
             sums[1] += weight
-        everywhere = self.replica.sum(self.dp.exchange(sums).sum(0))
+        everywhere = self.model_group.sum(self.dp.exchange(sums).sum(0))
         return everywhere[0] / everywhere[1]
 
     # --- whole parameters -----------------------------------------------------------------------
@@ -509,14 +521,14 @@ class Engine:
         checked = restore.check(Path(directory), parts)
         self.gathers.drop(lambda token: True)
         self.reductions.reset()
-        self.boundary.reset()
+        self.accumulation.reset()
         self._steps, loop, self.resumed = restore.load(checked, parts)
         self.health.in_a_row = 0
         return loop
 
     def fingerprint(self) -> str:
         """One hash of all masters and optimizer states, the same at any dp that divides 64; all ranks call it."""
-        return fingerprint(self.optimizer, self.dp, self.replica)
+        return fingerprint(self.optimizer, self.dp, self.model_group)
 
     def export(self, directory: str | Path) -> Path:
         """Write the weights as a Hugging Face folder, gathered unit by unit."""
@@ -528,7 +540,7 @@ class Engine:
         return checkpoint.Parts(
             list(self.parts.values()), self.whole, self.units, self.optimizer, self.dp, self.tp,
             self.world, self.mesh.degrees, self.loss_scale, self.scheduler, self._steps,
-            self._about(), loop, {self._copies.get(name, name): cut for name, cut in self._cuts.items()}, self.leaves,
+            self._about(), loop, {self._copies.get(name, name): cut for name, cut in self._cuts.items()}, self.summands,
         )  # fmt: skip
 
     def _about(self) -> dict[str, Any]:
@@ -536,14 +548,14 @@ class Engine:
         device = self.mesh.device
         cpu = device.type == "cpu"
         return {
-            "stage": self.stage, "reduce": self.policy.reduce, "accumulate": self.boundary.usual,
+            "stage": self.stage, "reduce": self.policy.reduce, "accumulate": self.accumulation.usual,
             **self.mesh.degrees._asdict(),
             "precision": self.precision.name, "wire": str(self.policy.wire).removeprefix("torch."),
             "algorithm": self.dp.algorithm, "torch": torch.__version__,
             "kernels": torch.backends.cpu.get_cpu_capability() if cpu
             else torch.get_device_module(device).get_device_name(),
             "threads": torch.get_num_threads() if cpu else 1,
-            "leaves": None if self.leaves is None else self.leaves.per_batch,
+            "leaves": None if self.summands is None else self.summands.per_batch,
         }  # fmt: skip
 
     # --- accounting -----------------------------------------------------------------------------

@@ -14,7 +14,9 @@ from typing import Any, NoReturn
 from torch import nn
 
 from zero3d.errors import ReleasedParameterError
-from zero3d.zero.unit import State, Unit, placeholder
+from zero3d.zero.policy import State
+from zero3d.zero.unit import Unit
+from zero3d.zero.weights import placeholder
 
 MARK = "__reduce_ex__"
 

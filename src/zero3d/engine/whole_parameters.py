@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from zero3d.distributed.collectives import Comm
-from zero3d.zero.model_group import Replica
-from zero3d.zero.prefetch import Gathers
+from zero3d.zero.gathers import Gathers
+from zero3d.zero.model_group import ModelGroup
 from zero3d.zero.unit import Unit
 
 OPENED, EXPORT, CHUNK = "full_params", "export", "whole"  # tokens of a unit's users
@@ -29,7 +29,7 @@ def is_open(unit: Unit) -> bool:
 class WholeParameters:
     """Gathers units as long as a block lasts, and keeps what was written inside."""
 
-    def __init__(self, units: Sequence[Unit], gathers: Gathers, dp: Comm, group: Replica) -> None:
+    def __init__(self, units: Sequence[Unit], gathers: Gathers, dp: Comm, group: ModelGroup) -> None:
         self._units, self._gathers, self._dp, self._group = units, gathers, dp, group
 
     @property

@@ -42,7 +42,7 @@ from zero3d.pipeline.sends import Sends
 from zero3d.pipeline.split import balance, split
 from zero3d.pipeline.stage import Part, Stage
 from zero3d.pipeline.traffic import pipeline_traffic
-from zero3d.zero.accumulation import Boundary, Driven
+from zero3d.zero.accumulation import Accumulation, Driven
 from zero3d.zero.model_group import Tied
 from zero3d.zero.traffic import Moved
 from zero3d.zero.unit import Unit
@@ -103,7 +103,7 @@ class Around(NamedTuple):
     arena     lends what is received into
     """
 
-    boundary: Boundary
+    accumulation: Accumulation
     sweep: Callable[[], None]
     begin: Callable[[int, int], None]
     done: Callable[[nn.Module], None]
@@ -160,7 +160,7 @@ class Pipeline:
         finally:
             self._sends.forget()
             self.batches = ()
-        self._around.boundary.finish(len(batches), [weight for _, weight in self._seen])
+        self._around.accumulation.finish(len(batches), [weight for _, weight in self._seen])
         return self._seen
 
     def evaluate(self, batches: Iterable[Any]) -> list[tuple[Tensor, float | Tensor]]:
@@ -228,7 +228,7 @@ class Pipeline:
     @contextmanager
     def backward(self, number: int) -> Iterator[None]:
         """Around every backward of a schedule (Note 1)."""
-        with self.faults.running(number), self._around.boundary.driving(Driven(0.0, last=False)):
+        with self.faults.running(number), self._around.accumulation.driving(Driven(0.0, last=False)):
             yield
             self._around.sweep()
 

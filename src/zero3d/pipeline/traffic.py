@@ -62,7 +62,7 @@ def pipeline_gathers(actions: Iterable[Action], parts: Mapping[int, PartUnits], 
     """Gathers per unit in one rank's step at stage 3: Psi elements in all if held for the step, else per use.
 
     True from the second step of so many micro-batches on: one whose order differs from the step's before it
-    may gather up to WINDOW units more, ahead of a use that does not come (zero/prefetch.py).
+    may gather up to WINDOW units more, ahead of a use that does not come (zero/gathers.py).
     """
     gathers = count_gathers(pipeline_tokens(actions, parts))
     return Counter(dict.fromkeys(gathers, 1)) if release == "every_step" else gathers

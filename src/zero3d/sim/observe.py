@@ -116,7 +116,7 @@ def _empty_step(engine: Engine) -> None:
     """A step over no micro-batch, all gradients zero. The order in which they will be reduced is the engine's own."""
     engine.reductions.due = True
     engine.reductions.flush()
-    engine.boundary.finish(1, [0.0])
+    engine.accumulation.finish(1, [0.0])
     engine.last_step = engine.step()
     engine.reductions.adopted = True
 

@@ -19,7 +19,7 @@ from zero3d.plan.held import rank_of
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Weight
 from zero3d.sim.patches import replaced
 from zero3d.sim.trace import outline
-from zero3d.zero import model_group as replica
+from zero3d.zero import model_group
 
 ABSENT = -1.0
 
@@ -38,12 +38,12 @@ def norms_of_replica(config: Config, mesh: Mesh, model: nn.Module) -> list[list[
 
 @contextmanager
 def told(rows: list[list[float]], me: int) -> Iterator[None]:
-    """Inside, `Replica` hears these rows from its ranks; what rank `me` says of itself is true in any case."""
+    """Inside, `ModelGroup` hears these rows from its ranks; what rank `me` says of itself is true in any case."""
 
     def heard(values: Tensor, assumed: list[float]) -> list[float]:
         return _answers(rows, me, assumed) if rows else assumed
 
-    with replaced(replica, "host_value", heard):
+    with replaced(model_group, "host_value", heard):
         yield
 
 
@@ -58,7 +58,7 @@ def _answers(rows: list[list[float]], me: int, assumed: list[float]) -> list[flo
 
 
 def _norms(spec: ModelSpec, config: Config, mesh: Mesh, model: nn.Module, stage: int) -> list[float]:
-    """What a rank of a pipeline stage tells: `Replica._arrange`."""
+    """What a rank of a pipeline stage tells: `ModelGroup._arrange`."""
     schedule = Schedule.of(config.mesh.schedule).name
     plan = ParallelPlan(mesh.dp, mesh.tp, mesh.pp, schedule=schedule, accumulate=mesh.pp, precision=config.precision)
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
@@ -72,7 +72,7 @@ def _norms(spec: ModelSpec, config: Config, mesh: Mesh, model: nn.Module, stage:
                 cuts = layout.segments(piece.offset, piece.stop - piece.start) if config.zero.exact else [(0, 0, 0)]
                 if name in places:
                     own = _told(weights[name], places, mesh.tp)
-                    found += [2.0 * replica.STRIDE * segment + own for segment, _, _ in cuts]
+                    found += [2.0 * model_group.STRIDE * segment + own for segment, _, _ in cuts]
     return sorted(found)
 
 

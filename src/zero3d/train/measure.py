@@ -27,7 +27,7 @@ from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.engine import Engine
 from zero3d.models.blocks import ROOT
 from zero3d.precision import NAMES
-from zero3d.zero.prefetch import WINDOW
+from zero3d.zero.stages import WINDOW
 
 
 class MemoryRow(NamedTuple):
@@ -102,11 +102,11 @@ def state_dtypes(engine: Engine) -> dict[str, str]:
     weights = [unit.weights for unit in engine.units]
     grads = [unit.grads for unit in engine.units if unit.grads is not None]
     buffers = [buffer for grad in grads for buffer in grad.buffers]
-    masters = [w.master.dtype for w in weights if w.master is not w.held]
+    masters = [w.master.dtype for w in weights if w.master is not w.shard_or_full]
     states = [s.dtype for each in engine.optimizer.torch.state.values() for s in each.values() if s.dim() == 1]
     compute, reduced = {w.full.dtype for w in weights}, {buffer.dtype for buffer in buffers}
     gathered = compute if engine.policy.stage.shards_parameters else ()
-    bucket = compute if engine.policy.reduce == "every_micro_batch" or engine.leaves is not None else ()
+    bucket = compute if engine.policy.reduce == "every_micro_batch" or engine.summands is not None else ()
     trainable = [unit for unit in engine.units if unit.grads is not None and engine.dp.size > 1]
     wire = {unit.gradients.travels for unit in trainable}
     kinds = {"parameters": compute, "gradients": reduced, "optimizer": {*masters, *states},
@@ -129,7 +129,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     root = sum(unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name == ROOT)
     full = root + (2 + WINDOW) * max(sizes, default=0)
     policy, n = engine.policy, engine.dp.size
-    moving, shard, tied, exact = 0, 0, 0, engine.leaves is not None
+    moving, shard, tied, exact = 0, 0, 0, engine.summands is not None
     for unit in engine.units:
         if unit.grads is not None:
             travels = unit.gradients.travels

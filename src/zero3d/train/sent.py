@@ -123,7 +123,7 @@ def planned_traffic(engine: Engine, gathers: Mapping[str, int], done: Done) -> d
     if n == 1:
         return {}
     policy, units = engine.policy, engine.traffic_units
-    exact = engine.leaves is not None
+    exact = engine.summands is not None
     each = step_traffic(engine.stage, units, n, gathers, done.micro_batches, policy.reduce, exact)
     calls, values, size = each["exchange", "-"]
     loss = LOSS_VALUES * (n - 1) * (done.micro_batches if exact else 1)
@@ -143,7 +143,7 @@ def planned_pipeline(engine: Engine, done: Done) -> dict[tuple[str, str], Moved]
     if engine.pipeline is None:
         return {}
     each = engine.pipeline.traffic(done.micro_batches)
-    for unit in engine.replica.traded:
+    for unit in engine.model_group.traded:
         shard = unit.gradients.shard
         each["trade", unit.name] = Moved(1, shard.numel(), shard.numel() * shard.element_size())
     return {
@@ -164,15 +164,15 @@ def planned_replica(engine: Engine, steps: int) -> dict[tuple[str, str], Moved]:
     A step exchanges the weight with the verdict on orders, the norms and the mean loss, all float64; the first
     one also their places. Partial gradients are exchanged over tp.
     """
-    replica, mesh = engine.replica, engine.mesh
+    group, mesh = engine.model_group, engine.mesh
     planned: dict[tuple[str, str], Moved] = {}
-    if not replica.alone:
-        with_norms = steps if replica.has_norms else 0
-        values = steps * (2 + LOSS_VALUES) + with_norms * replica.longest + 1 + replica.longest
+    if not group.alone:
+        with_norms = steps if group.has_norms else 0
+        values = steps * (2 + LOSS_VALUES) + with_norms * group.longest + 1 + group.longest
         values *= mesh.pp * mesh.tp - 1
-        planned[_on(mesh.replica.name, "exchange"), "-"] = Moved(2 * steps + with_norms + 2, values, 8 * values)
-    if replica.summed:
-        values = steps * replica.summed * (mesh.tp - 1)
+        planned[_on(mesh.model_parallel.name, "exchange"), "-"] = Moved(2 * steps + with_norms + 2, values, 8 * values)
+    if group.summed:
+        values = steps * group.summed * (mesh.tp - 1)
         before = planned.get((_on("tp", "exchange"), "-"), NOTHING)
         added = Moved(steps, values, values * engine.policy.master.itemsize)
         planned[_on("tp", "exchange"), "-"] = Moved(*map(sum, zip(before, added, strict=True)))

@@ -70,7 +70,7 @@ class Places(NamedTuple):
     common: Tensor
 
 
-class Replica:
+class ModelGroup:
     """The ranks that train one replica with this one.
 
     comm    all of them: pipeline stage by pipeline stage, each with its tp ranks

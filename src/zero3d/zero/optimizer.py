@@ -31,9 +31,9 @@ from zero3d.distributed.collectives import Comm, Pending, same_memory
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena, host_value
 from zero3d.zero.layout import Piece
-from zero3d.zero.model_group import Replica
+from zero3d.zero.model_group import ModelGroup
 from zero3d.zero.param_groups import NOT_ELEMENTWISE, refuse_kind
-from zero3d.zero.prefetch import WINDOW
+from zero3d.zero.stages import WINDOW
 from zero3d.zero.unit import Unit
 
 APPLIED, OVERFLOW, NO_TARGETS, NOT_DUE = "applied", "overflow", "no targets", "not due"
@@ -92,10 +92,10 @@ class ShardedOptimizer:
         comm: Comm,
         arena: Arena,
         clip_norm: float | None,
-        replica: Replica,
+        model_group: ModelGroup,
     ) -> None:
         self._units = [unit for unit in units if unit.grads is not None]
-        self._comm, self._arena, self._clip, self._replica = comm, arena, clip_norm, replica
+        self._comm, self._arena, self._clip, self._model_group = comm, arena, clip_norm, model_group
         self.pieces = sorted(self._own(order), key=lambda piece: piece.order)
         self._names = {place: name for name, place in reversed(order.items())}
         self._flat: dict[tuple[str, str], Tensor] = {}
@@ -152,7 +152,7 @@ class ShardedOptimizer:
     def state_bytes(self, unit: Unit) -> int:
         """Optimizer bytes per parameter of a unit: its master (when that is a copy) and its states."""
         weights = unit.weights
-        copy = 0 if weights.master is weights.held else weights.master.dtype.itemsize
+        copy = 0 if weights.master is weights.shard_or_full else weights.master.dtype.itemsize
         return copy + sum(flat.dtype.itemsize for (name, _), flat in self._flat.items() if name == unit.name)
 
     # --- the step -------------------------------------------------------------------------------
@@ -163,8 +163,8 @@ class ShardedOptimizer:
         Raises OrderError before the update when ranks used units in different orders.
         """
         total, ordered = self._exchange(weight)
-        self._replica.sum_ties()
-        self._replica.sum_partial((owned.name, grad) for owned, grad in self.shard_grads())
+        self._model_group.sum_ties()
+        self._model_group.sum_partial((owned.name, grad) for owned, grad in self.shard_grads())
         shards = [unit.gradients.shard for unit in self._units]
         multiply(shards, 1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0)
         norm = self._norm()
@@ -199,15 +199,15 @@ class ShardedOptimizer:
 
     def _exchange(self, weight: float | Tensor) -> tuple[float | Tensor, Tensor]:
         """Sum of weights over ranks, and whether all ranks used units in one order (1.0 or 0.0)."""
-        if self._comm.size == 1 and self._replica.alone:
+        if self._comm.size == 1 and self._model_group.alone:
             return weight, torch.ones((), dtype=torch.float64)
         mine = torch.empty(3, dtype=torch.float64, device=self._arena.device)
         mine[0] = weight
         mine[1:] = torch.tensor(self._comm.order_values(), dtype=torch.float64)
         seen = self._comm.exchange(mine)
         differ = (seen[:, 1:] != seen[0, 1:]).any()
-        rows = self._replica.exchange(torch.stack([seen[:, 0].sum(), differ.double()]))
-        return self._replica.count_once(rows)[:, 0].sum(), (rows[:, 1].sum() == 0).double()
+        rows = self._model_group.exchange(torch.stack([seen[:, 0].sum(), differ.double()]))
+        return self._model_group.count_once(rows)[:, 0].sum(), (rows[:, 1].sum() == 0).double()
 
     def shard_grads(self) -> Iterator[tuple[OwnedPiece, Tensor]]:
         """This rank's pieces of the reduced gradients, in model order (also at stage 0)."""
@@ -221,10 +221,10 @@ class ShardedOptimizer:
 
     def _norm(self) -> Tensor:
         """Global gradient norm, the same on all ranks, stages and pipelines; -1 - k: tp ranks differ on parameter k."""
-        grads = ((o, g) for o, g in self.shard_grads() if o.unit not in self._replica.copies)
+        grads = ((o, g) for o, g in self.shard_grads() if o.unit not in self._model_group.copies)
         parts = [(o.order, o.name, torch.linalg.vector_norm(g)) for o, g in grads]
         wide = self._units[0].weights.master.dtype if self._units else torch.float32
-        partial = self._replica.norm(parts, wide)
+        partial = self._model_group.norm(parts, wide)
         if self._comm.size == 1:
             return partial
         partials = self._comm.exchange(partial.double()[None])[:, 0].to(wide)
