@@ -125,12 +125,6 @@ class PipelinePart(nn.Module):
             return self._relay.sent
 
 
-def model_of(module: nn.Module) -> nn.Module:
-    """The model that a part is of, with its class and methods; any other module is its own."""
-    model: nn.Module = vars(module).get("_model", module)
-    return model
-
-
 def split(model: nn.Module, counts: Sequence[int], part: int, blocks: str | None = None) -> PipelinePart:
     """Part number `part` of a model whose blocks are dealt out as `counts` says.
 
