@@ -34,7 +34,7 @@ from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.models.blocks import UnitSpec, partition_all
 from zero3d.models.experts import compute_in_fp64
 from zero3d.models.masking import forward_options
-from zero3d.pipeline.runner import Around, Pipeline, find_ties, names_of_copies, take_parts
+from zero3d.pipeline.runner import Around, Pipeline, find_ties, names_of_copies, take_chunks
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.precision import DTYPES, NAMES, LossScale, Precision, at_least_fp32
 from zero3d.rng import share_torch_rng
@@ -143,17 +143,17 @@ class Engine:
         choice = choose_optimizer(model, optimizer, param_groups)
         self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
         order = Schedule.asked(self.mesh.pp, schedule, blocks)
-        self.parts = take_parts(model, self.mesh.axis("pp"), order, blocks)
-        self._copies = names_of_copies(self.parts)
+        self.chunks = take_chunks(model, self.mesh.axis("pp"), order, blocks)
+        self._copies = names_of_copies(self.chunks)
         self.whole = checkpoint.Whole.of(model, self._copies)
         self._order |= {name: self._order[owner] for name, owner in self._copies.items()}
         self.arena, self.traffic = Arena(self.mesh.device), Ledger()
         self.tp = Comm(self.mesh.axis("tp"), self.arena, self.traffic)
         self._cut_over_tp(tp_plan, sequence_parallel, local_logits=loss is None)
-        for root in (model, *self.parts.values()) if weights is not None else ():
+        for root in (model, *self.chunks.values()) if weights is not None else ():
             hollow(root)
-        specs, uses = partition_all(self.parts.values(), units, self.precision.dtype)
-        self.stage, self.module = stage, model if self.mesh.pp == 1 else nn.ModuleList(self.parts.values())
+        specs, uses = partition_all(self.chunks.values(), units, self.precision.dtype)
+        self.stage, self.module = stage, model if self.mesh.pp == 1 else nn.ModuleList(self.chunks.values())
         self._accumulate, self._loss = accumulate, loss
         self._takes, self._options, self._last = _names_taken(model), forward_options(model), last_only(model)
         wide = torch.float64 if self.precision.name == "fp64" else torch.float32
@@ -194,8 +194,8 @@ class Engine:
         axis, cut = self.mesh.axis("tp"), []
         if axis.size > 1:
             cut = [
-                parallelize(part, axis, self.traffic, plan, sequence=sequence_parallel, local_logits=local_logits)
-                for part in self.parts.values()
+                parallelize(chunk, axis, self.traffic, plan, sequence=sequence_parallel, local_logits=local_logits)
+                for chunk in self.chunks.values()
             ]
         self._draw_alike()
         self._cuts = {name: each for found in cut for name, each in found.cuts.items()}
@@ -230,7 +230,7 @@ class Engine:
         by_name = {unit.name: unit for unit in self.units}
         device = self.mesh.device
         across = self.mesh.axis("pp")
-        ties = find_ties(self.parts, self.units, schedule, across.size)
+        ties = find_ties(self.chunks, self.units, schedule, across.size)
         whole, along = (Comm(axis, self.arena, self.traffic) for axis in (self.mesh.replica, across))
         self.replica = Replica(whole, along, Slices(self.tp, self._cuts.keys(), self._partial), ties)
         given = self.units, self._order, choice.build, choice.groups, self.comm, self.arena, clip_norm, self.replica
@@ -240,7 +240,7 @@ class Engine:
         closes = "" if leaves is None else "backward" if alone else "part"
         self.reductions = Reductions(self.units, Lane("reduce", device), closes)
         self.loss_scale = LossScale(self.precision)
-        self.health = Health(self.everyone, self.reductions, self.loss_scale, self.parts)
+        self.health = Health(self.everyone, self.reductions, self.loss_scale, self.chunks)
         every = self.policy.reduce == "every_micro_batch"
         draw = leaves.draw if leaves is not None and alone else None
         self.boundary = Boundary(self._accumulate, every, self.precision.scales_loss, draw)
@@ -249,14 +249,14 @@ class Engine:
         self.hooks = [
             Hooks(root, {module: needed for module, needed in users.items() if module in set(root.modules())},
                   self.gathers, self.reductions, self.boundary, lambda t: t.to(cast))
-            for root in self.parts.values()
+            for root in self.chunks.values()
         ]  # fmt: skip
         self.pipeline = None
         if not alone:
             begin = (lambda *_: None) if leaves is None else leaves.draw
             around = Around(self.boundary, self.reductions.sweep, begin, self._close, self._whole, self.arena)
             loss = self._sum_and_weight
-            self.pipeline = Pipeline(self.parts, schedule, across, self.traffic, around, loss, self._takes)
+            self.pipeline = Pipeline(self.chunks, schedule, across, self.traffic, around, loss, self._takes)
         forget_note(self.mesh.everyone)
         self._unit_of |= {p: unit for unit in self.units for p in unit.weights.params}
 
@@ -294,9 +294,9 @@ class Engine:
         self._backward_sum(loss, weight, last)
 
     @contextmanager
-    def _whole(self, part: nn.Module) -> Iterator[None]:
-        """The units of a part stay gathered inside; at stage 3 that costs (N-1)/N Psi where they are not."""
-        own = set(part.parameters())
+    def _whole(self, chunk: nn.Module) -> Iterator[None]:
+        """The units of a chunk stay gathered inside; at stage 3 that costs (N-1)/N Psi where they are not."""
+        own = set(chunk.parameters())
         units = [unit for unit in self.units if own & set(unit.weights.params)]
         for unit in units:
             self.gathers.acquire(unit, WHOLE)
@@ -305,10 +305,10 @@ class Engine:
         finally:  # and what hooks took for calls (tuples): no gradient reaches an end of every module here
             self.gathers.drop(lambda token: token == WHOLE or isinstance(token, tuple))
 
-    def _close(self, part: nn.Module) -> None:
-        """A micro-batch's gradients of a part are complete."""
+    def _close(self, chunk: nn.Module) -> None:
+        """A micro-batch's gradients of a chunk are complete."""
         if self.leaves is not None:
-            own = set(part.parameters())
+            own = set(chunk.parameters())
             mine = (unit for unit in self.units if unit.grads is not None)
             self.reductions.close([unit for unit in mine if own & set(unit.weights.params)])
 
@@ -459,7 +459,7 @@ class Engine:
                 out: Tensor = own(ids, max_new_tokens=max_new_tokens, **{"do_sample": False} | options | synced)
                 return out
             check_options(options, None if pipeline is None else pipeline.vocabulary)
-            ending = Ending.of(next(iter(self.parts.values())), early=alone)
+            ending = Ending.of(next(iter(self.chunks.values())), early=alone)
             return generate(self._next_logits, self.replica.sum, ids, max_new_tokens, ending, **options)
 
     def _next_logits(self, ids: Tensor) -> Tensor | None:
@@ -606,7 +606,7 @@ class Engine:
         if self.pipeline is not None:
             self.pipeline.faults.check()
         return checkpoint.Parts(
-            list(self.parts.values()), self.whole, self.units, self.optimizer, self.comm, self.tp,
+            list(self.chunks.values()), self.whole, self.units, self.optimizer, self.comm, self.tp,
             self.everyone, self.mesh.degrees, self.loss_scale, self.scheduler, self._steps,
             self._about(), loop, {self._copies.get(name, name): cut for name, cut in self._cuts.items()}, self.leaves,
         )  # fmt: skip

@@ -1,6 +1,6 @@
-"""A part of a pipeline as torch's schedules drive it: called by number, with every action recorded.
+"""A chunk of a pipeline as torch's schedules drive it: called by number, with every action recorded.
 
-schedule -> Stage (forward, backward, weights, sends) -> Part (looks its micro-batch up) -> Pipeline.call
+schedule -> Stage (forward, backward, weights, sends) -> ScheduledChunk (looks its micro-batch up) -> Pipeline.call
 
 torch makes a buffer to receive into for every micro-batch of a step and keeps them all. Here there is one from the
 moment something is received until that micro-batch's backward is over: as many as are in flight.
@@ -28,12 +28,12 @@ RECEIVED = "received"
 Table = dict[int, tuple[Any, ...]]  # torch's, by micro-batch
 
 
-class Part(nn.Module):
-    """A part as schedules call it. `micro_batch`: the number of the one to run, as its Stage says."""
+class ScheduledChunk(nn.Module):
+    """A chunk as schedules call it. `micro_batch`: the number of the one to run, as its Stage says."""
 
-    def __init__(self, part: nn.Module, pipeline: Pipeline, number: int, last: bool) -> None:
+    def __init__(self, chunk: nn.Module, pipeline: Pipeline, number: int, last: bool) -> None:
         super().__init__()
-        self.part, self.pipeline = part, pipeline
+        self.chunk, self.pipeline = chunk, pipeline
         self.number, self._last = number, last
         self.micro_batch = 0
 
@@ -49,9 +49,9 @@ class Part(nn.Module):
 
 
 class Rooms:
-    """The buffers that a part receives into: for each entry of torch's tables one, while it is needed.
+    """The buffers that a chunk receives into: for each entry of torch's tables one, while it is needed.
 
-    Two tables: activations that come from the part before (args_recv_info), gradients from the part after.
+    Two tables: activations that come from the chunk before (args_recv_info), gradients from the chunk after.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -82,7 +82,7 @@ class Rooms:
     def close(self, number: int, activations: Table, gradients: Table) -> None:
         """A micro-batch is through. Where a V turns, torch has put the neighbour's own tensors in the tables.
 
-        Graphs that wait for the garbage collector hold activations; a gradient may be on its way to the next part.
+        Graphs that wait for the garbage collector hold activations; a gradient may be on its way to the next chunk.
         """
         for table in (activations, gradients):
             for place, info in enumerate(table.get(number, ())):
@@ -105,7 +105,7 @@ class Rooms:
 class Stage(PipelineStage):
     """Tells the engine about backwards (Note 1 of pipeline.py)."""
 
-    submod: Part
+    submod: ScheduledChunk
 
     sends: Sends
     alone: int | None = None  # micro-batches whose forwards torch sends by themselves, and no backwards; None: all
