@@ -25,7 +25,7 @@ from zero3d.distributed.ledger import Ledger
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class InTurn:
+class ForwardOnly:
     """owners: the rank of each chunk.
 
     call     (chunk, tensors that enter, batch) -> what the chunk returns

@@ -36,7 +36,7 @@ from zero3d.pipeline.acknowledgements import answers
 from zero3d.pipeline.actions import Action, actions_of
 from zero3d.pipeline.balance import TOKENS
 from zero3d.pipeline.failures import Faults
-from zero3d.pipeline.forward_only import InTurn
+from zero3d.pipeline.forward_only import ForwardOnly
 from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.sends import Sends
 from zero3d.pipeline.split import balance, split
@@ -139,7 +139,7 @@ class Pipeline:
         self._width = next(iter(chunks.values())).width
         config = getattr(next(iter(chunks.values())), "config", None)
         self._owners = [schedule.rank_of(chunk, axis.size) for chunk in range(self._total)]
-        self._in_turn = InTurn(
+        self._forward_only = ForwardOnly(
             self._owners, axis, ledger, self.call, self._hidden, bool(getattr(config, "output_router_logits", False))
         )
         self.batches: Sequence[Any] = ()
@@ -175,12 +175,12 @@ class Pipeline:
 
     def learn(self) -> None:
         """How many router logits leave each chunk, which schedules must know beforehand: a forward of two tokens."""
-        if self._in_turn.routes:
+        if self._forward_only.routes:
             self.output({"input_ids": torch.zeros(1, 2, dtype=torch.long, device=self._like.device)})
 
     def output(self, batch: Any) -> Any:
         """Forward only: the model's output for one micro-batch on the rank of the last chunk, None on others."""
-        return self._in_turn(*self.split_batch(batch))
+        return self._forward_only(*self.split_batch(batch))
 
     def call(self, number: int, entering: tuple[Any, ...], batch: Mapping[str, Any]) -> Any:
         """A chunk's forward."""
@@ -253,11 +253,11 @@ class Pipeline:
             )
         rest = {key: value for key, value in batch.items() if self._takes is None or key in self._takes}
         routes = rest.get("output_router_logits")
-        if routes is not None and bool(routes) != self._in_turn.routes:
+        if routes is not None and bool(routes) != self._forward_only.routes:
             raise ConfigError(
                 f"a micro-batch says output_router_logits={routes}, and the pipeline was built for "
-                f"{self._in_turn.routes}: set model.config.output_router_logits = {bool(routes)} before zero3d.Engine, "
-                "and leave it out of the batches."
+                f"{self._forward_only.routes}: set model.config.output_router_logits = {bool(routes)} before "
+                "zero3d.Engine, and leave it out of the batches."
             )
         return rest.pop("input_ids"), rest
 
@@ -296,7 +296,7 @@ class Pipeline:
     def _leaving(self, chunk: int, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
         """What a chunk hands on, on the meta device."""
         hidden = self._hidden(shape).to("meta").requires_grad_()
-        learned = self._in_turn.learned.get(chunk)
+        learned = self._forward_only.learned.get(chunk)
         if learned is None:
             return (hidden,)
         layers, experts, dtype = learned
