@@ -29,7 +29,7 @@ def work_of(action: Action) -> Work | None:
     return None if action.kind == "W" else Work(action.kind in BACKWARDS, action.chunk, action.micro_batch)
 
 
-def answers(order: Mapping[int, Sequence[Action]], rank: int, owners: Sequence[int]) -> dict[Work, Work]:
+def acknowledgements(order: Mapping[int, Sequence[Action]], rank: int, owners: Sequence[int]) -> dict[Work, Work]:
     """By backward of `rank` that sends a gradient: its work at whose beginning that has arrived.
 
     order   of the ranks that it sends to, at least; without an entry nothing is known before the end of the step

@@ -32,7 +32,7 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
-from zero3d.pipeline.acknowledgements import answers
+from zero3d.pipeline.acknowledgements import acknowledgements
 from zero3d.pipeline.actions import Action, actions_of
 from zero3d.pipeline.balance import TOKENS
 from zero3d.pipeline.failures import Faults
@@ -284,7 +284,7 @@ class Pipeline:
         kind = get_schedule_class(self._schedule.torch)
         what = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
         made = kind(what, n_microbatches=count, loss_fn=lambda loss, _: loss, scale_grads=False)
-        self._sends = Sends(answers(_order(made), self._axis.rank, self._owners))
+        self._sends = Sends(acknowledgements(_order(made), self._axis.rank, self._owners))
         for stage in self._stages:
             stage.sends = self._sends
             stage.alone = self._axis.size - 1 - self._axis.rank if self._schedule.name == "1f1b" else None

@@ -8,7 +8,7 @@
 
 As the schedules of torch.distributed.pipelining run them (torch 2.13). B is a whole backward, I that of inputs, W that
 of weights: a micro-batch is held until B or W, and after I gradients are held for its W as well. A gradient that was
-sent is held until something tells that it has arrived (answers.py); in gpipe nothing does, in 1f1b the next B.
+sent is held until something tells that it has arrived (acknowledgements.py); in gpipe nothing does, in 1f1b the next B.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from zero3d.pipeline.acknowledgements import Work, answers, work_of
+from zero3d.pipeline.acknowledgements import Work, acknowledgements, work_of
 from zero3d.pipeline.actions import Action
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ParallelPlan
@@ -104,9 +104,8 @@ def _sent(schedule: Schedule, pp: int, count: int, stage: int) -> dict[Action, i
     """By action of a rank: gradients that may be on their way as it begins."""
     actions = _order(schedule.name, pp, count, stage)
     owners = [schedule.rank_of(part, pp) for part in range(pp * schedule.chunks_per_rank)]
-    near = {(stage - 1) % pp, (stage + 1) % pp}
-    looped = schedule.chunks_per_rank > 1
-    over = answers({rank: _order(schedule.name, pp, count, rank) for rank in near}, stage, owners) if looped else {}
+    near = {(stage - 1) % pp, (stage + 1) % pp} if schedule.chunks_per_rank > 1 else set()
+    over = acknowledgements({rank: _order(schedule.name, pp, count, rank) for rank in near}, stage, owners)
     under_way: Counter[Work] = Counter()
     found = {}
     for action in actions:

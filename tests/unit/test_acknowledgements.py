@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero3d.pipeline.acknowledgements import Work, answers, work_of
+from zero3d.pipeline.acknowledgements import Work, acknowledgements, work_of
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.in_flight import _order, _sent
 
@@ -42,10 +42,10 @@ def test_an_answer_proves_that_the_gradient_has_been_used(name, pp, count):
     order, owners = orders(name, pp, count)
     over = causes(order, len(owners) - 1)
     for rank in range(pp):
-        for sent, answer in answers(order, rank, owners).items():
-            assert owners[sent.chunk] == owners[answer.chunk] == rank
+        for sent, acknowledgement in acknowledgements(order, rank, owners).items():
+            assert owners[sent.chunk] == owners[acknowledgement.chunk] == rank
             assert owners[sent.chunk - 1] != rank
-            assert Work(True, sent.chunk - 1, sent.micro_batch) in over[answer], (sent, answer)
+            assert Work(True, sent.chunk - 1, sent.micro_batch) in over[acknowledgement], (sent, acknowledgement)
 
 
 @pytest.mark.parametrize(("name", "pp", "count"), CASES)
@@ -60,4 +60,4 @@ def test_few_gradients_are_held_however_many_micro_batches_there_are(name, pp, c
 
 
 def test_without_an_order_nothing_is_known():
-    assert answers({}, 0, [0, 1]) == {}
+    assert acknowledgements({}, 0, [0, 1]) == {}
