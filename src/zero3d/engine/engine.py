@@ -34,7 +34,7 @@ from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.models.blocks import UnitSpec, partition_all
 from zero3d.models.experts import compute_in_fp64
 from zero3d.models.masking import forward_options
-from zero3d.pipeline.runner import Around, Pipeline, find_ties, names_of_copies, take_chunks
+from zero3d.pipeline.runner import Callbacks, Pipeline, find_ties, names_of_copies, take_chunks
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.precision import DTYPES, NAMES, LossScale, Precision, at_least_fp32
 from zero3d.rng import share_torch_rng
@@ -254,9 +254,9 @@ class Engine:
         self.pipeline = None
         if not alone:
             begin = (lambda *_: None) if leaves is None else leaves.draw
-            around = Around(self.boundary, self.reductions.sweep, begin, self._close, self._whole, self.arena)
+            callbacks = Callbacks(self.boundary, self.reductions.sweep, begin, self._close, self._whole, self.arena)
             loss = self._sum_and_weight
-            self.pipeline = Pipeline(self.chunks, schedule, across, self.traffic, around, loss, self._takes)
+            self.pipeline = Pipeline(self.chunks, schedule, across, self.traffic, callbacks, loss, self._takes)
         forget_note(self.mesh.everyone)
         self._unit_of |= {p: unit for unit in self.units for p in unit.weights.params}
 

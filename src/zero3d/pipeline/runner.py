@@ -92,8 +92,8 @@ def _unit_of(name: str, units: Sequence[Unit]) -> Unit:
     return unit
 
 
-class Around(NamedTuple):
-    """What the engine does around a schedule's backwards (Note 1).
+class Callbacks(NamedTuple):
+    """What a schedule calls of the engine around its forwards and backwards (Note 1).
 
     boundary  counts micro-batches
     sweep     hands on gradients that no hook saw
@@ -122,12 +122,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, chunks: Mapping[int, Any], schedule: Schedule, axis: Axis, ledger: Ledger, around: Around,
+        self, chunks: Mapping[int, Any], schedule: Schedule, axis: Axis, ledger: Ledger, callbacks: Callbacks,
         sum_and_weight: Callable[[Any, Any], tuple[Tensor, float | Tensor]], takes: frozenset[str] | None,
     ) -> None:  # fmt: skip
         self._chunks, self._schedule, self._axis, self._ledger = chunks, schedule, axis, ledger
-        self._around, self._sum_and_weight, self._takes = around, sum_and_weight, takes
-        self.arena = around.arena
+        self._callbacks, self._sum_and_weight, self._takes = callbacks, sum_and_weight, takes
+        self.arena = callbacks.arena
         self._total = schedule.chunks_per_rank * axis.size
         self.faults = Faults(axis, self._total)
         self._key: tuple[int, tuple[int, ...]] | None = None  # micro-batches and their shape in the last step
@@ -160,7 +160,7 @@ class Pipeline:
         finally:
             self._sends.forget()
             self.batches = ()
-        self._around.boundary.finish(len(batches), [weight for _, weight in self._seen])
+        self._callbacks.boundary.finish(len(batches), [weight for _, weight in self._seen])
         return self._seen
 
     def evaluate(self, batches: Iterable[Any]) -> list[tuple[Tensor, float | Tensor]]:
@@ -228,21 +228,21 @@ class Pipeline:
     @contextmanager
     def backward(self, number: int) -> Iterator[None]:
         """Around every backward of a schedule (Note 1)."""
-        with self.faults.running(number), self._around.boundary.driving(Driven(0.0, last=False)):
+        with self.faults.running(number), self._callbacks.boundary.driving(Driven(0.0, last=False)):
             yield
-            self._around.sweep()
+            self._callbacks.sweep()
 
     def begin(self, number: int, micro_batch: int) -> None:
         """Before the forward of a chunk in training."""
-        self._around.begin(micro_batch, number)
+        self._callbacks.begin(micro_batch, number)
 
     def done(self, number: int) -> None:
         """A micro-batch's backward through a chunk is over, of weights too."""
-        self._around.done(self._chunks[number])
+        self._callbacks.done(self._chunks[number])
 
     def weights(self, number: int) -> AbstractContextManager[None]:
         """Around the weight phase of a split backward (Note 1)."""
-        return self._around.gathered(self._chunks[number])
+        return self._callbacks.gathered(self._chunks[number])
 
     def split_batch(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
         """Token ids, and what else the model takes. Raises ConfigError."""
