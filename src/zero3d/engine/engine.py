@@ -394,7 +394,7 @@ class Engine:
 
     def _together(self) -> AbstractContextManager[None]:
         """Around what the ranks of a pipeline do together: where one fails, none goes on."""
-        return nullcontext() if self.pipeline is None else self.pipeline.faults.telling()
+        return nullcontext() if self.pipeline is None else self.pipeline.failures.telling()
 
     def train_batch(self, micro_batches: Iterable[Any]) -> Tensor:
         """One step over a list of micro-batches; the global mean loss, on every rank.
@@ -604,7 +604,7 @@ class Engine:
 
     def _parts(self, loop: Mapping[str, Any] | None = None) -> checkpoint.Parts:
         if self.pipeline is not None:
-            self.pipeline.faults.check()
+            self.pipeline.failures.check()
         return checkpoint.Parts(
             list(self.chunks.values()), self.whole, self.units, self.optimizer, self.comm, self.tp,
             self.everyone, self.mesh.degrees, self.loss_scale, self.scheduler, self._steps,

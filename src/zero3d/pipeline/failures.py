@@ -21,7 +21,7 @@ from zero3d.errors import FAULT, ConfigError, NonFiniteError, Zero3dError
 _LOG = logging.getLogger("torch.distributed.pipelining.schedules")  # prints whole schedules after an error
 
 
-class Faults:
+class Failures:
     """Failures of one pipeline of `chunks` chunks, as this rank sees them."""
 
     def __init__(self, axis: Axis, chunks: int) -> None:

@@ -35,7 +35,7 @@ from zero3d.memory.arena import Arena
 from zero3d.pipeline.acknowledgements import acknowledgements
 from zero3d.pipeline.actions import Action, actions_of
 from zero3d.pipeline.balance import TOKENS
-from zero3d.pipeline.failures import Faults
+from zero3d.pipeline.failures import Failures
 from zero3d.pipeline.forward_only import ForwardOnly
 from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.sends import Sends
@@ -118,7 +118,7 @@ class Pipeline:
     sum_and_weight  (output, micro-batch) -> (sum of losses, weight), of the last chunk's output
     takes   entries of a micro-batch that the model takes, None for all; the others are for the loss
 
-    Micro-batches are on the engine's device. `faults.telling()` is around every call.
+    Micro-batches are on the engine's device. `failures.telling()` is around every call.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Pipeline:
         self._callbacks, self._sum_and_weight, self._takes = callbacks, sum_and_weight, takes
         self.arena = callbacks.arena
         self._total = schedule.chunks_per_rank * axis.size
-        self.faults = Faults(axis, self._total)
+        self.failures = Failures(axis, self._total)
         self._key: tuple[int, tuple[int, ...]] | None = None  # micro-batches and their shape in the last step
         self._made: Any = None
         self._stages: list[Stage] = []
@@ -169,7 +169,7 @@ class Pipeline:
         for batch in batches:
             output = self.output(batch)
             if self._total - 1 in self._chunks:
-                with self.faults.running(self._total - 1):
+                with self.failures.running(self._total - 1):
                     found.append(self._sum_and_weight(output, batch))
         return found
 
@@ -184,7 +184,7 @@ class Pipeline:
 
     def call(self, number: int, entering: tuple[Any, ...], batch: Mapping[str, Any]) -> Any:
         """A chunk's forward."""
-        with self.faults.running(number):
+        with self.failures.running(number):
             return self._chunks[number](*entering, **batch)
 
     def traffic(self, micro_batches: int) -> dict[tuple[str, str], Moved]:
@@ -228,7 +228,7 @@ class Pipeline:
     @contextmanager
     def backward(self, number: int) -> Iterator[None]:
         """Around every backward of a schedule (Note 1)."""
-        with self.faults.running(number), self._callbacks.boundary.driving(Driven(0.0, last=False)):
+        with self.failures.running(number), self._callbacks.boundary.driving(Driven(0.0, last=False)):
             yield
             self._callbacks.sweep()
 

@@ -9,7 +9,7 @@ from pipelines import build, engine_of, micro_batches, sum_of, weights_of
 import zero3d
 from zero3d.distributed.axis import Axis, leave_note, read_note
 from zero3d.errors import ConfigError, Zero3dError
-from zero3d.pipeline.failures import Faults
+from zero3d.pipeline.failures import Failures
 
 AGAIN = (
     "this pipeline failed before (model chunk 1 of 2 of the pipeline, on rank 1 of axis pp, failed: ValueError: a bad "
@@ -191,4 +191,4 @@ def test_equal_shapes_are_run_by_one_schedule(ranks):
 def test_a_broken_axis_is_refused_with_the_reason():
     axis = Axis("pp", 0, 2, broken="model chunk 0 of 2 failed")
     with pytest.raises(Zero3dError, match=r"failed before \(model chunk 0 of 2 failed\).*--resume auto"):
-        Faults(axis, 2)
+        Failures(axis, 2)
