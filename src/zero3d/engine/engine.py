@@ -394,7 +394,7 @@ class Engine:
 
     def _together(self) -> AbstractContextManager[None]:
         """Around what the ranks of a pipeline do together: where one fails, none goes on."""
-        return nullcontext() if self.pipeline is None else self.pipeline.failures.telling()
+        return nullcontext() if self.pipeline is None else self.pipeline.failures.guard()
 
     def train_batch(self, micro_batches: Iterable[Any]) -> Tensor:
         """One step over a list of micro-batches; the global mean loss, on every rank.

@@ -38,7 +38,7 @@ class Failures:
             )
 
     @contextmanager
-    def running(self, chunk: int) -> Iterator[None]:
+    def in_chunk(self, chunk: int) -> Iterator[None]:
         """What fails inside fails in this chunk. The first to fail tells its peers, which then lose it."""
         try:
             yield
@@ -51,7 +51,7 @@ class Failures:
             raise
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def guard(self) -> Iterator[None]:
         """Around all that ranks do together. Raises what failed in a chunk instead of what torch makes of it."""
         self.check()
         before = _LOG.disabled

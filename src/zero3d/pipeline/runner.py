@@ -118,7 +118,7 @@ class Pipeline:
     sum_and_weight  (output, micro-batch) -> (sum of losses, weight), of the last chunk's output
     takes   entries of a micro-batch that the model takes, None for all; the others are for the loss
 
-    Micro-batches are on the engine's device. `failures.telling()` is around every call.
+    Micro-batches are on the engine's device. `failures.guard()` is around every call.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Pipeline:
         for batch in batches:
             output = self.output(batch)
             if self._total - 1 in self._chunks:
-                with self.failures.running(self._total - 1):
+                with self.failures.in_chunk(self._total - 1):
                     found.append(self._sum_and_weight(output, batch))
         return found
 
@@ -184,7 +184,7 @@ class Pipeline:
 
     def call(self, number: int, entering: tuple[Any, ...], batch: Mapping[str, Any]) -> Any:
         """A chunk's forward."""
-        with self.failures.running(number):
+        with self.failures.in_chunk(number):
             return self._chunks[number](*entering, **batch)
 
     def traffic(self, micro_batches: int) -> dict[tuple[str, str], Moved]:
@@ -228,7 +228,7 @@ class Pipeline:
     @contextmanager
     def backward(self, number: int) -> Iterator[None]:
         """Around every backward of a schedule (Note 1)."""
-        with self.failures.running(number), self._callbacks.boundary.driving(Driven(0.0, last=False)):
+        with self.failures.in_chunk(number), self._callbacks.boundary.driving(Driven(0.0, last=False)):
             yield
             self._callbacks.sweep()
 

@@ -44,7 +44,7 @@ class ScheduledChunk(nn.Module):
         output = self.pipeline.call(self.number, entering if self.number else (ids,), rest)
         if not self._last:
             return output
-        with self.pipeline.failures.running(self.number):
+        with self.pipeline.failures.in_chunk(self.number):
             return self.pipeline.loss_of(output, batch)
 
 
