@@ -14,7 +14,8 @@ from zero3d.activations.recomputation import recompute
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks, partition
 from zero3d.models.chain import find_chain
-from zero3d.pipeline.split import ModelChunk, Tie, balance, split
+from zero3d.pipeline.split import ModelChunk, balance, split
+from zero3d.pipeline.ties import Tie
 
 FAMILIES = ["llama", "qwen3", "gpt2", "moe"]
 COUNTS = [[3, 2], [1, 2, 2], [2, 1, 1, 1]]

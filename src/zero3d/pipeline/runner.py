@@ -43,9 +43,7 @@ from zero3d.pipeline.split import balance, split
 from zero3d.pipeline.stage import ScheduledChunk, Stage
 from zero3d.pipeline.traffic import pipeline_traffic
 from zero3d.zero.accumulation import Boundary, Driven
-from zero3d.zero.model_group import Tied
 from zero3d.zero.traffic import Moved
-from zero3d.zero.unit import Unit
 
 
 def take_chunks(model: nn.Module, axis: Axis, schedule: Schedule, blocks: str | None) -> dict[int, nn.Module]:
@@ -61,35 +59,6 @@ def take_chunks(model: nn.Module, axis: Axis, schedule: Schedule, blocks: str | 
             stacklevel=4,
         )
     return {chunk: split(model, counts, chunk, blocks) for chunk in schedule.chunks_of(axis.rank, axis.size)}
-
-
-def names_of_copies(chunks: Mapping[int, nn.Module]) -> dict[str, str]:
-    """Copies of tied parameters: the name of each on its chunk -> the name of its owner."""
-    return {tie.other_name: tie.name for chunk in chunks.values() for tie in getattr(chunk, "tied", ())}
-
-
-def find_ties(chunks: Mapping[int, nn.Module], units: Sequence[Unit], schedule: Schedule, ranks: int) -> list[Tied]:
-    """The parameters of this rank that another pipeline stage holds, too. Raises ConfigError."""
-    ties = {tie for chunk in chunks.values() for tie in getattr(chunk, "tied", ())}
-    found = []
-    for tie in sorted(ties):
-        ends = [(tie.name, tie.chunk, tie.other_chunk), (tie.other_name, tie.other_chunk, tie.chunk)]
-        here = {name: _unit_of(name, units) for name, chunk, _ in ends if chunk in chunks}
-        for name, chunk, other in ends:
-            if chunk in chunks:
-                there = next((unit for key, unit in here.items() if key != name), None)
-                found.append(Tied(here[name], schedule.rank_of(other, ranks), there, copy=name == tie.other_name))
-    return found
-
-
-def _unit_of(name: str, units: Sequence[Unit]) -> Unit:
-    unit = next(unit for unit in units if any(slot.name == name for slot in unit.layout.slots))
-    if len(unit.layout.slots) > 1:
-        raise ConfigError(
-            f"{name} is tied across pipeline stages and shares unit {unit.name!r} with {len(unit.layout.slots) - 1} "
-            "other parameters: give it a module of its own, untie it, or pass pp=1."
-        )
-    return unit
 
 
 class Callbacks(NamedTuple):

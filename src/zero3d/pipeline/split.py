@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,20 +32,9 @@ from zero3d.models.masking import forward_options, inner_model
 from zero3d.models.placeholders import Blank, Entry, Exit, Left, Pass, Relay
 from zero3d.pipeline.balance import Weights, chain_costs, cut
 from zero3d.pipeline.schedules import Schedule
+from zero3d.pipeline.ties import Tie, ties_and_copies
 
 OF_THE_HEAD = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
-
-
-class Tie(NamedTuple):
-    """One parameter that two chunks hold, each a copy under its own name; `name` is the full model's.
-
-    Their gradients have to be summed, and the parameter counted once in the norm and in checkpoints.
-    """
-
-    name: str
-    chunk: int
-    other_name: str
-    other_chunk: int
 
 
 class ModelChunk(nn.Module):
@@ -139,7 +128,7 @@ def split(model: nn.Module, counts: Sequence[int], chunk: int, blocks: str | Non
     """
     chain = find_chain(model, blocks)
     _check(chain, counts, chunk)
-    ties, own = _ties(model, chain, counts, chunk)
+    ties, own = ties_and_copies(model, chain, counts, chunk)
     relay = Relay()
     replaced = _others(model, chain, counts, chunk, relay) | own
     return ModelChunk(copy_with(model, replaced), chunk, len(counts), ties, relay, chain.width)
@@ -189,31 +178,6 @@ def _check(chain: Chain, counts: Sequence[int], chunk: int) -> None:
         )
     if not 0 <= chunk < len(counts):
         raise ConfigError(f"chunk={chunk} is none of {len(counts)} chunks: pass 0 to {len(counts) - 1}.")
-
-
-def _chunk_of(name: str, chain: Chain, counts: Sequence[int]) -> int:
-    """The chunk that a parameter of this name is on."""
-    if name.startswith(chain.blocks + "."):
-        index = int(name[len(chain.blocks) + 1 :].partition(".")[0])
-        return next(chunk for chunk in range(len(counts)) if index < sum(counts[: chunk + 1]))
-    return 0 if any(name.startswith(room + ".") for room in chain.before) else len(counts) - 1
-
-
-def _ties(
-    model: nn.Module, chain: Chain, counts: Sequence[int], chunk: int
-) -> tuple[list[Tie], dict[nn.Module | Tensor, object]]:
-    """Ties across chunks, and the copies that `chunk` gets of parameters which another chunk owns."""
-    names: dict[nn.Parameter, dict[int, str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(p, {}).setdefault(_chunk_of(name, chain, counts), name)
-    ties: list[Tie] = []
-    own: dict[nn.Module | Tensor, object] = {}
-    for p, places in names.items():
-        owner, *others = places
-        ties += [Tie(places[owner], owner, places[other], other) for other in others]
-        if chunk in others:
-            own[p] = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
-    return ties, own
 
 
 def _others(
