@@ -34,8 +34,9 @@ from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.models.blocks import UnitSpec, partition_all
 from zero3d.models.experts import compute_in_fp64
 from zero3d.models.masking import forward_options
-from zero3d.pipeline.runner import Callbacks, Pipeline, take_chunks
+from zero3d.pipeline.runner import Callbacks, Pipeline
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
+from zero3d.pipeline.split import take_chunks
 from zero3d.pipeline.ties import find_ties, names_of_copies
 from zero3d.precision import DTYPES, NAMES, LossScale, Precision, at_least_fp32
 from zero3d.rng import share_torch_rng

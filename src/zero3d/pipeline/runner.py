@@ -16,7 +16,6 @@ tells either that recomputed blocks and saved weights are read again, so the chu
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -34,31 +33,14 @@ from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.pipeline.acknowledgements import acknowledgements
 from zero3d.pipeline.actions import Action, actions_of
-from zero3d.pipeline.balance import TOKENS
 from zero3d.pipeline.failures import Failures
 from zero3d.pipeline.forward_only import ForwardOnly
 from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.sends import Sends
-from zero3d.pipeline.split import balance, split
 from zero3d.pipeline.stage import ScheduledChunk, Stage
 from zero3d.pipeline.traffic import pipeline_traffic
 from zero3d.zero.accumulation import Boundary, Driven
 from zero3d.zero.traffic import Moved
-
-
-def take_chunks(model: nn.Module, axis: Axis, schedule: Schedule, blocks: str | None) -> dict[int, nn.Module]:
-    """This rank's chunks of the model by number; without pipeline the model itself."""
-    if axis.size == 1:
-        return {0: model}
-    counts = balance(model, axis.size, TOKENS, blocks, schedule.name)
-    if schedule.splits_backward and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
-        warnings.warn(
-            f"schedule {schedule.name!r} takes gradients of inputs and of each group of weights apart, and torch's "
-            "checkpoint, which this model's gradient_checkpointing uses, runs a block's forward again for every one: "
-            "right, but several times the compute. zero3d.activations.recompute(model, 'full') runs it again once.",
-            stacklevel=4,
-        )
-    return {chunk: split(model, counts, chunk, blocks) for chunk in schedule.chunks_of(axis.rank, axis.size)}
 
 
 class Callbacks(NamedTuple):

@@ -19,6 +19,7 @@ No torch.distributed here: chunk k is called on what chunk k-1 returned.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -26,11 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero3d.distributed.axis import Axis
 from zero3d.errors import ConfigError
 from zero3d.models.chain import Chain, base_of, copy_with, find_chain
 from zero3d.models.masking import forward_options, inner_model
 from zero3d.models.placeholders import Blank, Entry, Exit, Left, Pass, Relay
-from zero3d.pipeline.balance import Weights, chain_costs, cut
+from zero3d.pipeline.balance import TOKENS, Weights, chain_costs, cut
 from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.ties import Tie, ties_and_copies
 
@@ -157,6 +159,21 @@ def balance(
     ]
     costs = chain_costs(before, weights, after, tokens, hidden, vocab)
     return cut(costs.blocks, stages * order.chunks_per_rank, costs.before, costs.after)
+
+
+def take_chunks(model: nn.Module, axis: Axis, schedule: Schedule, blocks: str | None) -> dict[int, nn.Module]:
+    """This rank's chunks of the model by number; without pipeline the model itself."""
+    if axis.size == 1:
+        return {0: model}
+    counts = balance(model, axis.size, TOKENS, blocks, schedule.name)
+    if schedule.splits_backward and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+        warnings.warn(
+            f"schedule {schedule.name!r} takes gradients of inputs and of each group of weights apart, and torch's "
+            "checkpoint, which this model's gradient_checkpointing uses, runs a block's forward again for every one: "
+            "right, but several times the compute. zero3d.activations.recompute(model, 'full') runs it again once.",
+            stacklevel=4,
+        )
+    return {chunk: split(model, counts, chunk, blocks) for chunk in schedule.chunks_of(axis.rank, axis.size)}
 
 
 def active_weights(block: nn.Module, config: Any) -> Weights:
