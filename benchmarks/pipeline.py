@@ -128,7 +128,7 @@ class Fsdp2:
         counts = balance(model, axis.size, TOKENS, schedule=schedule.name)
         self.pipeline, self.mesh, self.size = axis, mesh, mesh.dp * mesh.tp
         self.parts, stages = [], []
-        for number in schedule.parts_of(axis.rank, axis.size):
+        for number in schedule.chunks_of(axis.rank, axis.size):
             part = Part(model, sum(counts[:number]), sum(counts[: number + 1]))
             self.shard(part, mesh.torch)
             self.parts.append(part)

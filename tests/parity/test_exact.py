@@ -342,7 +342,7 @@ def drawn(schedule):
         engine = pipelined(1, schedule, False)
         seen.clear()
         engine.train_batch([{"input_ids": ids, "labels": labels} for ids, labels in (summand(0, k) for k in range(4))])
-    return sorted(seen), sorted(engine.parts)
+    return sorted(seen), sorted(engine.chunks)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])

@@ -65,7 +65,7 @@ def train(engine, steps):
 
 def weights(engine):
     with engine.full_params():
-        return {name: bits([p]) for part in engine.parts.values() for name, p in part.named_parameters()}
+        return {name: bits([p]) for chunk in engine.chunks.values() for name, p in chunk.named_parameters()}
 
 
 def states(folder):
@@ -171,7 +171,7 @@ def with_buffers(shape, schedule, folder=None, source=None):
         module.register_buffer("hidden", torch.full((1,), float(i)), persistent=False)
     mesh = zero3d.Mesh(dp=shape[0], pp=shape[1])
     engine = zero3d.Engine(made, mesh=mesh, schedule=schedule_of(mesh, schedule), optimizer=adamw)
-    found = {name: buffer for part in engine.parts.values() for name, buffer in part.named_buffers()}
+    found = {name: buffer for chunk in engine.chunks.values() for name, buffer in chunk.named_buffers()}
     if source is not None:
         engine.load(source)
         return {name: buffer.tolist()[0] for name, buffer in found.items() if "counter" in name}
@@ -262,9 +262,9 @@ def test_a_frozen_tied_embedding_is_saved_once_and_restored_on_both_ends(ranks, 
 
 def written(model, shape, stage, precision, where):
     engine = make(model, shape, stage, "zbv" if model == "tied" else "1f1b", precision=precision)
-    names = {name: p for part in engine.parts.values() for name, p in part.named_parameters()}
+    names = {name: p for chunk in engine.chunks.values() for name, p in chunk.named_parameters()}
     before = weights(engine)
-    unwritten = [m for part in engine.parts.values() for m in part.modules() if "Norm" in type(m).__name__][:1]
+    unwritten = [m for chunk in engine.chunks.values() for m in chunk.modules() if "Norm" in type(m).__name__][:1]
     with engine.full_params(unwritten), torch.no_grad():
         for i, end in enumerate(where):
             if end[model] in names:
@@ -300,7 +300,7 @@ def planned_and_measured(shape, stage, schedule):
     engine = make("net", shape, stage, schedule, precision="bf16")
     train(engine, range(2))
     entries = [(e.category, e.planned, e.measured) for e in engine.memory if e.planned is not None]
-    return entries, sum(p.numel() for part in engine.parts.values() for p in part.parameters()), engine.planned_bytes
+    return entries, sum(p.numel() for chunk in engine.chunks.values() for p in chunk.parameters()), engine.planned_bytes
 
 
 @pytest.mark.parametrize(("shape", "stage", "schedule"), [((2, 2), 3, "1f1b"), ((1, 2), 2, "zbv")])

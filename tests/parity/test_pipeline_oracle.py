@@ -95,7 +95,7 @@ def test_a_pipeline_equals_one_process_in_float64_to_1e_10(ranks, family, degree
 @pytest.mark.parametrize("degrees", [(2, 2), (1, 4)], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_stage_and_schedule_equals_one_process_in_float64(ranks, family, degrees):
-    for cases in (SCHEDULES[:2], SCHEDULES[2:]):  # at pp=4 the latter have twice the parts
+    for cases in (SCHEDULES[:2], SCHEDULES[2:]):  # at pp=4 the latter have twice the chunks
         check(ranks, family, degrees, [(stage, schedule, "every_step") for stage, schedule in product(range(4), cases)])
 
 

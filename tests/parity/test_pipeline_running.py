@@ -240,7 +240,7 @@ def fail_in_a_stage(where):
 @pytest.mark.parametrize("where", [(1, 0), (1, 1)], ids=str)
 def test_an_exception_in_one_part_ends_all_ranks_with_its_name(ranks, where, capfd):
     answers = ranks(2 * where[0], fail_in_a_stage, where, group_timeout=3.0, check=False)
-    name = f"part {where[1]} of 2 of the pipeline, on rank {where[1]} of axis pp, failed: Broken: a broken block"
+    name = f"model chunk {where[1]} of 2 of the pipeline, on rank {where[1]} of axis pp, failed: Broken: a broken block"
     for _, error in answers:
         assert error is not None
         assert name in error
@@ -308,7 +308,7 @@ def build_wrongly():
 
 
 def test_models_and_schedules_that_do_not_fit_are_refused_with_what_to_type(ranks):
-    words = ["'zbv' puts 2 parts on each of 2 pipeline stages = 4 parts, and layers has 3 blocks: pass schedule='1f1b'",
+    words = ["'zbv' puts 2 model chunks on each of 2 pipeline stages = 4 chunks, and layers has 3 blocks: pass schedule='1f1b'",
              "pp=2 pipeline stages need a block each, and layers has 1: pass pp=1",
              "Put its blocks in an nn.ModuleList, or pass pp=1",
              "'dualpipe' is unknown: pass one of gpipe, 1f1b",

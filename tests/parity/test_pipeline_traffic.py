@@ -48,8 +48,8 @@ def traffic_of_a_step(schedule, stage, dp):
     engine.traffic.reset()
     engine.train_batch(rows)
     kind = Schedule.of(schedule)
-    mine = kind.parts_of(mesh.place.pp, 2)
-    cuts = [[(batch(0).numel() * WIDTH, 4)]] * (2 * kind.parts_per_rank - 1)
+    mine = kind.chunks_of(mesh.place.pp, 2)
+    cuts = [[(batch(0).numel() * WIDTH, 4)]] * (2 * kind.chunks_per_rank - 1)
     sends = pipeline_traffic(mine, M, cuts)
     held = {unit.name: 1 for unit in engine.units}  # gathered once, held for the schedule
     state = step_traffic(stage, engine.traffic_units, dp, held, M, "every_step")

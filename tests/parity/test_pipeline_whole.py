@@ -28,7 +28,7 @@ def use_the_model(stage):
                 use()
             said.append(str(error.value))
     kept = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in model.parameters()}
-    own = {p.untyped_storage()._cdata for part in engine.parts.values() for p in part.parameters()}
+    own = {p.untyped_storage()._cdata for chunk in engine.chunks.values() for p in chunk.parameters()}
     return (
         said,
         sum(size for key, size in kept.items() if key not in own),

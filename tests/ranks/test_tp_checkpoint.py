@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import nn
 
 import zero3d
-from zero3d.pipeline.runner import names_of_copies
+from zero3d.pipeline.ties import names_of_copies
 from zero3d.precision import to_compute
 from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.parallelize import Sharded

@@ -1,4 +1,4 @@
-"""Which parts a schedule needs, and what is said where blocks or micro-batches do not fit."""
+"""Which chunks a schedule needs, and what is said where blocks or micro-batches do not fit."""
 
 import pytest
 
@@ -12,10 +12,10 @@ FILE = r" \(mesh\.pp(, mesh\.schedule)? in a file\)\.$"
 @pytest.mark.parametrize(
     ("schedule", "blocks", "ranks", "said"),
     [
-        ("zbv", 4, 4, "'zbv' puts 2 parts on each of 4 pipeline stages = 8 parts, and model.layers has 4 blocks: "
+        ("zbv", 4, 4, "'zbv' puts 2 model chunks on each of 4 pipeline stages = 8 chunks, and model.layers has 4 blocks: "
                       "pass pp=2, or schedule='1f1b'"),
         ("zbv", 6, 8, "pass pp=3 or less, or pp=6 or less with schedule='1f1b'"),
-        ("interleaved", 3, 2, "= 4 parts, and model.layers has 3 blocks: pass schedule='1f1b'"),
+        ("interleaved", 3, 2, "= 4 chunks, and model.layers has 3 blocks: pass schedule='1f1b'"),
         ("zero-bubble", 3, 4, "3 blocks: pass pp=3 or less with schedule='1f1b'"),
         ("zbv", 1, 2, "model.layers has 1 block: pass pp=1"),
         ("1f1b", 3, 4, "^pp=4 pipeline stages need a block each, and model.layers has 3: pass pp=3 or less"),
@@ -34,9 +34,9 @@ def test_a_file_names_the_schedules_that_there_are():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_block_for_each_part_is_enough(schedule):
     order = Schedule.of(schedule)
-    order.check_blocks(3 * order.parts_per_rank, 3, "layers")
+    order.check_blocks(3 * order.chunks_per_rank, 3, "layers")
     with pytest.raises(ConfigError):
-        order.check_blocks(3 * order.parts_per_rank - 1, 3, "layers")
+        order.check_blocks(3 * order.chunks_per_rank - 1, 3, "layers")
 
 
 @pytest.mark.parametrize(("schedule", "count"), [("1f1b", 1), ("interleaved", 5), ("zero-bubble", 7)])

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from zero3d.checkpoint.save import Parts, sync, taken_back, write_json, write_tensors
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError, NonFiniteError
-from zero3d.pipeline.split import model_of
+from zero3d.models.chain import model_of
 from zero3d.zero.health import is_finite
 from zero3d.zero.unit import Unit
 

@@ -34,8 +34,10 @@ from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.models.blocks import UnitSpec, partition_all
 from zero3d.models.experts import compute_in_fp64
-from zero3d.pipeline.runner import Around, Pipeline, find_ties, names_of_copies, take_parts
+from zero3d.pipeline.runner import Callbacks, Pipeline
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
+from zero3d.pipeline.split import take_chunks
+from zero3d.pipeline.ties import find_ties, names_of_copies
 from zero3d.precision import LossScale, Precision, at_least_fp32
 from zero3d.rng import share_torch_rng
 from zero3d.tensor_parallel.parallelize import parallelize, warn_across_hosts
@@ -132,17 +134,17 @@ class Engine:
         choice = choose_optimizer(model, optimizer, param_groups)
         self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
         order = Schedule.asked(self.mesh.pp, schedule, blocks)
-        self.parts = take_parts(model, self.mesh.axis("pp"), order, blocks)
-        self._copies = names_of_copies(self.parts)
+        self.chunks = take_chunks(model, self.mesh.axis("pp"), order, blocks)
+        self._copies = names_of_copies(self.chunks)
         self.whole = checkpoint.Whole.of(model, self._copies)
         self._order |= {name: self._order[owner] for name, owner in self._copies.items()}
         self.arena, self.traffic = Arena(self.mesh.device), Ledger()
         self.tp = Comm(self.mesh.axis("tp"), self.arena, self.traffic)
         self._cut_over_tp(tp_plan, sequence_parallel, local_logits=loss is None)
-        for root in (model, *self.parts.values()) if weights is not None else ():
+        for root in (model, *self.chunks.values()) if weights is not None else ():
             hollow(root)
-        specs, uses = partition_all(self.parts.values(), units, self.precision.dtype)
-        self.stage, self.module = stage, model if self.mesh.pp == 1 else nn.ModuleList(self.parts.values())
+        specs, uses = partition_all(self.chunks.values(), units, self.precision.dtype)
+        self.stage, self.module = stage, model if self.mesh.pp == 1 else nn.ModuleList(self.chunks.values())
         self._accumulate = accumulate
         self._losses, self._last = Losses(model, loss), last_only(model)
         wide = torch.float64 if self.precision.name == "fp64" else torch.float32
@@ -183,8 +185,8 @@ class Engine:
         axis, cut = self.mesh.axis("tp"), []
         if axis.size > 1:
             cut = [
-                parallelize(part, axis, self.traffic, plan, sequence=sequence_parallel, local_logits=local_logits)
-                for part in self.parts.values()
+                parallelize(chunk, axis, self.traffic, plan, sequence=sequence_parallel, local_logits=local_logits)
+                for chunk in self.chunks.values()
             ]
         self._draw_alike()
         self._cuts = {name: each for found in cut for name, each in found.cuts.items()}
@@ -219,7 +221,7 @@ class Engine:
         by_name = {unit.name: unit for unit in self.units}
         device = self.mesh.device
         across = self.mesh.axis("pp")
-        ties = find_ties(self.parts, self.units, schedule, across.size)
+        ties = find_ties(self.chunks, self.units, schedule, across.size)
         whole, along = (Comm(axis, self.arena, self.traffic) for axis in (self.mesh.model_parallel, across))
         self.model_group = ModelGroup(whole, along, Slices(self.tp, self._cuts.keys(), self._partial), ties)
         given = self.units, self._order, choice.build, choice.groups, self.dp, self.arena, clip_norm, self.model_group
@@ -233,7 +235,7 @@ class Engine:
         closes = "" if summands is None else "backward" if alone else "part"
         self.reductions = Reductions(self.units, Lane("reduce", device), closes)
         self.loss_scale = LossScale(self.precision)
-        self.health = Health(self.world, self.reductions, self.loss_scale, self.parts)
+        self.health = Health(self.world, self.reductions, self.loss_scale, self.chunks)
         every = self.policy.reduce == "every_micro_batch"
         draw = summands.draw if summands is not None and alone else None
         self.accumulation = Accumulation(self._accumulate, every, self.precision.scales_loss, draw)
@@ -242,12 +244,12 @@ class Engine:
         self.hooks = [
             Hooks(root, {module: needed for module, needed in users.items() if module in set(root.modules())},
                   self.gathers, self.reductions, self.accumulation, lambda t: t.to(cast))
-            for root in self.parts.values()
+            for root in self.chunks.values()
         ]  # fmt: skip
         self.pipeline = None
         if not alone:
             begin = (lambda *_: None) if summands is None else summands.draw
-            around = Around(
+            callbacks = Callbacks(
                 self.accumulation,
                 self.reductions.sweep,
                 begin,
@@ -256,7 +258,7 @@ class Engine:
                 self.arena,
             )
             loss = self._losses.sum_and_weight
-            self.pipeline = Pipeline(self.parts, schedule, across, self.traffic, around, loss, self._losses.takes)
+            self.pipeline = Pipeline(self.chunks, schedule, across, self.traffic, callbacks, loss, self._losses.takes)
         forget_note(self.mesh.everyone)
         self._unit_of |= {p: unit for unit in self.units for p in unit.weights.params}
 
@@ -293,10 +295,10 @@ class Engine:
             loss = at_least_fp32(loss) * weight
         self._backward_sum(loss, weight, last)
 
-    def _close(self, part: nn.Module) -> None:
-        """A micro-batch's gradients of a part are complete."""
+    def _close(self, chunk: nn.Module) -> None:
+        """A micro-batch's gradients of a chunk are complete."""
         if self.summands is not None:
-            self.reductions.close([unit for unit in units_of(part, self.units) if unit.grads is not None])
+            self.reductions.close([unit for unit in units_of(chunk, self.units) if unit.grads is not None])
 
     def _refuse_pipeline(self, what: str) -> None:
         if self.pipeline is not None:
@@ -380,7 +382,7 @@ class Engine:
 
     def _together(self) -> AbstractContextManager[None]:
         """Around what the ranks of a pipeline do together: where one fails, none goes on."""
-        return nullcontext() if self.pipeline is None else self.pipeline.faults.telling()
+        return nullcontext() if self.pipeline is None else self.pipeline.failures.guard()
 
     def train_batch(self, micro_batches: Iterable[Any]) -> Tensor:
         """One step over a list of micro-batches; the global mean loss, on every rank.
@@ -446,7 +448,7 @@ class Engine:
                 out: Tensor = own(ids, max_new_tokens=max_new_tokens, **{"do_sample": False} | options | synced)
                 return out
             check_options(options, None if pipeline is None else pipeline.vocabulary)
-            ending = Ending.of(next(iter(self.parts.values())), early=alone)
+            ending = Ending.of(next(iter(self.chunks.values())), early=alone)
             return generate(self._next_logits, self.model_group.sum, ids, max_new_tokens, ending, **options)
 
     def _next_logits(self, ids: Tensor) -> Tensor | None:
@@ -536,9 +538,9 @@ class Engine:
 
     def _parts(self, loop: Mapping[str, Any] | None = None) -> checkpoint.Parts:
         if self.pipeline is not None:
-            self.pipeline.faults.check()
+            self.pipeline.failures.check()
         return checkpoint.Parts(
-            list(self.parts.values()), self.whole, self.units, self.optimizer, self.dp, self.tp,
+            list(self.chunks.values()), self.whole, self.units, self.optimizer, self.dp, self.tp,
             self.world, self.mesh.degrees, self.loss_scale, self.scheduler, self._steps,
             self._about(), loop, {self._copies.get(name, name): cut for name, cut in self._cuts.items()}, self.summands,
         )  # fmt: skip

@@ -2,8 +2,8 @@
 
     kind  what                                     after
     ----  ---------------------------------------  ---------------------------------------------------
-    F     forward of a part on a micro-batch       F of the part before it
-    B     its whole backward                       F of the same, B (or I) of the part after it
+    F     forward of a chunk on a micro-batch      F of the chunk before it
+    B     its whole backward                       F of the same, B (or I) of the chunk after it
     I, W  backward of inputs, of weights           I as B; W after its I
 
 A rank runs its actions in order, each as soon as what it needs is done. The bubble is the time a rank waits
@@ -25,15 +25,15 @@ COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}  # a backward multiplies twice as much 
 
 
 class Action(NamedTuple):
-    """What a rank does: `kind` of `part` on `micro_batch`."""
+    """What a rank does: `kind` of `chunk` on `micro_batch`."""
 
     kind: str
-    part: int
+    chunk: int
     micro_batch: int
 
 
 def actions_of(plan: Iterable[object]) -> list[Action]:
-    """What a rank does in a plan of torch's schedules, whose entries print as 1F0: the forward of part 1 on 0."""
+    """What a rank does in a plan of torch's schedules, whose entries print as 1F0: the forward of chunk 1 on 0."""
     found = (_PRINTED.fullmatch(str(each)) for each in plan if each is not None)
     return [Action(each[2], int(each[1]), int(each[3])) for each in found if each is not None]
 
@@ -48,7 +48,7 @@ class Interval(NamedTuple):
 
 def intervals(order: Mapping[int, Sequence[Action]], cost: Callable[[Action], int]) -> dict[int, list[Interval]]:
     """When every rank does what; `cost`: how long an action takes. Raises ConfigError for lists that wait in a ring."""
-    last = max(action.part for actions in order.values() for action in actions)
+    last = max(action.chunk for actions in order.values() for action in actions)
     done: dict[Action, int] = {}
     found: dict[int, list[Interval]] = {rank: [] for rank in order}
     left = sum(map(len, order.values()))
@@ -84,12 +84,12 @@ def bubble(order: Mapping[int, Sequence[Action]], costs: Mapping[str, int] = COS
 
 def _ready(action: Action, last: int, done: Mapping[Action, int]) -> int | None:
     """When an action may start, None while that is not known."""
-    kind, part, micro_batch = action
+    kind, chunk, micro_batch = action
     if kind == "F":
-        needed = [("F", part - 1)] if part else []
+        needed = [("F", chunk - 1)] if chunk else []
     elif kind == "W":
-        needed = [("I", part)]
+        needed = [("I", chunk)]
     else:
-        needed = [("F", part)] + ([("BI", part + 1)] if part < last else [])
+        needed = [("F", chunk)] + ([("BI", chunk + 1)] if chunk < last else [])
     ends = [max(done.get(Action(k, p, micro_batch), -1) for k in kinds) for kinds, p in needed]
     return None if any(end < 0 for end in ends) else max(ends, default=0)

@@ -9,7 +9,7 @@
     block       6 x active x tokens          16 parameters + 34 x tokens x hidden
     head        6 x hidden x vocab x tokens  16 parameters + 10 x tokens x vocab
 
-`active`: parameters a token meets, fewer than all with experts. The cost of a part is its share of
+`active`: parameters a token meets, fewer than all with experts. The cost of a chunk is its share of
 all FLOPs plus its share of all bytes, in whole numbers:
 
     cost = FLOPs x (all bytes) + bytes x (all FLOPs)
@@ -72,18 +72,18 @@ def chain_costs(
     return ChainCosts(costs[0], costs[1:-1], costs[-1])
 
 
-def cut(costs: Sequence[int], parts: int, before: int = 0, after: int = 0) -> list[int]:
-    """How many consecutive blocks each of `parts` groups gets, so that the dearest group costs least.
+def cut(costs: Sequence[int], chunks: int, before: int = 0, after: int = 0) -> list[int]:
+    """How many consecutive blocks each of `chunks` groups gets, so that the dearest group costs least.
 
     costs          of each block, in order
     before, after  added to the first and to the last group
     Exact. Among equals the sum of squares is least, and then earlier groups have more blocks.
-    Time: parts x blocks^2. Errors: fewer blocks than parts, parts below 1 (ConfigError).
+    Time: chunks x blocks^2. Errors: fewer blocks than chunks, chunks below 1 (ConfigError).
     """
-    if not 1 <= parts <= len(costs):
-        raise ConfigError(f"{len(costs)} blocks cannot make {parts} parts: pass parts=1 to {len(costs)}.")
+    if not 1 <= chunks <= len(costs):
+        raise ConfigError(f"{len(costs)} blocks cannot make {chunks} chunks: pass chunks=1 to {len(costs)}.")
     sums = list(accumulate(costs, initial=0))
-    groups = _Groups(sums, parts, before, after)
+    groups = _Groups(sums, chunks, before, after)
     limit = _solve(groups, squares=False)[0]
     bounds = _solve(groups, squares=True, limit=limit)[1]
     return [stop - start for start, stop in pairwise(bounds)]
@@ -93,35 +93,35 @@ class _Groups(NamedTuple):
     """sums[i]: cost of the first i blocks."""
 
     sums: list[int]
-    parts: int
+    chunks: int
     before: int
     after: int
 
-    def cost(self, part: int, start: int, stop: int) -> int:
-        ends = self.before * (part == 0) + self.after * (part == self.parts - 1)
+    def cost(self, chunk: int, start: int, stop: int) -> int:
+        ends = self.before * (chunk == 0) + self.after * (chunk == self.chunks - 1)
         return self.sums[stop] - self.sums[start] + ends
 
 
 def _solve(groups: _Groups, squares: bool, limit: int | None = None) -> tuple[int, list[int]]:
     """Least value of all groupings and its bounds: of the dearest group, or the sum of squares up to `limit`.
 
-    best[start]: value and bounds of blocks start ... L-1 in the groups from `part` on.
+    best[start]: value and bounds of blocks start ... L-1 in the groups from `chunk` on.
     """
     total = len(groups.sums) - 1
     best: dict[int, tuple[int, list[int]]] = {total: (0, [total])}
-    for part in reversed(range(groups.parts)):
-        starts = [0] if part == 0 else range(part, total)
-        best = {start: found for start in starts if (found := _first(groups, part, start, best, squares, limit))}
+    for chunk in reversed(range(groups.chunks)):
+        starts = [0] if chunk == 0 else range(chunk, total)
+        best = {start: found for start in starts if (found := _first(groups, chunk, start, best, squares, limit))}
     return best[0]
 
 
 def _first(
-    groups: _Groups, part: int, start: int, best: dict[int, tuple[int, list[int]]], squares: bool, limit: int | None
+    groups: _Groups, chunk: int, start: int, best: dict[int, tuple[int, list[int]]], squares: bool, limit: int | None
 ) -> tuple[int, list[int]] | None:
     """The best first group of the blocks from `start` on, the longest among equals; None if none is allowed."""
     found = None
     for stop in sorted(best, reverse=True):
-        cost = groups.cost(part, start, stop) if stop > start else None
+        cost = groups.cost(chunk, start, stop) if stop > start else None
         if cost is None or (limit is not None and cost > limit):
             continue
         value = best[stop][0] + cost * cost if squares else max(best[stop][0], cost)

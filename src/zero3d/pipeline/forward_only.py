@@ -1,10 +1,10 @@
-"""One micro-batch forward through all parts of a pipeline, one after another and without a schedule.
+"""One micro-batch forward through all chunks of a pipeline, one after another and without a schedule.
 
-    rank 0   part 0 -> send            part 2 -> send
-    rank 1        receive -> part 1 -> send  receive -> part 3 -> output
+    rank 0   chunk 0 -> send              chunk 2 -> send
+    rank 1         receive -> chunk 1 -> send  receive -> chunk 3 -> output
 
 For evaluation and generation, which have no backward to make room for. Ranks go on with the next micro-batch
-as soon as they have sent, so that a pipeline of one part per rank fills up by itself.
+as soon as they have sent, so that a pipeline of one chunk per rank fills up by itself.
 
 Router logits (mixtures of experts with `output_router_logits`) travel behind the hidden state, after a
 header of three numbers: layers so far (0: none yet), experts, dtype. Schedules, which must know shapes
@@ -25,13 +25,13 @@ from zero3d.distributed.ledger import Ledger
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class InTurn:
-    """owners: the rank of each part.
+class ForwardOnly:
+    """owners: the rank of each chunk.
 
-    call     (part, tensors that enter, batch) -> what the part returns
+    call     (chunk, tensors that enter, batch) -> what the chunk returns
     hidden   shape of token ids -> an empty hidden state
     routes   router logits travel, too
-    learned  part -> (layers, experts, dtype) of the router logits that leave it, None where there are none yet
+    learned  chunk -> (layers, experts, dtype) of the router logits that leave it, None where there are none yet
     """
 
     def __init__(
@@ -43,31 +43,31 @@ class InTurn:
         self.learned: dict[int, tuple[int, int, torch.dtype] | None] = {}
 
     def __call__(self, ids: Tensor, batch: Mapping[str, Any]) -> Any:
-        """The model's output on the rank of the last part, None on others; sends 1 hidden state per cut."""
+        """The model's output on the rank of the last chunk, None on others; sends 1 hidden state per cut."""
         passed: tuple[Tensor, ...] = (ids,)
         last = len(self._owners) - 1
-        for part, owner in enumerate(self._owners):
-            output = self._call(part, passed, batch) if owner == self._axis.rank else None
-            if part == last:
+        for chunk, owner in enumerate(self._owners):
+            output = self._call(chunk, passed, batch) if owner == self._axis.rank else None
+            if chunk == last:
                 return output
-            passed = self._pass_on(part, output if isinstance(output, tuple) else (output,), ids.shape)
+            passed = self._pass_on(chunk, output if isinstance(output, tuple) else (output,), ids.shape)
         return None
 
-    def _pass_on(self, part: int, tensors: tuple[Any, ...], shape: Sequence[int]) -> tuple[Any, ...]:
-        source, target, here = self._owners[part], self._owners[part + 1], self._axis.rank
+    def _pass_on(self, chunk: int, tensors: tuple[Any, ...], shape: Sequence[int]) -> tuple[Any, ...]:
+        source, target, here = self._owners[chunk], self._owners[chunk + 1], self._axis.rank
         if here == source:
             routed = tensors[1] if len(tensors) > 1 else None
-            self.learned[part] = None if routed is None else (len(routed), routed.shape[-1], routed.dtype)
+            self.learned[chunk] = None if routed is None else (len(routed), routed.shape[-1], routed.dtype)
             if target != here:
-                self._send(target, [*self._header(part), *tensors])
+                self._send(target, [*self._header(chunk), *tensors])
         elif here == target:
-            return self._receive(part, source, shape)
+            return self._receive(chunk, source, shape)
         return tensors
 
-    def _header(self, part: int) -> list[Tensor]:
+    def _header(self, chunk: int) -> list[Tensor]:
         if not self.routes:
             return []
-        layers, experts, dtype = self.learned[part] or (0, 0, DTYPES[0])
+        layers, experts, dtype = self.learned[chunk] or (0, 0, DTYPES[0])
         return [torch.tensor([layers, experts, DTYPES.index(dtype)], device=self._hidden((1,)).device)]
 
     def _send(self, target: int, tensors: Sequence[Tensor]) -> None:
@@ -75,7 +75,7 @@ class InTurn:
             self._ledger.record("send", self._axis.name, "hidden", tensor.numel(), tensor.dtype.itemsize)
             messages(self._axis, "send", "hidden", {target: tensor.contiguous()}, {})
 
-    def _receive(self, part: int, source: int, shape: Sequence[int]) -> tuple[Tensor, ...]:
+    def _receive(self, chunk: int, source: int, shape: Sequence[int]) -> tuple[Tensor, ...]:
         hidden = self._hidden(shape)
         if not self.routes:
             messages(self._axis, "receive", "hidden", {}, {source: hidden})
@@ -84,7 +84,7 @@ class InTurn:
         for into in (header, hidden):
             messages(self._axis, "receive", "hidden", {}, {source: into})
         layers, experts, dtype = (int(value) for value in header)
-        self.learned[part] = (layers, experts, DTYPES[dtype]) if layers else None
+        self.learned[chunk] = (layers, experts, DTYPES[dtype]) if layers else None
         if not layers:
             return (hidden,)
         routed = torch.empty(layers, hidden.shape[:-1].numel(), experts, dtype=DTYPES[dtype], device=hidden.device)

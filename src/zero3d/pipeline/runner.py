@@ -1,22 +1,21 @@
 """Micro-batches through the pipeline stages of one replica, by the schedules of torch.distributed.pipelining.
 
-    part 0 (embedding, blocks)  -> hidden states ->  part 1 (blocks)  ->  part 2 (blocks, norm, head, loss)
-    rank pp=0                                        rank pp=1            rank pp=2        one part per rank
-    rank 0: parts 0, P    rank 1: parts 1, P+1                            looped: interleaved, zero-bubble
-    rank 0: parts 0, 2P-1    rank 1: parts 1, 2P-2                        a V: zbv
+    chunk 0 (embedding, blocks)  -> hidden states ->  chunk 1 (blocks)  ->  chunk 2 (blocks, norm, head, loss)
+    rank pp=0                                         rank pp=1             rank pp=2  one chunk per rank
+    rank 0: chunks 0, P                               rank 1: chunks 1, P+1            looped (interleaved, zero-bubble)
+    rank 0: chunks 0, 2P-1                            rank 1: chunks 1, 2P-2           a V (zbv)
 
 The schedules cut tensors along the batch. Ours are given the numbers of the micro-batches instead, and
-each part looks its micro-batch up: whatever a batch holds reaches every part, and nothing is copied.
+each chunk looks its micro-batch up: whatever a batch holds reaches every chunk, and nothing is copied.
 
 Note 1, split backward. A zero-bubble schedule takes gradients of inputs and of weights apart, by
 `autograd.grad`; the latter writes `.grad` without any hook. `Stage` hands what it finds there on. No hook
-tells either that recomputed blocks and saved weights are read again, so the part's units are gathered first.
+tells either that recomputed blocks and saved weights are read again, so the chunk's units are gathered first.
 """
 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -32,75 +31,27 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
-from zero3d.pipeline.acknowledgements import answers
+from zero3d.pipeline.acknowledgements import acknowledgements
 from zero3d.pipeline.actions import Action, actions_of
-from zero3d.pipeline.balance import TOKENS
-from zero3d.pipeline.failures import Faults
-from zero3d.pipeline.forward_only import InTurn
+from zero3d.pipeline.failures import Failures
+from zero3d.pipeline.forward_only import ForwardOnly
 from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.sends import Sends
-from zero3d.pipeline.split import balance, split
-from zero3d.pipeline.stage import Part, Stage
+from zero3d.pipeline.stage import ScheduledChunk, Stage
 from zero3d.pipeline.traffic import pipeline_traffic
 from zero3d.zero.accumulation import Accumulation, Driven
-from zero3d.zero.model_group import Tied
 from zero3d.zero.traffic import Moved
-from zero3d.zero.unit import Unit
 
 
-def take_parts(model: nn.Module, axis: Axis, schedule: Schedule, blocks: str | None) -> dict[int, nn.Module]:
-    """This rank's parts of the model by number; without pipeline the model itself."""
-    if axis.size == 1:
-        return {0: model}
-    counts = balance(model, axis.size, TOKENS, blocks, schedule.name)
-    if schedule.splits_backward and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
-        warnings.warn(
-            f"schedule {schedule.name!r} takes gradients of inputs and of each group of weights apart, and torch's "
-            "checkpoint, which this model's gradient_checkpointing uses, runs a block's forward again for every one: "
-            "right, but several times the compute. zero3d.activations.recompute(model, 'full') runs it again once.",
-            stacklevel=4,
-        )
-    return {part: split(model, counts, part, blocks) for part in schedule.parts_of(axis.rank, axis.size)}
+class Callbacks(NamedTuple):
+    """What a schedule calls of the engine around its forwards and backwards (Note 1).
 
-
-def names_of_copies(parts: Mapping[int, nn.Module]) -> dict[str, str]:
-    """Copies of tied parameters: the name of each on its part -> the name of its owner."""
-    return {tie.other_name: tie.name for part in parts.values() for tie in getattr(part, "tied", ())}
-
-
-def find_ties(parts: Mapping[int, nn.Module], units: Sequence[Unit], schedule: Schedule, ranks: int) -> list[Tied]:
-    """The parameters of this rank that another pipeline stage holds, too. Raises ConfigError."""
-    ties = {tie for part in parts.values() for tie in getattr(part, "tied", ())}
-    found = []
-    for tie in sorted(ties):
-        ends = [(tie.name, tie.part, tie.other_part), (tie.other_name, tie.other_part, tie.part)]
-        here = {name: _unit_of(name, units) for name, part, _ in ends if part in parts}
-        for name, part, other in ends:
-            if part in parts:
-                there = next((unit for key, unit in here.items() if key != name), None)
-                found.append(Tied(here[name], schedule.rank_of(other, ranks), there, copy=name == tie.other_name))
-    return found
-
-
-def _unit_of(name: str, units: Sequence[Unit]) -> Unit:
-    unit = next(unit for unit in units if any(slot.name == name for slot in unit.layout.slots))
-    if len(unit.layout.slots) > 1:
-        raise ConfigError(
-            f"{name} is tied across pipeline stages and shares unit {unit.name!r} with {len(unit.layout.slots) - 1} "
-            "other parameters: give it a module of its own, untie it, or pass pp=1."
-        )
-    return unit
-
-
-class Around(NamedTuple):
-    """What the engine does around a schedule's backwards (Note 1).
-
-    boundary  counts micro-batches
-    sweep     hands on gradients that no hook saw
-    begin     a forward comes next, of a micro-batch through a part, by their numbers
-    done      all gradients of a part and a micro-batch are there
-    gathered  a part's units, whole inside the block
-    arena     lends what is received into
+    accumulation  counts micro-batches
+    sweep         hands on gradients that no hook saw
+    begin         a forward comes next, of a micro-batch through a chunk, by their numbers
+    done          all gradients of a chunk and a micro-batch are there
+    gathered      a chunk's units, whole inside the block
+    arena         lends what is received into
     """
 
     accumulation: Accumulation
@@ -112,34 +63,34 @@ class Around(NamedTuple):
 
 
 class Pipeline:
-    """This rank's parts, and a schedule for the latest number and shape of micro-batches.
+    """This rank's chunks, and a schedule for the latest number and shape of micro-batches.
 
-    parts   part number -> module, forward(hidden states or nothing, **micro-batch)
-    sum_and_weight  (output, micro-batch) -> (sum of losses, weight), of the last part's output
+    chunks  chunk number -> module, forward(hidden states or nothing, **micro-batch)
+    sum_and_weight  (output, micro-batch) -> (sum of losses, weight), of the last chunk's output
     takes   entries of a micro-batch that the model takes, None for all; the others are for the loss
 
-    Micro-batches are on the engine's device. `faults.telling()` is around every call.
+    Micro-batches are on the engine's device. `failures.guard()` is around every call.
     """
 
     def __init__(
-        self, parts: Mapping[int, Any], schedule: Schedule, axis: Axis, ledger: Ledger, around: Around,
+        self, chunks: Mapping[int, Any], schedule: Schedule, axis: Axis, ledger: Ledger, callbacks: Callbacks,
         sum_and_weight: Callable[[Any, Any], tuple[Tensor, float | Tensor]], takes: frozenset[str] | None,
     ) -> None:  # fmt: skip
-        self._parts, self._schedule, self._axis, self._ledger = parts, schedule, axis, ledger
-        self._around, self._sum_and_weight, self._takes = around, sum_and_weight, takes
-        self.arena = around.arena
-        self._total = schedule.parts_per_rank * axis.size
-        self.faults = Faults(axis, self._total)
+        self._chunks, self._schedule, self._axis, self._ledger = chunks, schedule, axis, ledger
+        self._callbacks, self._sum_and_weight, self._takes = callbacks, sum_and_weight, takes
+        self.arena = callbacks.arena
+        self._total = schedule.chunks_per_rank * axis.size
+        self.failures = Failures(axis, self._total)
         self._key: tuple[int, tuple[int, ...]] | None = None  # micro-batches and their shape in the last step
         self._made: Any = None
         self._stages: list[Stage] = []
         self._sends = Sends({})
-        self._like = next(p for part in parts.values() for p in part.parameters() if p.is_floating_point())
+        self._like = next(p for chunk in chunks.values() for p in chunk.parameters() if p.is_floating_point())
         self._wide = torch.float64 if self._like.dtype == torch.float64 else torch.float32
-        self._width = next(iter(parts.values())).width
-        config = getattr(next(iter(parts.values())), "config", None)
-        self._owners = [schedule.rank_of(part, axis.size) for part in range(self._total)]
-        self._in_turn = InTurn(
+        self._width = next(iter(chunks.values())).width
+        config = getattr(next(iter(chunks.values())), "config", None)
+        self._owners = [schedule.rank_of(chunk, axis.size) for chunk in range(self._total)]
+        self._forward_only = ForwardOnly(
             self._owners, axis, ledger, self.call, self._hidden, bool(getattr(config, "output_router_logits", False))
         )
         self.batches: Sequence[Any] = ()
@@ -148,11 +99,11 @@ class Pipeline:
         self.recorded: list[Action] = []
 
     def run(self, batches: Sequence[Any], scale: float) -> list[tuple[Tensor, float | Tensor]]:
-        """Forward and backward of all micro-batches; (sum, weight) of each, on the rank of the last part only."""
+        """Forward and backward of all micro-batches; (sum, weight) of each, on the rank of the last chunk only."""
         schedule = self._schedule_for(batches)
         self.batches, self._seen, self._scale, self.recorded = batches, [], scale, []
         numbers = torch.arange(len(batches))
-        first = (numbers,) if 0 in self._parts else ()
+        first = (numbers,) if 0 in self._chunks else ()
         step = partial(schedule.step, *first, target=numbers, losses=[], return_outputs=False)
         try:
             self._axis.call("a step", "pipeline", step)
@@ -160,56 +111,56 @@ class Pipeline:
         finally:
             self._sends.forget()
             self.batches = ()
-        self._around.accumulation.finish(len(batches), [weight for _, weight in self._seen])
+        self._callbacks.accumulation.finish(len(batches), [weight for _, weight in self._seen])
         return self._seen
 
     def evaluate(self, batches: Iterable[Any]) -> list[tuple[Tensor, float | Tensor]]:
-        """Forward only: (sum, weight) of each micro-batch, on the rank of the last part only."""
+        """Forward only: (sum, weight) of each micro-batch, on the rank of the last chunk only."""
         found = []
         for batch in batches:
             output = self.output(batch)
-            if self._total - 1 in self._parts:
-                with self.faults.running(self._total - 1):
+            if self._total - 1 in self._chunks:
+                with self.failures.in_chunk(self._total - 1):
                     found.append(self._sum_and_weight(output, batch))
         return found
 
     def learn(self) -> None:
-        """How many router logits leave each part, which schedules must know beforehand: a forward of two tokens."""
-        if self._in_turn.routes:
+        """How many router logits leave each chunk, which schedules must know beforehand: a forward of two tokens."""
+        if self._forward_only.routes:
             self.output({"input_ids": torch.zeros(1, 2, dtype=torch.long, device=self._like.device)})
 
     def output(self, batch: Any) -> Any:
-        """Forward only: the model's output for one micro-batch on the rank of the last part, None on others."""
-        return self._in_turn(*self.split_batch(batch))
+        """Forward only: the model's output for one micro-batch on the rank of the last chunk, None on others."""
+        return self._forward_only(*self.split_batch(batch))
 
     def call(self, number: int, entering: tuple[Any, ...], batch: Mapping[str, Any]) -> Any:
-        """A part's forward."""
-        with self.faults.running(number):
-            return self._parts[number](*entering, **batch)
+        """A chunk's forward."""
+        with self.failures.in_chunk(number):
+            return self._chunks[number](*entering, **batch)
 
     def traffic(self, micro_batches: int) -> dict[tuple[str, str], Moved]:
         """What this rank sends in a step of so many micro-batches, of the last step's shape, by formula."""
         if self._key is None:
             raise ConfigError("traffic() is that of the last step's shape, and there was no step: train_batch first.")
-        leaving = [self._leaving(part, self._key[1]) for part in range(self._total - 1)]
+        leaving = [self._leaving(chunk, self._key[1]) for chunk in range(self._total - 1)]
         cuts = [[(tensor.numel(), tensor.itemsize) for tensor in tensors] for tensors in leaving]
-        return pipeline_traffic(list(self._parts), micro_batches, cuts)
+        return pipeline_traffic(list(self._chunks), micro_batches, cuts)
 
     @property
     def vocabulary(self) -> int | None:
         """How many tokens there are; None where neither a config nor an embedding says."""
-        part = next(iter(self._parts.values()))
-        config: Any = getattr(part, "config", None)
+        chunk = next(iter(self._chunks.values()))
+        config: Any = getattr(chunk, "config", None)
         if hasattr(config, "get_text_config"):
             config = config.get_text_config()
-        tables = [(m.num_embeddings * m.embedding_dim, m.num_embeddings) for m in part.modules()
+        tables = [(m.num_embeddings * m.embedding_dim, m.num_embeddings) for m in chunk.modules()
                   if hasattr(m, "num_embeddings")]  # fmt: skip
         found: int | None = getattr(config, "vocab_size", max(tables, default=(0, None))[1])
         return found
 
-    def sent(self, op: str, part: str, tensor: Tensor) -> None:
-        """A part sends a tensor to another rank."""
-        self._ledger.record(op, self._axis.name, part, tensor.numel(), tensor.element_size())
+    def sent(self, op: str, chunk: str, tensor: Tensor) -> None:
+        """A chunk sends a tensor to another rank."""
+        self._ledger.record(op, self._axis.name, chunk, tensor.numel(), tensor.element_size())
 
     def order(self) -> dict[int, list[Action]]:
         """What every rank of the axis did in the last step, in order, as it was recorded. All ranks call it."""
@@ -228,21 +179,21 @@ class Pipeline:
     @contextmanager
     def backward(self, number: int) -> Iterator[None]:
         """Around every backward of a schedule (Note 1)."""
-        with self.faults.running(number), self._around.accumulation.driving(Driven(0.0, last=False)):
+        with self.failures.in_chunk(number), self._callbacks.accumulation.driving(Driven(0.0, last=False)):
             yield
-            self._around.sweep()
+            self._callbacks.sweep()
 
     def begin(self, number: int, micro_batch: int) -> None:
-        """Before the forward of a part in training."""
-        self._around.begin(micro_batch, number)
+        """Before the forward of a chunk in training."""
+        self._callbacks.begin(micro_batch, number)
 
     def done(self, number: int) -> None:
-        """A micro-batch's backward through a part is over, of weights too."""
-        self._around.done(self._parts[number])
+        """A micro-batch's backward through a chunk is over, of weights too."""
+        self._callbacks.done(self._chunks[number])
 
     def weights(self, number: int) -> AbstractContextManager[None]:
         """Around the weight phase of a split backward (Note 1)."""
-        return self._around.gathered(self._parts[number])
+        return self._callbacks.gathered(self._chunks[number])
 
     def split_batch(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
         """Token ids, and what else the model takes. Raises ConfigError."""
@@ -253,11 +204,11 @@ class Pipeline:
             )
         rest = {key: value for key, value in batch.items() if self._takes is None or key in self._takes}
         routes = rest.get("output_router_logits")
-        if routes is not None and bool(routes) != self._in_turn.routes:
+        if routes is not None and bool(routes) != self._forward_only.routes:
             raise ConfigError(
                 f"a micro-batch says output_router_logits={routes}, and the pipeline was built for "
-                f"{self._in_turn.routes}: set model.config.output_router_logits = {bool(routes)} before zero3d.Engine, "
-                "and leave it out of the batches."
+                f"{self._forward_only.routes}: set model.config.output_router_logits = {bool(routes)} before "
+                "zero3d.Engine, and leave it out of the batches."
             )
         return rest.pop("input_ids"), rest
 
@@ -280,11 +231,11 @@ class Pipeline:
         return self._made
 
     def _make(self, count: int, shape: tuple[int, ...]) -> Any:
-        self._stages = [self._stage(number, part, shape) for number, part in self._parts.items()]
+        self._stages = [self._stage(number, chunk, shape) for number, chunk in self._chunks.items()]
         kind = get_schedule_class(self._schedule.torch)
         what = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
         made = kind(what, n_microbatches=count, loss_fn=lambda loss, _: loss, scale_grads=False)
-        self._sends = Sends(answers(_order(made), self._axis.rank, self._owners))
+        self._sends = Sends(acknowledgements(_order(made), self._axis.rank, self._owners))
         for stage in self._stages:
             stage.sends = self._sends
             stage.alone = self._axis.size - 1 - self._axis.rank if self._schedule.name == "1f1b" else None
@@ -293,24 +244,24 @@ class Pipeline:
     def _hidden(self, shape: Sequence[int]) -> Tensor:
         return torch.empty((*shape, self._width), dtype=self._like.dtype, device=self._like.device)
 
-    def _leaving(self, part: int, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """What a part hands on, on the meta device."""
+    def _leaving(self, chunk: int, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """What a chunk hands on, on the meta device."""
         hidden = self._hidden(shape).to("meta").requires_grad_()
-        learned = self._in_turn.learned.get(part)
+        learned = self._forward_only.learned.get(chunk)
         if learned is None:
             return (hidden,)
         layers, experts, dtype = learned
         tokens = hidden.shape[:-1].numel()
         return hidden, torch.empty((layers, tokens, experts), dtype=dtype, device="meta", requires_grad=True)
 
-    def _stage(self, number: int, part: Any, shape: tuple[int, ...]) -> Stage:
+    def _stage(self, number: int, chunk: Any, shape: tuple[int, ...]) -> Stage:
         last = number == self._total - 1
         index = torch.empty(1, dtype=torch.int64, device="meta")
         loss = torch.empty((), dtype=self._wide, device="meta", requires_grad=True)
         takes = (index,) if number == 0 else self._leaving(number - 1, shape)
         gives = (loss,) if last else self._leaving(number, shape)
-        return Stage(Part(part, self, number, last), number, self._total, self._like.device, takes, gives,
-                      group=self._axis.gathers)  # fmt: skip
+        return Stage(ScheduledChunk(chunk, self, number, last), number, self._total, self._like.device, takes,
+                      gives, group=self._axis.gathers)  # fmt: skip
 
     def loss_of(self, output: Any, batch: Any) -> Tensor:
         """The scaled sum of a micro-batch's losses, kept for the caller; in the dtype that `_stage` announced."""

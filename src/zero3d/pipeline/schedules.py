@@ -1,6 +1,6 @@
-"""The schedules of torch.distributed.pipelining: which rank has which parts, and what fits them.
+"""The schedules of torch.distributed.pipelining: which rank has which chunks, and what fits them.
 
-name         torch's                 parts per rank   laid out   micro-batches M of P ranks
+name         torch's                 chunks per rank  laid out   micro-batches M of P ranks
 -----------  ----------------------  ---------------  ---------  -----------------------------
 gpipe        GPipe                   1                           any
 1f1b         1F1B                    1                           M >= P
@@ -35,11 +35,11 @@ def pipeline_policies(pp: int, release: str, reduce: str) -> tuple[str, str]:
 
 
 class Schedule(NamedTuple):
-    """A schedule of torch: how many parts a rank has, and whether they are laid out in a V."""
+    """A schedule of torch: how many chunks a rank has, and whether they are laid out in a V."""
 
     name: str
     torch: str
-    parts_per_rank: int
+    chunks_per_rank: int
     in_a_v: bool
 
     @classmethod
@@ -67,13 +67,13 @@ class Schedule(NamedTuple):
         """Takes gradients of inputs and of weights apart."""
         return "ZeroBubble" in self.torch
 
-    def rank_of(self, part: int, ranks: int) -> int:
-        """Who has a part."""
-        return next(rank for rank in range(ranks) if part in self.parts_of(rank, ranks))
+    def rank_of(self, chunk: int, ranks: int) -> int:
+        """Who has a chunk."""
+        return next(rank for rank in range(ranks) if chunk in self.chunks_of(rank, ranks))
 
     def check_blocks(self, blocks: int, ranks: int, name: str) -> None:
-        """Raise ConfigError where the list called `name` has fewer blocks than there are parts."""
-        each = self.parts_per_rank
+        """Raise ConfigError where the list called `name` has fewer blocks than there are chunks."""
+        each = self.chunks_per_rank
         if blocks >= ranks * each:
             return
         ways = [_at_most(blocks // each)] if blocks >= 2 * each else []
@@ -82,8 +82,8 @@ class Schedule(NamedTuple):
         else:
             keys = "mesh.pp, mesh.schedule"
             said = (
-                f"schedule {self.name!r} puts {each} parts on each of {ranks} pipeline stages = {ranks * each} parts, "
-                f"and {name} has {blocks} block{'s' if blocks > 1 else ''}"
+                f"schedule {self.name!r} puts {each} model chunks on each of {ranks} pipeline stages = {ranks * each} "
+                f"chunks, and {name} has {blocks} block{'s' if blocks > 1 else ''}"
             )
             fewer = "" if blocks >= ranks else f"{_at_most(blocks)} with "
             ways += [f"{fewer}schedule='{DEFAULT}'"] if blocks > 1 else []
@@ -108,11 +108,11 @@ class Schedule(NamedTuple):
                 f"{micro_batches}: pass {below} or {above} {IN_A_FILE}, or schedule='1f1b' (mesh.schedule)."
             )
 
-    def parts_of(self, rank: int, ranks: int) -> list[int]:
-        """The parts of one rank."""
+    def chunks_of(self, rank: int, ranks: int) -> list[int]:
+        """The chunks of one rank."""
         if self.in_a_v:
             return [rank, 2 * ranks - 1 - rank]
-        return [rank + turn * ranks for turn in range(self.parts_per_rank)]
+        return [rank + turn * ranks for turn in range(self.chunks_per_rank)]
 
 
 def _at_most(pp: int) -> str:

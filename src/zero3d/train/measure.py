@@ -55,7 +55,7 @@ class Activations:
         self.bytes: dict[str, int] = defaultdict(int)
         self._seen = {unit.weights.full.untyped_storage()._cdata for unit in engine.units}
         self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        for root in engine.parts.values():
+        for root in engine.chunks.values():
             mine = [root.register_forward_pre_hook(self._begin)]
             mine.append(root.register_forward_hook(partial(self._end, mine)))
 

@@ -274,7 +274,7 @@ def generate(engine: Engine, prompt: str, tokenizer: Tokenizer) -> str:
     """
     torch.manual_seed(0)
     ids = torch.tensor(tokenizer.encode([prompt]))
-    positions = of_config(next(iter(engine.parts.values())), "max_position_embeddings")
+    positions = of_config(next(iter(engine.chunks.values())), "max_position_embeddings")
     room = SAMPLE_LENGTH if positions is None else min(SAMPLE_LENGTH, positions - ids.shape[1])
     if room < 1:
         raise ConfigError(f"evaluate.prompt has {ids.shape[1]} tokens and the model {positions} positions: shorten it.")

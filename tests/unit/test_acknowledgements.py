@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero3d.pipeline.acknowledgements import Work, answers, work_of
+from zero3d.pipeline.acknowledgements import Work, acknowledgements, work_of
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.in_flight import _order, _sent
 
@@ -11,7 +11,7 @@ CASES = [("interleaved", 2, 8), ("interleaved", 4, 12), ("zero-bubble", 2, 6), (
 
 
 def orders(name, pp, count):
-    owners = [Schedule.of(name).rank_of(part, pp) for part in range(pp * Schedule.of(name).parts_per_rank)]
+    owners = [Schedule.of(name).rank_of(chunk, pp) for chunk in range(pp * Schedule.of(name).chunks_per_rank)]
     return {rank: _order(name, pp, count, rank) for rank in range(pp)}, owners
 
 
@@ -22,8 +22,8 @@ def causes(order, last):
     for actions in order.values():
         row = [work_of(action) for action in actions if action.kind != "W"]
         for earlier, work in zip([None, *row], row, strict=False):
-            part = work.part + 1 if work.backward else work.part - 1
-            message = work._replace(part=part) if 0 <= part <= last else work._replace(backward=False)
+            chunk = work.chunk + 1 if work.backward else work.chunk - 1
+            message = work._replace(chunk=chunk) if 0 <= chunk <= last else work._replace(backward=False)
             before[work] = {each for each in (earlier, message) if each in did and each != work}
     found = {}
 
@@ -42,10 +42,10 @@ def test_an_answer_proves_that_the_gradient_has_been_used(name, pp, count):
     order, owners = orders(name, pp, count)
     over = causes(order, len(owners) - 1)
     for rank in range(pp):
-        for sent, answer in answers(order, rank, owners).items():
-            assert owners[sent.part] == owners[answer.part] == rank
-            assert owners[sent.part - 1] != rank
-            assert Work(True, sent.part - 1, sent.micro_batch) in over[answer], (sent, answer)
+        for sent, acknowledgement in acknowledgements(order, rank, owners).items():
+            assert owners[sent.chunk] == owners[acknowledgement.chunk] == rank
+            assert owners[sent.chunk - 1] != rank
+            assert Work(True, sent.chunk - 1, sent.micro_batch) in over[acknowledgement], (sent, acknowledgement)
 
 
 @pytest.mark.parametrize(("name", "pp", "count"), CASES)
@@ -60,4 +60,4 @@ def test_few_gradients_are_held_however_many_micro_batches_there_are(name, pp, c
 
 
 def test_without_an_order_nothing_is_known():
-    assert answers({}, 0, [0, 1]) == {}
+    assert acknowledgements({}, 0, [0, 1]) == {}

@@ -9,10 +9,11 @@ from pipelines import build, engine_of, micro_batches, sum_of, weights_of
 import zero3d
 from zero3d.distributed.axis import Axis, leave_note, read_note
 from zero3d.errors import ConfigError, Zero3dError
-from zero3d.pipeline.failures import Faults
+from zero3d.pipeline.failures import Failures
 
 AGAIN = (
-    "this pipeline failed before (part 1 of 2 of the pipeline, on rank 1 of axis pp, failed: ValueError: a bad sample)"
+    "this pipeline failed before (model chunk 1 of 2 of the pipeline, on rank 1 of axis pp, failed: ValueError: a bad "
+    "sample)"
 )
 
 
@@ -53,7 +54,7 @@ def go_on_after(action):
 def test_after_a_loss_function_failed_every_further_call_raises_at_once_on_all_ranks(ranks, action):
     found = ranks(2, go_on_after, action, group_timeout=3.0)
     for rank, (first, again) in enumerate(found):
-        assert first[1].startswith("part 1 of 2 of the pipeline, on rank 1 of axis pp, failed: ValueError: a bad"), rank
+        assert first[1].startswith("model chunk 1 of 2 of the pipeline, on rank 1 of axis pp, failed: ValueError"), rank
         for kind, text in again:
             assert kind == "Zero3dError"
             assert AGAIN in text
@@ -137,7 +138,7 @@ def test_router_logits_asked_for_by_a_batch_are_refused_with_what_to_type(ranks)
 
 
 def change_lengths(schedule):
-    """After steps of ever other lengths, bytes of leaves as wide as the model: what passes between parts."""
+    """After steps of ever other lengths, bytes of leaves as wide as the model: what passes between chunks."""
     engine = engine_of(build("net", 4), zero3d.Mesh(pp=2), schedule=schedule)
     gc.disable()  # what only it frees lives for many steps
     try:
@@ -188,6 +189,6 @@ def test_equal_shapes_are_run_by_one_schedule(ranks):
 
 
 def test_a_broken_axis_is_refused_with_the_reason():
-    axis = Axis("pp", 0, 2, broken="part 0 of 2 failed")
-    with pytest.raises(Zero3dError, match=r"failed before \(part 0 of 2 failed\).*--resume auto"):
-        Faults(axis, 2)
+    axis = Axis("pp", 0, 2, broken="model chunk 0 of 2 failed")
+    with pytest.raises(Zero3dError, match=r"failed before \(model chunk 0 of 2 failed\).*--resume auto"):
+        Failures(axis, 2)
