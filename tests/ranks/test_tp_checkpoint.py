@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import nn
 
 import zero3d
+from zero3d.engine.state import engine_state
 from zero3d.pipeline.ties import names_of_copies
 from zero3d.precision import to_compute
 from zero3d.shards.cuts import Cut
@@ -96,7 +97,7 @@ def logical(family):
 
 def held(engine):
     """Every state this rank holds, as (name, state, flat range of its local parameter, values)."""
-    parts = engine._parts()
+    parts = engine_state(engine._assembly)
     for owned in parts.optimizer.pieces:
         states = {"master": owned.master} | parts.optimizer.torch.state[owned.master]
         for state in ("master", *MOMENTS):
@@ -114,7 +115,7 @@ def held(engine):
 
 
 def expected_of(engine, values, name, state, span):
-    cut = engine._parts().cut(name)
+    cut = engine_state(engine._assembly).cut(name)
     whole = values[name, state]
     local = whole if cut is None else cut.take(whole)
     return local.reshape(-1)[span]

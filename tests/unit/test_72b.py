@@ -58,7 +58,7 @@ def check(engine, pp):
     place = engine.mesh.place
     print(f"pp {place.pp} dp {place.dp} tp {place.tp}: {ELEMENTS[pp]:,} elements,", *map(int, held), "bytes")
     assert list(engine.planned_bytes) == list(wanted) == held
-    assert sum(map(prod, engine.whole.shapes.values())) == MODEL == 72_706_203_648
+    assert sum(map(prod, engine.full_model.shapes.values())) == MODEL == 72_706_203_648
 
 
 def assume():

@@ -18,7 +18,8 @@ from zero3d.errors import ConfigError
 from zero3d.models.masking import forward_options
 from zero3d.precision import at_least_fp32
 
-WeightedSum = tuple[Tensor, float | Tensor]  # of a micro-batch's losses, and the number of targets
+WeightedSum = tuple[Tensor, float | Tensor]  # the sum of a micro-batch's losses, and its number of targets
+Loss = Callable[[Any, Any], WeightedSum]  # (output, batch) -> what the output weighs
 
 IGNORED = -100  # transformers' label of a position that is no target
 
@@ -30,7 +31,7 @@ class Losses:
     takes  keywords of the model's forward, None for any; other entries of a mapping are left for `loss`
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], WeightedSum] | None) -> None:
+    def __init__(self, model: nn.Module, loss: Loss | None) -> None:
         self._loss = loss
         self.takes = _keywords(model)
         self._options = forward_options(model)

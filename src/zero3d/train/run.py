@@ -240,7 +240,7 @@ def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
 
 def count_params(engine: Engine) -> int:
     """Psi, of all pipeline stages and tp ranks."""
-    return sum(map(math.prod, engine.whole.shapes.values()))
+    return sum(map(math.prod, engine.full_model.shapes.values()))
 
 
 # --- the end ------------------------------------------------------------------------------------
