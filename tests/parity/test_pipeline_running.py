@@ -7,7 +7,7 @@ import torch
 from models import batch
 from pipelines import build, engine_of, micro_batches, modules_of, schedule_of, weights_of
 
-import zero3d.engine.engine
+import zero3d.engine.options
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import STATES, TRANSIENT
 from zero3d.precision import LossScaling, Precision
@@ -188,13 +188,13 @@ def test_bf16_in_a_pipeline_gives_the_bits_of_no_pipeline(ranks):
 def twelve_steps(schedule, release, poisoned):
     """Losses; bytes held and users after the second and the last step."""
     if poisoned:
-        original = zero3d.engine.engine.Policy
-        zero3d.engine.engine.Policy = partial(original, poison=True)
+        original = zero3d.engine.options.Policy
+        zero3d.engine.options.Policy = partial(original, poison=True)
     try:
         engine = engine_of(build("net", 4), zero3d.Mesh(pp=2), schedule=schedule, release=release, stage=3)
     finally:
         if poisoned:
-            zero3d.engine.engine.Policy = original
+            zero3d.engine.options.Policy = original
     losses, held = [], []
     for step in range(12):
         if step == 6:

@@ -386,7 +386,7 @@ BAD = {
     "a class as units": (lambda: make(units=Block), "pass a list"),
     "a compiled model": (
         lambda: make(torch.compile(build("net"))),
-        "compile its blocks before: zero3d.activations.recomputation",
+        "compile its blocks before: zero3d.activations.compile_blocks",
     ),
     "complex": (lambda: make(nn.Linear(2, 2, dtype=torch.complex64)), "complex"),
     "adafactor built": (
