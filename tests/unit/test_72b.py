@@ -22,7 +22,8 @@ from zero3d.cli.main import main
 from zero3d.config import load
 from zero3d.memory.arena import STATES
 from zero3d.models.open import Opened, open_model
-from zero3d.setup.build import build_engine, open_mesh
+from zero3d.setup.build import build_engine
+from zero3d.setup.inputs import open_mesh
 from zero3d.tensor_parallel.regions import OwnRandom
 from zero3d.zero.stages import engine_bytes
 

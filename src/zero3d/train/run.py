@@ -28,8 +28,10 @@ from zero3d.errors import CheckpointError, ConfigError, NonFiniteError
 from zero3d.models.blocks import find_blocks
 from zero3d.models.foreign_code import no_foreign_code
 from zero3d.models.masking import forward_options
-from zero3d.setup.build import Inputs, build_engine, of_config, open_inputs, steps_of_run, with_output
-from zero3d.setup.optim import rate, set_again, settings
+from zero3d.setup.build import build_engine, with_output
+from zero3d.setup.inputs import Inputs, open_inputs, steps_of_run
+from zero3d.setup.model_config import config_number
+from zero3d.setup.schedule import group_settings, rate, reset_settings
 from zero3d.train.flops import flops_per_token
 from zero3d.train.folder import AUTO, Folder, first_free, numbered
 from zero3d.train.hold import Hold
@@ -174,7 +176,7 @@ def restore(
     """
     if found is None:
         return None, inputs.steps
-    wanted = settings(engine.optimizer.torch)
+    wanted = group_settings(engine.optimizer.torch)
     saved = check_progress(found, load(config, start, engine, found), engine.steps)
     remedy = f"{found} holds them. {instead_of(found)}"
     check_weights(engine.units, engine.dp, engine.world, NonFiniteError, remedy)
@@ -186,7 +188,7 @@ def restore(
             f"{key} asks for {steps:,} steps, and {found} has done {done:,}: give a larger {key}, or start a new run "
             "with output=FOLDER."
         )
-    set_again(engine.optimizer.torch, engine.scheduler, wanted, rate(config.schedule, steps))
+    reset_settings(engine.optimizer.torch, engine.scheduler, wanted, rate(config.schedule, steps))
     return saved, steps
 
 
@@ -226,7 +228,7 @@ def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, fol
 
 def _vocabulary(inputs: Inputs) -> str:
     """What text becomes tokens by, and how many the model knows."""
-    tokenizer, rows = inputs.data.tokenizer, of_config(inputs.opened.module, "vocab_size")
+    tokenizer, rows = inputs.data.tokenizer, config_number(inputs.opened.module, "vocab_size")
     by = "no tokenizer, the data are token ids" if tokenizer is None else f"{tokenizer.name}, {tokenizer.size:,} tokens"
     return f"tokenizer: {by}; the model's vocabulary: {'unknown' if rows is None else f'{rows:,}'}"
 
@@ -274,7 +276,7 @@ def generate(engine: Engine, prompt: str, tokenizer: Tokenizer) -> str:
     """
     torch.manual_seed(0)
     ids = torch.tensor(tokenizer.encode([prompt]))
-    positions = of_config(next(iter(engine.chunks.values())), "max_position_embeddings")
+    positions = config_number(next(iter(engine.chunks.values())), "max_position_embeddings")
     room = SAMPLE_LENGTH if positions is None else min(SAMPLE_LENGTH, positions - ids.shape[1])
     if room < 1:
         raise ConfigError(f"evaluate.prompt has {ids.shape[1]} tokens and the model {positions} positions: shorten it.")
