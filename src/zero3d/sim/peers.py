@@ -69,7 +69,7 @@ def _norms(spec: ModelSpec, config: Config, mesh: Mesh, model: nn.Module, stage:
             layout = unit.layout
             for piece in layout.pieces(mesh.place.dp) if unit.trainable else ():
                 name = layout.slots[piece.slot].name
-                cuts = layout.segments(piece.offset, piece.stop - piece.start) if config.zero.exact else [(0, 0, 0)]
+                cuts = layout.grid_cells(piece.offset, piece.stop - piece.start) if config.zero.exact else [(0, 0, 0)]
                 if name in places:
                     own = _told(weights[name], places, mesh.tp)
                     found += [2.0 * model_group.STRIDE * segment + own for segment, _, _ in cuts]

@@ -64,7 +64,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OwnedPiece:
+class MasterPiece:
     """A parameter's part that this rank updates: `master` and all its states are 1-D views."""
 
     unit: Unit
@@ -104,13 +104,13 @@ class ShardedOptimizer:
             refuse_kind(self.torch)
         self._prefill()
 
-    def _own(self, order: dict[str, int]) -> Iterator[OwnedPiece]:
+    def _own(self, order: dict[str, int]) -> Iterator[MasterPiece]:
         for unit in self._units:
             master = unit.weights.master
             for piece in unit.weights.update_pieces(self._comm.rank):
                 slot = unit.layout.slots[piece.slot]
                 view = master[piece.offset : piece.offset + piece.stop - piece.start]
-                yield OwnedPiece(unit, slot.name, slot.shape, order[slot.name], slot.group, piece, view)
+                yield MasterPiece(unit, slot.name, slot.shape, order[slot.name], slot.group, piece, view)
 
     # --- states ---------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class ShardedOptimizer:
                 "exp_avg_sq": self.state_view(owned, "exp_avg_sq", owned.master.dtype),
             }
 
-    def state_view(self, owned: OwnedPiece, key: str, dtype: torch.dtype) -> Tensor:
+    def state_view(self, owned: MasterPiece, key: str, dtype: torch.dtype) -> Tensor:
         """The piece's part of the unit's flat buffer for this state; made on first use."""
         master = owned.unit.weights.master
         if (owned.unit.name, key) not in self._flat:
@@ -209,7 +209,7 @@ class ShardedOptimizer:
         rows = self._model_group.exchange(torch.stack([seen[:, 0].sum(), differ.double()]))
         return self._model_group.count_once(rows)[:, 0].sum(), (rows[:, 1].sum() == 0).double()
 
-    def shard_grads(self) -> Iterator[tuple[OwnedPiece, Tensor]]:
+    def shard_grads(self) -> Iterator[tuple[MasterPiece, Tensor]]:
         """This rank's pieces of the reduced gradients, in model order (also at stage 0)."""
         parts = []
         owner = {(p.unit.name, p.name): p for p in self.pieces}

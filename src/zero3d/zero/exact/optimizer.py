@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zero3d.zero.exact.summands import Summands
 from zero3d.zero.layout import CANONICAL
-from zero3d.zero.optimizer import OwnedPiece, ShardedOptimizer
+from zero3d.zero.optimizer import MasterPiece, ShardedOptimizer
 
 
 class ExactOptimizer(ShardedOptimizer):
@@ -39,12 +39,12 @@ class ExactOptimizer(ShardedOptimizer):
         norm: Tensor = torch.linalg.vector_norm(partials)
         return torch.where(partials.amin() < 0, partials.amin(), norm)
 
-    def _segment_grads(self) -> Iterator[tuple[int, int, OwnedPiece, Tensor]]:
+    def _segment_grads(self) -> Iterator[tuple[int, int, MasterPiece, Tensor]]:
         """This rank's reduced gradients cut at segments: (segment, place in the model, whose, values)."""
         for owned, grad in self.shard_grads():
             if owned.unit in self._model_group.copies:
                 continue
             layout, shard = owned.unit.layout, owned.unit.gradients.shard
             begin = int(grad.storage_offset() - shard.storage_offset())
-            for segment, low, high in layout.segments(begin, grad.numel()):
+            for segment, low, high in layout.grid_cells(begin, grad.numel()):
                 yield segment, owned.order, owned, grad[low:high]
