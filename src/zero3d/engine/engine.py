@@ -49,7 +49,7 @@ from zero3d.zero.health import Health, check_weights
 from zero3d.zero.hooks import KEEP, Hooks
 from zero3d.zero.initial_weights import Source, from_module, from_source, hollow
 from zero3d.zero.layout import UnitLayout
-from zero3d.zero.model_group import ModelGroup, Slices
+from zero3d.zero.model_group import ModelGroup, TensorCuts
 from zero3d.zero.optimizer import APPLIED, NOT_DUE, OVERFLOW, ShardedOptimizer, StepResult
 from zero3d.zero.param_groups import OptimizerChoice, choose_optimizer
 from zero3d.zero.policy import Policy, Setting
@@ -237,7 +237,7 @@ class Engine:
         across = self.mesh.axis("pp")
         ties = find_ties(self.parts, self.units, schedule, across.size)
         whole, along = (Comm(axis, self.arena, self.traffic) for axis in (self.mesh.model_parallel, across))
-        self.model_group = ModelGroup(whole, along, Slices(self.tp, self._cuts.keys(), self._partial), ties)
+        self.model_group = ModelGroup(whole, along, TensorCuts(self.tp, self._cuts.keys(), self._partial), ties)
         given = self.units, self._order, choice.build, choice.groups, self.comm, self.arena, clip_norm, self.model_group
         summands, alone = self.summands, across.size == 1
         self.optimizer = ShardedOptimizer(*given) if summands is None else ExactOptimizer(summands, *given)

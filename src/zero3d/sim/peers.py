@@ -14,20 +14,18 @@ from zero3d.config import Config
 from zero3d.distributed.mesh import Mesh
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.held import rank_of
-from zero3d.plan.spec import ModelSpec, ParallelPlan, Weight
+from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.sim.trace import outline
-from zero3d.zero.model_group import STRIDE, Peers
-
-ABSENT = -1.0  # fills rows up to the longest
+from zero3d.zero.model_group import NONE, NormKey, Peers
 
 
 class AbsentPeers(Peers):
     """Answers for ranks that are not there; what is sent to them is counted as if they were.
 
-    rows  codes of the norms of every rank of the group, by its place in it; `me` is this rank's place
+    rows  keys of the norms of every rank of the group, by its place in it; `me` is this rank's place
     """
 
-    def __init__(self, peers: Peers, rows: list[list[float]], me: int) -> None:
+    def __init__(self, peers: Peers, rows: list[list[int]], me: int) -> None:
         super().__init__(peers.comm)
         self._rows, self._me = [list(row) for row in rows], me
 
@@ -36,15 +34,15 @@ class AbsentPeers(Peers):
         super().norm_counts(count)
         return [count if rank == self._me else len(row) for rank, row in enumerate(self._rows)]
 
-    def norm_codes(self, codes: list[float]) -> list[float]:
+    def norm_keys(self, keys: list[int]) -> list[int]:
         """Return the rows of all ranks, filled up to the longest; this rank's is the one it passes."""
-        super().norm_codes(codes)
-        rows = [codes if rank == self._me else row for rank, row in enumerate(self._rows)]
-        return [value for row in rows for value in row + [ABSENT] * (len(codes) - len(row))]
+        super().norm_keys(keys)
+        rows = [keys if rank == self._me else row for rank, row in enumerate(self._rows)]
+        return [value for row in rows for value in row + [NONE] * (len(keys) - len(row))]
 
 
-def norms_of_group(config: Config, mesh: Mesh, model: nn.Module) -> list[list[float]]:
-    """Return the codes of the norms of every rank of this rank's model-parallel group; none without a pipeline.
+def norms_of_group(config: Config, mesh: Mesh, model: nn.Module) -> list[list[int]]:
+    """Return the keys of the norms of every rank of this rank's model-parallel group; none without a pipeline.
 
     The model is whole, on the meta device. A parameter's slices are those of the model's own tp plan.
     """
@@ -55,13 +53,13 @@ def norms_of_group(config: Config, mesh: Mesh, model: nn.Module) -> list[list[fl
     return [list(row) for row in rows for _ in range(mesh.tp)]
 
 
-def _norms_of_stage(spec: ModelSpec, config: Config, mesh: Mesh, model: nn.Module, stage: int) -> list[float]:
-    """Return the codes of the norms of a pipeline stage's ranks, ascending, as `ModelGroup._arrange` makes them."""
+def _norms_of_stage(spec: ModelSpec, config: Config, mesh: Mesh, model: nn.Module, stage: int) -> list[int]:
+    """Return the keys of the norms of a pipeline stage's ranks, ascending, as `ModelGroup._arrange` makes them."""
     schedule = Schedule.of(config.mesh.schedule).name
     plan = ParallelPlan(mesh.dp, mesh.tp, mesh.pp, schedule=schedule, accumulate=mesh.pp, precision=config.precision)
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     weights = {w.name: w for part in spec.parts for unit in part.units if unit.copy_of is None for w in unit.weights}
-    codes = []
+    keys = []
     for units in rank_of(spec, plan, stage).units.values():
         for unit in units:
             layout = unit.layout
@@ -69,11 +67,6 @@ def _norms_of_stage(spec: ModelSpec, config: Config, mesh: Mesh, model: nn.Modul
                 name = layout.slots[piece.slot].name
                 cells = layout.grid_cells(piece.offset, piece.stop - piece.start) if config.zero.exact else [(0, 0, 0)]
                 if name in places:
-                    code = _code(weights[name], places, mesh.tp)
-                    codes += [2.0 * STRIDE * cell + code for cell, _, _ in cells]
-    return sorted(codes)
-
-
-def _code(weight: Weight, places: dict[str, int], tp: int) -> float:
-    """Return a norm's code in cell 0."""
-    return 2.0 * places[weight.name] + (tp > 1 and weight.cut is not None)
+                    cut = mesh.tp > 1 and weights[name].cut is not None
+                    keys += [NormKey(cell, places[name], cut) for cell, _, _ in cells]
+    return [key.to_int() for key in sorted(keys)]
