@@ -122,16 +122,16 @@ def test_micro_batches_of_another_size_than_before_a_checkpoint_are_warned_of():
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 64])
-def test_segments_do_not_depend_on_the_number_of_ranks(n):
+def test_grid_cells_do_not_depend_on_the_number_of_ranks(n):
     layout = UnitLayout([("a", (300, 70), 0), ("b", (17,), 0)], n)
     found = []
     for rank in range(n):
         for piece in layout.pieces(rank):
             begin = rank * layout.shard + piece.offset
-            for segment, low, high in layout.segments(begin, piece.stop - piece.start):
+            for segment, low, high in layout.grid_cells(begin, piece.stop - piece.start):
                 found.append((segment, begin + low, begin + high))
     one = UnitLayout([("a", (300, 70), 0), ("b", (17,), 0)], 1)
-    wanted = [(s, p.offset + a, p.offset + b) for p in one.pieces(0) for s, a, b in one.segments(p.offset, p.stop)]
+    wanted = [(s, p.offset + a, p.offset + b) for p in one.pieces(0) for s, a, b in one.grid_cells(p.offset, p.stop)]
     assert sorted(found) == sorted(wanted)
 
 

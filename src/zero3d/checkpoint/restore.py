@@ -33,7 +33,7 @@ from zero3d.precision import to_compute
 from zero3d.rng import set_rng_state
 from zero3d.shards.boxes import Box, intersect, slices
 from zero3d.zero.layout import Piece
-from zero3d.zero.optimizer import OwnedPiece
+from zero3d.zero.optimizer import MasterPiece
 from zero3d.zero.unit import Unit
 
 
@@ -225,12 +225,12 @@ def _restore(checked: Checked, parts: Parts) -> None:
         set_rng_state(*checked.streams)
 
 
-def _segment(parts: Parts, owned: OwnedPiece, state: str, values: Tensor) -> Segment:
+def _segment(parts: Parts, owned: MasterPiece, state: str, values: Tensor) -> Segment:
     cut = parts.cut(owned.name)
     return Segment(parts.whole.owner(owned.name), state, owned.shape, owned.piece.start, values, cut)
 
 
-def _restore_piece(reader: Reader, scalars: Mapping[str, float], parts: Parts, owned: OwnedPiece) -> None:
+def _restore_piece(reader: Reader, scalars: Mapping[str, float], parts: Parts, owned: MasterPiece) -> None:
     optimizer = parts.optimizer
     reader.fill(_segment(parts, owned, MASTER, owned.master))
     state: dict[str, Any] = optimizer.torch.state[owned.master]

@@ -18,7 +18,7 @@ from zero3d.zero.health import Health
 from zero3d.zero.hooks import Hooks
 from zero3d.zero.initial_weights import from_module, from_source
 from zero3d.zero.layout import UnitLayout
-from zero3d.zero.model_group import ModelGroup, Slices
+from zero3d.zero.model_group import ModelGroup, TensorCuts
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.policy import Setting
 from zero3d.zero.reductions import Reductions
@@ -93,7 +93,7 @@ def _model_group(base: Foundation, units: Sequence[Unit]) -> ModelGroup:
     axes, division, resolved = base.axes, base.division, base.resolved
     ties = find_ties(division.chunks, units, resolved.schedule, axes.pp.size)
     ranks = Comm(resolved.mesh.model_parallel, axes.arena, axes.ledger)
-    return ModelGroup(ranks, axes.pp, Slices(axes.tp, division.cuts.keys(), division.partial), ties)
+    return ModelGroup(ranks, axes.pp, TensorCuts(axes.tp, division.cuts.keys(), division.partial), ties)
 
 
 def move_buffers(module: nn.Module, dp: Comm) -> None:

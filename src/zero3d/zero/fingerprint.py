@@ -26,7 +26,7 @@ def fingerprint(optimizer: ShardedOptimizer, comm: Comm, model_group: ModelGroup
         states = optimizer.torch.state.get(master, {})
         flat = {"": master} | {key: value for key, value in states.items() if isinstance(value, Tensor)}
         start = layout.slots[piece.slot].start + piece.start - comm.rank * layout.shard
-        for segment, low, high in layout.segments(start, master.numel()):
+        for segment, low, high in layout.grid_cells(start, master.numel()):
             if 0 <= segment < own:
                 for key, value in sorted(flat.items()):
                     values = value[low:high] if value.dim() else value[None]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from zero3d.zero.exact.summands import Summands
 from zero3d.zero.layout import CANONICAL
-from zero3d.zero.optimizer import OwnedPiece, ShardedOptimizer
+from zero3d.zero.model_group import Norms, PieceNorm
+from zero3d.zero.optimizer import ShardedOptimizer
 
 
 class ExactOptimizer(ShardedOptimizer):
@@ -29,22 +30,17 @@ class ExactOptimizer(ShardedOptimizer):
         rows = self._model_group.exchange(torch.stack([total, (hashes != hashes[0]).any().double()]))
         return self._model_group.count_once(rows)[:, 0].sum(), (rows[:, 1].sum() == 0).double()
 
-    def _norm(self) -> Tensor:
-        """Of the norms of 64 segments, each one the norm of its parts in model order; 64/N numbers per rank."""
-        own = CANONICAL // self._comm.size
-        parts = sorted(self._segment_grads(), key=lambda part: part[:2])
-        norms = [(segment, o.order, o.name, torch.linalg.vector_norm(grad)) for segment, _, o, grad in parts]
-        wide = self._units[0].weights.master.dtype if self._units else torch.float32
-        partials = self._comm.exchange(self._model_group.norms(norms, own, wide).double()).flatten().to(wide)
-        norm: Tensor = torch.linalg.vector_norm(partials)
-        return torch.where(partials.amin() < 0, partials.amin(), norm)
+    def _norms(self) -> Norms:
+        """Return the norms of this rank's cells of the grid, 64/N of them, each that of its pieces in model order."""
+        pieces = sorted(self._cell_norms(), key=lambda piece: (piece.cell, piece.place))
+        return self._model_group.norms(pieces, CANONICAL // self._comm.size, self._wide)
 
-    def _segment_grads(self) -> Iterator[tuple[int, int, OwnedPiece, Tensor]]:
-        """This rank's reduced gradients cut at segments: (segment, place in the model, whose, values)."""
+    def _cell_norms(self) -> Iterator[PieceNorm]:
+        """Yield the norms of this rank's reduced gradients, cut at the grid's lines."""
         for owned, grad in self.shard_grads():
             if owned.unit in self._model_group.copies:
                 continue
             layout, shard = owned.unit.layout, owned.unit.gradients.shard
             begin = int(grad.storage_offset() - shard.storage_offset())
-            for segment, low, high in layout.segments(begin, grad.numel()):
-                yield segment, owned.order, owned, grad[low:high]
+            for cell, low, high in layout.grid_cells(begin, grad.numel()):
+                yield PieceNorm(cell, owned.order, owned.name, torch.linalg.vector_norm(grad[low:high]))
