@@ -53,7 +53,7 @@ def traffic_of_a_step(schedule, stage, dp):
     sends = pipeline_traffic(mine, M, cuts)
     held = {unit.name: 1 for unit in engine.units}  # gathered once, held for the schedule
     state = step_traffic(stage, engine.traffic_units, dp, held, M, "every_step")
-    return moved(engine, "pp"), sends, moved(engine, "dp"), state, engine.pipeline.order()
+    return moved(engine, "pp"), sends, moved(engine, "dp"), state, engine.pipeline.recorded_order()
 
 
 @pytest.mark.parametrize(

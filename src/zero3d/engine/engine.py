@@ -34,9 +34,10 @@ from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.models.blocks import UnitSpec, partition_all
 from zero3d.models.experts import compute_in_fp64
 from zero3d.models.masking import forward_options
-from zero3d.pipeline.runner import Callbacks, Pipeline
+from zero3d.pipeline.runner import Pipeline
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.pipeline.split import take_chunks
+from zero3d.pipeline.step import Callbacks
 from zero3d.pipeline.ties import find_ties, names_of_copies
 from zero3d.precision import DTYPES, NAMES, LossScale, Precision, at_least_fp32
 from zero3d.rng import share_torch_rng
@@ -178,7 +179,7 @@ class Engine:
         self.resumed = ""
         if self.pipeline is not None:
             with torch.no_grad(), self._evaluating(keep_full=False):
-                self.pipeline.learn()
+                self.pipeline.learn_shapes()
         self.traffic.reset()  # it counts training; construction broadcast the model once
         self.arena.reset_peaks()
 
