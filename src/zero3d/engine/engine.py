@@ -145,7 +145,7 @@ class Engine:
             compute_in_fp64(model)
         choice = choose_optimizer(model, optimizer, param_groups)
         self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
-        order = Schedule.asked(self.mesh.pp, schedule, blocks)
+        order = Schedule.requested(self.mesh.pp, schedule, blocks)
         self.chunks = take_chunks(model, self.mesh.axis("pp"), order, blocks)
         self._copies = names_of_copies(self.chunks)
         self.whole = checkpoint.Whole.of(model, self._copies)
