@@ -19,17 +19,18 @@ class ChunkUnits(NamedTuple):
 
     @property
     def names(self) -> list[str]:
+        """Names of the units, each once."""
         return list(dict.fromkeys([*self.forward, *filter(None, [self.root])]))
 
 
 def pipeline_tokens(actions: Iterable[Action], chunks: Mapping[int, ChunkUnits]) -> list[TokenEvent]:
     """Return the token events of one rank's step, from the actions it ran; nothing recomputed.
 
-    action   uses                                                     gathers of a unit in M micro-batches, at most
-    -------  -------------------------------------------------------  ---------------------------------------------
-    F        every unit                                               M
+    action   uses                                                      gathers of a unit in M micro-batches, at most
+    -------  --------------------------------------------------------  ---------------------------------------------
+    F        every unit                                                M
     B, I     every unit but embeddings, in reverse; I of chunk 0 none  M
-    W        every unit: no hook tells which weights are read         M
+    W        every unit: no hook tells which weights are read          M
 
     So 2M with whole backwards (gpipe, 1f1b, interleaved) and 3M with split ones (zero-bubble, zbv); embeddings M
     and 2M, chunk 0 2M in both: nothing enters it, so torch leaves its whole backward to W.
