@@ -31,7 +31,7 @@ def work_of(action: Action) -> Work | None:
 
 
 def acknowledgements(order: Mapping[int, Sequence[Action]], rank: int, owners: Sequence[int]) -> dict[Work, Work]:
-    """Return, by backward of `rank` that sends a gradient, its work at whose beginning that has arrived.
+    """Return, by backward of `rank` that sends a gradient, the work of `rank` at whose beginning it has arrived.
 
     order   actions of the ranks that it sends to, at least; of others nothing is known before the end of the step
     owners  the rank of every chunk

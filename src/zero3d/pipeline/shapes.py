@@ -24,7 +24,7 @@ class RouterLogits(NamedTuple):
 
 
 class ChunkOutputs:
-    """What leaves each chunk of a pipeline, of which `modules` are some.
+    """What leaves each chunk of a pipeline. Width and dtype are those of `modules`, this rank's chunks.
 
     router_logits   by number of a chunk, those that leave it, None where there are none yet
     """

@@ -109,7 +109,7 @@ class ModelChunk(nn.Module):
             return model(**start, **batch | forward_options(model))
         batch = {key: value for key, value in batch.items() if key not in OF_THE_HEAD}
         output = base(**start, **batch | forward_options(base) | {"return_dict": True})
-        routed = _joined(self._relay.routed, getattr(output, "router_logits", None))
+        routed = _join_routed(self._relay.routed, getattr(output, "router_logits", None))
         return self._relay.sent if routed is None else (self._relay.sent, routed)
 
     def _run_plain(self, model: nn.Module, entering: Tensor, batch: dict[str, Any]) -> Any:
@@ -134,7 +134,7 @@ def split(model: nn.Module, counts: Sequence[int], chunk: int, blocks: str | Non
     _check(chain, counts, chunk)
     ties, copies = ties_and_copies(model, chain, counts, chunk)
     relay = Relay()
-    replaced = _others(model, chain, counts, chunk, relay) | copies
+    replaced = _placeholders(model, chain, counts, chunk, relay) | copies
     return ModelChunk(copy_with(model, replaced), chunk, len(counts), ties, relay, chain.width)
 
 
@@ -200,7 +200,7 @@ def _check(chain: Chain, counts: Sequence[int], chunk: int) -> None:
         raise ConfigError(f"chunk={chunk} is none of {len(counts)} chunks: pass 0 to {len(counts) - 1}.")
 
 
-def _others(
+def _placeholders(
     model: nn.Module, chain: Chain, counts: Sequence[int], chunk: int, relay: Relay
 ) -> dict[nn.Module | Tensor, object]:
     """Return what stands in the chunk where modules of other chunks were, by the module."""
@@ -218,7 +218,7 @@ def _others(
     return replaced
 
 
-def _joined(routed: Tensor | None, own: Sequence[Tensor] | None) -> Tensor | None:
+def _join_routed(routed: Tensor | None, own: Sequence[Tensor] | None) -> Tensor | None:
     """Return router logits of earlier chunks and of this one, [layers, tokens, experts]."""
     stacks = [] if routed is None else [routed]
     stacks += [torch.stack(tuple(own))] if own else []

@@ -72,7 +72,7 @@ class Stage(PipelineStage):
             self.sends.begin(work)
 
     def _end(self, micro_batch: int) -> None:
-        """A micro-batch's backward is over, of weights too."""
+        """End a micro-batch's backward, of weights too: what it received is needed no more."""
         self.submod.step.done(self.stage_index)
         self._buffers.give_back(micro_batch, self.args_recv_info, self.grad_recv_info)
 
@@ -99,7 +99,7 @@ class Stage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Torch 2.11 greets neighbours before the first step, itself too where a V turns, which gloo refuses."""
+        """Return torch 2.11's greetings of neighbours, but none to this rank itself, which gloo refuses: a V's turn."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
     def free(self) -> None:
@@ -125,5 +125,5 @@ class Stage(PipelineStage):
     def _counted(self, name: str, operations: list[dist.P2POp]) -> list[dist.P2POp]:
         """Return messages that are about to be sent, written into the ledger."""
         for operation in operations:
-            self.submod.step.count(name, self.stage_index, operation.tensor)
+            self.submod.step.count_message(name, self.stage_index, operation.tensor)
         return operations

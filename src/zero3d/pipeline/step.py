@@ -102,7 +102,7 @@ class Step:
         """Tell the engine that a micro-batch's backward through a chunk is over, of weights too."""
         self._callbacks.done(self._chunks.modules[chunk])
 
-    def count(self, operation: str, chunk: int, tensor: Tensor) -> None:
+    def count_message(self, operation: str, chunk: int, tensor: Tensor) -> None:
         """Write what a chunk sends to another rank into the ledger."""
         self._ledger.record(operation, self._axis, f"part {chunk}", tensor.numel(), tensor.element_size())
 
