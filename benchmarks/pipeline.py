@@ -244,7 +244,7 @@ def take_turns(device: torch.device, arguments: argparse.Namespace, names: list[
     seconds, losses = timed(variants, mesh, arguments)
     pipeline = next(v.engine.pipeline for v in variants.values() if isinstance(v, Zero3d))
     assert pipeline is not None
-    return seconds, losses, str(bubble(pipeline.order()))
+    return seconds, losses, str(bubble(pipeline.recorded_order()))
 
 
 def timed(variants: Mapping[str, Variant], mesh: Mesh, arguments: argparse.Namespace) -> Any:

@@ -48,8 +48,8 @@ def sum_of(output, given):
 
 def micro_batches(step, rank, count=MICRO_BATCHES, **sizes):
     """`targets` are no entry of any model's forward."""
-    found = [batch(100 * step + i, rank, **sizes) for i in range(count)]
-    return [{"input_ids": ids, "targets": ids} for ids in found]
+    rows = [batch(100 * step + i, rank, **sizes) for i in range(count)]
+    return [{"input_ids": ids, "targets": ids} for ids in rows]
 
 
 def engine_of(model, mesh, **options):
@@ -74,7 +74,7 @@ def weights_of(engine):
 def train(family, degrees, layers, cases, steps=2):
     """On each rank, for every ((stage, release), schedule, activations): losses, norms, this rank's weights."""
     dp, pp = degrees
-    found = []
+    runs = []
     for (stage, release), schedule, activations in cases:
         mesh = zero3d.Mesh(dp=dp, pp=pp)
         model = build(family, layers)
@@ -86,8 +86,8 @@ def train(family, degrees, layers, cases, steps=2):
         for step in range(steps):
             losses.append(float(engine.train_batch(micro_batches(step, mesh.place.dp))))
             norms.append(float(engine.last_step.grad_norm))
-        found.append((losses, norms, weights_of(engine)))
-    return found
+        runs.append((losses, norms, weights_of(engine)))
+    return runs
 
 
 def is_tied(family):

@@ -29,7 +29,7 @@ def failing_once():
     return loss, bad
 
 
-def said(call):
+def error_of(call):
     """What a call raises: its type and text."""
     with pytest.raises(Exception) as error:
         call()
@@ -42,18 +42,18 @@ def go_on_after(action):
     engine.train_batch(micro_batches(0, 0))
     bad.append("a bad sample")
     given = micro_batches(1, 0)
-    first = said(lambda: getattr(engine, action)(given))
+    first = error_of(lambda: getattr(engine, action)(given))
     ids = given[0]["input_ids"]
     calls = [lambda: engine.train_batch(given), lambda: engine.evaluate(given), lambda: engine.generate(ids, 2),
              lambda: engine.save("nowhere"), lambda: engine.export("nowhere")]  # fmt: skip
-    again = [said(call) for call in calls]
-    return first, [*again, said(lambda: engine_of(build("net", 4), engine.mesh))]
+    again = [error_of(call) for call in calls]
+    return first, [*again, error_of(lambda: engine_of(build("net", 4), engine.mesh))]
 
 
 @pytest.mark.parametrize("action", ["train_batch", "evaluate"])
 def test_after_a_loss_function_failed_every_further_call_raises_at_once_on_all_ranks(ranks, action):
-    found = ranks(2, go_on_after, action, group_timeout=3.0)
-    for rank, (first, again) in enumerate(found):
+    results = ranks(2, go_on_after, action, group_timeout=3.0)
+    for rank, (first, again) in enumerate(results):
         assert first[1].startswith("model chunk 1 of 2 of the pipeline, on rank 1 of axis pp, failed: ValueError"), rank
         for kind, text in again:
             assert kind == "Zero3dError"
@@ -68,7 +68,7 @@ def fail_to_pick():
         for p in engine.module.parameters():
             p.fill_(float("nan"))
     ids = micro_batches(0, 0)[0]["input_ids"]
-    return [said(lambda: engine.generate(ids, 3, do_sample=True)) for _ in range(2)]
+    return [error_of(lambda: engine.generate(ids, 3, do_sample=True)) for _ in range(2)]
 
 
 def test_a_failure_while_tokens_are_picked_reaches_the_other_rank_and_is_not_forgotten(ranks):
@@ -93,8 +93,8 @@ def refuse_and_go_on():
     given, vocabulary = micro_batches(0, 0), engine.pipeline.vocabulary
     ids = given[0]["input_ids"]
     options = [options | {"do_sample": True} for options in REFUSED.values()]
-    texts = [said(lambda one=one: engine.generate(ids, 2, **one)) for one in options]
-    texts += [said(lambda: engine.train_batch([])), said(lambda: engine.evaluate([(ids,)]))]
+    texts = [error_of(lambda one=one: engine.generate(ids, 2, **one)) for one in options]
+    texts += [error_of(lambda: engine.train_batch([])), error_of(lambda: engine.evaluate([(ids,)]))]
     greedy = engine.generate(ids, 2, temperature=0.0)
     widest = engine.generate(ids, 2, do_sample=True, top_k=vocabulary)
     return texts, vocabulary, greedy.shape == widest.shape, float(engine.train_batch(given))
@@ -125,12 +125,12 @@ def say_it_per_batch():
     model = build("qwen3_moe", 4)
     engine = engine_of(model, zero3d.Mesh(pp=2))
     plain = micro_batches(0, 0)
-    asked = [each | {"output_router_logits": True} for each in plain]
+    routed = [row | {"output_router_logits": True} for row in plain]
     with pytest.raises(ConfigError, match=r"set model.config.output_router_logits = True before zero3d.Engine"):
-        engine.train_batch(asked)
+        engine.train_batch(routed)
     with pytest.raises(ConfigError, match="leave it out of the batches"):
-        engine.evaluate(asked)
-    return float(engine.train_batch([each | {"output_router_logits": False} for each in plain]))
+        engine.evaluate(routed)
+    return float(engine.train_batch([row | {"output_router_logits": False} for row in plain]))
 
 
 def test_router_logits_asked_for_by_a_batch_are_refused_with_what_to_type(ranks):
@@ -142,14 +142,14 @@ def change_lengths(schedule):
     engine = engine_of(build("net", 4), zero3d.Mesh(pp=2), schedule=schedule)
     gc.disable()  # what only it frees lives for many steps
     try:
-        found = []
+        sizes = []
         for step, length in enumerate([20, *range(8, 19, 2), 20]):
             engine.train_batch(micro_batches(step, 0, length=length))
             leaves = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.is_leaf and t.requires_grad]
-            found.append(sum(t.untyped_storage().nbytes() for t in leaves if t.dim() == 3 and t.shape[-1] == 48))
+            sizes.append(sum(t.untyped_storage().nbytes() for t in leaves if t.dim() == 3 and t.shape[-1] == 48))
     finally:
         gc.enable()
-    return found[0], found[-1]
+    return sizes[0], sizes[-1]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])

@@ -26,7 +26,7 @@ def chunk_units(engine, chunk):
 
 def gathers_of_a_step(schedule):
     """For release per use and per step: (ledger, actions) of two steps, the second of fewer micro-batches; the chunks."""
-    found = {}
+    steps_by_release = {}
     for release in ("every_use", "every_step"):
         mesh = zero3d.Mesh(pp=2, dp=2)
         engine = engine_of(build("net", 4), mesh, stage=3, release=release, schedule=schedule, reduce="every_step")
@@ -40,19 +40,19 @@ def gathers_of_a_step(schedule):
             engine.train_batch(given[:count])
             ledger = Counter({entry.unit: entry.calls for entry in engine.traffic if entry.op == "all_gather"})
             steps.append((ledger, engine.pipeline.recorded))
-        found[release] = steps
-    return found, {number: chunk_units(engine, chunk) for number, chunk in engine.chunks.items()}
+        steps_by_release[release] = steps
+    return steps_by_release, {number: chunk_units(engine, chunk) for number, chunk in engine.chunks.items()}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_step_gathers_what_its_action_list_says(ranks, schedule):
     uses = 3 if Schedule.of(schedule).splits_backward else 2
-    for found, chunks in ranks(4, gathers_of_a_step, schedule):
+    for steps_by_release, chunks in ranks(4, gathers_of_a_step, schedule):
         names = [name for units in chunks.values() for name in units.names]
-        for release, ((ledger, actions), (shorter, fewer)) in found.items():
+        for release, ((ledger, actions), (shorter, fewer)) in steps_by_release.items():
             assert ledger == pipeline_gathers(actions, chunks, release)
             assert sum((shorter - pipeline_gathers(fewer, chunks, release)).values()) <= WINDOW
-        held, per_use = found["every_step"][0][0], found["every_use"][0][0]
+        held, per_use = steps_by_release["every_step"][0][0], steps_by_release["every_use"][0][0]
         assert held == Counter(names)
         assert all(M <= per_use[name] <= uses * M for name in names)
         assert max(per_use.values()) > M * (uses - 1)

@@ -57,7 +57,7 @@ def sgd(params):
 def curves(family, layers, degrees, cases, precision="fp64"):
     """Losses and norms for every (stage, schedule, reduce)."""
     dp, pp = degrees
-    found = []
+    runs = []
     for stage, schedule, reduce in cases:
         mesh = zero3d.Mesh(dp=dp, pp=pp)
         how = {"stage": stage, "schedule": schedule, "reduce": reduce, "release": "every_use"}
@@ -68,8 +68,8 @@ def curves(family, layers, degrees, cases, precision="fp64"):
                 given = micro_batches(step, mesh.place.dp) if dp == DP else all_data(step)
                 losses.append(float(engine.train_batch(given)))
                 norms.append(float(engine.last_step.grad_norm))
-        found.append((losses, norms))
-    return found
+        runs.append((losses, norms))
+    return runs
 
 
 def check(ranks, family, degrees, cases):
@@ -116,6 +116,6 @@ def test_reducing_after_every_micro_batch_equals_reducing_once(ranks, stage, pre
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("stage", "precision", "bound"), [each[:3] for each in REDUCING])
+@pytest.mark.parametrize(("stage", "precision", "bound"), [case[:3] for case in REDUCING])
 def test_reducing_after_every_micro_batch_does_so_under_every_schedule(ranks, stage, precision, bound):
     check_reducing(ranks, stage, precision, bound, SCHEDULES)

@@ -25,20 +25,20 @@ def causes(order, last):
             chunk = work.chunk + 1 if work.backward else work.chunk - 1
             message = work._replace(chunk=chunk) if 0 <= chunk <= last else work._replace(backward=False)
             before[work] = {each for each in (earlier, message) if each in did and each != work}
-    found = {}
+    predecessors = {}
 
     def all_of(work):
-        if work not in found:
-            found[work] = set()
-            for each in before[work]:
-                found[work] |= {each} | all_of(each)
-        return found[work]
+        if work not in predecessors:
+            predecessors[work] = set()
+            for earlier in before[work]:
+                predecessors[work] |= {earlier} | all_of(earlier)
+        return predecessors[work]
 
     return {work: all_of(work) for work in sorted(did, key=lambda work: (work.micro_batch, work.backward))}
 
 
 @pytest.mark.parametrize(("name", "pp", "count"), CASES)
-def test_an_answer_proves_that_the_gradient_has_been_used(name, pp, count):
+def test_an_acknowledgement_proves_that_the_gradient_has_been_used(name, pp, count):
     order, owners = orders(name, pp, count)
     over = causes(order, len(owners) - 1)
     for rank in range(pp):
@@ -49,7 +49,7 @@ def test_an_answer_proves_that_the_gradient_has_been_used(name, pp, count):
 
 
 @pytest.mark.parametrize(("name", "pp", "count"), CASES)
-def test_few_gradients_are_held_however_many_micro_batches_there_are(name, pp, count):
+def test_few_gradients_are_under_way_however_many_micro_batches_there_are(name, pp, count):
     schedule = Schedule.of(name)
     for rank in range(pp):
         most = [max(_sent(schedule, pp, n, rank).values()) for n in (4 * count, 8 * count)]

@@ -81,7 +81,7 @@ def assert_same_step(model, chunks, ids, given):
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_parts_compute_the_whole_models_loss_logits_and_gradients_bit_for_bit(name, counts):
+def test_chunks_compute_the_whole_models_loss_logits_and_gradients_bit_for_bit(name, counts):
     model = deep(name)  # in training mode: gpt2 and llama draw dropout
     ids, given = packed()
     assert_same_step(model, chunks_of(model, counts), ids, given)
@@ -113,7 +113,7 @@ def test_the_auxiliary_loss_of_experts_is_the_whole_models(counts):
     assert float(output.aux_loss.detach()) == float(whole.aux_loss.detach())
 
 
-def test_the_auxiliary_loss_counts_no_padding_and_some_parts_have_no_experts():
+def test_the_auxiliary_loss_counts_no_padding_and_some_chunks_have_no_experts():
     import transformers as t
 
     config = deep("moe").config
@@ -217,7 +217,7 @@ def test_a_plain_module_that_is_a_chain_is_cut_like_a_hugging_face_model(tied):
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "net"])
-def test_a_parameter_is_on_one_part_under_the_whole_models_name(name):
+def test_a_parameter_is_on_one_chunk_under_the_whole_models_name(name):
     model = deep(name)
     names = [n for chunk in chunks_of(model, [2, 1, 1, 1]) for n, _ in chunk.named_parameters()]
     assert len(names) == len(set(names))
@@ -225,7 +225,7 @@ def test_a_parameter_is_on_one_part_under_the_whole_models_name(name):
     assert set(names) - {tie.other_name for tie in ties} == {n for n, _ in model.named_parameters()}
 
 
-def test_ties_are_told_and_each_part_has_a_copy_of_its_own():
+def test_ties_are_told_and_each_chunk_has_a_copy_of_its_own():
     model = deep("gpt2")
     first, _, last = (split(model, [2, 2, 1], chunk) for chunk in range(3))
     assert first.tied == last.tied == [Tie("transformer.wte.weight", 0, "lm_head.weight", 2)]
@@ -241,11 +241,11 @@ def test_ties_are_told_and_each_part_has_a_copy_of_its_own():
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "net"])
-def test_units_of_the_parts_are_the_units_of_the_whole(name):
+def test_units_of_the_chunks_are_the_units_of_the_whole(name):
     model = deep(name)
     chunks = chunks_of(model, [2, 1, 1, 1])
     other_names = {tie.other_name for tie in chunks[0].tied}
-    found = [
+    specs = [
         (spec.name, {n: p.shape for n, p in spec.params.items() if n not in other_names})
         for chunk in chunks
         for spec in partition(chunk, None, torch.bfloat16)[0]
@@ -253,16 +253,16 @@ def test_units_of_the_parts_are_the_units_of_the_whole(name):
     whole = [
         (spec.name, {n: p.shape for n, p in spec.params.items()}) for spec in partition(model, None, torch.bfloat16)[0]
     ]
-    assert sorted(unit for unit in found if unit[1]) == sorted(whole)
+    assert sorted(unit for unit in specs if unit[1]) == sorted(whole)
     assert [len(find_blocks(chunk)) for chunk in chunks] == [2, 1, 1, 1]
 
 
 def test_units_named_by_class_are_found_or_known_to_be_elsewhere():
     model = deep("llama")
     units = [type(model.model.layers[0]), nn.Embedding, "lm_head"]
-    found = [[spec.name for spec in partition(chunk, units, torch.float32)[0]] for chunk in chunks_of(model, [4, 1])]
-    assert found[0] == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(4))]
-    assert found[1] == ["model.layers.4", "root", "lm_head"]
+    names = [[spec.name for spec in partition(chunk, units, torch.float32)[0]] for chunk in chunks_of(model, [4, 1])]
+    assert names[0] == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(4))]
+    assert names[1] == ["model.layers.4", "root", "lm_head"]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "moe"])
@@ -277,7 +277,7 @@ def test_a_model_without_weights_is_cut_and_stays_as_it_is(name):
     assert len(chunks[0].tied) == (name == "qwen3")
 
 
-def test_a_part_can_be_copied_and_follows_train_and_eval_and_knows_the_config():
+def test_a_chunk_can_be_copied_and_follows_train_and_eval_and_knows_the_config():
     model = deep("moe")
     chunks = [clone(chunk) for chunk in chunks_of(model, [3, 2])]
     assert_same_step(model, chunks, *packed())
@@ -287,7 +287,7 @@ def test_a_part_can_be_copied_and_follows_train_and_eval_and_knows_the_config():
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_an_engine_around_each_part_trains_as_one_around_the_whole_does(stage):
+def test_an_engine_around_each_chunk_trains_as_one_around_the_whole_does(stage):
     options = {"stage": stage, "precision": "fp32", "clip_norm": None, "optimizer": adamw}
     model = deep("moe")
     chunks = chunks_of(model, [2, 2, 1])
@@ -337,7 +337,7 @@ def test_ties_are_named_as_in_the_whole_model_even_if_its_head_is_registered_fir
     assert chunks[1].head.weight is model.embed.weight is not chunks[0].embed.weight
 
 
-def test_a_models_own_forward_sees_whether_its_part_trains():
+def test_a_models_own_forward_sees_whether_its_chunk_trains():
     class Signed(Net):
         def forward(self, ids):
             return super().forward(ids) if self.training else -super().forward(ids)
@@ -395,9 +395,9 @@ def test_rope_that_reads_positions_and_writes_its_buffers_is_cut():
     assert_same_step(model, chunks_of(model, [1, 2]), *packed())
 
 
-@pytest.mark.parametrize(("kind", "said"), [("sum", "between blocks 0 and 1"), ("order", r"in the order \[2, 1, 0\]")])
-def test_a_model_that_is_no_chain_is_refused(kind, said):
-    with pytest.raises(ConfigError, match=f"Residual cannot be cut into pipeline stages.*{said}.*pp=1"):
+@pytest.mark.parametrize(("kind", "text"), [("sum", "between blocks 0 and 1"), ("order", r"in the order \[2, 1, 0\]")])
+def test_a_model_that_is_no_chain_is_refused(kind, text):
+    with pytest.raises(ConfigError, match=f"Residual cannot be cut into pipeline stages.*{text}.*pp=1"):
         split(Residual(kind), [2, 1], 0)
 
 
@@ -435,11 +435,11 @@ class Again(Residual):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "text"),
     [("embedding", "block 1 takes a second tensor with a gradient"), ("ids", "block 0 takes the token ids")],
 )
-def test_blocks_that_see_the_embedding_or_the_token_ids_are_refused(kind, said):
-    with pytest.raises(ConfigError, match=said):
+def test_blocks_that_see_the_embedding_or_the_token_ids_are_refused(kind, text):
+    with pytest.raises(ConfigError, match=text):
         split(Again(kind), [2, 1], 0)
 
 

@@ -33,7 +33,8 @@ from zero3d.engine.step import Stepper
 from zero3d.engine.whole_parameters import WholeParameters, is_open
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import partition_all
-from zero3d.pipeline.runner import Callbacks, Pipeline
+from zero3d.pipeline.runner import Pipeline
+from zero3d.pipeline.step import Callbacks
 from zero3d.zero.health import check_weights
 from zero3d.zero.unit import Unit
 

@@ -9,8 +9,9 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor, nn
 
 from zero3d.engine.generation import next_logits
-from zero3d.engine.losses import Losses, WeightedSum
+from zero3d.engine.losses import Losses
 from zero3d.errors import ConfigError
+from zero3d.pipeline.chunks import SumAndWeight
 from zero3d.pipeline.runner import Pipeline
 from zero3d.precision import LossScale, at_least_fp32
 from zero3d.zero.accumulation import Accumulation, Driven
@@ -33,10 +34,10 @@ class Execution(Protocol):
     def backward(self, loss: Tensor, weight: float | Tensor | None, last: bool | None) -> None:
         """Back-propagate a mean loss over `weight` targets. Raises ConfigError where this rank has a part of it."""
 
-    def train(self, micro_batches: Sequence[Any]) -> list[WeightedSum]:
+    def train(self, micro_batches: Sequence[Any]) -> list[SumAndWeight]:
         """Run forward and backward of a step; (sum, weight) of each micro-batch, on ranks that have the output."""
 
-    def evaluate(self, micro_batches: Iterable[Any]) -> list[WeightedSum]:
+    def evaluate(self, micro_batches: Iterable[Any]) -> list[SumAndWeight]:
         """Run forwards only; (sum, weight) of each micro-batch, on ranks that have the output."""
 
     def next_logits(self, ids: Tensor) -> Tensor | None:
@@ -94,7 +95,7 @@ class Direct:
             self._abandon()
             raise
 
-    def train(self, micro_batches: Sequence[Any]) -> list[WeightedSum]:
+    def train(self, micro_batches: Sequence[Any]) -> list[SumAndWeight]:
         sums = []
         for i, batch in enumerate(micro_batches):
             total, weight = self._losses.sum_and_weight(self._losses.forward(self._module, batch), batch)
@@ -102,7 +103,7 @@ class Direct:
             self.backward_sum(total, weight, last=i == len(micro_batches) - 1)
         return sums
 
-    def evaluate(self, micro_batches: Iterable[Any]) -> list[WeightedSum]:
+    def evaluate(self, micro_batches: Iterable[Any]) -> list[SumAndWeight]:
         losses = self._losses
         return [losses.sum_and_weight(losses.forward(self._module, batch), batch) for batch in micro_batches]
 
@@ -139,10 +140,10 @@ class Pipelined:
             "engine.train_batch(micro_batches), engine.evaluate(micro_batches) or engine.generate(input_ids)."
         )
 
-    def train(self, micro_batches: Sequence[Any]) -> list[WeightedSum]:
+    def train(self, micro_batches: Sequence[Any]) -> list[SumAndWeight]:
         return self._pipeline.run(micro_batches, self._loss_scale.value)
 
-    def evaluate(self, micro_batches: Iterable[Any]) -> list[WeightedSum]:
+    def evaluate(self, micro_batches: Iterable[Any]) -> list[SumAndWeight]:
         return self._pipeline.evaluate(micro_batches)
 
     def next_logits(self, ids: Tensor) -> Tensor | None:
@@ -150,7 +151,7 @@ class Pipelined:
         return None if output is None else next_logits(output)
 
     def learn(self) -> None:
-        self._pipeline.learn()
+        self._pipeline.learn_shapes()
 
     def check(self) -> None:
         self._pipeline.failures.check()

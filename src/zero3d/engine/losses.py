@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from zero3d.errors import ConfigError
 from zero3d.models.masking import forward_options
+from zero3d.pipeline.chunks import SumAndWeight
 from zero3d.precision import at_least_fp32
 
-WeightedSum = tuple[Tensor, float | Tensor]  # the sum of a micro-batch's losses, and its number of targets
-Loss = Callable[[Any, Any], WeightedSum]  # (output, batch) -> what the output weighs
+Loss = Callable[[Any, Any], SumAndWeight]  # (output, batch) -> what the output weighs
 
 IGNORED = -100  # transformers' label of a position that is no target
 
@@ -43,7 +43,7 @@ class Losses:
             return module(**self._options | taken)
         return module(*batch) if isinstance(batch, (list, tuple)) else module(batch)
 
-    def sum_and_weight(self, output: Any, batch: Any) -> WeightedSum:
+    def sum_and_weight(self, output: Any, batch: Any) -> SumAndWeight:
         """Return the sum of a micro-batch's losses and its weight. Raises ConfigError where neither says it."""
         if self._loss is not None:
             return self._loss(output, batch)

@@ -108,7 +108,7 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     check_step(step.accumulate, options.optimizer.clip_norm)
     check_model(model, options.model.weights)
     groups = choose_optimizer(model, options.optimizer.optimizer, options.optimizer.param_groups)
-    schedule = Schedule.asked(mesh.pp, options.parallel.schedule, options.parallel.blocks)
+    schedule = Schedule.requested(mesh.pp, options.parallel.schedule, options.parallel.blocks)
     wide = torch.float64 if precision.name == "fp64" else torch.float32
     # In a pipeline exact gradients are summed apart even where a step has one micro-batch.
     accumulate = max(2, step.accumulate) if zero.exact and mesh.pp > 1 else step.accumulate

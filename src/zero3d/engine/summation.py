@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.distributed.collectives import Comm, broadcast_ints
-from zero3d.engine.losses import WeightedSum
 from zero3d.engine.options import Resolved
 from zero3d.engine.whole_parameters import units_of
+from zero3d.pipeline.chunks import SumAndWeight
 from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.exact.gradients import ExactGradients
 from zero3d.zero.exact.optimizer import ExactOptimizer
@@ -64,7 +64,7 @@ class SumOrder(Protocol):
     def end(self, accumulation: Accumulation) -> float | Tensor:
         """Return the weight of this rank's micro-batches as the optimizer takes it. Raises ConfigError."""
 
-    def sum_of(self, sums: Sequence[WeightedSum], micro_batches: int, trained: bool) -> Tensor:
+    def sum_of(self, sums: Sequence[SumAndWeight], micro_batches: int, trained: bool) -> Tensor:
         """Return [2] sum and weight over the dp axis; `sums` are of all this rank's micro-batches, or of none."""
 
 
@@ -89,7 +89,7 @@ class RankOrder:
     def end(self, accumulation: Accumulation) -> float | Tensor:
         return accumulation.weight
 
-    def sum_of(self, sums: Sequence[WeightedSum], micro_batches: int, trained: bool) -> Tensor:
+    def sum_of(self, sums: Sequence[SumAndWeight], micro_batches: int, trained: bool) -> Tensor:
         both = torch.zeros(2, dtype=torch.float64, device=self._dp.device)
         for total, weight in sums:
             both[0] += total.detach().double()
@@ -123,7 +123,7 @@ class ExactOrder:
         weights = [torch.as_tensor(weight, dtype=torch.float64) for weight in accumulation.weights]
         return torch.stack([weight.to(self.summands.comm.device) for weight in weights])
 
-    def sum_of(self, sums: Sequence[WeightedSum], micro_batches: int, trained: bool) -> Tensor:
+    def sum_of(self, sums: Sequence[SumAndWeight], micro_batches: int, trained: bool) -> Tensor:
         """What is only evaluated is dealt out to ranks one by one, however gradients are reduced."""
         return self.summands.sum_of(sums, micro_batches, None if trained else False)
 

@@ -1,7 +1,7 @@
-"""What follows when a rank of a pipeline fails: who says what, and that none goes on.
+"""What follows when a rank of a pipeline fails: all ranks raise the error of the chunk, and none goes on.
 
     the chunk's rank  the error itself if raised on purpose, else "model chunk 1 of 2 ..., failed: ValueError: ..."
-    its peers         lose it, or wait in vain: their error quotes the note that it left (transport.py)
+    its peers         lose it, or wait in vain: their error quotes the note that it left (distributed/axis.py)
     all that saw it   raise at once from then on: messages of the failed step may still be under way, and
                       the next step would take them for its own
 
@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from zero3d.distributed.axis import Axis, leave_note, read_note
 from zero3d.errors import FAULT, ConfigError, NonFiniteError, Zero3dError
 
-_LOG = logging.getLogger("torch.distributed.pipelining.schedules")  # prints whole schedules after an error
+_LOG = logging.getLogger("torch.distributed.pipelining.schedules")  # writes whole schedules after an error
 
 
 class Failures:
-    """Failures of one pipeline of `chunks` chunks, as this rank sees them."""
+    """The first failure of a pipeline of `chunks` model chunks, as this rank sees it."""
 
     def __init__(self, axis: Axis, chunks: int) -> None:
         self._axis, self._chunks = axis, chunks
@@ -39,7 +39,7 @@ class Failures:
 
     @contextmanager
     def in_chunk(self, chunk: int) -> Iterator[None]:
-        """What fails inside fails in this chunk. The first to fail tells its peers, which then lose it."""
+        """Name this chunk in what fails inside; peers, which then lose this rank, quote the first failure."""
         try:
             yield
         except Exception as error:
@@ -52,20 +52,23 @@ class Failures:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Around all that ranks do together. Raises what failed in a chunk instead of what torch makes of it."""
+        """Guard what the ranks do together inside: after a failure the pipeline is broken, and `check` raises.
+
+        Raises what failed in a chunk instead of what torch makes of it.
+        """
         self.check()
-        before = _LOG.disabled
+        was_disabled = _LOG.disabled
         _LOG.disabled = True
         try:
             yield
         except BaseException as error:
             if isinstance(error, (ConfigError, NonFiniteError)) and self._first is None:
                 raise
-            said = f"rank {self._axis.rank} of axis pp failed: {type(error).__name__}: {error}"
-            leave_note(said, getattr(error, "exit_code", FAULT))
-            self._axis.broken = read_note() or said
+            text = f"rank {self._axis.rank} of axis pp failed: {type(error).__name__}: {error}"
+            leave_note(text, getattr(error, "exit_code", FAULT))
+            self._axis.broken = read_note() or text
             if self._first is None or self._first is error:
                 raise
             raise self._first from error
         finally:
-            _LOG.disabled = before
+            _LOG.disabled = was_disabled

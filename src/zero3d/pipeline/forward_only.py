@@ -7,13 +7,12 @@ For evaluation and generation, which have no backward to make room for. Ranks go
 as soon as they have sent, so that a pipeline of one chunk per rank fills up by itself.
 
 Router logits (mixtures of experts with `output_router_logits`) travel behind the hidden state, after a
-header of three numbers: layers so far (0: none yet), experts, dtype. Schedules, which must know shapes
-beforehand, learn them here: `learned`.
+header of three numbers: layers so far (0: none yet), experts, dtype. Their shapes are noted in `ChunkOutputs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,43 +20,38 @@ from torch import Tensor
 
 from zero3d.distributed.axis import Axis, messages
 from zero3d.distributed.ledger import Ledger
+from zero3d.pipeline.chunks import Chunks
+from zero3d.pipeline.shapes import ChunkOutputs, RouterLogits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class ForwardOnly:
-    """owners: the rank of each chunk.
-
-    call     (chunk, tensors that enter, batch) -> what the chunk returns
-    hidden   shape of token ids -> an empty hidden state
-    routes   router logits travel, too
-    learned  chunk -> (layers, experts, dtype) of the router logits that leave it, None where there are none yet
-    """
+    """Runs this rank's chunks in turn with those of the other ranks. owners: the rank of each chunk."""
 
     def __init__(
-        self, owners: Sequence[int], axis: Axis, ledger: Ledger, call: Callable[..., Any],
-        hidden: Callable[[Sequence[int]], Tensor], routes: bool,
-    ) -> None:  # fmt: skip
+        self, owners: Sequence[int], axis: Axis, ledger: Ledger, chunks: Chunks, outputs: ChunkOutputs
+    ) -> None:
         self._owners, self._axis, self._ledger = owners, axis, ledger
-        self._call, self._hidden, self.routes = call, hidden, routes
-        self.learned: dict[int, tuple[int, int, torch.dtype] | None] = {}
+        self._chunks, self._outputs = chunks, outputs
 
-    def __call__(self, ids: Tensor, batch: Mapping[str, Any]) -> Any:
-        """The model's output on the rank of the last chunk, None on others; sends 1 hidden state per cut."""
-        passed: tuple[Tensor, ...] = (ids,)
-        last = len(self._owners) - 1
+    def __call__(self, ids: Tensor, inputs: Mapping[str, Any]) -> Any:
+        """Return the model's output on the rank of the last chunk, None on others; sends 1 hidden state per cut."""
+        passed: tuple[Any, ...] = (ids,)
         for chunk, owner in enumerate(self._owners):
-            output = self._call(chunk, passed, batch) if owner == self._axis.rank else None
-            if chunk == last:
+            output = self._chunks.run(chunk, passed, inputs) if owner == self._axis.rank else None
+            if chunk == self._chunks.last:
                 return output
             passed = self._pass_on(chunk, output if isinstance(output, tuple) else (output,), ids.shape)
         return None
 
     def _pass_on(self, chunk: int, tensors: tuple[Any, ...], shape: Sequence[int]) -> tuple[Any, ...]:
+        """Return what enters the next chunk, if that is on this rank; `tensors` left `chunk`, if that is."""
         source, target, here = self._owners[chunk], self._owners[chunk + 1], self._axis.rank
         if here == source:
             routed = tensors[1] if len(tensors) > 1 else None
-            self.learned[chunk] = None if routed is None else (len(routed), routed.shape[-1], routed.dtype)
+            shapes = None if routed is None else RouterLogits(len(routed), routed.shape[-1], routed.dtype)
+            self._outputs.router_logits[chunk] = shapes
             if target != here:
                 self._send(target, [*self._header(chunk), *tensors])
         elif here == target:
@@ -65,10 +59,10 @@ class ForwardOnly:
         return tensors
 
     def _header(self, chunk: int) -> list[Tensor]:
-        if not self.routes:
+        if not self._chunks.routes:
             return []
-        layers, experts, dtype = self.learned[chunk] or (0, 0, DTYPES[0])
-        return [torch.tensor([layers, experts, DTYPES.index(dtype)], device=self._hidden((1,)).device)]
+        layers, experts, dtype = self._outputs.router_logits[chunk] or (0, 0, DTYPES[0])
+        return [torch.tensor([layers, experts, DTYPES.index(dtype)], device=self._outputs.device)]
 
     def _send(self, target: int, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -76,15 +70,15 @@ class ForwardOnly:
             messages(self._axis, "send", "hidden", {target: tensor.contiguous()}, {})
 
     def _receive(self, chunk: int, source: int, shape: Sequence[int]) -> tuple[Tensor, ...]:
-        hidden = self._hidden(shape)
-        if not self.routes:
+        hidden = self._outputs.hidden(shape)
+        if not self._chunks.routes:
             messages(self._axis, "receive", "hidden", {}, {source: hidden})
             return (hidden,)
         header = torch.zeros(3, dtype=torch.int64, device=hidden.device)
         for into in (header, hidden):
             messages(self._axis, "receive", "hidden", {}, {source: into})
         layers, experts, dtype = (int(value) for value in header)
-        self.learned[chunk] = (layers, experts, DTYPES[dtype]) if layers else None
+        self._outputs.router_logits[chunk] = RouterLogits(layers, experts, DTYPES[dtype]) if layers else None
         if not layers:
             return (hidden,)
         routed = torch.empty(layers, hidden.shape[:-1].numel(), experts, dtype=DTYPES[dtype], device=hidden.device)

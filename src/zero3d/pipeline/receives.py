@@ -18,7 +18,7 @@ RECEIVED = "received"
 Table = dict[int, tuple[Any, ...]]  # torch's, by micro-batch
 
 
-class Rooms:
+class ReceiveBuffers:
     """The buffers that a chunk receives into: for each entry of torch's tables one, while it is needed.
 
     Two tables: activations that come from the chunk before (args_recv_info), gradients from the chunk after.
@@ -29,34 +29,35 @@ class Rooms:
         self._empty: dict[tuple[int, int, int], Tensor] = {}  # what stands in the tables meanwhile, without memory
         self._lent: dict[tuple[int, int, int], Tensor] = {}
 
-    def open(self, table: Table, micro_batches: int) -> None:
-        """Entries for all micro-batches, like those of the first, whose buffers have no memory."""
+    def empty(self, table: Table, micro_batches: int) -> None:
+        """Make entries for all micro-batches, like those of the first, whose buffers have no memory."""
         first = table[0]
-        for number in range(micro_batches):
-            table[number] = tuple(map(copy.copy, first))
-            for place, info in enumerate(table[number]):
+        for micro_batch in range(micro_batches):
+            table[micro_batch] = tuple(map(copy.copy, first))
+            for place, info in enumerate(table[micro_batch]):
                 if (buffer := getattr(info, "buffer", None)) is not None:
                     info.buffer = torch.empty_like(buffer).requires_grad_(buffer.requires_grad)  # torch 2.11 asks it
                     info.buffer.untyped_storage().resize_(0)
-                    self._empty[id(table), number, place] = info.buffer
+                    self._empty[id(table), micro_batch, place] = info.buffer
 
-    def furnish(self, table: Table, number: int) -> None:
-        """Something is about to arrive for a micro-batch."""
-        for place, info in enumerate(table.get(number, ())):
-            key = id(table), number, place
+    def lend(self, table: Table, micro_batch: int) -> None:
+        """Lend memory to the buffers of a micro-batch for which something is about to arrive."""
+        for place, info in enumerate(table.get(micro_batch, ())):
+            key = id(table), micro_batch, place
             if key in self._empty:
                 like = self._empty[key]
                 self._lent[key] = self._arena.borrow(RECEIVED, like.numel(), like.dtype)
                 info.buffer = self._lent[key].view(like.shape).requires_grad_(like.requires_grad)
 
-    def close(self, number: int, activations: Table, gradients: Table) -> None:
-        """A micro-batch is through. Where a V turns, torch has put the neighbour's own tensors in the tables.
+    def give_back(self, micro_batch: int, activations: Table, gradients: Table) -> None:
+        """Give back the memory of a micro-batch that is through.
 
-        Graphs that wait for the garbage collector hold activations; a gradient may be on its way to the next chunk.
+        Where a V turns, torch has put the neighbour's own tensors in the tables. Activations are freed at once, because
+        graphs that wait for the garbage collector hold them; a gradient may still be on its way to the next chunk.
         """
         for table in (activations, gradients):
-            for place, info in enumerate(table.get(number, ())):
-                key = id(table), number, place
+            for place, info in enumerate(table.get(micro_batch, ())):
+                key = id(table), micro_batch, place
                 if key in self._empty:
                     info.buffer = self._empty[key]
                 if (lent := self._lent.pop(key, None)) is not None:

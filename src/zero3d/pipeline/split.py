@@ -40,7 +40,7 @@ OF_THE_HEAD = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
 
 
 class ModelChunk(nn.Module):
-    """What one chunk of a pipeline holds and runs of a model; `split` makes it.
+    """One chunk of a model: the modules that it holds, run by the model's own forward. `split` makes it.
 
     chunk, chunks   which chunk of how many; `is_first`, `is_last`
     tied            ties of the whole model, on every chunk the same list
@@ -64,10 +64,12 @@ class ModelChunk(nn.Module):
 
     @property
     def is_first(self) -> bool:
+        """Whether it takes token ids."""
         return self.chunk == 0
 
     @property
     def is_last(self) -> bool:
+        """Whether it returns what the model returns."""
         return self.chunk == self.chunks - 1
 
     def __getattr__(self, name: str) -> Any:
@@ -107,7 +109,7 @@ class ModelChunk(nn.Module):
             return model(**start, **batch | forward_options(model))
         batch = {key: value for key, value in batch.items() if key not in OF_THE_HEAD}
         output = base(**start, **batch | forward_options(base) | {"return_dict": True})
-        routed = _joined(self._relay.routed, getattr(output, "router_logits", None))
+        routed = _join_routed(self._relay.routed, getattr(output, "router_logits", None))
         return self._relay.sent if routed is None else (self._relay.sent, routed)
 
     def _run_plain(self, model: nn.Module, entering: Tensor, batch: dict[str, Any]) -> Any:
@@ -119,7 +121,7 @@ class ModelChunk(nn.Module):
 
 
 def split(model: nn.Module, counts: Sequence[int], chunk: int, blocks: str | None = None) -> ModelChunk:
-    """Chunk number `chunk` of a model whose blocks are dealt out as `counts` says.
+    """Return chunk number `chunk` of a model whose blocks are dealt out as `counts` says.
 
     counts   blocks of each chunk, such as [3, 2] (`balance` finds them)
     blocks   name of the list of blocks, such as "model.layers"; found if left out
@@ -130,16 +132,16 @@ def split(model: nn.Module, counts: Sequence[int], chunk: int, blocks: str | Non
     """
     chain = find_chain(model, blocks)
     _check(chain, counts, chunk)
-    ties, own = ties_and_copies(model, chain, counts, chunk)
+    ties, copies = ties_and_copies(model, chain, counts, chunk)
     relay = Relay()
-    replaced = _others(model, chain, counts, chunk, relay) | own
+    replaced = _placeholders(model, chain, counts, chunk, relay) | copies
     return ModelChunk(copy_with(model, replaced), chunk, len(counts), ties, relay, chain.width)
 
 
 def balance(
     model: nn.Module, stages: int, tokens: int, blocks: str | None = None, schedule: str | None = None
 ) -> list[int]:
-    """How many blocks each chunk of `stages` pipeline stages should get, for micro-batches of `tokens`.
+    """Return how many blocks each chunk of `stages` pipeline stages should get, for micro-batches of `tokens`.
 
     `pipeline/balance.py` has the costs. Width and vocabulary are those of the largest embedding.
     Errors: a model that is no chain, fewer blocks than chunks of this schedule (ConfigError).
@@ -162,7 +164,7 @@ def balance(
 
 
 def take_chunks(model: nn.Module, axis: Axis, schedule: Schedule, blocks: str | None) -> dict[int, nn.Module]:
-    """This rank's chunks of the model by number; without pipeline the model itself."""
+    """Return this rank's chunks of the model by number; without pipeline the model itself."""
     if axis.size == 1:
         return {0: model}
     counts = balance(model, axis.size, TOKENS, blocks, schedule.name)
@@ -177,7 +179,7 @@ def take_chunks(model: nn.Module, axis: Axis, schedule: Schedule, blocks: str | 
 
 
 def active_weights(block: nn.Module, config: Any) -> Weights:
-    """A block's parameters; of fused experts [experts, ., .] a token meets `num_experts_per_tok`."""
+    """Return a block's parameters, and of them those that a token meets: `num_experts_per_tok` of fused experts."""
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     met = getattr(config, "num_experts_per_tok", None)
     total = sum(p.numel() for p in block.parameters())
@@ -188,6 +190,7 @@ def active_weights(block: nn.Module, config: Any) -> Weights:
 
 
 def _check(chain: Chain, counts: Sequence[int], chunk: int) -> None:
+    """Raise ConfigError where `counts` do not deal out all blocks, or there is no such chunk."""
     if sum(counts) != chain.length or min(counts) < 1:
         raise ConfigError(
             f"counts={list(counts)} must be whole numbers from 1 that sum to the {chain.length} blocks of "
@@ -197,10 +200,10 @@ def _check(chain: Chain, counts: Sequence[int], chunk: int) -> None:
         raise ConfigError(f"chunk={chunk} is none of {len(counts)} chunks: pass 0 to {len(counts) - 1}.")
 
 
-def _others(
+def _placeholders(
     model: nn.Module, chain: Chain, counts: Sequence[int], chunk: int, relay: Relay
 ) -> dict[nn.Module | Tensor, object]:
-    """What stands in the chunk where modules of other chunks were."""
+    """Return what stands in the chunk where modules of other chunks were, by the module."""
     first, stop, ends = sum(counts[:chunk]), sum(counts[: chunk + 1]), base_of(model) is None
     replaced: dict[nn.Module | Tensor, object] = {}
     for index, block in enumerate(model.get_submodule(chain.blocks).children()):
@@ -215,14 +218,14 @@ def _others(
     return replaced
 
 
-def _joined(routed: Tensor | None, own: Sequence[Tensor] | None) -> Tensor | None:
-    """Router logits of earlier chunks and of this one, [layers, tokens, experts]."""
+def _join_routed(routed: Tensor | None, own: Sequence[Tensor] | None) -> Tensor | None:
+    """Return router logits of earlier chunks and of this one, [layers, tokens, experts]."""
     stacks = [] if routed is None else [routed]
     stacks += [torch.stack(tuple(own))] if own else []
     return torch.cat(stacks) if stacks else None
 
 
 def _add_routed(relay: Relay, base: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook of the last chunk's base model: the head finds the router logits of all layers."""
+    """Give the head the router logits of all layers: a forward hook of the last chunk's base model."""
     if relay.routed is not None:
         output["router_logits"] = (*relay.routed.unbind(), *(output.get("router_logits") or ()))

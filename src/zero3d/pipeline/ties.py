@@ -1,7 +1,11 @@
-"""Parameters that two model chunks hold: a tied embedding and head whose pipeline stages differ.
+"""Parameters that two model chunks hold: a tied embedding and head, first and last in a pipeline.
 
-Each chunk has a copy under its own name. Their gradients are summed across pipeline stages (zero/model_group.py);
-checkpoints, the norm and the planner count the parameter once, by its owner's name.
+    ties_and_copies    of a model that is cut: which parameters are tied across chunks, and a chunk's copies of them
+    names_of_copies    of a rank's chunks: which names are copies, and of what
+    find_ties          of a rank's units: whose gradients are summed with those of which other pipeline stage
+
+The first chunk that names a parameter owns it. Copies get the same gradients as their owner (zero/model_group.py
+sums them); the norm and checkpoints count the parameter once, by its owner's name.
 """
 
 from __future__ import annotations
@@ -19,10 +23,7 @@ from zero3d.zero.unit import Unit
 
 
 class Tie(NamedTuple):
-    """One parameter that two chunks hold, each a copy under its own name; `name` is the full model's.
-
-    Their gradients have to be summed, and the parameter counted once in the norm and in checkpoints.
-    """
+    """One parameter that two chunks hold: `chunk` owns it as `name`, `other_chunk` has a copy as `other_name`."""
 
     name: str
     chunk: int
@@ -31,7 +32,7 @@ class Tie(NamedTuple):
 
 
 def _chunk_of(name: str, chain: Chain, counts: Sequence[int]) -> int:
-    """The chunk that a parameter of this name is on."""
+    """Return the chunk that holds the parameter of this name."""
     if name.startswith(chain.blocks + "."):
         index = int(name[len(chain.blocks) + 1 :].partition(".")[0])
         return next(chunk for chunk in range(len(counts)) if index < sum(counts[: chunk + 1]))
@@ -41,40 +42,41 @@ def _chunk_of(name: str, chain: Chain, counts: Sequence[int]) -> int:
 def ties_and_copies(
     model: nn.Module, chain: Chain, counts: Sequence[int], chunk: int
 ) -> tuple[list[Tie], dict[nn.Module | Tensor, object]]:
-    """Ties across chunks, and the copies that `chunk` gets of parameters which another chunk owns."""
-    names: dict[nn.Parameter, dict[int, str]] = {}
+    """Return all ties across chunks, and the copies that `chunk` gets of parameters which another chunk owns."""
+    names: dict[nn.Parameter, dict[int, str]] = {}  # of a parameter on each chunk that has it, the owner first
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, {}).setdefault(_chunk_of(name, chain, counts), name)
     ties: list[Tie] = []
-    own: dict[nn.Module | Tensor, object] = {}
-    for p, places in names.items():
-        owner, *others = places
-        ties += [Tie(places[owner], owner, places[other], other) for other in others]
+    copies: dict[nn.Module | Tensor, object] = {}
+    for p, by_chunk in names.items():
+        owner, *others = by_chunk
+        ties += [Tie(by_chunk[owner], owner, by_chunk[other], other) for other in others]
         if chunk in others:
-            own[p] = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
-    return ties, own
+            copies[p] = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+    return ties, copies
 
 
 def names_of_copies(chunks: Mapping[int, nn.Module]) -> dict[str, str]:
-    """Copies of tied parameters: the name of each on its chunk -> the name of its owner."""
+    """Return the name of every copy of a tied parameter -> the name of its owner."""
     return {tie.other_name: tie.name for chunk in chunks.values() for tie in getattr(chunk, "tied", ())}
 
 
 def find_ties(chunks: Mapping[int, nn.Module], units: Sequence[Unit], schedule: Schedule, ranks: int) -> list[Tied]:
-    """The parameters of this rank that another pipeline stage holds, too. Raises ConfigError."""
+    """Return the units of this rank whose parameter another chunk holds, too. Raises ConfigError."""
     ties = {tie for chunk in chunks.values() for tie in getattr(chunk, "tied", ())}
-    found = []
+    tied = []
     for tie in sorted(ties):
         ends = [(tie.name, tie.chunk, tie.other_chunk), (tie.other_name, tie.other_chunk, tie.chunk)]
         here = {name: _unit_of(name, units) for name, chunk, _ in ends if chunk in chunks}
         for name, chunk, other in ends:
             if chunk in chunks:
                 there = next((unit for key, unit in here.items() if key != name), None)
-                found.append(Tied(here[name], schedule.rank_of(other, ranks), there, copy=name == tie.other_name))
-    return found
+                tied.append(Tied(here[name], schedule.rank_of(other, ranks), there, copy=name == tie.other_name))
+    return tied
 
 
 def _unit_of(name: str, units: Sequence[Unit]) -> Unit:
+    """Return the unit of a tied parameter, which has no other. Raises ConfigError."""
     unit = next(unit for unit in units if any(slot.name == name for slot in unit.layout.slots))
     if len(unit.layout.slots) > 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline sends and gathers in a step, by formula, from its schedule's action list. No torch."""
+"""What a rank of a pipeline sends and gathers in a step: formulas over its schedule's action list. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero3d.zero.traffic import Moved, TokenEvent, backward_tokens, count_gather
 
 
 class ChunkUnits(NamedTuple):
-    """The units of a pipeline's chunk, as `token_order` takes them."""
+    """The units of one model chunk, as `zero.traffic.token_order` takes them."""
 
     forward: Sequence[str]
     root: str | None = None
@@ -19,17 +19,18 @@ class ChunkUnits(NamedTuple):
 
     @property
     def names(self) -> list[str]:
+        """Names of the units, each once."""
         return list(dict.fromkeys([*self.forward, *filter(None, [self.root])]))
 
 
 def pipeline_tokens(actions: Iterable[Action], chunks: Mapping[int, ChunkUnits]) -> list[TokenEvent]:
-    """The tokens of one rank's step in a pipeline, from the actions it ran; nothing recomputed.
+    """Return the token events of one rank's step, from the actions it ran; nothing recomputed.
 
-    action   uses                                                     gathers of a unit in M micro-batches, at most
-    -------  -------------------------------------------------------  ---------------------------------------------
-    F        every unit                                               M
+    action   uses                                                      gathers of a unit in M micro-batches, at most
+    -------  --------------------------------------------------------  ---------------------------------------------
+    F        every unit                                                M
     B, I     every unit but embeddings, in reverse; I of chunk 0 none  M
-    W        every unit: no hook tells which weights are read         M
+    W        every unit: no hook tells which weights are read          M
 
     So 2M with whole backwards (gpipe, 1f1b, interleaved) and 3M with split ones (zero-bubble, zbv); embeddings M
     and 2M, chunk 0 2M in both: nothing enters it, so torch leaves its whole backward to W.
@@ -40,7 +41,7 @@ def pipeline_tokens(actions: Iterable[Action], chunks: Mapping[int, ChunkUnits])
     under gpipe (F0 .. F3 B0 .. B3) 2M - 1 times.
     """
     events: list[TokenEvent] = []
-    kept: list[TokenEvent] = []  # gives back what the last forward left gathered
+    kept: list[TokenEvent] = []  # events that give back what the last forward left gathered
     for kind, chunk, _ in actions:
         forward, root, no_backward = units = chunks[chunk]
         if kind == "F":
@@ -59,7 +60,7 @@ def pipeline_tokens(actions: Iterable[Action], chunks: Mapping[int, ChunkUnits])
 
 
 def pipeline_gathers(actions: Iterable[Action], chunks: Mapping[int, ChunkUnits], release: str) -> Counter[str]:
-    """Gathers per unit in one rank's step at stage 3: Psi elements in all if held for the step, else per use.
+    """Return gathers per unit in one rank's step at stage 3: one each where `release` is every_step, else per use.
 
     True from the second step of so many micro-batches on: one whose order differs from the step's before it
     may gather up to WINDOW units more, ahead of a use that does not come (zero/gathers.py).
@@ -69,19 +70,20 @@ def pipeline_gathers(actions: Iterable[Action], chunks: Mapping[int, ChunkUnits]
 
 
 def pipeline_traffic(
-    mine: Sequence[int], micro_batches: int, cuts: Sequence[Sequence[tuple[int, int]]]
+    chunks: Sequence[int], micro_batches: int, cuts: Sequence[Sequence[tuple[int, int]]]
 ) -> dict[tuple[str, str], Moved]:
-    """What passes between chunks, and its gradients, that a rank sends in one step, by (operation, chunk).
+    """Return the hidden states and gradients that a rank sends in one step, by (operation, "part NUMBER").
 
-    mine  the chunks of this rank; between neighbours on one rank nothing is sent
-    cuts  what of one micro-batch passes from chunk i to chunk i+1: (elements, bytes of each) of every tensor,
-          the hidden state and, behind layers whose router logits the loss needs, those
+    chunks  this rank's; between neighbours on one rank nothing is sent
+    cuts    what of one micro-batch passes from chunk i to chunk i+1: (elements, bytes of each) of every tensor,
+            the hidden state and, behind layers whose router logits the loss needs, those
     """
-    sent: dict[tuple[str, str], Moved] = {}
-    for chunk in mine:
+    traffic: dict[tuple[str, str], Moved] = {}
+    for chunk in chunks:
         for operation, cut, neighbour in (("send_forward", chunk, chunk + 1), ("send_backward", chunk - 1, chunk - 1)):
-            if 0 <= cut < len(cuts) and neighbour not in mine:
-                elements, size = (sum(each) for each in zip(*((n, n * width) for n, width in cuts[cut]), strict=True))
+            if 0 <= cut < len(cuts) and neighbour not in chunks:
+                elements = sum(numel for numel, _ in cuts[cut])
+                size = sum(numel * itemsize for numel, itemsize in cuts[cut])
                 moved = len(cuts[cut]), elements, size
-                sent[operation, f"part {chunk}"] = Moved(*(micro_batches * figure for figure in moved))
-    return sent
+                traffic[operation, f"part {chunk}"] = Moved(*(micro_batches * figure for figure in moved))
+    return traffic
