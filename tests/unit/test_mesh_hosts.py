@@ -7,10 +7,10 @@ import pytest
 from zero3d.cli.cluster import from_slurm
 from zero3d.distributed.degrees import Degrees
 from zero3d.tensor_parallel.parallelize import warn_across_hosts
-from zero3d.tensor_parallel.traffic import Passage
+from zero3d.tensor_parallel.traffic import Region
 
 HIDDEN, WIDTH = 4096, 2
-LAYER = [Passage(name, *ops, HIDDEN) for name, ops in
+LAYER = [Region(name, *ops, HIDDEN) for name, ops in
          (("q", ("", "all_reduce")), ("o", ("all_reduce", "")), ("gate", ("", "all_reduce")), ("down", ("all_reduce", "")))]  # fmt: skip
 
 

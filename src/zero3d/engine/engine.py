@@ -200,9 +200,9 @@ class Engine:
         self._draw_alike()
         self._cuts = {name: each for found in cut for name, each in found.cuts.items()}
         self._partial = frozenset(name for found in cut for name in found.partial)
-        self.passages = [passage for found in cut for passage in found.passages]
+        self.regions = [region for found in cut for region in found.regions]
         if self.mesh.rank == 0:
-            warn_across_hosts(self.mesh.degrees, self.mesh.local_world, self.passages, self.precision.dtype.itemsize)
+            warn_across_hosts(self.mesh.degrees, self.mesh.local_world, self.regions, self.precision.dtype.itemsize)
 
     def _draw_alike(self) -> None:
         """tp ranks go on from tp rank 0's random state: what they hold alike must be dropped out and sampled alike."""

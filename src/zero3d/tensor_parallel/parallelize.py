@@ -7,9 +7,9 @@ styles.py      what a style cuts and hooks
 heads.py       what attention is given for every head
 sequence.py    sequence parallelism and dropout around cut modules
 vocabulary.py  embedding, head and loss
-regions.py     the autograd passages between common and own activations
+regions.py     the autograd regions between common and own activations
 channel.py     their collectives
-passages.py    where activations pass between ranks, from the plan alone
+planned_regions.py  where activations pass between ranks, from the plan alone
 traffic.py     what that sends
 """
 
@@ -28,13 +28,13 @@ from zero3d.pipeline.split import model_of
 from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.heads import check_alibi
-from zero3d.tensor_parallel.passages import Looked, find_passages, warn_across_hosts
 from zero3d.tensor_parallel.plan import CUTS, Style, read_plan
+from zero3d.tensor_parallel.planned_regions import UncutModel, find_regions, warn_across_hosts
 from zero3d.tensor_parallel.regions import Doors
 from zero3d.tensor_parallel.replace import apply_cuts
 from zero3d.tensor_parallel.sequence import cut_blocks, install_random, install_sequence
 from zero3d.tensor_parallel.styles import Work, apply_style
-from zero3d.tensor_parallel.traffic import Passage
+from zero3d.tensor_parallel.traffic import Region
 from zero3d.tensor_parallel.vocabulary import Head, cross_entropy, gather_logits, has_causal_loss
 
 __all__ = [
@@ -54,12 +54,12 @@ class Sharded(NamedTuple):
 
     cuts      how parameters are cut, by name
     partial   names of those whose gradients are parts of a sum over tp
-    passages  what it sends in each micro-batch, for `traffic.tensor_traffic`
+    regions  what it sends in each micro-batch, for `traffic.tensor_traffic`
     """
 
     cuts: Mapping[str, Cut]
     partial: frozenset[str]
-    passages: Sequence[Passage] = ()
+    regions: Sequence[Region] = ()
 
 
 def parallelize(
@@ -99,13 +99,13 @@ def parallelize(
     install_random(work, config)
     if sequence:
         install_sequence(work)
-    passages = find_passages(Looked(model, styles, config, sequence, head_name), axis.size)
+    regions = find_regions(UncutModel(model, styles, config, sequence, head_name), axis.size)
     apply_cuts(work)
     model.register_forward_hook(lambda *_: work.doors.forget())
     names = dict(model.named_parameters())
     cuts = {name: work.cuts[p] for name, p in names.items() if p in work.cuts}
     partial = frozenset(name for name, p in names.items() if p in work.partial and name not in cuts)
-    return Sharded(cuts, partial, passages)
+    return Sharded(cuts, partial, regions)
 
 
 def check_config(config: Any, styles: Mapping[str, Style], size: int) -> None:

@@ -2,7 +2,7 @@
 
     common  --enter-->  [colwise | own outputs | rowwise]  --leave-->  common
 
-    passage                         without sequence parallelism   with it (around a module of such matrices)
+    region                         without sequence parallelism   with it (around a module of such matrices)
     enter, the first of a module    backward all_reduce            all_gather, backward reduce_scatter
     leave                           all_reduce                     reduce_scatter, backward all_gather
     first block, last block         nothing                        backward all_gather; all_gather
@@ -28,7 +28,7 @@ from zero3d.activations.recomputation import Recomputed
 from zero3d.distributed.degrees import Degrees
 from zero3d.tensor_parallel.plan import Style
 from zero3d.tensor_parallel.sequence import cut_blocks
-from zero3d.tensor_parallel.traffic import Passage, tensor_traffic
+from zero3d.tensor_parallel.traffic import Region, tensor_traffic
 
 COLWISE = ("colwise", "packed_colwise", "colwise_gather_output")
 ROWWISE = ("rowwise", "packed_rowwise", "rowwise_split_input")
@@ -37,7 +37,7 @@ LOSS, FP32 = 2, 4  # numbers per token and rank; bytes of each, or 8 under fp64
 
 
 @dataclass(frozen=True)
-class Looked:
+class UncutModel:
     """A model before it is cut. `head`: the name of its head, where its loss takes local logits."""
 
     model: nn.Module
@@ -47,23 +47,23 @@ class Looked:
     head: str | None
 
 
-def find_passages(looked: Looked, size: int) -> list[Passage]:
-    """All passages of one micro-batch's forward and backward on one of `size` ranks, in module order."""
-    blocks = list(cut_blocks(looked.model, list(looked.styles))) if looked.sequence else []
-    found = [*_split(blocks, looked), *_of_styles(looked, size, blocks)]
-    reached = _reached(looked)
-    passages = [p if reached(p.name) else p._replace(backward="") for p in found]
-    again = _recomputed(looked.model, passages)
-    return [p._replace(again=p.name in again) for p in passages]
+def find_regions(uncut: UncutModel, size: int) -> list[Region]:
+    """All regions of one micro-batch's forward and backward on one of `size` ranks, in module order."""
+    blocks = list(cut_blocks(uncut.model, list(uncut.styles))) if uncut.sequence else []
+    found = [*_split(blocks, uncut), *_of_styles(uncut, size, blocks)]
+    reached = _reached(uncut)
+    regions = [p if reached(p.name) else p._replace(backward="") for p in found]
+    again = _recomputed(uncut.model, regions)
+    return [p._replace(again=p.name in again) for p in regions]
 
 
-def warn_across_hosts(degrees: Degrees, local: int | None, passages: list[Passage], width: int) -> None:
+def warn_across_hosts(degrees: Degrees, local: int | None, regions: list[Region], width: int) -> None:
     """Say what it costs when the tp ranks of one replica are on several hosts of `local` ranks each (None: unknown)."""
     tp = degrees.tp
     if local is None or local % tp == 0:
         return
     inside = gcd(tp, local)
-    sent = sum(moved.bytes for moved in tensor_traffic(passages, tp, 1, tp, width).values()) // tp
+    sent = sum(moved.bytes for moved in tensor_traffic(regions, tp, 1, tp, width).values()) // tp
     warnings.warn(
         f"mesh.tp={tp} on hosts of {local} ranks: a layer's all-reduces, 2 forward and 2 backward, cross hosts, and "
         f"computation waits for each ({sent:,} bytes per token from this rank for all layers it has). Type "
@@ -72,65 +72,65 @@ def warn_across_hosts(degrees: Degrees, local: int | None, passages: list[Passag
     )
 
 
-def _of_styles(looked: Looked, size: int, blocks: list[str]) -> Iterator[Passage]:
+def _of_styles(uncut: UncutModel, size: int, blocks: list[str]) -> Iterator[Region]:
     entered: str | None = None  # the module whose matrices have their input
-    for name, style in looked.styles.items():
+    for name, style in uncut.styles.items():
         kind, parent = style.kind, name.rpartition(".")[0]
-        module = _get(looked.model, name)
-        chunks = looked.sequence and any(name.startswith(block + ".") for block in blocks)
+        module = _get(uncut.model, name)
+        chunks = uncut.sequence and any(name.startswith(block + ".") for block in blocks)
         if kind in COLWISE and isinstance(module, nn.Module):
             inputs, outputs = _shape(module)
             last = kind == "colwise_gather_output" and name.rpartition(".")[2] in OUTPUTS
             if parent != entered or last:
                 around = name if not chunks or parent in blocks else parent
-                yield Passage(around, *(("all_gather", "reduce_scatter") if chunks else ("", "all_reduce")), inputs)
+                yield Region(around, *(("all_gather", "reduce_scatter") if chunks else ("", "all_reduce")), inputs)
                 entered = entered if last else parent
-            if name == looked.head:
-                yield Passage(name, "all_gather", "", LOSS * size, FP32)
+            if name == uncut.head:
+                yield Region(name, "all_gather", "", LOSS * size, FP32)
             elif kind == "colwise_gather_output":
-                yield Passage(name, "all_gather", "", outputs)
+                yield Region(name, "all_gather", "", outputs)
         elif kind == "mla_kv_a_proj":
             entered = None  # the latent is another matrix's input
-            yield Passage(name, "", "all_reduce", _get(looked.model, parent).qk_rope_head_dim)
+            yield Region(name, "", "all_reduce", _get(uncut.model, parent).qk_rope_head_dim)
         elif isinstance(module, nn.Module) and (
             kind in ROWWISE or kind in ("embedding_rowwise", "all_reduce", "moe_tp_experts")
         ):
             entered = None
-            yield from _leaving(looked, name, kind, module, chunks)
+            yield from _leaving(uncut, name, kind, module, chunks)
 
 
-def _leaving(looked: Looked, name: str, kind: str, module: nn.Module, chunks: bool) -> Iterator[Passage]:
+def _leaving(uncut: UncutModel, name: str, kind: str, module: nn.Module, chunks: bool) -> Iterator[Region]:
     if isinstance(module, nn.Embedding):
-        yield Passage(name, "all_reduce", "", module.embedding_dim)
+        yield Region(name, "all_reduce", "", module.embedding_dim)
         return
     if kind in ROWWISE:
         inputs, width = _shape(module)
         if kind == "rowwise_split_input":
-            yield Passage(name, "", "all_gather", inputs)
+            yield Region(name, "", "all_gather", inputs)
     else:
-        width = _hidden(looked)
+        width = _hidden(uncut)
     if kind == "moe_tp_experts" and len(inspect.signature(module.forward).parameters) == 1:
         width *= next((len(p) for p in module.parameters()), 1)  # hidden states weighed before, for every expert
-        yield Passage(name, "", "all_reduce", width)
+        yield Region(name, "", "all_reduce", width)
     elif kind == "moe_tp_experts":  # hidden states, and each token's weights of its experts
-        yield Passage(name, "", "all_reduce", width)
-        yield Passage(name, "", "all_reduce", getattr(looked.config, "num_experts_per_tok", 0))
-    yield Passage(name, *(("reduce_scatter", "all_gather") if chunks else ("all_reduce", "")), width)
+        yield Region(name, "", "all_reduce", width)
+        yield Region(name, "", "all_reduce", getattr(uncut.config, "num_experts_per_tok", 0))
+    yield Region(name, *(("reduce_scatter", "all_gather") if chunks else ("all_reduce", "")), width)
 
 
-def _split(blocks: list[str], looked: Looked) -> Iterator[Passage]:
+def _split(blocks: list[str], uncut: UncutModel) -> Iterator[Region]:
     """Sequences are cut at the first block and joined at the last."""
     if blocks:
-        yield Passage(blocks[0], "", "all_gather", _hidden(looked))
-        yield Passage(blocks[-1], "all_gather", "", _hidden(looked))
+        yield Region(blocks[0], "", "all_gather", _hidden(uncut))
+        yield Region(blocks[-1], "all_gather", "", _hidden(uncut))
 
 
-def _hidden(looked: Looked) -> int:
+def _hidden(uncut: UncutModel) -> int:
     """Width of the common activations: what a rowwise matrix gives."""
-    rowwise = (_get(looked.model, name) for name, style in looked.styles.items() if style.kind in ROWWISE)
+    rowwise = (_get(uncut.model, name) for name, style in uncut.styles.items() if style.kind in ROWWISE)
     matrices = (m for m in rowwise if isinstance(m, nn.Module))
     found = next((_shape(m)[1] for m in matrices), 0)
-    return found or getattr(looked.config, "hidden_size", 0)
+    return found or getattr(uncut.config, "hidden_size", 0)
 
 
 def _shape(module: nn.Module) -> tuple[int, int]:
@@ -145,14 +145,14 @@ def _get(model: nn.Module, name: str) -> Any:
     return getattr(model.get_submodule(owner), local)
 
 
-def _reached(looked: Looked) -> Any:
-    """Whether a passage's input has a gradient: something before it is trained, or a norm beside it in its block."""
-    model = looked.model
+def _reached(uncut: UncutModel) -> Any:
+    """Whether a region's input has a gradient: something before it is trained, or a norm beside it in its block."""
+    model = uncut.model
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     trained = {name: any(p.requires_grad for p in m.parameters(recurse=False)) for name, m in model.named_modules()}
     first = min((i for name, i in order.items() if trained[name]), default=len(order))
     received = not getattr(model, "is_first", True)  # a later part of a pipeline
-    in_cut = tuple(f"{name}." for name in looked.styles) + tuple(looked.styles)
+    in_cut = tuple(f"{name}." for name in uncut.styles) + tuple(uncut.styles)
 
     def reached(name: str) -> bool:
         if received or first < order[name]:
@@ -164,12 +164,12 @@ def _reached(looked: Looked) -> Any:
     return reached
 
 
-def _recomputed(model: nn.Module, passages: list[Passage]) -> set[str]:
-    """Names of the passages whose forward runs again."""
+def _recomputed(model: nn.Module, regions: list[Region]) -> set[str]:
+    """Names of the regions whose forward runs again."""
     modules = {name: m.forward for name, m in model.named_modules() if isinstance(m.forward, Recomputed)}
     again = set()
     for i, (name, forward) in enumerate(modules.items()):
-        inside = [p.name for p in passages if p.forward and p.name.startswith(name + ".")]
+        inside = [p.name for p in regions if p.forward and p.name.startswith(name + ".")]
         ends = (i + 1) % forward.every == 0 or i == len(modules) - 1
         if inside and ends and not _kept_behind(model.get_submodule(name), inside[-1].removeprefix(name + ".")):
             inside.pop()
