@@ -189,7 +189,7 @@ def test_logits_stay_local_where_the_model_computes_its_loss_and_are_whole_elsew
 
 def local_losses(logits, labels, items, dtype):
     channel = Channel(axis(), Ledger())
-    mine = channel.chunk(logits.to(dtype), -1).detach().requires_grad_()
+    mine = channel.slice_of(logits.to(dtype), -1).detach().requires_grad_()
     loss = cross_entropy(mine, labels, channel, num_items_in_batch=items)
     loss.backward()
     return loss.detach(), mine.grad

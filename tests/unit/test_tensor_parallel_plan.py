@@ -17,7 +17,7 @@ from zero3d.pipeline.split import split
 from zero3d.tensor_parallel.parallelize import parallelize
 from zero3d.tensor_parallel.plan import REFUSED, STYLES, parse, read_plan
 from zero3d.tensor_parallel.proposal import propose
-from zero3d.tensor_parallel.regions import Doors
+from zero3d.tensor_parallel.regions import Regions
 from zero3d.tensor_parallel.shipped import shipped_plan
 
 NET = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
@@ -270,19 +270,19 @@ def test_names_that_only_the_models_own_plan_lacks_are_no_error():
 
 
 def test_a_tensor_enters_once_until_it_is_written_or_something_leaves():
-    doors = Doors(channel=Axis("tp", 0, 1), sequence=False)
+    regions = Regions(channel=Axis("tp", 0, 1), sequence=False)
     x = torch.ones(2, 3, requires_grad=True) * 1
-    first = doors.enter(x, "q")
-    assert doors.enter(x, "k") is first
+    first = regions.copy_to(x, "q")
+    assert regions.copy_to(x, "k") is first
     with torch.no_grad():
-        assert doors.enter(x, "k") is not first
-    again = doors.enter(x, "q")
+        assert regions.copy_to(x, "k") is not first
+    again = regions.copy_to(x, "q")
     x += 1
-    assert doors.enter(x, "v") is not again
-    assert doors.enter(x + 0, "v") is not first
-    kept = doors.enter(x, "q")
-    doors.forget()
-    assert doors.enter(x, "q") is not kept
+    assert regions.copy_to(x, "v") is not again
+    assert regions.copy_to(x + 0, "v") is not first
+    kept = regions.copy_to(x, "q")
+    regions.forget()
+    assert regions.copy_to(x, "q") is not kept
 
 
 def test_linear_layers_of_other_kinds_are_refused_by_class():

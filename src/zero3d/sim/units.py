@@ -27,7 +27,7 @@ from zero3d.plan.spec import Unit, Weight
 from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.parallelize import read_styles
-from zero3d.tensor_parallel.regions import Doors
+from zero3d.tensor_parallel.regions import Regions
 from zero3d.tensor_parallel.sequence import cut_blocks
 from zero3d.tensor_parallel.styles import Work, apply_style
 from zero3d.tensor_parallel.vocabulary import Head
@@ -86,12 +86,12 @@ def _longest_list(model: nn.Module) -> Rooms:
 
 def find_cuts(model: nn.Module) -> dict[nn.Parameter, Cut]:
     """How tp would cut each parameter (of degree 1), none if it cannot. Changes the model's modules: pass a copy."""
-    doors = Doors(Channel(Axis("tp", 0, 1), Ledger()), sequence=False)
+    regions = Regions(Channel(Axis("tp", 0, 1), Ledger()), sequence=False)
     try:
         styles = read_styles(model)
-        work = Work(model, doors, frozenset(cut_blocks(model, list(styles))), False)
+        work = Work(model, regions, frozenset(cut_blocks(model, list(styles))), False)
         for name, style in styles.items():
-            apply_style(work, name, style, Head(doors, name))
+            apply_style(work, name, style, Head(regions, name))
     except ConfigError:
         return {}
     return work.cuts

@@ -62,20 +62,20 @@ class Channel:
         return torch.cat(list(full.view(self.size, *t.shape)), dim)
 
     def reduce_scatter(self, t: Tensor, dim: int, name: str) -> Tensor:
-        """This rank's chunk along `dim` of the sum over ranks."""
+        """Return this rank's slice along `dim` of the sum over ranks."""
         if self.size == 1:
             return t
         self._record("reduce_scatter", name, t, t.numel() // self.size * (self.size - 1))
-        chunks = [part.contiguous() for part in t.chunk(self.size, dim)]
+        slices = [part.contiguous() for part in t.chunk(self.size, dim)]
         if self._pairwise:
-            return _sum(self._swap("reduce_scatter", name, chunks))
-        out, full = torch.empty_like(chunks[0]), torch.cat([part.view(-1) for part in chunks])
+            return _sum(self._swap("reduce_scatter", name, slices))
+        out, full = torch.empty_like(slices[0]), torch.cat([part.view(-1) for part in slices])
         start = partial(reduce_scatter_into, out.view(-1), full, self.axis.reductions)
         self.axis.call("reduce_scatter", name, start().wait)
         return out
 
-    def chunk(self, t: Tensor, dim: int) -> Tensor:
-        """This rank's chunk along `dim`; moves nothing."""
+    def slice_of(self, t: Tensor, dim: int) -> Tensor:
+        """Return this rank's slice along `dim`; moves nothing."""
         return t.chunk(self.size, dim)[self.rank].contiguous()
 
     def broadcast(self, t: Tensor, name: str) -> None:

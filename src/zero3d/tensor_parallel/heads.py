@@ -39,9 +39,9 @@ def _own(value: Any, name: str, heads: int, channel: Channel) -> Any:
     if name not in OF_HEADS or not isinstance(value, Tensor):
         return value
     if value.dim() == 4:
-        return channel.chunk(value, 1) if value.shape[1] == heads else value
+        return channel.slice_of(value, 1) if value.shape[1] == heads else value
     if value.dim() == 3 and name in ALIBI:
-        return channel.chunk(value.reshape(-1, heads, *value.shape[1:]), 1).flatten(0, 1)
+        return channel.slice_of(value.reshape(-1, heads, *value.shape[1:]), 1).flatten(0, 1)
     return value
 
 

@@ -30,7 +30,7 @@ from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.heads import check_alibi
 from zero3d.tensor_parallel.plan import CUTS, Style, read_plan
 from zero3d.tensor_parallel.planned_regions import UncutModel, find_regions, warn_across_hosts
-from zero3d.tensor_parallel.regions import Doors
+from zero3d.tensor_parallel.regions import Regions
 from zero3d.tensor_parallel.replace import apply_cuts
 from zero3d.tensor_parallel.sequence import cut_blocks, install_random, install_sequence
 from zero3d.tensor_parallel.styles import Work, apply_style
@@ -74,7 +74,7 @@ def parallelize(
 
     model         real parameters (rank 0's values win, one broadcast each) or meta ones; whole, or a pipeline part
     plan          styles by name pattern, over those of the model's own plan (`plan.py`)
-    sequence      between cut modules activations are chunks of the sequence
+    sequence      between cut modules activations are slices of the sequence
     local_logits  a forward that is given labels returns logits [.., V/N]; else logits are always [.., V]
     Gradients of parameters in `partial` must be summed over tp, once per step, by the caller.
     Errors: no plan, a style or name that is not known, sizes that tp does not divide (ConfigError).
@@ -90,9 +90,9 @@ def parallelize(
     check_sparse(model, styles)
     blocks = frozenset(cut_blocks(model, list(styles)))
     head_name = _head_name(model, inner) if local_logits and has_causal_loss(inner) else None
-    work = Work(model, Doors(Channel(axis, ledger), sequence), blocks, sequence)
+    work = Work(model, Regions(Channel(axis, ledger), sequence), blocks, sequence)
     for name, style in styles.items():
-        head = Head(work.doors, name)
+        head = Head(work.regions, name)
         if name == head_name:
             head.install_loss(inner)
         apply_style(work, name, style, head)
@@ -101,7 +101,7 @@ def parallelize(
         install_sequence(work)
     regions = find_regions(UncutModel(model, styles, config, sequence, head_name), axis.size)
     apply_cuts(work)
-    model.register_forward_hook(lambda *_: work.doors.forget())
+    model.register_forward_hook(lambda *_: work.regions.forget())
     names = dict(model.named_parameters())
     cuts = {name: work.cuts[p] for name, p in names.items() if p in work.cuts}
     partial = frozenset(name for name, p in names.items() if p in work.partial and name not in cuts)

@@ -7,18 +7,18 @@ The user's map wins over ours (`shipped.py`), and that over Hugging Face's; "non
 may begin at the model, at the model inside a PEFT wrapper, or at the base model below the head.
 
     style                           what is cut                        what its input or output does
-    colwise                         outputs of a Linear or Conv1D      input enters
-    rowwise                         inputs, the bias is not            output leaves, then the bias is added
+    colwise                         outputs of a Linear or Conv1D      input is copied in
+    rowwise                         inputs, the bias is not            output is reduced, then the bias is added
     packed_colwise, packed_rowwise  the same, of fused matrices        (fused experts: [experts, 2 I, H] and so on)
-    colwise_gather_output           as colwise                         and the ranks' outputs are joined
+    colwise_gather_output           as colwise                         and the ranks' outputs are gathered
     rowwise_split_input             as rowwise                         but its input is common
-    embedding_rowwise               the vocabulary of an Embedding     output leaves
+    embedding_rowwise               the vocabulary of an Embedding     output is reduced
     replicated_with_grad_allreduce  nothing: gradients are partial
-    moe_tp_experts                  nothing (its parameters are)       floating inputs enter, output leaves
-    mla_kv_a_proj                   nothing                            the rotary part of its output enters
+    moe_tp_experts                  nothing (its parameters are)       floating inputs are copied in, output is reduced
+    mla_kv_a_proj                   nothing                            the rotary part of its output is copied in
     own_heads:8                     nothing                            ALiBi, masks of 8 heads: this rank's are taken
     added_once                      nothing: a bias that rank 0 adds
-    all_reduce                      nothing                            output leaves
+    all_reduce                      nothing                            output is reduced
     divided                         an integer attribute becomes // tp
     replicate, local_params         nothing
 

@@ -1,10 +1,10 @@
 """Where a model's activations pass between own and common ones, told from its plan: what tp sends, before it is sent.
 
-    common  --enter-->  [colwise | own outputs | rowwise]  --leave-->  common
+    common  --copy_to-->  [colwise | a rank's own outputs | rowwise]  --reduce_from-->  common
 
-    region                         without sequence parallelism   with it (around a module of such matrices)
-    enter, the first of a module    backward all_reduce            all_gather, backward reduce_scatter
-    leave                           all_reduce                     reduce_scatter, backward all_gather
+    region                          without sequence parallelism   with it (around a module of such matrices)
+    copy_to, first of a module      backward all_reduce            all_gather, backward reduce_scatter
+    reduce_from                     all_reduce                     reduce_scatter, backward all_gather
     first block, last block         nothing                        backward all_gather; all_gather
     embedding, head                 all_reduce; backward all_reduce, and two fp32 numbers per token for the loss
 
@@ -50,7 +50,7 @@ class UncutModel:
 def find_regions(uncut: UncutModel, size: int) -> list[Region]:
     """All regions of one micro-batch's forward and backward on one of `size` ranks, in module order."""
     blocks = list(cut_blocks(uncut.model, list(uncut.styles))) if uncut.sequence else []
-    found = [*_split(blocks, uncut), *_of_styles(uncut, size, blocks)]
+    found = [*_of_sequence(blocks, uncut), *_of_styles(uncut, size, blocks)]
     reached = _reached(uncut)
     regions = [p if reached(p.name) else p._replace(backward="") for p in found]
     again = _recomputed(uncut.model, regions)
@@ -73,33 +73,33 @@ def warn_across_hosts(degrees: Degrees, local: int | None, regions: list[Region]
 
 
 def _of_styles(uncut: UncutModel, size: int, blocks: list[str]) -> Iterator[Region]:
-    entered: str | None = None  # the module whose matrices have their input
+    copied: str | None = None  # the module whose matrices have their input
     for name, style in uncut.styles.items():
         kind, parent = style.kind, name.rpartition(".")[0]
         module = _get(uncut.model, name)
-        chunks = uncut.sequence and any(name.startswith(block + ".") for block in blocks)
+        sliced = uncut.sequence and any(name.startswith(block + ".") for block in blocks)
         if kind in COLWISE and isinstance(module, nn.Module):
             inputs, outputs = _shape(module)
             last = kind == "colwise_gather_output" and name.rpartition(".")[2] in OUTPUTS
-            if parent != entered or last:
-                around = name if not chunks or parent in blocks else parent
-                yield Region(around, *(("all_gather", "reduce_scatter") if chunks else ("", "all_reduce")), inputs)
-                entered = entered if last else parent
+            if parent != copied or last:
+                around = name if not sliced or parent in blocks else parent
+                yield Region(around, *(("all_gather", "reduce_scatter") if sliced else ("", "all_reduce")), inputs)
+                copied = copied if last else parent
             if name == uncut.head:
                 yield Region(name, "all_gather", "", LOSS * size, FP32)
             elif kind == "colwise_gather_output":
                 yield Region(name, "all_gather", "", outputs)
         elif kind == "mla_kv_a_proj":
-            entered = None  # the latent is another matrix's input
+            copied = None  # the latent is another matrix's input
             yield Region(name, "", "all_reduce", _get(uncut.model, parent).qk_rope_head_dim)
         elif isinstance(module, nn.Module) and (
             kind in ROWWISE or kind in ("embedding_rowwise", "all_reduce", "moe_tp_experts")
         ):
-            entered = None
-            yield from _leaving(uncut, name, kind, module, chunks)
+            copied = None
+            yield from _reduced(uncut, name, kind, module, sliced)
 
 
-def _leaving(uncut: UncutModel, name: str, kind: str, module: nn.Module, chunks: bool) -> Iterator[Region]:
+def _reduced(uncut: UncutModel, name: str, kind: str, module: nn.Module, sliced: bool) -> Iterator[Region]:
     if isinstance(module, nn.Embedding):
         yield Region(name, "all_reduce", "", module.embedding_dim)
         return
@@ -115,11 +115,11 @@ def _leaving(uncut: UncutModel, name: str, kind: str, module: nn.Module, chunks:
     elif kind == "moe_tp_experts":  # hidden states, and each token's weights of its experts
         yield Region(name, "", "all_reduce", width)
         yield Region(name, "", "all_reduce", getattr(uncut.config, "num_experts_per_tok", 0))
-    yield Region(name, *(("reduce_scatter", "all_gather") if chunks else ("all_reduce", "")), width)
+    yield Region(name, *(("reduce_scatter", "all_gather") if sliced else ("all_reduce", "")), width)
 
 
-def _split(blocks: list[str], uncut: UncutModel) -> Iterator[Region]:
-    """Sequences are cut at the first block and joined at the last."""
+def _of_sequence(blocks: list[str], uncut: UncutModel) -> Iterator[Region]:
+    """Yield the regions of sequence parallelism: scattered at the first block, gathered at the last."""
     if blocks:
         yield Region(blocks[0], "", "all_gather", _hidden(uncut))
         yield Region(blocks[-1], "all_gather", "", _hidden(uncut))

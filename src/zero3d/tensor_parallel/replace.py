@@ -24,7 +24,7 @@ def apply_cuts(work: Work) -> None:
             )
     for t in (*work.model.parameters(), *work.model.buffers()):
         if not t.is_meta:
-            work.doors.channel.broadcast(t.data, "initial")
+            work.regions.channel.broadcast(t.data, "initial")
     locals_ = {p: _local(p, cut) for p, cut in work.cuts.items()}
     for _, module, key, p in owners:
         if p in locals_:

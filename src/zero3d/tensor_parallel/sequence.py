@@ -1,14 +1,15 @@
 """Sequence parallelism, and random numbers of the ranks' own: what happens around cut modules.
 
-    first block          ... in every block ...                          last block
-    --split--> norm --[gather  q k v | attention | o  scatter]--> + --> norm --[gather  mlp  scatter]--> --join-->
+    first block        ... in every block: gathered and reduced around attention and MLP ...         last block
+    --scatter_to--> norm --[ q k v | attention | o ]--> + --> norm --[ gate up | down ]--> + --gather_from-->
 
-Between split and join a rank's hidden state is its chunk of the sequence, so norms and all other uncut
+Between `scatter_to` and `gather_from` a rank's hidden state is its slice of the sequence, so norms and all other uncut
 parameters there, the biases of rowwise matrices too, get partial gradients.
 
 Dropout: what all ranks hold alike must be dropped alike, what is a rank's own must not be. Without
 sequence parallelism own is what lies between the first colwise matrix of a module and its rowwise one;
-with it, everything between split and join. Inside a colwise module (LoRA) the common input is dropped, alike.
+with it, everything between `scatter_to` and `gather_from`. Inside a colwise module (LoRA) the common
+input is dropped, alike.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from zero3d.activations.recomputation import Recomputed
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks
 from zero3d.nested import map_tensors
-from zero3d.tensor_parallel.regions import Doors, OwnRandom
+from zero3d.tensor_parallel.regions import OwnRandom, Regions
 from zero3d.tensor_parallel.styles import Work, change_first
 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -38,7 +39,7 @@ def cut_blocks(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
 
 
 def install_sequence(work: Work) -> None:
-    """Split at the first block, join at the last, and gather around cut matrices.
+    """Scatter sequences at the first block, gather them at the last and around cut matrices.
 
     Errors: no blocks, blocks in two lists, matrices left whole, experts (ConfigError).
     """
@@ -52,14 +53,14 @@ def install_sequence(work: Work) -> None:
     around = dict.fromkeys(name.rpartition(".")[0] for name in work.colwise if _inside(name, blocks))
     for name in around:
         if name not in blocks:
-            gather = partial(_gather, work.doors, name)
+            gather = partial(_gather_first, work.regions, name)
             work.model.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
     for block in blocks.values():
         work.partial.update(p for p in block.parameters() if p not in work.cuts)
-    random = OwnRandom(work.doors.channel.rank)
+    random = OwnRandom(work.regions.channel.rank)
     (first, start), *_, (last, end) = [*blocks.items(), *blocks.items()]
-    start.register_forward_pre_hook(partial(_split, work.doors, random, first), with_kwargs=True)
-    end.register_forward_hook(partial(_join, work.doors, random, last))
+    start.register_forward_pre_hook(partial(_scatter, work.regions, random, first), with_kwargs=True)
+    end.register_forward_hook(partial(_gather_last, work.regions, random, last))
 
 
 def install_random(work: Work, config: Any) -> None:
@@ -73,8 +74,8 @@ def install_random(work: Work, config: Any) -> None:
         if parent not in parents or parent in owns:
             continue
         if drops or _drops(work.model.get_submodule(parent)):
-            owns[parent] = OwnRandom(work.doors.channel.rank)
-            begin = partial(_begin, work.doors, owns[parent])
+            owns[parent] = OwnRandom(work.regions.channel.rank)
+            begin = partial(_begin, work.regions, owns[parent])
             work.model.get_submodule(name).register_forward_pre_hook(begin)
     for name in work.rowwise:
         parent = name.rpartition(".")[0]
@@ -83,8 +84,8 @@ def install_random(work: Work, config: Any) -> None:
     for name in work.colwise:
         module, owned = work.model.get_submodule(name), name.rpartition(".")[0] in owns
         if _drops(module):
-            random = OwnRandom(work.doors.channel.rank)
-            module.register_forward_pre_hook(partial(_pause, work.doors, random, name, owned))
+            random = OwnRandom(work.regions.channel.rank)
+            module.register_forward_pre_hook(partial(_pause, work.regions, random, name, owned))
             module.register_forward_hook(partial(_resume, random))
 
 
@@ -97,7 +98,7 @@ def _inside(name: str, blocks: dict[str, nn.Module]) -> bool:
 
 
 def _check_whole(work: Work, blocks: dict[str, nn.Module]) -> None:
-    """Outside cut modules only what treats tokens one by one is right on chunks: norms, biases, LoRA's halves."""
+    """Outside cut modules only what treats tokens one by one is right on slices: norms, biases, LoRA's halves."""
     listed = next(iter(blocks)).rpartition(".")[0]
     for name, block in find_blocks(work.model).items():
         for local, p in block.named_parameters():
@@ -114,41 +115,41 @@ def _replaying(block: nn.Module) -> bool:
     return isinstance(block.forward, Recomputed) and block.forward.replaying
 
 
-def _split(doors: Doors, random: OwnRandom, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
-    if not doors.by_sequence or _replaying(block):
+def _scatter(regions: Regions, random: OwnRandom, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
+    if not regions.by_sequence or _replaying(block):
         return None
 
-    def split(t: Tensor) -> Tensor:
-        chunk = doors.split(t, name)
+    def scatter(t: Tensor) -> Tensor:
+        piece = regions.scatter_to(t, name)
         random.begin(t.device, block.training)
-        return chunk
+        return piece
 
-    return change_first(args, kwargs, split)
+    return change_first(args, kwargs, scatter)
 
 
-def _join(doors: Doors, random: OwnRandom, name: str, block: nn.Module, args: Any, output: Any) -> Any:
-    if not doors.by_sequence or _replaying(block):
+def _gather_last(regions: Regions, random: OwnRandom, name: str, block: nn.Module, args: Any, output: Any) -> Any:
+    if not regions.by_sequence or _replaying(block):
         return None
     random.end()
     if isinstance(output, tuple):
-        return doors.join(output[0], name), *output[1:]
-    return map_tensors(output, lambda t: doors.join(t, name))
+        return regions.gather_from(output[0], name), *output[1:]
+    return map_tensors(output, lambda t: regions.gather_from(t, name))
 
 
-def _gather(doors: Doors, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return change_first(args, kwargs, lambda t: doors.enter(t, name)) if doors.by_sequence else None
+def _gather_first(regions: Regions, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return change_first(args, kwargs, lambda t: regions.copy_to(t, name)) if regions.by_sequence else None
 
 
-def _begin(doors: Doors, random: OwnRandom, module: nn.Module, args: Any) -> None:
-    random.begin(args[0].device, module.training and not doors.by_sequence)
+def _begin(regions: Regions, random: OwnRandom, module: nn.Module, args: Any) -> None:
+    random.begin(args[0].device, module.training and not regions.by_sequence)
 
 
 def _end(random: OwnRandom, module: nn.Module, args: Any, output: Any) -> None:
     random.end()
 
 
-def _pause(doors: Doors, random: OwnRandom, name: str, owned: bool, module: nn.Module, args: Any) -> None:
-    if module.training and (owned or doors.by_sequence):
+def _pause(regions: Regions, random: OwnRandom, name: str, owned: bool, module: nn.Module, args: Any) -> None:
+    if module.training and (owned or regions.by_sequence):
         random.pause(args[0].device, name)
 
 

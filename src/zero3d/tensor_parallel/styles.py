@@ -1,6 +1,6 @@
 """What each style does to a module: which parameters it cuts, and which hooks it gets.
 
-    x --enter--> [ colwise ] --own outputs--> ... --own inputs--> [ rowwise ] --leave--> + bias
+    x --copy_to--> [ colwise ] --a rank's own outputs--> ... --its own inputs--> [ rowwise ] --reduce_from--> + bias
 
 Cuts are collected by parameter, tied ones once; `apply_cuts` (replace.py) then replaces them all. Of a LoRA pair
 around a colwise matrix A is common and B is cut as the matrix is; around a rowwise one A is cut and B is
@@ -26,7 +26,7 @@ from zero3d.nested import map_tensors
 from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.heads import take_own
 from zero3d.tensor_parallel.plan import Style
-from zero3d.tensor_parallel.regions import Doors, Way, cross
+from zero3d.tensor_parallel.regions import Conversion, Regions, convert
 from zero3d.tensor_parallel.vocabulary import Head, LocalEmbedding
 
 
@@ -42,7 +42,7 @@ class Work:
     """
 
     model: nn.Module
-    doors: Doors
+    regions: Regions
     blocks: frozenset[str]
     sequence: bool
     cuts: dict[nn.Parameter, Cut] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Work:
 
     def cut(self, name: str, p: nn.Parameter, dim: int, blocks: int = 1) -> None:
         """Note a cut. Raises ConfigError where two styles disagree or the size does not divide."""
-        channel = self.doors.channel
+        channel = self.regions.channel
         made = Cut(dim % p.dim(), channel.size, channel.rank, blocks)
         if self.cuts.setdefault(p, made) != made:
             raise ConfigError(f"{name}: two tensor-parallel styles cut one tied parameter in two ways.")
@@ -63,19 +63,19 @@ class Work:
             raise ConfigError(f"{name}: {error}") from error
 
     def refuse_sequence(self, name: str, style: Style) -> None:
-        """Raises ConfigError inside blocks under sequence parallelism: outside matrices a rank has a chunk only."""
+        """Raises ConfigError inside blocks under sequence parallelism: outside matrices a rank has a slice only."""
         if self.sequence and any(name.startswith(block + ".") for block in self.blocks):
             raise ConfigError(
                 f"{name}: style {style.kind!r} does not go with sequence_parallel=True inside blocks: leave it out."
             )
 
-    def entering(self, name: str) -> bool:
-        """Whether this module lets its input enter, not the module around it (which does under sequence)."""
+    def copies_input(self, name: str) -> bool:
+        """Return whether this module copies its input in, not the module around it (which does under sequence)."""
         return not self.sequence or name.rpartition(".")[0] in self.blocks
 
 
 def apply_style(work: Work, name: str, style: Style, head: Head) -> None:
-    """One entry of a plan. `head` joins the outputs of colwise_gather_output where the model's head is meant."""
+    """One entry of a plan. `head` gathers the outputs of colwise_gather_output where the model's head is meant."""
     if style.kind == "divided":
         _divide(work, name)
     elif style.kind == "replicate":
@@ -103,8 +103,8 @@ def _colwise(work: Work, name: str, module: nn.Module, style: Style, head: Head)
         module.register_forward_hook(head.finish)
     else:
         work.colwise.append(name)
-    if whole or work.entering(name):
-        module.register_forward_pre_hook(partial(_enter_first, work.doors, name, whole), with_kwargs=True)
+    if whole or work.copies_input(name):
+        module.register_forward_pre_hook(partial(_copy_first, work.regions, name, whole), with_kwargs=True)
 
 
 def _rowwise(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
@@ -120,12 +120,12 @@ def _rowwise(work: Work, name: str, module: nn.Module, style: Style, head: Head)
     work.handled.add(base)
     if style.kind == "rowwise_split_input":
         work.refuse_sequence(name, style)
-        module.register_forward_pre_hook(partial(_split_first, work.doors, name), with_kwargs=True)
+        module.register_forward_pre_hook(partial(_scatter_first, work.regions, name), with_kwargs=True)
     else:
         work.rowwise.append(name)
     if base.bias is not None:
         base.forward = Unbiased(base)
-    module.register_forward_hook(partial(_leave, work.doors, name, base))
+    module.register_forward_hook(partial(_reduce_output, work.regions, name, base))
 
 
 def _embedding(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
@@ -140,7 +140,7 @@ def _embedding(work: Work, name: str, module: nn.Module, style: Style, head: Hea
         raise ConfigError(f"{name}: style {style.kind!r} is for an nn.Embedding, and this is {_kind(module)}.")
     work.cut(f"{name}.weight", table.weight, 0)
     work.handled.add(module)
-    table.forward = LocalEmbedding(module, work.doors, name)
+    table.forward = LocalEmbedding(module, work.regions, name)
 
 
 def _partial(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
@@ -148,37 +148,37 @@ def _partial(work: Work, name: str, module: nn.Module, style: Style, head: Head)
 
 
 def _experts(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def copy_in(module: nn.Module, args: Any, kwargs: Any) -> Any:
         def one(t: Tensor) -> Tensor:
-            return work.doors.enter(t, name, whole=True) if t.is_floating_point() else t
+            return work.regions.copy_to(t, name, whole=True) if t.is_floating_point() else t
 
         return map_tensors(args, one), map_tensors(kwargs, one)
 
-    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_pre_hook(copy_in, with_kwargs=True)
     _all_reduce(work, name, module, style, head)
     work.handled.add(module)
 
 
 def _latent(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
-    """A whole first projection of latent attention: its latent goes into a colwise matrix, which it enters there; the
-    rotary part of keys goes to every rank's own heads, and enters here."""
+    """A whole first projection of latent attention: its latent goes into a colwise matrix, which copies it in; the
+    rotary part of keys goes to every rank's own heads, and is copied in here."""
     work.refuse_sequence(name, style)
     rotary = work.model.get_submodule(name.rpartition(".")[0]).qk_rope_head_dim
     assert isinstance(rotary, int), "of the attention around it"
 
-    def enter(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def copy_in(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         latent, keys = output[..., :-rotary], output[..., -rotary:]
-        return torch.cat([latent, work.doors.enter(keys, name, whole=True)], -1)
+        return torch.cat([latent, work.regions.copy_to(keys, name, whole=True)], -1)
 
-    module.register_forward_hook(enter)
+    module.register_forward_hook(copy_in)
 
 
 def _heads(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
-    module.register_forward_pre_hook(partial(take_own, work.doors.channel, style.blocks), with_kwargs=True)
+    module.register_forward_pre_hook(partial(take_own, work.regions.channel, style.blocks), with_kwargs=True)
 
 
 def _all_reduce(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
-    module.register_forward_hook(partial(_leave, work.doors, name, None))
+    module.register_forward_hook(partial(_reduce_output, work.regions, name, None))
 
 
 APPLY: Mapping[str, Callable[[Work, str, nn.Module, Style, Head], None]] = {
@@ -206,7 +206,7 @@ def _parameter(work: Work, name: str, style: Style) -> None:
     assert p is not None
     if style.kind == "added_once":
         work.partial.add(p)
-        module.forward = AddedOnce(module, local, work.doors.channel.rank)
+        module.forward = AddedOnce(module, local, work.regions.channel.rank)
         return
     dims = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
     if style.kind not in dims or p.dim() > 3:
@@ -222,7 +222,7 @@ def _parameter(work: Work, name: str, style: Style) -> None:
 
 def _divide(work: Work, name: str) -> None:
     owner, _, attribute = name.rpartition(".")
-    module, size = work.model.get_submodule(owner), work.doors.channel.size
+    module, size = work.model.get_submodule(owner), work.regions.channel.size
     value = getattr(module, attribute, None)
     if not isinstance(value, int) or value % size:
         raise ConfigError(f"{name}: 'divided' is for whole numbers that tp {size} divides, and this is {value!r}.")
@@ -289,16 +289,16 @@ class AddedOnce:
 # --- hooks ------------------------------------------------------------------------------------------
 
 
-def _enter_first(doors: Doors, name: str, whole: bool, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return change_first(args, kwargs, lambda t: doors.enter(t, name, whole))
+def _copy_first(regions: Regions, name: str, whole: bool, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return change_first(args, kwargs, lambda t: regions.copy_to(t, name, whole))
 
 
-def _split_first(doors: Doors, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return change_first(args, kwargs, lambda t: cross(t, Way("split", -1, name, doors.channel)))
+def _scatter_first(regions: Regions, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return change_first(args, kwargs, lambda t: convert(t, Conversion("scatter_to", -1, name, regions.channel)))
 
 
-def _leave(doors: Doors, name: str, base: Any, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    out = doors.leave(output, name)
+def _reduce_output(regions: Regions, name: str, base: Any, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    out = regions.reduce_from(output, name)
     return out if base is None or base.bias is None else out + base.bias
 
 

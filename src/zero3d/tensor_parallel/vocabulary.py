@@ -1,12 +1,12 @@
 """Embedding, head and loss with the vocabulary cut over tp: no rank ever holds logits of all tokens' kinds.
 
-    ids -> [ this rank's rows, else 0 ] -> leave -> blocks -> enter -> [ this rank's logits, .. x V/N ] -> loss
+    ids -> [ this rank's rows, else 0 ] -> reduce_from -> blocks -> copy_to -> [ this rank's logits, .. x V/N ] -> loss
 
 The loss of a token needs two numbers of every rank: the logsumexp of its logits, and the label's logit
 if it is there, else 0. They are gathered together, [2, tokens] per rank, and combined in rank order.
 
 Logits stay local in a forward that is given labels, for the model's own loss takes them so. Any other
-forward (generation, losses outside the model) joins them to [.., V] on all ranks.
+forward (generation, losses outside the model) gathers them to [.., V] on all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zero3d.tensor_parallel.channel import Channel
-from zero3d.tensor_parallel.regions import Doors, Way, cross
+from zero3d.tensor_parallel.regions import Conversion, Regions, convert
 
 IGNORED = -100
 
@@ -28,10 +28,10 @@ IGNORED = -100
 class LocalEmbedding:
     """Forward of an nn.Embedding that holds this rank's rows of the vocabulary: token ids -> the whole embedding."""
 
-    def __init__(self, module: nn.Embedding, doors: Doors, name: str) -> None:
-        self._forward, self._doors, self._name = module.forward, doors, name
-        self._rows = module.num_embeddings // doors.channel.size
-        self._start = doors.channel.rank * self._rows
+    def __init__(self, module: nn.Embedding, regions: Regions, name: str) -> None:
+        self._forward, self._regions, self._name = module.forward, regions, name
+        self._rows = module.num_embeddings // regions.channel.size
+        self._start = regions.channel.rank * self._rows
         padding = -1 if module.padding_idx is None else module.padding_idx - self._start
         module.padding_idx = padding if 0 <= padding < self._rows else None
 
@@ -39,26 +39,26 @@ class LocalEmbedding:
         own = ids - self._start
         elsewhere = (own < 0) | (own >= self._rows)
         found = self._forward(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
-        return self._doors.leave(found, self._name, whole=True)
+        return self._regions.reduce_from(found, self._name, whole=True)
 
 
 class Head:
-    """Whether the model's head joins its logits, and the loss that takes them as they are.
+    """Whether the model's head gathers its logits, and the loss that takes them as they are.
 
     local   logits of the forward under way stay this rank's, [.., V/N]
     """
 
-    def __init__(self, doors: Doors, name: str) -> None:
-        self._doors, self._name = doors, name
+    def __init__(self, regions: Regions, name: str) -> None:
+        self._regions, self._name = regions, name
         self.local = False
 
     def finish(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Forward hook of the head."""
-        return output if self.local else gather_logits(output, self._doors.channel, self._name)
+        return output if self.local else gather_logits(output, self._regions.channel, self._name)
 
     def install_loss(self, model: Any) -> None:
-        """Let a model that `has_causal_loss` compute it from local logits; other losses get joined ones."""
-        model.loss_function = CausalLoss(self._doors.channel, self._name, model.loss_function)
+        """Let a model that `has_causal_loss` compute it from local logits; other losses get gathered ones."""
+        model.loss_function = CausalLoss(self._regions.channel, self._name, model.loss_function)
         signature = inspect.signature(model.forward)
 
         def look(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -77,7 +77,7 @@ def has_causal_loss(model: Any) -> bool:
 
 
 class CausalLoss:
-    """transformers' ForCausalLMLoss for local logits. `whole` is that function, for logits that were joined."""
+    """transformers' ForCausalLMLoss for local logits. `whole` is that function, for logits that were gathered."""
 
     def __init__(self, channel: Channel, name: str, whole: Callable[..., Tensor]) -> None:
         self._channel, self._name, self._whole = channel, name, whole
@@ -130,7 +130,7 @@ def cross_entropy(
 
 def gather_logits(local: Tensor, channel: Channel, name: str = "logits") -> Tensor:
     """[.., V/N] -> [.., V] on all ranks, for losses that all ranks compute alike."""
-    return cross(local, Way("join", -1, name, channel))
+    return convert(local, Conversion("gather_from", -1, name, channel))
 
 
 class _CrossEntropy(torch.autograd.Function):
