@@ -165,7 +165,7 @@ class Regions:
         self._copies.clear()
 
 
-class OwnRandom:
+class RankRandom:
     """Random numbers that differ between tp ranks from `begin` to `end`, and are the same again afterwards.
 
     The seed comes from the device's generator, which stands alike on all ranks, so that a recomputed forward

@@ -23,7 +23,7 @@ from zero3d.activations.recomputation import Recomputed
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks
 from zero3d.nested import map_tensors
-from zero3d.tensor_parallel.regions import OwnRandom, Regions
+from zero3d.tensor_parallel.regions import RankRandom, Regions
 from zero3d.tensor_parallel.styles import Work, change_first
 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -57,7 +57,7 @@ def install_sequence(work: Work) -> None:
             work.model.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
     for block in blocks.values():
         work.partial.update(p for p in block.parameters() if p not in work.cuts)
-    random = OwnRandom(work.regions.channel.rank)
+    random = RankRandom(work.regions.channel.rank)
     (first, start), *_, (last, end) = [*blocks.items(), *blocks.items()]
     start.register_forward_pre_hook(partial(_scatter, work.regions, random, first), with_kwargs=True)
     end.register_forward_hook(partial(_gather_last, work.regions, random, last))
@@ -67,14 +67,14 @@ def install_random(work: Work, config: Any) -> None:
     """Random numbers of the ranks' own from a module's first colwise matrix to its rowwise one, where it drops out."""
     said = (config, getattr(config, "attn_config", None))  # MPT has a config of its own for attention
     drops = any((getattr(each, name, None) or 0) > 0 for each in said for name in DROPOUTS)
-    owns: dict[str, OwnRandom] = {}
+    owns: dict[str, RankRandom] = {}
     parents = {name.rpartition(".")[0] for name in work.rowwise}
     for name in work.colwise:
         parent = name.rpartition(".")[0]
         if parent not in parents or parent in owns:
             continue
         if drops or _drops(work.model.get_submodule(parent)):
-            owns[parent] = OwnRandom(work.regions.channel.rank)
+            owns[parent] = RankRandom(work.regions.channel.rank)
             begin = partial(_begin, work.regions, owns[parent])
             work.model.get_submodule(name).register_forward_pre_hook(begin)
     for name in work.rowwise:
@@ -84,7 +84,7 @@ def install_random(work: Work, config: Any) -> None:
     for name in work.colwise:
         module, owned = work.model.get_submodule(name), name.rpartition(".")[0] in owns
         if _drops(module):
-            random = OwnRandom(work.regions.channel.rank)
+            random = RankRandom(work.regions.channel.rank)
             module.register_forward_pre_hook(partial(_pause, work.regions, random, name, owned))
             module.register_forward_hook(partial(_resume, random))
 
@@ -115,7 +115,7 @@ def _replaying(block: nn.Module) -> bool:
     return isinstance(block.forward, Recomputed) and block.forward.replaying
 
 
-def _scatter(regions: Regions, random: OwnRandom, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
+def _scatter(regions: Regions, random: RankRandom, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
     if not regions.by_sequence or _replaying(block):
         return None
 
@@ -127,7 +127,7 @@ def _scatter(regions: Regions, random: OwnRandom, name: str, block: nn.Module, a
     return change_first(args, kwargs, scatter)
 
 
-def _gather_last(regions: Regions, random: OwnRandom, name: str, block: nn.Module, args: Any, output: Any) -> Any:
+def _gather_last(regions: Regions, random: RankRandom, name: str, block: nn.Module, args: Any, output: Any) -> Any:
     if not regions.by_sequence or _replaying(block):
         return None
     random.end()
@@ -140,18 +140,18 @@ def _gather_first(regions: Regions, name: str, module: nn.Module, args: Any, kwa
     return change_first(args, kwargs, lambda t: regions.copy_to(t, name)) if regions.by_sequence else None
 
 
-def _begin(regions: Regions, random: OwnRandom, module: nn.Module, args: Any) -> None:
+def _begin(regions: Regions, random: RankRandom, module: nn.Module, args: Any) -> None:
     random.begin(args[0].device, module.training and not regions.by_sequence)
 
 
-def _end(random: OwnRandom, module: nn.Module, args: Any, output: Any) -> None:
+def _end(random: RankRandom, module: nn.Module, args: Any, output: Any) -> None:
     random.end()
 
 
-def _pause(regions: Regions, random: OwnRandom, name: str, owned: bool, module: nn.Module, args: Any) -> None:
+def _pause(regions: Regions, random: RankRandom, name: str, owned: bool, module: nn.Module, args: Any) -> None:
     if module.training and (owned or regions.by_sequence):
         random.pause(args[0].device, name)
 
 
-def _resume(random: OwnRandom, module: nn.Module, args: Any, output: Any) -> None:
+def _resume(random: RankRandom, module: nn.Module, args: Any, output: Any) -> None:
     random.resume()
