@@ -29,7 +29,7 @@ from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.parallelize import read_styles
 from zero3d.tensor_parallel.regions import Regions
 from zero3d.tensor_parallel.sequence import cut_blocks
-from zero3d.tensor_parallel.styles import Work, apply_style
+from zero3d.tensor_parallel.styles import StyleContext, apply_style
 from zero3d.tensor_parallel.vocabulary import Head
 
 RUN = torch.bfloat16
@@ -89,12 +89,12 @@ def find_cuts(model: nn.Module) -> dict[nn.Parameter, Cut]:
     regions = Regions(Channel(Axis("tp", 0, 1), Ledger()), sequence=False)
     try:
         styles = read_styles(model)
-        work = Work(model, regions, frozenset(cut_blocks(model, list(styles))), False)
+        context = StyleContext(model, regions, frozenset(cut_blocks(model, list(styles))), False)
         for name, style in styles.items():
-            apply_style(work, name, style, Head(regions, name))
+            apply_style(context, name, style, Head(regions, name))
     except ConfigError:
         return {}
-    return work.cuts
+    return context.cuts
 
 
 def units_by_part(model: nn.Module, rooms: Rooms, cuts: Mapping[str, Cut]) -> list[tuple[Unit, ...]]:

@@ -33,7 +33,7 @@ from zero3d.tensor_parallel.planned_regions import UncutModel, find_regions, war
 from zero3d.tensor_parallel.regions import Regions
 from zero3d.tensor_parallel.replace import apply_cuts
 from zero3d.tensor_parallel.sequence import cut_blocks, install_random, install_sequence
-from zero3d.tensor_parallel.styles import Work, apply_style
+from zero3d.tensor_parallel.styles import StyleContext, apply_style
 from zero3d.tensor_parallel.traffic import Region
 from zero3d.tensor_parallel.vocabulary import Head, cross_entropy, gather_logits, has_causal_loss
 
@@ -90,21 +90,21 @@ def parallelize(
     check_sparse(model, styles)
     blocks = frozenset(cut_blocks(model, list(styles)))
     head_name = _head_name(model, inner) if local_logits and has_causal_loss(inner) else None
-    work = Work(model, Regions(Channel(axis, ledger), sequence), blocks, sequence)
+    context = StyleContext(model, Regions(Channel(axis, ledger), sequence), blocks, sequence)
     for name, style in styles.items():
-        head = Head(work.regions, name)
+        head = Head(context.regions, name)
         if name == head_name:
             head.install_loss(inner)
-        apply_style(work, name, style, head)
-    install_random(work, config)
+        apply_style(context, name, style, head)
+    install_random(context, config)
     if sequence:
-        install_sequence(work)
+        install_sequence(context)
     regions = find_regions(UncutModel(model, styles, config, sequence, head_name), axis.size)
-    apply_cuts(work)
-    model.register_forward_hook(lambda *_: work.regions.forget())
+    apply_cuts(context)
+    model.register_forward_hook(lambda *_: context.regions.forget())
     names = dict(model.named_parameters())
-    cuts = {name: work.cuts[p] for name, p in names.items() if p in work.cuts}
-    partial = frozenset(name for name, p in names.items() if p in work.partial and name not in cuts)
+    cuts = {name: context.cuts[p] for name, p in names.items() if p in context.cuts}
+    partial = frozenset(name for name, p in names.items() if p in context.partial and name not in cuts)
     return Sharded(cuts, partial, regions)
 
 

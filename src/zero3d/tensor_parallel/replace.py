@@ -6,31 +6,31 @@ from torch import Tensor, nn
 
 from zero3d.errors import ConfigError
 from zero3d.shards.cuts import Cut
-from zero3d.tensor_parallel.styles import Work, is_conv
+from zero3d.tensor_parallel.styles import StyleContext, is_conv
 
 
-def apply_cuts(work: Work) -> None:
+def apply_cuts(context: StyleContext) -> None:
     """Replace every cut parameter by this rank's part, wherever it is; values are rank 0's.
 
     Raises ConfigError where a module holds a cut parameter and no style is about that module.
     """
-    owners = [(name, m, key, p) for name, m in work.model.named_modules() for key, p in m._parameters.items()]
+    owners = [(name, m, key, p) for name, m in context.model.named_modules() for key, p in m._parameters.items()]
     for name, module, key, p in owners:
-        if p in work.cuts and module not in work.handled:
+        if p in context.cuts and module not in context.handled:
             raise ConfigError(
                 f"{name}.{key} is tied to a parameter that is cut over tp, or its experts have no style: give {name} "
                 "a style in the tensor-parallel plan (colwise_gather_output for a head, moe_tp_experts for experts), "
                 "or 'replicate' to what it is tied to."
             )
-    for t in (*work.model.parameters(), *work.model.buffers()):
+    for t in (*context.model.parameters(), *context.model.buffers()):
         if not t.is_meta:
-            work.regions.channel.broadcast(t.data, "initial")
-    locals_ = {p: _local(p, cut) for p, cut in work.cuts.items()}
+            context.regions.channel.broadcast(t.data, "initial")
+    locals_ = {p: _local(p, cut) for p, cut in context.cuts.items()}
     for _, module, key, p in owners:
         if p in locals_:
             module._parameters[key] = locals_[p]
             _resize(module, locals_[p] if key == "weight" else None)
-    work.cuts = {locals_[p]: cut for p, cut in work.cuts.items()}
+    context.cuts = {locals_[p]: cut for p, cut in context.cuts.items()}
 
 
 def _local(p: nn.Parameter, cut: Cut) -> nn.Parameter:

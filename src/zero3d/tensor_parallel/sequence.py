@@ -24,7 +24,7 @@ from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks
 from zero3d.nested import map_tensors
 from zero3d.tensor_parallel.regions import RankRandom, Regions
-from zero3d.tensor_parallel.styles import Work, change_first
+from zero3d.tensor_parallel.styles import StyleContext, change_first
 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
@@ -38,54 +38,54 @@ def cut_blocks(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
     }
 
 
-def install_sequence(work: Work) -> None:
+def install_sequence(context: StyleContext) -> None:
     """Scatter sequences at the first block, gather them at the last and around cut matrices.
 
     Errors: no blocks, blocks in two lists, matrices left whole, experts (ConfigError).
     """
-    blocks = cut_blocks(work.model, work.rowwise)
+    blocks = cut_blocks(context.model, context.rowwise)
     if not blocks or len({name.rpartition(".")[0] for name in blocks}) > 1:
         raise ConfigError(
             f"sequence_parallel=True needs one list of blocks, and the tensor-parallel plan cuts {len(blocks)} blocks "
-            f"of {type(work.model).__name__}, not in one list: leave sequence_parallel out."
+            f"of {type(context.model).__name__}, not in one list: leave sequence_parallel out."
         )
-    _check_whole(work, blocks)
-    around = dict.fromkeys(name.rpartition(".")[0] for name in work.colwise if _inside(name, blocks))
+    _check_whole(context, blocks)
+    around = dict.fromkeys(name.rpartition(".")[0] for name in context.colwise if _inside(name, blocks))
     for name in around:
         if name not in blocks:
-            gather = partial(_gather_first, work.regions, name)
-            work.model.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
+            gather = partial(_gather_first, context.regions, name)
+            context.model.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
     for block in blocks.values():
-        work.partial.update(p for p in block.parameters() if p not in work.cuts)
-    random = RankRandom(work.regions.channel.rank)
+        context.partial.update(p for p in block.parameters() if p not in context.cuts)
+    random = RankRandom(context.regions.channel.rank)
     (first, start), *_, (last, end) = [*blocks.items(), *blocks.items()]
-    start.register_forward_pre_hook(partial(_scatter, work.regions, random, first), with_kwargs=True)
-    end.register_forward_hook(partial(_gather_last, work.regions, random, last))
+    start.register_forward_pre_hook(partial(_scatter, context.regions, random, first), with_kwargs=True)
+    end.register_forward_hook(partial(_gather_last, context.regions, random, last))
 
 
-def install_random(work: Work, config: Any) -> None:
+def install_random(context: StyleContext, config: Any) -> None:
     """Random numbers of the ranks' own from a module's first colwise matrix to its rowwise one, where it drops out."""
     said = (config, getattr(config, "attn_config", None))  # MPT has a config of its own for attention
     drops = any((getattr(each, name, None) or 0) > 0 for each in said for name in DROPOUTS)
     owns: dict[str, RankRandom] = {}
-    parents = {name.rpartition(".")[0] for name in work.rowwise}
-    for name in work.colwise:
+    parents = {name.rpartition(".")[0] for name in context.rowwise}
+    for name in context.colwise:
         parent = name.rpartition(".")[0]
         if parent not in parents or parent in owns:
             continue
-        if drops or _drops(work.model.get_submodule(parent)):
-            owns[parent] = RankRandom(work.regions.channel.rank)
-            begin = partial(_begin, work.regions, owns[parent])
-            work.model.get_submodule(name).register_forward_pre_hook(begin)
-    for name in work.rowwise:
+        if drops or _drops(context.model.get_submodule(parent)):
+            owns[parent] = RankRandom(context.regions.channel.rank)
+            begin = partial(_begin, context.regions, owns[parent])
+            context.model.get_submodule(name).register_forward_pre_hook(begin)
+    for name in context.rowwise:
         parent = name.rpartition(".")[0]
         if parent in owns:
-            work.model.get_submodule(name).register_forward_hook(partial(_end, owns[parent]))
-    for name in work.colwise:
-        module, owned = work.model.get_submodule(name), name.rpartition(".")[0] in owns
+            context.model.get_submodule(name).register_forward_hook(partial(_end, owns[parent]))
+    for name in context.colwise:
+        module, owned = context.model.get_submodule(name), name.rpartition(".")[0] in owns
         if _drops(module):
-            random = RankRandom(work.regions.channel.rank)
-            module.register_forward_pre_hook(partial(_pause, work.regions, random, name, owned))
+            random = RankRandom(context.regions.channel.rank)
+            module.register_forward_pre_hook(partial(_pause, context.regions, random, name, owned))
             module.register_forward_hook(partial(_resume, random))
 
 
@@ -97,12 +97,12 @@ def _inside(name: str, blocks: dict[str, nn.Module]) -> bool:
     return any(name.startswith(block + ".") for block in blocks)
 
 
-def _check_whole(work: Work, blocks: dict[str, nn.Module]) -> None:
+def _check_whole(context: StyleContext, blocks: dict[str, nn.Module]) -> None:
     """Outside cut modules only what treats tokens one by one is right on slices: norms, biases, LoRA's halves."""
     listed = next(iter(blocks)).rpartition(".")[0]
-    for name, block in find_blocks(work.model).items():
+    for name, block in find_blocks(context.model).items():
         for local, p in block.named_parameters():
-            if name.rpartition(".")[0] == listed and p.dim() > 1 and p not in work.cuts and p not in work.partial:
+            if name.rpartition(".")[0] == listed and p.dim() > 1 and p not in context.cuts and p not in context.partial:
                 raise ConfigError(
                     f"sequence_parallel=True needs all matrices of the blocks cut, and {name}.{local} "
                     f"{tuple(p.shape)} is whole (a router of experts, or a module that the plan leaves out): leave "

@@ -31,7 +31,7 @@ from zero3d.tensor_parallel.vocabulary import Head, LocalEmbedding
 
 
 @dataclass
-class Work:
+class StyleContext:
     """What the styles of one model share and leave behind.
 
     blocks    names of the blocks that hold cut modules
@@ -74,61 +74,61 @@ class Work:
         return not self.sequence or name.rpartition(".")[0] in self.blocks
 
 
-def apply_style(work: Work, name: str, style: Style, head: Head) -> None:
+def apply_style(context: StyleContext, name: str, style: Style, head: Head) -> None:
     """One entry of a plan. `head` gathers the outputs of colwise_gather_output where the model's head is meant."""
     if style.kind == "divided":
-        _divide(work, name)
+        _divide(context, name)
     elif style.kind == "replicate":
         return
-    elif _is_parameter(work.model, name):
-        _parameter(work, name, style)
+    elif _is_parameter(context.model, name):
+        _parameter(context, name, style)
     else:
-        APPLY[style.kind](work, name, work.model.get_submodule(name), style, head)
+        APPLY[style.kind](context, name, context.model.get_submodule(name), style, head)
 
 
-def _colwise(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
+def _colwise(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
     base, adapters = _matrix(name, module)
-    work.cut(f"{name}.weight", base.weight, 1 if is_conv(base) else 0, style.blocks)
+    context.cut(f"{name}.weight", base.weight, 1 if is_conv(base) else 0, style.blocks)
     if base.bias is not None:
-        work.cut(f"{name}.bias", base.bias, 0, style.blocks)
+        context.cut(f"{name}.bias", base.bias, 0, style.blocks)
     for a, b in adapters:
-        work.partial.update(a.parameters())
+        context.partial.update(a.parameters())
         for local, p in b.named_parameters():
-            work.cut(f"{name}.{local}", p, 0, style.blocks)
-        work.handled.add(b)
-    work.handled.add(base)
+            context.cut(f"{name}.{local}", p, 0, style.blocks)
+        context.handled.add(b)
+    context.handled.add(base)
     whole = style.kind == "colwise_gather_output"
     if whole:
-        work.refuse_sequence(name, style)
+        context.refuse_sequence(name, style)
         module.register_forward_hook(head.finish)
     else:
-        work.colwise.append(name)
-    if whole or work.copies_input(name):
-        module.register_forward_pre_hook(partial(_copy_first, work.regions, name, whole), with_kwargs=True)
+        context.colwise.append(name)
+    if whole or context.copies_input(name):
+        module.register_forward_pre_hook(partial(_copy_first, context.regions, name, whole), with_kwargs=True)
 
 
-def _rowwise(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
+def _rowwise(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
     base, adapters = _matrix(name, module)
-    work.cut(f"{name}.weight", base.weight, 0 if is_conv(base) else 1, style.blocks)
+    context.cut(f"{name}.weight", base.weight, 0 if is_conv(base) else 1, style.blocks)
     for a, b in adapters:
         for local, p in a.named_parameters():
-            work.cut(f"{name}.{local}", p, 1, style.blocks)
+            context.cut(f"{name}.{local}", p, 1, style.blocks)
         if any(p.dim() == 1 for p in b.parameters()):
             raise ConfigError(f"{name}: a LoRA bias would be added once per tp rank: pass lora_bias=False.")
-        work.partial.update(b.parameters())
-        work.handled.add(a)
-    work.handled.add(base)
+        context.partial.update(b.parameters())
+        context.handled.add(a)
+    context.handled.add(base)
     if style.kind == "rowwise_split_input":
-        work.refuse_sequence(name, style)
-        module.register_forward_pre_hook(partial(_scatter_first, work.regions, name), with_kwargs=True)
+        context.refuse_sequence(name, style)
+        module.register_forward_pre_hook(partial(_scatter_first, context.regions, name), with_kwargs=True)
     else:
-        work.rowwise.append(name)
+        context.rowwise.append(name)
     if base.bias is not None:
         base.forward = Unbiased(base)
-    module.register_forward_hook(partial(_reduce_output, work.regions, name, base))
+    module.register_forward_hook(partial(_reduce_output, context.regions, name, base))
 
 
-def _embedding(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
+def _embedding(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
     table: Any = module
     if any(isinstance(m, nn.Embedding) for m in module.modules() if m is not module):
         raise ConfigError(
@@ -138,50 +138,50 @@ def _embedding(work: Work, name: str, module: nn.Module, style: Style, head: Hea
         )
     if not isinstance(module, nn.Embedding):
         raise ConfigError(f"{name}: style {style.kind!r} is for an nn.Embedding, and this is {_kind(module)}.")
-    work.cut(f"{name}.weight", table.weight, 0)
-    work.handled.add(module)
-    table.forward = LocalEmbedding(module, work.regions, name)
+    context.cut(f"{name}.weight", table.weight, 0)
+    context.handled.add(module)
+    table.forward = LocalEmbedding(module, context.regions, name)
 
 
-def _partial(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
-    work.partial.update(module.parameters())
+def _partial(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    context.partial.update(module.parameters())
 
 
-def _experts(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
+def _experts(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
     def copy_in(module: nn.Module, args: Any, kwargs: Any) -> Any:
         def one(t: Tensor) -> Tensor:
-            return work.regions.copy_to(t, name, whole=True) if t.is_floating_point() else t
+            return context.regions.copy_to(t, name, whole=True) if t.is_floating_point() else t
 
         return map_tensors(args, one), map_tensors(kwargs, one)
 
     module.register_forward_pre_hook(copy_in, with_kwargs=True)
-    _all_reduce(work, name, module, style, head)
-    work.handled.add(module)
+    _all_reduce(context, name, module, style, head)
+    context.handled.add(module)
 
 
-def _latent(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
+def _latent(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
     """A whole first projection of latent attention: its latent goes into a colwise matrix, which copies it in; the
     rotary part of keys goes to every rank's own heads, and is copied in here."""
-    work.refuse_sequence(name, style)
-    rotary = work.model.get_submodule(name.rpartition(".")[0]).qk_rope_head_dim
+    context.refuse_sequence(name, style)
+    rotary = context.model.get_submodule(name.rpartition(".")[0]).qk_rope_head_dim
     assert isinstance(rotary, int), "of the attention around it"
 
     def copy_in(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         latent, keys = output[..., :-rotary], output[..., -rotary:]
-        return torch.cat([latent, work.regions.copy_to(keys, name, whole=True)], -1)
+        return torch.cat([latent, context.regions.copy_to(keys, name, whole=True)], -1)
 
     module.register_forward_hook(copy_in)
 
 
-def _heads(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
-    module.register_forward_pre_hook(partial(take_own, work.regions.channel, style.blocks), with_kwargs=True)
+def _heads(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    module.register_forward_pre_hook(partial(take_own, context.regions.channel, style.blocks), with_kwargs=True)
 
 
-def _all_reduce(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
-    module.register_forward_hook(partial(_reduce_output, work.regions, name, None))
+def _all_reduce(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    module.register_forward_hook(partial(_reduce_output, context.regions, name, None))
 
 
-APPLY: Mapping[str, Callable[[Work, str, nn.Module, Style, Head], None]] = {
+APPLY: Mapping[str, Callable[[StyleContext, str, nn.Module, Style, Head], None]] = {
     "colwise": _colwise,
     "packed_colwise": _colwise,
     "colwise_gather_output": _colwise,
@@ -197,16 +197,16 @@ APPLY: Mapping[str, Callable[[Work, str, nn.Module, Style, Head], None]] = {
 }
 
 
-def _parameter(work: Work, name: str, style: Style) -> None:
+def _parameter(context: StyleContext, name: str, style: Style) -> None:
     """Of [experts, outputs, inputs] or [experts, inputs, outputs] colwise cuts dim -2, rowwise dim -1; of [experts, .]
     and of [heads] the last."""
     owner, _, local = name.rpartition(".")
-    module = work.model.get_submodule(owner)
+    module = context.model.get_submodule(owner)
     p = module._parameters[local]
     assert p is not None
     if style.kind == "added_once":
-        work.partial.add(p)
-        module.forward = AddedOnce(module, local, work.regions.channel.rank)
+        context.partial.add(p)
+        module.forward = AddedOnce(module, local, context.regions.channel.rank)
         return
     dims = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
     if style.kind not in dims or p.dim() > 3:
@@ -215,14 +215,14 @@ def _parameter(work: Work, name: str, style: Style) -> None:
             "rowwise, where it is experts' fused matrices [experts, ., .], their biases [experts, .] or a number for "
             "every head; else give its module the style."
         )
-    work.cut(name, p, dims[style.kind] if p.dim() == 3 else -1, style.blocks)
+    context.cut(name, p, dims[style.kind] if p.dim() == 3 else -1, style.blocks)
     if p.dim() == 1:
-        work.handled.add(module)
+        context.handled.add(module)
 
 
-def _divide(work: Work, name: str) -> None:
+def _divide(context: StyleContext, name: str) -> None:
     owner, _, attribute = name.rpartition(".")
-    module, size = work.model.get_submodule(owner), work.regions.channel.size
+    module, size = context.model.get_submodule(owner), context.regions.channel.size
     value = getattr(module, attribute, None)
     if not isinstance(value, int) or value % size:
         raise ConfigError(f"{name}: 'divided' is for whole numbers that tp {size} divides, and this is {value!r}.")
