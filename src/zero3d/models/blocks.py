@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from zero3d.errors import ConfigError
-from zero3d.models.placeholders import Elsewhere, kind_of
+from zero3d.models.placeholders import Placeholder, kind_of
 from zero3d.precision import NAMES
 
 ROOT = "root"
@@ -54,7 +54,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
         children = list(module.named_children())
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(children) < 2:
             continue
-        here = [(key, child) for key, child in children if not isinstance(child, Elsewhere)]
+        here = [(key, child) for key, child in children if not isinstance(child, Placeholder)]
         has_parts = all(next(child.children(), None) is not None and owns(child) for _, child in here)
         if has_parts and _are_akin(module, [child for _, child in children]):
             found |= dict(part for key, child in here for part in _called(f"{name}.{key}".lstrip("."), child))
@@ -77,7 +77,7 @@ def _are_akin(holder: nn.Module, children: Sequence[nn.Module]) -> bool:
 
 def _has_matrix(module: nn.Module) -> bool:
     inside = [m for m in module.modules() if not isinstance(m, nn.Embedding)]
-    return isinstance(module, Elsewhere) or any(p.dim() == 2 for m in inside for p in m.parameters(recurse=False))
+    return isinstance(module, Placeholder) or any(p.dim() == 2 for m in inside for p in m.parameters(recurse=False))
 
 
 def _are_made_of_blocks(modules: Sequence[nn.Module]) -> bool:

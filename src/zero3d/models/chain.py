@@ -24,7 +24,7 @@ from zero3d.errors import ConfigError
 from zero3d.memory.arena import host_value
 from zero3d.models.blocks import find_blocks, owns
 from zero3d.models.masking import forward_options, inner_model
-from zero3d.models.placeholders import Blank, Elsewhere, Relay, first_argument
+from zero3d.models.placeholders import ChunkTensors, Placeholder, SkippedModule, first_argument
 from zero3d.nested import tensors_in
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -185,7 +185,7 @@ class _Calls:
     beside: list[list[Tensor]] = field(default_factory=list)
 
 
-class _StandIn(Elsewhere):
+class _StandIn(Placeholder):
     """A block of a trial: returns a fresh hidden state, and checks what it is given."""
 
     def __init__(self, module: nn.Module, index: int, calls: _Calls, tuples: bool) -> None:
@@ -245,8 +245,9 @@ def _enter_later(model: nn.Module, chain: Chain, rooms: Mapping[str, nn.Module],
         return
     calls = _Calls(first.ids)
     hidden = torch.zeros_like(first.left)
-    blanks: dict[nn.Module | Tensor, object] = {room: Blank(room, Relay(received=hidden)) for room in rooms.values()}
-    base = base_of(_hollow_copy(model, chain.blocks, calls, chain.tuples, blanks))
+    tensors = ChunkTensors(received=hidden)
+    skipped: dict[nn.Module | Tensor, object] = {room: SkippedModule(room, tensors) for room in rooms.values()}
+    base = base_of(_hollow_copy(model, chain.blocks, calls, chain.tuples, skipped))
     try:
         with torch.no_grad(), torch.device("cpu"):
             base(inputs_embeds=hidden, **forward_options(base))

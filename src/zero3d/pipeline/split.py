@@ -1,13 +1,11 @@
 """One pipeline stage's part of a causal language model, with the model's own forward and parameter names.
 
-    part 0       embedding   block   block   Exit     pass     head elsewhere      -> hidden state
-    part 1       blank       Entry   pass*   block    block    norm, head          -> what the model returns
+    model    embedding      block 0       block 1         block 2       block 3       norm, head
+    part 0   embedding      block 0       block 1         SendingBlock  SkippedBlock  SkippedModule   -> hidden state
+    part 1   SkippedModule  SkippedBlock  ReceivingBlock  block 2       block 3       norm, head      -> output
 
-    (pass*: blocks of other parts return what they are given; the last of them before the part's own is
-    Entry, the first one after is Exit)
-
-Entry gives the part's first block exactly the hidden state that was received, so whatever the model does
-before its blocks (positions, scaling, dropout) happens on the first part only. Exit keeps what the last
+ReceivingBlock gives the part's first block exactly the hidden state that was received, so whatever the model does
+before its blocks (positions, scaling, dropout) happens on the first part only. SendingBlock keeps what the last
 block returned, so norm and head happen on the last part only. In between the model's own forward makes
 masks and rotary embeddings, in every part from the same micro-batch: `layer_types[i]`, `layer_idx` and
 packed documents are as in the full model, because the list of blocks keeps its length.
@@ -29,7 +27,14 @@ from torch import Tensor, nn
 from zero3d.errors import ConfigError
 from zero3d.models.chain import Chain, base_of, copy_with, find_chain
 from zero3d.models.masking import forward_options, inner_model
-from zero3d.models.placeholders import Blank, Entry, Exit, Left, Pass, Relay
+from zero3d.models.placeholders import (
+    ChunkDone,
+    ChunkTensors,
+    ReceivingBlock,
+    SendingBlock,
+    SkippedBlock,
+    SkippedModule,
+)
 from zero3d.pipeline.balance import Weights, chain_costs, cut
 from zero3d.pipeline.schedules import Schedule
 
@@ -58,15 +63,17 @@ class PipelinePart(nn.Module):
     Parameters keep the full model's names. Attributes it lacks (config, ...) are the model's.
     """
 
-    def __init__(self, model: nn.Module, part: int, parts: int, tied: Sequence[Tie], relay: Relay, width: int) -> None:
+    def __init__(
+        self, model: nn.Module, part: int, parts: int, tied: Sequence[Tie], tensors: ChunkTensors, width: int
+    ) -> None:
         super().__init__()
         # The model's own dicts: one set of modules under two roots, so that names get no prefix.
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.__dict__["_model"] = model  # not registered as a child
-        self.part, self.parts, self.tied, self.width, self._relay = part, parts, list(tied), width, relay
+        self.part, self.parts, self.tied, self.width, self._tensors = part, parts, list(tied), width, tensors
         if base_of(model) is not None and self.is_last:
-            base_of(model).register_forward_hook(partial(_add_routed, relay))
+            base_of(model).register_forward_hook(partial(_add_routed, tensors))
         self.train(model.training)
 
     @property
@@ -95,13 +102,13 @@ class PipelinePart(nn.Module):
         Returns what the full model returns on the last part, before it the hidden state, or (hidden
         state, router logits) where layers so far have routers and `output_router_logits` is on.
         """
-        relay = self._relay
+        tensors = self._tensors
         self._model.training = self.training
-        relay.received, relay.routed = (None if self.is_first else entering), routed
+        tensors.received, tensors.routed = (None if self.is_first else entering), routed
         try:
             return self._run(entering, batch)
         finally:
-            relay.received = relay.routed = relay.sent = None
+            tensors.received = tensors.routed = tensors.sent = None
 
     def _run(self, entering: Tensor, batch: dict[str, Any]) -> Any:
         model: Any = inner_model(self._model)
@@ -114,15 +121,15 @@ class PipelinePart(nn.Module):
             return model(**start, **batch | forward_options(model))
         batch = {key: value for key, value in batch.items() if key not in OF_THE_HEAD}
         output = base(**start, **batch | forward_options(base) | {"return_dict": True})
-        routed = _joined(self._relay.routed, getattr(output, "router_logits", None))
-        return self._relay.sent if routed is None else (self._relay.sent, routed)
+        routed = _joined(self._tensors.routed, getattr(output, "router_logits", None))
+        return self._tensors.sent if routed is None else (self._tensors.sent, routed)
 
     def _run_plain(self, model: nn.Module, entering: Tensor, batch: dict[str, Any]) -> Any:
         ids = entering if self.is_first else torch.zeros(entering.shape[:-1], dtype=torch.long, device=entering.device)
         try:
             return model(ids, **batch)
-        except Left:
-            return self._relay.sent
+        except ChunkDone:
+            return self._tensors.sent
 
 
 def model_of(module: nn.Module) -> nn.Module:
@@ -144,9 +151,9 @@ def split(model: nn.Module, counts: Sequence[int], part: int, blocks: str | None
     chain = find_chain(model, blocks)
     _check(chain, counts, part)
     ties, own = _ties(model, chain, counts, part)
-    relay = Relay()
-    replaced = _others(model, chain, counts, part, relay) | own
-    return PipelinePart(copy_with(model, replaced), part, len(counts), ties, relay, chain.width)
+    tensors = ChunkTensors()
+    replaced = _others(model, chain, counts, part, tensors) | own
+    return PipelinePart(copy_with(model, replaced), part, len(counts), ties, tensors, chain.width)
 
 
 def balance(
@@ -221,20 +228,20 @@ def _ties(
 
 
 def _others(
-    model: nn.Module, chain: Chain, counts: Sequence[int], part: int, relay: Relay
+    model: nn.Module, chain: Chain, counts: Sequence[int], part: int, tensors: ChunkTensors
 ) -> dict[nn.Module | Tensor, object]:
     """What stands in the part where modules of other parts were."""
     first, stop, ends = sum(counts[:part]), sum(counts[: part + 1]), base_of(model) is None
     replaced: dict[nn.Module | Tensor, object] = {}
     for index, block in enumerate(model.get_submodule(chain.blocks).children()):
         if index == first - 1:
-            replaced[block] = Entry(block, chain.tuples, relay)
+            replaced[block] = ReceivingBlock(block, chain.tuples, tensors)
         elif index == stop:
-            replaced[block] = Exit(block, chain.tuples, relay, ends)
+            replaced[block] = SendingBlock(block, chain.tuples, tensors, ends)
         elif not first <= index < stop:
-            replaced[block] = Pass(block, chain.tuples, relay)
+            replaced[block] = SkippedBlock(block, chain.tuples, tensors)
     rooms = (chain.before if part > 0 else ()) + (chain.after if part < len(counts) - 1 else ())
-    replaced |= {model.get_submodule(name): Blank(model.get_submodule(name), relay) for name in rooms}
+    replaced |= {model.get_submodule(name): SkippedModule(model.get_submodule(name), tensors) for name in rooms}
     return replaced
 
 
@@ -245,7 +252,7 @@ def _joined(routed: Tensor | None, own: Sequence[Tensor] | None) -> Tensor | Non
     return torch.cat(stacks) if stacks else None
 
 
-def _add_routed(relay: Relay, base: nn.Module, args: Any, output: Any) -> None:
+def _add_routed(tensors: ChunkTensors, base: nn.Module, args: Any, output: Any) -> None:
     """Forward hook of the last part's base model: the head finds the router logits of all layers."""
-    if relay.routed is not None:
-        output["router_logits"] = (*relay.routed.unbind(), *(output.get("router_logits") or ()))
+    if tensors.routed is not None:
+        output["router_logits"] = (*tensors.routed.unbind(), *(output.get("router_logits") or ()))

@@ -38,7 +38,7 @@ from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks
 from zero3d.models.chain import base_of
 from zero3d.models.masking import inner_model
-from zero3d.models.placeholders import Elsewhere
+from zero3d.models.placeholders import Placeholder
 from zero3d.tensor_parallel.proposal import propose
 from zero3d.tensor_parallel.shipped import shipped_plan
 
@@ -103,7 +103,7 @@ def read_plan(
     if not user and not any(name.startswith(f"{block}.") for name in plan for block in find_blocks(model)):
         raise ConfigError(_no_plan(model))  # some models' own plan is about their head alone
     plan = _as_called(plan, called)
-    away = {name for name, module in model.named_modules() if isinstance(module, Elsewhere)}
+    away = {name for name, module in model.named_modules() if isinstance(module, Placeholder)}
     plan = {name: style for name, style in plan.items() if style.kind != NONE and name not in away}
     return {name: style for name, style in plan.items() if not _is_idle(name, style, plan)}
 
@@ -199,7 +199,7 @@ def _away(model: nn.Module, pattern: str) -> bool:
     """Whether a pattern names something inside a module that is on another pipeline stage."""
     parts, roots = pattern.split("."), _roots(model)
     for name, module in model.named_modules():
-        if isinstance(module, Elsewhere):
+        if isinstance(module, Placeholder):
             aliases = [name[len(root) :] for root in roots if name.startswith(root)]
             if any(_matches(".".join(parts[: alias.count(".") + 1]), alias) for alias in aliases):
                 return True
