@@ -254,6 +254,42 @@ class Replay:
         )
 
 
+class Recomputed:
+    """A module's forward whose interior is dropped, and computed again when the backward needs it."""
+
+    def __init__(self, name: str, module: nn.Module, recorder: Recorder) -> None:
+        self._name, self._module, self._recorder = name, module, recorder
+        self._forward = module.forward
+
+    @property
+    def replaying(self) -> bool:
+        """Whether a recomputation is calling the blocks, with the arguments they had behind their hooks."""
+        return self._recorder.replaying
+
+    @property
+    def every(self) -> int:
+        """How many modules of a kind are recomputed together."""
+        return self._recorder.length
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.replaying and not (torch.is_grad_enabled() and self._module.training):
+            return self._forward(*args, **kwargs)
+        args = tuple(self._without_cache(value) for value in args)
+        kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
+        return self._recorder(self._name, self._module, self._forward, args, kwargs)
+
+    def _without_cache(self, value: Any) -> Any:
+        if not hasattr(value, "get_seq_length"):  # what tells a Hugging Face cache
+            return value
+        length = int(value.get_seq_length())
+        if length > 0:
+            raise ConfigError(
+                f"{self._name} was given a cache of {length} keys in training, which recomputation would write to "
+                "twice: pass use_cache=False, or activations=none."
+            )
+        return None
+
+
 class _Keep(torch.autograd.Function):
     """Keeps tensors for `Call.arguments`; never runs backward (Note 3)."""
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zero3d.activations.recomputation import attentions_in
+from zero3d.activations.targets import attentions_in
 from zero3d.distributed.ledger import Ledger
 from zero3d.models.chain import copy_with
 from zero3d.models.masking import forward_options, inner_model

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from zero3d.activations.recomputation import attentions_in
+from zero3d.activations.targets import attentions_in
 from zero3d.config import Model
 from zero3d.errors import ConfigError
 from zero3d.models.open import open_model

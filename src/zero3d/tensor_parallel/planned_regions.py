@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from zero3d.activations.recomputation import Recomputed
+from zero3d.activations.segments import Recomputed
 from zero3d.distributed.degrees import Degrees
 from zero3d.tensor_parallel.plan import Style
 from zero3d.tensor_parallel.sequence import cut_blocks

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zero3d.activations.recomputation import Recomputed
+from zero3d.activations.segments import Recomputed
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks
 from zero3d.nested import map_tensors
