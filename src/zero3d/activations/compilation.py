@@ -1,4 +1,9 @@
-"""torch.compile of blocks: each one's own forward, inside the module's hooks and inside recomputation."""
+"""torch.compile of a model's blocks: each one's own forward, inside the module's hooks and inside recomputation.
+
+    block.__call__:  engine's hooks [ recomputation [ torch.compile [ the block's own forward ]]]
+
+So compiled code holds no hook.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ from zero3d.errors import ConfigError
 
 
 def compile_blocks(model: nn.Module, blocks: Blocks | None = None, **options: Any) -> None:
-    """torch.compile each block's own forward: blocks of one kind share one graph. Before `recompute`.
+    """Compile each block's own forward with torch.compile: blocks of one kind share one graph. Before `recompute`.
 
     options   of torch.compile, such as backend
     """
@@ -26,14 +31,14 @@ def compile_blocks(model: nn.Module, blocks: Blocks | None = None, **options: An
 
 
 class Compiled:
-    """A module's own forward, compiled."""
+    """Calls a module's own forward, compiled."""
 
     def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         self._module, self._options = module, options
         self._forward = torch.compile(module.forward, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
-        """Of the copied module: a compiled function would go on calling the original."""
+        """Compile the copied module's forward: the compiled function would go on calling the original."""
         return Compiled(copy.deepcopy(self._module, memo), self._options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What is kept of a model's blocks between forward and backward, and whether they are compiled.
+"""Recomputation: what is kept of a model's blocks between forward and backward, by policy.
 
     none        all of it
     full        each block's inputs; its interior is computed again in the backward
@@ -10,9 +10,9 @@ Called before the Engine is built; the wrappers sit around `forward`, inside the
     block.__call__:  engine's hooks [ recomputation [ torch.compile [ the block's own forward ]]]
 
 So a recomputed block finds its weights gathered and costs no gather of its own (but every:K, whose
-earlier blocks of a segment are gathered once more), and compiled code holds no hook. Losses and
-gradients equal those of `none` bit for bit, dropout included. Without grad and in eval mode
-a wrapper is the plain forward. `activations/policy.py` has the arithmetic.
+earlier blocks of a segment are gathered once more). Losses and gradients equal those of `none` bit
+for bit, dropout included. Without grad and in eval mode a wrapper is the plain forward.
+`activations/policy.py` has the arithmetic.
 
 Selective is Korthikanti et al. 2022, section 5, one step coarser: attention's projections are
 recomputed too, which is what can be told from outside a module.
@@ -32,7 +32,7 @@ from zero3d.errors import ConfigError
 def prepare_blocks(
     model: nn.Module, activations: str = "none", compile: str | None = None, blocks: Blocks | None = None
 ) -> None:
-    """`compile_blocks` (compile: a torch.compile backend such as "inductor") and `recompute`, in the right order."""
+    """Run `compile_blocks` (compile: a torch.compile backend such as "inductor") and `recompute`, in this order."""
     if compile is not None:
         compile_blocks(model, blocks, backend=compile)
     recompute(model, activations, blocks)
@@ -49,23 +49,26 @@ def recompute(model: nn.Module, policy: str, blocks: Blocks | None = None) -> No
     get it, since they would write to it twice; one that holds something is refused. Pass use_cache=False
     with every policy: the cache changes strides, and with them the last bits of GPT-2's gradients.
     """
-    asked = Policy.of(policy)
-    if asked.kind == "none":
+    parsed = Policy.of(policy)
+    if parsed.kind == "none":
         return
-    found = blocks_of(model, blocks, f"activations={policy}")
-    if asked.kind == "selective":
-        _refuse_compiled(found)
-        found = _attentions(found)
-    recorder = Recorder(asked.every or 1)
-    for name, module in found.items():
+    modules = blocks_of(model, blocks, f"activations={policy}")
+    if parsed.kind == "selective":
+        _refuse_compiled(modules)
+        modules = _attentions(modules)
+    recorder = Recorder(parsed.every or 1)
+    for name, module in modules.items():
         if isinstance(module.forward, Recomputed):
             raise ConfigError(f"{name} is recomputed already: call recompute() once, with one policy.")
-    for name, module in found.items():
+    for name, module in modules.items():
         module.forward = Recomputed(name, module, recorder)
 
 
 def _refuse_compiled(blocks: Blocks) -> None:
-    """torch.compile would trace attention's recomputation, and its "eager" backend then draws other dropout."""
+    """Raise ConfigError for compiled blocks.
+
+    torch.compile would trace attention's recomputation, and its "eager" backend then draws other dropout.
+    """
     for name, block in blocks.items():
         if isinstance(block.forward, Compiled):
             raise ConfigError(
@@ -75,13 +78,13 @@ def _refuse_compiled(blocks: Blocks) -> None:
 
 
 def _attentions(blocks: Blocks) -> Blocks:
-    """The outermost attention modules of each block, by name. Blocks may lack one, but not all."""
-    found = {f"{name}.{inner}": module for name, block in blocks.items() for inner, module in attentions_in(block)}
-    if not found:
+    """Return the outermost attention modules of each block, by name. Raises ConfigError where no block has one."""
+    attentions = {f"{name}.{inner}": module for name, block in blocks.items() for inner, module in attentions_in(block)}
+    if not attentions:
         name, block = next(iter(blocks.items()))
         parts = ", ".join(dict(block.named_children())) or "no parts"
         raise ConfigError(
             "activations=selective recomputes attention, and no block has a module whose class ends in Attention or "
             f"whose name ends in attn or attention: {name} has {parts}. Pass activations=full or every:K."
         )
-    return found
+    return attentions

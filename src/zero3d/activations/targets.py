@@ -12,20 +12,21 @@ from zero3d.models.blocks import find_blocks
 Blocks = Mapping[str, nn.Module]
 
 
-def blocks_of(model: nn.Module, blocks: Blocks | None, asked: str) -> Blocks:
-    found = find_blocks(model) if blocks is None else blocks
-    if not found:
+def blocks_of(model: nn.Module, blocks: Blocks | None, option: str) -> Blocks:
+    """Return `blocks`, or where none are given the model's. Raises ConfigError where `option` finds none."""
+    blocks = find_blocks(model) if blocks is None else blocks
+    if not blocks:
         raise ConfigError(
-            f"{asked} needs the model's repeated blocks, and {type(model).__name__} has no list of two or more blocks: "
-            "pass blocks={'name': module, ...}, or activations=none."
+            f"{option} needs the model's repeated blocks, and {type(model).__name__} has no list of two or more "
+            "blocks: pass blocks={'name': module, ...}, or activations=none."
         )
-    return found
+    return blocks
 
 
 def attentions_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost attention modules inside a block, with their names there."""
+    """Yield the outermost attention modules inside a block, with their names there."""
     for name, child in module.named_children():
         if type(child).__name__.endswith("Attention") or name.endswith(("attn", "attention")):
             yield name, child
         else:
-            yield from ((f"{name}.{inner}", found) for inner, found in attentions_in(child))
+            yield from ((f"{name}.{inner}", attention) for inner, attention in attentions_in(child))
