@@ -12,9 +12,9 @@ call. A call joins the open segment if it is given the very tensor (by identity 
 last call returned; else, and after K calls, a new segment begins. A model that does something between
 two blocks therefore gets shorter segments, never wrong ones.
 
-Note 1, two calls. The last block of a segment, whose backward reads a MissingTensor, has its weights gathered. A replay of
-the others goes through their `__call__`, for an engine's hooks gather weights there; but a block is given
-the recorded arguments, whatever its hooks make of them.
+Note 1, two calls. The last block of a segment, whose backward reads a MissingTensor, has its weights
+gathered. A replay of the others goes through their `__call__`, for an engine's hooks gather weights
+there; but a block is given the recorded arguments, whatever its hooks make of them.
 Note 2, ownership. A graph owns its MissingTensors, they own the segment; the recorder only looks on. What
 is never run backward dies with its graph.
 Note 3, kept tensors are saved by a node of autograd: a later write in place is an error there, and
@@ -213,7 +213,7 @@ class Recorder:
 
 
 class AllFilled(Exception):
-    """Every missing tensor of a segment is filled in: its last multiplication need not run (a fifth of a Llama block's)."""
+    """Every missing tensor of a segment is filled in: its last product need not run (a fifth of a Llama block's)."""
 
 
 @dataclass
