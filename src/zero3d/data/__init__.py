@@ -7,6 +7,7 @@ store.py     ... kept on disk, memory-mapped
 packing.py   documents -> segments -> sequences
 sequences.py sequences -> tensors
 batches.py   sequences -> the order of a run -> micro-batches of a rank
-masking.py   does the model keep packed documents apart?
 dataset.py   all of it from a configuration's section `data`
+
+Whether a model keeps packed documents apart is models/masking.py's question.
 """

@@ -32,12 +32,12 @@ class Documents(NamedTuple):
     examples: NDArray[numpy.bool_]
 
     def some(self, chosen: NDArray[Any]) -> Documents:
-        """Those at these indices, or where this mask is true."""
+        """Return the documents at these indices, or where this mask is true."""
         return Documents(self.starts[chosen], self.stops[chosen], self.examples[chosen])
 
 
 class Plan(NamedTuple):
-    """Sequence i is the segments [pointers[i], pointers[i + 1])."""
+    """The table of segments: sequence i is the segments [pointers[i], pointers[i + 1])."""
 
     segments: Ints  # [R, 2] start and stop
     pointers: Ints  # [S + 1]
@@ -73,7 +73,7 @@ def _hold_out_end(documents: Documents, fraction: float) -> tuple[Documents, Doc
 
 
 def plan(documents: Documents, length: int, packing: bool, targets: NDArray[numpy.uint8] | None) -> Plan:
-    """The segment table. `targets` marks what is learnt, None if all is."""
+    """Return the table of segments. `targets` marks what is learnt, None if all is."""
     if packing and not documents.examples.any():
         return _stream(documents, length)
     segments, truncated = _pieces(documents, length)
@@ -87,7 +87,7 @@ def plan(documents: Documents, length: int, packing: bool, targets: NDArray[nump
 
 
 def _stream(documents: Documents, length: int) -> Plan:
-    """Documents one after another, cut every `length` tokens."""
+    """Put documents one after another and cut them every `length` tokens."""
     ends = numpy.cumsum(documents.stops - documents.starts)
     begins = ends - (documents.stops - documents.starts)
     owner, starts, stops = _cut(begins, ends, length)
@@ -100,7 +100,7 @@ def _stream(documents: Documents, length: int) -> Plan:
 
 
 def _pieces(documents: Documents, length: int) -> tuple[Ints, int]:
-    """Segments of at most `length` tokens: texts cut, examples truncated; and how many of these."""
+    """Return segments of at most `length` tokens (texts cut, examples truncated), and how many were truncated."""
     sizes = documents.stops - documents.starts
     used = numpy.where(documents.examples, numpy.minimum(sizes, length), sizes)
     owner, starts, stops = _cut(numpy.zeros_like(used), used, length)
@@ -118,7 +118,7 @@ def _cut(begins: Ints, ends: Ints, length: int) -> tuple[Ints, Ints, Ints]:
 
 
 def count_targets(segments: Ints, targets: NDArray[numpy.uint8] | None) -> Ints:
-    """Targets of each segment, the first token not counted. Segments ascend."""
+    """Count the targets of each segment, the first token left out. Segments ascend."""
     if targets is None:
         return segments[:, 1] - segments[:, 0] - 1
     counts = numpy.zeros(len(segments), numpy.int64)
@@ -156,13 +156,13 @@ def best_fit(sizes: Ints, length: int) -> tuple[Ints, Ints]:
             else:
                 room = known.pop(at)
                 group = numpy.concatenate(rooms.pop(room))
-            each = room // size
-            used = min(len(group), -(-len(items) // each))
-            placed = min(used * each, len(items))
-            bin_of[items[:placed]] = numpy.repeat(group[:used], each)[:placed]
-            full = placed // each  # the last bin used may have got fewer
-            left = [(room - each * size, group[:full]), (room, group[used:])]
-            left.append((room - (placed - full * each) * size, group[full:used]))
+            per_bin = room // size
+            used = min(len(group), -(-len(items) // per_bin))
+            placed = min(used * per_bin, len(items))
+            bin_of[items[:placed]] = numpy.repeat(group[:used], per_bin)[:placed]
+            full = placed // per_bin  # the last bin used may have got fewer
+            left = [(room - per_bin * size, group[:full]), (room, group[used:])]
+            left.append((room - (placed - full * per_bin) * size, group[full:used]))
             for rest, some in left:
                 if len(some) and rest:
                     if rest not in rooms:
@@ -173,7 +173,7 @@ def best_fit(sizes: Ints, length: int) -> tuple[Ints, Ints]:
 
 
 def _in_order(bin_of: Ints, bins: int) -> tuple[Ints, Ints]:
-    """Items sorted by bin, bins by their first item."""
+    """Sort items by bin, bins by their first item."""
     order = numpy.argsort(bin_of, kind="stable")
     counts = numpy.bincount(bin_of, minlength=bins)
     pointers = _pointers(counts)

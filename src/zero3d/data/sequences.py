@@ -8,7 +8,7 @@
 
 Labels stand where their token stands: Hugging Face models shift them. Without packing there is one
 segment per sequence, no position_ids, and a micro-batch is padded on the right to its longest: causal
-attention never looks right, so padding needs no attention mask. Ranks that each take a chunk of every
+attention never looks right, so padding needs no attention mask. Ranks that each take a slice of every
 sequence need lengths that are a `multiple` of their number.
 """
 
@@ -39,10 +39,10 @@ class Sequences:
         self.documents = len(documents.starts)
         self._store = store
         self._pad = pad
-        made = plan(documents, length, packing, store.targets)
-        self._segments, self._pointers = made.segments, made.pointers
-        self.truncated = made.truncated
-        self.dropped = made.dropped
+        table = plan(documents, length, packing, store.targets)
+        self._segments, self._pointers = table.segments, table.pointers
+        self.truncated = table.truncated
+        self.dropped = table.dropped
 
     def __len__(self) -> int:
         return len(self._pointers) - 1
@@ -56,13 +56,13 @@ class Sequences:
         }  # fmt: skip
 
     def count(self) -> tuple[int, int]:
-        """Tokens and targets of all sequences."""
+        """Count tokens and targets of all sequences."""
         ascending = self._segments[numpy.argsort(self._segments[:, 0])]
         tokens = int((ascending[:, 1] - ascending[:, 0]).sum())
         return tokens, int(count_targets(ascending, self._store.targets).sum())
 
     def __getitem__(self, index: int) -> Sample:
-        """input_ids, labels and, when packing, position_ids: [length] when packing, else as long as the document.
+        """Return input_ids, labels and, when packing, position_ids: [length] if packing, else of the document's length.
 
         Index len(self) is a sequence of padding, which has no target.
         """
@@ -86,7 +86,7 @@ class Sequences:
         return sample | {"position_ids": torch.from_numpy(positions)} if self.packing else sample
 
     def stack(self, samples: Listed[Sample]) -> Batch:
-        """A micro-batch, padded on the right to its longest sample, and from there to a multiple of `multiple`."""
+        """Stack samples to a micro-batch, padded on the right to the longest one and to a multiple of `multiple`."""
         longest = max(len(sample["input_ids"]) for sample in samples)
         longest += -longest % self._multiple
         fill = {"input_ids": self._pad, "labels": IGNORED, "position_ids": 0}
