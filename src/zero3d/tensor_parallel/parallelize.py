@@ -1,17 +1,4 @@
-"""Tensor parallelism: every matrix of a block is cut, every rank computes with its part, activations are summed.
-
-plan.py        which style each module gets
-shipped.py     plans that transformers lacks
-proposal.py    lines that a message proposes
-styles.py      what a style cuts and hooks
-heads.py       what attention is given for every head
-sequence.py    sequence parallelism and dropout around cut modules
-vocabulary.py  embedding, head and loss
-regions.py     the autograd regions between common and own activations
-channel.py     their collectives
-planned_regions.py  where activations pass between ranks, from the plan alone
-traffic.py     what that sends
-"""
+"""Cut a model over the tp axis: every rank computes with its part of every matrix, and activations are summed."""
 
 from __future__ import annotations
 
@@ -52,9 +39,9 @@ __all__ = [
 class Sharded(NamedTuple):
     """What the tp axis did to a model.
 
-    cuts      how parameters are cut, by name
-    partial   names of those whose gradients are parts of a sum over tp
-    regions  what it sends in each micro-batch, for `traffic.tensor_traffic`
+    cuts     how parameters are cut, by name
+    partial  names of those whose gradients are terms of a sum over tp
+    regions  what it sends for each micro-batch, for `traffic.tensor_traffic`
     """
 
     cuts: Mapping[str, Cut]
@@ -72,7 +59,7 @@ def parallelize(
 ) -> Sharded:
     """Cut a model's parameters over the tp axis and make its modules communicate, in place.
 
-    model         real parameters (rank 0's values win, one broadcast each) or meta ones; whole, or a pipeline part
+    model         real parameters (rank 0's values win, one broadcast each) or meta ones; whole, or a model chunk
     plan          styles by name pattern, over those of the model's own plan (`plan.py`)
     sequence      between cut modules activations are slices of the sequence
     local_logits  a forward that is given labels returns logits [.., V/N]; else logits are always [.., V]
@@ -109,20 +96,20 @@ def parallelize(
 
 
 def check_config(config: Any, styles: Mapping[str, Style], size: int) -> None:
-    """Heads must not be cut in two, which shapes do not tell. Raises ConfigError."""
+    """Refuse to cut a head in two, which shapes do not tell. Raises ConfigError."""
     attention = any(("attn" in name or "attention" in name) and style.kind in CUTS for name, style in styles.items())
-    for what in ("num_attention_heads", "num_key_value_heads") if attention else ():
-        heads = getattr(config, what, None)
+    for key in ("num_attention_heads", "num_key_value_heads") if attention else ():
+        heads = getattr(config, key, None)
         if isinstance(heads, int) and heads % size:
-            fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+            divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
             raise ConfigError(
-                f"tp={size} cannot share out {what}={heads}: {heads} / {size} is not whole. Pass a tp that divides it "
-                f"({', '.join(fits)}), or leave attention out of the plan with 'none'."
+                f"tp={size} cannot share out {key}={heads}: {heads} / {size} is not whole. Pass a tp that divides it "
+                f"({', '.join(divisors)}), or leave attention out of the plan with 'none'."
             )
 
 
 def check_sparse(model: nn.Module, styles: Mapping[str, Style]) -> None:
-    """An MLP that keeps its largest gates takes mean and deviation of all of them. Raises ConfigError."""
+    """Refuse to cut an MLP that takes mean and deviation of all its gates, to keep the largest. Raises ConfigError."""
     for name, style in styles.items():
         around = name.rpartition(".")[0]
         if style.kind in CUTS and getattr(model.get_submodule(around), "activation_sparsity", 0.0) > 0:
@@ -134,7 +121,7 @@ def check_sparse(model: nn.Module, styles: Mapping[str, Style]) -> None:
 
 
 def check_vocabulary(model: nn.Module, styles: Mapping[str, Style], size: int) -> None:
-    """A token embedding that is cut must have rows for all ranks alike. Raises ConfigError."""
+    """Refuse to cut a token embedding whose rows the ranks cannot share evenly. Raises ConfigError."""
     for name, style in styles.items():
         table = model.get_submodule(name) if style.kind == "embedding_rowwise" else None
         rows = table.num_embeddings if isinstance(table, nn.Embedding) else 0
@@ -147,24 +134,24 @@ def check_vocabulary(model: nn.Module, styles: Mapping[str, Style], size: int) -
 
 
 def read_styles(model: nn.Module, plan: Mapping[str, str] | None = None) -> dict[str, Style]:
-    """Styles by name. Token embedding and head are always cut unless the plan says otherwise. Raises ConfigError."""
+    """Return styles by name. Token embedding and head are cut unless the plan says otherwise. Raises ConfigError."""
     return read_plan(model, plan, _vocabulary(model, inner_model(model_of(model))))
 
 
 def _vocabulary(model: nn.Module, inner: Any) -> dict[str, Style]:
-    """Embedding and head; none where a third module has a parameter of theirs, as BERT's have the head's bias."""
-    found = {}
+    """Return the styles of embedding and head; none where a third module has a parameter of theirs, as in BERT."""
+    styles = {}
     names = {module: name for name, module in model.named_modules()}
-    for ask, style, kind in (
+    for getter, style, kind in (
         ("get_input_embeddings", "embedding_rowwise", nn.Embedding),
         ("get_output_embeddings", "colwise_gather_output", nn.Linear),
     ):
-        module = getattr(inner, ask)() if hasattr(inner, ask) else None
+        module = getattr(inner, getter)() if hasattr(inner, getter) else None
         if isinstance(module, kind) and module in names:
-            found[names[module]] = Style(style)
-    shared = {p for name in found for p in model.get_submodule(name).parameters()}
-    others = (m for name, m in model.named_modules() if name not in found)
-    return {} if any(p in shared for m in others for p in m.parameters(recurse=False)) else found
+            styles[names[module]] = Style(style)
+    parameters = {p for name in styles for p in model.get_submodule(name).parameters()}
+    rest = (m for name, m in model.named_modules() if name not in styles)
+    return {} if any(p in parameters for m in rest for p in m.parameters(recurse=False)) else styles
 
 
 def _head_name(model: nn.Module, inner: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Where a model's activations pass between own and common ones, told from its plan: what tp sends, before it is sent.
+"""Where activations pass between tp ranks, from a model's plan alone: what is sent, before anything is.
 
     common  --copy_to-->  [colwise | a rank's own outputs | rowwise]  --reduce_from-->  common
 
@@ -9,15 +9,15 @@
     embedding, head                 all_reduce; backward all_reduce, and two fp32 numbers per token for the loss
 
 Module order is taken for the order of calls, and a name of OUTPUTS for a matrix that takes what its module's others
-gave. A recomputed module repeats its forwards, but for the last one when nothing behind it is kept: recomputation
-ends where everything that was asked for is there.
+gave. A recomputed module repeats its forwards, but for the last one when nothing behind it is saved: recomputation
+ends where all missing tensors are there.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -38,7 +38,7 @@ LOSS, FP32 = 2, 4  # numbers per token and rank; bytes of each, or 8 under fp64
 
 @dataclass(frozen=True)
 class UncutModel:
-    """A model before it is cut. `head`: the name of its head, where its loss takes local logits."""
+    """A model before it is cut, and how it will be. `head`: the name of its head, if its loss takes local logits."""
 
     model: nn.Module
     styles: Mapping[str, Style]
@@ -48,17 +48,17 @@ class UncutModel:
 
 
 def find_regions(uncut: UncutModel, size: int) -> list[Region]:
-    """All regions of one micro-batch's forward and backward on one of `size` ranks, in module order."""
+    """Return all regions of one micro-batch's forward and backward on one of `size` ranks, in module order."""
     blocks = list(cut_blocks(uncut.model, list(uncut.styles))) if uncut.sequence else []
-    found = [*_of_sequence(blocks, uncut), *_of_styles(uncut, size, blocks)]
-    reached = _reached(uncut)
-    regions = [p if reached(p.name) else p._replace(backward="") for p in found]
+    forward = [*_of_sequence(blocks, uncut), *_of_styles(uncut, size, blocks)]
+    has_gradient = _gradients(uncut)
+    regions = [r if has_gradient(r.name) else r._replace(backward="") for r in forward]
     again = _recomputed(uncut.model, regions)
-    return [p._replace(again=p.name in again) for p in regions]
+    return [r._replace(again=r.name in again) for r in regions]
 
 
 def warn_across_hosts(degrees: Degrees, local: int | None, regions: list[Region], width: int) -> None:
-    """Say what it costs when the tp ranks of one replica are on several hosts of `local` ranks each (None: unknown)."""
+    """Warn of what it costs when a tp group lies on several hosts of `local` ranks each (None: unknown)."""
     tp = degrees.tp
     if local is None or local % tp == 0:
         return
@@ -126,15 +126,15 @@ def _of_sequence(blocks: list[str], uncut: UncutModel) -> Iterator[Region]:
 
 
 def _hidden(uncut: UncutModel) -> int:
-    """Width of the common activations: what a rowwise matrix gives."""
+    """Return the width of the common activations: that of a rowwise matrix's output."""
     rowwise = (_get(uncut.model, name) for name, style in uncut.styles.items() if style.kind in ROWWISE)
     matrices = (m for m in rowwise if isinstance(m, nn.Module))
-    found = next((_shape(m)[1] for m in matrices), 0)
-    return found or getattr(uncut.config, "hidden_size", 0)
+    width = next((_shape(m)[1] for m in matrices), 0)
+    return width or getattr(uncut.config, "hidden_size", 0)
 
 
 def _shape(module: nn.Module) -> tuple[int, int]:
-    """Inputs and outputs of a Linear or Conv1D, inside PEFT's wrapper or not."""
+    """Return inputs and outputs of a Linear or Conv1D, inside PEFT's wrapper or not."""
     base: Any = getattr(module, "base_layer", module)
     a, b = base.weight.shape
     return (a, b) if hasattr(base, "nf") else (b, a)
@@ -145,31 +145,34 @@ def _get(model: nn.Module, name: str) -> Any:
     return getattr(model.get_submodule(owner), local)
 
 
-def _reached(uncut: UncutModel) -> Any:
-    """Whether a region's input has a gradient: something before it is trained, or a norm beside it in its block."""
+def _gradients(uncut: UncutModel) -> Callable[[str], bool]:
+    """Return a function: whether the input of the region of this name has a gradient.
+
+    It has, if something before it is trained, or a norm beside it in its block.
+    """
     model = uncut.model
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     trained = {name: any(p.requires_grad for p in m.parameters(recurse=False)) for name, m in model.named_modules()}
     first = min((i for name, i in order.items() if trained[name]), default=len(order))
-    received = not getattr(model, "is_first", True)  # a later part of a pipeline
+    received = not getattr(model, "is_first", True)  # a later model chunk
     in_cut = tuple(f"{name}." for name in uncut.styles) + tuple(uncut.styles)
 
-    def reached(name: str) -> bool:
+    def has_gradient(name: str) -> bool:
         if received or first < order[name]:
             return True
         block = ".".join(name.split(".")[:-2])
         beside = (n for n in trained if block and n.startswith(block + ".") and not n.startswith(in_cut))
         return any(trained[n] for n in beside)
 
-    return reached
+    return has_gradient
 
 
 def _recomputed(model: nn.Module, regions: list[Region]) -> set[str]:
-    """Names of the regions whose forward runs again."""
+    """Return the names of the regions whose forward runs again."""
     modules = {name: m.forward for name, m in model.named_modules() if isinstance(m.forward, Recomputed)}
     again = set()
     for i, (name, forward) in enumerate(modules.items()):
-        inside = [p.name for p in regions if p.forward and p.name.startswith(name + ".")]
+        inside = [r.name for r in regions if r.forward and r.name.startswith(name + ".")]
         ends = (i + 1) % forward.every == 0 or i == len(modules) - 1
         if inside and ends and not _kept_behind(model.get_submodule(name), inside[-1].removeprefix(name + ".")):
             inside.pop()
@@ -178,7 +181,7 @@ def _recomputed(model: nn.Module, regions: list[Region]) -> set[str]:
 
 
 def _kept_behind(module: nn.Module, name: str) -> bool:
-    """Whether something behind a module's `name` saves its input for the backward: dropout, or a norm of the output.
+    """Return whether something behind a module's `name` saves its input for the backward: dropout, or an output norm.
 
     Norms come in no order, but models that have one behind their MLP call it post_feedforward or post_mlp.
     """

@@ -166,7 +166,7 @@ class Regions:
 
 
 class RankRandom:
-    """Random numbers that differ between tp ranks from `begin` to `end`, and are the same again afterwards.
+    """Makes random numbers differ between tp ranks from `begin` to `end`; afterwards they are alike again.
 
     The seed comes from the device's generator, which stands alike on all ranks, so that a recomputed forward
     that starts from the same state draws the same numbers. A recomputation may stop in between: then `end` is
@@ -176,7 +176,7 @@ class RankRandom:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._before: tuple[torch.Generator, Tensor] | None = None
-        self._own: tuple[torch.Generator, Tensor] | None = None
+        self._paused: tuple[torch.Generator, Tensor] | None = None
 
     @eager
     def begin(self, device: torch.device, on: bool = True) -> None:
@@ -198,20 +198,20 @@ class RankRandom:
 
     @eager
     def pause(self, device: torch.device, name: str) -> None:
-        """Among a rank's own numbers: such as all ranks draw, of `name`'s own, until `resume`.
+        """Draw numbers that are alike on all ranks, of `name`'s own, amid a rank's own, until `resume`.
 
         They follow from the seed alone, which a generator keeps, so that a recomputed block finds them, too.
         """
         generator = _generator(device)
-        self._own = generator, generator.get_state()
+        self._paused = generator, generator.get_state()
         generator.manual_seed(zlib.crc32(name.encode(), generator.initial_seed() // RANKS))
 
     @eager
     def resume(self) -> None:
         """Go on with the rank's own numbers, if `pause` was called."""
-        own, self._own = self._own, None
-        if own is not None:
-            own[0].set_state(own[1])
+        paused, self._paused = self._paused, None
+        if paused is not None:
+            paused[0].set_state(paused[1])
 
 
 def _generator(device: torch.device) -> torch.Generator:
@@ -219,5 +219,5 @@ def _generator(device: torch.device) -> torch.Generator:
         return torch.default_generator
     module = torch.get_device_module(device)
     index = device.index if device.index is not None else module.current_device()
-    found: torch.Generator = module.default_generators[index]
-    return found
+    generator: torch.Generator = module.default_generators[index]
+    return generator

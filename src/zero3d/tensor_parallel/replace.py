@@ -1,4 +1,4 @@
-"""Whole parameters become this rank's, once all cuts are known."""
+"""Whole parameters are replaced by this rank's part of them, once all cuts are known."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def apply_cuts(context: StyleContext) -> None:
     for t in (*context.model.parameters(), *context.model.buffers()):
         if not t.is_meta:
             context.regions.channel.broadcast(t.data, "initial")
-    locals_ = {p: _local(p, cut) for p, cut in context.cuts.items()}
+    local = {p: _local(p, cut) for p, cut in context.cuts.items()}
     for _, module, key, p in owners:
-        if p in locals_:
-            module._parameters[key] = locals_[p]
-            _resize(module, locals_[p] if key == "weight" else None)
-    context.cuts = {locals_[p]: cut for p, cut in context.cuts.items()}
+        if p in local:
+            module._parameters[key] = local[p]
+            _resize(module, local[p] if key == "weight" else None)
+    context.cuts = {local[p]: cut for p, cut in context.cuts.items()}
 
 
 def _local(p: nn.Parameter, cut: Cut) -> nn.Parameter:
-    own = nn.Parameter(cut.take(p), requires_grad=p.requires_grad)
-    own.__dict__.update(p.__dict__)  # transformers marks what it has initialised
-    return own
+    part = nn.Parameter(cut.take(p), requires_grad=p.requires_grad)
+    part.__dict__.update(p.__dict__)  # transformers marks what it has initialised
+    return part
 
 
 def _resize(module: nn.Module, weight: Tensor | None) -> None:
-    """A module's own numbers, where it has them: Conv1D's forward reads its."""
+    """Set a module's numbers of inputs and outputs to those of its weight: Conv1D's forward reads its."""
     if weight is None or weight.dim() != 2:
         return
     sizes = ("nx", "nf") if is_conv(module) else ("out_features", "in_features")

@@ -1,4 +1,4 @@
-"""Sequence parallelism, and random numbers of the ranks' own: what happens around cut modules.
+"""Sequence parallelism, and dropout that differs between ranks: hooks around cut modules.
 
     first block        ... in every block: gathered and reduced around attention and MLP ...         last block
     --scatter_to--> norm --[ q k v | attention | o ]--> + --> norm --[ gate up | down ]--> + --gather_from-->
@@ -30,7 +30,7 @@ DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 def cut_blocks(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
-    """The repeated blocks that hold one of the modules named, in order."""
+    """Return the repeated blocks that hold one of the modules named, in order."""
     return {
         name: block
         for name, block in find_blocks(model).items()
@@ -64,25 +64,25 @@ def install_sequence(context: StyleContext) -> None:
 
 
 def install_random(context: StyleContext, config: Any) -> None:
-    """Random numbers of the ranks' own from a module's first colwise matrix to its rowwise one, where it drops out."""
-    said = (config, getattr(config, "attn_config", None))  # MPT has a config of its own for attention
-    drops = any((getattr(each, name, None) or 0) > 0 for each in said for name in DROPOUTS)
-    owns: dict[str, RankRandom] = {}
+    """Let ranks draw numbers of their own between a module's colwise and rowwise matrices, where it drops out."""
+    configs = (config, getattr(config, "attn_config", None))  # MPT has a config of its own for attention
+    drops = any((getattr(place, name, None) or 0) > 0 for place in configs for name in DROPOUTS)
+    randoms: dict[str, RankRandom] = {}
     parents = {name.rpartition(".")[0] for name in context.rowwise}
     for name in context.colwise:
         parent = name.rpartition(".")[0]
-        if parent not in parents or parent in owns:
+        if parent not in parents or parent in randoms:
             continue
         if drops or _drops(context.model.get_submodule(parent)):
-            owns[parent] = RankRandom(context.regions.channel.rank)
-            begin = partial(_begin, context.regions, owns[parent])
+            randoms[parent] = RankRandom(context.regions.channel.rank)
+            begin = partial(_begin, context.regions, randoms[parent])
             context.model.get_submodule(name).register_forward_pre_hook(begin)
     for name in context.rowwise:
         parent = name.rpartition(".")[0]
-        if parent in owns:
-            context.model.get_submodule(name).register_forward_hook(partial(_end, owns[parent]))
+        if parent in randoms:
+            context.model.get_submodule(name).register_forward_hook(partial(_end, randoms[parent]))
     for name in context.colwise:
-        module, owned = context.model.get_submodule(name), name.rpartition(".")[0] in owns
+        module, owned = context.model.get_submodule(name), name.rpartition(".")[0] in randoms
         if _drops(module):
             random = RankRandom(context.regions.channel.rank)
             module.register_forward_pre_hook(partial(_pause, context.regions, random, name, owned))
@@ -98,7 +98,7 @@ def _inside(name: str, blocks: dict[str, nn.Module]) -> bool:
 
 
 def _check_whole(context: StyleContext, blocks: dict[str, nn.Module]) -> None:
-    """Outside cut modules only what treats tokens one by one is right on slices: norms, biases, LoRA's halves."""
+    """Refuse matrices left whole: on slices only what treats tokens one by one is right. Raises ConfigError."""
     listed = next(iter(blocks)).rpartition(".")[0]
     for name, block in find_blocks(context.model).items():
         for local, p in block.named_parameters():
@@ -111,7 +111,7 @@ def _check_whole(context: StyleContext, blocks: dict[str, nn.Module]) -> None:
 
 
 def _replaying(block: nn.Module) -> bool:
-    """Whether a recomputation calls this block: it has recorded what the hook made of its arguments."""
+    """Return whether a recomputation calls this block: it has recorded what the hook made of its arguments."""
     return isinstance(block.forward, Recomputed) and block.forward.replaying
 
 

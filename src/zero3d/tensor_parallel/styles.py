@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from zero3d.errors import ConfigError
 from zero3d.nested import map_tensors
 from zero3d.shards.cuts import Cut
-from zero3d.tensor_parallel.heads import take_own
+from zero3d.tensor_parallel.heads import slice_heads
 from zero3d.tensor_parallel.plan import Style
 from zero3d.tensor_parallel.regions import Conversion, Regions, convert
 from zero3d.tensor_parallel.vocabulary import Head, LocalEmbedding
@@ -32,13 +32,14 @@ from zero3d.tensor_parallel.vocabulary import Head, LocalEmbedding
 
 @dataclass
 class StyleContext:
-    """What the styles of one model share and leave behind.
+    """What the styles of one model share, and what they have decided.
 
     blocks    names of the blocks that hold cut modules
+    sequence  whether sequence parallelism is on
     cuts      by parameter
     handled   modules whose forward knows that their parameters are cut
-    partial   parameters that all ranks have and whose gradients are parts
-    colwise   names of modules whose outputs are the ranks' own, rowwise: whose inputs are
+    partial   parameters that all ranks have and whose gradients are terms of a sum over tp
+    colwise   names of modules whose outputs are cut, rowwise: whose inputs are
     """
 
     model: nn.Module
@@ -63,7 +64,7 @@ class StyleContext:
             raise ConfigError(f"{name}: {error}") from error
 
     def refuse_sequence(self, name: str, style: Style) -> None:
-        """Raises ConfigError inside blocks under sequence parallelism: outside matrices a rank has a slice only."""
+        """Refuse a style inside blocks under sequence parallelism: a rank has a slice there. Raises ConfigError."""
         if self.sequence and any(name.startswith(block + ".") for block in self.blocks):
             raise ConfigError(
                 f"{name}: style {style.kind!r} does not go with sequence_parallel=True inside blocks: leave it out."
@@ -75,7 +76,7 @@ class StyleContext:
 
 
 def apply_style(context: StyleContext, name: str, style: Style, head: Head) -> None:
-    """One entry of a plan. `head` gathers the outputs of colwise_gather_output where the model's head is meant."""
+    """Apply one entry of a plan. `head` gathers the outputs of colwise_gather_output where it is the model's head."""
     if style.kind == "divided":
         _divide(context, name)
     elif style.kind == "replicate":
@@ -149,10 +150,10 @@ def _partial(context: StyleContext, name: str, module: nn.Module, style: Style, 
 
 def _experts(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
     def copy_in(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        def one(t: Tensor) -> Tensor:
+        def copied(t: Tensor) -> Tensor:
             return context.regions.copy_to(t, name, whole=True) if t.is_floating_point() else t
 
-        return map_tensors(args, one), map_tensors(kwargs, one)
+        return map_tensors(args, copied), map_tensors(kwargs, copied)
 
     module.register_forward_pre_hook(copy_in, with_kwargs=True)
     _all_reduce(context, name, module, style, head)
@@ -160,8 +161,10 @@ def _experts(context: StyleContext, name: str, module: nn.Module, style: Style, 
 
 
 def _latent(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
-    """A whole first projection of latent attention: its latent goes into a colwise matrix, which copies it in; the
-    rotary part of keys goes to every rank's own heads, and is copied in here."""
+    """Copy in the rotary part of keys, which goes to every rank's own heads, behind a whole first projection.
+
+    Its other output, the latent, goes into a colwise matrix, which copies it in itself.
+    """
     context.refuse_sequence(name, style)
     rotary = context.model.get_submodule(name.rpartition(".")[0]).qk_rope_head_dim
     assert isinstance(rotary, int), "of the attention around it"
@@ -174,7 +177,7 @@ def _latent(context: StyleContext, name: str, module: nn.Module, style: Style, h
 
 
 def _heads(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
-    module.register_forward_pre_hook(partial(take_own, context.regions.channel, style.blocks), with_kwargs=True)
+    module.register_forward_pre_hook(partial(slice_heads, context.regions.channel, style.blocks), with_kwargs=True)
 
 
 def _all_reduce(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
@@ -198,8 +201,10 @@ APPLY: Mapping[str, Callable[[StyleContext, str, nn.Module, Style, Head], None]]
 
 
 def _parameter(context: StyleContext, name: str, style: Style) -> None:
-    """Of [experts, outputs, inputs] or [experts, inputs, outputs] colwise cuts dim -2, rowwise dim -1; of [experts, .]
-    and of [heads] the last."""
+    """Cut a parameter: of [experts, ., .] colwise cuts dim -2 and rowwise dim -1, of [experts, .] and [heads] the last.
+
+    Which of an expert's dims are inputs and which outputs is the plan's business.
+    """
     owner, _, local = name.rpartition(".")
     module = context.model.get_submodule(owner)
     p = module._parameters[local]
@@ -230,7 +235,7 @@ def _divide(context: StyleContext, name: str) -> None:
 
 
 def _matrix(name: str, module: nn.Module) -> tuple[Any, list[tuple[nn.Module, nn.Module]]]:
-    """The Linear or Conv1D that is cut, and PEFT's LoRA pairs (A, B) around it."""
+    """Return the Linear or Conv1D that is cut, and PEFT's LoRA pairs (A, B) around it. Raises ConfigError."""
     base: Any = getattr(module, "base_layer", module)
     a, b = getattr(module, "lora_A", {}), getattr(module, "lora_B", {})
     if not (isinstance(base, nn.Linear) or is_conv(base)) or not base.weight.is_floating_point():
@@ -246,7 +251,7 @@ def _matrix(name: str, module: nn.Module) -> tuple[Any, list[tuple[nn.Module, nn
 
 
 def is_conv(module: nn.Module) -> bool:
-    """transformers' Conv1D: a linear layer with its weight transposed, [inputs, outputs]."""
+    """Return whether this is transformers' Conv1D: a linear layer with its weight transposed, [inputs, outputs]."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
@@ -260,7 +265,7 @@ def _kind(module: nn.Module) -> str:
 
 
 class Unbiased:
-    """Forward of a Linear or Conv1D without its bias, which must be added once, to the sum over ranks."""
+    """The forward of a Linear or Conv1D without its bias, which must be added once, to the sum over ranks."""
 
     def __init__(self, module: Any) -> None:
         self._module, self._conv = module, is_conv(module)
@@ -271,15 +276,15 @@ class Unbiased:
 
 
 class AddedOnce:
-    """Forward of a module one of whose parameters is added to outputs that will be summed: rank 0 adds it."""
+    """The forward of a module one of whose parameters is added to outputs that will be summed: rank 0 adds it."""
 
     def __init__(self, module: nn.Module, name: str, rank: int) -> None:
-        self._forward, self._module, self._name, self._mine = module.forward, module, name, float(rank == 0)
+        self._forward, self._module, self._name, self._factor = module.forward, module, name, float(rank == 0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         parameters: Any = self._module._parameters
         whole = parameters[self._name]
-        parameters[self._name] = whole * self._mine
+        parameters[self._name] = whole * self._factor
         try:
             return self._forward(*args, **kwargs)
         finally:
@@ -303,7 +308,7 @@ def _reduce_output(regions: Regions, name: str, base: Any, module: nn.Module, ar
 
 
 def change_first(args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
-    """Arguments of a module with its hidden state changed: that of this name, else the first."""
+    """Return a module's arguments with its hidden state changed: that of this name, else the first."""
     if "hidden_states" in kwargs or not args:
         key = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
         return args, {**kwargs, key: change(kwargs[key])}

@@ -9,7 +9,7 @@ from zero3d.zero.traffic import Moved
 
 
 class Region(NamedTuple):
-    """Where activations of every micro-batch pass between a tp rank's own and common ones, under a module's name.
+    """Where activations of every micro-batch pass between tp ranks, under a module's name, and by which collectives.
 
     forward, backward  all_reduce, all_gather, reduce_scatter, or "" where nothing is sent
     width              elements per token of the whole tensor
@@ -28,7 +28,7 @@ class Region(NamedTuple):
 def tensor_traffic(
     regions: Iterable[Region], tokens: int, micro_batches: int, n: int, width: int
 ) -> dict[tuple[str, str], Moved]:
-    """What one of n tp ranks sends in so many micro-batches of `tokens` tokens in all, by (operation, module).
+    """Return what one of n tp ranks sends in so many micro-batches of `tokens` tokens in all, by (operation, module).
 
     width  bytes of the compute dtype
     Of Psi elements an all-gather or a reduce-scatter sends Psi (N-1)/N, an all-reduce twice that. A Llama's layer
@@ -41,6 +41,8 @@ def tensor_traffic(
                 hops = (2 if op == "all_reduce" else 1) * (n - 1)
                 elements = times * tokens * region.width * hops // n
                 size = max(width, region.least)
-                calls, before, sent = moved.get((op, region.name), (0, 0, 0))
-                moved[op, region.name] = Moved(calls + times * micro_batches, before + elements, sent + elements * size)
+                calls, total, nbytes = moved.get((op, region.name), (0, 0, 0))
+                moved[op, region.name] = Moved(
+                    calls + times * micro_batches, total + elements, nbytes + elements * size
+                )
     return moved
