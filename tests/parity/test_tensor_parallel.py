@@ -14,7 +14,9 @@ from torch.nn import functional as F
 
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
-from zero3d.tensor_parallel.parallelize import Channel, cross_entropy, parallelize, read_styles
+from zero3d.tensor_parallel.channel import Channel
+from zero3d.tensor_parallel.parallelize import parallelize, read_styles
+from zero3d.tensor_parallel.vocabulary import cross_entropy
 
 COMMON_ATTENTION = {f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"}
 COMMON_ATTENTION |= {"layers.*.self_attn.o_proj": "rowwise_split_input", "embed_tokens": "replicate"}

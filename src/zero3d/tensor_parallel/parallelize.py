@@ -22,18 +22,9 @@ from zero3d.tensor_parallel.replace import apply_cuts
 from zero3d.tensor_parallel.sequence import cut_blocks, install_random, install_sequence
 from zero3d.tensor_parallel.styles import StyleContext, apply_style
 from zero3d.tensor_parallel.traffic import Region
-from zero3d.tensor_parallel.vocabulary import Head, cross_entropy, gather_logits, has_causal_loss
+from zero3d.tensor_parallel.vocabulary import Head, has_causal_loss
 
-__all__ = [
-    "Channel",
-    "Cut",
-    "Sharded",
-    "cross_entropy",
-    "gather_logits",
-    "parallelize",
-    "read_styles",
-    "warn_across_hosts",
-]
+__all__ = ["Sharded", "parallelize", "read_styles", "warn_across_hosts"]
 
 
 class Sharded(NamedTuple):
