@@ -350,7 +350,7 @@ def test_a_forward_leaves_no_tensor_behind():
     part = split(deep("llama"), [3, 2], 0)
     ids, given = packed()
     part(ids, **given)
-    assert vars(part._relay) == {"received": None, "routed": None, "sent": None}
+    assert vars(part._tensors) == {"received": None, "routed": None, "sent": None}
 
 
 def test_cutting_draws_no_random_number():

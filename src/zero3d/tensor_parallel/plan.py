@@ -84,12 +84,12 @@ def read_plan(
     shipped, called = list(shipped_plan(model)), {}
     for name, aliases in _names(model):
         for patterns in (user, built_in):
-            pattern = next((p for p in patterns if any(_matches(p, alias) for alias in aliases)), None)
-            if pattern is not None:
-                matched.add(pattern)
-                if pattern in shipped:
-                    called[name] = shipped.index(pattern)
-                plan[name] = parse(pattern, patterns[pattern])
+            match = next((p for p in patterns if any(_matches(p, alias) for alias in aliases)), None)
+            if match is not None:
+                matched.add(match)
+                if match in shipped:
+                    called[name] = shipped.index(match)
+                plan[name] = parse(match, patterns[match])
                 break
     for pattern in user:
         known = pattern in matched or _add_attributes(model, pattern, plan, user[pattern])
