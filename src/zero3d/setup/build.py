@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zero3d.activations import prepare_blocks
+from zero3d.activations.recomputation import prepare_blocks
 from zero3d.config import Batch, Config, load, resolve_batch, to_dict
 from zero3d.data.batches import steps_of
 from zero3d.data.dataset import DataSet, needs_tokenizer, open_data
