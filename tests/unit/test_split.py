@@ -351,7 +351,7 @@ def test_a_forward_leaves_no_tensor_behind():
     chunk = split(deep("llama"), [3, 2], 0)
     ids, given = packed()
     chunk(ids, **given)
-    assert vars(chunk._relay) == {"received": None, "routed": None, "sent": None}
+    assert vars(chunk._tensors) == {"received": None, "routed": None, "sent": None}
 
 
 def test_cutting_draws_no_random_number():

@@ -1,18 +1,17 @@
 """Values out of a JSON file, each taken by name, type and range: whatever is wrong names file and field.
 
-JSON itself is read strictly: UTF-8, no key twice, no nesting or number that Python would refuse.
+JSON itself is read strictly (`reading.parse_json`): no key comes twice.
 """
 
 from __future__ import annotations
 
-import json
 from math import inf, isfinite
 from typing import Any, NamedTuple, NoReturn
 
-from zero3d.errors import CheckpointError
+from zero3d.errors import SHOWN, CheckpointError, short
+from zero3d.reading import Unreadable, parse_json
 
 LARGEST = 1 << 53  # whole numbers up to here survive any JSON reader
-SHOWN = 60  # characters of a value or name in a message
 USE_ANOTHER = "The checkpoint is damaged: use another step-N."
 
 
@@ -94,29 +93,20 @@ class Field(NamedTuple):
 
 
 def parse(text: bytes, file: str) -> Field:
-    """What a JSON file says. Raises CheckpointError."""
+    """Return the value of a JSON file. Raises CheckpointError."""
     try:
-        return Field(file, "", json.loads(text.decode(), object_pairs_hook=_once))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON ({_said(error)}). {USE_ANOTHER}") from None
+        return Field(file, "", parse_json(text, unique_keys=True))
+    except Unreadable as error:
+        raise CheckpointError(f"{file} {error}. {USE_ANOTHER}") from None
 
 
 def shown(value: Any) -> str:
-    """A value in a message: on one line and short, whatever it holds."""
+    """Return a value of a JSON file as a message quotes it: by its size where that is all there is to say."""
     if isinstance(value, (dict, list)):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > LARGEST:
         return f"a number of {value.bit_length()} bits"
-    text = ascii(value) if isinstance(value, str) else str(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {shown(next(name for name in names if names.count(name) > 1))} comes twice")
-    return entries
+    return short(ascii(value) if isinstance(value, str) else value)
 
 
 def _finite(value: float) -> bool:
@@ -124,9 +114,5 @@ def _finite(value: float) -> bool:
 
 
 def named(key: str) -> str:
-    """A name in a message: without quotes where it is an ordinary one."""
+    """Return a name as a message quotes it: without quotes where it is an ordinary one."""
     return key if key.isascii() and key.isprintable() and len(key) <= SHOWN else shown(key)
-
-
-def _said(error: Exception) -> str:
-    return "it is nested too deep" if isinstance(error, RecursionError) else shown(str(error)).strip("'\"")

@@ -19,8 +19,9 @@ from zero3d.pipeline.split import take_chunks
 from zero3d.pipeline.ties import names_of_copies
 from zero3d.rng import share_torch_rng
 from zero3d.shards.cuts import Cut
-from zero3d.tensor_parallel.parallelize import Sharded, parallelize, warn_across_hosts
-from zero3d.tensor_parallel.traffic import Passage
+from zero3d.tensor_parallel.parallelize import Sharded, parallelize
+from zero3d.tensor_parallel.planned_regions import warn_across_hosts
+from zero3d.tensor_parallel.traffic import Region
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Division:
     places      of parameters in `model.parameters()`; a tied parameter's copy has its owner's
     cuts        how the tp axis cuts parameters
     partial     names of whole ones whose gradients are parts of a sum over tp
-    passages    where activations pass between tp ranks
+    regions     where activations pass between tp ranks
     """
 
     module: nn.Module
@@ -42,7 +43,7 @@ class Division:
     places: dict[str, int]
     cuts: Mapping[str, Cut]
     partial: frozenset[str]
-    passages: Sequence[Passage]
+    regions: Sequence[Region]
 
 
 def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, ledger: Ledger) -> Division:
@@ -55,9 +56,9 @@ def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, led
     places |= {name: places[owner] for name, owner in copies.items()}
     sharded = _cut_over_tp(chunks, mesh.axis("tp"), ledger, options)
     share_random_state(tp)
-    passages = [passage for one in sharded for passage in one.passages]
+    regions = [region for one in sharded for region in one.regions]
     if mesh.rank == 0:
-        warn_across_hosts(mesh.degrees, mesh.local_world, passages, resolved.precision.dtype.itemsize)
+        warn_across_hosts(mesh.degrees, mesh.local_world, regions, resolved.precision.dtype.itemsize)
     return Division(
         module=model if mesh.pp == 1 else nn.ModuleList(chunks.values()),
         chunks=chunks,
@@ -65,7 +66,7 @@ def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, led
         places=places,
         cuts={name: cut for one in sharded for name, cut in one.cuts.items()},
         partial=frozenset(name for one in sharded for name in one.partial),
-        passages=passages,
+        regions=regions,
     )
 
 

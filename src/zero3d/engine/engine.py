@@ -113,7 +113,7 @@ class Engine:
         self.arena, self.traffic = axes.arena, axes.ledger
         self.tp, self.dp, self.world = axes.tp, axes.dp, axes.world
         self.module, self.chunks = division.module, division.chunks
-        self.full_model, self.passages = division.full_model, division.passages
+        self.full_model, self.regions = division.full_model, division.regions
         self.units, self.model_group, self.hooks = runtime.units, runtime.model_group, runtime.hooks
         self.gathers, self.reductions, self.accumulation = runtime.gathers, runtime.reductions, runtime.accumulation
         self.optimizer, self.scheduler = runtime.optimizer, stepper.scheduler

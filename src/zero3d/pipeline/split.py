@@ -1,13 +1,11 @@
 """One model chunk of a causal language model, with the model's own forward and parameter names.
 
-    chunk 0       embedding   block   block   Exit     pass     head elsewhere      -> hidden state
-    chunk 1       blank       Entry   pass*   block    block    norm, head          -> what the model returns
+    model     embedding      block 0       block 1         block 2       block 3       norm, head
+    chunk 0   embedding      block 0       block 1         SendingBlock  SkippedBlock  SkippedModule   -> hidden state
+    chunk 1   SkippedModule  SkippedBlock  ReceivingBlock  block 2       block 3       norm, head      -> output
 
-    (pass*: blocks of other chunks return what they are given; the last of them before the chunk's own is
-    Entry, the first one after is Exit)
-
-Entry gives the chunk's first block exactly the hidden state that was received, so whatever the model does
-before its blocks (positions, scaling, dropout) happens on the first chunk only. Exit keeps what the last
+ReceivingBlock gives the chunk's first block exactly the hidden state that was received, so whatever the model does
+before its blocks (positions, scaling, dropout) happens on the first chunk only. SendingBlock keeps what the last
 block returned, so norm and head happen on the last chunk only. In between the model's own forward makes
 masks and rotary embeddings, in every chunk from the same micro-batch: `layer_types[i]`, `layer_idx` and
 packed documents are as in the full model, because the list of blocks keeps its length.
@@ -31,7 +29,14 @@ from zero3d.distributed.axis import Axis
 from zero3d.errors import ConfigError
 from zero3d.models.chain import Chain, base_of, copy_with, find_chain
 from zero3d.models.masking import forward_options, inner_model
-from zero3d.models.placeholders import Blank, Entry, Exit, Left, Pass, Relay
+from zero3d.models.placeholders import (
+    ChunkDone,
+    ChunkTensors,
+    ReceivingBlock,
+    SendingBlock,
+    SkippedBlock,
+    SkippedModule,
+)
 from zero3d.pipeline.balance import TOKENS, Weights, chain_costs, cut
 from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.ties import Tie, ties_and_copies
@@ -50,16 +55,16 @@ class ModelChunk(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, chunk: int, chunks: int, tied: Sequence[Tie], relay: Relay, width: int
+        self, model: nn.Module, chunk: int, chunks: int, tied: Sequence[Tie], tensors: ChunkTensors, width: int
     ) -> None:
         super().__init__()
         # The model's own dicts: one set of modules under two roots, so that names get no prefix.
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.__dict__["_model"] = model  # not registered as a child
-        self.chunk, self.chunks, self.tied, self.width, self._relay = chunk, chunks, list(tied), width, relay
+        self.chunk, self.chunks, self.tied, self.width, self._tensors = chunk, chunks, list(tied), width, tensors
         if base_of(model) is not None and self.is_last:
-            base_of(model).register_forward_hook(partial(_add_routed, relay))
+            base_of(model).register_forward_hook(partial(_add_routed, tensors))
         self.train(model.training)
 
     @property
@@ -90,13 +95,13 @@ class ModelChunk(nn.Module):
         Returns what the full model returns on the last chunk, before it the hidden state, or (hidden
         state, router logits) where layers so far have routers and `output_router_logits` is on.
         """
-        relay = self._relay
+        tensors = self._tensors
         self._model.training = self.training
-        relay.received, relay.routed = (None if self.is_first else entering), routed
+        tensors.received, tensors.routed = (None if self.is_first else entering), routed
         try:
             return self._run(entering, batch)
         finally:
-            relay.received = relay.routed = relay.sent = None
+            tensors.received = tensors.routed = tensors.sent = None
 
     def _run(self, entering: Tensor, batch: dict[str, Any]) -> Any:
         model: Any = inner_model(self._model)
@@ -109,15 +114,15 @@ class ModelChunk(nn.Module):
             return model(**start, **batch | forward_options(model))
         batch = {key: value for key, value in batch.items() if key not in OF_THE_HEAD}
         output = base(**start, **batch | forward_options(base) | {"return_dict": True})
-        routed = _join_routed(self._relay.routed, getattr(output, "router_logits", None))
-        return self._relay.sent if routed is None else (self._relay.sent, routed)
+        routed = _join_routed(self._tensors.routed, getattr(output, "router_logits", None))
+        return self._tensors.sent if routed is None else (self._tensors.sent, routed)
 
     def _run_plain(self, model: nn.Module, entering: Tensor, batch: dict[str, Any]) -> Any:
         ids = entering if self.is_first else torch.zeros(entering.shape[:-1], dtype=torch.long, device=entering.device)
         try:
             return model(ids, **batch)
-        except Left:
-            return self._relay.sent
+        except ChunkDone:
+            return self._tensors.sent
 
 
 def split(model: nn.Module, counts: Sequence[int], chunk: int, blocks: str | None = None) -> ModelChunk:
@@ -133,9 +138,9 @@ def split(model: nn.Module, counts: Sequence[int], chunk: int, blocks: str | Non
     chain = find_chain(model, blocks)
     _check(chain, counts, chunk)
     ties, copies = ties_and_copies(model, chain, counts, chunk)
-    relay = Relay()
-    replaced = _placeholders(model, chain, counts, chunk, relay) | copies
-    return ModelChunk(copy_with(model, replaced), chunk, len(counts), ties, relay, chain.width)
+    tensors = ChunkTensors()
+    replaced = _placeholders(model, chain, counts, chunk, tensors) | copies
+    return ModelChunk(copy_with(model, replaced), chunk, len(counts), ties, tensors, chain.width)
 
 
 def balance(
@@ -201,20 +206,20 @@ def _check(chain: Chain, counts: Sequence[int], chunk: int) -> None:
 
 
 def _placeholders(
-    model: nn.Module, chain: Chain, counts: Sequence[int], chunk: int, relay: Relay
+    model: nn.Module, chain: Chain, counts: Sequence[int], chunk: int, tensors: ChunkTensors
 ) -> dict[nn.Module | Tensor, object]:
     """Return what stands in the chunk where modules of other chunks were, by the module."""
     first, stop, ends = sum(counts[:chunk]), sum(counts[: chunk + 1]), base_of(model) is None
     replaced: dict[nn.Module | Tensor, object] = {}
     for index, block in enumerate(model.get_submodule(chain.blocks).children()):
         if index == first - 1:
-            replaced[block] = Entry(block, chain.tuples, relay)
+            replaced[block] = ReceivingBlock(block, chain.tuples, tensors)
         elif index == stop:
-            replaced[block] = Exit(block, chain.tuples, relay, ends)
+            replaced[block] = SendingBlock(block, chain.tuples, tensors, ends)
         elif not first <= index < stop:
-            replaced[block] = Pass(block, chain.tuples, relay)
+            replaced[block] = SkippedBlock(block, chain.tuples, tensors)
     rooms = (chain.before if chunk > 0 else ()) + (chain.after if chunk < len(counts) - 1 else ())
-    replaced |= {model.get_submodule(name): Blank(model.get_submodule(name), relay) for name in rooms}
+    replaced |= {model.get_submodule(name): SkippedModule(model.get_submodule(name), tensors) for name in rooms}
     return replaced
 
 
@@ -225,7 +230,7 @@ def _join_routed(routed: Tensor | None, own: Sequence[Tensor] | None) -> Tensor 
     return torch.cat(stacks) if stacks else None
 
 
-def _add_routed(relay: Relay, base: nn.Module, args: Any, output: Any) -> None:
+def _add_routed(tensors: ChunkTensors, base: nn.Module, args: Any, output: Any) -> None:
     """Give the head the router logits of all layers: a forward hook of the last chunk's base model."""
-    if relay.routed is not None:
-        output["router_logits"] = (*relay.routed.unbind(), *(output.get("router_logits") or ()))
+    if tensors.routed is not None:
+        output["router_logits"] = (*tensors.routed.unbind(), *(output.get("router_logits") or ()))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zero3d.activations.recomputation import prepare_blocks
+from zero3d.activations import prepare_blocks
 from zero3d.config import Config, load, resolve_batch, to_dict
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine

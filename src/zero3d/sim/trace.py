@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from zero3d.activations.recomputation import attentions_in
+from zero3d.activations.targets import attentions_in
 from zero3d.config import Model
 from zero3d.errors import ConfigError
 from zero3d.models.open import open_model
@@ -133,7 +133,7 @@ def adapt(model: nn.Module, lora: str) -> nn.Module:
     options = LoraConfig(r=int(rank), lora_alpha=2 * int(rank), target_modules=found, lora_dropout=0.05)
     with warnings.catch_warnings():  # transformers' to PEFT
         warnings.simplefilter("ignore", FutureWarning)
-        adapted: nn.Module = get_peft_model(model, options)
+        adapted: nn.Module = get_peft_model(model, options, low_cpu_mem_usage=True)  # adapters without values
     return adapted
 
 

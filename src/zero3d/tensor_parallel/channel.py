@@ -32,7 +32,7 @@ class Channel:
         self._pairwise = choose_algorithm(axis.backend, axis.size) == "pairwise"
 
     def all_reduce(self, t: Tensor, name: str) -> Tensor:
-        """The sum over ranks, a new tensor."""
+        """Return the sum over ranks, a new tensor."""
         if self.size == 1:
             return t
         if not self._pairwise:
@@ -50,7 +50,7 @@ class Channel:
         return torch.cat(everyone)[: t.numel()].view(t.shape)
 
     def all_gather(self, t: Tensor, dim: int, name: str) -> Tensor:
-        """The ranks' tensors, one behind the other along `dim`."""
+        """Return the ranks' tensors, one behind the other along `dim`."""
         if self.size == 1:
             return t
         self._record("all_gather", name, t, t.numel() * (self.size - 1))
@@ -62,20 +62,20 @@ class Channel:
         return torch.cat(list(full.view(self.size, *t.shape)), dim)
 
     def reduce_scatter(self, t: Tensor, dim: int, name: str) -> Tensor:
-        """This rank's chunk along `dim` of the sum over ranks."""
+        """Return this rank's slice along `dim` of the sum over ranks."""
         if self.size == 1:
             return t
         self._record("reduce_scatter", name, t, t.numel() // self.size * (self.size - 1))
-        chunks = [part.contiguous() for part in t.chunk(self.size, dim)]
+        slices = [part.contiguous() for part in t.chunk(self.size, dim)]
         if self._pairwise:
-            return _sum(self._swap("reduce_scatter", name, chunks))
-        out, full = torch.empty_like(chunks[0]), torch.cat([part.view(-1) for part in chunks])
+            return _sum(self._swap("reduce_scatter", name, slices))
+        out, full = torch.empty_like(slices[0]), torch.cat([part.view(-1) for part in slices])
         start = partial(reduce_scatter_into, out.view(-1), full, self.axis.reductions)
         self.axis.call("reduce_scatter", name, start().wait)
         return out
 
-    def chunk(self, t: Tensor, dim: int) -> Tensor:
-        """This rank's chunk along `dim`; moves nothing."""
+    def slice_of(self, t: Tensor, dim: int) -> Tensor:
+        """Return this rank's slice along `dim`; moves nothing."""
         return t.chunk(self.size, dim)[self.rank].contiguous()
 
     def broadcast(self, t: Tensor, name: str) -> None:
@@ -94,14 +94,14 @@ class Channel:
         self._ledger.record(op, self.axis.name, name, elements, t.dtype.itemsize)
 
     def _swap(self, op: str, name: str, sends: list[Tensor]) -> list[Tensor]:
-        """Slot i goes to rank i; what the ranks sent here, in rank order."""
+        """Send the i-th tensor to rank i. Return what the ranks sent to this one, in rank order."""
         received = [part if peer == self.rank else torch.empty_like(part) for peer, part in enumerate(sends)]
         swap(self.axis, self.axis.reductions, op, name, list(sends), received)()
         return received
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
-    """((p0 + p1) + p2) + ..., a new tensor."""
+    """Return ((p0 + p1) + p2) + ..., a new tensor."""
     total = parts[0] + parts[1]
     for part in parts[2:]:
         total += part

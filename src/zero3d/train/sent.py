@@ -154,7 +154,7 @@ def planned_pipeline(engine: Engine, done: Done) -> dict[tuple[str, str], Moved]
 def planned_tensor(engine: Engine, done: Done) -> dict[tuple[str, str], Moved]:
     """By (operation, module) on the tp axis: activations and their gradients."""
     width, micro_batches = engine.precision.dtype.itemsize, done.steps * done.micro_batches
-    moved = tensor_traffic(engine.passages, done.tokens, micro_batches, engine.mesh.tp, width)
+    moved = tensor_traffic(engine.regions, done.tokens, micro_batches, engine.mesh.tp, width)
     return {(_on("tp", op), module): each for (op, module), each in moved.items()}
 
 
