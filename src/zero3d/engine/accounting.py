@@ -17,7 +17,7 @@ from zero3d.zero.unit import Unit
 
 
 class MemoryEntry(NamedTuple):
-    """Bytes of one category at one place on this rank.
+    """Counts the bytes of one category at one place on this rank.
 
     planned   by formula (`stages.engine_bytes`, padding from the layouts); None for transient ones
     measured  held by the arena now
