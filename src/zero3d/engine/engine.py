@@ -114,13 +114,12 @@ class Engine:
         self.tp, self.dp, self.world = axes.tp, axes.dp, axes.world
         self.module, self.chunks = division.module, division.chunks
         self.full_model, self.regions = division.full_model, division.regions
-        self.units, self.model_group, self.hooks = runtime.units, runtime.model_group, runtime.hooks
+        self.units, self.model_group = runtime.units, runtime.model_group
         self.gathers, self.reductions, self.accumulation = runtime.gathers, runtime.reductions, runtime.accumulation
         self.optimizer, self.scheduler = runtime.optimizer, stepper.scheduler
         self.loss_scale, self.health = runtime.loss_scale, runtime.health
         self.pipeline, self.summands = assembly.pipeline, base.order.summands
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
-        self._whole_parameters, self._accounts = assembly.whole_parameters, assembly.accounts
         self.last_step: StepResult | None = None
         self.resumed = ""
 
@@ -146,7 +145,7 @@ class Engine:
         no micro-batch had a target: the result's `reason`, and `engine.health` counts. Raises OrderError when
         ranks ran different units, NonFiniteError when fp16 overflows at its smallest loss scale.
         """
-        if self._whole_parameters.any_open:
+        if self._assembly.whole_parameters.any_open:
             raise ConfigError("step() inside full_params() would be undone on leaving it: leave the block first.")
         return self._stepper.step()
 
@@ -211,7 +210,7 @@ class Engine:
             return generate(self._execution.next_logits, self.model_group.sum, ids, max_new_tokens, ending, **options)
 
     def _evaluating(self, keep_full: bool) -> AbstractContextManager[None]:
-        return evaluating(self.module, self.hooks, self.gathers, keep_full)
+        return evaluating(self.module, self._assembly.runtime.hooks, self.gathers, keep_full)
 
     # --- whole parameters -----------------------------------------------------------------------
 
@@ -223,7 +222,7 @@ class Engine:
         gathers the units: (N-1)/N Psi elements. What is written into a tied parameter reaches its copy
         on another pipeline stage; where both are written, the full model's name wins.
         """
-        return self._whole_parameters.opened(modules)
+        return self._assembly.whole_parameters.opened(modules)
 
     def release(self) -> None:
         """Give back units that stayed gathered without grad."""
@@ -244,7 +243,7 @@ class Engine:
         Returns what was saved as `loop`; `resumed` says whether the run goes on bitwise, and if not, why.
         All of it is checked first: a CheckpointError leaves everything as it was, gradients of this step included.
         """
-        if self._whole_parameters.any_open:
+        if self._assembly.whole_parameters.any_open:
             raise ConfigError("load() inside full_params() would be undone on leaving it: leave the block first.")
         state = engine_state(self._assembly)
         checked = restore.check(Path(directory), state)
@@ -259,7 +258,7 @@ class Engine:
 
     def export(self, directory: str | Path) -> Path:
         """Write the weights as a Hugging Face folder, gathered unit by unit."""
-        return export(Path(directory), engine_state(self._assembly), self._whole_parameters.gathered)
+        return export(Path(directory), engine_state(self._assembly), self._assembly.whole_parameters.gathered)
 
     # --- accounting -----------------------------------------------------------------------------
 
@@ -271,14 +270,14 @@ class Engine:
     @property
     def planned_bytes(self) -> StateBytes:
         """Model states per rank by formula, padding apart."""
-        return self._accounts.planned
+        return self._assembly.accounts.planned
 
     @property
     def traffic_units(self) -> list[UnitTraffic]:
         """The units as `traffic.step_traffic` wants them; its result equals what `traffic` gains in a step."""
-        return self._accounts.traffic_units
+        return self._assembly.accounts.traffic_units
 
     @property
     def memory(self) -> list[MemoryEntry]:
         """Bytes by category and place on this rank, planned and measured."""
-        return self._accounts.memory
+        return self._assembly.accounts.memory
