@@ -160,9 +160,9 @@ def train_until_full(made, full_at, world_rank):
 
     import torch.distributed as dist
 
-    from zero3d.checkpoint import save as checkpoint
+    from zero3d.checkpoint import writing
 
-    original = checkpoint.save_file
+    original = writing.save_file
 
     def save_file(tensors, path, **options):
         if dist.get_rank() == world_rank and f".step-{full_at}.tmp" in str(path):
@@ -170,11 +170,11 @@ def train_until_full(made, full_at, world_rank):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         original(tensors, path, **options)
 
-    checkpoint.save_file = save_file
+    writing.save_file = save_file
     try:
         return train(made)
     finally:
-        checkpoint.save_file = original
+        writing.save_file = original
 
 
 @pytest.mark.parametrize("rank", [0, 1])

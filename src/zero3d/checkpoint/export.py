@@ -20,7 +20,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zero3d.checkpoint.save import Parts, sync, taken_back, write_json, write_tensors
+from zero3d.checkpoint.state import Parts
+from zero3d.checkpoint.writing import sync, taken_back, write_json, write_tensors
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError, NonFiniteError
 from zero3d.pipeline.split import model_of

@@ -18,7 +18,7 @@ from torch import Tensor
 from zero3d.checkpoint.fields import USE_ANOTHER, Field, named, shown
 from zero3d.checkpoint.manifest import FLOATING, FROZEN, MASTER, Described, Manifest
 from zero3d.checkpoint.plain import revive
-from zero3d.checkpoint.save import Parts
+from zero3d.checkpoint.state import Parts
 from zero3d.errors import CheckpointError
 
 ADAM = {"exp_avg", "exp_avg_sq"}  # states that the engine gives Adam and AdamW from the start

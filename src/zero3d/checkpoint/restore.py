@@ -26,7 +26,7 @@ from zero3d.checkpoint.intact import own_tensors, verify_file
 from zero3d.checkpoint.manifest import BUFFER, FORMAT, FROZEN, MASTER, STREAM, Manifest, Row, file_of, open_manifest
 from zero3d.checkpoint.plain import revive
 from zero3d.checkpoint.resume_contract import promise
-from zero3d.checkpoint.save import Parts, Segment
+from zero3d.checkpoint.state import Parts, Segment
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError
 from zero3d.precision import to_compute

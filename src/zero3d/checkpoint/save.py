@@ -15,168 +15,24 @@ the manifest says. Tensors are safetensors, everything else JSON: no pickle is e
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero3d.checkpoint.fields import USE_ANOTHER, parse
-from zero3d.checkpoint.folders import MANIFEST, SEAL, complete_steps
-from zero3d.checkpoint.manifest import BUFFER, FORMAT, FROZEN, MASTER, STREAM, checked, file_of, key_of, seal_of
+from zero3d.checkpoint.folders import MANIFEST, SEAL
+from zero3d.checkpoint.manifest import BUFFER, FORMAT, STREAM, checked, file_of, key_of, seal_of
 from zero3d.checkpoint.plain import plain
 from zero3d.checkpoint.regular import digest
+from zero3d.checkpoint.state import Parts, segments
+from zero3d.checkpoint.writing import sync, taken_back, write_json, write_tensors, write_text
 from zero3d.distributed.agreement import agree
-from zero3d.distributed.collectives import Comm
-from zero3d.distributed.degrees import Degrees
-from zero3d.errors import CheckpointError, Zero3dError
-from zero3d.precision import LossScale
+from zero3d.errors import CheckpointError
 from zero3d.rng import rng_state
-from zero3d.shards.boxes import Box, Shape
-from zero3d.shards.cuts import Cut, cover
-from zero3d.zero.exact import Leaves
-from zero3d.zero.optimizer import ShardedOptimizer
-from zero3d.zero.unit import Unit
 
 OURS = ("step-", "best")  # what the names of entries begin with, behind a dot perhaps
-
-
-class Whole(NamedTuple):
-    """The full model's parameters, of which a rank may have a few only.
-
-    shapes     of all, by name in model order, as they are before the tp axis cuts them
-    trainable  names
-    copies     a tied parameter's copy on a later pipeline stage -> its owner: not saved, restored from it
-    """
-
-    shapes: Mapping[str, Shape]
-    trainable: frozenset[str]
-    copies: Mapping[str, str]
-
-    @classmethod
-    def of(cls, model: nn.Module, copies: Mapping[str, str]) -> Whole:
-        """Of a model before it is split or cut."""
-        named = dict(model.named_parameters())
-        trainable = frozenset(name for name, p in named.items() if p.requires_grad)
-        return cls({name: tuple(p.shape) for name, p in named.items()}, trainable, copies)
-
-    def owner(self, name: str) -> str:
-        """The name under which a parameter of this rank is saved."""
-        return self.copies.get(name, name)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a checkpoint is made of; `about` is written for `promise`, `loop` by the training loop for itself.
-
-    modules   this rank's parts of the model
-    comm      the dp axis, over which units are cut
-    tp        the tp axis
-    everyone  all ranks of the mesh
-    cuts      how the tp axis cuts parameters, by name in the full model; it has all others on every rank
-    leaves    of exact mode
-    """
-
-    modules: Sequence[nn.Module]
-    whole: Whole
-    units: Sequence[Unit]
-    optimizer: ShardedOptimizer
-    comm: Comm
-    tp: Comm
-    everyone: Comm
-    degrees: Degrees
-    loss_scale: LossScale
-    scheduler: Any
-    step: int
-    about: Mapping[str, Any]
-    loop: Mapping[str, Any] | None = None
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
-    leaves: Leaves | None = None
-
-    def cut(self, name: str) -> Cut | None:
-        """How a parameter of this rank is cut over tp; None where every tp rank has all of it."""
-        return self.cuts.get(self.whole.owner(name))
-
-    def saves(self, name: str) -> bool:
-        """Whether this rank's part of a parameter goes into files: copies do not."""
-        return name not in self.whole.copies and (self.tp.rank == 0 or self.cut(name) is not None)
-
-    @property
-    def buffers(self) -> dict[str, list[Tensor]]:
-        """This rank's buffers by their names in the full model; one of each part that has it."""
-        found: dict[str, list[Tensor]] = {}
-        for module in self.modules:
-            for name, buffer in module.named_buffers():
-                found.setdefault(name, []).append(buffer)
-        return found
-
-    @property
-    def persistent(self) -> set[str]:
-        """Names of this rank's buffers that belong to a model's weights."""
-        names = set()
-        for module in self.modules:
-            for prefix, owner in module.named_modules():
-                own = owner._buffers.keys() - owner._non_persistent_buffers_set
-                names |= {f"{prefix}.{name}" if prefix else name for name in own}
-        return names & self.buffers.keys()
-
-    @property
-    def owned_units(self) -> list[Unit]:
-        """This rank's units without copies of tied parameters, which have a unit each."""
-        return [unit for unit in self.units if unit.layout.slots[0].name not in self.whole.copies]
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A flat range of one state of one parameter, held by this rank as a 1-D tensor.
-
-    shape, start  of this rank's parameter, and where in it the range begins
-    cut           how that lies in the full model's parameter; None where it is that
-    """
-
-    name: str
-    state: str
-    shape: Shape
-    start: int
-    values: Tensor
-    cut: Cut | None = None
-
-    def pieces(self) -> Iterator[tuple[Box, Tensor]]:
-        """Its boxes of the full model's tensor, each with a view of its values in the box's shape."""
-        return cover(self.shape, self.start, self.values, self.cut)
-
-
-def segments(parts: Parts) -> Iterator[Segment]:
-    """Everything that this rank owns of the full model; at stage 0 only its share of the copies."""
-    for unit in parts.units:
-        if unit.grads is None:
-            for piece in unit.layout.pieces(parts.comm.rank):
-                slot = unit.layout.slots[piece.slot]
-                values = unit.weights.shard[piece.offset : piece.offset + piece.stop - piece.start]
-                if parts.saves(slot.name):
-                    yield Segment(slot.name, FROZEN, slot.shape, piece.start, values, parts.cut(slot.name))
-    for owned in parts.optimizer.pieces:
-        share = {p.slot: p for p in owned.unit.layout.pieces(parts.comm.rank)}.get(owned.piece.slot)
-        if share is None or not parts.saves(owned.name):
-            continue
-        part = slice(share.start - owned.piece.start, share.stop - owned.piece.start)
-        states = parts.optimizer.torch.state.get(owned.master, {})
-        flat = {MASTER: owned.master} | {k: v for k, v in states.items() if _is_flat(v, owned.master)}
-        for state, values in flat.items():
-            yield Segment(owned.name, state, owned.shape, share.start, values[part], parts.cut(owned.name))
-
-
-def _is_flat(value: Any, master: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 1 and value.shape == master.shape
-
-
-# --- save ---------------------------------------------------------------------------------------
 
 
 def save(directory: Path, parts: Parts) -> Path:
@@ -190,17 +46,6 @@ def save(directory: Path, parts: Parts) -> Path:
         agree(everyone, lambda: write_json(part_file, _write_rank(temporary, parts)))
         agree(everyone, lambda: _commit(temporary, final, parts) if everyone.rank == 0 else None)
     return final
-
-
-@contextmanager
-def taken_back(temporary: Path, comm: Comm) -> Iterator[None]:
-    """Remove a folder that could not be completed: it would fill the disk that may be full."""
-    try:
-        yield
-    except Zero3dError:
-        if comm.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def _prepare(directory: Path, temporary: Path) -> None:
@@ -315,40 +160,3 @@ def _scalars(parts: Parts) -> dict[str, float]:
             if isinstance(v, (int, float)) or (isinstance(v, Tensor) and v.dim() == 0)
         }
     return {}
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor], **about: str) -> None:
-    """Write and fsync a safetensors file. Raises CheckpointError where the disk does not take it."""
-    try:
-        save_file(tensors, path, metadata=about or None)
-        sync(path)
-    except (OSError, SafetensorError) as error:
-        older = complete_steps(path.parent.parent)
-        way = "go on from an older checkpoint, which is whole" if older else "try again"
-        raise CheckpointError(f"cannot write {path} ({error}): make room and {way}.") from OSError(str(error))
-
-
-def write_json(path: Path, value: Any) -> str:
-    """Write and fsync plain values; the text. Raises CheckpointError for anything else."""
-    try:
-        text = json.dumps(plain(value))
-    except TypeError as error:
-        raise CheckpointError(
-            f"cannot write {path.name}: {error}. Scheduler and group options must be plain values."
-        ) from error
-    write_text(path, text)
-    return text
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write and fsync."""
-    path.write_text(text)
-    sync(path)
-
-
-def sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from zero3d.checkpoint import restore, save as checkpoint
 from zero3d.checkpoint.export import export
+from zero3d.checkpoint.state import Parts, Whole
 from zero3d.distributed.axis import forget_note
 from zero3d.distributed.collectives import Comm, broadcast_ints
 from zero3d.distributed.ledger import Ledger
@@ -145,7 +146,7 @@ class Engine:
         order = Schedule.asked(self.mesh.pp, schedule, blocks)
         self.parts = take_parts(model, self.mesh.axis("pp"), order, blocks)
         self._copies = names_of_copies(self.parts)
-        self.whole = checkpoint.Whole.of(model, self._copies)
+        self.whole = Whole.of(model, self._copies)
         self._order |= {name: self._order[owner] for name, owner in self._copies.items()}
         self.arena, self.traffic = Arena(self.mesh.device), Ledger()
         self.tp = Comm(self.mesh.axis("tp"), self.arena, self.traffic)
@@ -602,10 +603,10 @@ class Engine:
         finally:
             self.gathers.release(unit, EXPORT)
 
-    def _parts(self, loop: Mapping[str, Any] | None = None) -> checkpoint.Parts:
+    def _parts(self, loop: Mapping[str, Any] | None = None) -> Parts:
         if self.pipeline is not None:
             self.pipeline.faults.check()
-        return checkpoint.Parts(
+        return Parts(
             list(self.parts.values()), self.whole, self.units, self.optimizer, self.comm, self.tp,
             self.everyone, self.mesh.degrees, self.loss_scale, self.scheduler, self._steps,
             self._about(), loop, {self._copies.get(name, name): cut for name, cut in self._cuts.items()}, self.leaves,
