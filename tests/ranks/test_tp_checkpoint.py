@@ -100,13 +100,13 @@ def held(engine):
     for owned in parts.optimizer.pieces:
         states = {"master": owned.master} | parts.optimizer.torch.state[owned.master]
         for state in ("master", *MOMENTS):
-            yield parts.whole.owner(owned.name), state, slice(owned.piece.start, owned.piece.stop), states[state]
+            yield parts.full_model.owner(owned.name), state, slice(owned.piece.start, owned.piece.stop), states[state]
     for unit in parts.units:
         if unit.grads is None:
             for piece in unit.layout.pieces(parts.comm.rank):
                 values = unit.weights.shard[piece.offset : piece.offset + piece.stop - piece.start]
                 yield (
-                    parts.whole.owner(unit.layout.slots[piece.slot].name),
+                    parts.full_model.owner(unit.layout.slots[piece.slot].name),
                     "weight",
                     slice(piece.start, piece.stop),
                     values,

@@ -42,7 +42,7 @@ def check_fits(manifest: Manifest, parts: Parts) -> None:
 
 def _check_parameters(manifest: Manifest, parts: Parts) -> None:
     saved = {name: each.shape for name, each in manifest.parameters.items()}
-    mine = parts.whole.shapes
+    mine = parts.full_model.shapes
     differences = [
         f"{named(name)}: checkpoint {saved[name]}, model {mine[name]}"
         for name in saved
@@ -59,7 +59,7 @@ def _check_parameters(manifest: Manifest, parts: Parts) -> None:
 
 
 def _check_trainable(manifest: Manifest, parts: Parts) -> None:
-    trainable = parts.whole.trainable
+    trainable = parts.full_model.trainable
     changed = [name for name, each in manifest.parameters.items() if each.trainable != (name in trainable)]
     if changed:
         raise CheckpointError(

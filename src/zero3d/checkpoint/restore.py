@@ -153,9 +153,9 @@ def _segments(reader: Reader, parts: Parts) -> Iterator[Segment]:
     """Everything that this rank will read; masters stand in for moments that are not there yet."""
     for unit in parts.units:
         for name, piece, values in _frozen(unit, parts):
-            yield Segment(parts.whole.owner(name), FROZEN, *_place(unit, piece), values, parts.cut(name))
+            yield Segment(parts.full_model.owner(name), FROZEN, *_place(unit, piece), values, parts.cut(name))
     for owned in parts.optimizer.pieces:
-        for state in reader.states(parts.whole.owner(owned.name)):
+        for state in reader.states(parts.full_model.owner(owned.name)):
             yield _segment(parts, owned, state, owned.master)
 
 
@@ -227,14 +227,14 @@ def _restore(checked: Checked, parts: Parts) -> None:
 
 def _segment(parts: Parts, owned: OwnedPiece, state: str, values: Tensor) -> Segment:
     cut = parts.cut(owned.name)
-    return Segment(parts.whole.owner(owned.name), state, owned.shape, owned.piece.start, values, cut)
+    return Segment(parts.full_model.owner(owned.name), state, owned.shape, owned.piece.start, values, cut)
 
 
 def _restore_piece(reader: Reader, scalars: Mapping[str, float], parts: Parts, owned: OwnedPiece) -> None:
     optimizer = parts.optimizer
     reader.fill(_segment(parts, owned, MASTER, owned.master))
     state: dict[str, Any] = optimizer.torch.state[owned.master]
-    saved = [key for key in reader.states(parts.whole.owner(owned.name)) if key != MASTER]
+    saved = [key for key in reader.states(parts.full_model.owner(owned.name)) if key != MASTER]
     for key in set(state) - {*saved, *scalars}:
         del state[key]  # the checkpoint was written before the optimizer made this state
     for key in saved:
@@ -269,5 +269,5 @@ def _restore_frozen(reader: Reader, unit: Unit, parts: Parts) -> None:
     for name, piece, part in _frozen(unit, parts):
         wide = torch.float64 if part.dtype == torch.float64 else torch.float32  # holds what any precision saved
         stored = torch.empty_like(part, dtype=wide if part.is_floating_point() else None)
-        reader.fill(Segment(parts.whole.owner(name), FROZEN, *_place(unit, piece), stored, parts.cut(name)))
+        reader.fill(Segment(parts.full_model.owner(name), FROZEN, *_place(unit, piece), stored, parts.cut(name)))
         to_compute(stored, part.dtype, out=part)

@@ -83,7 +83,7 @@ def _write_rank(temporary: Path, parts: Parts) -> dict[str, Any]:
         "own": {key: {"shape": list(value.shape), "dtype": _dtype(value)} for key, value in own.items()},
         "parameters": {
             slot.name: {
-                "shape": list(parts.whole.shapes[slot.name]),
+                "shape": list(parts.full_model.shapes[slot.name]),
                 "trainable": unit.grads is not None,
                 "dtype": str(unit.dtype).removeprefix("torch."),
             }

@@ -19,7 +19,7 @@ from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.unit import Unit
 
 
-class Whole(NamedTuple):
+class FullModel(NamedTuple):
     """The full model's parameters, of which a rank may have a few only.
 
     shapes     of all, by name in model order, as they are before the tp axis cuts them
@@ -32,7 +32,7 @@ class Whole(NamedTuple):
     copies: Mapping[str, str]
 
     @classmethod
-    def of(cls, model: nn.Module, copies: Mapping[str, str]) -> Whole:
+    def of(cls, model: nn.Module, copies: Mapping[str, str]) -> FullModel:
         """Of a model before it is split or cut."""
         named = dict(model.named_parameters())
         trainable = frozenset(name for name, p in named.items() if p.requires_grad)
@@ -56,7 +56,7 @@ class Parts:
     """
 
     modules: Sequence[nn.Module]
-    whole: Whole
+    full_model: FullModel
     units: Sequence[Unit]
     optimizer: ShardedOptimizer
     comm: Comm
@@ -73,11 +73,11 @@ class Parts:
 
     def cut(self, name: str) -> Cut | None:
         """How a parameter of this rank is cut over tp; None where every tp rank has all of it."""
-        return self.cuts.get(self.whole.owner(name))
+        return self.cuts.get(self.full_model.owner(name))
 
     def saves(self, name: str) -> bool:
         """Whether this rank's part of a parameter goes into files: copies do not."""
-        return name not in self.whole.copies and (self.tp.rank == 0 or self.cut(name) is not None)
+        return name not in self.full_model.copies and (self.tp.rank == 0 or self.cut(name) is not None)
 
     @property
     def buffers(self) -> dict[str, list[Tensor]]:
@@ -101,7 +101,7 @@ class Parts:
     @property
     def owned_units(self) -> list[Unit]:
         """This rank's units without copies of tied parameters, which have a unit each."""
-        return [unit for unit in self.units if unit.layout.slots[0].name not in self.whole.copies]
+        return [unit for unit in self.units if unit.layout.slots[0].name not in self.full_model.copies]
 
 
 @dataclass(frozen=True)

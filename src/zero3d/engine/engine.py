@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from zero3d.checkpoint import restore, save as checkpoint
 from zero3d.checkpoint.export import export
-from zero3d.checkpoint.state import Parts, Whole
+from zero3d.checkpoint.state import FullModel, Parts
 from zero3d.distributed.axis import forget_note
 from zero3d.distributed.collectives import Comm, broadcast_ints
 from zero3d.distributed.ledger import Ledger
@@ -146,7 +146,7 @@ class Engine:
         order = Schedule.asked(self.mesh.pp, schedule, blocks)
         self.parts = take_parts(model, self.mesh.axis("pp"), order, blocks)
         self._copies = names_of_copies(self.parts)
-        self.whole = Whole.of(model, self._copies)
+        self.whole = FullModel.of(model, self._copies)
         self._order |= {name: self._order[owner] for name, owner in self._copies.items()}
         self.arena, self.traffic = Arena(self.mesh.device), Ledger()
         self.tp = Comm(self.mesh.axis("tp"), self.arena, self.traffic)
