@@ -103,7 +103,7 @@ def held(engine):
             yield parts.full_model.owner(owned.name), state, slice(owned.piece.start, owned.piece.stop), states[state]
     for unit in parts.units:
         if unit.grads is None:
-            for piece in unit.layout.pieces(parts.comm.rank):
+            for piece in unit.layout.pieces(parts.dp.rank):
                 values = unit.weights.shard[piece.offset : piece.offset + piece.stop - piece.start]
                 yield (
                     parts.full_model.owner(unit.layout.slots[piece.slot].name),

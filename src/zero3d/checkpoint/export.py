@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zero3d.checkpoint.state import Parts
+from zero3d.checkpoint.state import EngineState
 from zero3d.checkpoint.writing import sync, taken_back, write_json, write_tensors
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError, NonFiniteError
@@ -29,15 +29,16 @@ from zero3d.zero.health import is_finite
 from zero3d.zero.unit import Unit
 
 FILE_BYTES = 4 * 10**9
+Gathered = Callable[[Unit], AbstractContextManager[None]]  # has a unit gathered while it is entered
 
 
-def export(directory: Path, parts: Parts, gathered: Callable[[Unit], AbstractContextManager[None]]) -> Path:
+def export(directory: Path, engine: EngineState, gathered: Gathered) -> Path:
     """Write the weights in compute dtype as safetensors, with the config of a Hugging Face model.
 
     Gathers one unit at a time; who writes does so into files of at most FILE_BYTES, so that its host memory
     holds one file and never the model. The folder appears whole or not at all.
     """
-    model = model_of(parts.modules[0])
+    model = model_of(engine.modules[0])
     if hasattr(model, "peft_config"):
         raise CheckpointError(
             "export writes whole models, and this one is wrapped by PEFT: use `with engine.full_params(): "
@@ -45,7 +46,7 @@ def export(directory: Path, parts: Parts, gathered: Callable[[Unit], AbstractCon
         )
     directory = directory.resolve()
     temporary = directory.with_name(f".{directory.name}.tmp")
-    everyone, place = parts.everyone, parts.degrees.place(parts.everyone.rank)
+    everyone, place = engine.everyone, engine.degrees.place(engine.everyone.rank)
     writer = _ExportWriter(temporary, place.pp)
 
     def on(chosen: bool, action: Callable[[], None]) -> None:
@@ -53,28 +54,26 @@ def export(directory: Path, parts: Parts, gathered: Callable[[Unit], AbstractCon
 
     on(everyone.rank == 0, partial(_prepare_export, directory, temporary))
     with taken_back(temporary, everyone):
-        agree(everyone, partial(_add_units, writer, parts, model, gathered))
-        for stage in range(parts.degrees.pp):
-            on(place == (stage, 0, 0), partial(_finish_stage, writer, parts, model))
-        on(everyone.rank == 0, partial(_finish_export, temporary, directory, model, parts.degrees.pp))
+        agree(everyone, partial(_add_units, writer, engine, model, gathered))
+        for stage in range(engine.degrees.pp):
+            on(place == (stage, 0, 0), partial(_finish_stage, writer, engine, model))
+        on(everyone.rank == 0, partial(_finish_export, temporary, directory, model, engine.degrees.pp))
     return directory
 
 
-def _add_units(
-    writer: _ExportWriter, parts: Parts, model: nn.Module, gathered: Callable[[Unit], AbstractContextManager[None]]
-) -> None:
+def _add_units(writer: _ExportWriter, engine: EngineState, model: nn.Module, gathered: Gathered) -> None:
     """Gather this pipeline stage's units, of which each has its own number."""
-    for unit in parts.owned_units:
+    for unit in engine.owned_units:
         with gathered(unit):
-            add = partial(_add, writer, parts, model, unit) if parts.comm.rank == 0 else lambda: None
-            agree(parts.tp, partial(agree, parts.comm, add))
+            add = partial(_add, writer, engine, model, unit) if engine.dp.rank == 0 else lambda: None
+            agree(engine.tp, partial(agree, engine.dp, add))
 
 
-def _add(writer: _ExportWriter, parts: Parts, model: nn.Module, unit: Unit) -> None:
+def _add(writer: _ExportWriter, engine: EngineState, model: nn.Module, unit: Unit) -> None:
     """Write a gathered unit on tp rank 0; the others only take part in joining it."""
     tensors = zip(unit.layout.slots, unit.weights.params, strict=True)
-    named = {slot.name: _joined(parts, slot.name, p.detach()) for slot, p in tensors}
-    if parts.tp.rank == 0:
+    named = {slot.name: _joined(engine, slot.name, p.detach()) for slot, p in tensors}
+    if engine.tp.rank == 0:
         _refuse_nonfinite(named)
         writer.add(_named_as_saved(model, named))
 
@@ -100,17 +99,17 @@ def _refuse_nan(buffers: Mapping[str, Tensor]) -> None:
         )
 
 
-def _joined(parts: Parts, name: str, local: Tensor) -> Tensor:
+def _joined(engine: EngineState, name: str, local: Tensor) -> Tensor:
     """A parameter as it is saved: on tp rank 0 joined from all slices, in host memory.
 
     For a cut one every tp rank holds the whole for a moment, and receives (tp-1)/tp of it.
     """
-    cut = parts.cut(name)
+    cut = engine.cut(name)
     if cut is None:
         return local
-    slices = local.new_empty(parts.tp.size, *local.shape)
-    parts.tp.all_gather(slices.view(-1), local.reshape(-1), name).wait()
-    return cut.join(slices.cpu().unbind()) if parts.tp.rank == 0 else local
+    slices = local.new_empty(engine.tp.size, *local.shape)
+    engine.tp.all_gather(slices.view(-1), local.reshape(-1), name).wait()
+    return cut.join(slices.cpu().unbind()) if engine.tp.rank == 0 else local
 
 
 def _prepare_export(directory: Path, temporary: Path) -> None:
@@ -168,10 +167,10 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _finish_stage(writer: _ExportWriter, parts: Parts, model: nn.Module) -> None:
+def _finish_stage(writer: _ExportWriter, engine: EngineState, model: nn.Module) -> None:
     """Add the persistent buffers that no earlier pipeline stage has."""
-    names = parts.persistent
-    buffers = _named_as_saved(model, {name: each[0] for name, each in parts.buffers.items() if name in names})
+    names = engine.persistent
+    buffers = _named_as_saved(model, {name: each[0] for name, each in engine.buffers.items() if name in names})
     _refuse_nan(buffers)
     there = writer.earlier()
     writer.add({name: tensor for name, tensor in buffers.items() if name not in there})

@@ -18,7 +18,7 @@ from torch import Tensor
 from zero3d.checkpoint.fields import USE_ANOTHER, Field, named, shown
 from zero3d.checkpoint.manifest import FLOATING, FROZEN, MASTER, Described, Manifest
 from zero3d.checkpoint.plain import revive
-from zero3d.checkpoint.state import Parts
+from zero3d.checkpoint.state import EngineState
 from zero3d.errors import CheckpointError
 
 ADAM = {"exp_avg", "exp_avg_sq"}  # states that the engine gives Adam and AdamW from the start
@@ -27,22 +27,22 @@ COUNTERS = ("last_epoch", "_step_count")  # of torch's schedulers
 PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
 
 
-def check_fits(manifest: Manifest, parts: Parts) -> None:
+def check_fits(manifest: Manifest, engine: EngineState) -> None:
     """Refuse a checkpoint of another model or optimizer, or with values that these cannot have."""
-    _check_parameters(manifest, parts)
-    _check_trainable(manifest, parts)
-    _check_kind(manifest, parts)
-    _check_groups(manifest, parts)
-    _check_states(manifest, parts)
-    _check_scheduler(manifest, parts)
+    _check_parameters(manifest, engine)
+    _check_trainable(manifest, engine)
+    _check_kind(manifest, engine)
+    _check_groups(manifest, engine)
+    _check_states(manifest, engine)
+    _check_scheduler(manifest, engine)
 
 
 # --- the model ----------------------------------------------------------------------------------
 
 
-def _check_parameters(manifest: Manifest, parts: Parts) -> None:
+def _check_parameters(manifest: Manifest, engine: EngineState) -> None:
     saved = {name: each.shape for name, each in manifest.parameters.items()}
-    mine = parts.full_model.shapes
+    mine = engine.full_model.shapes
     differences = [
         f"{named(name)}: checkpoint {saved[name]}, model {mine[name]}"
         for name in saved
@@ -58,15 +58,15 @@ def _check_parameters(manifest: Manifest, parts: Parts) -> None:
         )
 
 
-def _check_trainable(manifest: Manifest, parts: Parts) -> None:
-    trainable = parts.full_model.trainable
+def _check_trainable(manifest: Manifest, engine: EngineState) -> None:
+    trainable = engine.full_model.trainable
     changed = [name for name, each in manifest.parameters.items() if each.trainable != (name in trainable)]
     if changed:
         raise CheckpointError(
             f"{manifest.folder}: {len(changed)} parameters were frozen in one run and trained in the other, "
             f"first {changed[0]!r}: set requires_grad as it was when the checkpoint was saved."
         )
-    for unit in parts.owned_units:
+    for unit in engine.owned_units:
         for slot in unit.layout.slots if unit.grads is None else ():
             saved = manifest.parameters[slot.name].dtype
             if not convertible(saved, unit.dtype):
@@ -98,8 +98,8 @@ def buffer_problem(name: str, saved: Described, live: Tensor) -> str | None:
 # --- the optimizer ------------------------------------------------------------------------------
 
 
-def _check_kind(manifest: Manifest, parts: Parts) -> None:
-    saved, live = manifest.fields.entry("optimizer"), parts.optimizer.torch
+def _check_kind(manifest: Manifest, engine: EngineState) -> None:
+    saved, live = manifest.fields.entry("optimizer"), engine.optimizer.torch
     wanted, found = type(live).__name__, shown(saved.entry("class").value).strip("'")
     if wanted != found:
         raise CheckpointError(
@@ -113,9 +113,9 @@ def _check_kind(manifest: Manifest, parts: Parts) -> None:
         )
 
 
-def _check_groups(manifest: Manifest, parts: Parts) -> None:
+def _check_groups(manifest: Manifest, engine: EngineState) -> None:
     """Options of the groups: all that this torch knows, of the types that they have now."""
-    live = parts.optimizer.torch
+    live = engine.optimizer.torch
     for group, saved in zip(live.param_groups, manifest.fields.entry("optimizer").entry("groups").rows(), strict=True):
         if _same_torch(manifest):
             for name in live.defaults:
@@ -129,15 +129,15 @@ def _check_groups(manifest: Manifest, parts: Parts) -> None:
             saved.entry("lr").wrong("a number from 0")
 
 
-def _check_states(manifest: Manifest, parts: Parts) -> None:
+def _check_states(manifest: Manifest, engine: EngineState) -> None:
     """Moments are those of this optimizer: Adam's two, and for others the same in a whole group."""
     saved = manifest.fields.entry("optimizer")
     by_name: dict[str, set[str]] = {}
     for row in manifest.rows:
         by_name.setdefault(row.name, set()).add(row.state)
     first: dict[int, tuple[str, set[str]]] = {}
-    adam = type(parts.optimizer.torch) in (torch.optim.Adam, torch.optim.AdamW)
-    for unit in parts.owned_units:
+    adam = type(engine.optimizer.torch) in (torch.optim.Adam, torch.optim.AdamW)
+    for unit in engine.owned_units:
         for slot in unit.layout.slots if unit.grads is not None else ():
             if slot.numel == 0:
                 continue
@@ -168,15 +168,15 @@ def _same_torch(manifest: Manifest) -> bool:
 # --- the scheduler ------------------------------------------------------------------------------
 
 
-def _check_scheduler(manifest: Manifest, parts: Parts) -> None:
-    if parts.scheduler is None:
+def _check_scheduler(manifest: Manifest, engine: EngineState) -> None:
+    if engine.scheduler is None:
         return
     if manifest.value("scheduler") is None:
         groups = manifest.fields.entry("optimizer").entry("groups").rows()
         if any("initial_lr" in group.entries() for group in groups):  # torch's schedulers write it there
             manifest.fields.entry("scheduler").wrong("the state of the scheduler that set initial_lr")
         return
-    saved, live = manifest.fields.entry("scheduler"), parts.scheduler.state_dict()
+    saved, live = manifest.fields.entry("scheduler"), engine.scheduler.state_dict()
     if _same_torch(manifest) and saved.entries().keys() != {str(key) for key in live}:
         raise CheckpointError(
             f"{saved.file}: scheduler has the entries of another one ({_listed(set(saved.entries()))}; this engine's "
@@ -189,8 +189,8 @@ def _check_scheduler(manifest: Manifest, parts: Parts) -> None:
             if name in COUNTERS:
                 entry.integer(-1)
             if name in PER_GROUP:
-                entry.rows(len(parts.optimizer.torch.param_groups))
-    _try(manifest, parts.scheduler)
+                entry.rows(len(engine.optimizer.torch.param_groups))
+    _try(manifest, engine.scheduler)
 
 
 def _check_alike(saved: Field, live: Any) -> None:

@@ -26,7 +26,7 @@ from zero3d.checkpoint.intact import own_tensors, verify_file
 from zero3d.checkpoint.manifest import BUFFER, FORMAT, FROZEN, MASTER, STREAM, Manifest, Row, file_of, open_manifest
 from zero3d.checkpoint.plain import revive
 from zero3d.checkpoint.resume_contract import promise
-from zero3d.checkpoint.state import Parts, Segment
+from zero3d.checkpoint.state import EngineState, Segment
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError
 from zero3d.precision import to_compute
@@ -105,29 +105,29 @@ class Checked:
     streams: tuple[Mapping[str, Tensor], Mapping[str, Any]] | None
 
 
-def check(directory: Path, parts: Parts) -> Checked:
+def check(directory: Path, engine: EngineState) -> Checked:
     """Find a checkpoint, or the newest in a directory of them, and check all of it; changes nothing.
 
     Raises CheckpointError on all ranks.
     """
-    manifest = agree(parts.everyone, lambda: _open(directory, parts))
-    return agree(parts.everyone, lambda: _verify(manifest, parts))
+    manifest = agree(engine.everyone, lambda: _open(directory, engine))
+    return agree(engine.everyone, lambda: _verify(manifest, engine))
 
 
-def load(checked: Checked, parts: Parts) -> tuple[int, Any, str]:
+def load(checked: Checked, engine: EngineState) -> tuple[int, Any, str]:
     """Restore states from a checkpoint of any mesh and stage; returns its step, what the loop had saved, `promise`."""
     manifest = checked.manifest
-    agree(parts.everyone, lambda: _restore(checked, parts))
-    return manifest.step, manifest.value("loop"), promise(manifest.about, parts.about)
+    agree(engine.everyone, lambda: _restore(checked, engine))
+    return manifest.step, manifest.value("loop"), promise(manifest.about, engine.about)
 
 
 # --- checking -----------------------------------------------------------------------------------
 
 
-def _open(directory: Path, parts: Parts) -> Manifest:
+def _open(directory: Path, engine: EngineState) -> Manifest:
     manifest = open_manifest(find(directory))
-    check_fits(manifest, parts)
-    if manifest.format < FORMAT and parts.everyone.rank == 0:
+    check_fits(manifest, engine)
+    if manifest.format < FORMAT and engine.everyone.rank == 0:
         warnings.warn(
             f"{manifest.folder} has format {manifest.format}, whose manifest has no checksum: damage to it may go "
             f"unnoticed. The next checkpoint has format {FORMAT}.",
@@ -136,33 +136,33 @@ def _open(directory: Path, parts: Parts) -> Manifest:
     return manifest
 
 
-def _verify(manifest: Manifest, parts: Parts) -> Checked:
+def _verify(manifest: Manifest, engine: EngineState) -> Checked:
     """This rank's share of the files, and what this rank will read."""
-    everyone = parts.everyone
+    everyone = engine.everyone
     for file in list(manifest.files)[everyone.rank :: everyone.size]:
         verify_file(manifest, file)
     reader = Reader(manifest)
-    for segment in _segments(reader, parts):
+    for segment in _segments(reader, engine):
         reader.prepare(segment)
-    same = manifest.mesh == parts.degrees
+    same = manifest.mesh == engine.degrees
     files = [file_of(everyone.rank)] if same else list(manifest.files)
-    return Checked(manifest, reader, _find_buffers(manifest, files, parts), _streams(manifest, reader, parts, same))
+    return Checked(manifest, reader, _find_buffers(manifest, files, engine), _streams(manifest, reader, engine, same))
 
 
-def _segments(reader: Reader, parts: Parts) -> Iterator[Segment]:
+def _segments(reader: Reader, engine: EngineState) -> Iterator[Segment]:
     """Everything that this rank will read; masters stand in for moments that are not there yet."""
-    for unit in parts.units:
-        for name, piece, values in _frozen(unit, parts):
-            yield Segment(parts.full_model.owner(name), FROZEN, *_place(unit, piece), values, parts.cut(name))
-    for owned in parts.optimizer.pieces:
-        for state in reader.states(parts.full_model.owner(owned.name)):
-            yield _segment(parts, owned, state, owned.master)
+    for unit in engine.units:
+        for name, piece, values in _frozen(unit, engine):
+            yield Segment(engine.full_model.owner(name), FROZEN, *_place(unit, piece), values, engine.cut(name))
+    for owned in engine.optimizer.pieces:
+        for state in reader.states(engine.full_model.owner(owned.name)):
+            yield _segment(engine, owned, state, owned.master)
 
 
-def _find_buffers(manifest: Manifest, files: Sequence[str], parts: Parts) -> dict[str, str]:
+def _find_buffers(manifest: Manifest, files: Sequence[str], engine: EngineState) -> dict[str, str]:
     """Every rank's own statistics on the same mesh; elsewhere the first rank's that has them."""
     found: dict[str, str] = {}
-    live = parts.buffers
+    live = engine.buffers
     for file in files:
         if found.keys() == live.keys():
             break
@@ -173,7 +173,7 @@ def _find_buffers(manifest: Manifest, files: Sequence[str], parts: Parts) -> dic
             if problem := buffer_problem(name, saved, live[name][0]):
                 raise CheckpointError(f"{manifest.folder / file}: {problem}")
             found[name] = file
-    missing = sorted(parts.persistent - found.keys())
+    missing = sorted(engine.persistent - found.keys())
     if missing and manifest.format == FORMAT:
         raise CheckpointError(
             f"{manifest.fields.file}: own has no buffer {shown(missing[0])}, and the model has it: build the model the "
@@ -183,12 +183,12 @@ def _find_buffers(manifest: Manifest, files: Sequence[str], parts: Parts) -> dic
 
 
 def _streams(
-    manifest: Manifest, reader: Reader, parts: Parts, same: bool
+    manifest: Manifest, reader: Reader, engine: EngineState, same: bool
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Any]] | None:
     """This rank's random states, tried."""
     if not same:
         return None
-    rank = parts.everyone.rank
+    rank = engine.everyone.rank
     file = file_of(rank)
     keys = [key for key in own_tensors(manifest, file) if key.startswith(STREAM)]
     tensors = {key.removeprefix(STREAM): reader.tensor(file, key) for key in keys}
@@ -200,24 +200,24 @@ def _streams(
 # --- writing ------------------------------------------------------------------------------------
 
 
-def _restore(checked: Checked, parts: Parts) -> None:
+def _restore(checked: Checked, engine: EngineState) -> None:
     manifest, reader = checked.manifest, checked.reader
     optimizer = manifest.value("optimizer")
-    for unit in parts.units:
-        _restore_frozen(reader, unit, parts)
-    for owned in parts.optimizer.pieces:
-        _restore_piece(reader, optimizer["scalars"], parts, owned)
-    for group, saved in zip(parts.optimizer.torch.param_groups, optimizer["groups"], strict=True):
+    for unit in engine.units:
+        _restore_frozen(reader, unit, engine)
+    for owned in engine.optimizer.pieces:
+        _restore_piece(reader, optimizer["scalars"], engine, owned)
+    for group, saved in zip(engine.optimizer.torch.param_groups, optimizer["groups"], strict=True):
         group.update(revive(saved, {key: value for key, value in group.items() if key != "params"}))
-    for unit in parts.units:
+    for unit in engine.units:
         if unit.grads is not None:
             unit.weights.refresh().wait()
-    if parts.scheduler is not None and manifest.value("scheduler") is not None:
-        parts.scheduler.load_state_dict(revive(manifest.value("scheduler"), parts.scheduler.state_dict()))
-    parts.loss_scale.restore(manifest.value("loss_scale"))
-    if parts.leaves is not None and manifest.value("exact") is not None:
-        parts.leaves.restore(manifest.value("exact"))
-    live = parts.buffers
+    if engine.scheduler is not None and manifest.value("scheduler") is not None:
+        engine.scheduler.load_state_dict(revive(manifest.value("scheduler"), engine.scheduler.state_dict()))
+    engine.loss_scale.restore(manifest.value("loss_scale"))
+    if engine.summands is not None and manifest.value("exact") is not None:
+        engine.summands.restore(manifest.value("exact"))
+    live = engine.buffers
     for name, file in checked.buffers.items():
         for buffer in live[name]:
             buffer.copy_(reader.tensor(file, f"{BUFFER}{name}"))
@@ -225,21 +225,21 @@ def _restore(checked: Checked, parts: Parts) -> None:
         set_rng_state(*checked.streams)
 
 
-def _segment(parts: Parts, owned: OwnedPiece, state: str, values: Tensor) -> Segment:
-    cut = parts.cut(owned.name)
-    return Segment(parts.full_model.owner(owned.name), state, owned.shape, owned.piece.start, values, cut)
+def _segment(engine: EngineState, owned: OwnedPiece, state: str, values: Tensor) -> Segment:
+    cut = engine.cut(owned.name)
+    return Segment(engine.full_model.owner(owned.name), state, owned.shape, owned.piece.start, values, cut)
 
 
-def _restore_piece(reader: Reader, scalars: Mapping[str, float], parts: Parts, owned: OwnedPiece) -> None:
-    optimizer = parts.optimizer
-    reader.fill(_segment(parts, owned, MASTER, owned.master))
+def _restore_piece(reader: Reader, scalars: Mapping[str, float], engine: EngineState, owned: OwnedPiece) -> None:
+    optimizer = engine.optimizer
+    reader.fill(_segment(engine, owned, MASTER, owned.master))
     state: dict[str, Any] = optimizer.torch.state[owned.master]
-    saved = [key for key in reader.states(parts.full_model.owner(owned.name)) if key != MASTER]
+    saved = [key for key in reader.states(engine.full_model.owner(owned.name)) if key != MASTER]
     for key in set(state) - {*saved, *scalars}:
         del state[key]  # the checkpoint was written before the optimizer made this state
     for key in saved:
         state[key] = optimizer.state_view(owned, key, owned.master.dtype)
-        reader.fill(_segment(parts, owned, key, state[key]))
+        reader.fill(_segment(engine, owned, key, state[key]))
     for key, value in scalars.items():
         if isinstance(state.get(key), Tensor):
             state[key].fill_(value)
@@ -247,13 +247,13 @@ def _restore_piece(reader: Reader, scalars: Mapping[str, float], parts: Parts, o
             state[key] = torch.tensor(value, dtype=torch.float32)
 
 
-def _frozen(unit: Unit, parts: Parts) -> Iterator[tuple[str, Piece, Tensor]]:
+def _frozen(unit: Unit, engine: EngineState) -> Iterator[tuple[str, Piece, Tensor]]:
     """What this rank holds of a frozen unit: of which parameter, which part of it, its values."""
     weights = unit.weights
     if unit.grads is not None:
         return
     if weights.sharded:
-        pieces, values = unit.layout.pieces(parts.comm.rank), weights.shard
+        pieces, values = unit.layout.pieces(engine.dp.rank), weights.shard
     else:
         pieces, values = weights.whole_pieces(), weights.full
     for piece in pieces:
@@ -265,9 +265,9 @@ def _place(unit: Unit, piece: Piece) -> tuple[tuple[int, ...], int]:
     return unit.layout.slots[piece.slot].shape, piece.start
 
 
-def _restore_frozen(reader: Reader, unit: Unit, parts: Parts) -> None:
-    for name, piece, part in _frozen(unit, parts):
+def _restore_frozen(reader: Reader, unit: Unit, engine: EngineState) -> None:
+    for name, piece, part in _frozen(unit, engine):
         wide = torch.float64 if part.dtype == torch.float64 else torch.float32  # holds what any precision saved
         stored = torch.empty_like(part, dtype=wide if part.is_floating_point() else None)
-        reader.fill(Segment(parts.full_model.owner(name), FROZEN, *_place(unit, piece), stored, parts.cut(name)))
+        reader.fill(Segment(engine.full_model.owner(name), FROZEN, *_place(unit, piece), stored, engine.cut(name)))
         to_compute(stored, part.dtype, out=part)

@@ -26,7 +26,7 @@ from zero3d.checkpoint.folders import MANIFEST, SEAL
 from zero3d.checkpoint.manifest import BUFFER, FORMAT, STREAM, checked, file_of, key_of, seal_of
 from zero3d.checkpoint.plain import plain
 from zero3d.checkpoint.regular import digest
-from zero3d.checkpoint.state import Parts, segments
+from zero3d.checkpoint.state import EngineState, segments
 from zero3d.checkpoint.writing import sync, taken_back, write_json, write_tensors, write_text
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError
@@ -35,16 +35,16 @@ from zero3d.rng import rng_state
 OURS = ("step-", "best")  # what the names of entries begin with, behind a dot perhaps
 
 
-def save(directory: Path, parts: Parts) -> Path:
+def save(directory: Path, engine: EngineState) -> Path:
     """Write directory/step-N and return it. A crash at any instant leaves the older checkpoints whole."""
-    final = directory / f"step-{parts.step}"
-    temporary = directory / f".step-{parts.step}.tmp"
-    everyone = parts.everyone
+    final = directory / f"step-{engine.step}"
+    temporary = directory / f".step-{engine.step}.tmp"
+    everyone = engine.everyone
     agree(everyone, lambda: _prepare(directory, temporary) if everyone.rank == 0 else None)
     part_file = temporary / f"rank-{everyone.rank:05d}.json"
     with taken_back(temporary, everyone):
-        agree(everyone, lambda: write_json(part_file, _write_rank(temporary, parts)))
-        agree(everyone, lambda: _commit(temporary, final, parts) if everyone.rank == 0 else None)
+        agree(everyone, lambda: write_json(part_file, _write_rank(temporary, engine)))
+        agree(everyone, lambda: _commit(temporary, final, engine) if everyone.rank == 0 else None)
     return final
 
 
@@ -60,11 +60,11 @@ def _prepare(directory: Path, temporary: Path) -> None:
     temporary.mkdir()
 
 
-def _write_rank(temporary: Path, parts: Parts) -> dict[str, Any]:
-    file = file_of(parts.everyone.rank)
+def _write_rank(temporary: Path, engine: EngineState) -> dict[str, Any]:
+    file = file_of(engine.everyone.rank)
     tensors: dict[str, Tensor] = {}
     rows = []
-    for segment in segments(parts):
+    for segment in segments(engine):
         for box, values in segment.pieces():
             key = key_of(segment.name, segment.state, box)
             tensors[key] = values.detach().cpu().contiguous()
@@ -72,7 +72,7 @@ def _write_rank(temporary: Path, parts: Parts) -> dict[str, Any]:
                 "name": segment.name, "state": segment.state, "box": box, "dtype": _dtype(values), "file": file,
                 "key": key,
             })  # fmt: skip
-    buffers = parts.buffers.items()  # every rank's own: running statistics may differ
+    buffers = engine.buffers.items()  # every rank's own: running statistics may differ
     own = {f"{BUFFER}{name}": each[0].detach().cpu().contiguous().clone() for name, each in buffers}
     rng, python_rng = rng_state()
     own |= {f"{STREAM}{name}": value for name, value in rng.items()}
@@ -83,15 +83,15 @@ def _write_rank(temporary: Path, parts: Parts) -> dict[str, Any]:
         "own": {key: {"shape": list(value.shape), "dtype": _dtype(value)} for key, value in own.items()},
         "parameters": {
             slot.name: {
-                "shape": list(parts.full_model.shapes[slot.name]),
+                "shape": list(engine.full_model.shapes[slot.name]),
                 "trainable": unit.grads is not None,
                 "dtype": str(unit.dtype).removeprefix("torch."),
             }
-            for unit in parts.owned_units
+            for unit in engine.owned_units
             for slot in unit.layout.slots
         },
         "tensors": rows,
-        "scalars": _scalars(parts),
+        "scalars": _scalars(engine),
         "python_rng": python_rng,
     }
 
@@ -100,19 +100,19 @@ def _dtype(values: Tensor) -> str:
     return str(values.dtype).removeprefix("torch.")
 
 
-def _commit(temporary: Path, final: Path, parts: Parts) -> None:
+def _commit(temporary: Path, final: Path, engine: EngineState) -> None:
     ranks = []
-    for rank in range(parts.everyone.size):
+    for rank in range(engine.everyone.size):
         part = temporary / f"rank-{rank:05d}.json"
         ranks.append(json.loads(part.read_text()))
         part.unlink()
-    optimizer = parts.optimizer.torch
+    optimizer = engine.optimizer.torch
     manifest: dict[str, Any] = {
         "format": FORMAT,
-        "step": parts.step,
-        "about": dict(parts.about),
-        "mesh": parts.degrees._asdict(),
-        "exact": parts.leaves.state(parts.degrees.tp, parts.degrees.pp) if parts.leaves is not None else None,
+        "step": engine.step,
+        "about": dict(engine.about),
+        "mesh": engine.degrees._asdict(),
+        "exact": engine.summands.state(engine.degrees.tp, engine.degrees.pp) if engine.summands is not None else None,
         "parameters": {name: entry for rank in ranks for name, entry in rank["parameters"].items()},
         "tensors": [row for rank in ranks for row in rank["tensors"]],
         "files": {rank["file"]: rank["sha256"] for rank in ranks},
@@ -123,9 +123,9 @@ def _commit(temporary: Path, final: Path, parts: Parts) -> None:
             "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
             "scalars": next((rank["scalars"] for rank in ranks if rank["scalars"]), {}),
         },
-        "scheduler": plain(parts.scheduler.state_dict()) if parts.scheduler is not None else None,
-        "loss_scale": parts.loss_scale.state(),
-        "loop": parts.loop,
+        "scheduler": plain(engine.scheduler.state_dict()) if engine.scheduler is not None else None,
+        "loss_scale": engine.loss_scale.state(),
+        "loop": engine.loop,
     }
     text = write_json(temporary / MANIFEST, manifest)
     _check_loadable(temporary, text)
@@ -150,10 +150,10 @@ def _check_loadable(folder: Path, text: str) -> None:
         ) from error
 
 
-def _scalars(parts: Parts) -> dict[str, float]:
+def _scalars(engine: EngineState) -> dict[str, float]:
     """Per-parameter scalars of the optimizer ("step"), one value for all: pieces are always updated together."""
-    for owned in parts.optimizer.pieces:
-        state = parts.optimizer.torch.state.get(owned.master, {})
+    for owned in engine.optimizer.pieces:
+        state = engine.optimizer.torch.state.get(owned.master, {})
         return {
             k: float(v)
             for k, v in state.items()

@@ -44,22 +44,24 @@ class FullModel(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What a checkpoint is made of; `about` is written for `promise`, `loop` by the training loop for itself.
+class EngineState:
+    """The state of an engine that a checkpoint takes, and what is needed to find and restore it.
 
-    modules   this rank's parts of the model
-    comm      the dp axis, over which units are cut
+    modules   this rank's model chunks
+    dp        the dp axis, over which units are cut
     tp        the tp axis
     everyone  all ranks of the mesh
+    about     what the bits of the run depend on, for `resume_contract`
+    loop      what the training loop has saved for itself
     cuts      how the tp axis cuts parameters, by name in the full model; it has all others on every rank
-    leaves    of exact mode
+    summands  of exact mode
     """
 
     modules: Sequence[nn.Module]
     full_model: FullModel
     units: Sequence[Unit]
     optimizer: ShardedOptimizer
-    comm: Comm
+    dp: Comm
     tp: Comm
     everyone: Comm
     degrees: Degrees
@@ -69,7 +71,7 @@ class Parts:
     about: Mapping[str, Any]
     loop: Mapping[str, Any] | None = None
     cuts: Mapping[str, Cut] = field(default_factory=dict)
-    leaves: Leaves | None = None
+    summands: Leaves | None = None
 
     def cut(self, name: str) -> Cut | None:
         """How a parameter of this rank is cut over tp; None where every tp rank has all of it."""
@@ -81,7 +83,7 @@ class Parts:
 
     @property
     def buffers(self) -> dict[str, list[Tensor]]:
-        """This rank's buffers by their names in the full model; one of each part that has it."""
+        """This rank's buffers by their names in the full model; one of each chunk that has it."""
         found: dict[str, list[Tensor]] = {}
         for module in self.modules:
             for name, buffer in module.named_buffers():
@@ -124,24 +126,24 @@ class Segment:
         return cover(self.shape, self.start, self.values, self.cut)
 
 
-def segments(parts: Parts) -> Iterator[Segment]:
+def segments(engine: EngineState) -> Iterator[Segment]:
     """Everything that this rank owns of the full model; at stage 0 only its share of the copies."""
-    for unit in parts.units:
+    for unit in engine.units:
         if unit.grads is None:
-            for piece in unit.layout.pieces(parts.comm.rank):
+            for piece in unit.layout.pieces(engine.dp.rank):
                 slot = unit.layout.slots[piece.slot]
                 values = unit.weights.shard[piece.offset : piece.offset + piece.stop - piece.start]
-                if parts.saves(slot.name):
-                    yield Segment(slot.name, FROZEN, slot.shape, piece.start, values, parts.cut(slot.name))
-    for owned in parts.optimizer.pieces:
-        share = {p.slot: p for p in owned.unit.layout.pieces(parts.comm.rank)}.get(owned.piece.slot)
-        if share is None or not parts.saves(owned.name):
+                if engine.saves(slot.name):
+                    yield Segment(slot.name, FROZEN, slot.shape, piece.start, values, engine.cut(slot.name))
+    for owned in engine.optimizer.pieces:
+        share = {p.slot: p for p in owned.unit.layout.pieces(engine.dp.rank)}.get(owned.piece.slot)
+        if share is None or not engine.saves(owned.name):
             continue
         part = slice(share.start - owned.piece.start, share.stop - owned.piece.start)
-        states = parts.optimizer.torch.state.get(owned.master, {})
+        states = engine.optimizer.torch.state.get(owned.master, {})
         flat = {MASTER: owned.master} | {k: v for k, v in states.items() if _is_flat(v, owned.master)}
         for state, values in flat.items():
-            yield Segment(owned.name, state, owned.shape, share.start, values[part], parts.cut(owned.name))
+            yield Segment(owned.name, state, owned.shape, share.start, values[part], engine.cut(owned.name))
 
 
 def _is_flat(value: Any, master: Tensor) -> bool:

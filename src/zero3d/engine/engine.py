@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from zero3d.checkpoint import restore, save as checkpoint
 from zero3d.checkpoint.export import export
-from zero3d.checkpoint.state import FullModel, Parts
+from zero3d.checkpoint.state import EngineState, FullModel
 from zero3d.distributed.axis import forget_note
 from zero3d.distributed.collectives import Comm, broadcast_ints
 from zero3d.distributed.ledger import Ledger
@@ -603,10 +603,10 @@ class Engine:
         finally:
             self.gathers.release(unit, EXPORT)
 
-    def _parts(self, loop: Mapping[str, Any] | None = None) -> Parts:
+    def _parts(self, loop: Mapping[str, Any] | None = None) -> EngineState:
         if self.pipeline is not None:
             self.pipeline.faults.check()
-        return Parts(
+        return EngineState(
             list(self.parts.values()), self.whole, self.units, self.optimizer, self.comm, self.tp,
             self.everyone, self.mesh.degrees, self.loss_scale, self.scheduler, self._steps,
             self._about(), loop, {self._copies.get(name, name): cut for name, cut in self._cuts.items()}, self.leaves,
