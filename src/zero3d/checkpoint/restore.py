@@ -26,7 +26,7 @@ from zero3d.checkpoint.intact import own_tensors, verify_file
 from zero3d.checkpoint.manifest import BUFFER, FORMAT, FROZEN, MASTER, STREAM, Manifest, Row, file_of, open_manifest
 from zero3d.checkpoint.plain import revive
 from zero3d.checkpoint.resume_contract import promise
-from zero3d.checkpoint.state import EngineState, Segment
+from zero3d.checkpoint.state import EngineState, StatePiece
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError
 from zero3d.precision import to_compute
@@ -60,21 +60,21 @@ class Reader:
         tensor: Tensor = self._open(file).get_tensor(key)
         return tensor
 
-    def prepare(self, segment: Segment) -> None:
+    def prepare(self, piece: StatePiece) -> None:
         """Open the files that `fill` will read."""
-        for row, *_ in self._overlaps(segment):
+        for row, *_ in self._overlaps(piece):
             self._open(row.file)
 
-    def fill(self, segment: Segment) -> None:
-        """Read the overlaps of stored boxes with a segment into its values. The boxes are all of its tensor."""
-        for row, common, box, target in self._overlaps(segment):
+    def fill(self, piece: StatePiece) -> None:
+        """Read the overlaps of stored boxes with a piece into its values. The boxes are all of its tensor."""
+        for row, common, box, target in self._overlaps(piece):
             inside, opened = slices(common, row.box), self._open(row.file)
             values = opened.get_slice(row.key)[inside] if inside else opened.get_tensor(row.key)
             target[slices(common, box)].copy_(values)
 
-    def _overlaps(self, segment: Segment) -> Iterator[tuple[Row, Box, Box, Tensor]]:
-        rows = self._rows.get((segment.name, segment.state), [])
-        for box, target in segment.pieces():
+    def _overlaps(self, piece: StatePiece) -> Iterator[tuple[Row, Box, Box, Tensor]]:
+        rows = self._rows.get((piece.name, piece.state), [])
+        for box, target in piece.boxes():
             for row in rows:
                 common = intersect(box, row.box)
                 if common is not None:
@@ -142,21 +142,21 @@ def _verify(manifest: Manifest, engine: EngineState) -> Checked:
     for file in list(manifest.files)[everyone.rank :: everyone.size]:
         verify_file(manifest, file)
     reader = Reader(manifest)
-    for segment in _segments(reader, engine):
-        reader.prepare(segment)
+    for piece in _pieces_to_read(reader, engine):
+        reader.prepare(piece)
     same = manifest.mesh == engine.degrees
     files = [file_of(everyone.rank)] if same else list(manifest.files)
     return Checked(manifest, reader, _find_buffers(manifest, files, engine), _streams(manifest, reader, engine, same))
 
 
-def _segments(reader: Reader, engine: EngineState) -> Iterator[Segment]:
+def _pieces_to_read(reader: Reader, engine: EngineState) -> Iterator[StatePiece]:
     """Everything that this rank will read; masters stand in for moments that are not there yet."""
     for unit in engine.units:
         for name, piece, values in _frozen(unit, engine):
-            yield Segment(engine.full_model.owner(name), FROZEN, *_place(unit, piece), values, engine.cut(name))
+            yield StatePiece(engine.full_model.owner(name), FROZEN, *_place(unit, piece), values, engine.cut(name))
     for owned in engine.optimizer.pieces:
         for state in reader.states(engine.full_model.owner(owned.name)):
-            yield _segment(engine, owned, state, owned.master)
+            yield _state_piece(engine, owned, state, owned.master)
 
 
 def _find_buffers(manifest: Manifest, files: Sequence[str], engine: EngineState) -> dict[str, str]:
@@ -225,21 +225,21 @@ def _restore(checked: Checked, engine: EngineState) -> None:
         set_rng_state(*checked.streams)
 
 
-def _segment(engine: EngineState, owned: OwnedPiece, state: str, values: Tensor) -> Segment:
+def _state_piece(engine: EngineState, owned: OwnedPiece, state: str, values: Tensor) -> StatePiece:
     cut = engine.cut(owned.name)
-    return Segment(engine.full_model.owner(owned.name), state, owned.shape, owned.piece.start, values, cut)
+    return StatePiece(engine.full_model.owner(owned.name), state, owned.shape, owned.piece.start, values, cut)
 
 
 def _restore_piece(reader: Reader, scalars: Mapping[str, float], engine: EngineState, owned: OwnedPiece) -> None:
     optimizer = engine.optimizer
-    reader.fill(_segment(engine, owned, MASTER, owned.master))
+    reader.fill(_state_piece(engine, owned, MASTER, owned.master))
     state: dict[str, Any] = optimizer.torch.state[owned.master]
     saved = [key for key in reader.states(engine.full_model.owner(owned.name)) if key != MASTER]
     for key in set(state) - {*saved, *scalars}:
         del state[key]  # the checkpoint was written before the optimizer made this state
     for key in saved:
         state[key] = optimizer.state_view(owned, key, owned.master.dtype)
-        reader.fill(_segment(engine, owned, key, state[key]))
+        reader.fill(_state_piece(engine, owned, key, state[key]))
     for key, value in scalars.items():
         if isinstance(state.get(key), Tensor):
             state[key].fill_(value)
@@ -269,5 +269,5 @@ def _restore_frozen(reader: Reader, unit: Unit, engine: EngineState) -> None:
     for name, piece, part in _frozen(unit, engine):
         wide = torch.float64 if part.dtype == torch.float64 else torch.float32  # holds what any precision saved
         stored = torch.empty_like(part, dtype=wide if part.is_floating_point() else None)
-        reader.fill(Segment(engine.full_model.owner(name), FROZEN, *_place(unit, piece), stored, engine.cut(name)))
+        reader.fill(StatePiece(engine.full_model.owner(name), FROZEN, *_place(unit, piece), stored, engine.cut(name)))
         to_compute(stored, part.dtype, out=part)

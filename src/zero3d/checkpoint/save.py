@@ -26,7 +26,7 @@ from zero3d.checkpoint.folders import MANIFEST, SEAL
 from zero3d.checkpoint.manifest import BUFFER, FORMAT, STREAM, checked, file_of, key_of, seal_of
 from zero3d.checkpoint.plain import plain
 from zero3d.checkpoint.regular import digest
-from zero3d.checkpoint.state import EngineState, segments
+from zero3d.checkpoint.state import EngineState, state_pieces
 from zero3d.checkpoint.writing import sync, taken_back, write_json, write_tensors, write_text
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError
@@ -64,12 +64,12 @@ def _write_rank(temporary: Path, engine: EngineState) -> dict[str, Any]:
     file = file_of(engine.everyone.rank)
     tensors: dict[str, Tensor] = {}
     rows = []
-    for segment in segments(engine):
-        for box, values in segment.pieces():
-            key = key_of(segment.name, segment.state, box)
+    for piece in state_pieces(engine):
+        for box, values in piece.boxes():
+            key = key_of(piece.name, piece.state, box)
             tensors[key] = values.detach().cpu().contiguous()
             rows.append({
-                "name": segment.name, "state": segment.state, "box": box, "dtype": _dtype(values), "file": file,
+                "name": piece.name, "state": piece.state, "box": box, "dtype": _dtype(values), "file": file,
                 "key": key,
             })  # fmt: skip
     buffers = engine.buffers.items()  # every rank's own: running statistics may differ

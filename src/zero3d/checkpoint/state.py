@@ -107,7 +107,7 @@ class EngineState:
 
 
 @dataclass(frozen=True)
-class Segment:
+class StatePiece:
     """A flat range of one state of one parameter, held by this rank as a 1-D tensor.
 
     shape, start  of this rank's parameter, and where in it the range begins
@@ -121,12 +121,12 @@ class Segment:
     values: Tensor
     cut: Cut | None = None
 
-    def pieces(self) -> Iterator[tuple[Box, Tensor]]:
+    def boxes(self) -> Iterator[tuple[Box, Tensor]]:
         """Its boxes of the full model's tensor, each with a view of its values in the box's shape."""
         return cover(self.shape, self.start, self.values, self.cut)
 
 
-def segments(engine: EngineState) -> Iterator[Segment]:
+def state_pieces(engine: EngineState) -> Iterator[StatePiece]:
     """Everything that this rank owns of the full model; at stage 0 only its share of the copies."""
     for unit in engine.units:
         if unit.grads is None:
@@ -134,7 +134,7 @@ def segments(engine: EngineState) -> Iterator[Segment]:
                 slot = unit.layout.slots[piece.slot]
                 values = unit.weights.shard[piece.offset : piece.offset + piece.stop - piece.start]
                 if engine.saves(slot.name):
-                    yield Segment(slot.name, FROZEN, slot.shape, piece.start, values, engine.cut(slot.name))
+                    yield StatePiece(slot.name, FROZEN, slot.shape, piece.start, values, engine.cut(slot.name))
     for owned in engine.optimizer.pieces:
         share = {p.slot: p for p in owned.unit.layout.pieces(engine.dp.rank)}.get(owned.piece.slot)
         if share is None or not engine.saves(owned.name):
@@ -143,7 +143,7 @@ def segments(engine: EngineState) -> Iterator[Segment]:
         states = engine.optimizer.torch.state.get(owned.master, {})
         flat = {MASTER: owned.master} | {k: v for k, v in states.items() if _is_flat(v, owned.master)}
         for state, values in flat.items():
-            yield Segment(owned.name, state, owned.shape, share.start, values[part], engine.cut(owned.name))
+            yield StatePiece(owned.name, state, owned.shape, share.start, values[part], engine.cut(owned.name))
 
 
 def _is_flat(value: Any, master: Tensor) -> bool:
