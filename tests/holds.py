@@ -7,7 +7,7 @@ from contextlib import contextmanager
 HOLDER = """
 import sys
 from pathlib import Path
-from zero3d.train.hold import Hold
+from zero3d.train.lock import Hold
 with Hold() as hold:
     hold.take(Path(sys.argv[1]))
     {then}

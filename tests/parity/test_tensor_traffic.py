@@ -6,7 +6,7 @@ from tensors import tiny
 
 import zero3d
 from zero3d.activations.recomputation import recompute
-from zero3d.train.sent import Done, Traffic, planned_pipeline, planned_replica, planned_tensor
+from zero3d.train.traffic import Done, Traffic, planned_pipeline, planned_replica, planned_tensor
 
 M, STEPS, ROWS, LENGTH = 2, 2, 2, 8
 AXES = ("tp", "pp", "replica")

@@ -10,7 +10,7 @@ from holds import held_by_another
 from zero3d.cli import compare, plan_explain, simulate, train as verb
 from zero3d.cli.main import main
 from zero3d.config import Config, load
-from zero3d.train.hold import Hold
+from zero3d.train.lock import Hold
 
 DEMO = load(verb.named(None, [])[1])
 

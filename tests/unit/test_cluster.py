@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from zero3d.cli.cluster import from_slurm, hosts, join_environment
+from zero3d.cli.rank_environment import from_slurm, hosts, join_environment
 from zero3d.errors import ConfigError
 
 SRUN = {  # task 5 of 8 on two nodes

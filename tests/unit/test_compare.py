@@ -13,10 +13,10 @@ from rich.console import Console
 from zero3d.cli import compare as verb
 from zero3d.cli.main import main
 from zero3d.errors import ConfigError
-from zero3d.train.compare import as_json, rows, square_root
-from zero3d.train.compare_plot import draw
-from zero3d.train.compare_table import show
-from zero3d.train.hold import Hold
+from zero3d.train.comparison import as_json, rows, square_root
+from zero3d.train.comparison_plot import draw
+from zero3d.train.comparison_table import show
+from zero3d.train.lock import Hold
 from zero3d.train.variants import Axis, split_axes, variants
 
 

@@ -27,7 +27,7 @@ from zero3d.cli.train import check, read
 from zero3d.cli.workers import ranks_here
 from zero3d.config import load, split_words
 from zero3d.config.keys import KEYS
-from zero3d.train.hold import Hold
+from zero3d.train.lock import Hold
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from zero3d.cli.killed import killed, oom_kills
+from zero3d.cli.oom import killed, oom_kills
 
 
 def system(root, kills, v2=True, limit="2000000000"):

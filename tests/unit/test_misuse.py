@@ -8,7 +8,7 @@ from models import VOCAB, Block, adamw, batch, bits, build, loss_of
 from torch import nn
 
 import zero3d
-from zero3d.checkpoint.plain import plain, revive
+from zero3d.checkpoint.json_values import plain, revive
 from zero3d.precision import LossScale, LossScaling, Precision
 
 

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero3d.checkpoint.fields import USE_ANOTHER, Field, parse, shown
+from zero3d.checkpoint.files import read
 from zero3d.checkpoint.folders import MANIFEST, SEAL
-from zero3d.checkpoint.regular import read
 from zero3d.distributed.degrees import AXES, Degrees
 from zero3d.errors import CheckpointError
 from zero3d.shards.boxes import Box, Shape

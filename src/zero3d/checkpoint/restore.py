@@ -1,6 +1,6 @@
 """Reading checkpoints (checkpoint.py writes them, saved/ has the format). Nothing is written before all is known:
 
-check   the newest manifest, and that it fits this engine (fits.py)            every rank
+check   the newest manifest, and that it fits this engine (compatibility.py)   every rank
         checksums and headers of all files                                     each file by one rank
         the files that a rank will read are opened, random states are tried    every rank; then all agree
 load    every rank fills its pieces from the boxes that overlap them, whatever mesh and stage saved
@@ -19,12 +19,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from zero3d.checkpoint.compatibility import buffer_problem, check_fits, check_streams
 from zero3d.checkpoint.fields import USE_ANOTHER, shown
-from zero3d.checkpoint.fits import buffer_problem, check_fits, check_streams
 from zero3d.checkpoint.folders import find
-from zero3d.checkpoint.intact import own_tensors, verify_file
+from zero3d.checkpoint.integrity import own_tensors, verify_file
+from zero3d.checkpoint.json_values import revive
 from zero3d.checkpoint.manifest import BUFFER, FORMAT, FROZEN, MASTER, STREAM, Manifest, Row, file_of, open_manifest
-from zero3d.checkpoint.plain import revive
 from zero3d.checkpoint.resume_contract import promise
 from zero3d.checkpoint.state import EngineState, StatePiece
 from zero3d.distributed.agreement import agree

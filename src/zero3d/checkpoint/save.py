@@ -22,10 +22,10 @@ from typing import Any
 from torch import Tensor
 
 from zero3d.checkpoint.fields import USE_ANOTHER, parse
+from zero3d.checkpoint.files import digest
 from zero3d.checkpoint.folders import MANIFEST, SEAL
+from zero3d.checkpoint.json_values import plain
 from zero3d.checkpoint.manifest import BUFFER, FORMAT, STREAM, checked, file_of, key_of, seal_of
-from zero3d.checkpoint.plain import plain
-from zero3d.checkpoint.regular import digest
 from zero3d.checkpoint.state import EngineState, state_pieces
 from zero3d.checkpoint.writing import sync, taken_back, write_json, write_tensors, write_text
 from zero3d.distributed.agreement import agree

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from zero3d.checkpoint.folders import complete_steps
-from zero3d.checkpoint.plain import plain
+from zero3d.checkpoint.json_values import plain
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError, Zero3dError
 

@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from zero3d.cli.cluster import join_environment
+from zero3d.cli.rank_environment import join_environment
 from zero3d.cli.train import check_ranks
 from zero3d.cli.workers import as_worker, launch, quiet_environment, ranks_here
 from zero3d.errors import ConfigError

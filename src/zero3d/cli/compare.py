@@ -28,17 +28,17 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from zero3d.cli.cluster import join_environment
 from zero3d.cli.preflight import check_positions, check_transformers, check_world
+from zero3d.cli.rank_environment import join_environment
 from zero3d.cli.train import check_ranks, named, quiet_libraries
 from zero3d.cli.workers import DIED, ranks_here
 from zero3d.config import Config, split_words
 from zero3d.errors import ConfigError, MeshError, Zero3dError
-from zero3d.train.compare import as_json, rows
-from zero3d.train.compare_plot import draw
-from zero3d.train.compare_table import failure, show
+from zero3d.train.comparison import as_json, rows
+from zero3d.train.comparison_plot import draw
+from zero3d.train.comparison_table import failure, show
 from zero3d.train.folder import Folder, first_free, numbered
-from zero3d.train.hold import Hold, check_free
+from zero3d.train.lock import Hold, check_free
 from zero3d.train.stop import StopRequest
 from zero3d.train.variants import QUIET, Axis, Variant, check_variants, split_axes, variants
 

@@ -13,12 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
-from zero3d.cli.cluster import join_environment
 from zero3d.cli.preflight import check_paths, check_transformers, check_world
+from zero3d.cli.rank_environment import join_environment
 from zero3d.cli.workers import as_worker, launch, quiet_environment, ranks_here, tell_output
 from zero3d.config import Config, load, split_words
 from zero3d.errors import ConfigError, Zero3dError
-from zero3d.train.hold import Hold
+from zero3d.train.lock import Hold
 from zero3d.train.start import Start, check_start
 
 DEMO = "demo"  # the configuration, and the preset in it

@@ -31,7 +31,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
-from zero3d.cli.killed import killed, oom_kills
+from zero3d.cli.oom import killed, oom_kills
 from zero3d.errors import Zero3dError
 from zero3d.train.stop import SIGNALS, Stopped, StopRequest
 

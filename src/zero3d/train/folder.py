@@ -6,7 +6,7 @@ OUTPUT/
   checkpoints/    step-N: the last few and the best; best -> step-N
   hf/             the final weights, for from_pretrained; written as .hf.new, renamed when complete
   loss.png, trace-rank-0.json, tensorboard/
-  .lock           while a run writes (hold.py)
+  .lock           while a run writes (lock.py)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zero3d.checkpoint.folders import checkpoints, complete_steps, discard, find
 from zero3d.config import load
 from zero3d.errors import CheckpointError, ConfigError, short
 from zero3d.reading import Unreadable, parse_object
-from zero3d.train.hold import LOCK, Hold
+from zero3d.train.lock import LOCK, Hold
 
 WRITTEN = (
     "config.yaml", "metrics.jsonl", "checkpoints", "hf", ".hf.new", ".hf.old", "loss.png", "trace-rank-0.json",

@@ -28,13 +28,13 @@ from zero3d.errors import CheckpointError, NonFiniteError
 from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
 from zero3d.train.metrics import Metrics, Record
-from zero3d.train.over import most_skips, none_applied, too_many
-from zero3d.train.planned import Comparison
+from zero3d.train.nonfinite import most_skips, none_applied, too_many
+from zero3d.train.plan_check import Comparison
 from zero3d.train.progress import Progress
-from zero3d.train.sent import Traffic
+from zero3d.train.resume_hints import ANEW, WayOn
 from zero3d.train.stop import Stopped, StopRequest
 from zero3d.train.trace import Tracer
-from zero3d.train.way_on import ANEW, WayOn
+from zero3d.train.traffic import Traffic
 from zero3d.zero.health import check_weights
 from zero3d.zero.optimizer import OVERFLOW
 

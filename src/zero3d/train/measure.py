@@ -9,7 +9,7 @@ padding            held by the arena                      from the layouts, exac
 temporary buffers  most held at any instant, by kind      an upper bound from unit sizes
 activations        what autograd saved in one forward     none
 
-What ranks sent is in `sent.py`.
+What ranks sent is in `traffic.py`.
 """
 
 from __future__ import annotations

@@ -32,16 +32,16 @@ from zero3d.setup.build import Inputs, build_engine, of_config, open_inputs, ste
 from zero3d.setup.optim import rate, set_again, settings
 from zero3d.train.flops import flops_per_token
 from zero3d.train.folder import AUTO, Folder, first_free, numbered
-from zero3d.train.hold import Hold
+from zero3d.train.lock import Hold
 from zero3d.train.loop import Loop, memory_bytes, progressed
+from zero3d.train.loop_state import check_progress
 from zero3d.train.measure import Activations, MemoryRow, memory_rows
 from zero3d.train.metrics import Metrics, Record, losses
-from zero3d.train.planned import AT, Comparison, plan_run
+from zero3d.train.plan_check import AT, Comparison, plan_run
 from zero3d.train.progress import Progress
-from zero3d.train.resumed import check_progress
-from zero3d.train.sent import Done, TrafficRow, traffic_rows
+from zero3d.train.resume_hints import WayOn, instead_of
 from zero3d.train.start import Start, check_start
-from zero3d.train.way_on import WayOn, instead_of
+from zero3d.train.traffic import Done, TrafficRow, traffic_rows
 from zero3d.zero.health import check_weights
 
 SAMPLE_LENGTH, TEMPERATURE, TOP_K = 240, 0.7, 40

@@ -10,7 +10,7 @@ from zero3d.config import Config
 from zero3d.errors import ConfigError
 from zero3d.plan.hardware import read_file
 from zero3d.train.folder import AUTO, Folder
-from zero3d.train.hold import check_free
+from zero3d.train.lock import check_free
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from holds import held_by_another
 
 from zero3d.config import load
 from zero3d.errors import ConfigError
-from zero3d.train import hold as module
+from zero3d.train import lock as module
 from zero3d.train.folder import Folder
-from zero3d.train.hold import LOCK, Hold, check_free
+from zero3d.train.lock import LOCK, Hold, check_free
 from zero3d.train.start import Start, check_start
 
 FORKED = """import os, time

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zero3d.train.compare import CATEGORIES, Result, Row
-from zero3d.train.compare_table import unit_of
+from zero3d.train.comparison import CATEGORIES, Result, Row
+from zero3d.train.comparison_table import unit_of
 from zero3d.train.curve import smooth
 
 COLORS = ("#1f4e8c", "#4f86c6", "#9ab8d8", "#c9c9c9", "#e8b04a", "#c4512d")  # one per category

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from zero3d.checkpoint.fields import USE_ANOTHER, Field, named, shown
+from zero3d.checkpoint.json_values import revive
 from zero3d.checkpoint.manifest import FLOATING, FROZEN, MASTER, Described, Manifest
-from zero3d.checkpoint.plain import revive
 from zero3d.checkpoint.state import EngineState
 from zero3d.errors import CheckpointError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zero3d.checkpoint.fields import USE_ANOTHER
 from zero3d.checkpoint.folders import checkpoints
-from zero3d.checkpoint.intact import damage, newest_intact
+from zero3d.checkpoint.integrity import damage, newest_intact
 from zero3d.config import Config
 from zero3d.errors import CheckpointError
 from zero3d.train.folder import AUTO, Folder

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zero3d.train.compare import CATEGORIES, Figure, Recompute, Row, square_root
+from zero3d.train.comparison import CATEGORIES, Figure, Recompute, Row, square_root
 from zero3d.train.progress import size
 from zero3d.train.variants import Axis, Variant
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from zero3d.checkpoint.fields import USE_ANOTHER, shown
+from zero3d.checkpoint.files import digest
 from zero3d.checkpoint.folders import checkpoints
 from zero3d.checkpoint.manifest import BUFFER, CODES, FORMAT, STREAM, Described, Manifest, allowed_dtypes, open_manifest
-from zero3d.checkpoint.regular import digest
 from zero3d.errors import CheckpointError
 from zero3d.shards.boxes import box_shape
 
