@@ -15,9 +15,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from zero3d.checkpoint.fields import USE_ANOTHER, Field, named, shown
-from zero3d.checkpoint.json_values import revive
-from zero3d.checkpoint.manifest import FLOATING, FROZEN, MASTER, Described, Manifest
+from zero3d.checkpoint.fields import USE_ANOTHER, Field, quote, quote_name
+from zero3d.checkpoint.json_values import from_json
+from zero3d.checkpoint.manifest import FLOATING, FROZEN, MASTER, Manifest, TensorSpec
 from zero3d.checkpoint.state import EngineState
 from zero3d.errors import CheckpointError
 
@@ -27,7 +27,7 @@ COUNTERS = ("last_epoch", "_step_count")  # of torch's schedulers
 PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
 
 
-def check_fits(manifest: Manifest, engine: EngineState) -> None:
+def check_compatible(manifest: Manifest, engine: EngineState) -> None:
     """Refuse a checkpoint of another model or optimizer, or with values that these cannot have."""
     _check_parameters(manifest, engine)
     _check_trainable(manifest, engine)
@@ -44,12 +44,12 @@ def _check_parameters(manifest: Manifest, engine: EngineState) -> None:
     saved = {name: each.shape for name, each in manifest.parameters.items()}
     mine = engine.full_model.shapes
     differences = [
-        f"{named(name)}: checkpoint {saved[name]}, model {mine[name]}"
+        f"{quote_name(name)}: checkpoint {saved[name]}, model {mine[name]}"
         for name in saved
         if name in mine and saved[name] != mine[name]
     ]
-    differences += [f"{named(name)} is only in the checkpoint" for name in saved if name not in mine]
-    differences += [f"{named(name)} is only in the model" for name in mine if name not in saved]
+    differences += [f"{quote_name(name)} is only in the checkpoint" for name in saved if name not in mine]
+    differences += [f"{quote_name(name)} is only in the model" for name in mine if name not in saved]
     if differences:
         listed = "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
         raise CheckpointError(
@@ -85,12 +85,12 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def buffer_problem(name: str, saved: Described, live: Tensor) -> str | None:
+def buffer_problem(name: str, saved: TensorSpec, live: Tensor) -> str | None:
     """Why a saved buffer is not the model's."""
     if saved.shape == tuple(live.shape) and convertible(saved.dtype, live.dtype):
         return None
     return (
-        f"buffer {shown(name)} is {saved.dtype} {saved.shape} in the checkpoint, and {_name(live.dtype)} "
+        f"buffer {quote(name)} is {saved.dtype} {saved.shape} in the checkpoint, and {_name(live.dtype)} "
         f"{tuple(live.shape)} in the model: build the model the checkpoint was saved from."
     )
 
@@ -100,7 +100,7 @@ def buffer_problem(name: str, saved: Described, live: Tensor) -> str | None:
 
 def _check_kind(manifest: Manifest, engine: EngineState) -> None:
     saved, live = manifest.fields.entry("optimizer"), engine.optimizer.torch
-    wanted, found = type(live).__name__, shown(saved.entry("class").value).strip("'")
+    wanted, found = type(live).__name__, quote(saved.entry("class").value).strip("'")
     if wanted != found:
         raise CheckpointError(
             f"{manifest.folder} holds states of {found}, this engine uses {wanted}: build it with {found}."
@@ -121,12 +121,12 @@ def _check_groups(manifest: Manifest, engine: EngineState) -> None:
             for name in live.defaults:
                 saved.entry(name)
         if "params" in saved.entries():
-            saved.wrong("options without params, which are tensors")
+            saved.refuse("options without params, which are tensors")
         for name, value in saved.items():
             if name in group:
                 _check_alike(value, group[name])
         if saved.entry("lr").number() < 0:
-            saved.entry("lr").wrong("a number from 0")
+            saved.entry("lr").refuse("a number from 0")
 
 
 def _check_states(manifest: Manifest, engine: EngineState) -> None:
@@ -148,7 +148,7 @@ def _check_states(manifest: Manifest, engine: EngineState) -> None:
                 wanted = first.setdefault(slot.group, (slot.name, states))[1]
             if states != wanted:
                 raise CheckpointError(
-                    f"{manifest.fields.file}: tensors have the states {_listed(states)} of {shown(slot.name)}, and "
+                    f"{manifest.fields.file}: tensors have the states {_listed(states)} of {quote(slot.name)}, and "
                     f"should have {_listed(wanted)}. {USE_ANOTHER}"
                 )
     has_moments = any(by_name[name] & ADAM for name in by_name)
@@ -157,7 +157,7 @@ def _check_states(manifest: Manifest, engine: EngineState) -> None:
 
 
 def _listed(states: set[str]) -> str:
-    return ", ".join(map(shown, sorted(states))) or "none"
+    return ", ".join(map(quote, sorted(states))) or "none"
 
 
 def _same_torch(manifest: Manifest) -> bool:
@@ -174,7 +174,7 @@ def _check_scheduler(manifest: Manifest, engine: EngineState) -> None:
     if manifest.value("scheduler") is None:
         groups = manifest.fields.entry("optimizer").entry("groups").rows()
         if any("initial_lr" in group.entries() for group in groups):  # torch's schedulers write it there
-            manifest.fields.entry("scheduler").wrong("the state of the scheduler that set initial_lr")
+            manifest.fields.entry("scheduler").refuse("the state of the scheduler that set initial_lr")
         return
     saved, live = manifest.fields.entry("scheduler"), engine.scheduler.state_dict()
     if _same_torch(manifest) and saved.entries().keys() != {str(key) for key in live}:
@@ -224,7 +224,7 @@ def _check_number(saved: Field) -> None:
     """A number; schedulers begin with infinite ones."""
     value = saved.value
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
-        saved.wrong("a number")
+        saved.refuse("a number")
     if isinstance(value, int):
         saved.number()  # not larger than a float can be
 
@@ -241,11 +241,11 @@ def _try(manifest: Manifest, scheduler: Any) -> None:
     """Let it load its state, which is put back: a class of the user's may have rules of its own."""
     before = deepcopy(scheduler.state_dict())
     try:
-        scheduler.load_state_dict(revive(manifest.value("scheduler"), before))
+        scheduler.load_state_dict(from_json(manifest.value("scheduler"), before))
     except Exception as error:
         raise CheckpointError(
             f"{manifest.fields.file}: scheduler is not taken by {type(scheduler).__name__} ({type(error).__name__}: "
-            f"{shown(str(error))}): build the engine with the scheduler it was saved with."
+            f"{quote(str(error))}): build the engine with the scheduler it was saved with."
         ) from error
     finally:
         scheduler.load_state_dict(before)
@@ -260,7 +260,7 @@ def check_streams(file: str, tensors: Mapping[str, Tensor], plain: Field) -> Non
         try:
             attempt()
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(f"{file}: {name} is no random state ({shown(str(error))}). {USE_ANOTHER}") from None
+            raise CheckpointError(f"{file}: {name} is no random state ({quote(str(error))}). {USE_ANOTHER}") from None
 
 
 def _attempts(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zero3d.checkpoint.state import EngineState
-from zero3d.checkpoint.writing import sync, taken_back, write_json, write_tensors
+from zero3d.checkpoint.writing import removed_on_failure, sync, write_json, write_tensors
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError, NonFiniteError
 from zero3d.pipeline.split import model_of
@@ -53,7 +53,7 @@ def export(directory: Path, engine: EngineState, gathered: Gathered) -> Path:
         agree(everyone, action if chosen else lambda: None)
 
     on(everyone.rank == 0, partial(_prepare_export, directory, temporary))
-    with taken_back(temporary, everyone):
+    with removed_on_failure(temporary, everyone):
         agree(everyone, partial(_add_units, writer, engine, model, gathered))
         for stage in range(engine.degrees.pp):
             on(place == (stage, 0, 0), partial(_finish_stage, writer, engine, model))

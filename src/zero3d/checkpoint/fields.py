@@ -23,10 +23,10 @@ class Field(NamedTuple):
     name: str
     value: Any
 
-    def wrong(self, wanted: str) -> NoReturn:
+    def refuse(self, wanted: str) -> NoReturn:
         """Raise CheckpointError: it is not what was `wanted`."""
         name = (self.name or "all of it") if len(self.name) <= 4 * SHOWN else f"{self.name[: 4 * SHOWN]}..."
-        raise CheckpointError(f"{self.file}: {name} is {shown(self.value)}, and should be {wanted}. {USE_ANOTHER}")
+        raise CheckpointError(f"{self.file}: {name} is {quote(self.value)}, and should be {wanted}. {USE_ANOTHER}")
 
     def has(self, key: str) -> bool:
         """Whether there is such an entry, and it is not null."""
@@ -35,7 +35,7 @@ class Field(NamedTuple):
     def entries(self) -> dict[str, Any]:
         """It as a mapping."""
         if not isinstance(self.value, dict):
-            self.wrong("a mapping")
+            self.refuse("a mapping")
         return self.value
 
     def entry(self, key: str) -> Field:
@@ -43,8 +43,8 @@ class Field(NamedTuple):
         entries = self.entries()
         if key not in entries:
             where = f"{self.name} has" if self.name else "there is"
-            raise CheckpointError(f"{self.file}: {where} no {shown(key)}. {USE_ANOTHER}")
-        return Field(self.file, f"{self.name}.{named(key)}".lstrip("."), entries[key])
+            raise CheckpointError(f"{self.file}: {where} no {quote(key)}. {USE_ANOTHER}")
+        return Field(self.file, f"{self.name}.{quote_name(key)}".lstrip("."), entries[key])
 
     def items(self) -> list[tuple[str, Field]]:
         """All entries of a mapping."""
@@ -53,7 +53,7 @@ class Field(NamedTuple):
     def rows(self, length: int | None = None) -> list[Field]:
         """The entries of a list, of which there must be `length`."""
         if not isinstance(self.value, list):
-            self.wrong("a list")
+            self.refuse("a list")
         if length is not None and len(self.value) != length:
             raise CheckpointError(
                 f"{self.file}: {self.name} has {len(self.value)} entries, and should have {length}. {USE_ANOTHER}"
@@ -64,44 +64,44 @@ class Field(NamedTuple):
         """A whole number."""
         value = self.value
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            self.wrong(f"a whole number from {least}{f' to {most}' if most != LARGEST else ''}")
+            self.refuse(f"a whole number from {least}{f' to {most}' if most != LARGEST else ''}")
         return value
 
     def number(self, least: float = -inf) -> float:
         """A finite number."""
         value = self.value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not _finite(value) or value < least:
-            self.wrong(f"a finite number{f' from {least:g}' if least != -inf else ''}")
+            self.refuse(f"a finite number{f' from {least:g}' if least != -inf else ''}")
         return float(value)
 
     def text(self) -> str:
         """A text."""
         if not isinstance(self.value, str):
-            self.wrong("a text")
+            self.refuse("a text")
         return self.value
 
     def flag(self) -> bool:
         """True or false."""
         if not isinstance(self.value, bool):
-            self.wrong("true or false")
+            self.refuse("true or false")
         return self.value
 
     def one_of(self, *allowed: Any) -> Any:
         """One of these values, of the same type."""
         if not any(type(self.value) is type(each) and self.value == each for each in allowed):
-            self.wrong(" or ".join(map(shown, allowed[:3])) + (" or another of its kind" if allowed[3:] else ""))
+            self.refuse(" or ".join(map(quote, allowed[:3])) + (" or another of its kind" if allowed[3:] else ""))
         return self.value
 
 
-def parse(text: bytes, file: str) -> Field:
+def parse_json(text: bytes, file: str) -> Field:
     """What a JSON file says. Raises CheckpointError."""
     try:
         return Field(file, "", json.loads(text.decode(), object_pairs_hook=_once))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON ({_said(error)}). {USE_ANOTHER}") from None
+        raise CheckpointError(f"{file} cannot be read as JSON ({_reason(error)}). {USE_ANOTHER}") from None
 
 
-def shown(value: Any) -> str:
+def quote(value: Any) -> str:
     """A value in a message: on one line and short, whatever it holds."""
     if isinstance(value, (dict, list)):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
@@ -115,7 +115,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {shown(next(name for name in names if names.count(name) > 1))} comes twice")
+        raise ValueError(f"the key {quote(next(name for name in names if names.count(name) > 1))} comes twice")
     return entries
 
 
@@ -123,10 +123,10 @@ def _finite(value: float) -> bool:
     return isfinite(value) if isinstance(value, float) else abs(value) <= 10**300
 
 
-def named(key: str) -> str:
+def quote_name(key: str) -> str:
     """A name in a message: without quotes where it is an ordinary one."""
-    return key if key.isascii() and key.isprintable() and len(key) <= SHOWN else shown(key)
+    return key if key.isascii() and key.isprintable() and len(key) <= SHOWN else quote(key)
 
 
-def _said(error: Exception) -> str:
-    return "it is nested too deep" if isinstance(error, RecursionError) else shown(str(error)).strip("'\"")
+def _reason(error: Exception) -> str:
+    return "it is nested too deep" if isinstance(error, RecursionError) else quote(str(error)).strip("'\"")

@@ -18,7 +18,7 @@ MOST_TEXT = 1 << 31  # bytes; a manifest of 10,000 ranks is smaller
 
 
 @contextmanager
-def regular(path: Path) -> Iterator[BufferedReader]:
+def open_regular(path: Path) -> Iterator[BufferedReader]:
     """An open regular file. Raises CheckpointError for anything else, and for a disk that does not give it."""
     try:
         # Not blocking: opening a pipe that nobody writes to would wait for ever.
@@ -43,7 +43,7 @@ def _why_not(error: OSError) -> str:
 
 def read(path: Path) -> bytes:
     """All of a file of text."""
-    with regular(path) as file:
+    with open_regular(path) as file:
         text = file.read(MOST_TEXT + 1)
     if len(text) > MOST_TEXT:
         raise CheckpointError(f"{path} is larger than {MOST_TEXT:,} bytes, which no manifest is. {USE_ANOTHER}")
@@ -52,5 +52,5 @@ def read(path: Path) -> bytes:
 
 def digest(path: Path) -> str:
     """SHA-256 of a file. Raises CheckpointError."""
-    with regular(path) as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

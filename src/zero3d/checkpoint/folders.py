@@ -17,7 +17,7 @@ from pathlib import Path
 
 from zero3d.errors import CheckpointError
 
-MANIFEST, SEAL = "manifest.json", "manifest.sha256"
+MANIFEST, CHECKSUM = "manifest.json", "manifest.sha256"
 _STEP = re.compile(r"step-([0-9]+)")
 _ASIDE = re.compile(r"\.step-([0-9]+)\.old")
 _UNFINISHED = re.compile(r"\.step-([0-9]+)\.tmp")
@@ -69,7 +69,7 @@ def is_checkpoint(directory: Path) -> bool:
     return (directory / MANIFEST).is_file() or (named and directory.is_dir() and not checkpoints(directory))
 
 
-def settled(checkpoint: Path) -> Path:
+def tidied_path(checkpoint: Path) -> Path:
     """Where a checkpoint is after `tidy`."""
     number = _number(_ASIDE, checkpoint.name)
     return checkpoint if number is None or checkpoint.exists() else checkpoint.with_name(f"step-{number}")

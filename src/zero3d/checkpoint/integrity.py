@@ -12,10 +12,19 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from zero3d.checkpoint.fields import USE_ANOTHER, shown
+from zero3d.checkpoint.fields import USE_ANOTHER, quote
 from zero3d.checkpoint.files import digest
 from zero3d.checkpoint.folders import checkpoints
-from zero3d.checkpoint.manifest import BUFFER, CODES, FORMAT, STREAM, Described, Manifest, allowed_dtypes, open_manifest
+from zero3d.checkpoint.manifest import (
+    BUFFER,
+    CODES,
+    FORMAT,
+    STREAM,
+    Manifest,
+    TensorSpec,
+    allowed_dtypes,
+    open_manifest,
+)
 from zero3d.errors import CheckpointError
 from zero3d.shards.boxes import box_shape
 
@@ -39,26 +48,26 @@ def verify_file(manifest: Manifest, file: str) -> None:
     expected = _expected(manifest, file)
     if manifest.format == FORMAT and found.keys() - expected.keys():
         raise CheckpointError(
-            f"{path} holds {shown(min(found.keys() - expected.keys()))}, which is not in the manifest. {USE_ANOTHER}"
+            f"{path} holds {quote(min(found.keys() - expected.keys()))}, which is not in the manifest. {USE_ANOTHER}"
         )
     for key, (shape, dtypes) in expected.items():
         if key not in found:
-            raise CheckpointError(f"{path} has no tensor {shown(key)}, and the manifest names it. {USE_ANOTHER}")
+            raise CheckpointError(f"{path} has no tensor {quote(key)}, and the manifest names it. {USE_ANOTHER}")
         if found[key].shape != shape or found[key].dtype not in dtypes:
             raise CheckpointError(
-                f"{path}: {shown(key)} is {found[key].dtype} {found[key].shape}, and should be "
+                f"{path}: {quote(key)} is {found[key].dtype} {found[key].shape}, and should be "
                 f"{' or '.join(dtypes)} {shape}. {USE_ANOTHER}"
             )
 
 
-def header(path: Path) -> dict[str, Described]:
+def header(path: Path) -> dict[str, TensorSpec]:
     """Shape and dtype of every tensor in a file. Raises CheckpointError."""
     try:
         with safe_open(path, framework="np") as opened:
             stored = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
-            return {key: Described(tuple(each.get_shape()), _named(each.get_dtype())) for key, each in stored.items()}
+            return {key: TensorSpec(tuple(each.get_shape()), _named(each.get_dtype())) for key, each in stored.items()}
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors ({shown(str(error))}). {USE_ANOTHER}") from None
+        raise CheckpointError(f"{path} cannot be read as safetensors ({quote(str(error))}). {USE_ANOTHER}") from None
 
 
 def _named(code: str) -> str:
@@ -72,13 +81,13 @@ def _expected(manifest: Manifest, file: str) -> dict[str, tuple[tuple[int, ...],
         if row.file == file:
             dtypes = (row.dtype,) if row.dtype else allowed_dtypes(row.state, manifest.parameters[row.name])
             expected[row.key] = box_shape(row.box), dtypes
-    return expected | {key: (shape, (dtype,)) for key, (shape, dtype) in manifest.own.get(file, {}).items()}
+    return expected | {key: (shape, (dtype,)) for key, (shape, dtype) in manifest.rank_tensors.get(file, {}).items()}
 
 
-def own_tensors(manifest: Manifest, file: str) -> Mapping[str, Described]:
+def rank_tensors(manifest: Manifest, file: str) -> Mapping[str, TensorSpec]:
     """A rank's buffers and random states by their keys; format 1 does not list them."""
     if manifest.format == FORMAT:
-        return manifest.own[file]
+        return manifest.rank_tensors[file]
     return {key: each for key, each in header(manifest.folder / file).items() if key.startswith((BUFFER, STREAM))}
 
 
@@ -94,7 +103,7 @@ def newest_intact(directory: Path, but: Path) -> Path | None:
     return None
 
 
-def damage(folder: Path) -> CheckpointError | None:
+def find_damage(folder: Path) -> CheckpointError | None:
     """What `verify` has against a checkpoint."""
     try:
         verify(folder)

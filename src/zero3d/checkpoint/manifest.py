@@ -27,9 +27,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero3d.checkpoint.fields import USE_ANOTHER, Field, parse, shown
+from zero3d.checkpoint.fields import USE_ANOTHER, Field, parse_json, quote
 from zero3d.checkpoint.files import read
-from zero3d.checkpoint.folders import MANIFEST, SEAL
+from zero3d.checkpoint.folders import CHECKSUM, MANIFEST
 from zero3d.distributed.degrees import AXES, Degrees
 from zero3d.errors import CheckpointError
 from zero3d.shards.boxes import Box, Shape
@@ -46,14 +46,14 @@ CODES = FLOATING | OTHERS  # torch's names of dtypes -> those of safetensors
 WORDS, WORD = 624, 2**32 - 1  # of the Mersenne Twister
 
 
-class Described(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor in a file; dtype by torch's name, or "" where the manifest does not say."""
 
     shape: Shape
     dtype: str
 
 
-class Row(NamedTuple):
+class BoxRow(NamedTuple):
     """A box of one state of one parameter, and the tensor that holds it."""
 
     name: str
@@ -65,7 +65,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parameter:
+class ParameterSpec:
     """One of the full model's."""
 
     shape: Shape
@@ -83,9 +83,9 @@ class Manifest:
     step: int
     mesh: Degrees
     files: Mapping[str, str]
-    parameters: Mapping[str, Parameter]
-    rows: Sequence[Row]
-    own: Mapping[str, Mapping[str, Described]]
+    parameters: Mapping[str, ParameterSpec]
+    rows: Sequence[BoxRow]
+    rank_tensors: Mapping[str, Mapping[str, TensorSpec]]
 
     def value(self, name: str) -> Any:
         """A part as it was written; None where there is none."""
@@ -107,7 +107,7 @@ def key_of(name: str, state: str, box: Box) -> str:
     return f"{state}:{name}@" + ",".join(f"{start}:{stop}" for start, stop in box)
 
 
-def seal_of(text: bytes) -> str:
+def checksum_line(text: bytes) -> str:
     """What stands in the checksum's file."""
     return f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n"
 
@@ -118,12 +118,12 @@ def seal_of(text: bytes) -> str:
 def open_manifest(folder: Path) -> Manifest:
     """Read and check it. Raises CheckpointError, which names file and field."""
     text = read(folder / MANIFEST)
-    sealed = (folder / SEAL).exists() or (folder / SEAL).is_symlink()
-    if sealed and read(folder / SEAL) != seal_of(text).encode():
+    sealed = (folder / CHECKSUM).exists() or (folder / CHECKSUM).is_symlink()
+    if sealed and read(folder / CHECKSUM) != checksum_line(text).encode():
         raise CheckpointError(
-            f"{folder / MANIFEST} or {SEAL} differs from what was saved: they do not agree. {USE_ANOTHER}"
+            f"{folder / MANIFEST} or {CHECKSUM} differs from what was saved: they do not agree. {USE_ANOTHER}"
         )
-    fields = parse(text, str(folder / MANIFEST))
+    fields = parse_json(text, str(folder / MANIFEST))
     number = fields.entry("format").integer()
     if number > FORMAT:
         raise CheckpointError(
@@ -131,11 +131,11 @@ def open_manifest(folder: Path) -> Manifest:
             "on from an older step-N."
         )
     if number == FORMAT and not sealed:
-        raise CheckpointError(f"{folder / SEAL} is missing: format {number} has a checksum there. {USE_ANOTHER}")
-    return checked(folder, fields)
+        raise CheckpointError(f"{folder / CHECKSUM} is missing: format {number} has a checksum there. {USE_ANOTHER}")
+    return parse_manifest(folder, fields)
 
 
-def checked(folder: Path, fields: Field) -> Manifest:
+def parse_manifest(folder: Path, fields: Field) -> Manifest:
     """A manifest of everything that is written in it, checked. Raises CheckpointError."""
     number = fields.entry("format").integer(OLDEST, FORMAT)
     files = fields.entry("files")
@@ -144,7 +144,7 @@ def checked(folder: Path, fields: Field) -> Manifest:
     if list(files.entries()) != names:
         raise CheckpointError(
             f"{fields.file}: files should be {names[0]} to {names[-1]}, in the order of {mesh}, and it has "
-            f"{', '.join(map(shown, list(files.entries())[:3]))}. {USE_ANOTHER}"
+            f"{', '.join(map(quote, list(files.entries())[:3]))}. {USE_ANOTHER}"
         )
     parameters = {name: _parameter(entry) for name, entry in fields.entry("parameters").items()}
     rows = [_row(row, parameters, files.entries(), number) for row in fields.entry("tensors").rows()]
@@ -184,27 +184,27 @@ def _mesh(fields: Field, files: int) -> Degrees:
 def _digest(field: Field) -> str:
     text = field.text()
     if len(text) != 64 or set(text) - set("0123456789abcdef"):
-        field.wrong("a SHA-256 in 64 digits")
+        field.refuse("a SHA-256 in 64 digits")
     return text
 
 
-def _described(field: Field) -> Described:
+def _described(field: Field) -> TensorSpec:
     shape = tuple(size.integer() for size in field.entry("shape").rows())
-    return Described(shape, str(field.entry("dtype").one_of(*CODES)))
+    return TensorSpec(shape, str(field.entry("dtype").one_of(*CODES)))
 
 
-def _parameter(field: Field) -> Parameter:
+def _parameter(field: Field) -> ParameterSpec:
     shape, dtype = _described(field)
-    return Parameter(shape, field.entry("trainable").flag(), dtype)
+    return ParameterSpec(shape, field.entry("trainable").flag(), dtype)
 
 
-def _own(fields: Field, files: Mapping[str, Any]) -> dict[str, dict[str, Described]]:
+def _own(fields: Field, files: Mapping[str, Any]) -> dict[str, dict[str, TensorSpec]]:
     listed = fields.entry("own")
     if list(listed.entries()) != list(files):
-        listed.wrong("a mapping with the entries of files")
+        listed.refuse("a mapping with the entries of files")
     for _, keys in listed.items():
         if unknown := [key for key in keys.entries() if not key.startswith((BUFFER, STREAM))]:
-            keys.wrong(f"a mapping of {BUFFER}NAME and {STREAM}NAME, and has {shown(unknown[0])}")
+            keys.refuse(f"a mapping of {BUFFER}NAME and {STREAM}NAME, and has {quote(unknown[0])}")
         (words,) = keys.entry(NUMPY).entry("shape").rows(1)
         words.one_of(WORDS)
         keys.entry(NUMPY).entry("dtype").one_of("int64")
@@ -215,29 +215,29 @@ def _own(fields: Field, files: Mapping[str, Any]) -> dict[str, dict[str, Describ
 # --- rows ---------------------------------------------------------------------------------------
 
 
-def _row(field: Field, parameters: Mapping[str, Parameter], files: Mapping[str, Any], number: int) -> Row:
+def _row(field: Field, parameters: Mapping[str, ParameterSpec], files: Mapping[str, Any], number: int) -> BoxRow:
     name, state, file = (field.entry(part).text() for part in ("name", "state", "file"))
     if name not in parameters:
-        field.entry("name").wrong("a name among parameters")
+        field.entry("name").refuse("a name among parameters")
     if file not in files:
-        field.entry("file").wrong("a name among files")
+        field.entry("file").refuse("a name among files")
     parameter = parameters[name]
     box = _box(field.entry("box"), parameter.shape)
     if state == "" or (state == FROZEN) == parameter.trainable:
-        field.entry("state").wrong(f"{MASTER} or a moment" if parameter.trainable else FROZEN)
+        field.entry("state").refuse(f"{MASTER} or a moment" if parameter.trainable else FROZEN)
     dtype = "" if number == OLDEST else _dtype(field.entry("dtype"), state, parameter)
     field.entry("key").one_of(key_of(name, state, box))
-    return Row(name, state, box, dtype, file, key_of(name, state, box))
+    return BoxRow(name, state, box, dtype, file, key_of(name, state, box))
 
 
-def allowed_dtypes(state: str, parameter: Parameter) -> tuple[str, ...]:
+def allowed_dtypes(state: str, parameter: ParameterSpec) -> tuple[str, ...]:
     """In which a state of a parameter may be stored."""
     if state == FROZEN:
         return (parameter.dtype,)
     return ("float32", "float64") if state == MASTER else tuple(CODES)
 
 
-def _dtype(field: Field, state: str, parameter: Parameter) -> str:
+def _dtype(field: Field, state: str, parameter: ParameterSpec) -> str:
     return str(field.one_of(*allowed_dtypes(state, parameter)))
 
 
@@ -246,14 +246,14 @@ def _box(field: Field, shape: Shape) -> Box:
     for edges, size in zip(field.rows(len(shape)), shape, strict=True):
         start, stop = (edge.integer(0, size) for edge in edges.rows(2))
         if start >= stop:
-            edges.wrong("a start below its stop")
+            edges.refuse("a start below its stop")
         box.append((start, stop))
     return tuple(box)
 
 
-def _check_tiling(file: str, rows: Iterable[Row], parameters: Mapping[str, Parameter]) -> None:
+def _check_tiling(file: str, rows: Iterable[BoxRow], parameters: Mapping[str, ParameterSpec]) -> None:
     """Every state of a parameter is all of it exactly once, in one dtype."""
-    states: dict[tuple[str, str], list[Row]] = {
+    states: dict[tuple[str, str], list[BoxRow]] = {
         (name, MASTER if each.trainable else FROZEN): [] for name, each in parameters.items() if prod(each.shape)
     }
     for row in rows:
@@ -262,11 +262,11 @@ def _check_tiling(file: str, rows: Iterable[Row], parameters: Mapping[str, Param
         fault = tiling_fault(parameters[name].shape, [row.box for row in own])
         if fault is not None:
             raise CheckpointError(
-                f"{file}: tensors have {fault} of {state} of {shown(name)}: every element should be in exactly one "
+                f"{file}: tensors have {fault} of {state} of {quote(name)}: every element should be in exactly one "
                 f"box. {USE_ANOTHER}"
             )
         if len({row.dtype for row in own}) > 1:
-            raise CheckpointError(f"{file}: tensors have {state} of {shown(name)} in several dtypes. {USE_ANOTHER}")
+            raise CheckpointError(f"{file}: tensors have {state} of {quote(name)} in several dtypes. {USE_ANOTHER}")
 
 
 def tiling_fault(shape: Shape, boxes: Sequence[Box]) -> str | None:
@@ -302,13 +302,13 @@ def _check_optimizer(field: Field) -> None:
     for name, scalar in field.entry("scalars").items():
         value = scalar.number()
         if name == "step" and (value < 0 or value % 1):
-            scalar.wrong("a whole number from 0")
+            scalar.refuse("a whole number from 0")
 
 
 def _check_scale(field: Field) -> None:
     field.entry("dynamic").flag()
     if field.entry("value").number() <= 0:
-        field.entry("value").wrong("a number above 0")
+        field.entry("value").refuse("a number above 0")
     field.entry("patience").integer(1)
     steps = field.entry("steps").integer()
     field.entry("last_overflow").integer(-1, max(steps - 1, -1))
@@ -320,11 +320,11 @@ def _check_about(fields: Field, mesh: Degrees, number: int) -> None:
     about = fields.entry("about")
     for name, fact in about.items():
         if not (fact.value is None or isinstance(fact.value, (str, int))):
-            fact.wrong("a text, a whole number or null")
+            fact.refuse("a text, a whole number or null")
         if name in AXES:
             fact.one_of(getattr(mesh, name))
     if number == FORMAT and about.has("leaves") != fields.has("exact"):
-        about.entry("leaves").wrong("null where exact is, and a number where it is not")
+        about.entry("leaves").refuse("null where exact is, and a number where it is not")
 
 
 def _check_exact(field: Field, mesh: Degrees) -> None:

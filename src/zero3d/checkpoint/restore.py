@@ -19,13 +19,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from zero3d.checkpoint.compatibility import buffer_problem, check_fits, check_streams
-from zero3d.checkpoint.fields import USE_ANOTHER, shown
+from zero3d.checkpoint.compatibility import buffer_problem, check_compatible, check_streams
+from zero3d.checkpoint.fields import USE_ANOTHER, quote
 from zero3d.checkpoint.folders import find
-from zero3d.checkpoint.integrity import own_tensors, verify_file
-from zero3d.checkpoint.json_values import revive
-from zero3d.checkpoint.manifest import BUFFER, FORMAT, FROZEN, MASTER, STREAM, Manifest, Row, file_of, open_manifest
-from zero3d.checkpoint.resume_contract import promise
+from zero3d.checkpoint.integrity import rank_tensors, verify_file
+from zero3d.checkpoint.json_values import from_json
+from zero3d.checkpoint.manifest import BUFFER, FORMAT, FROZEN, MASTER, STREAM, BoxRow, Manifest, file_of, open_manifest
+from zero3d.checkpoint.resume_contract import resume_guarantee
 from zero3d.checkpoint.state import EngineState, StatePiece
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError
@@ -43,7 +43,7 @@ class Reader:
     def __init__(self, manifest: Manifest) -> None:
         self._source = manifest.folder
         self._files: dict[str, Any] = {}
-        self._rows: dict[tuple[str, str], list[Row]] = {}
+        self._rows: dict[tuple[str, str], list[BoxRow]] = {}
         self._states: dict[str, list[str]] = {}
         for row in manifest.rows:
             own = self._rows.setdefault((row.name, row.state), [])
@@ -72,7 +72,7 @@ class Reader:
             values = opened.get_slice(row.key)[inside] if inside else opened.get_tensor(row.key)
             target[slices(common, box)].copy_(values)
 
-    def _overlaps(self, piece: StatePiece) -> Iterator[tuple[Row, Box, Box, Tensor]]:
+    def _overlaps(self, piece: StatePiece) -> Iterator[tuple[BoxRow, Box, Box, Tensor]]:
         rows = self._rows.get((piece.name, piece.state), [])
         for box, target in piece.boxes():
             for row in rows:
@@ -86,13 +86,13 @@ class Reader:
                 self._files[name] = safe_open(self._source / name, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(
-                    f"{self._source / name} cannot be read ({shown(str(error))}). {USE_ANOTHER}"
+                    f"{self._source / name} cannot be read ({quote(str(error))}). {USE_ANOTHER}"
                 ) from error
         return self._files[name]
 
 
 @dataclass(frozen=True)
-class Checked:
+class VerifiedCheckpoint:
     """A checkpoint that was found whole, and to fit.
 
     buffers  of this rank, by name: in which file each is
@@ -105,7 +105,7 @@ class Checked:
     streams: tuple[Mapping[str, Tensor], Mapping[str, Any]] | None
 
 
-def check(directory: Path, engine: EngineState) -> Checked:
+def check(directory: Path, engine: EngineState) -> VerifiedCheckpoint:
     """Find a checkpoint, or the newest in a directory of them, and check all of it; changes nothing.
 
     Raises CheckpointError on all ranks.
@@ -114,11 +114,11 @@ def check(directory: Path, engine: EngineState) -> Checked:
     return agree(engine.everyone, lambda: _verify(manifest, engine))
 
 
-def load(checked: Checked, engine: EngineState) -> tuple[int, Any, str]:
+def load(checkpoint: VerifiedCheckpoint, engine: EngineState) -> tuple[int, Any, str]:
     """Restore states from a checkpoint of any mesh and stage; returns its step, what the loop had saved, `promise`."""
-    manifest = checked.manifest
-    agree(engine.everyone, lambda: _restore(checked, engine))
-    return manifest.step, manifest.value("loop"), promise(manifest.about, engine.about)
+    manifest = checkpoint.manifest
+    agree(engine.everyone, lambda: _restore(checkpoint, engine))
+    return manifest.step, manifest.value("loop"), resume_guarantee(manifest.about, engine.about)
 
 
 # --- checking -----------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def load(checked: Checked, engine: EngineState) -> tuple[int, Any, str]:
 
 def _open(directory: Path, engine: EngineState) -> Manifest:
     manifest = open_manifest(find(directory))
-    check_fits(manifest, engine)
+    check_compatible(manifest, engine)
     if manifest.format < FORMAT and engine.everyone.rank == 0:
         warnings.warn(
             f"{manifest.folder} has format {manifest.format}, whose manifest has no checksum: damage to it may go "
@@ -136,7 +136,7 @@ def _open(directory: Path, engine: EngineState) -> Manifest:
     return manifest
 
 
-def _verify(manifest: Manifest, engine: EngineState) -> Checked:
+def _verify(manifest: Manifest, engine: EngineState) -> VerifiedCheckpoint:
     """This rank's share of the files, and what this rank will read."""
     everyone = engine.everyone
     for file in list(manifest.files)[everyone.rank :: everyone.size]:
@@ -146,7 +146,9 @@ def _verify(manifest: Manifest, engine: EngineState) -> Checked:
         reader.prepare(piece)
     same = manifest.mesh == engine.degrees
     files = [file_of(everyone.rank)] if same else list(manifest.files)
-    return Checked(manifest, reader, _find_buffers(manifest, files, engine), _streams(manifest, reader, engine, same))
+    return VerifiedCheckpoint(
+        manifest, reader, _find_buffers(manifest, files, engine), _streams(manifest, reader, engine, same)
+    )
 
 
 def _pieces_to_read(reader: Reader, engine: EngineState) -> Iterator[StatePiece]:
@@ -166,7 +168,7 @@ def _find_buffers(manifest: Manifest, files: Sequence[str], engine: EngineState)
     for file in files:
         if found.keys() == live.keys():
             break
-        for key, saved in own_tensors(manifest, file).items():
+        for key, saved in rank_tensors(manifest, file).items():
             name = key.removeprefix(BUFFER)
             if not key.startswith(BUFFER) or name not in live or name in found:
                 continue
@@ -176,7 +178,7 @@ def _find_buffers(manifest: Manifest, files: Sequence[str], engine: EngineState)
     missing = sorted(engine.persistent - found.keys())
     if missing and manifest.format == FORMAT:
         raise CheckpointError(
-            f"{manifest.fields.file}: own has no buffer {shown(missing[0])}, and the model has it: build the model the "
+            f"{manifest.fields.file}: own has no buffer {quote(missing[0])}, and the model has it: build the model the "
             "checkpoint was saved from."
         )
     return found
@@ -190,7 +192,7 @@ def _streams(
         return None
     rank = engine.everyone.rank
     file = file_of(rank)
-    keys = [key for key in own_tensors(manifest, file) if key.startswith(STREAM)]
+    keys = [key for key in rank_tensors(manifest, file) if key.startswith(STREAM)]
     tensors = {key.removeprefix(STREAM): reader.tensor(file, key) for key in keys}
     plain = manifest.fields.entry("python_rng").rows()[rank]
     check_streams(str(manifest.folder / file), tensors, plain)
@@ -200,29 +202,29 @@ def _streams(
 # --- writing ------------------------------------------------------------------------------------
 
 
-def _restore(checked: Checked, engine: EngineState) -> None:
-    manifest, reader = checked.manifest, checked.reader
+def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
+    manifest, reader = checkpoint.manifest, checkpoint.reader
     optimizer = manifest.value("optimizer")
     for unit in engine.units:
         _restore_frozen(reader, unit, engine)
     for owned in engine.optimizer.pieces:
         _restore_piece(reader, optimizer["scalars"], engine, owned)
     for group, saved in zip(engine.optimizer.torch.param_groups, optimizer["groups"], strict=True):
-        group.update(revive(saved, {key: value for key, value in group.items() if key != "params"}))
+        group.update(from_json(saved, {key: value for key, value in group.items() if key != "params"}))
     for unit in engine.units:
         if unit.grads is not None:
             unit.weights.refresh().wait()
     if engine.scheduler is not None and manifest.value("scheduler") is not None:
-        engine.scheduler.load_state_dict(revive(manifest.value("scheduler"), engine.scheduler.state_dict()))
+        engine.scheduler.load_state_dict(from_json(manifest.value("scheduler"), engine.scheduler.state_dict()))
     engine.loss_scale.restore(manifest.value("loss_scale"))
     if engine.summands is not None and manifest.value("exact") is not None:
         engine.summands.restore(manifest.value("exact"))
     live = engine.buffers
-    for name, file in checked.buffers.items():
+    for name, file in checkpoint.buffers.items():
         for buffer in live[name]:
             buffer.copy_(reader.tensor(file, f"{BUFFER}{name}"))
-    if checked.streams is not None:
-        set_rng_state(*checked.streams)
+    if checkpoint.streams is not None:
+        set_rng_state(*checkpoint.streams)
 
 
 def _state_piece(engine: EngineState, owned: OwnedPiece, state: str, values: Tensor) -> StatePiece:

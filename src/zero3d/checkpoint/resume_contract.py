@@ -25,7 +25,7 @@ EXACT = {"leaves": "micro-batches of a step over all ranks"}
 FREE = ("dp", "stage", "reduce")  # named where they differ and change no bit
 
 
-def promise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def resume_guarantee(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """One line that begins with "bitwise" or "not bitwise". Both: `checkpoint.state.EngineState.about`."""
     was, is_ = (facts.get("leaves") is not None for facts in (saved, now))
     if was != is_:

@@ -21,13 +21,13 @@ from typing import Any
 
 from torch import Tensor
 
-from zero3d.checkpoint.fields import USE_ANOTHER, parse
+from zero3d.checkpoint.fields import USE_ANOTHER, parse_json
 from zero3d.checkpoint.files import digest
-from zero3d.checkpoint.folders import MANIFEST, SEAL
-from zero3d.checkpoint.json_values import plain
-from zero3d.checkpoint.manifest import BUFFER, FORMAT, STREAM, checked, file_of, key_of, seal_of
+from zero3d.checkpoint.folders import CHECKSUM, MANIFEST
+from zero3d.checkpoint.json_values import to_json
+from zero3d.checkpoint.manifest import BUFFER, FORMAT, STREAM, checksum_line, file_of, key_of, parse_manifest
 from zero3d.checkpoint.state import EngineState, state_pieces
-from zero3d.checkpoint.writing import sync, taken_back, write_json, write_tensors, write_text
+from zero3d.checkpoint.writing import removed_on_failure, sync, write_json, write_tensors, write_text
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError
 from zero3d.rng import rng_state
@@ -42,7 +42,7 @@ def save(directory: Path, engine: EngineState) -> Path:
     everyone = engine.everyone
     agree(everyone, lambda: _prepare(directory, temporary) if everyone.rank == 0 else None)
     part_file = temporary / f"rank-{everyone.rank:05d}.json"
-    with taken_back(temporary, everyone):
+    with removed_on_failure(temporary, everyone):
         agree(everyone, lambda: write_json(part_file, _write_rank(temporary, engine)))
         agree(everyone, lambda: _commit(temporary, final, engine) if everyone.rank == 0 else None)
     return final
@@ -123,13 +123,13 @@ def _commit(temporary: Path, final: Path, engine: EngineState) -> None:
             "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
             "scalars": next((rank["scalars"] for rank in ranks if rank["scalars"]), {}),
         },
-        "scheduler": plain(engine.scheduler.state_dict()) if engine.scheduler is not None else None,
+        "scheduler": to_json(engine.scheduler.state_dict()) if engine.scheduler is not None else None,
         "loss_scale": engine.loss_scale.state(),
         "loop": engine.loop,
     }
     text = write_json(temporary / MANIFEST, manifest)
     _check_loadable(temporary, text)
-    write_text(temporary / SEAL, seal_of(text.encode()))
+    write_text(temporary / CHECKSUM, checksum_line(text.encode()))
     sync(temporary)
     aside = final.with_name(f".{final.name}.old")
     if final.exists():  # saved at this step before: keep it until the new one stands
@@ -143,7 +143,7 @@ def _commit(temporary: Path, final: Path, engine: EngineState) -> None:
 def _check_loadable(folder: Path, text: str) -> None:
     """Refuse to commit what `restore` would refuse: better now than when it is needed."""
     try:
-        checked(folder, parse(text.encode(), MANIFEST))
+        parse_manifest(folder, parse_json(text.encode(), MANIFEST))
     except CheckpointError as error:
         raise CheckpointError(
             f"cannot save {folder}, since it could not be loaded: {str(error).removesuffix(USE_ANOTHER)}"

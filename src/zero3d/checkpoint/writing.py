@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from zero3d.checkpoint.folders import complete_steps
-from zero3d.checkpoint.json_values import plain
+from zero3d.checkpoint.json_values import to_json
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError, Zero3dError
 
 
 @contextmanager
-def taken_back(temporary: Path, comm: Comm) -> Iterator[None]:
+def removed_on_failure(temporary: Path, comm: Comm) -> Iterator[None]:
     """Remove a folder that could not be completed: it would fill the disk that may be full."""
     try:
         yield
@@ -45,7 +45,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], **about: str) -> None:
 def write_json(path: Path, value: Any) -> str:
     """Write and fsync plain values; the text. Raises CheckpointError for anything else."""
     try:
-        text = json.dumps(plain(value))
+        text = json.dumps(to_json(value))
     except TypeError as error:
         raise CheckpointError(
             f"cannot write {path.name}: {error}. Scheduler and group options must be plain values."

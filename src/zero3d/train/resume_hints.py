@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zero3d.checkpoint.fields import USE_ANOTHER
 from zero3d.checkpoint.folders import checkpoints
-from zero3d.checkpoint.integrity import damage, newest_intact
+from zero3d.checkpoint.integrity import find_damage, newest_intact
 from zero3d.config import Config
 from zero3d.errors import CheckpointError
 from zero3d.train.folder import AUTO, Folder
@@ -49,7 +49,7 @@ class WayOn:
 
         Reads all of `found`, and of older ones until one is whole.
         """
-        if damage(found) is None:
+        if find_damage(found) is None:
             return
         older = newest_intact(self.folder.checkpoints, but=found)
         if older is None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zero3d.checkpoint.folders import settled
+from zero3d.checkpoint.folders import tidied_path
 from zero3d.config import Batch, Config, resolve_batch, to_yaml
 from zero3d.data.batches import BatchStream, validation_batches
 from zero3d.data.dataset import DataSet
@@ -99,7 +99,7 @@ def _run(config: Config, start: Start, progress: Progress, hold: Hold) -> Result
     found = find_checkpoint(config, start, engine)
     saved, steps = restore(config, start, inputs, engine, stream, found)
     folder = open_folder(config, start, engine, found, hold)
-    found = None if found is None else settled(found)
+    found = None if found is None else tidied_path(found)
     config = with_output(config, folder.root)
     said = (planned if isinstance(planned, str) else None, hold.note)
     notes = (*notes, *data.notes, *(line for line in said if line is not None))
