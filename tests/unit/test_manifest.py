@@ -6,7 +6,7 @@ import random
 import pytest
 
 from zero3d.checkpoint.fields import Field, parse_json
-from zero3d.checkpoint.manifest import tiling_fault
+from zero3d.checkpoint.tiling import tiling_fault
 from zero3d.errors import CheckpointError
 from zero3d.shards.boxes import boxes
 from zero3d.shards.cuts import Cut

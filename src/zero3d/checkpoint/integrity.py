@@ -15,16 +15,8 @@ from safetensors import SafetensorError, safe_open
 from zero3d.checkpoint.fields import USE_ANOTHER, quote
 from zero3d.checkpoint.files import digest
 from zero3d.checkpoint.folders import checkpoints
-from zero3d.checkpoint.manifest import (
-    BUFFER,
-    CODES,
-    FORMAT,
-    STREAM,
-    Manifest,
-    TensorSpec,
-    allowed_dtypes,
-    open_manifest,
-)
+from zero3d.checkpoint.manifest import BUFFER, CODES, FORMAT, STREAM, Manifest, TensorSpec, allowed_dtypes
+from zero3d.checkpoint.manifest_parser import open_manifest
 from zero3d.errors import CheckpointError
 from zero3d.shards.boxes import box_shape
 

@@ -24,7 +24,8 @@ from zero3d.checkpoint.fields import USE_ANOTHER, quote
 from zero3d.checkpoint.folders import find
 from zero3d.checkpoint.integrity import rank_tensors, verify_file
 from zero3d.checkpoint.json_values import from_json
-from zero3d.checkpoint.manifest import BUFFER, FORMAT, FROZEN, MASTER, STREAM, BoxRow, Manifest, file_of, open_manifest
+from zero3d.checkpoint.manifest import BUFFER, FORMAT, FROZEN, MASTER, STREAM, BoxRow, Manifest, file_of
+from zero3d.checkpoint.manifest_parser import open_manifest
 from zero3d.checkpoint.resume_contract import resume_guarantee
 from zero3d.checkpoint.state import EngineState, StatePiece
 from zero3d.distributed.agreement import agree

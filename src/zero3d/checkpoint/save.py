@@ -25,7 +25,8 @@ from zero3d.checkpoint.fields import USE_ANOTHER, parse_json
 from zero3d.checkpoint.files import digest
 from zero3d.checkpoint.folders import CHECKSUM, MANIFEST
 from zero3d.checkpoint.json_values import to_json
-from zero3d.checkpoint.manifest import BUFFER, FORMAT, STREAM, checksum_line, file_of, key_of, parse_manifest
+from zero3d.checkpoint.manifest import BUFFER, FORMAT, STREAM, checksum_line, file_of, key_of
+from zero3d.checkpoint.manifest_parser import parse_manifest
 from zero3d.checkpoint.state import EngineState, state_pieces
 from zero3d.checkpoint.writing import removed_on_failure, sync, write_json, write_tensors, write_text
 from zero3d.distributed.agreement import agree
