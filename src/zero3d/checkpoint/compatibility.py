@@ -1,7 +1,6 @@
-"""Whether a checkpoint is one of this engine: its model, optimizer, scheduler, buffers and random states.
+"""Checks that a checkpoint is one of this engine: its model, optimizer, scheduler, buffers and random states.
 
-`checkpoint/manifest.py` has checked the manifest by itself. Nothing stays written here; every refusal is a
-CheckpointError.
+`manifest_parser.py` has checked the manifest by itself. Nothing stays changed here; every refusal is a CheckpointError.
 """
 
 from __future__ import annotations
@@ -41,26 +40,26 @@ def check_compatible(manifest: Manifest, engine: EngineState) -> None:
 
 
 def _check_parameters(manifest: Manifest, engine: EngineState) -> None:
-    saved = {name: each.shape for name, each in manifest.parameters.items()}
-    mine = engine.full_model.shapes
+    saved = {name: parameter.shape for name, parameter in manifest.parameters.items()}
+    live = engine.full_model.shapes
     differences = [
-        f"{quote_name(name)}: checkpoint {saved[name]}, model {mine[name]}"
+        f"{quote_name(name)}: checkpoint {saved[name]}, model {live[name]}"
         for name in saved
-        if name in mine and saved[name] != mine[name]
+        if name in live and saved[name] != live[name]
     ]
-    differences += [f"{quote_name(name)} is only in the checkpoint" for name in saved if name not in mine]
-    differences += [f"{quote_name(name)} is only in the model" for name in mine if name not in saved]
+    differences += [f"{quote_name(name)} is only in the checkpoint" for name in saved if name not in live]
+    differences += [f"{quote_name(name)} is only in the model" for name in live if name not in saved]
     if differences:
         listed = "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
         raise CheckpointError(
-            f"{manifest.folder} is a checkpoint of another model ({len(saved)} parameters, this model {len(mine)}): "
+            f"{manifest.folder} is a checkpoint of another model ({len(saved)} parameters, this model {len(live)}): "
             f"{listed}. Build the model the checkpoint was saved from."
         )
 
 
 def _check_trainable(manifest: Manifest, engine: EngineState) -> None:
     trainable = engine.full_model.trainable
-    changed = [name for name, each in manifest.parameters.items() if each.trainable != (name in trainable)]
+    changed = [name for name, saved in manifest.parameters.items() if saved.trainable != (name in trainable)]
     if changed:
         raise CheckpointError(
             f"{manifest.folder}: {len(changed)} parameters were frozen in one run and trained in the other, "
@@ -68,16 +67,16 @@ def _check_trainable(manifest: Manifest, engine: EngineState) -> None:
         )
     for unit in engine.owned_units:
         for slot in unit.layout.slots if unit.grads is None else ():
-            saved = manifest.parameters[slot.name].dtype
-            if not convertible(saved, unit.dtype):
+            dtype = manifest.parameters[slot.name].dtype
+            if not convertible(dtype, unit.dtype):
                 raise CheckpointError(
-                    f"{manifest.fields.file}: {slot.name!r} was saved as {saved}, and the model has it as "
+                    f"{manifest.fields.file}: {slot.name!r} was saved as {dtype}, and the model has it as "
                     f"{_name(unit.dtype)}: build the model the checkpoint was saved from."
                 )
 
 
 def convertible(saved: str, live: torch.dtype) -> bool:
-    """Whether a value of one dtype may be read into another: floats as another float, all else as it is."""
+    """Say whether a value of one dtype may be read into another: floats as another float, all else as it is."""
     return saved == _name(live) or (saved in FLOATING and live.is_floating_point)
 
 
@@ -86,7 +85,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def buffer_problem(name: str, saved: TensorSpec, live: Tensor) -> str | None:
-    """Why a saved buffer is not the model's."""
+    """Return why a saved buffer is not the model's, or None."""
     if saved.shape == tuple(live.shape) and convertible(saved.dtype, live.dtype):
         return None
     return (
@@ -100,10 +99,11 @@ def buffer_problem(name: str, saved: TensorSpec, live: Tensor) -> str | None:
 
 def _check_kind(manifest: Manifest, engine: EngineState) -> None:
     saved, live = manifest.fields.entry("optimizer"), engine.optimizer.torch
-    wanted, found = type(live).__name__, quote(saved.entry("class").value).strip("'")
-    if wanted != found:
+    live_class, saved_class = type(live).__name__, quote(saved.entry("class").value).strip("'")
+    if live_class != saved_class:
         raise CheckpointError(
-            f"{manifest.folder} holds states of {found}, this engine uses {wanted}: build it with {found}."
+            f"{manifest.folder} holds states of {saved_class}, this engine uses {live_class}: build it with "
+            f"{saved_class}."
         )
     groups, saved_groups = len(live.param_groups), len(saved.entry("groups").value)
     if groups != saved_groups:
@@ -114,7 +114,7 @@ def _check_kind(manifest: Manifest, engine: EngineState) -> None:
 
 
 def _check_groups(manifest: Manifest, engine: EngineState) -> None:
-    """Options of the groups: all that this torch knows, of the types that they have now."""
+    """Check options of the groups: all that this torch knows, of the types that they have now."""
     live = engine.optimizer.torch
     for group, saved in zip(live.param_groups, manifest.fields.entry("optimizer").entry("groups").rows(), strict=True):
         if _same_torch(manifest):
@@ -130,7 +130,7 @@ def _check_groups(manifest: Manifest, engine: EngineState) -> None:
 
 
 def _check_states(manifest: Manifest, engine: EngineState) -> None:
-    """Moments are those of this optimizer: Adam's two, and for others the same in a whole group."""
+    """Check that moments are those of this optimizer: Adam's two, and for others the same in a whole group."""
     saved = manifest.fields.entry("optimizer")
     by_name: dict[str, set[str]] = {}
     for row in manifest.rows:
@@ -143,13 +143,13 @@ def _check_states(manifest: Manifest, engine: EngineState) -> None:
                 continue
             states = by_name[slot.name] - {MASTER, FROZEN}
             if adam and not saved.entry("groups").rows()[slot.group].entries().get("amsgrad"):
-                wanted = ADAM
+                expected = ADAM
             else:
-                wanted = first.setdefault(slot.group, (slot.name, states))[1]
-            if states != wanted:
+                expected = first.setdefault(slot.group, (slot.name, states))[1]
+            if states != expected:
                 raise CheckpointError(
                     f"{manifest.fields.file}: tensors have the states {_listed(states)} of {quote(slot.name)}, and "
-                    f"should have {_listed(wanted)}. {USE_ANOTHER}"
+                    f"should have {_listed(expected)}. {USE_ANOTHER}"
                 )
     has_moments = any(by_name[name] & ADAM for name in by_name)
     if adam and has_moments and manifest.step < COUNTED:
@@ -161,7 +161,7 @@ def _listed(states: set[str]) -> str:
 
 
 def _same_torch(manifest: Manifest) -> bool:
-    """Options and states of another torch may have other names."""
+    """Say whether this torch saved it: another one may have other names of options and states."""
     return manifest.about.get("torch") == torch.__version__
 
 
@@ -194,7 +194,7 @@ def _check_scheduler(manifest: Manifest, engine: EngineState) -> None:
 
 
 def _check_alike(saved: Field, live: Any) -> None:
-    """A saved value may take the place of a live one: it is of its kind, or null for what may be left out."""
+    """Check that a saved value may take the place of a live one: of its kind, or null for what may be left out."""
     if saved.value is None and (live is None or isinstance(live, (bool, dict))):
         return
     if live is None:
@@ -207,21 +207,21 @@ def _check_alike(saved: Field, live: Any) -> None:
     elif isinstance(live, str):
         saved.text()
     elif isinstance(live, tuple):
-        for value, each in zip(saved.rows(len(live)), live, strict=True):
-            _check_alike(value, each)
+        for saved_item, live_item in zip(saved.rows(len(live)), live, strict=True):
+            _check_alike(saved_item, live_item)
     elif isinstance(live, list):
-        for value, each in zip(saved.rows(), live, strict=False):
-            _check_alike(value, each)
+        for saved_item, live_item in zip(saved.rows(), live, strict=False):
+            _check_alike(saved_item, live_item)
     elif isinstance(live, dict):
-        for key, each in live.items():
+        for key, live_item in live.items():
             if str(key) in saved.entries():
-                _check_alike(saved.entry(str(key)), each)
+                _check_alike(saved.entry(str(key)), live_item)
     elif isinstance(live, Tensor):
         _check_tensor(saved, tuple(live.shape))
 
 
 def _check_number(saved: Field) -> None:
-    """A number; schedulers begin with infinite ones."""
+    """Check that it is a number; schedulers begin with infinite ones."""
     value = saved.value
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         saved.refuse("a number")
@@ -238,7 +238,7 @@ def _check_tensor(saved: Field, shape: tuple[int, ...]) -> None:
 
 
 def _try(manifest: Manifest, scheduler: Any) -> None:
-    """Let it load its state, which is put back: a class of the user's may have rules of its own."""
+    """Let the scheduler load its state, which is put back: a class of the user's may have rules of its own."""
     before = deepcopy(scheduler.state_dict())
     try:
         scheduler.load_state_dict(from_json(manifest.value("scheduler"), before))
@@ -254,18 +254,18 @@ def _try(manifest: Manifest, scheduler: Any) -> None:
 # --- random states ------------------------------------------------------------------------------
 
 
-def check_streams(file: str, tensors: Mapping[str, Tensor], plain: Field) -> None:
+def check_streams(file: str, tensors: Mapping[str, Tensor], python_rng: Field) -> None:
     """Try random states on generators that nobody uses. Raises CheckpointError."""
-    for name, attempt in _attempts(tensors, plain.value):
+    for name, attempt in _attempts(tensors, python_rng.value):
         try:
             attempt()
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"{file}: {name} is no random state ({quote(str(error))}). {USE_ANOTHER}") from None
 
 
-def _attempts(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
-    version, words, cached = plain["python"]
-    kind, position, has_cached, gauss = plain["numpy"]
+def _attempts(tensors: Mapping[str, Tensor], python_rng: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    version, words, cached = python_rng["python"]
+    kind, position, has_cached, gauss = python_rng["numpy"]
     yield "rng:torch", lambda: torch.Generator().set_state(tensors["torch"])
     if "accelerator" in tensors and torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()

@@ -33,7 +33,7 @@ Gathered = Callable[[Unit], AbstractContextManager[None]]  # has a unit gathered
 
 
 def export(directory: Path, engine: EngineState, gathered: Gathered) -> Path:
-    """Write the weights in compute dtype as safetensors, with the config of a Hugging Face model.
+    """Write the weights in compute dtype as safetensors, with the config of a Hugging Face model; return the folder.
 
     Gathers one unit at a time; who writes does so into files of at most FILE_BYTES, so that its host memory
     holds one file and never the model. The folder appears whole or not at all.
@@ -46,8 +46,8 @@ def export(directory: Path, engine: EngineState, gathered: Gathered) -> Path:
         )
     directory = directory.resolve()
     temporary = directory.with_name(f".{directory.name}.tmp")
-    everyone, place = engine.everyone, engine.degrees.place(engine.everyone.rank)
-    writer = _ExportWriter(temporary, place.pp)
+    everyone, coordinates = engine.everyone, engine.degrees.place(engine.everyone.rank)
+    writer = _ExportWriter(temporary, coordinates.pp)
 
     def on(chosen: bool, action: Callable[[], None]) -> None:
         agree(everyone, action if chosen else lambda: None)
@@ -56,7 +56,7 @@ def export(directory: Path, engine: EngineState, gathered: Gathered) -> Path:
     with removed_on_failure(temporary, everyone):
         agree(everyone, partial(_add_units, writer, engine, model, gathered))
         for stage in range(engine.degrees.pp):
-            on(place == (stage, 0, 0), partial(_finish_stage, writer, engine, model))
+            on(coordinates == (stage, 0, 0), partial(_finish_stage, writer, engine, model))
         on(everyone.rank == 0, partial(_finish_export, temporary, directory, model, engine.degrees.pp))
     return directory
 
@@ -100,7 +100,7 @@ def _refuse_nan(buffers: Mapping[str, Tensor]) -> None:
 
 
 def _joined(engine: EngineState, name: str, local: Tensor) -> Tensor:
-    """A parameter as it is saved: on tp rank 0 joined from all slices, in host memory.
+    """Return a parameter as it is saved: on tp rank 0 joined from all slices, in host memory.
 
     For a cut one every tp rank holds the whole for a moment, and receives (tp-1)/tp of it.
     """
@@ -122,7 +122,7 @@ def _prepare_export(directory: Path, temporary: Path) -> None:
 
 
 def _named_as_saved(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Host copies under the names of the model's published checkpoints."""
+    """Return host copies under the names of the model's published checkpoints."""
     host = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
     if not hasattr(module, "save_pretrained"):
         return host
@@ -141,6 +141,7 @@ class _ExportWriter:
         self._files: list[dict[str, int]] = []
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take tensors; write a file once it would grow beyond FILE_BYTES."""
         for name, tensor in tensors.items():
             if self._open and sum(map(_nbytes, self._open.values())) + _nbytes(tensor) > FILE_BYTES:
                 self._flush()
@@ -153,7 +154,7 @@ class _ExportWriter:
         self._open = {}
 
     def earlier(self) -> set[str]:
-        """Names that earlier pipeline stages have written."""
+        """Return the names that earlier pipeline stages have written."""
         listed = [self._directory / f"parts-{stage}.json" for stage in range(self._stage)]
         return {name for path in listed for file in json.loads(path.read_text()) for name in file}
 
@@ -168,36 +169,36 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _finish_stage(writer: _ExportWriter, engine: EngineState, model: nn.Module) -> None:
-    """Add the persistent buffers that no earlier pipeline stage has."""
-    names = engine.persistent
-    buffers = _named_as_saved(model, {name: each[0] for name, each in engine.buffers.items() if name in names})
+    """Add the persistent buffers that no earlier pipeline stage has, and finish this stage's files."""
+    names = engine.persistent_buffers
+    buffers = _named_as_saved(model, {name: same[0] for name, same in engine.buffers.items() if name in names})
     _refuse_nan(buffers)
-    there = writer.earlier()
-    writer.add({name: tensor for name, tensor in buffers.items() if name not in there})
+    written = writer.earlier()
+    writer.add({name: tensor for name, tensor in buffers.items() if name not in written})
     writer.finish()
 
 
 def _join(temporary: Path, stages: int) -> None:
     """Give the files their final names and write the index if there are several."""
-    held: list[tuple[Path, dict[str, int]]] = []
+    files: list[tuple[Path, dict[str, int]]] = []
     for stage in range(stages):
         listed = temporary / f"parts-{stage}.json"
-        held += [(temporary / f"part-{stage}-{i}", file) for i, file in enumerate(json.loads(listed.read_text()))]
+        files += [(temporary / f"part-{stage}-{i}", file) for i, file in enumerate(json.loads(listed.read_text()))]
         listed.unlink()
-    count = len(held)
-    where: dict[str, str] = {}
-    for i, (path, file) in enumerate(held):
+    count = len(files)
+    weight_map: dict[str, str] = {}
+    for i, (path, file) in enumerate(files):
         name = "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
         path.rename(temporary / name)
-        where |= dict.fromkeys(file, name)
+        weight_map |= dict.fromkeys(file, name)
     if count > 1:
-        total = sum(size for _, file in held for size in file.values())
-        index = {"metadata": {"total_size": total}, "weight_map": where}
+        total = sum(size for _, file in files for size in file.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(temporary / "model.safetensors.index.json", index)
 
 
 def _save_generation(generation: Any, folder: Path) -> None:
-    """As the model has it: published ones have settings that transformers loads and refuses to save."""
+    """Save a generation config as the model has it: transformers refuses to save settings that it loads."""
     try:
         generation.save_pretrained(folder)
     except ValueError:

@@ -1,4 +1,4 @@
-"""State dicts as JSON and back: JSON knows no tuples, no tensors and no keys but text."""
+"""State dicts as JSON values and back: JSON knows no tuples, no tensors and no keys but text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def to_json(value: Any) -> Any:
-    """What JSON can hold. Raises TypeError for anything that is no plain value."""
+    """Return a state as values that JSON can hold. Raises TypeError for anything else."""
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, dict):
@@ -21,7 +21,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any, like: Any) -> Any:
-    """Give values read from JSON the types of `like`, the same state as it is now."""
+    """Return values read from JSON with the types of `like`, the same state as it is now."""
     if isinstance(like, Tensor):
         return like.new_tensor(value)
     if isinstance(like, dict) and isinstance(value, dict):

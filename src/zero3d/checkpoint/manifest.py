@@ -1,10 +1,10 @@
-"""The manifest of a checkpoint as checked values, and the checksum over it.
+"""The manifest of a checkpoint: what is in it, as checked values, and the checksum over it.
 
     manifest.sha256     SHA-256 of manifest.json, as sha256sum prints it
     manifest.json       format 2
       step              applied steps                                mesh       pp, dp, tp of who saved it
       files             rank file -> its SHA-256                     about      what the run's bits depend on
-      parameters        name -> shape, trainable, dtype              exact      leaves of exact mode, or null
+      parameters        name -> shape, trainable, dtype              exact      summands of exact mode, or null
       tensors           rows: name, state, box, dtype, file, key     scheduler  its state, or null
       own               rank file -> key -> shape, dtype             loss_scale
       optimizer         class, groups' options, scalars              loop       what the training loop gave, or null
@@ -13,7 +13,7 @@
 A rank's own tensors are its buffers and random states. Format 1 had no checksum, no `own` and no dtypes of rows, and
 its first manifests no mesh.
 
-`manifest_parser.py` makes it from a file.
+`manifest_parser.py` reads it from a file and checks it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zero3d.shards.boxes import Box, Shape
 FORMAT, OLDEST = 2, 1
 MASTER, FROZEN = "master", "weight"
 BUFFER, STREAM = "buffer:", "rng:"  # how keys of a rank's own tensors begin
-TORCH, NUMPY, ACCELERATOR = (f"{STREAM}{name}" for name in ("torch", "numpy", "accelerator"))
+TORCH, NUMPY = f"{STREAM}torch", f"{STREAM}numpy"
 FLOATING = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
             "float8_e5m2": "F8_E5M2"}  # fmt: skip
 OTHERS = {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32",
@@ -42,14 +42,14 @@ WORDS, WORD = 624, 2**32 - 1  # of the Mersenne Twister
 
 
 class TensorSpec(NamedTuple):
-    """A tensor in a file; dtype by torch's name, or "" where the manifest does not say."""
+    """Describes a tensor in a file; dtype by torch's name, or "" where the manifest does not say."""
 
     shape: Shape
     dtype: str
 
 
 class BoxRow(NamedTuple):
-    """A box of one state of one parameter, and the tensor that holds it."""
+    """Describes a box of one state of one parameter, and the tensor that holds it."""
 
     name: str
     state: str
@@ -61,7 +61,7 @@ class BoxRow(NamedTuple):
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One of the full model's."""
+    """Describes one parameter of the full model."""
 
     shape: Shape
     trainable: bool
@@ -70,7 +70,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint in `folder` says of itself; `fields` is all of it, for what only a model can judge."""
+    """Holds what a checkpoint in `folder` says of itself; `fields` is all of it, for what only a model can judge."""
 
     folder: Path
     fields: Field
@@ -83,7 +83,7 @@ class Manifest:
     rank_tensors: Mapping[str, Mapping[str, TensorSpec]]
 
     def value(self, name: str) -> Any:
-        """A part as it was written; None where there is none."""
+        """Return an entry as it was written; None where there is none."""
         return self.fields.entries().get(name)
 
     @property
@@ -93,22 +93,22 @@ class Manifest:
 
 
 def file_of(rank: int) -> str:
-    """Name of the file of a rank of the mesh."""
+    """Return the name of the file of a rank of the mesh."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def key_of(name: str, state: str, box: Box) -> str:
-    """Of a box in its file."""
+    """Return the key of a box in its file."""
     return f"{state}:{name}@" + ",".join(f"{start}:{stop}" for start, stop in box)
 
 
 def checksum_line(text: bytes) -> str:
-    """What stands in the checksum's file."""
+    """Return what stands in the checksum's file."""
     return f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n"
 
 
 def allowed_dtypes(state: str, parameter: ParameterSpec) -> tuple[str, ...]:
-    """In which a state of a parameter may be stored."""
+    """Return the dtypes in which a state of a parameter may be stored."""
     if state == FROZEN:
         return (parameter.dtype,)
     return ("float32", "float64") if state == MASTER else tuple(CODES)

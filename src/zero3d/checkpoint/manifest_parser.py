@@ -42,7 +42,7 @@ from zero3d.shards.boxes import Box, Shape
 
 
 def open_manifest(folder: Path) -> Manifest:
-    """Read and check it. Raises CheckpointError, which names file and field."""
+    """Read and check the manifest of a checkpoint. Raises CheckpointError, which names file and field."""
     text = read(folder / MANIFEST)
     sealed = (folder / CHECKSUM).exists() or (folder / CHECKSUM).is_symlink()
     if sealed and read(folder / CHECKSUM) != checksum_line(text).encode():
@@ -62,7 +62,7 @@ def open_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(folder: Path, fields: Field) -> Manifest:
-    """A manifest of everything that is written in it, checked. Raises CheckpointError."""
+    """Return the manifest that these fields are, all of them checked. Raises CheckpointError."""
     number = fields.entry("format").integer(OLDEST, FORMAT)
     files = fields.entry("files")
     mesh = _mesh(fields, len(files.entries()))
@@ -90,12 +90,12 @@ def parse_manifest(folder: Path, fields: Field) -> Manifest:
         _check_streams(state)
     return Manifest(
         folder, fields, number, step, mesh, {name: _digest(value) for name, value in files.items()}, parameters, rows,
-        _own(fields, files.entries()) if number == FORMAT else {},
+        _rank_tensors(fields, files.entries()) if number == FORMAT else {},
     )  # fmt: skip
 
 
 def _mesh(fields: Field, files: int) -> Degrees:
-    """The mesh that saved it; manifests that do not say know no other axis than dp."""
+    """Return the mesh that saved it; manifests that do not say know no other axis than dp."""
     if not fields.has("mesh") and fields.entry("format").value == OLDEST:
         return Degrees(1, max(1, files), 1)
     mesh = fields.entry("mesh")
@@ -114,17 +114,17 @@ def _digest(field: Field) -> str:
     return text
 
 
-def _described(field: Field) -> TensorSpec:
+def _tensor_spec(field: Field) -> TensorSpec:
     shape = tuple(size.integer() for size in field.entry("shape").rows())
     return TensorSpec(shape, str(field.entry("dtype").one_of(*CODES)))
 
 
 def _parameter(field: Field) -> ParameterSpec:
-    shape, dtype = _described(field)
+    shape, dtype = _tensor_spec(field)
     return ParameterSpec(shape, field.entry("trainable").flag(), dtype)
 
 
-def _own(fields: Field, files: Mapping[str, Any]) -> dict[str, dict[str, TensorSpec]]:
+def _rank_tensors(fields: Field, files: Mapping[str, Any]) -> dict[str, dict[str, TensorSpec]]:
     listed = fields.entry("own")
     if list(listed.entries()) != list(files):
         listed.refuse("a mapping with the entries of files")
@@ -135,14 +135,14 @@ def _own(fields: Field, files: Mapping[str, Any]) -> dict[str, dict[str, TensorS
         words.one_of(WORDS)
         keys.entry(NUMPY).entry("dtype").one_of("int64")
         keys.entry(TORCH).entry("dtype").one_of("uint8")
-    return {file: {key: _described(each) for key, each in keys.items()} for file, keys in listed.items()}
+    return {file: {key: _tensor_spec(entry) for key, entry in keys.items()} for file, keys in listed.items()}
 
 
 # --- rows ---------------------------------------------------------------------------------------
 
 
 def _row(field: Field, parameters: Mapping[str, ParameterSpec], files: Mapping[str, Any], number: int) -> BoxRow:
-    name, state, file = (field.entry(part).text() for part in ("name", "state", "file"))
+    name, state, file = (field.entry(key).text() for key in ("name", "state", "file"))
     if name not in parameters:
         field.entry("name").refuse("a name among parameters")
     if file not in files:
@@ -171,20 +171,22 @@ def _box(field: Field, shape: Shape) -> Box:
 
 
 def _check_tiling(file: str, rows: Iterable[BoxRow], parameters: Mapping[str, ParameterSpec]) -> None:
-    """Every state of a parameter is all of it exactly once, in one dtype."""
+    """Check that every state of a parameter is all of it exactly once, in one dtype."""
     states: dict[tuple[str, str], list[BoxRow]] = {
-        (name, MASTER if each.trainable else FROZEN): [] for name, each in parameters.items() if prod(each.shape)
+        (name, MASTER if parameter.trainable else FROZEN): []
+        for name, parameter in parameters.items()
+        if prod(parameter.shape)
     }
     for row in rows:
         states.setdefault((row.name, row.state), []).append(row)
-    for (name, state), own in states.items():
-        fault = tiling_fault(parameters[name].shape, [row.box for row in own])
+    for (name, state), boxes in states.items():
+        fault = tiling_fault(parameters[name].shape, [row.box for row in boxes])
         if fault is not None:
             raise CheckpointError(
                 f"{file}: tensors have {fault} of {state} of {quote(name)}: every element should be in exactly one "
                 f"box. {USE_ANOTHER}"
             )
-        if len({row.dtype for row in own}) > 1:
+        if len({row.dtype for row in boxes}) > 1:
             raise CheckpointError(f"{file}: tensors have {state} of {quote(name)} in several dtypes. {USE_ANOTHER}")
 
 
@@ -236,7 +238,7 @@ def _check_exact(field: Field, mesh: Degrees) -> None:
 
 
 def _check_streams(field: Field) -> None:
-    """States of `random` and of numpy, of one rank."""
+    """Check the states of `random` and of numpy, of one rank."""
     version, words, cached = field.entry("python").rows(3)
     version.one_of(3)
     *state, position = words.rows(WORDS + 1)

@@ -1,4 +1,4 @@
-"""Reading checkpoints (checkpoint.py writes them, saved/ has the format). Nothing is written before all is known:
+"""Reading a checkpoint (`save.py` writes it, `manifest.py` has the format). All of it is checked before any is taken.
 
 check   the newest manifest, and that it fits this engine (compatibility.py)   every rank
         checksums and headers of all files                                     each file by one rank
@@ -39,7 +39,7 @@ from zero3d.zero.unit import Unit
 
 
 class Reader:
-    """Boxes of one checkpoint by (name, state); opens each file once and keeps it open."""
+    """Reads boxes of one checkpoint by (name, state); opens each file once and keeps it open."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._source = manifest.folder
@@ -47,17 +47,17 @@ class Reader:
         self._rows: dict[tuple[str, str], list[BoxRow]] = {}
         self._states: dict[str, list[str]] = {}
         for row in manifest.rows:
-            own = self._rows.setdefault((row.name, row.state), [])
-            if not own:
+            rows = self._rows.setdefault((row.name, row.state), [])
+            if not rows:
                 self._states.setdefault(row.name, []).append(row.state)
-            own.append(row)
+            rows.append(row)
 
     def states(self, name: str) -> list[str]:
-        """Of a parameter."""
+        """Return the names of the states that are stored of a parameter."""
         return self._states.get(name, [])
 
     def tensor(self, file: str, key: str) -> Tensor:
-        """A whole one. Raises CheckpointError."""
+        """Read a whole tensor. Raises CheckpointError."""
         tensor: Tensor = self._open(file).get_tensor(key)
         return tensor
 
@@ -94,7 +94,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class VerifiedCheckpoint:
-    """A checkpoint that was found whole, and to fit.
+    """Holds a checkpoint that was found whole, and to be one of this engine.
 
     buffers  of this rank, by name: in which file each is
     streams  this rank's random states, where the mesh is the one that saved them
@@ -116,7 +116,10 @@ def check(directory: Path, engine: EngineState) -> VerifiedCheckpoint:
 
 
 def load(checkpoint: VerifiedCheckpoint, engine: EngineState) -> tuple[int, Any, str]:
-    """Restore states from a checkpoint of any mesh and stage; returns its step, what the loop had saved, `promise`."""
+    """Restore states from a checkpoint of any mesh and stage.
+
+    Returns its step, what the training loop had saved, and whether the run goes on bitwise (`resume_guarantee`).
+    """
     manifest = checkpoint.manifest
     agree(engine.everyone, lambda: _restore(checkpoint, engine))
     return manifest.step, manifest.value("loop"), resume_guarantee(manifest.about, engine.about)
@@ -138,7 +141,7 @@ def _open(directory: Path, engine: EngineState) -> Manifest:
 
 
 def _verify(manifest: Manifest, engine: EngineState) -> VerifiedCheckpoint:
-    """This rank's share of the files, and what this rank will read."""
+    """Check this rank's share of the files, and open what this rank will read."""
     everyone = engine.everyone
     for file in list(manifest.files)[everyone.rank :: everyone.size]:
         verify_file(manifest, file)
@@ -153,7 +156,7 @@ def _verify(manifest: Manifest, engine: EngineState) -> VerifiedCheckpoint:
 
 
 def _pieces_to_read(reader: Reader, engine: EngineState) -> Iterator[StatePiece]:
-    """Everything that this rank will read; masters stand in for moments that are not there yet."""
+    """Yield all that this rank will read; masters stand in for moments that are not there yet."""
     for unit in engine.units:
         for name, piece, values in _frozen(unit, engine):
             yield StatePiece(engine.full_model.owner(name), FROZEN, *_place(unit, piece), values, engine.cut(name))
@@ -163,47 +166,48 @@ def _pieces_to_read(reader: Reader, engine: EngineState) -> Iterator[StatePiece]
 
 
 def _find_buffers(manifest: Manifest, files: Sequence[str], engine: EngineState) -> dict[str, str]:
-    """Every rank's own statistics on the same mesh; elsewhere the first rank's that has them."""
-    found: dict[str, str] = {}
+    """Return the file of each buffer: the rank's own on the mesh that saved it, elsewhere the first that has it."""
+    file_of_buffer: dict[str, str] = {}
     live = engine.buffers
     for file in files:
-        if found.keys() == live.keys():
+        if file_of_buffer.keys() == live.keys():
             break
         for key, saved in rank_tensors(manifest, file).items():
             name = key.removeprefix(BUFFER)
-            if not key.startswith(BUFFER) or name not in live or name in found:
+            if not key.startswith(BUFFER) or name not in live or name in file_of_buffer:
                 continue
             if problem := buffer_problem(name, saved, live[name][0]):
                 raise CheckpointError(f"{manifest.folder / file}: {problem}")
-            found[name] = file
-    missing = sorted(engine.persistent - found.keys())
+            file_of_buffer[name] = file
+    missing = sorted(engine.persistent_buffers - file_of_buffer.keys())
     if missing and manifest.format == FORMAT:
         raise CheckpointError(
             f"{manifest.fields.file}: own has no buffer {quote(missing[0])}, and the model has it: build the model the "
             "checkpoint was saved from."
         )
-    return found
+    return file_of_buffer
 
 
 def _streams(
     manifest: Manifest, reader: Reader, engine: EngineState, same: bool
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Any]] | None:
-    """This rank's random states, tried."""
+    """Return this rank's random states, which were tried; None on another mesh than the one that saved them."""
     if not same:
         return None
     rank = engine.everyone.rank
     file = file_of(rank)
     keys = [key for key in rank_tensors(manifest, file) if key.startswith(STREAM)]
     tensors = {key.removeprefix(STREAM): reader.tensor(file, key) for key in keys}
-    plain = manifest.fields.entry("python_rng").rows()[rank]
-    check_streams(str(manifest.folder / file), tensors, plain)
-    return tensors, plain.value
+    python_rng = manifest.fields.entry("python_rng").rows()[rank]
+    check_streams(str(manifest.folder / file), tensors, python_rng)
+    return tensors, python_rng.value
 
 
-# --- writing ------------------------------------------------------------------------------------
+# --- restoring ------------------------------------------------------------------------------------
 
 
 def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
+    """Fill weights, optimizer, scheduler, loss scale, summands, buffers and random states."""
     manifest, reader = checkpoint.manifest, checkpoint.reader
     optimizer = manifest.value("optimizer")
     for unit in engine.units:
@@ -251,7 +255,7 @@ def _restore_piece(reader: Reader, scalars: Mapping[str, float], engine: EngineS
 
 
 def _frozen(unit: Unit, engine: EngineState) -> Iterator[tuple[str, Piece, Tensor]]:
-    """What this rank holds of a frozen unit: of which parameter, which part of it, its values."""
+    """Yield what this rank holds of a frozen unit: the parameter's name, the piece of it, its values."""
     weights = unit.weights
     if unit.grads is not None:
         return
@@ -260,8 +264,7 @@ def _frozen(unit: Unit, engine: EngineState) -> Iterator[tuple[str, Piece, Tenso
     else:
         pieces, values = weights.whole_pieces(), weights.full
     for piece in pieces:
-        part = values[piece.offset : piece.offset + piece.stop - piece.start]
-        yield unit.layout.slots[piece.slot].name, piece, part
+        yield unit.layout.slots[piece.slot].name, piece, values[piece.offset : piece.offset + piece.stop - piece.start]
 
 
 def _place(unit: Unit, piece: Piece) -> tuple[tuple[int, ...], int]:
@@ -269,8 +272,8 @@ def _place(unit: Unit, piece: Piece) -> tuple[tuple[int, ...], int]:
 
 
 def _restore_frozen(reader: Reader, unit: Unit, engine: EngineState) -> None:
-    for name, piece, part in _frozen(unit, engine):
-        wide = torch.float64 if part.dtype == torch.float64 else torch.float32  # holds what any precision saved
-        stored = torch.empty_like(part, dtype=wide if part.is_floating_point() else None)
+    for name, piece, values in _frozen(unit, engine):
+        wide = torch.float64 if values.dtype == torch.float64 else torch.float32  # holds what any precision saved
+        stored = torch.empty_like(values, dtype=wide if values.is_floating_point() else None)
         reader.fill(StatePiece(engine.full_model.owner(name), FROZEN, *_place(unit, piece), stored, engine.cut(name)))
-        to_compute(stored, part.dtype, out=part)
+        to_compute(stored, values.dtype, out=values)

@@ -1,9 +1,9 @@
-"""Sharded, atomic, reshardable checkpoints: writing them (restore.py reads them).
+"""Writing a checkpoint: sharded, atomic, reshardable (`restore.py` reads it, `manifest.py` has the format).
 
     directory/
       step-N/                     exists or does not: written as .step-N.tmp, fsynced, renamed
         rank-00000.safetensors    this rank's boxes: masters, m, v, frozen weights; its RNG and buffers
-        manifest.json             what is in which file, with the files' checksums (checkpoint/manifest.py)
+        manifest.json             what is in which file, with the files' checksums (`manifest.py`)
         manifest.sha256           checksum of that, written last
 
 States are n-dimensional boxes of the full model's tensors, so any mesh and stage loads them, each
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError
 from zero3d.rng import rng_state
 
-OURS = ("step-", "best")  # what the names of entries begin with, behind a dot perhaps
+ENTRIES = ("step-", "best")  # how names in a directory of checkpoints begin, behind a dot perhaps
 
 
 def save(directory: Path, engine: EngineState) -> Path:
@@ -42,17 +43,17 @@ def save(directory: Path, engine: EngineState) -> Path:
     temporary = directory / f".step-{engine.step}.tmp"
     everyone = engine.everyone
     agree(everyone, lambda: _prepare(directory, temporary) if everyone.rank == 0 else None)
-    part_file = temporary / f"rank-{everyone.rank:05d}.json"
     with removed_on_failure(temporary, everyone):
-        agree(everyone, lambda: write_json(part_file, _write_rank(temporary, engine)))
+        agree(everyone, lambda: write_json(temporary / _rows_file(everyone.rank), _write_rank(temporary, engine)))
         agree(everyone, lambda: _commit(temporary, final, engine) if everyone.rank == 0 else None)
     return final
 
 
 def _prepare(directory: Path, temporary: Path) -> None:
+    """Make the temporary folder. Raises CheckpointError for a directory that holds something else."""
     directory.mkdir(parents=True, exist_ok=True)
-    foreign = [entry.name for entry in directory.iterdir() if not entry.name.lstrip(".").startswith(OURS)]
-    if foreign and not any(entry.name.lstrip(".").startswith(OURS) for entry in directory.iterdir()):
+    foreign = [entry.name for entry in directory.iterdir() if not entry.name.lstrip(".").startswith(ENTRIES)]
+    if foreign and not any(entry.name.lstrip(".").startswith(ENTRIES) for entry in directory.iterdir()):
         raise CheckpointError(
             f"{directory} is not empty and holds no checkpoints (it has {len(foreign)} other files, such as "
             f"{foreign[0]!r}): pass a new or empty directory, or one with step-N folders."
@@ -61,7 +62,13 @@ def _prepare(directory: Path, temporary: Path) -> None:
     temporary.mkdir()
 
 
+def _rows_file(rank: int) -> str:
+    """Return the name of the file in which a rank leaves its share of the manifest for rank 0."""
+    return f"rank-{rank:05d}.json"
+
+
 def _write_rank(temporary: Path, engine: EngineState) -> dict[str, Any]:
+    """Write this rank's tensors; return its share of the manifest."""
     file = file_of(engine.everyone.rank)
     tensors: dict[str, Tensor] = {}
     rows = []
@@ -73,15 +80,17 @@ def _write_rank(temporary: Path, engine: EngineState) -> dict[str, Any]:
                 "name": piece.name, "state": piece.state, "box": box, "dtype": _dtype(values), "file": file,
                 "key": key,
             })  # fmt: skip
-    buffers = engine.buffers.items()  # every rank's own: running statistics may differ
-    own = {f"{BUFFER}{name}": each[0].detach().cpu().contiguous().clone() for name, each in buffers}
+    # Every rank saves its buffers: running statistics may differ.
+    unsharded = {
+        f"{BUFFER}{name}": same[0].detach().cpu().contiguous().clone() for name, same in engine.buffers.items()
+    }
     rng, python_rng = rng_state()
-    own |= {f"{STREAM}{name}": value for name, value in rng.items()}
-    write_tensors(temporary / file, tensors | own)
+    unsharded |= {f"{STREAM}{name}": value for name, value in rng.items()}
+    write_tensors(temporary / file, tensors | unsharded)
     return {
         "file": file,
         "sha256": digest(temporary / file),
-        "own": {key: {"shape": list(value.shape), "dtype": _dtype(value)} for key, value in own.items()},
+        "own": {key: {"shape": list(value.shape), "dtype": _dtype(value)} for key, value in unsharded.items()},
         "parameters": {
             slot.name: {
                 "shape": list(engine.full_model.shapes[slot.name]),
@@ -102,13 +111,23 @@ def _dtype(values: Tensor) -> str:
 
 
 def _commit(temporary: Path, final: Path, engine: EngineState) -> None:
+    """Join the ranks' shares of the manifest, check it, and give the folder its final name."""
     ranks = []
     for rank in range(engine.everyone.size):
-        part = temporary / f"rank-{rank:05d}.json"
-        ranks.append(json.loads(part.read_text()))
-        part.unlink()
+        rows = temporary / _rows_file(rank)
+        ranks.append(json.loads(rows.read_text()))
+        rows.unlink()
+    text = write_json(temporary / MANIFEST, _manifest(ranks, engine))
+    _check_loadable(temporary, text)
+    write_text(temporary / CHECKSUM, checksum_line(text.encode()))
+    sync(temporary)
+    _publish(temporary, final)
+
+
+def _manifest(ranks: Sequence[Mapping[str, Any]], engine: EngineState) -> dict[str, Any]:
+    """Return the manifest of what all ranks have written (`manifest.py` says what is in it)."""
     optimizer = engine.optimizer.torch
-    manifest: dict[str, Any] = {
+    return {
         "format": FORMAT,
         "step": engine.step,
         "about": dict(engine.about),
@@ -128,12 +147,12 @@ def _commit(temporary: Path, final: Path, engine: EngineState) -> None:
         "loss_scale": engine.loss_scale.state(),
         "loop": engine.loop,
     }
-    text = write_json(temporary / MANIFEST, manifest)
-    _check_loadable(temporary, text)
-    write_text(temporary / CHECKSUM, checksum_line(text.encode()))
-    sync(temporary)
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    """Rename the complete folder; one that was saved at this step before stays until the new one stands."""
     aside = final.with_name(f".{final.name}.old")
-    if final.exists():  # saved at this step before: keep it until the new one stands
+    if final.exists():
         shutil.rmtree(aside, ignore_errors=True)
         final.rename(aside)
     temporary.rename(final)
@@ -152,7 +171,7 @@ def _check_loadable(folder: Path, text: str) -> None:
 
 
 def _scalars(engine: EngineState) -> dict[str, float]:
-    """Per-parameter scalars of the optimizer ("step"), one value for all: pieces are always updated together."""
+    """Return per-parameter scalars of the optimizer ("step"), one value for all: pieces are updated together."""
     for owned in engine.optimizer.pieces:
         state = engine.optimizer.torch.state.get(owned.master, {})
         return {

@@ -1,4 +1,4 @@
-"""What a checkpoint takes of an engine: its full model by name, its units and optimizer, and their states as pieces."""
+"""The state of an engine that a checkpoint takes: its full model by name, its units and optimizer, states as pieces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zero3d.zero.unit import Unit
 
 
 class FullModel(NamedTuple):
-    """The full model's parameters, of which a rank may have a few only.
+    """Describes the full model's parameters, of which a rank may have a few only.
 
     shapes     of all, by name in model order, as they are before the tp axis cuts them
     trainable  names
@@ -33,19 +33,19 @@ class FullModel(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module, copies: Mapping[str, str]) -> FullModel:
-        """Of a model before it is split or cut."""
+        """Describe a model before it is split or cut."""
         named = dict(model.named_parameters())
         trainable = frozenset(name for name, p in named.items() if p.requires_grad)
         return cls({name: tuple(p.shape) for name, p in named.items()}, trainable, copies)
 
     def owner(self, name: str) -> str:
-        """The name under which a parameter of this rank is saved."""
+        """Return the name under which a parameter of this rank is saved."""
         return self.copies.get(name, name)
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """The state of an engine that a checkpoint takes, and what is needed to find and restore it.
+    """Holds the state of an engine that a checkpoint takes, and what is needed to find and restore it.
 
     modules   this rank's model chunks
     dp        the dp axis, over which units are cut
@@ -74,30 +74,30 @@ class EngineState:
     summands: Leaves | None = None
 
     def cut(self, name: str) -> Cut | None:
-        """How a parameter of this rank is cut over tp; None where every tp rank has all of it."""
+        """Return how a parameter of this rank is cut over tp; None where every tp rank has all of it."""
         return self.cuts.get(self.full_model.owner(name))
 
     def saves(self, name: str) -> bool:
-        """Whether this rank's part of a parameter goes into files: copies do not."""
+        """Say whether this rank writes its share of a parameter: copies are not written."""
         return name not in self.full_model.copies and (self.tp.rank == 0 or self.cut(name) is not None)
 
     @property
     def buffers(self) -> dict[str, list[Tensor]]:
         """This rank's buffers by their names in the full model; one of each chunk that has it."""
-        found: dict[str, list[Tensor]] = {}
+        buffers: dict[str, list[Tensor]] = {}
         for module in self.modules:
             for name, buffer in module.named_buffers():
-                found.setdefault(name, []).append(buffer)
-        return found
+                buffers.setdefault(name, []).append(buffer)
+        return buffers
 
     @property
-    def persistent(self) -> set[str]:
+    def persistent_buffers(self) -> set[str]:
         """Names of this rank's buffers that belong to a model's weights."""
         names = set()
         for module in self.modules:
             for prefix, owner in module.named_modules():
-                own = owner._buffers.keys() - owner._non_persistent_buffers_set
-                names |= {f"{prefix}.{name}" if prefix else name for name in own}
+                persistent = owner._buffers.keys() - owner._non_persistent_buffers_set
+                names |= {f"{prefix}.{name}" if prefix else name for name in persistent}
         return names & self.buffers.keys()
 
     @property
@@ -108,7 +108,7 @@ class EngineState:
 
 @dataclass(frozen=True)
 class StatePiece:
-    """A flat range of one state of one parameter, held by this rank as a 1-D tensor.
+    """Holds a flat range of one state of one parameter, which this rank has as a 1-D tensor.
 
     shape, start  of this rank's parameter, and where in it the range begins
     cut           how that lies in the full model's parameter; None where it is that
@@ -122,12 +122,12 @@ class StatePiece:
     cut: Cut | None = None
 
     def boxes(self) -> Iterator[tuple[Box, Tensor]]:
-        """Its boxes of the full model's tensor, each with a view of its values in the box's shape."""
+        """Yield its boxes of the full model's tensor, each with a view of its values in the box's shape."""
         return cover(self.shape, self.start, self.values, self.cut)
 
 
 def state_pieces(engine: EngineState) -> Iterator[StatePiece]:
-    """Everything that this rank owns of the full model; at stage 0 only its share of the copies."""
+    """Yield all states that this rank saves of the full model; at stage 0 its share of what all ranks have."""
     for unit in engine.units:
         if unit.grads is None:
             for piece in unit.layout.pieces(engine.dp.rank):
@@ -139,11 +139,11 @@ def state_pieces(engine: EngineState) -> Iterator[StatePiece]:
         share = {p.slot: p for p in owned.unit.layout.pieces(engine.dp.rank)}.get(owned.piece.slot)
         if share is None or not engine.saves(owned.name):
             continue
-        part = slice(share.start - owned.piece.start, share.stop - owned.piece.start)
+        within = slice(share.start - owned.piece.start, share.stop - owned.piece.start)
         states = engine.optimizer.torch.state.get(owned.master, {})
-        flat = {MASTER: owned.master} | {k: v for k, v in states.items() if _is_flat(v, owned.master)}
-        for state, values in flat.items():
-            yield StatePiece(owned.name, state, owned.shape, share.start, values[part], engine.cut(owned.name))
+        flat_states = {MASTER: owned.master} | {k: v for k, v in states.items() if _is_flat(v, owned.master)}
+        for state, values in flat_states.items():
+            yield StatePiece(owned.name, state, owned.shape, share.start, values[within], engine.cut(owned.name))
 
 
 def _is_flat(value: Any, master: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Write files of a checkpoint and have the disk take them: tensors, JSON, text; a folder that failed is removed."""
+"""Writing files of a checkpoint so that they are on the disk: tensors, JSON, text; a folder that failed is removed."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], **about: str) -> None:
         sync(path)
     except (OSError, SafetensorError) as error:
         older = complete_steps(path.parent.parent)
-        way = "go on from an older checkpoint, which is whole" if older else "try again"
-        raise CheckpointError(f"cannot write {path} ({error}): make room and {way}.") from OSError(str(error))
+        remedy = "go on from an older checkpoint, which is whole" if older else "try again"
+        raise CheckpointError(f"cannot write {path} ({error}): make room and {remedy}.") from OSError(str(error))
 
 
 def write_json(path: Path, value: Any) -> str:
-    """Write and fsync plain values; the text. Raises CheckpointError for anything else."""
+    """Write and fsync plain values as JSON; return the text. Raises CheckpointError for anything else."""
     try:
         text = json.dumps(to_json(value))
     except TypeError as error:
@@ -55,12 +55,13 @@ def write_json(path: Path, value: Any) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write and fsync."""
+    """Write and fsync a text file."""
     path.write_text(text)
     sync(path)
 
 
 def sync(path: Path) -> None:
+    """Have the disk take a file, or the entries of a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
