@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 import yaml
-from holds import held_by_another
+from lock_holder import locked_by_another
 from training import field, metrics, refused, save_model, save_rows, train, tree
 
 
@@ -111,7 +111,7 @@ def test_a_used_folder_is_refused_with_three_choices_and_each_works(ranks, folde
 def test_a_second_job_in_a_folder_is_refused_on_all_ranks_while_the_first_one_runs(ranks, folder):
     made = tree(folder, train={"steps": 2})
     ranks(2, train, made)
-    with held_by_another(folder / "out") as pid:
+    with locked_by_another(folder / "out") as pid:
         for how in ((None,), ("auto",), (None, None, True)):
             assert f"is in use by process {pid} on host" in refused(ranks, made, *how)
     made["train"]["steps"] = 3

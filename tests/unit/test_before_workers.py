@@ -5,12 +5,12 @@ import json
 import os
 
 import pytest
-from holds import held_by_another
+from lock_holder import locked_by_another
 
 from zero3d.cli import compare, plan_explain, simulate, train as verb
 from zero3d.cli.main import main
 from zero3d.config import Config, load
-from zero3d.train.lock import Hold
+from zero3d.train.lock import FolderLock
 
 DEMO = load(verb.named(None, [])[1])
 
@@ -73,8 +73,8 @@ def test_every_run_of_a_comparison_has_its_own_base(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seen = []
     monkeypatch.setattr(compare, "check_runs", lambda found, configs, ranks: seen.extend(configs))
-    with Hold() as hold:
-        plan = compare.read(argparse.Namespace(words=["model.path=demo,gpt2"], ranks=2), hold)
+    with FolderLock() as lock:
+        plan = compare.read(argparse.Namespace(words=["model.path=demo,gpt2"], ranks=2), lock)
     words = [[*plan.common, *variant.words] for variant in plan.variants]
     assert seen == [read(*each)[1] for each in words]
     assert [config.data.tokenizer for config in seen] == ["bytes", None]
@@ -134,7 +134,7 @@ def test_what_can_be_seen_is_refused_before_workers_start(folder, capsys, case):
 
 
 def test_a_folder_that_a_run_writes_to_is_refused_before_workers_start(folder, capsys):
-    with held_by_another(folder / "used") as pid:
+    with locked_by_another(folder / "used") as pid:
         for how in ([], ["--resume=auto"], ["--overwrite"]):
             assert main(["train", "--ranks", "2", "output=used", *how]) == 2
             assert f"in use by process {pid}" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import signal
 import sys
 
 import pytest
-from holds import held_by_another
+from lock_holder import locked_by_another
 from rich.console import Console
 
 from zero3d.cli import compare as verb
@@ -16,7 +16,7 @@ from zero3d.errors import ConfigError
 from zero3d.train.comparison import as_json, rows, square_root
 from zero3d.train.comparison_plot import draw
 from zero3d.train.comparison_table import show
-from zero3d.train.lock import Hold
+from zero3d.train.lock import FolderLock
 from zero3d.train.variants import Axis, split_axes, variants
 
 
@@ -104,8 +104,8 @@ def test_the_output_is_the_typed_one_or_the_first_free_one_beside_the_files_own(
     monkeypatch.chdir(tmp_path)
 
     def claimed(output, default, asked):
-        with Hold() as hold:
-            return str(verb.claim(output, default, asked, hold))
+        with FolderLock() as lock:
+            return str(verb.claim(output, default, asked, lock))
 
     assert claimed("here", "default", asked=True) == "here"
     assert claimed("runs/llama", "default", asked=False) == "runs/llama-compare"
@@ -117,14 +117,14 @@ def test_the_output_is_the_typed_one_or_the_first_free_one_beside_the_files_own(
 
 
 def test_a_second_comparison_in_a_folder_is_refused_while_the_first_one_runs(tmp_path):
-    with held_by_another(tmp_path) as pid, pytest.raises(ConfigError, match=f"is in use by process {pid} on host"):
-        verb.claim(str(tmp_path), "default", True, Hold())
+    with locked_by_another(tmp_path) as pid, pytest.raises(ConfigError, match=f"is in use by process {pid} on host"):
+        verb.claim(str(tmp_path), "default", True, FolderLock())
 
 
 def test_a_runs_command_has_its_own_output_and_leaves_out_what_is_not_compared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = verb.read(
-        argparse.Namespace(words=["zero.stage=0,1", "output=out", "checkpoint.export=true"], ranks=2), Hold()
+        argparse.Namespace(words=["zero.stage=0,1", "output=out", "checkpoint.export=true"], ranks=2), FolderLock()
     )
     words = plan.command(plan.variants[1])
     assert words[4:7] == ["train", "--json", "--ranks=2"]

@@ -38,7 +38,7 @@ from zero3d.train.comparison import as_json, rows
 from zero3d.train.comparison_plot import draw
 from zero3d.train.comparison_table import failure, show
 from zero3d.train.folder import Folder, first_free, numbered
-from zero3d.train.lock import Hold, check_free
+from zero3d.train.lock import FolderLock, check_free
 from zero3d.train.stop import StopRequest
 from zero3d.train.variants import QUIET, Axis, Variant, check_variants, split_axes, variants
 
@@ -91,8 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Check all variants, then run them."""
     if join_environment():
         raise ConfigError("zero3d compare starts its runs itself, on this machine: call it without torchrun or srun.")
-    with Hold() as hold:
-        return compare(read(arguments, hold), arguments.json)
+    with FolderLock() as lock:
+        return compare(read(arguments, lock), arguments.json)
 
 
 def compare(plan: Plan, as_object: bool) -> int:
@@ -122,8 +122,8 @@ def compare(plan: Plan, as_object: bool) -> int:
     return 1 if ended.failed else 0
 
 
-def read(arguments: argparse.Namespace, hold: Hold) -> Plan:
-    """Everything is checked here, before the first run; `hold` has the output then. Raises ConfigError."""
+def read(arguments: argparse.Namespace, lock: FolderLock) -> Plan:
+    """Everything is checked here, before the first run; `lock` is on the output then. Raises ConfigError."""
     check_ranks(arguments.ranks)
     file, overrides = split_words(arguments.words)
     axes, common = split_axes(overrides)
@@ -134,7 +134,7 @@ def read(arguments: argparse.Namespace, hold: Hold) -> Plan:
     configs = check_variants(found, common, lambda words: named(file, words)[1])
     check_runs(found, configs, arguments.ranks)
     kept = [word for word in common if word.partition("=")[0].strip() != "output"]
-    output = claim(configs[0].output, f"zero3d-compare-{name}", len(kept) < len(common), hold)
+    output = claim(configs[0].output, f"zero3d-compare-{name}", len(kept) < len(common), lock)
     return Plan(name, file, axes, found, kept, arguments.ranks, output)
 
 
@@ -157,7 +157,7 @@ def check_runs(found: Sequence[Variant], configs: Sequence[Config], ranks: int |
             raise ConfigError(f"{variant.label}: {error}") from error
 
 
-def claim(output: str | None, default: str, asked: bool, hold: Hold) -> Path:
+def claim(output: str | None, default: str, asked: bool, lock: FolderLock) -> Path:
     """OUTPUT: what was typed, unused; else the first free one beside the file's output, or of the default name."""
     if output is None or not asked:
         stem = default if output is None else f"{output}-compare"
@@ -166,7 +166,7 @@ def claim(output: str | None, default: str, asked: bool, hold: Hold) -> Path:
     check_free(folder.root)
     if folder.used:
         raise ConfigError(f"output {output} is used already: write elsewhere with output=FOLDER, or remove it.")
-    folder.claim(hold, None, overwrite=False)
+    folder.claim(lock, None, overwrite=False)
     return folder.root
 
 

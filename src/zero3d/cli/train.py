@@ -18,7 +18,7 @@ from zero3d.cli.rank_environment import join_environment
 from zero3d.cli.workers import as_worker, launch, quiet_environment, ranks_here, tell_output
 from zero3d.config import Config, load, split_words
 from zero3d.errors import ConfigError, Zero3dError
-from zero3d.train.lock import Hold
+from zero3d.train.lock import FolderLock
 from zero3d.train.start import Start, check_start
 
 DEMO = "demo"  # the configuration, and the preset in it
@@ -130,8 +130,8 @@ def work(arguments: argparse.Namespace, name: str, config: Config) -> None:
     first = os.environ["RANK"] == "0"
     console = Console(stderr=arguments.json, quiet=not first)
     start = Start(name, arguments.resume, arguments.overwrite, tell_output)
-    with Hold() as hold:
-        result = run_training(config, start, Progress(console, config.log.every), hold)
+    with FolderLock() as lock:
+        result = run_training(config, start, Progress(console, config.log.every), lock)
         if first:
             show(result, console)
             if arguments.json:

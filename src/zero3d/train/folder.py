@@ -25,7 +25,7 @@ from zero3d.checkpoint.folders import checkpoints, complete_steps, discard, find
 from zero3d.config import load
 from zero3d.errors import CheckpointError, ConfigError, short
 from zero3d.reading import Unreadable, parse_object
-from zero3d.train.lock import LOCK, Hold
+from zero3d.train.lock import LOCK, FolderLock
 
 WRITTEN = (
     "config.yaml", "metrics.jsonl", "checkpoints", "hf", ".hf.new", ".hf.old", "loss.png", "trace-rank-0.json",
@@ -109,7 +109,7 @@ class Folder:
                 f"output {short(self.root.resolve())} cannot be created ({why}): choose another with output=FOLDER."
             )
 
-    def claim(self, hold: Hold, resume: str | None, overwrite: bool, found: Path | None = None) -> None:
+    def claim(self, lock: FolderLock, resume: str | None, overwrite: bool, found: Path | None = None) -> None:
         """Make it and hold it, or refuse it as `refuse` does; leftovers of saves are cleaned up. Raises ConfigError."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ class Folder:
             raise ConfigError(
                 f"output {self.root.resolve()} cannot be created ({error.strerror}): choose another with output=FOLDER."
             ) from error
-        hold.take(self.root)
+        lock.acquire(self.root)
         self.refuse(resume, overwrite, found)  # once more, now that nobody else writes to it
         if overwrite and self.used:
             self._clear()

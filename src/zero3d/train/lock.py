@@ -31,7 +31,7 @@ MODE = 0o644
 NO_LOCKS = (EINVAL, ENOLCK, ENOSYS, ENOTSUP)  # of file systems without them
 
 
-class Hold:
+class FolderLock:
     """A lock on at most one folder, let go at the end of the block at the latest.
 
     note  a line for people where the file system has no locks
@@ -48,7 +48,7 @@ class Hold:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def take(self, root: Path) -> None:
+    def acquire(self, root: Path) -> None:
         """Lock the folder, which is there; once is enough. Raises ConfigError where another process has it."""
         if self._file is not None:
             return
@@ -108,7 +108,7 @@ def check_free(root: Path) -> None:
     try:
         file = os.open(root / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        return  # nobody's, or nothing that this process may write: `take` says it
+        return  # nobody's, or nothing that this process may write: `acquire` says it
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -32,7 +32,7 @@ from zero3d.setup.build import Inputs, build_engine, of_config, open_inputs, ste
 from zero3d.setup.optim import rate, set_again, settings
 from zero3d.train.flops import flops_per_token
 from zero3d.train.folder import AUTO, Folder, first_free, numbered
-from zero3d.train.lock import Hold
+from zero3d.train.lock import FolderLock
 from zero3d.train.loop import Loop, memory_bytes, progressed
 from zero3d.train.loop_state import check_progress
 from zero3d.train.measure import Activations, MemoryRow, memory_rows
@@ -78,18 +78,18 @@ class Result:
         return self.history[len(self.history) - self.session :]
 
 
-def run(config: Config, start: Start, progress: Progress, hold: Hold | None = None) -> Result:
+def run(config: Config, start: Start, progress: Progress, lock: FolderLock | None = None) -> Result:
     """Train as `config` says; the result of rank 0 is the one to print.
 
-    `hold` keeps the output folder after the end, too. Raises Zero3dError (bad input) before anything is written,
+    `lock` stays on the output folder after the end, too. Raises Zero3dError (bad input) before anything is written,
     and Stopped after a checkpoint.
     """
-    with Hold() if hold is None else nullcontext(hold) as held:
-        return _run(config, start, progress, held)
+    with FolderLock() if lock is None else nullcontext(lock) as held_lock:
+        return _run(config, start, progress, held_lock)
 
 
-def _run(config: Config, start: Start, progress: Progress, hold: Hold) -> Result:
-    inputs = open_inputs(config, lambda mesh: begin(config, start, hold, mesh.rank))
+def _run(config: Config, start: Start, progress: Progress, lock: FolderLock) -> Result:
+    inputs = open_inputs(config, lambda mesh: begin(config, start, lock, mesh.rank))
     options, layers = forward_options(inputs.opened.module), len(find_blocks(inputs.opened.module))
     notes, data = inputs.opened.notes, inputs.data
     flops = flops_per_token(inputs.opened.module, config.data.length)  # before parameters are cut
@@ -98,10 +98,10 @@ def _run(config: Config, start: Start, progress: Progress, hold: Hold) -> Result
     stream = _stream(config, inputs, engine)
     found = find_checkpoint(config, start, engine)
     saved, steps = restore(config, start, inputs, engine, stream, found)
-    folder = open_folder(config, start, engine, found, hold)
+    folder = open_folder(config, start, engine, found, lock)
     found = None if found is None else tidied_path(found)
     config = with_output(config, folder.root)
-    said = (planned if isinstance(planned, str) else None, hold.note)
+    said = (planned if isinstance(planned, str) else None, lock.note)
     notes = (*notes, *data.notes, *(line for line in said if line is not None))
     for line in (*introduction(config, inputs, steps, engine, folder), *notes):
         progress.say(line)
@@ -139,11 +139,11 @@ def _run(config: Config, start: Start, progress: Progress, hold: Hold) -> Result
 # --- beginning ----------------------------------------------------------------------------------
 
 
-def begin(config: Config, start: Start, hold: Hold, rank: int) -> None:
+def begin(config: Config, start: Start, lock: FolderLock, rank: int) -> None:
     """Refuse what cannot be; rank 0 holds an output folder that is there. Raises ConfigError, CheckpointError."""
     check_start(config, start, alone=rank == 0)
     if rank == 0 and config.output is not None and Path(config.output).is_dir():
-        hold.take(Path(config.output))
+        lock.acquire(Path(config.output))
 
 
 def find_checkpoint(config: Config, start: Start, engine: Engine) -> Path | None:
@@ -190,11 +190,11 @@ def restore(
     return saved, steps
 
 
-def open_folder(config: Config, start: Start, engine: Engine, found: Path | None, hold: Hold) -> Folder:
+def open_folder(config: Config, start: Start, engine: Engine, found: Path | None, lock: FolderLock) -> Folder:
     """Claim the output folder on rank 0 and write config.yaml into it."""
     first = engine.everyone.rank == 0
     folder = Folder(Path(config.output)) if config.output is not None else _first_free(start, engine)
-    agree(engine.everyone, lambda: folder.claim(hold, start.resume, start.overwrite, found) if first else None)
+    agree(engine.everyone, lambda: folder.claim(lock, start.resume, start.overwrite, found) if first else None)
     text = to_yaml(with_output(config, folder.root))
     agree(engine.everyone, lambda: folder.write_config(text) if first else None)
     return folder
