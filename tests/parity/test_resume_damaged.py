@@ -77,13 +77,13 @@ def test_auto_goes_on_from_an_only_copy_that_a_kill_left_between_two_renames(ran
 ])  # fmt: skip
 def test_a_record_of_the_loop_that_cannot_be_is_refused(change, said):
     from zero3d.errors import CheckpointError
-    from zero3d.train.loop_state import check_progress
+    from zero3d.train.loop_state import check_loop_state
 
     good = {"step": 5, "skipped": 0, "tokens": 320, "best": None,
             "position": {"epoch": 1, "index": 6, "sequences": 14}}  # fmt: skip
-    assert check_progress(Path("step-5"), good, 5) == good
+    assert check_loop_state(Path("step-5"), good, 5) == good
     with pytest.raises(CheckpointError) as caught:
-        check_progress(Path("step-5"), good | change, 5)
+        check_loop_state(Path("step-5"), good | change, 5)
     assert f"step-5/manifest.json: {said}" in str(caught.value)
 
 

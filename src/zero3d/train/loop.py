@@ -3,7 +3,7 @@
     batch -> engine.train_batch -> record -> (evaluation) -> (give up) -> (checkpoint) -> (stop)
 
 A step is one batch, applied or skipped; too many in a row that are not finite end the run. What a checkpoint holds
-of the loop is `Progressed`: with the engine's own states, the run goes on as if it had not been interrupted.
+of the loop is `LoopState`: with the engine's own states, the run goes on as if it had not been interrupted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,39 +27,17 @@ from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError, NonFiniteError
 from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
+from zero3d.train.loop_state import LoopState
 from zero3d.train.metrics import Metrics, Record
-from zero3d.train.nonfinite import most_skips, none_applied, too_many
-from zero3d.train.plan_check import Comparison
+from zero3d.train.nonfinite import none_applied, skip_limit, too_many_skips
+from zero3d.train.plan_check import PlanCheck
 from zero3d.train.progress import Progress
-from zero3d.train.resume_hints import ANEW, WayOn
+from zero3d.train.resume_hints import ANEW, ResumeHints
 from zero3d.train.stop import Stopped, StopRequest
 from zero3d.train.trace import Tracer
-from zero3d.train.traffic import Traffic
+from zero3d.train.traffic import TrainingTraffic
 from zero3d.zero.health import check_weights
 from zero3d.zero.optimizer import OVERFLOW
-
-
-@dataclass(frozen=True)
-class Progressed:
-    """How far a run is.
-
-    step  batches so far; skipped of them changed nothing, the last `in_a_row` because they were not finite
-    tokens  all ranks together
-    best  [applied steps, held-out loss] of the checkpoint with the lowest held-out loss
-    """
-
-    step: int = 0
-    skipped: int = 0
-    in_a_row: int = 0
-    tokens: int = 0
-    best: tuple[int, float] | None = None
-    position: Mapping[str, Any] = field(default_factory=dict)
-
-
-def progressed(saved: Mapping[str, Any]) -> Progressed:
-    """From what a checkpoint has kept of it."""
-    best = saved["best"]
-    return Progressed(**{**saved, "best": None if best is None else (int(best[0]), float(best[1]))})
 
 
 class Loop:
@@ -83,28 +61,28 @@ class Loop:
     ) -> None:
         self.config, self.engine, self.stream, self.folder = config, engine, stream, folder
         self.history: list[Record] = []
-        self.done = Progressed()
-        self.traffic = Traffic(engine)
-        self.comparison: Comparison | None = None
+        self.state = LoopState()
+        self.traffic = TrainingTraffic(engine)
+        self.plan_check: PlanCheck | None = None
         self.checkpoint = folder.checkpoints
-        self._way = WayOn(folder, config, engine.everyone.size)
+        self._hints = ResumeHints(folder, config, engine.everyone.size)
         self._began = self._saved = engine.steps  # applied when this session began, and at its last checkpoint
-        self._most, self._last, self._overflows = most_skips(config.health), 0, 0
+        self._most, self._last, self._overflows = skip_limit(config.health), 0, 0
         self._validation, self._options = validation, options
         self._flops, self.tokens = flops, 0
         device = engine.mesh.device
         self._name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
-    def go_on(self, done: Progressed, checkpoint: Path) -> None:
+    def resume(self, done: LoopState, checkpoint: Path) -> None:
         """From a checkpoint that was loaded."""
-        self.done, self.checkpoint, self.engine.health.in_a_row = done, checkpoint, done.in_a_row
+        self.state, self.checkpoint, self.engine.health.in_a_row = done, checkpoint, done.in_a_row
 
     def run(self, steps: int, metrics: Metrics, progress: Progress) -> None:
         """Steps done + 1 .. steps. Raises Stopped, after a checkpoint, when a signal asks for it; NonFiniteError."""
         self._last = steps
         tracer = Tracer(self.config.profile, self.folder.root, self.engine.everyone.rank)
         with StopRequest() as request, tracer:
-            for step in progress.track(self.done.step + 1, steps):
+            for step in progress.track(self.state.step + 1, steps):
                 record = self.step()
                 asked = self._finish(record, request)
                 last = step == steps
@@ -138,7 +116,7 @@ class Loop:
         assert done is not None
         self._overflows += done.reason == OVERFLOW
         record = {
-            "step": self.done.step + 1,
+            "step": self.state.step + 1,
             "loss": float(loss),
             "grad_norm": float(done.grad_norm),
             "lr": float(done.lr),
@@ -161,13 +139,13 @@ class Loop:
     @property
     def _is_last_chance(self) -> bool:
         """Whether the next step is the last, and none of this session was applied yet."""
-        return self.done.step + 1 == self._last and self.engine.steps == self._began
+        return self.state.step + 1 == self._last and self.engine.steps == self._began
 
     def _check_health(self, step: int) -> None:
         """Give up where too many steps in a row were not finite, or a session ends in which none was applied."""
         done, health = self.engine.last_step, self.engine.health
         if done is not None and done.reason == OVERFLOW and health.in_a_row >= self._most:
-            self._give_up(too_many(self.config.health, health.in_a_row, step))
+            self._give_up(too_many_skips(self.config.health, health.in_a_row, step))
         if step == self._last and self._overflows and self.engine.steps == self._began:
             self._give_up(none_applied(self._overflows, len(self.history), step, self.engine.loss_scale))
 
@@ -202,7 +180,7 @@ class Loop:
         """What to type after giving up."""
         change = "Lower optimizer.lr or look at the data of these steps"
         if self._has_saved:
-            goes_on = f"{change}, then go on from it: {self._way.resume(self.checkpoint)}"
+            goes_on = f"{change}, then go on from it: {self._hints.command(self.checkpoint)}"
             return f"{what}, and {self.checkpoint} is there. {goes_on}"
         nothing = "Nothing is saved" if self.engine.steps else "No step was applied and nothing saved"
         return f"{nothing}. {change}, then {ANEW}."
@@ -210,27 +188,27 @@ class Loop:
     def _finish(self, record: Record, request: StopRequest) -> int:
         """Add what all ranks know together; the signal that asks them to stop, or 0."""
         mine = torch.tensor([float(request.asked or 0), float(record["tokens"])], dtype=torch.float64)
-        with self.traffic.apart():
+        with self.traffic.excluded():
             seen = self.engine.everyone.exchange(mine.to(self.engine.mesh.device)).cpu()
         mesh = self.engine.mesh
         tokens, world = int(seen[:, 1].sum()) // (mesh.pp * mesh.tp), mesh.world  # a replica's ranks see the same
-        self.done = replace(
-            self.done, step=record["step"], skipped=self.done.skipped + (not record["applied"]),
-            in_a_row=self.engine.health.in_a_row, tokens=self.done.tokens + tokens, position=self.stream.state(),
+        self.state = replace(
+            self.state, step=record["step"], skipped=self.state.skipped + (not record["applied"]),
+            in_a_row=self.engine.health.in_a_row, tokens=self.state.tokens + tokens, position=self.stream.state(),
         )  # fmt: skip
         rate = tokens / record["seconds"]
         peak = peak_flops(self._name, self.engine.precision.name)
-        record |= {"tokens": self.done.tokens, "tokens_per_s": rate, "skipped": self.done.skipped}
+        record |= {"tokens": self.state.tokens, "tokens_per_s": rate, "skipped": self.state.skipped}
         record |= {"mfu": rate * self._flops / (peak * world)} if peak else {}
         record |= {"memory_bytes": memory_bytes(self.engine), "traffic_bytes": self.traffic.last_step()}
-        record["epoch"] = self.done.position["epoch"] + self.done.position["index"] / self.done.position["sequences"]
+        record["epoch"] = self.state.position["epoch"] + self.state.position["index"] / self.state.position["sequences"]
         return int(seen[:, 0].max())
 
     def _compare(self, progress: Progress) -> None:
         """Plan against actual, once, where a run has that."""
-        if self.comparison is not None:
-            with self.traffic.apart():
-                for line in self.comparison.lines(self.history):
+        if self.plan_check is not None:
+            with self.traffic.excluded():
+                for line in self.plan_check.lines(self.history):
                     progress.say(line)
 
     def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -251,7 +229,7 @@ class Loop:
 
     def evaluate(self) -> Record:
         """Mean loss per target and perplexity."""
-        with self.traffic.apart():
+        with self.traffic.excluded():
             loss = float(self.engine.evaluate(self.held_out()))
         return {"validation_loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
@@ -261,7 +239,7 @@ class Loop:
         loss = record.get("validation_loss", math.nan)
         if not self.config.checkpoint.best or not math.isfinite(loss):
             return False
-        return self.done.best is None or loss < self.done.best[1]
+        return self.state.best is None or loss < self.state.best[1]
 
     @property
     def stuck(self) -> bool:
@@ -281,13 +259,13 @@ class Loop:
         Those of a course that was left go once this one has come further than where it began.
         """
         if self._best_is_new(record):
-            self.done = replace(self.done, best=(self.engine.steps, record["validation_loss"]))
-        with self.traffic.apart():
+            self.state = replace(self.state, best=(self.engine.steps, record["validation_loss"]))
+        with self.traffic.excluded():
             self._check_weights()
-            self.checkpoint = self.engine.save(self.folder.checkpoints, asdict(self.done))
+            self.checkpoint = self.engine.save(self.folder.checkpoints, asdict(self.state))
         self._saved = self.engine.steps
         if self.engine.everyone.rank == 0 and self.engine.steps > self._began:
-            best = None if self.done.best is None else self.done.best[0]
+            best = None if self.state.best is None else self.state.best[0]
             self.folder.prune(self.engine.steps, self.config.checkpoint.keep, best)
 
 

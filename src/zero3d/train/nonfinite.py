@@ -8,12 +8,12 @@ from zero3d.precision import LossScale
 BAD = "had gradients that are NaN or infinite"
 
 
-def most_skips(health: Health) -> int:
+def skip_limit(health: Health) -> int:
     """Steps in a row that are not finite, the last of which ends a run."""
     return 1 if health.nonfinite == "stop" else health.max_skips
 
 
-def too_many(health: Health, in_a_row: int, step: int) -> str:
+def too_many_skips(health: Health, in_a_row: int, step: int) -> str:
     """Why a run ends at `step`."""
     if health.nonfinite == "stop":
         return f"step {step} {BAD} (health.nonfinite=stop)."

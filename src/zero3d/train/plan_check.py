@@ -35,11 +35,11 @@ from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.sim.trace import trace
 from zero3d.train.progress import size
 
-AT = 3  # the step after which
+CHECKED_STEP = 3  # the step after which
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRun:
     """A configuration as the planner sees it."""
 
     model: ModelSpec
@@ -48,21 +48,21 @@ class Planned:
     estimate: Estimate
 
 
-def plan_run(config: Config, model: nn.Module, mesh: Mesh, steps: int) -> Planned | str | None:
+def plan_run(config: Config, model: nn.Module, mesh: Mesh, steps: int) -> PlannedRun | str | None:
     """The plan of a run on rank 0, or why there is none in a line; None on other ranks and for a short run."""
-    if steps < AT or mesh.rank != 0:
+    if steps < CHECKED_STEP or mesh.rank != 0:
         return None
     try:
-        place = cluster_here(config, mesh)
+        place = run_cluster(config, mesh)
         plan = plan_of(config, mesh.world)
         spec = trace(model, config.data.length, config.model.path, config.data.packing)
-        return Planned(spec, place, plan, evaluate(spec, place, plan))
+        return PlannedRun(spec, place, plan, evaluate(spec, place, plan))
     except Exception as error:  # noqa: BLE001 (a model's own, above all: no plan of it is no reason not to train it)
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return f"no plan to compare this run with: {said}"
 
 
-def cluster_here(config: Config, mesh: Mesh) -> ClusterSpec:
+def run_cluster(config: Config, mesh: Mesh) -> ClusterSpec:
     """The ranks of this run, as `plan.cluster` or the catalogue know them. Raises ConfigError."""
     file = config.plan.cluster
     name = base_of(read_file(file)) if file is not None else None
@@ -76,26 +76,26 @@ def cluster_here(config: Config, mesh: Mesh) -> ClusterSpec:
     return cluster(name, mesh.world, mesh.world // (mesh.local_world or mesh.world), file)
 
 
-class Comparison:
+class PlanCheck:
     """Says at step 3 what a plan was worth. All ranks have one, for they measure together; the first one has a plan."""
 
-    def __init__(self, config: Config, engine: Engine, planned: Planned | None) -> None:
+    def __init__(self, config: Config, engine: Engine, planned: PlannedRun | None) -> None:
         self._config, self._engine, self._planned = config.plan, engine, planned
 
     def lines(self, history: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         """After a step of this session: nothing but after the third. All ranks call it."""
-        if len(history) != AT:
+        if len(history) != CHECKED_STEP:
             return
-        mine = torch.tensor([float(memory_held(self._engine))], dtype=torch.float64)
+        mine = torch.tensor([float(checked_memory(self._engine))], dtype=torch.float64)
         held = int(self._engine.everyone.exchange(mine.to(self._engine.mesh.device)).max())
         if self._planned is not None:
             seconds = median(record["seconds"] for record in history[1:])
-            yield compared(self._planned.estimate, held, seconds, self._engine.mesh.device.type)
+            yield check_line(self._planned.estimate, held, seconds, self._engine.mesh.device.type)
             if self._config.write_back and self._config.cluster is not None:
-                yield written_back(self._planned, seconds, self._config.cluster)
+                yield write_back(self._planned, seconds, self._config.cluster)
 
 
-def memory_held(engine: Engine) -> int:
+def checked_memory(engine: Engine) -> int:
     """What a plan's memory is compared with, of this rank."""
     device = engine.mesh.device
     if device.type == "cpu":
@@ -103,7 +103,7 @@ def memory_held(engine: Engine) -> int:
     return int(torch.get_device_module(device).max_memory_allocated(device))
 
 
-def compared(estimate: Estimate, held: int, seconds: float, device: str) -> str:
+def check_line(estimate: Estimate, held: int, seconds: float, device: str) -> str:
     """The line: bytes, seconds, and what most of the planned step goes into."""
     on_cpu = device == "cpu"
     memory, kind = (estimate.memory.states, "of states") if on_cpu else (estimate.memory.allocated, "allocated")
@@ -115,7 +115,7 @@ def compared(estimate: Estimate, held: int, seconds: float, device: str) -> str:
     )
 
 
-def written_back(planned: Planned, seconds: float, file: str) -> str:
+def write_back(planned: PlannedRun, seconds: float, file: str) -> str:
     """Correct a cluster file by a measured step; what was done, or why not, in a line."""
     try:
         place = corrected(planned.model, planned.cluster, planned.plan, seconds)

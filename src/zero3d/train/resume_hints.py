@@ -15,7 +15,7 @@ from zero3d.train.folder import AUTO, Folder
 ANEW = "start anew with --overwrite"
 
 
-def instead_of(checkpoint: Path) -> str:
+def older_hint(checkpoint: Path) -> str:
     """What to do about one that is whole and of no use: take the one before it, or start anew."""
     beside = list(checkpoints(checkpoint.parent).values())
     older = beside[: beside.index(checkpoint)] if checkpoint in beside else []
@@ -23,14 +23,14 @@ def instead_of(checkpoint: Path) -> str:
 
 
 @dataclass(frozen=True)
-class WayOn:
+class ResumeHints:
     """Of a run in `folder` on `ranks`."""
 
     folder: Folder
     config: Config
     ranks: int
 
-    def resume(self, checkpoint: Path) -> str:
+    def command(self, checkpoint: Path) -> str:
         """The command that goes on from it; a checkpoint that `auto` would not take is named."""
         found = checkpoints(self.folder.checkpoints)
         inside = checkpoint.resolve() in [path.resolve() for path in found.values()]
@@ -55,6 +55,6 @@ class WayOn:
         if older is None:
             way = f"No other checkpoint in {self.folder.checkpoints} is whole: {ANEW}."
         else:
-            way = f"The newest one that is whole is {older}: type {self.resume(older)}"
+            way = f"The newest one that is whole is {older}: type {self.command(older)}"
         said = str(refused).removesuffix(USE_ANOTHER).strip()
         raise CheckpointError(f"{found.name}, the newest checkpoint, is damaged: {said} {way}") from refused

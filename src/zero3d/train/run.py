@@ -33,15 +33,15 @@ from zero3d.setup.optim import rate, set_again, settings
 from zero3d.train.flops import flops_per_token
 from zero3d.train.folder import AUTO, Folder, first_free, numbered
 from zero3d.train.lock import FolderLock
-from zero3d.train.loop import Loop, memory_bytes, progressed
-from zero3d.train.loop_state import check_progress
+from zero3d.train.loop import Loop, memory_bytes
+from zero3d.train.loop_state import LoopState, check_loop_state
 from zero3d.train.measure import Activations, MemoryRow, memory_rows
 from zero3d.train.metrics import Metrics, Record, losses
-from zero3d.train.plan_check import AT, Comparison, plan_run
+from zero3d.train.plan_check import CHECKED_STEP, PlanCheck, plan_run
 from zero3d.train.progress import Progress
-from zero3d.train.resume_hints import WayOn, instead_of
+from zero3d.train.resume_hints import ResumeHints, older_hint
 from zero3d.train.start import Start, check_start
-from zero3d.train.traffic import Done, TrafficRow, traffic_rows
+from zero3d.train.traffic import SessionCounts, TrafficRow, traffic_rows
 from zero3d.zero.health import check_weights
 
 SAMPLE_LENGTH, TEMPERATURE, TOP_K = 240, 0.7, 40
@@ -106,21 +106,21 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock) -> 
     for line in (*introduction(config, inputs, steps, engine, folder), *notes):
         progress.say(line)
     loop = Loop(config, engine, stream, data.validation, folder, options, flops)
-    if inputs.steps >= AT:
-        loop.comparison = Comparison(config, engine, None if isinstance(planned, str) else planned)
+    if inputs.steps >= CHECKED_STEP:
+        loop.plan_check = PlanCheck(config, engine, None if isinstance(planned, str) else planned)
     if saved is not None:
-        loop.go_on(progressed(saved), found or loop.checkpoint)
-        progress.say(f"going on from {found}, after step {loop.done.step}")
+        loop.resume(LoopState.of(saved), found or loop.checkpoint)
+        progress.say(f"going on from {found}, after step {loop.state.step}")
         progress.say(engine.resumed)
-    earlier = folder.keep_metrics(loop.done.step) if engine.everyone.rank == 0 else []
+    earlier = folder.keep_metrics(loop.state.step) if engine.everyone.rank == 0 else []
     activations = Activations(engine)
-    with Metrics(folder, config, engine.everyone.rank, loop.done.step + 1) as metrics:
+    with Metrics(folder, config, engine.everyone.rank, loop.state.step + 1) as metrics:
         loop.run(steps, metrics, progress)
     loop.stream.close()
     m, first = inputs.batch.accumulate, engine.everyone.rank == 0
     applied = sum(record["applied"] for record in loop.history)
     memory = memory_rows(engine, engine.memory, activations.bytes, m)
-    traffic = traffic_rows(engine, loop.traffic, Done(applied, len(loop.history) - applied, m, loop.tokens))
+    traffic = traffic_rows(engine, loop.traffic, SessionCounts(applied, len(loop.history) - applied, m, loop.tokens))
     peak = int(engine.everyone.exchange(torch.tensor([float(memory_peak(engine))], dtype=torch.float64)).max())
     history = [*earlier, *loop.history]
     held_out = losses(history, "validation_loss")[-1] if history else math.nan
@@ -158,7 +158,7 @@ def load(config: Config, start: Start, engine: Engine, found: Path) -> Mapping[s
         saved: Mapping[str, Any] | None = engine.load(found)
     except CheckpointError as refused:
         tells = start.resume == AUTO and engine.everyone.rank == 0
-        way = WayOn(Folder(Path(config.output or ".")), config, engine.everyone.size)
+        way = ResumeHints(Folder(Path(config.output or ".")), config, engine.everyone.size)
         agree(engine.everyone, partial(way.point_to_older, found, refused) if tells else lambda: None)
         raise
     return saved
@@ -175,8 +175,8 @@ def restore(
     if found is None:
         return None, inputs.steps
     wanted = settings(engine.optimizer.torch)
-    saved = check_progress(found, load(config, start, engine, found), engine.steps)
-    remedy = f"{found} holds them. {instead_of(found)}"
+    saved = check_loop_state(found, load(config, start, engine, found), engine.steps)
+    remedy = f"{found} holds them. {older_hint(found)}"
     check_weights(engine.units, engine.comm, engine.everyone, NonFiniteError, remedy)
     stream.restore(saved["position"])
     steps, done = steps_of_run(config, inputs.data, inputs.batch, saved["step"], stream.taken), saved["step"]

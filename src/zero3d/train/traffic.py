@@ -35,7 +35,7 @@ class TrafficRow(NamedTuple):
     equal: bool
 
 
-class Traffic:
+class TrainingTraffic:
     """The ledger's part that training moved: evaluations and checkpoints are taken out.
 
     gathers  parameter gathers per unit and step, from the tokens of the first step
@@ -44,17 +44,17 @@ class Traffic:
     def __init__(self, engine: Engine) -> None:
         self.gathers: Mapping[str, int] = {}
         self._ledger, self._tokens = engine.traffic, engine.gathers
-        self._apart: Counter[tuple[str, str, str, str]] = Counter()
+        self._excluded: Counter[tuple[str, str, str, str]] = Counter()
         self._last = 0
         engine.traffic.reset()
         engine.gathers.events = []
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def excluded(self) -> Iterator[None]:
         """What is moved inside is no training."""
         before = self._rows()
         yield
-        self._apart.update({key: figure - before[key] for key, figure in self._rows().items()})
+        self._excluded.update({key: figure - before[key] for key, figure in self._rows().items()})
 
     def last_step(self) -> int:
         """Bytes since it was asked last."""
@@ -66,7 +66,7 @@ class Traffic:
 
     def entries(self) -> list[TrafficEntry]:
         """Training's traffic by axis, operation and unit."""
-        left = self._rows() - self._apart
+        left = self._rows() - self._excluded
         names = dict.fromkeys(key[:3] for key in left)
         return [TrafficEntry(*key, Moved(*(left[*key, f] for f in Moved._fields))) for key in names]
 
@@ -87,7 +87,7 @@ class TrafficEntry(NamedTuple):
     moved: Moved
 
 
-class Done(NamedTuple):
+class SessionCounts(NamedTuple):
     """What a session did: steps applied and skipped, of so many micro-batches each; tokens this rank trained on."""
 
     applied: int
@@ -100,7 +100,7 @@ class Done(NamedTuple):
         return self.applied + self.skipped
 
 
-def traffic_rows(engine: Engine, traffic: Traffic, done: Done) -> list[TrafficRow]:
+def traffic_rows(engine: Engine, traffic: TrainingTraffic, done: SessionCounts) -> list[TrafficRow]:
     """The whole session per operation."""
     measured = {(_on(entry.axis, entry.op), entry.unit): entry.moved for entry in traffic.entries()}
     planned = planned_traffic(engine, traffic.gathers, done)
@@ -114,7 +114,7 @@ def traffic_rows(engine: Engine, traffic: Traffic, done: Done) -> list[TrafficRo
     return rows
 
 
-def planned_traffic(engine: Engine, gathers: Mapping[str, int], done: Done) -> dict[tuple[str, str], Moved]:
+def planned_traffic(engine: Engine, gathers: Mapping[str, int], done: SessionCounts) -> dict[tuple[str, str], Moved]:
     """By (operation, unit): step_traffic times steps, the mean loss of each, and once the order of reductions.
 
     A skipped step (fp16 overflow) updates nothing, so stages 0-2 gather nothing after it.
@@ -138,7 +138,7 @@ def planned_traffic(engine: Engine, gathers: Mapping[str, int], done: Done) -> d
     return planned
 
 
-def planned_pipeline(engine: Engine, done: Done) -> dict[tuple[str, str], Moved]:
+def planned_pipeline(engine: Engine, done: SessionCounts) -> dict[tuple[str, str], Moved]:
     """By (operation, part or unit) on the pp axis: hidden states and tied gradients."""
     if engine.pipeline is None:
         return {}
@@ -151,7 +151,7 @@ def planned_pipeline(engine: Engine, done: Done) -> dict[tuple[str, str], Moved]
     }
 
 
-def planned_tensor(engine: Engine, done: Done) -> dict[tuple[str, str], Moved]:
+def planned_tensor(engine: Engine, done: SessionCounts) -> dict[tuple[str, str], Moved]:
     """By (operation, module) on the tp axis: activations and their gradients."""
     width, micro_batches = engine.precision.dtype.itemsize, done.steps * done.micro_batches
     moved = tensor_traffic(engine.passages, done.tokens, micro_batches, engine.mesh.tp, width)
