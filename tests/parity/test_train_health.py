@@ -187,7 +187,7 @@ def test_fp16_at_its_smallest_scale_saves_what_there_is_and_a_save_that_fails_hi
 
 
 def test_spoiled_weights_are_not_saved_and_a_checkpoint_of_them_is_not_gone_on_from(folder, losses, monkeypatch):
-    from zero3d.train import loop, run
+    from zero3d.train import loop, resume
 
     losses({})
     diverges = {"precision": "fp16", "loss_scale": {"initial": 1.0}, "schedule": {"warmup": 0}}
@@ -199,7 +199,7 @@ def test_spoiled_weights_are_not_saved_and_a_checkpoint_of_them_is_not_gone_on_f
     assert f"They are not saved, and {folder}/out/checkpoints/step-2 is there." in said
     assert steps_saved(made) == ["step-2"]
     with monkeypatch.context() as unseen:
-        for module in (loop, run):
+        for module in (loop, resume):
             unseen.setattr(module, "check_weights", lambda *_: None)
         bad["train"]["steps"] = 3
         bad["checkpoint"]["keep"] = 2

@@ -1,0 +1,65 @@
+"""Resuming: the checkpoint that a run goes on from, loaded into engine and data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zero3d.config import Config
+from zero3d.data.batches import BatchStream
+from zero3d.distributed.agreement import agree
+from zero3d.engine.engine import Engine
+from zero3d.errors import CheckpointError, ConfigError, NonFiniteError
+from zero3d.setup.build import Inputs, steps_of_run
+from zero3d.setup.optim import rate, set_again, settings
+from zero3d.train.folder import AUTO, Folder
+from zero3d.train.loop_state import check_loop_state
+from zero3d.train.resume_hints import ResumeHints, older_hint
+from zero3d.train.start import Start
+from zero3d.zero.health import check_weights
+
+
+def find_checkpoint(config: Config, start: Start, engine: Engine) -> Path | None:
+    """The checkpoint to go on from. Raises CheckpointError."""
+    folder = Folder(Path(config.output or "."))
+    return agree(engine.everyone, lambda: folder.resume_from(start.resume))
+
+
+def load(config: Config, start: Start, engine: Engine, found: Path) -> Mapping[str, Any] | None:
+    """What the loop had saved in a checkpoint. Raises CheckpointError; `auto` is told from where it can go on."""
+    try:
+        saved: Mapping[str, Any] | None = engine.load(found)
+    except CheckpointError as refused:
+        tells = start.resume == AUTO and engine.everyone.rank == 0
+        way = ResumeHints(Folder(Path(config.output or ".")), config, engine.everyone.size)
+        agree(engine.everyone, partial(way.point_to_older, found, refused) if tells else lambda: None)
+        raise
+    return saved
+
+
+def restore(
+    config: Config, start: Start, inputs: Inputs, engine: Engine, stream: BatchStream, found: Path | None
+) -> tuple[Mapping[str, Any] | None, int]:
+    """Load a checkpoint into engine and stream: what the loop had saved, and the steps of the whole run.
+
+    Settings of the optimizer and of the schedule stay those of `config`. Raises what the parts do, ConfigError, and
+    NonFiniteError.
+    """
+    if found is None:
+        return None, inputs.steps
+    wanted = settings(engine.optimizer.torch)
+    saved = check_loop_state(found, load(config, start, engine, found), engine.steps)
+    remedy = f"{found} holds them. {older_hint(found)}"
+    check_weights(engine.units, engine.comm, engine.everyone, NonFiniteError, remedy)
+    stream.restore(saved["position"])
+    steps, done = steps_of_run(config, inputs.data, inputs.batch, saved["step"], stream.taken), saved["step"]
+    if steps < done:
+        key = "train.epochs" if config.train.steps is None else "train.steps"
+        raise ConfigError(
+            f"{key} asks for {steps:,} steps, and {found} has done {done:,}: give a larger {key}, or start a new run "
+            "with output=FOLDER."
+        )
+    set_again(engine.optimizer.torch, engine.scheduler, wanted, rate(config.schedule, steps))
+    return saved, steps

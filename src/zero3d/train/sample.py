@@ -1,0 +1,42 @@
+"""A text that the trained model goes on with, at the end of a run."""
+
+from __future__ import annotations
+
+import torch
+
+from zero3d.config import Config
+from zero3d.data.tokenizers import Tokenizer
+from zero3d.engine.engine import Engine
+from zero3d.errors import ConfigError
+from zero3d.setup.build import of_config
+from zero3d.train.progress import Progress
+
+SAMPLE_LENGTH, TEMPERATURE, TOP_K = 240, 0.7, 40
+
+
+def sample(config: Config, engine: Engine, tokenizer: Tokenizer | None, progress: Progress) -> str:
+    """`generate`, whose failure is told in one line: everything else of the run is there by then."""
+    prompt = config.evaluate.prompt
+    if prompt is None or tokenizer is None:
+        return ""
+    try:
+        return generate(engine, prompt, tokenizer)
+    except Exception as error:  # noqa: BLE001 (told; no model's own failure ends a run that is done)
+        said = str(error).splitlines() or [""]
+        progress.say(f"no sample for evaluate.prompt: {type(error).__name__}: {said[0]}")
+        return ""
+
+
+def generate(engine: Engine, prompt: str, tokenizer: Tokenizer) -> str:
+    """A sampled continuation of the prompt, the same on all ranks, as long as the model has positions.
+
+    Raises ConfigError where it has none left.
+    """
+    torch.manual_seed(0)
+    ids = torch.tensor(tokenizer.encode([prompt]))
+    positions = of_config(next(iter(engine.parts.values())), "max_position_embeddings")
+    room = SAMPLE_LENGTH if positions is None else min(SAMPLE_LENGTH, positions - ids.shape[1])
+    if room < 1:
+        raise ConfigError(f"evaluate.prompt has {ids.shape[1]} tokens and the model {positions} positions: shorten it.")
+    made = engine.generate(ids, room, do_sample=True, temperature=TEMPERATURE, top_k=TOP_K)
+    return tokenizer.decode(made[0].tolist())
