@@ -47,7 +47,7 @@ def train(case, folder):
             more = []
         (folder / f"signals-{rank}").write_text(str([number, *more]))
         say(folder, "saved")
-        raise Stopped(request.asked, "step 3 is saved in out")
+        raise Stopped(request.signal, "step 3 is saved in out")
 
 
 def serve(folder):

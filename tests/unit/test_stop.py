@@ -17,9 +17,9 @@ from zero3d.train.stop import SIGNALS, Stopped, StopRequest
 def test_the_first_signal_is_a_request_and_handlers_come_back(number):
     before = [signal.getsignal(each) for each in SIGNALS]
     with StopRequest() as request:
-        assert request.asked is None
+        assert request.signal is None
         signal.raise_signal(number)
-        assert request.asked == number
+        assert request.signal == number
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
@@ -27,7 +27,7 @@ def test_sigterm_may_come_many_times_but_ctrl_c_after_a_request_interrupts():
     with StopRequest() as request:
         for _ in range(3):
             signal.raise_signal(signal.SIGTERM)
-        assert request.asked == signal.SIGTERM
+        assert request.signal == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
@@ -37,7 +37,7 @@ def test_an_ignored_signal_stays_ignored():
     try:
         with StopRequest() as request:
             signal.raise_signal(signal.SIGINT)
-            assert request.asked is None
+            assert request.signal is None
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, old)
@@ -53,7 +53,7 @@ with StopRequest() as request:
         signal.raise_signal(signal.SIGTERM)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-    assert request.asked is None
+    assert request.signal is None
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 
@@ -127,7 +127,7 @@ def test_workers_are_told_once_however_long_they_save(monkeypatch):
     monkeypatch.setattr("zero3d.cli.workers.POLL", 0)
     workers = [Worker(rank, Saving(143), Path()) for rank in range(2)]
     request = StopRequest()
-    request.asked = signal.SIGTERM
+    request.signal = signal.SIGTERM
     assert supervise(workers, request) == []
     assert [worker.process.told for worker in workers] == [1, 1]
 

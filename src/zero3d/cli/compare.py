@@ -106,8 +106,8 @@ def compare(plan: Plan, as_object: bool) -> int:
     with StopRequest() as request:
         for variant in plan.variants:
             code, text = run_variant(plan, variant, request, console)
-            if request.asked is not None or (code == BAD_INPUT and not ended.results):
-                return unfinished(plan, variant, request.asked)
+            if request.signal is not None or (code == BAD_INPUT and not ended.results):
+                return unfinished(plan, variant, request.signal)
             if code:
                 ended.failed[variant] = reason(plan, variant, code)
                 line = failure(variant, ended.failed[variant])
@@ -184,9 +184,9 @@ def run_variant(plan: Plan, variant: Variant, request: StopRequest, console: Con
             try:
                 if process.poll() is not None:
                     break
-                if request.asked is not None and not told:
+                if request.signal is not None and not told:
                     told = True
-                    process.send_signal(request.asked)
+                    process.send_signal(request.signal)
                 status.update(Text(f"{place}  {_last_step(log)}"[: console.width - SPINNER]))
                 time.sleep(POLL)
             except KeyboardInterrupt:

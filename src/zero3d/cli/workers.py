@@ -106,7 +106,7 @@ def launch(words: Sequence[str], ranks: int, *, module: str = "zero3d.cli.main")
         except KeyboardInterrupt:
             print("killed by a second Ctrl-C; what was saved before is still there", file=sys.stderr)
             return 128 + signal.SIGINT
-        return conclude(workers, failed, request.asked, words, kills)
+        return conclude(workers, failed, request.signal, words, kills)
 
 
 def loopback_store() -> TCPStore:
@@ -171,7 +171,7 @@ def supervise(workers: Sequence[Worker], request: StopRequest) -> list[Worker]:
     """Wait for all workers, pass a request to stop on to each once; those that failed."""
     told = False
     while any(worker.code is None for worker in workers) and not any(worker.failed for worker in workers):
-        if request.asked is not None and not told:
+        if request.signal is not None and not told:
             told = True
             for worker in workers:
                 worker.process.terminate()

@@ -17,17 +17,17 @@ def smooth(values: Sequence[float]) -> list[float]:
     Where losses fall it lags behind nothing, and a first or a single high one does not pull it up. Values that are
     not finite are passed over.
     """
-    out = []
+    averages = []
     for i in range(len(values)):
         half = min(HALF, i, len(values) - 1 - i)
         around = sorted(value for value in values[i - half : i + half + 1] if math.isfinite(value))
         third = len(around) // 3
-        out.append(fmean(around[third : len(around) - third]) if around else math.nan)
-    return out
+        averages.append(fmean(around[third : len(around) - third]) if around else math.nan)
+    return averages
 
 
 def as_text(values: Sequence[float], width: int = 64, height: int = 10) -> Iterator[str]:
-    """Lines of a plot of `values` against 1, 2, ...; each character holds 2 x 4 dots."""
+    """Yield lines of a plot of `values` against 1, 2, ...; each character holds 2 x 4 dots."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return

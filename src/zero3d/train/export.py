@@ -22,7 +22,7 @@ from zero3d.train.progress import Progress
 
 
 def model_tokenizer(folder: Path | None) -> Tokenizer | None:
-    """That of the model's folder, which data of token ids did not need; None where it has none."""
+    """Return the tokenizer of the model's folder, which data of token ids did not need; None where it has none."""
     try:
         return None if folder is None else load_tokenizer(None, str(folder))
     except ConfigError:
@@ -44,7 +44,7 @@ def export_model(engine: Engine, folder: Folder, tokenizer: Tokenizer | None, pr
 
 
 def _save_tokenizer(tokenizer: Tokenizer | None, export: Path) -> str | None:
-    """Beside the weights; what is to be said of it."""
+    """Save it beside the weights; return a note where there is none."""
     if tokenizer is None:
         return "the export has no tokenizer: the data are token ids, and the model's folder has none"
     try:
@@ -54,12 +54,12 @@ def _save_tokenizer(tokenizer: Tokenizer | None, export: Path) -> str | None:
 
 
 def verifies(config: Config, data: DataSet) -> bool:
-    """Whether the export is loaded again and evaluated."""
+    """Say whether the export is loaded again and evaluated."""
     return config.checkpoint.export and config.checkpoint.verify and bool(data.validation)
 
 
 def verify(config: Config, engine: Engine, export: Path, data: DataSet) -> float:
-    """The held-out loss of the exported model as anybody would load it, on rank 0 alone."""
+    """Return the held-out loss of the exported model as anybody would load it, on rank 0 alone."""
     from transformers import AutoModelForCausalLM
 
     gc.collect()

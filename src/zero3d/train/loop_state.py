@@ -14,7 +14,7 @@ from zero3d.errors import ConfigError
 
 @dataclass(frozen=True)
 class LoopState:
-    """How far a run is.
+    """Says how far a run is.
 
     step  batches so far; skipped of them changed nothing, the last `in_a_row` because they were not finite
     tokens  all ranks together
@@ -36,7 +36,7 @@ class LoopState:
 
 
 def check_loop_state(checkpoint: Path, saved: Mapping[str, Any] | None, applied: int) -> Mapping[str, Any]:
-    """It, as `LoopState.of` wants it; `applied` steps are the engine's. Raises CheckpointError, ConfigError."""
+    """Return what the loop has saved, checked; the engine has `applied` steps. Raises CheckpointError, ConfigError."""
     if saved is None or "position" not in saved:
         raise ConfigError(
             f"{checkpoint} was saved by engine.save, not by zero3d train: it does not say how far the data is."

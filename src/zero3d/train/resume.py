@@ -22,44 +22,44 @@ from zero3d.zero.health import check_weights
 
 
 def find_checkpoint(config: Config, start: Start, engine: Engine) -> Path | None:
-    """The checkpoint to go on from. Raises CheckpointError."""
+    """Return the checkpoint to resume from, or None. Raises CheckpointError."""
     folder = Folder(Path(config.output or "."))
     return agree(engine.everyone, lambda: folder.resume_from(start.resume))
 
 
-def load(config: Config, start: Start, engine: Engine, found: Path) -> Mapping[str, Any] | None:
-    """What the loop had saved in a checkpoint. Raises CheckpointError; `auto` is told from where it can go on."""
+def load(config: Config, start: Start, engine: Engine, checkpoint: Path) -> Mapping[str, Any] | None:
+    """Load a checkpoint; return what the loop had saved. A CheckpointError names an older one for `auto`."""
     try:
-        saved: Mapping[str, Any] | None = engine.load(found)
-    except CheckpointError as refused:
-        tells = start.resume == AUTO and engine.everyone.rank == 0
-        way = ResumeHints(Folder(Path(config.output or ".")), config, engine.everyone.size)
-        agree(engine.everyone, partial(way.point_to_older, found, refused) if tells else lambda: None)
+        saved: Mapping[str, Any] | None = engine.load(checkpoint)
+    except CheckpointError as error:
+        searches = start.resume == AUTO and engine.everyone.rank == 0
+        hints = ResumeHints(Folder(Path(config.output or ".")), config, engine.everyone.size)
+        agree(engine.everyone, partial(hints.point_to_older, checkpoint, error) if searches else lambda: None)
         raise
     return saved
 
 
 def restore(
-    config: Config, start: Start, inputs: Inputs, engine: Engine, stream: BatchStream, found: Path | None
+    config: Config, start: Start, inputs: Inputs, engine: Engine, stream: BatchStream, checkpoint: Path | None
 ) -> tuple[Mapping[str, Any] | None, int]:
-    """Load a checkpoint into engine and stream: what the loop had saved, and the steps of the whole run.
+    """Load a checkpoint into engine and stream; return what the loop had saved, and the steps of the whole run.
 
     Settings of the optimizer and of the schedule stay those of `config`. Raises what the parts do, ConfigError, and
     NonFiniteError.
     """
-    if found is None:
+    if checkpoint is None:
         return None, inputs.steps
-    wanted = settings(engine.optimizer.torch)
-    saved = check_loop_state(found, load(config, start, engine, found), engine.steps)
-    remedy = f"{found} holds them. {older_hint(found)}"
+    configured = settings(engine.optimizer.torch)
+    saved = check_loop_state(checkpoint, load(config, start, engine, checkpoint), engine.steps)
+    remedy = f"{checkpoint} holds them. {older_hint(checkpoint)}"
     check_weights(engine.units, engine.comm, engine.everyone, NonFiniteError, remedy)
     stream.restore(saved["position"])
     steps, done = steps_of_run(config, inputs.data, inputs.batch, saved["step"], stream.taken), saved["step"]
     if steps < done:
         key = "train.epochs" if config.train.steps is None else "train.steps"
         raise ConfigError(
-            f"{key} asks for {steps:,} steps, and {found} has done {done:,}: give a larger {key}, or start a new run "
-            "with output=FOLDER."
+            f"{key} asks for {steps:,} steps, and {checkpoint} has done {done:,}: give a larger {key}, or start a "
+            "new run with output=FOLDER."
         )
-    set_again(engine.optimizer.torch, engine.scheduler, wanted, rate(config.schedule, steps))
+    set_again(engine.optimizer.torch, engine.scheduler, configured, rate(config.schedule, steps))
     return saved, steps

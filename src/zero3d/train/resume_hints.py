@@ -16,7 +16,7 @@ ANEW = "start anew with --overwrite"
 
 
 def older_hint(checkpoint: Path) -> str:
-    """What to do about one that is whole and of no use: take the one before it, or start anew."""
+    """Say what to do about a checkpoint that is whole and of no use: take the one before it, or start anew."""
     beside = list(checkpoints(checkpoint.parent).values())
     older = beside[: beside.index(checkpoint)] if checkpoint in beside else []
     return f"Take an older one, --resume {older[-1]}, or {ANEW}." if older else f"None there is older: {ANEW}."
@@ -24,17 +24,17 @@ def older_hint(checkpoint: Path) -> str:
 
 @dataclass(frozen=True)
 class ResumeHints:
-    """Of a run in `folder` on `ranks`."""
+    """Says what to type to continue a run in `folder` on `ranks`."""
 
     folder: Folder
     config: Config
     ranks: int
 
     def command(self, checkpoint: Path) -> str:
-        """The command that goes on from it; a checkpoint that `auto` would not take is named."""
-        found = checkpoints(self.folder.checkpoints)
-        inside = checkpoint.resolve() in [path.resolve() for path in found.values()]
-        newest = inside and found[max(found)].resolve() == checkpoint.resolve()
+        """Return the command that goes on from a checkpoint, by its name where `auto` would not take it."""
+        saved = checkpoints(self.folder.checkpoints)
+        inside = checkpoint.resolve() in [path.resolve() for path in saved.values()]
+        newest = inside and saved[max(saved)].resolve() == checkpoint.resolve()
         start = AUTO if newest else checkpoint if inside else f"{checkpoint} output=FOLDER"
         return f"zero3d train {self.folder.config} --resume {start}{self._ranks}"
 
@@ -44,17 +44,17 @@ class ResumeHints:
         free = self.config.mesh.dp is None and self.config.train.batch is None
         return f" --ranks={self.ranks}" if free else ""
 
-    def point_to_older(self, found: Path, refused: CheckpointError) -> None:
-        """Raise CheckpointError with the command that goes on from an older checkpoint, if `found` is damaged.
+    def point_to_older(self, checkpoint: Path, error: CheckpointError) -> None:
+        """Raise CheckpointError with the command that goes on from an older checkpoint, if `checkpoint` is damaged.
 
-        Reads all of `found`, and of older ones until one is whole.
+        Reads all of `checkpoint`, and of older ones until one is whole.
         """
-        if find_damage(found) is None:
+        if find_damage(checkpoint) is None:
             return
-        older = newest_intact(self.folder.checkpoints, but=found)
+        older = newest_intact(self.folder.checkpoints, but=checkpoint)
         if older is None:
-            way = f"No other checkpoint in {self.folder.checkpoints} is whole: {ANEW}."
+            remedy = f"No other checkpoint in {self.folder.checkpoints} is whole: {ANEW}."
         else:
-            way = f"The newest one that is whole is {older}: type {self.command(older)}"
-        said = str(refused).removesuffix(USE_ANOTHER).strip()
-        raise CheckpointError(f"{found.name}, the newest checkpoint, is damaged: {said} {way}") from refused
+            remedy = f"The newest one that is whole is {older}: type {self.command(older)}"
+        damage = str(error).removesuffix(USE_ANOTHER).strip()
+        raise CheckpointError(f"{checkpoint.name}, the newest checkpoint, is damaged: {damage} {remedy}") from error

@@ -39,7 +39,7 @@ from zero3d.train.traffic import SessionCounts, TrafficRow, traffic_rows
 
 @dataclass(frozen=True)
 class Result:
-    """What a run found out, as seen by rank 0. Bytes and traffic are those of rank 0, in this session.
+    """Holds what a run found out, as seen by rank 0. Bytes and traffic are those of rank 0, in this session.
 
     fingerprint  of exact mode: of all masters and optimizer states at the end
     """
@@ -152,33 +152,33 @@ def _finish(
 
 
 def begin(config: Config, start: Start, lock: FolderLock, rank: int) -> None:
-    """Refuse what cannot be; rank 0 holds an output folder that is there. Raises ConfigError, CheckpointError."""
+    """Refuse what cannot be; rank 0 locks an output folder that is there. Raises ConfigError, CheckpointError."""
     check_start(config, start, alone=rank == 0)
     if rank == 0 and config.output is not None and Path(config.output).is_dir():
         lock.acquire(Path(config.output))
 
 
-def open_folder(config: Config, start: Start, engine: Engine, found: Path | None, lock: FolderLock) -> Folder:
+def open_folder(config: Config, start: Start, engine: Engine, checkpoint: Path | None, lock: FolderLock) -> Folder:
     """Claim the output folder on rank 0 and write config.yaml into it."""
     first = engine.everyone.rank == 0
     folder = Folder(Path(config.output)) if config.output is not None else _first_free(start, engine)
-    agree(engine.everyone, lambda: folder.claim(lock, start.resume, start.overwrite, found) if first else None)
+    agree(engine.everyone, lambda: folder.claim(lock, start.resume, start.overwrite, checkpoint) if first else None)
     text = to_yaml(with_output(config, folder.root))
     agree(engine.everyone, lambda: folder.write_config(text) if first else None)
     return folder
 
 
 def _first_free(start: Start, engine: Engine) -> Folder:
-    """The first free folder of the run's name, which rank 0 has made."""
+    """Return the first free folder of the run's name, which rank 0 has made."""
     stem = f"zero3d-{start.name}"
     number = agree(engine.everyone, lambda: first_free(stem) if engine.everyone.rank == 0 else 0)
     folder = Folder(numbered(stem, broadcast_ints(engine.everyone, [number])[0]))
-    start.chosen(folder.root)
+    start.report_output(folder.root)
     return folder
 
 
 def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, folder: Folder) -> list[str]:
-    """What is about to happen, in lines."""
+    """Say in lines what is about to happen."""
     ranks = engine.everyone.size
     kind = type(inputs.opened.module).__name__
     parts = [f"stage {config.zero.stage}", config.precision, f"{ranks} rank{'s' if ranks > 1 else ''} on "
@@ -193,7 +193,7 @@ def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, fol
 
 
 def _vocabulary(inputs: Inputs) -> str:
-    """What text becomes tokens by, and how many the model knows."""
+    """Say what text becomes tokens by, and how many the model knows."""
     tokenizer, rows = inputs.data.tokenizer, of_config(inputs.opened.module, "vocab_size")
     by = "no tokenizer, the data are token ids" if tokenizer is None else f"{tokenizer.name}, {tokenizer.size:,} tokens"
     return f"tokenizer: {by}; the model's vocabulary: {'unknown' if rows is None else f'{rows:,}'}"
@@ -207,12 +207,12 @@ def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
 
 
 def count_params(engine: Engine) -> int:
-    """Psi, of all pipeline stages and tp ranks."""
+    """Return Psi, of all pipeline stages and tp ranks."""
     return sum(map(math.prod, engine.whole.shapes.values()))
 
 
 def memory_peak(engine: Engine) -> int:
-    """The most memory this rank ever had: of its device, or on the CPU of its process."""
+    """Return the most memory this rank ever had: of its device, or on the CPU of its process."""
     if engine.mesh.device.type != "cpu":
         return memory_bytes(engine)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -15,20 +15,20 @@ SAMPLE_LENGTH, TEMPERATURE, TOP_K = 240, 0.7, 40
 
 
 def sample(config: Config, engine: Engine, tokenizer: Tokenizer | None, progress: Progress) -> str:
-    """`generate`, whose failure is told in one line: everything else of the run is there by then."""
+    """Call `generate`, and say its failure in one line: everything else of the run is there by then."""
     prompt = config.evaluate.prompt
     if prompt is None or tokenizer is None:
         return ""
     try:
         return generate(engine, prompt, tokenizer)
-    except Exception as error:  # noqa: BLE001 (told; no model's own failure ends a run that is done)
-        said = str(error).splitlines() or [""]
-        progress.say(f"no sample for evaluate.prompt: {type(error).__name__}: {said[0]}")
+    except Exception as error:  # noqa: BLE001 (printed; no model's own failure ends a run that is done)
+        lines = str(error).splitlines() or [""]
+        progress.say(f"no sample for evaluate.prompt: {type(error).__name__}: {lines[0]}")
         return ""
 
 
 def generate(engine: Engine, prompt: str, tokenizer: Tokenizer) -> str:
-    """A sampled continuation of the prompt, the same on all ranks, as long as the model has positions.
+    """Return a sampled continuation of the prompt, the same on all ranks, as long as the model has positions.
 
     Raises ConfigError where it has none left.
     """
@@ -38,5 +38,5 @@ def generate(engine: Engine, prompt: str, tokenizer: Tokenizer) -> str:
     room = SAMPLE_LENGTH if positions is None else min(SAMPLE_LENGTH, positions - ids.shape[1])
     if room < 1:
         raise ConfigError(f"evaluate.prompt has {ids.shape[1]} tokens and the model {positions} positions: shorten it.")
-    made = engine.generate(ids, room, do_sample=True, temperature=TEMPERATURE, top_k=TOP_K)
-    return tokenizer.decode(made[0].tolist())
+    tokens = engine.generate(ids, room, do_sample=True, temperature=TEMPERATURE, top_k=TOP_K)
+    return tokenizer.decode(tokens[0].tolist())

@@ -1,4 +1,4 @@
-"""What a run sent beside what the formulas say, by axis and operation, unit by unit.
+"""The bytes that a run sent beside what the formulas say, by axis and operation, unit by unit.
 
 rows                                        formula
 ------------------------------------------  ----------------------------------------------------------------
@@ -27,7 +27,7 @@ LOSS_VALUES = 2  # of train_batch's exchange: sum of losses, sum of weights
 
 
 class TrafficRow(NamedTuple):
-    """What one operation sent on one rank in the whole run; `equal` compares unit by unit."""
+    """Holds what one operation sent on one rank in the whole run; `equal` compares unit by unit."""
 
     op: str
     formula: Moved
@@ -36,7 +36,7 @@ class TrafficRow(NamedTuple):
 
 
 class TrainingTraffic:
-    """The ledger's part that training moved: evaluations and checkpoints are taken out.
+    """Counts what training moved in the ledger: evaluations and checkpoints are taken out.
 
     gathers  parameter gathers per unit and step, from the tokens of the first step
     """
@@ -51,13 +51,13 @@ class TrainingTraffic:
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """What is moved inside is no training."""
+        """Leave out what is moved inside: it is no training."""
         before = self._rows()
         yield
         self._excluded.update({key: figure - before[key] for key, figure in self._rows().items()})
 
     def last_step(self) -> int:
-        """Bytes since it was asked last."""
+        """Return bytes since this was called last."""
         if self._tokens.events is not None:
             self.gathers, self._tokens.events = count_gathers(self._tokens.events), None
         total = sum(entry.moved.bytes for entry in self.entries())
@@ -65,10 +65,10 @@ class TrainingTraffic:
         return total - last
 
     def entries(self) -> list[TrafficEntry]:
-        """Training's traffic by axis, operation and unit."""
-        left = self._rows() - self._excluded
-        names = dict.fromkeys(key[:3] for key in left)
-        return [TrafficEntry(*key, Moved(*(left[*key, f] for f in Moved._fields))) for key in names]
+        """Return training's traffic by axis, operation and unit."""
+        training = self._rows() - self._excluded
+        names = dict.fromkeys(key[:3] for key in training)
+        return [TrafficEntry(*key, Moved(*(training[*key, f] for f in Moved._fields))) for key in names]
 
     def _rows(self) -> Counter[tuple[str, str, str, str]]:
         rows: Counter[tuple[str, str, str, str]] = Counter()
@@ -79,7 +79,7 @@ class TrainingTraffic:
 
 
 class TrafficEntry(NamedTuple):
-    """What one operation moved on one unit."""
+    """Holds what one operation moved on one unit."""
 
     axis: str
     op: str
@@ -88,7 +88,7 @@ class TrafficEntry(NamedTuple):
 
 
 class SessionCounts(NamedTuple):
-    """What a session did: steps applied and skipped, of so many micro-batches each; tokens this rank trained on."""
+    """Counts a session: steps applied and skipped, of so many micro-batches each; tokens this rank trained on."""
 
     applied: int
     skipped: int
@@ -100,22 +100,24 @@ class SessionCounts(NamedTuple):
         return self.applied + self.skipped
 
 
-def traffic_rows(engine: Engine, traffic: TrainingTraffic, done: SessionCounts) -> list[TrafficRow]:
-    """The whole session per operation."""
+def traffic_rows(engine: Engine, traffic: TrainingTraffic, counts: SessionCounts) -> list[TrafficRow]:
+    """Return measured and planned traffic of the whole session, per operation."""
     measured = {(_on(entry.axis, entry.op), entry.unit): entry.moved for entry in traffic.entries()}
-    planned = planned_traffic(engine, traffic.gathers, done)
-    if done.steps:
-        planned |= planned_pipeline(engine, done) | planned_tensor(engine, done) | planned_replica(engine, done.steps)
+    planned = planned_traffic(engine, traffic.gathers, counts)
+    if counts.steps:
+        planned |= (
+            planned_pipeline(engine, counts) | planned_tensor(engine, counts) | planned_replica(engine, counts.steps)
+        )
     rows = []
     for op in dict.fromkeys(op for op, _ in [*planned, *measured]):
-        ours = {unit: moved for (kind, unit), moved in measured.items() if kind == op}
+        actual = {unit: moved for (kind, unit), moved in measured.items() if kind == op}
         formula = {unit: moved for (kind, unit), moved in planned.items() if kind == op}
-        rows.append(TrafficRow(op, _total(formula.values()), _total(ours.values()), ours == formula))
+        rows.append(TrafficRow(op, _total(formula.values()), _total(actual.values()), actual == formula))
     return rows
 
 
-def planned_traffic(engine: Engine, gathers: Mapping[str, int], done: SessionCounts) -> dict[tuple[str, str], Moved]:
-    """By (operation, unit): step_traffic times steps, the mean loss of each, and once the order of reductions.
+def planned_traffic(engine: Engine, gathers: Mapping[str, int], counts: SessionCounts) -> dict[tuple[str, str], Moved]:
+    """Return by (operation, unit): step_traffic times steps, each mean loss, once the order of reductions.
 
     A skipped step (fp16 overflow) updates nothing, so stages 0-2 gather nothing after it.
     """
@@ -124,42 +126,42 @@ def planned_traffic(engine: Engine, gathers: Mapping[str, int], done: SessionCou
         return {}
     policy, units = engine.policy, engine.traffic_units
     exact = engine.leaves is not None
-    each = step_traffic(engine.stage, units, n, gathers, done.micro_batches, policy.reduce, exact)
-    calls, values, size = each["exchange", "-"]
-    loss = LOSS_VALUES * (n - 1) * (done.micro_batches if exact else 1)
-    each["exchange", "-"] = Moved(calls + 1, values + loss, size + 8 * loss)
+    step = step_traffic(engine.stage, units, n, gathers, counts.micro_batches, policy.reduce, exact)
+    calls, values, size = step["exchange", "-"]
+    loss = LOSS_VALUES * (n - 1) * (counts.micro_batches if exact else 1)
+    step["exchange", "-"] = Moved(calls + 1, values + loss, size + 8 * loss)
     planned = {}
-    for (op, unit), moved in each.items():
+    for (op, unit), moved in step.items():
         every = op != "all_gather" or policy.stage.shards_parameters
-        steps = done.steps if every else done.applied
+        steps = counts.steps if every else counts.applied
         planned[op, unit] = Moved(*(steps * figure for figure in moved))
     trainable = sum(unit.trainable for unit in units)
     planned["broadcast", "-"] = Moved(1, trainable, 8 * trainable)
     return planned
 
 
-def planned_pipeline(engine: Engine, done: SessionCounts) -> dict[tuple[str, str], Moved]:
-    """By (operation, part or unit) on the pp axis: hidden states and tied gradients."""
+def planned_pipeline(engine: Engine, counts: SessionCounts) -> dict[tuple[str, str], Moved]:
+    """Return by (operation, part or unit) on the pp axis: hidden states and tied gradients."""
     if engine.pipeline is None:
         return {}
-    each = engine.pipeline.traffic(done.micro_batches)
+    step = engine.pipeline.traffic(counts.micro_batches)
     for unit in engine.replica.traded:
         shard = unit.gradients.shard
-        each["trade", unit.name] = Moved(1, shard.numel(), shard.numel() * shard.element_size())
+        step["trade", unit.name] = Moved(1, shard.numel(), shard.numel() * shard.element_size())
     return {
-        (_on("pp", op), unit): Moved(*(done.steps * figure for figure in moved)) for (op, unit), moved in each.items()
+        (_on("pp", op), unit): Moved(*(counts.steps * figure for figure in moved)) for (op, unit), moved in step.items()
     }
 
 
-def planned_tensor(engine: Engine, done: SessionCounts) -> dict[tuple[str, str], Moved]:
-    """By (operation, module) on the tp axis: activations and their gradients."""
-    width, micro_batches = engine.precision.dtype.itemsize, done.steps * done.micro_batches
-    moved = tensor_traffic(engine.passages, done.tokens, micro_batches, engine.mesh.tp, width)
-    return {(_on("tp", op), module): each for (op, module), each in moved.items()}
+def planned_tensor(engine: Engine, counts: SessionCounts) -> dict[tuple[str, str], Moved]:
+    """Return by (operation, module) on the tp axis: activations and their gradients."""
+    width, micro_batches = engine.precision.dtype.itemsize, counts.steps * counts.micro_batches
+    moved = tensor_traffic(engine.passages, counts.tokens, micro_batches, engine.mesh.tp, width)
+    return {(_on("tp", op), module): figures for (op, module), figures in moved.items()}
 
 
 def planned_replica(engine: Engine, steps: int) -> dict[tuple[str, str], Moved]:
-    """What the ranks of a replica agree on, by (operation, "-").
+    """Return what the ranks of a replica agree on, by (operation, "-").
 
     A step exchanges the weight with the verdict on orders, the norms and the mean loss, all float64; the first
     one also their places. Partial gradients are exchanged over tp.
