@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from zero3d.page.text import size
 from zero3d.train.comparison import CATEGORIES, Figure, Recompute, Row, square_root
-from zero3d.train.progress import size
 from zero3d.train.variants import Axis, Variant
 
 UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("bytes", 1))
@@ -58,7 +58,7 @@ def memory_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
         axes, f"memory of rank 0 in {unit}", [SHORT.get(name, name) for name in CATEGORIES] + ["peak"], gap=0
     )
     for row in rows:
-        _two_lines(table, row, row.memory, CATEGORIES, scale, size(row.peak))
+        _two_lines(table, row, row.memory, CATEGORIES, scale, size(row.peak, keep_zero=True))
     table.caption = (
         "temporary: most held at an instant, by kind; activations: by a forward\n"
         "peak: most ever held by a rank's device, on the CPU by its process"

@@ -27,13 +27,13 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import STATES
+from zero3d.page.text import size
 from zero3d.plan.corrected import corrected, write_rates
 from zero3d.plan.emit import plan_of
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import base_of, cluster, named, read_file
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.sim.trace import trace
-from zero3d.train.progress import size
 
 CHECKED_STEP = 3  # the step after which a run is held against its plan
 
@@ -110,7 +110,7 @@ def check_line(estimate: Estimate, measured: int, seconds: float, device: str) -
     off = 100 * (measured / memory - 1)
     slowest = max(estimate.seconds.parts, key=lambda name: estimate.seconds.parts[name])
     return (
-        f"plan {size(int(memory))} / actual {size(measured)} {kind} ({off:+.1f} %), "
+        f"plan {size(int(memory), keep_zero=True)} / actual {size(measured, keep_zero=True)} {kind} ({off:+.1f} %), "
         f"step {estimate.seconds.mid:.3g} s / {seconds:.3g} s; slowest term: {slowest}"
     )
 

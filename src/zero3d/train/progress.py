@@ -9,6 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress as Bar, TaskID, TextColumn, TimeRemainingColumn
 
+from zero3d.page.text import size
+
 LINES = 20  # printed over a run where there is no terminal
 # Fits 80 columns with the bar; `amounts` stand below it.
 SHORT = "loss {loss:5.3f}  norm {grad_norm:5.3f}  lr {lr:.1e}  {tokens_per_s:6,.0f} tok/s"
@@ -81,8 +83,8 @@ def amounts(record: Mapping[str, Any]) -> str:
     """Return what a step used and sent, and how many have been skipped."""
     parts = [
         f"MFU {record['mfu']:.1%}" if "mfu" in record else "",
-        f"{size(record['memory_bytes'])} held",
-        f"{size(record['traffic_bytes'])} sent" if record["traffic_bytes"] else "",
+        f"{size(record['memory_bytes'], keep_zero=True)} held",
+        f"{size(record['traffic_bytes'], keep_zero=True)} sent" if record["traffic_bytes"] else "",
         f"{record['skipped']} skipped" if record["skipped"] else "",
     ]
     return "  ".join(part for part in parts if part)
@@ -94,11 +96,3 @@ def duration(seconds: float) -> str:
     hours, rest = divmod(rest, 3600)
     clock = f"{rest // 60}:{rest % 60:02}" if not (days or hours) else f"{hours:02}:{rest // 60:02}:{rest % 60:02}"
     return f"{days} d {clock}" if days else clock
-
-
-def size(count: int) -> str:
-    """Bytes with the unit that suits them."""
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count} B"

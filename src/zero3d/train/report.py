@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from zero3d.config import to_dict
+from zero3d.page.text import size
 from zero3d.train.curve import as_png, as_text, smooth
 from zero3d.train.metrics import finite, losses
-from zero3d.train.progress import size
 from zero3d.train.run import Result
 
 
@@ -84,7 +84,7 @@ def _verdict(agrees: bool | None, at_most: bool) -> Text:
 
 def summary(result: Result) -> Iterator[str]:
     """Yield the losses and where everything is."""
-    most = size(result.peak_memory)
+    most = size(result.peak_memory, keep_zero=True)
     yield f"trained {len(result.steps)} steps in {result.seconds:.1f} s; no rank ever held more than {most}"
     held_out, reloaded = result.held_out_loss, result.reloaded_loss
     if math.isfinite(held_out):
