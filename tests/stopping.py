@@ -63,7 +63,7 @@ def serve(folder):
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        from zero3d.cli.workers import as_worker
+        from zero3d.cli.worker import as_worker
 
         as_worker(lambda: train(sys.argv[1], Path(sys.argv[2])))
     serve(Path(sys.argv[1]))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import zero3d.errors
-from zero3d.cli.workers import leave_exception
+from zero3d.cli.worker import leave_exception
 from zero3d.errors import (
     CheckpointError,
     ConfigError,

@@ -11,7 +11,8 @@ import yaml
 
 from zero3d.cli.main import main, parse
 from zero3d.cli.train import as_words
-from zero3d.cli.workers import RANKS, Worker, output_of, ranks_here, resume_line, tell_output
+from zero3d.cli.worker import tell_output
+from zero3d.cli.workers import RANKS, Worker, output_of, ranks_here, resume_line
 
 DOCS = Path(__file__).parents[2] / "docs" / "cluster.md"
 NASTY = ["data.train=my files/it's; touch spilt", "output=$(whoami)/`id`/$HOME"]

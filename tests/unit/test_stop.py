@@ -156,7 +156,7 @@ def test_no_handler_of_errors_takes_a_stop_for_one():
 )
 def test_a_worker_of_another_launcher_says_itself_how_it_ended(rank, raised, code, said):
     script = f"""
-from zero3d.cli.workers import as_worker
+from zero3d.cli.worker import as_worker
 from zero3d.errors import DataError
 from zero3d.train.stop import Stopped
 def act():

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from zero3d.cli.rank_environment import join_environment
 from zero3d.cli.train import check_ranks
-from zero3d.cli.workers import as_worker, launch, quiet_environment, ranks_here
+from zero3d.cli.worker import as_worker, quiet_environment
+from zero3d.cli.workers import launch, ranks_here
 from zero3d.errors import ConfigError
 from zero3d.plan.spec import ClusterSpec
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from zero3d.cli.preflight import check_transformers
 from zero3d.cli.train import check_ranks, named, quiet_libraries
-from zero3d.cli.workers import quiet_environment, ranks_here
+from zero3d.cli.worker import quiet_environment
+from zero3d.cli.workers import ranks_here
 from zero3d.config import load, split_words
 from zero3d.errors import ConfigError
 from zero3d.page.text import columns, count, size

@@ -15,7 +15,8 @@ from typing import TextIO
 
 from zero3d.cli.preflight import check_paths, check_transformers, check_world
 from zero3d.cli.rank_environment import join_environment
-from zero3d.cli.workers import as_worker, launch, quiet_environment, ranks_here, tell_output
+from zero3d.cli.worker import as_worker, quiet_environment, tell_output
+from zero3d.cli.workers import launch, ranks_here
 from zero3d.config import Config, load, split_words
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.train.lock import FolderLock

@@ -1,9 +1,9 @@
-"""Workers of this machine: started, stopped, waited for, and a worker's failure told once.
+"""Workers of this machine as their launcher sees them: started, waited for, stopped, a failure reported once.
 
 launcher    starts --ranks workers (this same command with RANK set) and hosts their store
 worker 0    owns the terminal; the other workers' output goes to files that die with the run
-failure     a worker leaves its exception in its error file and exits with 2 for a Zero3dError,
-            else with 1; the launcher ends the others, which cannot go on without it
+failure     a worker leaves its exception in its error file (`worker.py`); the launcher ends the others, which cannot
+            go on without it
 stop        SIGTERM, Ctrl-C or a hang-up at the launcher: one SIGTERM to each worker, which takes
             the time it needs to save and exits with 128 + 15; Ctrl-C again kills them
 
@@ -12,8 +12,6 @@ Why not torch's elastic agent: docs/decisions/0009-our-own-workers.md.
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import json
 import os
 import shlex
@@ -21,42 +19,28 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from zero3d.cli.oom import killed, oom_kills
-from zero3d.errors import Zero3dError
-from zero3d.train.stop import SIGNALS, Stopped, StopRequest
+from zero3d.cli.worker import ERROR_FILE, LAST_WORDS, LAUNCHED, OUTPUT
+from zero3d.train.stop import SIGNALS, StopRequest
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-LAUNCHED = "ZERO3D_LAUNCHED"  # set for workers whose launcher tells their failure
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the name by which torchrun passes it, too
 RANKS = 2  # workers of a machine without accelerators
 POLL = 0.05  # seconds between two looks at the workers
-LAST_WORDS = 1.0  # seconds in which workers may end on their own, and say why, after one has failed
 DIED = "died without an exception"
-OUTPUT = "output-folder"  # the file in which worker 0 names it
 LAUNCH_OPTIONS = ("--ranks", "--json")  # of a command line, what says nothing about the training
 BACKLOG = 2048  # workers that may connect at once, as torch has it
 LAST_LINES = 20  # shown of a worker that died without an exception
 STOPPED = frozenset(128 + number for number in SIGNALS)  # exit codes of workers that saved and left
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc malloc.h
-MMAP_BYTES, TRIM_BYTES = 32 << 20, 1 << 30  # 32 MiB is the most that glibc accepts for mmap
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def quiet_environment() -> None:
-    """Keep notes of torch's C++ side off the terminal; call before torch is imported."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def ranks_here(dp: int | None, tp: int | None, pp: int | None) -> int:
@@ -69,9 +53,6 @@ def ranks_here(dp: int | None, tp: int | None, pp: int | None) -> int:
     import torch
 
     return torch.accelerator.device_count() or max(RANKS, (tp or 1) * (pp or 1))
-
-
-# --- the launcher -------------------------------------------------------------------------------
 
 
 @dataclass
@@ -249,108 +230,3 @@ def _moment(worker: Worker) -> tuple[bool, float]:
     file = worker.folder / "error.json"
     killed = worker.code is not None and worker.code < 0
     return not killed, file.stat().st_mtime if file.is_file() else float("inf")
-
-
-# --- a worker -----------------------------------------------------------------------------------
-
-
-def as_worker(action: Callable[[], None]) -> NoReturn:
-    """Run one rank's work, leave its exception where its launcher looks for it, and exit.
-
-    The exit runs no destructors: they would wait for peers that may be gone, and a gloo thread that
-    drops a tensor while the interpreter shuts down aborts the process.
-    """
-    if LAUNCHED in os.environ:
-        follow_launcher()
-    faulthandler.enable()
-    raise_malloc_thresholds()
-    try:
-        action()
-        code = 0
-    except Stopped as stop:
-        for number in SIGNALS:  # the peers leave, too, and launchers then signal those that remain
-            signal.signal(number, signal.SIG_IGN)
-        code = 128 + stop.signal
-        if os.environ.get("RANK", "0") == "0":
-            print(describe(stop), file=sys.stderr)
-    except BaseException as error:  # noqa: BLE001 (told here or by the launcher)
-        code = leave_exception(error)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads any more
-            stream.flush()
-    os._exit(code)
-
-
-def tell_output(folder: Path) -> None:
-    """Let our launcher know the output folder that the run has chosen, for the command that goes on."""
-    if LAUNCHED in os.environ:
-        with suppress(OSError):  # the disk may be what is full
-            (Path(os.environ[ERROR_FILE]).parent / OUTPUT).write_text(str(folder))
-
-
-def describe(stop: Stopped) -> str:
-    """What is kept; our launcher says the rest."""
-    if LAUNCHED in os.environ:
-        return str(stop)
-    return f"stopped by {signal.Signals(stop.signal).name}: {stop}; --resume auto continues"
-
-
-def leave_exception(error: BaseException) -> int:
-    """Write it in the error file, or for want of our launcher on stderr as well; the exit code.
-
-    An error on purpose is one line, any other a callstack with 1. What another rank raised is told there. Peers that
-    lose this rank find the reason, and the code, in the note that it leaves.
-    """
-    clear = isinstance(error, Zero3dError)
-    code = 130 if isinstance(error, KeyboardInterrupt) else 1
-    if isinstance(error, Zero3dError):
-        code = error.exit_code
-        if error.from_rank is not None:
-            return code
-    summary, callstack = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
-    if ERROR_FILE in os.environ:
-        extra = {"py_callstack": "" if clear else callstack, "timestamp": str(int(time.time()))}
-        told = json.dumps({"message": {"message": summary, "extraInfo": extra}})
-        with suppress(OSError):  # the disk may be what is full
-            _write_whole(Path(os.environ[ERROR_FILE]), told)
-    if LAUNCHED not in os.environ and code != 130:
-        print(summary if clear else callstack, file=sys.stderr)
-    if "torch" in sys.modules and code != 130:
-        tell_peers(summary, code)
-    return code
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Whole or not at all: torchrun reads it as soon as it is there, and dies of half of one."""
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.write_text(text)
-    fresh.replace(path)
-
-
-def tell_peers(summary: str, code: int) -> None:
-    """Leave the note that peers quote when they lose this rank. A store whose host has vanished may never answer."""
-    from zero3d.distributed.axis import leave_note
-
-    telling = threading.Thread(target=leave_note, args=(summary, code), daemon=True)
-    telling.start()
-    telling.join(LAST_WORDS)
-
-
-def follow_launcher() -> None:
-    """Leave Ctrl-C to the launcher, and stop as if asked to when it is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def raise_malloc_thresholds() -> None:
-    """Let glibc keep freed unit storages instead of giving their pages back and faulting them in again.
-
-    Affects storages of up to 32 MiB on the CPU; without glibc it does nothing.
-    """
-    if sys.platform != "linux":
-        return
-    library = ctypes.CDLL(None)
-    if hasattr(library, "gnu_get_libc_version"):
-        library.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
-        library.mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)
