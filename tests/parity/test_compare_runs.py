@@ -8,7 +8,7 @@ import sys
 import pytest
 from training import run_in
 
-from zero3d.cli.compare import Plan
+from zero3d.cli.compare_runs import ComparisonPlan
 from zero3d.cli.main import main
 
 LLAMA = {
@@ -43,7 +43,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_two_stages_have_the_same_bits_and_measure_what_the_formulas_say(ranks, folder, monkeypatch, capfd):
     """Stage 0 runs as a command of its own; what stage 3 would print is found on the shared ranks."""
-    of_variant = Plan.command
+    of_variant = ComparisonPlan.command
 
     def command(plan, variant):
         words = of_variant(plan, variant)
@@ -53,7 +53,7 @@ def test_two_stages_have_the_same_bits_and_measure_what_the_formulas_say(ranks, 
         (folder / "found.json").write_text(json.dumps(found))
         return ["cat", "found.json"]
 
-    monkeypatch.setattr(Plan, "command", command)
+    monkeypatch.setattr(ComparisonPlan, "command", command)
     assert main(["compare", "tiny.yaml", "--ranks=2", "zero.stage=0,3"]) == 0
     check_stages(folder, capfd.readouterr().out)
 

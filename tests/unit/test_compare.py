@@ -10,7 +10,7 @@ import pytest
 from lock_holder import locked_by_another
 from rich.console import Console
 
-from zero3d.cli import compare as verb
+from zero3d.cli import compare as verb, compare_runs
 from zero3d.cli.main import main
 from zero3d.errors import ConfigError
 from zero3d.train.comparison import as_json, rows, square_root
@@ -84,7 +84,7 @@ def test_every_run_has_a_folder_of_its_own_below_the_output():
 )  # fmt: skip
 def test_what_cannot_be_is_one_line_before_the_first_run(tmp_path, monkeypatch, capsys, words, said):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(verb.subprocess, "Popen", lambda *_, **__: pytest.fail("a run was started"))
+    monkeypatch.setattr(compare_runs.subprocess, "Popen", lambda *_, **__: pytest.fail("a run was started"))
     assert main(["compare", *words]) == 2
     told = capsys.readouterr().err
     assert told.startswith("ConfigError: ")
@@ -360,7 +360,9 @@ def test_figures_are_plain_json_and_the_picture_is_a_png(tmp_path):
 
 def scripted(monkeypatch, script):
     """Every run is this Python script; sys.argv[1] is its overrides."""
-    monkeypatch.setattr(verb.Plan, "command", lambda plan, variant: [sys.executable, "-c", script, variant.label])
+    monkeypatch.setattr(
+        compare_runs.ComparisonPlan, "command", lambda plan, variant: [sys.executable, "-c", script, variant.label]
+    )
 
 
 FAILING = f"""
