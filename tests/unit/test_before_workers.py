@@ -12,7 +12,7 @@ from zero3d.cli.main import main
 from zero3d.config import Config, load
 from zero3d.train.lock import FolderLock
 
-DEMO = load(verb.named(None, [])[1])
+DEMO = load(verb.config_source(None, [])[1])
 
 
 def read(*words):

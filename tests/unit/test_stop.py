@@ -96,7 +96,9 @@ LOST = ("OrderError: rank 0 left", "")
 def test_how_workers_end_becomes_one_exit_code_and_one_message(
     tmp_path, capsys, monkeypatch, codes, errors, asked, code, said
 ):
-    monkeypatch.setattr("zero3d.cli.workers.killed", lambda number, _: f"killed by {signal.Signals(number).name}, why")
+    monkeypatch.setattr(
+        "zero3d.cli.workers.describe_kill", lambda number, _: f"killed by {signal.Signals(number).name}, why"
+    )
     workers = [Worker(rank, Ended(each), tmp_path / str(rank)) for rank, each in enumerate(codes)]
     for worker in workers:
         worker.folder.mkdir()

@@ -18,7 +18,7 @@ from pathlib import Path
 from zero3d.cli.compare_runs import ComparisonPlan, compare
 from zero3d.cli.preflight import check_positions, check_transformers, check_world
 from zero3d.cli.rank_environment import join_environment
-from zero3d.cli.train import check_ranks, named, quiet_libraries
+from zero3d.cli.train import check_ranks, config_source, quiet_libraries
 from zero3d.cli.workers import ranks_here
 from zero3d.config import Config, split_words
 from zero3d.errors import ConfigError, MeshError
@@ -50,11 +50,11 @@ def read(arguments: argparse.Namespace, lock: FolderLock) -> ComparisonPlan:
     check_ranks(arguments.ranks)
     file, overrides = split_words(arguments.words)
     axes, common = split_axes(overrides)
-    name = named(file, common)[0]
+    name = config_source(file, common)[0]
     if any(axis.key == "output" for axis in axes):
         raise ConfigError("output takes one folder here: each run gets one in it, named after its values.")
     found, common = variants(axes), [*QUIET, *common]
-    configs = check_variants(found, common, lambda words: named(file, words)[1])
+    configs = check_variants(found, common, lambda words: config_source(file, words)[1])
     check_runs(found, configs, arguments.ranks)
     kept = [word for word in common if word.partition("=")[0].strip() != "output"]
     output = claim(configs[0].output, f"zero3d-compare-{name}", len(kept) < len(common), lock)

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from zero3d.cli.train import named
+from zero3d.cli.train import config_source
 from zero3d.config import explain, load, schema, split_words, to_dict, to_yaml
 from zero3d.config.describe import key_schema
 from zero3d.config.keys import KEYS
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(_as_json(arguments.key), indent=2) if arguments.json else text)
     else:
         file, overrides = split_words(arguments.words)
-        config = load(named(file, overrides)[1], overrides)
+        config = load(config_source(file, overrides)[1], overrides)
         print(json.dumps(to_dict(config), indent=2) if arguments.json else to_yaml(config, mark=True), end="")
         print(end="\n" if arguments.json else "")
     return 0

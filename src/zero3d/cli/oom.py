@@ -32,7 +32,7 @@ def oom_kills(root: Path = ROOT) -> int | None:
     return None
 
 
-def killed(number: int, before: int | None, root: Path = ROOT) -> str:
+def describe_kill(number: int, before: int | None, root: Path = ROOT) -> str:
     """How a worker died by a signal, as the end of a line. before: `oom_kills` at the start of the run."""
     how = f"killed by {signal.Signals(number).name}"
     if number != signal.SIGKILL:

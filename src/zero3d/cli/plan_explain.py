@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from zero3d.cli.plan_options import USABLE, open_cluster, parse_size
-from zero3d.cli.train import named
+from zero3d.cli.train import config_source
 from zero3d.config import load, split_words
 from zero3d.errors import ConfigError
 from zero3d.page import plan_text
@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     path, overrides = split_words(list(words))
     if path is None and not overrides:
         raise ConfigError("zero3d plan explain takes the file of a run: zero3d plan explain train.yaml --gpu a100-80")
-    config = load(named(path, overrides)[1], overrides)
+    config = load(config_source(path, overrides)[1], overrides)
     place = open_cluster(arguments)
     plan = plan_of(config, place.gpus if arguments.gpus or arguments.nodes or arguments.cluster else None)
     model = open_spec(

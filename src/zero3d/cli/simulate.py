@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero3d.cli.preflight import check_transformers
-from zero3d.cli.train import check_ranks, named, quiet_libraries
+from zero3d.cli.train import check_ranks, config_source, quiet_libraries
 from zero3d.cli.worker import quiet_environment
 from zero3d.cli.workers import ranks_here
 from zero3d.config import load, split_words
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulate, then print."""
     quiet_environment()
     file, overrides = split_words(arguments.words)
-    config = load(named(file, overrides)[1], overrides)
+    config = load(config_source(file, overrides)[1], overrides)
     check_ranks(arguments.ranks)
     check_transformers(config.model)
     quiet_libraries()

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from zero3d.cli.preflight import check_paths, check_transformers, check_world
 from zero3d.cli.rank_environment import join_environment
-from zero3d.cli.worker import as_worker, quiet_environment, tell_output
+from zero3d.cli.worker import as_worker, quiet_environment, report_output
 from zero3d.cli.workers import launch, ranks_here
 from zero3d.config import Config, load, split_words
 from zero3d.errors import ConfigError, Zero3dError
@@ -73,11 +73,11 @@ def read(arguments: argparse.Namespace) -> tuple[str, Config]:
     overrides += [
         f"{key}={value}" for option, key in SHORT.items() if (value := getattr(arguments, option)) is not None
     ]
-    name, source = named(file, overrides)
+    name, source = config_source(file, overrides)
     return name, load(source, overrides)
 
 
-def named(file: str | None, overrides: Sequence[str]) -> tuple[str, Path | None]:
+def config_source(file: str | None, overrides: Sequence[str]) -> tuple[str, Path | None]:
     """A configuration's name and the file below the overrides, None where that is the defaults.
 
     file given                     that file
@@ -130,7 +130,7 @@ def work(arguments: argparse.Namespace, name: str, config: Config) -> None:
     quiet_libraries()
     first = os.environ["RANK"] == "0"
     console = Console(stderr=arguments.json, quiet=not first)
-    start = Start(name, arguments.resume, arguments.overwrite, tell_output)
+    start = Start(name, arguments.resume, arguments.overwrite, report_output)
     with FolderLock() as lock:
         result = run_training(config, start, Progress(console, config.log.every), lock)
         if first:

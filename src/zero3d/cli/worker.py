@@ -55,7 +55,7 @@ def as_worker(action: Callable[[], None]) -> NoReturn:
             signal.signal(number, signal.SIG_IGN)
         code = 128 + stop.signal
         if os.environ.get("RANK", "0") == "0":
-            print(describe(stop), file=sys.stderr)
+            print(describe_stop(stop), file=sys.stderr)
     except BaseException as error:  # noqa: BLE001 (told here or by the launcher)
         code = leave_exception(error)
     for stream in (sys.stdout, sys.stderr):
@@ -64,14 +64,14 @@ def as_worker(action: Callable[[], None]) -> NoReturn:
     os._exit(code)
 
 
-def tell_output(folder: Path) -> None:
+def report_output(folder: Path) -> None:
     """Let our launcher know the output folder that the run has chosen, for the command that goes on."""
     if LAUNCHED in os.environ:
         with suppress(OSError):  # the disk may be what is full
             (Path(os.environ[ERROR_FILE]).parent / OUTPUT).write_text(str(folder))
 
 
-def describe(stop: Stopped) -> str:
+def describe_stop(stop: Stopped) -> str:
     """What is kept; our launcher says the rest."""
     if LAUNCHED in os.environ:
         return str(stop)
@@ -95,22 +95,22 @@ def leave_exception(error: BaseException) -> int:
         extra = {"py_callstack": "" if clear else callstack, "timestamp": str(int(time.time()))}
         told = json.dumps({"message": {"message": summary, "extraInfo": extra}})
         with suppress(OSError):  # the disk may be what is full
-            _write_whole(Path(os.environ[ERROR_FILE]), told)
+            _write_atomically(Path(os.environ[ERROR_FILE]), told)
     if LAUNCHED not in os.environ and code != 130:
         print(summary if clear else callstack, file=sys.stderr)
     if "torch" in sys.modules and code != 130:
-        tell_peers(summary, code)
+        notify_peers(summary, code)
     return code
 
 
-def _write_whole(path: Path, text: str) -> None:
+def _write_atomically(path: Path, text: str) -> None:
     """Whole or not at all: torchrun reads it as soon as it is there, and dies of half of one."""
     fresh = path.with_name(f"{path.name}.new")
     fresh.write_text(text)
     fresh.replace(path)
 
 
-def tell_peers(summary: str, code: int) -> None:
+def notify_peers(summary: str, code: int) -> None:
     """Leave the note that peers quote when they lose this rank. A store whose host has vanished may never answer."""
     from zero3d.distributed.axis import leave_note
 

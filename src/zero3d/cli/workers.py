@@ -27,7 +27,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from zero3d.cli.oom import killed, oom_kills
+from zero3d.cli.oom import describe_kill, oom_kills
 from zero3d.cli.worker import ERROR_FILE, LAST_WORDS, LAUNCHED, OUTPUT
 from zero3d.train.stop import SIGNALS, StopRequest
 
@@ -82,7 +82,7 @@ def launch(words: Sequence[str], ranks: int, *, module: str = "zero3d.cli.main")
     with StopRequest() as request, TemporaryDirectory(prefix="zero3d-") as folder:
         command = [sys.executable, "-P", "-m", module, *words]  # no file here takes the place of a module
         try:
-            with started(command, environment(ranks, store.port), Path(folder)) as workers:
+            with running_workers(command, environment(ranks, store.port), Path(folder)) as workers:
                 failed = supervise(workers, request)
         except KeyboardInterrupt:
             print("killed by a second Ctrl-C; what was saved before is still there", file=sys.stderr)
@@ -121,12 +121,12 @@ def environment(ranks: int, port: int) -> dict[str, str]:
 
 
 @contextmanager
-def started(command: Sequence[str], shared: dict[str, str], folder: Path) -> Iterator[list[Worker]]:
+def running_workers(command: Sequence[str], shared: dict[str, str], folder: Path) -> Iterator[list[Worker]]:
     """The workers; whatever happens, none of them is left running."""
     workers: list[Worker] = []
     try:
         for rank in range(int(shared["WORLD_SIZE"])):
-            workers.append(start(rank, command, shared, folder / str(rank)))
+            workers.append(start_worker(rank, command, shared, folder / str(rank)))
         yield workers
     finally:
         for worker in workers:
@@ -136,7 +136,7 @@ def started(command: Sequence[str], shared: dict[str, str], folder: Path) -> Ite
             worker.process.wait()
 
 
-def start(rank: int, command: Sequence[str], shared: dict[str, str], folder: Path) -> Worker:
+def start_worker(rank: int, command: Sequence[str], shared: dict[str, str], folder: Path) -> Worker:
     """One worker in a session of its own: what the terminal sends is for the launcher alone."""
     folder.mkdir()
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(folder / "error.json")}
@@ -169,7 +169,7 @@ def conclude(
     kills: int | None = None,
 ) -> int:  # fmt: skip
     """Say on stderr how the run ended, unless it is done; the exit code. kills: `oom_kills` when it began."""
-    again = resume_line(words, output_of(workers[0]))
+    again = resume_command(words, chosen_output(workers[0]))
     stopped = any(worker.code in STOPPED for worker in workers)
     asked = signal.SIGTERM if asked is None and stopped else asked  # or somebody signalled the workers themselves
     if asked is not None and any(worker.code == -signal.SIGTERM for worker in failed):
@@ -179,14 +179,14 @@ def conclude(
         )
         return 128 + asked
     if failed:
-        return tell(failed, again if words[0] == "train" else "", kills)
+        return report_failure(failed, again if words[0] == "train" else "", kills)
     if asked is None or not stopped:
         return 0
     print(f"stopped by {signal.Signals(asked).name}; resume with: {again}", file=sys.stderr)
     return 128 + asked
 
 
-def resume_line(words: Sequence[str], chosen: str = "") -> str:
+def resume_command(words: Sequence[str], chosen: str = "") -> str:
     """The command that continues the run of `zero3d WORDS`. chosen: the folder it chose, where WORDS name none."""
     kept, rest = [], iter(words)
     for word in rest:
@@ -199,15 +199,15 @@ def resume_line(words: Sequence[str], chosen: str = "") -> str:
     return shlex.join(["zero3d", *kept, "--resume", "auto"])
 
 
-def output_of(worker: Worker) -> str:
-    """The output folder that a run chose for itself (`tell_output`); nothing where it was given one."""
+def chosen_output(worker: Worker) -> str:
+    """The output folder that a run chose for itself (`report_output`); nothing where it was given one."""
     file = worker.folder / OUTPUT
     return file.read_text() if file.is_file() else ""
 
 
-def tell(failed: Sequence[Worker], again: str = "", kills: int | None = None) -> int:
+def report_failure(failed: Sequence[Worker], again: str = "", kills: int | None = None) -> int:
     """Print the first failure on stderr, and for a worker that died the command that goes on; the exit code."""
-    first = min(failed, key=_moment)
+    first = min(failed, key=_cause_first)
     error = first.folder / "error.json"
     if error.is_file():
         told = json.loads(error.read_text())["message"]
@@ -215,7 +215,7 @@ def tell(failed: Sequence[Worker], again: str = "", kills: int | None = None) ->
         print(f"rank {first.rank} failed:\n{callstack}" if callstack else told["message"], file=sys.stderr)
         return 2 if first.code == 2 else 1
     assert first.code is not None
-    how = f"exit code {first.code}" if first.code > 0 else killed(-first.code, kills)
+    how = f"exit code {first.code}" if first.code > 0 else describe_kill(-first.code, kills)
     print(f"rank {first.rank} {DIED}: {how}", file=sys.stderr)
     if first.rank > 0:
         for line in (first.folder / "output").read_text(errors="replace").splitlines()[-LAST_LINES:]:
@@ -225,7 +225,7 @@ def tell(failed: Sequence[Worker], again: str = "", kills: int | None = None) ->
     return 1
 
 
-def _moment(worker: Worker) -> tuple[bool, float]:
+def _cause_first(worker: Worker) -> tuple[bool, float]:
     """Sorts the cause before its consequences: deaths by a signal, then exceptions by time."""
     file = worker.folder / "error.json"
     killed = worker.code is not None and worker.code < 0
