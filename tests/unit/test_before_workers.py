@@ -72,7 +72,7 @@ def test_all_verbs_have_the_same_base(tmp_path, monkeypatch, capsys):
 def test_every_run_of_a_comparison_has_its_own_base(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seen = []
-    monkeypatch.setattr(compare, "check_runs", lambda found, configs, ranks: seen.extend(configs))
+    monkeypatch.setattr(compare, "check_runs", lambda runs, configs, ranks: seen.extend(configs))
     with FolderLock() as lock:
         plan = compare.read(argparse.Namespace(words=["model.path=demo,gpt2"], ranks=2), lock)
     words = [[*plan.common, *variant.words] for variant in plan.variants]

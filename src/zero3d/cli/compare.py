@@ -28,7 +28,7 @@ from zero3d.train.variants import QUIET, Variant, check_variants, split_axes, va
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
+    """Declare the options of the verb."""
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG KEY=A,B",
         help="a YAML file (default: the demo), a key with several values for each axis, overrides of all runs",
@@ -46,22 +46,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read(arguments: argparse.Namespace, lock: FolderLock) -> ComparisonPlan:
-    """Everything is checked here, before the first run; `lock` is on the output then. Raises ConfigError."""
+    """Check everything before the first run, and lock the output. Raises ConfigError."""
     check_ranks(arguments.ranks)
     file, overrides = split_words(arguments.words)
     axes, common = split_axes(overrides)
     name = config_source(file, common)[0]
     if any(axis.key == "output" for axis in axes):
         raise ConfigError("output takes one folder here: each run gets one in it, named after its values.")
-    found, common = variants(axes), [*QUIET, *common]
-    configs = check_variants(found, common, lambda words: config_source(file, words)[1])
-    check_runs(found, configs, arguments.ranks)
+    runs, common = variants(axes), [*QUIET, *common]
+    configs = check_variants(runs, common, lambda words: config_source(file, words)[1])
+    check_runs(runs, configs, arguments.ranks)
     kept = [word for word in common if word.partition("=")[0].strip() != "output"]
     output = claim(configs[0].output, f"zero3d-compare-{name}", len(kept) < len(common), lock)
-    return ComparisonPlan(name, file, axes, found, kept, arguments.ranks, output)
+    return ComparisonPlan(name, file, axes, runs, kept, arguments.ranks, output)
 
 
-def check_runs(found: Sequence[Variant], configs: Sequence[Config], ranks: int | None) -> None:
+def check_runs(runs: Sequence[Variant], configs: Sequence[Config], ranks: int | None) -> None:
     """Refuse now what would fail when its turn comes, after hours of others. Raises ConfigError.
 
     What all runs share needs no look here: the first one looks at once.
@@ -69,7 +69,7 @@ def check_runs(found: Sequence[Variant], configs: Sequence[Config], ranks: int |
     differ = len({(config.model, config.data.length) for config in configs}) > 1
     if differ:
         quiet_libraries()  # the model's config is read
-    for variant, config in zip(found, configs, strict=True):
+    for variant, config in zip(runs, configs, strict=True):
         mesh = config.mesh
         try:
             check_world(config, ranks_here(mesh.dp, mesh.tp, mesh.pp) if ranks is None else ranks)
@@ -80,9 +80,9 @@ def check_runs(found: Sequence[Variant], configs: Sequence[Config], ranks: int |
             raise ConfigError(f"{variant.label}: {error}") from error
 
 
-def claim(output: str | None, default: str, asked: bool, lock: FolderLock) -> Path:
-    """OUTPUT: what was typed, unused; else the first free one beside the file's output, or of the default name."""
-    if output is None or not asked:
+def claim(output: str | None, default: str, typed: bool, lock: FolderLock) -> Path:
+    """Claim the output: what was typed, unused; else the first free one beside the file's, or of the default name."""
+    if output is None or not typed:
         stem = default if output is None else f"{output}-compare"
         output = str(numbered(stem, first_free(stem)))
     folder = Folder(Path(output))

@@ -38,7 +38,7 @@ BAD_INPUT = 2  # a run's exit code
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """What is compared. common: the overrides of every run."""
+    """Holds what is compared. common: the overrides of every run."""
 
     name: str
     file: str | None
@@ -49,7 +49,7 @@ class ComparisonPlan:
     output: Path
 
     def command(self, variant: Variant) -> list[str]:
-        """What runs a variant."""
+        """Return the command that runs a variant."""
         options = ["--json"] if self.ranks is None else ["--json", f"--ranks={self.ranks}"]
         file = [] if self.file is None else [self.file]
         words = [*file, *self.common, *variant.words, f"output={self.output / variant.folder}"]
@@ -58,14 +58,14 @@ class ComparisonPlan:
 
 @dataclass
 class Outcomes:
-    """What came of the runs so far: a result, or why not, in one line."""
+    """Holds what came of the runs so far: a result, or why not, in one line."""
 
     results: dict[Variant, dict[str, Any]] = field(default_factory=dict)
     failed: dict[Variant, str] = field(default_factory=dict)
 
 
 def compare(plan: ComparisonPlan, as_object: bool) -> int:
-    """Run all variants, print what was found."""
+    """Run all variants, print what was found; return the exit code."""
     console = Console(stderr=as_object)
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
@@ -95,41 +95,41 @@ def compare(plan: ComparisonPlan, as_object: bool) -> int:
 
 
 def run_variant(plan: ComparisonPlan, variant: Variant, request: StopRequest, console: Console) -> tuple[int, str]:
-    """Its exit code and its stdout. A request to stop is passed on, and again for a second Ctrl-C."""
+    """Run it; return exit code and stdout. A request to stop is passed on, and again for a second Ctrl-C."""
     log = _log(plan, variant)
-    place = f"{variant.label} ({plan.variants.index(variant) + 1} of {len(plan.variants)})"
-    told = False
-    with TemporaryFile("w+") as out, log.open("wb") as err, console.status(place) as status:
-        process = subprocess.Popen(plan.command(variant), stdout=out, stderr=err, start_new_session=True)
+    label = f"{variant.label} ({plan.variants.index(variant) + 1} of {len(plan.variants)})"
+    stopping = False
+    with TemporaryFile("w+") as stdout, log.open("wb") as stderr, console.status(label) as status:
+        process = subprocess.Popen(plan.command(variant), stdout=stdout, stderr=stderr, start_new_session=True)
         while True:
             try:
                 if process.poll() is not None:
                     break
-                if request.signal is not None and not told:
-                    told = True
+                if request.signal is not None and not stopping:
+                    stopping = True
                     process.send_signal(request.signal)
-                status.update(Text(f"{place}  {_last_step(log)}"[: console.width - SPINNER]))
+                status.update(Text(f"{label}  {_last_step(log)}"[: console.width - SPINNER]))
                 time.sleep(POLL)
             except KeyboardInterrupt:
                 process.send_signal(signal.SIGINT)
-        out.seek(0)
-        return process.returncode, out.read()
+        stdout.seek(0)
+        return process.returncode, stdout.read()
 
 
-def unfinished(plan: ComparisonPlan, variant: Variant, asked: int | None) -> int:
-    """Say on stderr why there is no table; the exit code: of the signal that asked to stop, else of bad input."""
+def unfinished(plan: ComparisonPlan, variant: Variant, stop_signal: int | None) -> int:
+    """Say on stderr why there is no table; return the code of the signal that stopped it, else of bad input."""
     kept = plan.output / "compare.json"
     before = f"; the runs before it are in {kept}" if kept.exists() else ""
-    if asked is not None:
-        print(f"stopped by {signal.Signals(asked).name} in {variant.label}{before}", file=sys.stderr)
-        return 128 + asked
+    if stop_signal is not None:
+        print(f"stopped by {signal.Signals(stop_signal).name} in {variant.label}{before}", file=sys.stderr)
+        return 128 + stop_signal
     print(reason(plan, variant, BAD_INPUT), file=sys.stderr)
     print(f"{variant.label} failed{before}; all it said: {_log(plan, variant)}", file=sys.stderr)
     return BAD_INPUT
 
 
 def reason(plan: ComparisonPlan, variant: Variant, code: int) -> str:
-    """Why it failed, in one line: how a rank died, else the last line it said, else its exit code."""
+    """Say in one line why it failed: how a rank died, else the last line it printed, else its exit code."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     lines = [line.strip() for line in _tail(_log(plan, variant)) if line.strip()]
@@ -138,7 +138,7 @@ def reason(plan: ComparisonPlan, variant: Variant, code: int) -> str:
 
 
 def done(variant: Variant, result: dict[str, Any]) -> Text:
-    """One line."""
+    """Say in one line what a run came to."""
     loss = "not finite" if result["losses"][-1] is None else f"{result['losses'][-1]:.6f}"
     return Text(f"{variant.label}: {result['steps']:,} steps, loss {loss}, {result['step_seconds']:.3f} s a step")
 
@@ -148,14 +148,14 @@ def _log(plan: ComparisonPlan, variant: Variant) -> Path:
 
 
 def _tail(log: Path) -> list[str]:
-    """Its last lines."""
+    """Return the last lines of a log."""
     with log.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
         return file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
 
 
 def _last_step(log: Path) -> str:
-    """The last line that tells of a step."""
+    """Return the last line about a step."""
     return next((line for line in reversed(_tail(log)) if line.startswith("step ")), "")
 
 
@@ -163,7 +163,7 @@ def _last_step(log: Path) -> str:
 
 
 def report(plan: ComparisonPlan, outcomes: Outcomes) -> dict[str, Any]:
-    """What compare.json holds and --json prints."""
+    """Return what compare.json holds and --json prints."""
     picture = plan.output / "compare.png"
     return {
         "name": plan.name,
@@ -171,8 +171,8 @@ def report(plan: ComparisonPlan, outcomes: Outcomes) -> dict[str, Any]:
         "overrides": list(plan.common),
         "runs": as_json(list(outcomes.results), list(outcomes.results.values())),
         "failed": [
-            {"variant": each.label, "overrides": each.words, "why": why, "log": str(_log(plan, each).resolve())}
-            for each, why in outcomes.failed.items()
+            {"variant": run.label, "overrides": run.words, "why": why, "log": str(_log(plan, run).resolve())}
+            for run, why in outcomes.failed.items()
         ],
         "paths": {
             "folder": str(plan.output.resolve()),
@@ -182,7 +182,7 @@ def report(plan: ComparisonPlan, outcomes: Outcomes) -> dict[str, Any]:
 
 
 def write(plan: ComparisonPlan, outcomes: Outcomes) -> None:
-    """compare.json, whole or not at all. Raises Zero3dError when the disk does not take it."""
+    """Write compare.json, whole or not at all. Raises Zero3dError when the disk does not take it."""
     file, fresh = plan.output / "compare.json", plan.output / "compare.json.tmp"
     try:
         fresh.write_text(json.dumps(report(plan, outcomes)))
@@ -195,15 +195,15 @@ def write(plan: ComparisonPlan, outcomes: Outcomes) -> None:
 
 
 def conclude(plan: ComparisonPlan, outcomes: Outcomes, console: Console) -> None:
-    """Tables and picture, unless all runs failed."""
+    """Print tables and draw the picture, unless all runs failed."""
     if not outcomes.results:
         return
     results = list(outcomes.results.values())
-    found = rows(list(outcomes.results), results)
-    show(plan.axes, found, outcomes.failed, console)
+    figures = rows(list(outcomes.results), results)
+    show(plan.axes, figures, outcomes.failed, console)
     picture = plan.output / "compare.png"
     try:
-        draw(found, results, f"{plan.name}: {', '.join(axis.key for axis in plan.axes)}", picture)
+        draw(figures, results, f"{plan.name}: {', '.join(axis.key for axis in plan.axes)}", picture)
         line = f"picture: {picture}"
     except ImportError:
         line = "no picture: matplotlib is missing, type pip install 'zero3d[plot]'"

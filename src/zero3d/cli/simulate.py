@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
+    """Declare the options of the verb."""
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG KEY=VALUE", help="a YAML file (default: the demo), overrides"
     )
@@ -52,61 +52,61 @@ def run(arguments: argparse.Namespace) -> int:
 
     world = arguments.ranks or ranks_here(config.mesh.dp, config.mesh.tp, config.mesh.pp)
 
-    def said(rank: RankResult) -> None:
+    def report_rank(rank: RankResult) -> None:
         print(f"rank {rank.rank} of {world}: {rank.seconds:.1f} s", file=sys.stderr, flush=True)
 
-    found = simulate(config, world, arguments.rank, arguments.backend, arguments.every_micro_batch, said)
+    result = simulate(config, world, arguments.rank, arguments.backend, arguments.every_micro_batch, report_rank)
     if arguments.trace is not None:
-        write("--trace", arguments.trace, json.dumps(chrome_trace(found)))
+        write("--trace", arguments.trace, json.dumps(chrome_trace(result)))
     if arguments.html is not None:
-        write("--html", arguments.html, simulation_page(found))
-    print(json.dumps(to_json(found)) if arguments.json else "\n".join(as_text(found)))
+        write("--html", arguments.html, simulation_page(result))
+    print(json.dumps(to_json(result)) if arguments.json else "\n".join(as_text(result)))
     return 0
 
 
 def write(option: str, file: str, text: str) -> None:
-    """A file that an option asks for. Raises ConfigError."""
+    """Write a file that an option names. Raises ConfigError."""
     try:
         Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{option} {file}: cannot be written ({error.strerror}).") from error
 
 
-def as_text(found: Simulation) -> Iterator[str]:
-    """Tables: ranks, states, the peaks, traffic, FLOPs, the pipeline."""
+def as_text(result: Simulation) -> Iterator[str]:
+    """Yield tables: ranks, states, the peaks, traffic, FLOPs, the pipeline."""
     from zero3d.sim.gantt import gantt
 
     yield (
-        f"{found.model}, stage {found.stage}, {found.precision}: pp {found.pp} x dp {found.dp} x tp {found.tp} = "
-        f"{found.pp * found.dp * found.tp} ranks with {found.backend}, none of which is there"
+        f"{result.model}, stage {result.stage}, {result.precision}: pp {result.pp} x dp {result.dp} x tp {result.tp} = "
+        f"{result.pp * result.dp * result.tp} ranks with {result.backend}, none of which is there"
     )
     yield (
-        f"a step: batch {found.batch} = micro_batch {found.micro_batch} x accumulate {found.accumulate} x dp "
-        f"{found.dp}, sequences of {found.length:,} tokens"
+        f"a step: batch {result.batch} = micro_batch {result.micro_batch} x accumulate {result.accumulate} x dp "
+        f"{result.dp}, sequences of {result.length:,} tokens"
     )
-    yield from found.notes
+    yield from result.notes
     yield from ("", "1. What each class of ranks holds (states: the arena's account, which equals the formula)")
-    yield from columns([*_ranks(found)], "<>>>>>>>")
-    for rank in found.ranks:
+    yield from columns([*_ranks(result)], "<>>>>>>>")
+    for rank in result.ranks:
         yield from ("", *_peak(rank))
     yield from ("", "3. What a rank sends in a step, and receives")
-    yield from columns([*_traffic(found)], "<<<>>>")
+    yield from columns([*_traffic(result)], "<<<>>>")
     yield from ("", "4. Multiplications and additions in matrix products and attention, per rank and step")
-    yield from columns([*_flops(found)], "<>>>>")
-    if (chart := gantt(found)) is not None:
+    yield from columns([*_flops(result)], "<>>>>")
+    if (chart := gantt(result)) is not None:
         yield from (
             "",
-            f"5. The pipeline: {found.schedule}, idle {float(chart.bubble):.1%} of the work (in {chart.unit})",
+            f"5. The pipeline: {result.schedule}, idle {float(chart.bubble):.1%} of the work (in {chart.unit})",
         )
 
 
-def _ranks(found: Simulation) -> Iterator[tuple[str, ...]]:
+def _ranks(result: Simulation) -> Iterator[tuple[str, ...]]:
     yield "rank (stands for)", "elements", "parameters", "gradients", "optimizer", "padding", "by formula", "peak alive"
-    for rank in found.ranks:
-        held = {state.category: state.held for state in rank.states}
+    for rank in result.ranks:
+        bytes_of = {state.category: state.held for state in rank.states}
         equal = "equal" if all(state.held == state.formula for state in rank.states) else "DIFFERS"
         name = f"{rank.rank}: pp {rank.pp} dp {rank.dp} ({rank.stands_for})"
-        yield name, count(rank.elements), *map(size, held.values()), equal, size(rank.peak.nbytes)
+        yield name, count(rank.elements), *map(size, bytes_of.values()), equal, size(rank.peak.nbytes)
 
 
 def _peak(rank: RankResult) -> Iterator[str]:
@@ -116,20 +116,24 @@ def _peak(rank: RankResult) -> Iterator[str]:
     yield "   " + ", ".join(f"{category} {size(nbytes)}" for nbytes, category in parts)
     rows = [("largest tensors", "", "", "made")]
     rows += [
-        (size(each.nbytes), each.category, f"{each.dtype} {list(each.shape)}", _where(each.made))
-        for each in peak.largest
+        (size(tensor.nbytes), tensor.category, f"{tensor.dtype} {list(tensor.shape)}", _where(tensor.made))
+        for tensor in peak.largest
     ]
     yield from columns(rows, "<<<<")
 
 
 def _where(at: Instant) -> str:
-    place = f" of micro-batch {at.micro_batch}" if at.micro_batch >= 0 else ""
-    return f"{at.phase}{place}{' in ' if at.phase else 'for '}{at.module}" if at.module else f"{at.phase}{place}"
+    micro_batch = f" of micro-batch {at.micro_batch}" if at.micro_batch >= 0 else ""
+    return (
+        f"{at.phase}{micro_batch}{' in ' if at.phase else 'for '}{at.module}"
+        if at.module
+        else f"{at.phase}{micro_batch}"
+    )
 
 
-def _traffic(found: Simulation) -> Iterator[tuple[str, ...]]:
+def _traffic(result: Simulation) -> Iterator[tuple[str, ...]]:
     yield "rank", "axis", "operation", "calls", "elements", "bytes"
-    for rank in found.ranks:
+    for rank in result.ranks:
         rows: dict[tuple[str, str], list[int]] = {}
         for sent in rank.sent:
             row = rows.setdefault((sent.axis, sent.op), [0, 0, 0])
@@ -138,8 +142,8 @@ def _traffic(found: Simulation) -> Iterator[tuple[str, ...]]:
             yield str(rank.rank), axis, op, f"{calls:,}", count(elements), size(nbytes)
 
 
-def _flops(found: Simulation) -> Iterator[tuple[str, ...]]:
+def _flops(result: Simulation) -> Iterator[tuple[str, ...]]:
     yield "rank", "forward", "backward", "recomputed", "together"
-    for rank in found.ranks:
+    for rank in result.ranks:
         parts = [rank.flops(phase) for phase in ("forward", "backward", "recomputed")]
         yield str(rank.rank), *(f"{flops:.4g}" for flops in (*parts, sum(parts)))

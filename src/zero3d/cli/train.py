@@ -28,7 +28,7 @@ SHORT = {"stage": "zero.stage", "steps": "train.steps", "precision": "precision"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
+    """Declare the options of the verb."""
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG KEY=VALUE", help="a YAML file (default: the demo), overrides"
     )
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read(arguments: argparse.Namespace) -> tuple[str, Config]:
-    """The run's name and its configuration: the demo's where no file is given. Raises ConfigError."""
+    """Return the run's name and its configuration: the demo's where no file is given. Raises ConfigError."""
     file, overrides = split_words(arguments.words)
     overrides += [
         f"{key}={value}" for option, key in SHORT.items() if (value := getattr(arguments, option)) is not None
@@ -78,7 +78,7 @@ def read(arguments: argparse.Namespace) -> tuple[str, Config]:
 
 
 def config_source(file: str | None, overrides: Sequence[str]) -> tuple[str, Path | None]:
-    """A configuration's name and the file below the overrides, None where that is the defaults.
+    """Return a configuration's name and the file below the overrides, None where that is the defaults.
 
     file given                     that file
     no file, model.path of one's   the defaults: the demo's values are of its model and its data
@@ -94,7 +94,7 @@ def config_source(file: str | None, overrides: Sequence[str]) -> tuple[str, Path
 
 
 def as_words(arguments: argparse.Namespace) -> list[str]:
-    """The command line of a worker."""
+    """Return the command line of a worker."""
     words = list(arguments.words)
     for option in ("ranks", *SHORT, "resume"):
         value = getattr(arguments, option)
@@ -113,20 +113,20 @@ def check(arguments: argparse.Namespace, config: Config, world: int | None) -> N
 
 
 def check_ranks(ranks: int | None) -> None:
-    """Raises ConfigError."""
+    """Refuse a number of ranks below 1. Raises ConfigError."""
     if ranks is not None and ranks < 1:
         raise ConfigError(f"--ranks {ranks}: type a whole number from 1.")
 
 
 def work(arguments: argparse.Namespace, name: str, config: Config) -> None:
-    """One rank's part; rank 0 prints."""
+    """Do one rank's part; rank 0 prints."""
     from rich.console import Console
 
     from zero3d.train.progress import Progress
     from zero3d.train.report import as_json, show
     from zero3d.train.run import run as run_training
 
-    out = own_stdout() if arguments.json else sys.stdout
+    stdout = own_stdout() if arguments.json else sys.stdout
     quiet_libraries()
     first = os.environ["RANK"] == "0"
     console = Console(stderr=arguments.json, quiet=not first)
@@ -136,18 +136,18 @@ def work(arguments: argparse.Namespace, name: str, config: Config) -> None:
         if first:
             show(result, console)
             if arguments.json:
-                print(json.dumps(as_json(result)), file=out, flush=True)
+                print(json.dumps(as_json(result)), file=stdout, flush=True)
 
 
 def own_stdout() -> TextIO:
-    """This process's stdout for one result alone: what models and libraries print goes to stderr from now on."""
-    own = os.fdopen(os.dup(1), "w")
+    """Keep this process's stdout for one result: what models and libraries print goes to stderr from now on."""
+    stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    return own
+    return stdout
 
 
 def quiet_libraries() -> None:
-    """No bars and notes of others between ours, and no attempt to reach a hub."""
+    """Keep bars and notes of libraries off the terminal, and have none of them reach for a hub."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if find_spec("transformers") is not None:

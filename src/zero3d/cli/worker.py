@@ -56,7 +56,7 @@ def as_worker(action: Callable[[], None]) -> NoReturn:
         code = 128 + stop.signal
         if os.environ.get("RANK", "0") == "0":
             print(describe_stop(stop), file=sys.stderr)
-    except BaseException as error:  # noqa: BLE001 (told here or by the launcher)
+    except BaseException as error:  # noqa: BLE001 (reported here or by the launcher)
         code = leave_exception(error)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # nobody reads any more
@@ -72,17 +72,17 @@ def report_output(folder: Path) -> None:
 
 
 def describe_stop(stop: Stopped) -> str:
-    """What is kept; our launcher says the rest."""
+    """Return what is kept; our launcher says the rest."""
     if LAUNCHED in os.environ:
         return str(stop)
     return f"stopped by {signal.Signals(stop.signal).name}: {stop}; --resume auto continues"
 
 
 def leave_exception(error: BaseException) -> int:
-    """Write it in the error file, or for want of our launcher on stderr as well; the exit code.
+    """Write it in the error file, or for want of our launcher on stderr as well; return the exit code.
 
-    An error on purpose is one line, any other a callstack with 1. What another rank raised is told there. Peers that
-    lose this rank find the reason, and the code, in the note that it leaves.
+    An error on purpose is one line, any other a callstack with 1. What another rank raised is reported there. Peers
+    that lose this rank find the reason, and the code, in the note that it leaves.
     """
     clear = isinstance(error, Zero3dError)
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
@@ -93,9 +93,9 @@ def leave_exception(error: BaseException) -> int:
     summary, callstack = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
     if ERROR_FILE in os.environ:
         extra = {"py_callstack": "" if clear else callstack, "timestamp": str(int(time.time()))}
-        told = json.dumps({"message": {"message": summary, "extraInfo": extra}})
+        report = json.dumps({"message": {"message": summary, "extraInfo": extra}})
         with suppress(OSError):  # the disk may be what is full
-            _write_atomically(Path(os.environ[ERROR_FILE]), told)
+            _write_atomically(Path(os.environ[ERROR_FILE]), report)
     if LAUNCHED not in os.environ and code != 130:
         print(summary if clear else callstack, file=sys.stderr)
     if "torch" in sys.modules and code != 130:
@@ -104,7 +104,7 @@ def leave_exception(error: BaseException) -> int:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    """Whole or not at all: torchrun reads it as soon as it is there, and dies of half of one."""
+    """Write it whole or not at all: torchrun reads it as soon as it is there, and dies of half of one."""
     fresh = path.with_name(f"{path.name}.new")
     fresh.write_text(text)
     fresh.replace(path)
@@ -114,9 +114,9 @@ def notify_peers(summary: str, code: int) -> None:
     """Leave the note that peers quote when they lose this rank. A store whose host has vanished may never answer."""
     from zero3d.distributed.axis import leave_note
 
-    telling = threading.Thread(target=leave_note, args=(summary, code), daemon=True)
-    telling.start()
-    telling.join(LAST_WORDS)
+    notice = threading.Thread(target=leave_note, args=(summary, code), daemon=True)
+    notice.start()
+    notice.join(LAST_WORDS)
 
 
 def follow_launcher() -> None:

@@ -44,7 +44,7 @@ STOPPED = frozenset(128 + number for number in SIGNALS)  # exit codes of workers
 
 
 def ranks_here(dp: int | None, tp: int | None, pp: int | None) -> int:
-    """How many workers a bare machine gets: the mesh's product where dp is given, else one per accelerator, else 2.
+    """Count workers for a bare machine: the mesh's product where dp is given, else one per accelerator, else 2.
 
     Without accelerators as many as pipeline and tensor parallelism need, if that is more.
     """
@@ -57,7 +57,7 @@ def ranks_here(dp: int | None, tp: int | None, pp: int | None) -> int:
 
 @dataclass
 class Worker:
-    """One process and the folder of what it leaves behind."""
+    """Holds one process and the folder of what it leaves behind."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -91,7 +91,7 @@ def launch(words: Sequence[str], ranks: int, *, module: str = "zero3d.cli.main")
 
 
 def loopback_store() -> TCPStore:
-    """The store in which workers find each other, reachable from this machine alone.
+    """Open the store in which workers find each other, reachable from this machine alone.
 
     TCPStore("127.0.0.1") listens on all interfaces, and whoever reaches it may write to it: it is given a socket.
     """
@@ -103,7 +103,7 @@ def loopback_store() -> TCPStore:
 
 
 def environment(ranks: int, port: int) -> dict[str, str]:
-    """What all workers share; the store is the launcher's, so no port can be taken in between."""
+    """Return what all workers share; the store is the launcher's, so no port can be taken in between."""
     shared = {
         **os.environ,
         LAUNCHED: "1",
@@ -122,7 +122,7 @@ def environment(ranks: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def running_workers(command: Sequence[str], shared: dict[str, str], folder: Path) -> Iterator[list[Worker]]:
-    """The workers; whatever happens, none of them is left running."""
+    """Start the workers; whatever happens, none of them is left running."""
     workers: list[Worker] = []
     try:
         for rank in range(int(shared["WORLD_SIZE"])):
@@ -137,23 +137,25 @@ def running_workers(command: Sequence[str], shared: dict[str, str], folder: Path
 
 
 def start_worker(rank: int, command: Sequence[str], shared: dict[str, str], folder: Path) -> Worker:
-    """One worker in a session of its own: what the terminal sends is for the launcher alone."""
+    """Start one worker in a session of its own: what the terminal sends is for the launcher alone."""
     folder.mkdir()
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(folder / "error.json")}
+    of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(folder / "error.json")}
     if rank == 0:
-        process = subprocess.Popen(command, env=shared | own, start_new_session=True)
+        process = subprocess.Popen(command, env=shared | of_rank, start_new_session=True)
     else:
         with (folder / "output").open("wb") as output:
-            process = subprocess.Popen(command, env=shared | own, start_new_session=True, stdout=output, stderr=output)
+            process = subprocess.Popen(
+                command, env=shared | of_rank, start_new_session=True, stdout=output, stderr=output
+            )
     return Worker(rank, process, folder)
 
 
 def supervise(workers: Sequence[Worker], request: StopRequest) -> list[Worker]:
-    """Wait for all workers, pass a request to stop on to each once; those that failed."""
-    told = False
+    """Wait for all workers, pass a request to stop on to each once; return those that failed."""
+    stopping = False
     while any(worker.code is None for worker in workers) and not any(worker.failed for worker in workers):
-        if request.signal is not None and not told:
-            told = True
+        if request.signal is not None and not stopping:
+            stopping = True
             for worker in workers:
                 worker.process.terminate()
         time.sleep(POLL)
@@ -165,29 +167,31 @@ def supervise(workers: Sequence[Worker], request: StopRequest) -> list[Worker]:
 
 
 def conclude(
-    workers: Sequence[Worker], failed: Sequence[Worker], asked: int | None, words: Sequence[str],
+    workers: Sequence[Worker], failed: Sequence[Worker], stop_signal: int | None, words: Sequence[str],
     kills: int | None = None,
 ) -> int:  # fmt: skip
-    """Say on stderr how the run ended, unless it is done; the exit code. kills: `oom_kills` when it began."""
-    again = resume_command(words, chosen_output(workers[0]))
+    """Say on stderr how the run ended, unless it is done; return the exit code. kills: `oom_kills` when it began."""
+    command = resume_command(words, chosen_output(workers[0]))
     stopped = any(worker.code in STOPPED for worker in workers)
-    asked = signal.SIGTERM if asked is None and stopped else asked  # or somebody signalled the workers themselves
-    if asked is not None and any(worker.code == -signal.SIGTERM for worker in failed):
+    stop_signal = (
+        signal.SIGTERM if stop_signal is None and stopped else stop_signal
+    )  # or somebody signalled the workers themselves
+    if stop_signal is not None and any(worker.code == -signal.SIGTERM for worker in failed):
         print(
-            f"stopped by {signal.Signals(asked).name} outside of training; what was saved before is still there",
+            f"stopped by {signal.Signals(stop_signal).name} outside of training; what was saved before is still there",
             file=sys.stderr,
         )
-        return 128 + asked
+        return 128 + stop_signal
     if failed:
-        return report_failure(failed, again if words[0] == "train" else "", kills)
-    if asked is None or not stopped:
+        return report_failure(failed, command if words[0] == "train" else "", kills)
+    if stop_signal is None or not stopped:
         return 0
-    print(f"stopped by {signal.Signals(asked).name}; resume with: {again}", file=sys.stderr)
-    return 128 + asked
+    print(f"stopped by {signal.Signals(stop_signal).name}; resume with: {command}", file=sys.stderr)
+    return 128 + stop_signal
 
 
 def resume_command(words: Sequence[str], chosen: str = "") -> str:
-    """The command that continues the run of `zero3d WORDS`. chosen: the folder it chose, where WORDS name none."""
+    """Return the command that continues `zero3d WORDS`. chosen: the folder it chose, where WORDS name none."""
     kept, rest = [], iter(words)
     for word in rest:
         if word == "--resume":
@@ -200,19 +204,19 @@ def resume_command(words: Sequence[str], chosen: str = "") -> str:
 
 
 def chosen_output(worker: Worker) -> str:
-    """The output folder that a run chose for itself (`report_output`); nothing where it was given one."""
+    """Return the output folder that a run chose for itself (`report_output`); nothing where it was given one."""
     file = worker.folder / OUTPUT
     return file.read_text() if file.is_file() else ""
 
 
-def report_failure(failed: Sequence[Worker], again: str = "", kills: int | None = None) -> int:
-    """Print the first failure on stderr, and for a worker that died the command that goes on; the exit code."""
+def report_failure(failed: Sequence[Worker], command: str = "", kills: int | None = None) -> int:
+    """Print the first failure on stderr, for a worker that died also how to go on; return the exit code."""
     first = min(failed, key=_cause_first)
     error = first.folder / "error.json"
     if error.is_file():
-        told = json.loads(error.read_text())["message"]
-        callstack = told["extraInfo"]["py_callstack"].rstrip()
-        print(f"rank {first.rank} failed:\n{callstack}" if callstack else told["message"], file=sys.stderr)
+        report = json.loads(error.read_text())["message"]
+        callstack = report["extraInfo"]["py_callstack"].rstrip()
+        print(f"rank {first.rank} failed:\n{callstack}" if callstack else report["message"], file=sys.stderr)
         return 2 if first.code == 2 else 1
     assert first.code is not None
     how = f"exit code {first.code}" if first.code > 0 else describe_kill(-first.code, kills)
@@ -220,13 +224,13 @@ def report_failure(failed: Sequence[Worker], again: str = "", kills: int | None 
     if first.rank > 0:
         for line in (first.folder / "output").read_text(errors="replace").splitlines()[-LAST_LINES:]:
             print(line, file=sys.stderr)
-    if again:
-        print(f"go on from the last checkpoint with: {again}", file=sys.stderr)
+    if command:
+        print(f"go on from the last checkpoint with: {command}", file=sys.stderr)
     return 1
 
 
 def _cause_first(worker: Worker) -> tuple[bool, float]:
-    """Sorts the cause before its consequences: deaths by a signal, then exceptions by time."""
+    """Sort the cause before its consequences: deaths by a signal, then exceptions by time."""
     file = worker.folder / "error.json"
     killed = worker.code is not None and worker.code < 0
     return not killed, file.stat().st_mtime if file.is_file() else float("inf")
