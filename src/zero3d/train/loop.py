@@ -86,13 +86,12 @@ class Loop:
                 record = self.step()
                 stop_signal = self._add_totals(record, request)
                 last = step == steps
-                if self._validation is not None and stop_signal and last and not self.stuck:
-                    self.save(record)  # there may be no time for the evaluation
-                if self._validation is not None and (
-                    last or (not stop_signal and _due(step, self.config.evaluate.every))
-                ):
-                    record |= self.evaluate()
-                    progress.show_held_out(record)
+                if self._validation is not None:
+                    if stop_signal and last and not self.stuck:
+                        self.save(record)  # there may be no time for the evaluation
+                    if last or (not stop_signal and _due(step, self.config.evaluate.every)):
+                        record |= self.evaluate()
+                        progress.show_held_out(record)
                 self.history.append(record)
                 metrics.write(record)
                 progress.show(record)

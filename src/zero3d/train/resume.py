@@ -44,8 +44,8 @@ def restore(
 ) -> tuple[Mapping[str, Any] | None, int]:
     """Load a checkpoint into engine and stream; return what the loop had saved, and the steps of the whole run.
 
-    Settings of the optimizer and of the schedule stay those of `config`. Raises what the parts do, ConfigError, and
-    NonFiniteError.
+    Settings of the optimizer and of the schedule stay those of `config`. Raises what engine and stream do,
+    ConfigError, and NonFiniteError.
     """
     if checkpoint is None:
         return None, inputs.steps
