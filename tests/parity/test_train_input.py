@@ -79,13 +79,13 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input_is_one_line_on_all_ranks_and_leaves_nothing(ranks, folder, case):
-    change, said = CASES[case]
+    change, message = CASES[case]
     made = tree(folder, **change(folder))
     before = sorted(folder.iterdir())
     for rank, (_, error) in enumerate(ranks(2, train, made, check=False)):
         assert error is not None, f"rank {rank} found nothing wrong"
         assert error.partition(": ")[0] in ("ConfigError", "DataError"), error
-        assert said in error
+        assert message in error
         assert "\n" not in error
         assert len(error) < 500
     assert not Path(made["output"]).exists()
@@ -242,7 +242,7 @@ QUICK = {"a typo"}
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.long) for c in COMMANDS])
 def test_the_command_says_one_line_and_exits_with_2(folder, case):
-    words, said = COMMANDS[case]
+    words, message = COMMANDS[case]
     (folder / "broken").mkdir()
     (folder / "broken" / "config.json").write_text("{")
     (folder / "run.yaml").write_text(yaml.safe_dump(tree(folder)))
@@ -250,7 +250,7 @@ def test_the_command_says_one_line_and_exits_with_2(folder, case):
     done = command(folder, *words)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.stderr.count("\n") == 1
     assert [path for path in sorted(folder.iterdir()) if path.name != "cache"] == before
 

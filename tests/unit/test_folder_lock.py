@@ -30,10 +30,10 @@ def test_a_held_folder_is_refused_with_the_holder_and_what_to_type(tmp_path):
         ):
             with pytest.raises(ConfigError) as caught:
                 refused(tmp_path)
-            said = str(caught.value)
-            assert f"in use by process {pid} on host {os.uname().nodename} since 2" in said
-            assert f"kill {pid}" in said
-            assert "output=FOLDER" in said
+            message = str(caught.value)
+            assert f"in use by process {pid} on host {os.uname().nodename} since 2" in message
+            assert f"kill {pid}" in message
+            assert "output=FOLDER" in message
 
 
 @pytest.mark.parametrize("resume", [None, "auto", "checkpoint"])

@@ -114,7 +114,7 @@ def test_json_holds_the_same_text(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["slrm", "run.yaml"], "Did you mean slurm?"),
         (["torch", "run.yaml"], "Did you mean torchrun?"),
@@ -133,13 +133,13 @@ def test_json_holds_the_same_text(folder, capsys):
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_what_cannot_be_started_is_refused_in_one_line(folder, capsys, words, said):
+def test_what_cannot_be_started_is_refused_in_one_line(folder, capsys, words, message):
     assert main(["launch", *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("ConfigError: ")
     assert err.count("\n") == 1
-    assert said in err
+    assert message in err
 
 
 def test_the_page_on_clusters_shows_what_launch_prints(folder, capsys):
@@ -197,7 +197,7 @@ def test_a_bare_machine_gets_as_many_workers_as_the_mesh_or_its_accelerators(mon
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["trian", "a.yaml"], "Did you mean train?"),
         (["lunch"], "Did you mean launch?"),
@@ -212,10 +212,10 @@ def test_a_bare_machine_gets_as_many_workers_as_the_mesh_or_its_accelerators(mon
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_the_nearest_verb_or_option_is_named(capsys, words, said):
+def test_the_nearest_verb_or_option_is_named(capsys, words, message):
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("ConfigError: ")
     assert err.count("\n") == 1
-    assert said in err
+    assert message in err

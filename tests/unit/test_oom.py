@@ -28,9 +28,9 @@ def system(root, kills, v2=True, limit="2000000000"):
 def test_kills_during_the_run_are_counted_and_the_limit_is_the_cgroups(tmp_path, v2):
     before = oom_kills(system(tmp_path, 3, v2))
     assert before == 3
-    said = describe_kill(signal.SIGKILL, before, system(tmp_path, 4, v2))
-    assert said.startswith("killed by SIGKILL: the kernel's out-of-memory killer ended 1 process during the run (")
-    assert "of 2.0 GB): lower train.micro_batch" in said
+    message = describe_kill(signal.SIGKILL, before, system(tmp_path, 4, v2))
+    assert message.startswith("killed by SIGKILL: the kernel's out-of-memory killer ended 1 process during the run (")
+    assert "of 2.0 GB): lower train.micro_batch" in message
     assert "ended 2 processes" in describe_kill(signal.SIGKILL, before, system(tmp_path, 5, v2))
 
 
