@@ -95,7 +95,7 @@ def compare(plan: ComparisonPlan, as_object: bool) -> int:
 
 
 def run_variant(plan: ComparisonPlan, variant: Variant, request: StopRequest, console: Console) -> tuple[int, str]:
-    """Run it; return exit code and stdout. A request to stop is passed on, and again for a second Ctrl-C."""
+    """Run a variant; return exit code and stdout. A request to stop is passed on, and again for a second Ctrl-C."""
     log = _log(plan, variant)
     label = f"{variant.label} ({plan.variants.index(variant) + 1} of {len(plan.variants)})"
     stopping = False
@@ -129,7 +129,7 @@ def unfinished(plan: ComparisonPlan, variant: Variant, stop_signal: int | None) 
 
 
 def reason(plan: ComparisonPlan, variant: Variant, code: int) -> str:
-    """Say in one line why it failed: how a rank died, else the last line it printed, else its exit code."""
+    """Say in one line why a run failed: how a rank died, else the last line it printed, else its exit code."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     lines = [line.strip() for line in _tail(_log(plan, variant)) if line.strip()]

@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(typed: str | None) -> Parser:
-    """Make the parser of all verbs; only the one that is typed is imported."""
+    """Make the parser of all verbs; only the module of the verb that is typed is imported."""
     parser = Parser(prog="zero3d", description="ZeRO as the data axis of 3D parallelism.", allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, summary in VERBS.items():

@@ -46,7 +46,7 @@ def describe_kill(number: int, before: int | None, root: Path = ROOT) -> str:
 
 
 def _figures(root: Path) -> str:
-    """Say what the largest worker had, and what there is for all."""
+    """Say how much memory the largest worker had, and how much there is for all."""
     unit = 1 if sys.platform == "darwin" else 1024
     largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
     limits = [int(text) for folder, (_, name) in _cgroups(root) if (text := _text(folder / name).strip()).isdecimal()]

@@ -191,5 +191,5 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
 
 
 def _tokenizer(path: str) -> str | None:
-    """Return "bytes" for a model that comes without a tokenizer."""
+    """Return the tokenizer to write down: "bytes" for a model that comes without one."""
     return None if Path(path).is_dir() and any(Path(path).glob("tokenizer*")) else "bytes"

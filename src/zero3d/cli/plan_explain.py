@@ -20,7 +20,7 @@ from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 
 
 def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
-    """Print the terms; 1 if --assert-fits says a size and it needs more."""
+    """Print the terms; return 1 if --assert-fits gives a size and the plan needs more."""
     from zero3d.sim.trace import open_spec
 
     path, overrides = split_words(list(words))

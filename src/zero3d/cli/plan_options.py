@@ -15,7 +15,7 @@ UNITS = {"GB": 1e9, "GIB": 2**30, "MB": 1e6, "MIB": 2**20, "TB": 1e12}
 
 
 def open_cluster(arguments: argparse.Namespace) -> ClusterSpec:
-    """Return what --gpu, --gpus, --nodes and --cluster say; a file of calibrate says all. Raises ConfigError."""
+    """Return the cluster of --gpu, --gpus, --nodes and --cluster; a calibrated file says all. Raises ConfigError."""
     gpus = parse_gpus(arguments.gpus) if arguments.gpus else None
     nodes = parse_gpus(arguments.nodes, "--nodes") if arguments.nodes else None
     known = read_file(arguments.cluster) if arguments.cluster else {}

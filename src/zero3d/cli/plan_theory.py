@@ -95,7 +95,7 @@ def _breakdown_json(parts: Breakdown) -> dict[str, int]:
 
 
 def number(value: Fraction | int) -> int | float:
-    """Return an int when whole."""
+    """Return a number as an int when it is whole."""
     return int(value) if value == int(value) else float(value)
 
 

@@ -72,14 +72,14 @@ def report_output(folder: Path) -> None:
 
 
 def describe_stop(stop: Stopped) -> str:
-    """Return what is kept; our launcher says the rest."""
+    """Say what is kept; our launcher says the rest."""
     if LAUNCHED in os.environ:
         return str(stop)
     return f"stopped by {signal.Signals(stop.signal).name}: {stop}; --resume auto continues"
 
 
 def leave_exception(error: BaseException) -> int:
-    """Write it in the error file, or for want of our launcher on stderr as well; return the exit code.
+    """Write an exception in the error file, or for want of our launcher on stderr; return the exit code.
 
     An error on purpose is one line, any other a callstack with 1. What another rank raised is reported there. Peers
     that lose this rank find the reason, and the code, in the note that it leaves.
@@ -104,7 +104,7 @@ def leave_exception(error: BaseException) -> int:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    """Write it whole or not at all: torchrun reads it as soon as it is there, and dies of half of one."""
+    """Write a file whole or not at all: torchrun reads it as soon as it is there, and dies of half of one."""
     fresh = path.with_name(f"{path.name}.new")
     fresh.write_text(text)
     fresh.replace(path)

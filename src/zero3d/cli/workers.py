@@ -103,7 +103,7 @@ def loopback_store() -> TCPStore:
 
 
 def environment(ranks: int, port: int) -> dict[str, str]:
-    """Return what all workers share; the store is the launcher's, so no port can be taken in between."""
+    """Return the variables that all workers share; the store is the launcher's, so no port is taken in between."""
     shared = {
         **os.environ,
         LAUNCHED: "1",

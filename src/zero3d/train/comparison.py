@@ -136,7 +136,7 @@ def _minus(value: float | None, first: float | None) -> float | None:
 
 
 def memory(result: Result) -> dict[str, Figure]:
-    """Return bytes by category; temporary is the sum of the most that each kind of buffer held."""
+    """Return a run's bytes by category; temporary is the sum of the most that each kind of buffer held."""
     figures: dict[str, Figure] = {}
     for category in CATEGORIES:
         entries = [row for row in result["memory"] if row["consumer"].partition(":")[0] == category]
@@ -151,7 +151,7 @@ def memory(result: Result) -> dict[str, Figure]:
 
 
 def traffic(result: Result) -> dict[str, Figure]:
-    """Return bytes by operation, per step; what is sent at the first step only is left out."""
+    """Return a run's bytes by operation, per step; what is sent at the first step only is left out."""
     return {
         row["op"]: Figure(
             row["measured"]["bytes"] / result["steps"], row["formula"]["bytes"] / result["steps"], False, row["equal"]

@@ -12,7 +12,7 @@ HALF = 10  # steps to either side of the one whose average is taken
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Average around each step, over as many before it as after it: the mean of the middle third of those values.
+    """Return averages around each step, over as many before it as after it: means of the middle third of those.
 
     Where losses fall it lags behind nothing, and a first or a single high one does not pull it up. Values that are
     not finite are passed over.

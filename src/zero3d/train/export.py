@@ -44,7 +44,7 @@ def export_model(engine: Engine, folder: Folder, tokenizer: Tokenizer | None, pr
 
 
 def _save_tokenizer(tokenizer: Tokenizer | None, export: Path) -> str | None:
-    """Save it beside the weights; return a note where there is none."""
+    """Save the tokenizer beside the weights; return a note where there is none."""
     if tokenizer is None:
         return "the export has no tokenizer: the data are token ids, and the model's folder has none"
     try:

@@ -41,12 +41,12 @@ def _met(p: nn.Parameter, experts: int, chosen: int) -> float:
 
 
 def _any(config: Any, names: Sequence[str]) -> int:
-    """Return the first of these settings that the model's config has, else 0."""
+    """Return the first of these settings that a model's config has, else 0."""
     return next((int(value) for name in names if isinstance(value := getattr(config, name, None), int)), 0)
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return what one device could do, or None where it is not known; the table is of bf16 and fp16."""
+    """Return a device's peak in FLOP/s, or None where it is not known; the table is of bf16 and fp16."""
     if precision not in ("bf16", "fp16"):
         return None
     return next((peak for name, peak in PEAKS.items() if name in device_name), None)

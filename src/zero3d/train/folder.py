@@ -37,7 +37,7 @@ FOREIGN = "has no config.yaml of a run that names it, so no run wrote it"
 
 @dataclass(frozen=True)
 class Folder:
-    """Holds the paths of one run, and says what may be done with them."""
+    """Holds the paths of a run's output folder; claims it, prunes its checkpoints, publishes its export."""
 
     root: Path
 
@@ -110,7 +110,7 @@ class Folder:
             )
 
     def claim(self, lock: FolderLock, resume: str | None, overwrite: bool, checkpoint: Path | None = None) -> None:
-        """Make it and lock it, or refuse it as `refuse` does; leftovers of saves are cleaned up. Raises ConfigError."""
+        """Make and lock the folder, or refuse it as `refuse` does; clean up leftovers of saves. Raises ConfigError."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -142,7 +142,7 @@ class Folder:
         return self.root.exists() and (not self.root.is_dir() or any(self._names()))
 
     def _names(self) -> Iterator[str]:
-        """Yield the names of what is in it; a lock is nobody's work."""
+        """Yield the names of the folder's entries; a lock is nobody's work."""
         return (entry.name for entry in self.root.iterdir() if entry.name != LOCK)
 
     @property
@@ -235,7 +235,7 @@ class Folder:
 
 
 def _exported(folder: Path) -> bool:
-    """Say whether its weights say that zero3d wrote them; an empty folder holds nothing to lose."""
+    """Say whether a folder's weights name zero3d as their writer; an empty folder holds nothing to lose."""
     from safetensors import SafetensorError, safe_open
 
     if not folder.is_dir():
@@ -250,7 +250,7 @@ def _exported(folder: Path) -> bool:
 
 
 def _parse(line: str) -> dict[str, float] | None:
-    """Return a record, or None for a line that a crash cut off, or that no run has written."""
+    """Return the record of a line, or None where a crash cut it off, or no run has written it."""
     try:
         record = parse_object(line)
     except Unreadable:
@@ -276,5 +276,5 @@ def first_free(stem: str) -> int:
 
 
 def numbered(stem: str, number: int) -> Path:
-    """Return STEM, STEM-2, ..."""
+    """Return the path with this number: STEM, STEM-2, ..."""
     return Path(stem if number == 1 else f"{stem}-{number}")

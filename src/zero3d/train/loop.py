@@ -41,7 +41,7 @@ from zero3d.zero.optimizer import OVERFLOW
 
 
 class Loop:
-    """Trains `engine` on `stream` up to `steps`.
+    """Trains `engine` on `stream`, step by step, and evaluates, saves and stops where it is due.
 
     options     passed to every forward beside the batch
     validation  sequences held out, or None

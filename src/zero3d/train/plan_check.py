@@ -104,7 +104,7 @@ def checked_memory(engine: Engine) -> int:
 
 
 def check_line(estimate: Estimate, measured: int, seconds: float, device: str) -> str:
-    """Return the line: bytes, seconds, and what most of the planned step goes into."""
+    """Return plan against actual in one line: bytes, seconds, and what most of the planned step goes into."""
     on_cpu = device == "cpu"
     memory, kind = (estimate.memory.states, "of states") if on_cpu else (estimate.memory.allocated, "allocated")
     off = 100 * (measured / memory - 1)

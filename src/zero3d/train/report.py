@@ -101,7 +101,7 @@ def summary(result: Result) -> Iterator[str]:
 
 
 def write_png(result: Result) -> str:
-    """Draw loss.png; the line that says so, or what to install."""
+    """Draw loss.png; return the line that says so, or what to install."""
     config = result.config
     held_out = [(r["step"], r["validation_loss"]) for r in result.history if r.get("validation_loss") is not None]
     title = f"{config.model.path}: stage {config.zero.stage}, {config.precision}, {result.ranks} ranks"

@@ -152,7 +152,7 @@ def _finish(
 
 
 def begin(config: Config, start: Start, lock: FolderLock, rank: int) -> None:
-    """Refuse what cannot be; rank 0 locks an output folder that is there. Raises ConfigError, CheckpointError."""
+    """Refuse a run that cannot be; rank 0 locks an output folder that is there. Raises ConfigError, CheckpointError."""
     check_start(config, start, alone=rank == 0)
     if rank == 0 and config.output is not None and Path(config.output).is_dir():
         lock.acquire(Path(config.output))

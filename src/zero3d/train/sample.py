@@ -15,7 +15,7 @@ SAMPLE_LENGTH, TEMPERATURE, TOP_K = 240, 0.7, 40
 
 
 def sample(config: Config, engine: Engine, tokenizer: Tokenizer | None, progress: Progress) -> str:
-    """Call `generate`, and say its failure in one line: everything else of the run is there by then."""
+    """Return `generate`'s text, or "" with its failure in one line: the rest of the run is there by then."""
     prompt = config.evaluate.prompt
     if prompt is None or tokenizer is None:
         return ""

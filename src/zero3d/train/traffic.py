@@ -51,7 +51,7 @@ class TrainingTraffic:
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Leave out what is moved inside: it is no training."""
+        """Leave what is moved inside out of the count: it is no training."""
         before = self._rows()
         yield
         self._excluded.update({key: figure - before[key] for key, figure in self._rows().items()})
@@ -141,7 +141,7 @@ def planned_traffic(engine: Engine, gathers: Mapping[str, int], counts: SessionC
 
 
 def planned_pipeline(engine: Engine, counts: SessionCounts) -> dict[tuple[str, str], Moved]:
-    """Return by (operation, part or unit) on the pp axis: hidden states and tied gradients."""
+    """Return by (operation, chunk or unit) on the pp axis: hidden states and tied gradients."""
     if engine.pipeline is None:
         return {}
     step = engine.pipeline.traffic(counts.micro_batches)
@@ -161,7 +161,7 @@ def planned_tensor(engine: Engine, counts: SessionCounts) -> dict[tuple[str, str
 
 
 def planned_replica(engine: Engine, steps: int) -> dict[tuple[str, str], Moved]:
-    """Return what the ranks of a replica agree on, by (operation, "-").
+    """Return by (operation, "-"): what the ranks of a model-parallel group agree on.
 
     A step exchanges the weight with the verdict on orders, the norms and the mean loss, all float64; the first
     one also their places. Partial gradients are exchanged over tp.

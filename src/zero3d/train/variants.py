@@ -63,7 +63,7 @@ class Variant:
 
 
 def split_axes(words: Sequence[str]) -> tuple[tuple[Axis, ...], list[str]]:
-    """Split words into axes and overrides of every run. Raises ConfigError for an axis whose key is given again."""
+    """Split words into axes and overrides of every run. Raises ConfigError for a key of an axis given again."""
     axes, common = [], []
     first: dict[str, str] = {}
     for word in words:
