@@ -78,29 +78,29 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _search(arguments: argparse.Namespace, path: str | None) -> int:
-    """Find plans, print them, write the files that options name."""
+    """Find plans, print them, write what was asked for."""
     if arguments.top < 1:
         raise ConfigError(f"--top {arguments.top}: type how many plans to show, from 1.")
     if arguments.price is not None and not 0 <= arguments.price < 1e9:
         raise ConfigError(f"--price {arguments.price:g}: a GPU-hour costs 0 or more.")
-    cluster = open_cluster(arguments)
+    place = open_cluster(arguments)
     if arguments.goal not in GOALS:
         raise ConfigError(f"--goal {short(arguments.goal)!r} is unknown: pass one of {', '.join(GOALS)}.")
-    limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * cluster.gpu.memory
+    limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * place.gpu.memory
     tokens = number(arguments.tokens, "--tokens")
     model = open_model(arguments, path)
-    request = Asked(_sequences(arguments, model, cluster), limit, arguments.goal)
-    result = search(model, cluster, request, evaluate)
-    if not result.rows:
+    asked = Asked(_sequences(arguments, model, place), limit, arguments.goal)
+    found = search(model, place, asked, evaluate)
+    if not found.rows:
         if arguments.assert_fits:
-            print(plan_text.nothing_fits(model, cluster, request, result, None))
+            print(plan_text.nothing_fits(model, place, asked, found, None))
             return 1
-        raise ConfigError(plan_text.nothing_fits(model, cluster, request, result, _larger(model, cluster, request)))
-    best = result.rows[0]
-    used = resized(cluster, best.plan.world)
-    rungs = ladder(model, used, request.sequences, request.limit, evaluate)
-    knobs = what_if(best, model, used, evaluate)
-    answer = plan_text.Answer(model, used, request, result, rungs, knobs, tokens, arguments.price)
+        raise ConfigError(plan_text.nothing_fits(model, place, asked, found, _larger(model, place, asked)))
+    best = found.rows[0]
+    here = resized(place, best.plan.world)
+    rungs = ladder(model, here, asked.sequences, asked.limit, evaluate)
+    knobs = what_if(best, model, here, evaluate)
+    answer = plan_text.Answer(model, here, asked, found, rungs, knobs, tokens, arguments.price)
     _write(arguments, answer, path)
     print(
         json.dumps(plan_text.as_json(answer), indent=2) if arguments.json else plan_text.as_text(answer, arguments.top)
@@ -124,11 +124,11 @@ def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
     return open_spec(path, length, lora=arguments.lora, packed=True)  # as zero3d train does by default
 
 
-def _sequences(arguments: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec) -> int:
-    """Return sequences of a step. Raises ConfigError for tokens that are no whole ones, or too few for every GPU."""
+def _sequences(arguments: argparse.Namespace, model: ModelSpec, place: ClusterSpec) -> int:
+    """Of a step. Raises ConfigError for tokens that are no whole sequences, or fewer than one for every GPU."""
     tokens = number(arguments.tokens_per_batch, "--tokens-per-batch")
     if tokens is None:
-        return _typical_batch(model, cluster)
+        return _typical_batch(model, place)
     sequences = int(tokens) // model.length
     if sequences < 1 or tokens != sequences * model.length:
         near = max(1, sequences) * model.length
@@ -139,32 +139,32 @@ def _sequences(arguments: argparse.Namespace, model: ModelSpec, cluster: Cluster
     return sequences
 
 
-def _typical_batch(model: ModelSpec, cluster: ClusterSpec) -> int:
-    """Return the multiple of the GPUs that is nearest to TOKENS."""
-    return max(1, round(TOKENS / model.length / cluster.gpus)) * cluster.gpus
+def _typical_batch(model: ModelSpec, place: ClusterSpec) -> int:
+    """The multiple of the GPUs that is nearest to TOKENS."""
+    return max(1, round(TOKENS / model.length / place.gpus)) * place.gpus
 
 
-def _larger(model: ModelSpec, cluster: ClusterSpec, request: Asked) -> tuple[int, Row] | None:
-    """Return the smallest power-of-two multiple of this cluster that can do it, and its best plan."""
+def _larger(model: ModelSpec, place: ClusterSpec, asked: Asked) -> tuple[int, Row] | None:
+    """The smallest power-of-two multiple of this cluster that can do it, and its best plan."""
     times = 2
     while times <= LARGER:
-        bigger = resized(cluster, cluster.gpus * times)
-        sequences = -(-request.sequences // bigger.gpus) * bigger.gpus
-        result = search(model, bigger, request._replace(sequences=sequences, goal="fastest"), evaluate)
-        if result.rows:
-            return bigger.gpus, result.rows[0]
+        bigger = resized(place, place.gpus * times)
+        sequences = -(-asked.sequences // bigger.gpus) * bigger.gpus
+        found = search(model, bigger, asked._replace(sequences=sequences, goal="fastest"), evaluate)
+        if found.rows:
+            return bigger.gpus, found.rows[0]
         times *= 2
     return None
 
 
 def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | None) -> None:
-    """Write the files that --emit, --emit-deepspeed and --html name. Raises ConfigError before any is written."""
+    """The files that --emit, --emit-deepspeed and --html ask for. Raises ConfigError before anything is written."""
     rows = answer.found.rows
     texts: dict[str, str] = {}
     if arguments.emit:
         if path is None or arguments.lora:
-            source = "--lora, which a file cannot say yet" if arguments.lora else "--params, which is no model"
-            raise ConfigError(f"--emit writes a file for `zero3d train`, and got {source}.")
+            what = "--lora, which a file cannot say yet" if arguments.lora else "--params, which is no model"
+            raise ConfigError(f"--emit writes a file for `zero3d train`, and got {what}.")
         texts[arguments.emit] = plan_text.head(answer) + yaml.safe_dump(
             train_config(answer.model, rows[0].plan, path, _tokenizer(path)), sort_keys=False
         )

@@ -52,61 +52,61 @@ def run(arguments: argparse.Namespace) -> int:
 
     world = arguments.ranks or ranks_here(config.mesh.dp, config.mesh.tp, config.mesh.pp)
 
-    def report_rank(rank: RankResult) -> None:
+    def said(rank: RankResult) -> None:
         print(f"rank {rank.rank} of {world}: {rank.seconds:.1f} s", file=sys.stderr, flush=True)
 
-    result = simulate(config, world, arguments.rank, arguments.backend, arguments.every_micro_batch, report_rank)
+    found = simulate(config, world, arguments.rank, arguments.backend, arguments.every_micro_batch, said)
     if arguments.trace is not None:
-        write("--trace", arguments.trace, json.dumps(chrome_trace(result)))
+        write("--trace", arguments.trace, json.dumps(chrome_trace(found)))
     if arguments.html is not None:
-        write("--html", arguments.html, simulation_page(result))
-    print(json.dumps(to_json(result)) if arguments.json else "\n".join(as_text(result)))
+        write("--html", arguments.html, simulation_page(found))
+    print(json.dumps(to_json(found)) if arguments.json else "\n".join(as_text(found)))
     return 0
 
 
 def write(option: str, file: str, text: str) -> None:
-    """Write a file that an option names. Raises ConfigError."""
+    """A file that an option asks for. Raises ConfigError."""
     try:
         Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{option} {file}: cannot be written ({error.strerror}).") from error
 
 
-def as_text(result: Simulation) -> Iterator[str]:
-    """Yield tables: ranks, states, the peaks, traffic, FLOPs, the pipeline."""
+def as_text(found: Simulation) -> Iterator[str]:
+    """Tables: ranks, states, the peaks, traffic, FLOPs, the pipeline."""
     from zero3d.sim.gantt import gantt
 
     yield (
-        f"{result.model}, stage {result.stage}, {result.precision}: pp {result.pp} x dp {result.dp} x tp {result.tp} = "
-        f"{result.pp * result.dp * result.tp} ranks with {result.backend}, none of which is there"
+        f"{found.model}, stage {found.stage}, {found.precision}: pp {found.pp} x dp {found.dp} x tp {found.tp} = "
+        f"{found.pp * found.dp * found.tp} ranks with {found.backend}, none of which is there"
     )
     yield (
-        f"a step: batch {result.batch} = micro_batch {result.micro_batch} x accumulate {result.accumulate} x dp "
-        f"{result.dp}, sequences of {result.length:,} tokens"
+        f"a step: batch {found.batch} = micro_batch {found.micro_batch} x accumulate {found.accumulate} x dp "
+        f"{found.dp}, sequences of {found.length:,} tokens"
     )
-    yield from result.notes
+    yield from found.notes
     yield from ("", "1. What each class of ranks holds (states: the arena's account, which equals the formula)")
-    yield from columns([*_ranks(result)], "<>>>>>>>")
-    for rank in result.ranks:
+    yield from columns([*_ranks(found)], "<>>>>>>>")
+    for rank in found.ranks:
         yield from ("", *_peak(rank))
     yield from ("", "3. What a rank sends in a step, and receives")
-    yield from columns([*_traffic(result)], "<<<>>>")
+    yield from columns([*_traffic(found)], "<<<>>>")
     yield from ("", "4. Multiplications and additions in matrix products and attention, per rank and step")
-    yield from columns([*_flops(result)], "<>>>>")
-    if (chart := gantt(result)) is not None:
+    yield from columns([*_flops(found)], "<>>>>")
+    if (chart := gantt(found)) is not None:
         yield from (
             "",
-            f"5. The pipeline: {result.schedule}, idle {float(chart.bubble):.1%} of the work (in {chart.unit})",
+            f"5. The pipeline: {found.schedule}, idle {float(chart.bubble):.1%} of the work (in {chart.unit})",
         )
 
 
-def _ranks(result: Simulation) -> Iterator[tuple[str, ...]]:
+def _ranks(found: Simulation) -> Iterator[tuple[str, ...]]:
     yield "rank (stands for)", "elements", "parameters", "gradients", "optimizer", "padding", "by formula", "peak alive"
-    for rank in result.ranks:
-        bytes_of = {state.category: state.held for state in rank.states}
+    for rank in found.ranks:
+        held = {state.category: state.held for state in rank.states}
         equal = "equal" if all(state.held == state.formula for state in rank.states) else "DIFFERS"
         name = f"{rank.rank}: pp {rank.pp} dp {rank.dp} ({rank.stands_for})"
-        yield name, count(rank.elements), *map(size, bytes_of.values()), equal, size(rank.peak.nbytes)
+        yield name, count(rank.elements), *map(size, held.values()), equal, size(rank.peak.nbytes)
 
 
 def _peak(rank: RankResult) -> Iterator[str]:
@@ -131,9 +131,9 @@ def _where(at: Instant) -> str:
     )
 
 
-def _traffic(result: Simulation) -> Iterator[tuple[str, ...]]:
+def _traffic(found: Simulation) -> Iterator[tuple[str, ...]]:
     yield "rank", "axis", "operation", "calls", "elements", "bytes"
-    for rank in result.ranks:
+    for rank in found.ranks:
         rows: dict[tuple[str, str], list[int]] = {}
         for sent in rank.sent:
             row = rows.setdefault((sent.axis, sent.op), [0, 0, 0])
@@ -142,8 +142,8 @@ def _traffic(result: Simulation) -> Iterator[tuple[str, ...]]:
             yield str(rank.rank), axis, op, f"{calls:,}", count(elements), size(nbytes)
 
 
-def _flops(result: Simulation) -> Iterator[tuple[str, ...]]:
+def _flops(found: Simulation) -> Iterator[tuple[str, ...]]:
     yield "rank", "forward", "backward", "recomputed", "together"
-    for rank in result.ranks:
+    for rank in found.ranks:
         parts = [rank.flops(phase) for phase in ("forward", "backward", "recomputed")]
         yield str(rank.rank), *(f"{flops:.4g}" for flops in (*parts, sum(parts)))
