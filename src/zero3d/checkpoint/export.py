@@ -46,18 +46,18 @@ def export(directory: Path, engine: EngineState, gathered: Gathered) -> Path:
         )
     directory = directory.resolve()
     temporary = directory.with_name(f".{directory.name}.tmp")
-    everyone, coordinates = engine.everyone, engine.degrees.place(engine.everyone.rank)
+    world, coordinates = engine.world, engine.degrees.place(engine.world.rank)
     writer = _ExportWriter(temporary, coordinates.pp)
 
     def on(chosen: bool, action: Callable[[], None]) -> None:
-        agree(everyone, action if chosen else lambda: None)
+        agree(world, action if chosen else lambda: None)
 
-    on(everyone.rank == 0, partial(_prepare_export, directory, temporary))
-    with removed_on_failure(temporary, everyone):
-        agree(everyone, partial(_add_units, writer, engine, model, gathered))
+    on(world.rank == 0, partial(_prepare_export, directory, temporary))
+    with removed_on_failure(temporary, world):
+        agree(world, partial(_add_units, writer, engine, model, gathered))
         for stage in range(engine.degrees.pp):
             on(coordinates == (stage, 0, 0), partial(_finish_stage, writer, engine, model))
-        on(everyone.rank == 0, partial(_finish_export, temporary, directory, model, engine.degrees.pp))
+        on(world.rank == 0, partial(_finish_export, temporary, directory, model, engine.degrees.pp))
     return directory
 
 

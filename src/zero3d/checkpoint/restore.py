@@ -111,8 +111,8 @@ def check(directory: Path, engine: EngineState) -> VerifiedCheckpoint:
 
     Raises CheckpointError on all ranks.
     """
-    manifest = agree(engine.everyone, lambda: _open(directory, engine))
-    return agree(engine.everyone, lambda: _verify(manifest, engine))
+    manifest = agree(engine.world, lambda: _open(directory, engine))
+    return agree(engine.world, lambda: _verify(manifest, engine))
 
 
 def load(checkpoint: VerifiedCheckpoint, engine: EngineState) -> tuple[int, Any, str]:
@@ -121,7 +121,7 @@ def load(checkpoint: VerifiedCheckpoint, engine: EngineState) -> tuple[int, Any,
     Returns its step, what the training loop had saved, and whether the run goes on bitwise (`resume_guarantee`).
     """
     manifest = checkpoint.manifest
-    agree(engine.everyone, lambda: _restore(checkpoint, engine))
+    agree(engine.world, lambda: _restore(checkpoint, engine))
     return manifest.step, manifest.value("loop"), resume_guarantee(manifest.about, engine.about)
 
 
@@ -131,7 +131,7 @@ def load(checkpoint: VerifiedCheckpoint, engine: EngineState) -> tuple[int, Any,
 def _open(directory: Path, engine: EngineState) -> Manifest:
     manifest = open_manifest(find(directory))
     check_compatible(manifest, engine)
-    if manifest.format < FORMAT and engine.everyone.rank == 0:
+    if manifest.format < FORMAT and engine.world.rank == 0:
         warnings.warn(
             f"{manifest.folder} has format {manifest.format}, whose manifest has no checksum: damage to it may go "
             f"unnoticed. The next checkpoint has format {FORMAT}.",
@@ -142,14 +142,14 @@ def _open(directory: Path, engine: EngineState) -> Manifest:
 
 def _verify(manifest: Manifest, engine: EngineState) -> VerifiedCheckpoint:
     """Check this rank's share of the files, and open what this rank will read."""
-    everyone = engine.everyone
-    for file in list(manifest.files)[everyone.rank :: everyone.size]:
+    world = engine.world
+    for file in list(manifest.files)[world.rank :: world.size]:
         verify_file(manifest, file)
     reader = Reader(manifest)
     for piece in _pieces_to_read(reader, engine):
         reader.prepare(piece)
     same = manifest.mesh == engine.degrees
-    files = [file_of(everyone.rank)] if same else list(manifest.files)
+    files = [file_of(world.rank)] if same else list(manifest.files)
     return VerifiedCheckpoint(
         manifest, reader, _find_buffers(manifest, files, engine), _streams(manifest, reader, engine, same)
     )
@@ -194,7 +194,7 @@ def _streams(
     """Return this rank's random states, which were tried; None on another mesh than the one that saved them."""
     if not same:
         return None
-    rank = engine.everyone.rank
+    rank = engine.world.rank
     file = file_of(rank)
     keys = [key for key in rank_tensors(manifest, file) if key.startswith(STREAM)]
     tensors = {key.removeprefix(STREAM): reader.tensor(file, key) for key in keys}

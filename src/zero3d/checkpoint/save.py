@@ -41,11 +41,11 @@ def save(directory: Path, engine: EngineState) -> Path:
     """Write directory/step-N and return it. A crash at any instant leaves the older checkpoints whole."""
     final = directory / f"step-{engine.step}"
     temporary = directory / f".step-{engine.step}.tmp"
-    everyone = engine.everyone
-    agree(everyone, lambda: _prepare(directory, temporary) if everyone.rank == 0 else None)
-    with removed_on_failure(temporary, everyone):
-        agree(everyone, lambda: write_json(temporary / _rows_file(everyone.rank), _write_rank(temporary, engine)))
-        agree(everyone, lambda: _commit(temporary, final, engine) if everyone.rank == 0 else None)
+    world = engine.world
+    agree(world, lambda: _prepare(directory, temporary) if world.rank == 0 else None)
+    with removed_on_failure(temporary, world):
+        agree(world, lambda: write_json(temporary / _rows_file(world.rank), _write_rank(temporary, engine)))
+        agree(world, lambda: _commit(temporary, final, engine) if world.rank == 0 else None)
     return final
 
 
@@ -69,7 +69,7 @@ def _rows_file(rank: int) -> str:
 
 def _write_rank(temporary: Path, engine: EngineState) -> dict[str, Any]:
     """Write this rank's tensors; return its share of the manifest."""
-    file = file_of(engine.everyone.rank)
+    file = file_of(engine.world.rank)
     tensors: dict[str, Tensor] = {}
     rows = []
     for piece in state_pieces(engine):
@@ -113,7 +113,7 @@ def _dtype(values: Tensor) -> str:
 def _commit(temporary: Path, final: Path, engine: EngineState) -> None:
     """Join the ranks' shares of the manifest, check it, and give the folder its final name."""
     ranks = []
-    for rank in range(engine.everyone.size):
+    for rank in range(engine.world.size):
         rows = temporary / _rows_file(rank)
         ranks.append(json.loads(rows.read_text()))
         rows.unlink()

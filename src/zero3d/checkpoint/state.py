@@ -50,7 +50,7 @@ class EngineState:
     modules   this rank's model chunks
     dp        the dp axis, over which units are cut
     tp        the tp axis
-    everyone  all ranks of the mesh
+    world     all ranks of the mesh
     about     what the bits of the run depend on, for `resume_contract`
     loop      what the training loop has saved for itself
     cuts      how the tp axis cuts parameters, by name in the full model; it has all others on every rank
@@ -63,7 +63,7 @@ class EngineState:
     optimizer: ShardedOptimizer
     dp: Comm
     tp: Comm
-    everyone: Comm
+    world: Comm
     degrees: Degrees
     loss_scale: LossScale
     scheduler: Any

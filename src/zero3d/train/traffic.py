@@ -2,11 +2,12 @@
 
 rows                                        formula
 ------------------------------------------  ----------------------------------------------------------------
-all_gather, reduce_scatter, exchange        traffic.step_traffic x steps (exact: all_to_all for reduce_scatter)
+all_gather, reduce_scatter, exchange        step_traffic x steps (exact: all_to_all for reduce_scatter)
 send_forward (pp), send_backward (pp)       traffic.pipeline_traffic x steps
 trade (pp)                                  gradients of tied parameters, once a step
 all_reduce (tp), all_gather (tp), ...       traffic.tensor_traffic of all tokens trained on
-exchange (pp), (tp) or (replica)            weight, norms and loss of a replica; partial gradients, once a step
+exchange (pp), (tp) or (replica)            weight, norms and loss of a model-parallel group; partial
+                                            gradients, once a step
 
 Evaluations and checkpoints are taken out on both sides.
 """
@@ -106,7 +107,9 @@ def traffic_rows(engine: Engine, traffic: TrainingTraffic, counts: SessionCounts
     planned = planned_traffic(engine, traffic.gathers, counts)
     if counts.steps:
         planned |= (
-            planned_pipeline(engine, counts) | planned_tensor(engine, counts) | planned_replica(engine, counts.steps)
+            planned_pipeline(engine, counts)
+            | planned_tensor(engine, counts)
+            | planned_model_group(engine, counts.steps)
         )
     rows = []
     for op in dict.fromkeys(op for op, _ in [*planned, *measured]):
@@ -160,7 +163,7 @@ def planned_tensor(engine: Engine, counts: SessionCounts) -> dict[tuple[str, str
     return {(_on("tp", op), module): figures for (op, module), figures in moved.items()}
 
 
-def planned_replica(engine: Engine, steps: int) -> dict[tuple[str, str], Moved]:
+def planned_model_group(engine: Engine, steps: int) -> dict[tuple[str, str], Moved]:
     """Return by (operation, "-"): what the ranks of a model-parallel group agree on.
 
     A step exchanges the weight with the verdict on orders, the norms and the mean loss, all float64; the first
