@@ -3,9 +3,9 @@
 rows                                        formula
 ------------------------------------------  ----------------------------------------------------------------
 all_gather, reduce_scatter, exchange        step_traffic x steps (exact: all_to_all for reduce_scatter)
-send_forward (pp), send_backward (pp)       traffic.pipeline_traffic x steps
+send_forward (pp), send_backward (pp)       pipeline_traffic x steps
 trade (pp)                                  gradients of tied parameters, once a step
-all_reduce (tp), all_gather (tp), ...       traffic.tensor_traffic of all tokens trained on
+all_reduce (tp), all_gather (tp), ...       tensor_traffic of all tokens trained on
 exchange (pp), (tp) or (replica)            weight, norms and loss of a model-parallel group; partial
                                             gradients, once a step
 
