@@ -1,7 +1,7 @@
 """Export: the weights as a folder that `from_pretrained` loads, gathered unit by unit.
 
     every pipeline stage   gathers its units on its own dp axis; rank 0 of that has the tp ranks' slices joined,
-                           parameter by parameter, and as tp rank 0 writes part-STAGE-0, -1, ...
+                           parameter by parameter, and as tp rank 0 writes stage-STAGE-0, -1, ...
     in turn                persistent buffers that no earlier pipeline stage wrote
     rank 0 of all          gives the files their names, writes index and config
 
@@ -148,20 +148,20 @@ class _ExportWriter:
             self._open[name] = tensor
 
     def _flush(self) -> None:
-        path = self._directory / f"part-{self._stage}-{len(self._files)}"
+        path = self._directory / f"stage-{self._stage}-{len(self._files)}"
         write_tensors(path, self._open, format="pt", writer="zero3d")  # a run replaces only what says so
         self._files.append({name: _nbytes(tensor) for name, tensor in self._open.items()})
         self._open = {}
 
     def earlier(self) -> set[str]:
         """Return the names that earlier pipeline stages have written."""
-        listed = [self._directory / f"parts-{stage}.json" for stage in range(self._stage)]
+        listed = [self._directory / f"stage-{stage}.json" for stage in range(self._stage)]
         return {name for path in listed for file in json.loads(path.read_text()) for name in file}
 
     def finish(self) -> None:
         """Write the last file, and what each of them holds for whoever joins them."""
         self._flush()
-        write_json(self._directory / f"parts-{self._stage}.json", self._files)
+        write_json(self._directory / f"stage-{self._stage}.json", self._files)
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -182,8 +182,8 @@ def _join(temporary: Path, stages: int) -> None:
     """Give the files their final names and write the index if there are several."""
     files: list[tuple[Path, dict[str, int]]] = []
     for stage in range(stages):
-        listed = temporary / f"parts-{stage}.json"
-        files += [(temporary / f"part-{stage}-{i}", file) for i, file in enumerate(json.loads(listed.read_text()))]
+        listed = temporary / f"stage-{stage}.json"
+        files += [(temporary / f"stage-{stage}-{i}", file) for i, file in enumerate(json.loads(listed.read_text()))]
         listed.unlink()
     count = len(files)
     weight_map: dict[str, str] = {}

@@ -21,12 +21,12 @@ from zero3d.errors import CheckpointError, Zero3dError
 
 
 @contextmanager
-def removed_on_failure(temporary: Path, comm: Comm) -> Iterator[None]:
+def removed_on_failure(temporary: Path, world: Comm) -> Iterator[None]:
     """Remove a folder that could not be completed: it would fill the disk that may be full."""
     try:
         yield
     except Zero3dError:
-        if comm.rank == 0:
+        if world.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 

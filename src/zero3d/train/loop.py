@@ -225,9 +225,9 @@ class Loop:
     def held_out_batches(self) -> Iterator[dict[str, Any]]:
         """Yield this rank's micro-batches of the held-out part."""
         assert self._validation is not None
-        comm, micro = self.engine.comm, self.stream.portions.micro_batch
+        dp, micro = self.engine.comm, self.stream.portions.micro_batch
         limit, exact = self.config.evaluate.batches, self.config.zero.exact
-        batches = validation_batches(self._validation, micro, dp=comm.size, rank=comm.rank, limit=limit, together=exact)
+        batches = validation_batches(self._validation, micro, dp=dp.size, rank=dp.rank, limit=limit, together=exact)
         for batch in batches:
             yield self.on_device(batch)
 

@@ -181,12 +181,12 @@ def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, fol
     """Say in lines what is about to happen."""
     ranks = engine.everyone.size
     kind = type(inputs.opened.module).__name__
-    parts = [f"stage {config.zero.stage}", config.precision, f"{ranks} rank{'s' if ranks > 1 else ''} on "
-             f"{engine.mesh.device.type}"]  # fmt: skip
-    parts += [f"activations {config.activations}"] if config.activations != "none" else []
+    devices = f"{ranks} rank{'s' if ranks > 1 else ''} on {engine.mesh.device.type}"
+    settings = [f"stage {config.zero.stage}", config.precision, devices]
+    settings += [f"activations {config.activations}"] if config.activations != "none" else []
     return [
         *([engine.mesh.degrees.table()] if engine.mesh.pp * engine.mesh.tp > 1 else []),
-        f"zero3d train: {', '.join(parts)}; {kind} with {count_params(engine):,} parameters",
+        f"zero3d train: {', '.join(settings)}; {kind} with {count_params(engine):,} parameters",
         f"{inputs.batch.equation}; {steps:,} steps; writing to {folder.root}",
         _vocabulary(inputs),
     ]
