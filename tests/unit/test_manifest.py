@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from zero3d.checkpoint.fields import Field, parse_json
+from zero3d.checkpoint.fields import Field, parse_fields
 from zero3d.checkpoint.tiling import tiling_fault
 from zero3d.errors import CheckpointError
 from zero3d.shards.boxes import boxes
@@ -75,7 +75,7 @@ def test_faults_say_where_they_are():
 ])  # fmt: skip
 def test_what_is_no_json_names_its_file(text, message):
     with pytest.raises(CheckpointError, match=message) as caught:
-        parse_json(text, "F.json")
+        parse_fields(text, "F.json")
     assert str(caught.value).startswith("F.json cannot be read as JSON")
 
 
@@ -92,7 +92,7 @@ def test_what_is_no_json_names_its_file(text, message):
     ({}, Field.rows, "x.y is a mapping of 0, and should be a list"),
 ])  # fmt: skip
 def test_values_of_another_type_or_range_name_file_and_field(value, take, message):
-    field = parse_json(b'{"x": {"y": 0}}', "F.json").entry("x").entry("y")._replace(value=value)
+    field = parse_fields(b'{"x": {"y": 0}}', "F.json").entry("x").entry("y")._replace(value=value)
     with pytest.raises(CheckpointError) as caught:
         take(field)
     assert str(caught.value).startswith("F.json: ")

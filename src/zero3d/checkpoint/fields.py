@@ -96,7 +96,7 @@ class Field(NamedTuple):
         return self.value
 
 
-def parse_json(text: bytes, file: str) -> Field:
+def parse_fields(text: bytes, file: str) -> Field:
     """Read a JSON text. Raises CheckpointError, which names `file`."""
     try:
         return Field(file, "", json.loads(text.decode(), object_pairs_hook=_without_duplicates))

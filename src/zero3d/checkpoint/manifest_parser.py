@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from zero3d.checkpoint.fields import USE_ANOTHER, Field, parse_json, quote
+from zero3d.checkpoint.fields import USE_ANOTHER, Field, parse_fields, quote
 from zero3d.checkpoint.files import read
 from zero3d.checkpoint.folders import CHECKSUM, MANIFEST
 from zero3d.checkpoint.manifest import (
@@ -49,7 +49,7 @@ def open_manifest(folder: Path) -> Manifest:
         raise CheckpointError(
             f"{folder / MANIFEST} or {CHECKSUM} differs from what was saved: they do not agree. {USE_ANOTHER}"
         )
-    fields = parse_json(text, str(folder / MANIFEST))
+    fields = parse_fields(text, str(folder / MANIFEST))
     number = fields.entry("format").integer()
     if number > FORMAT:
         raise CheckpointError(

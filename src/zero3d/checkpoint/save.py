@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zero3d.checkpoint.fields import USE_ANOTHER, parse_json
+from zero3d.checkpoint.fields import USE_ANOTHER, parse_fields
 from zero3d.checkpoint.files import digest
 from zero3d.checkpoint.folders import CHECKSUM, MANIFEST
 from zero3d.checkpoint.json_values import to_json
@@ -163,7 +163,7 @@ def _publish(temporary: Path, final: Path) -> None:
 def _check_loadable(folder: Path, text: str) -> None:
     """Refuse to commit what `restore` would refuse: better now than when it is needed."""
     try:
-        parse_manifest(folder, parse_json(text.encode(), MANIFEST))
+        parse_manifest(folder, parse_fields(text.encode(), MANIFEST))
     except CheckpointError as error:
         raise CheckpointError(
             f"cannot save {folder}, since it could not be loaded: {str(error).removesuffix(USE_ANOTHER)}"
