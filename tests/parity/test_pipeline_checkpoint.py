@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 import zero3d
-from zero3d.checkpoint import save as checkpoint
+from zero3d.checkpoint import writing
 
 HOLDS = {"llama": "lm_head.weight", "qwen3": "model.embed_tokens.weight"}
 OWNER = {"qwen3": "model.embed_tokens.weight", "tied": "embed.weight"}
@@ -318,7 +318,7 @@ def full_disk(folder, broken):
     def refuses(*_, **__):
         raise OSError("No space left on device")
 
-    checkpoint.save_file = refuses if dist.get_rank() == broken else save_file
+    writing.save_file = refuses if dist.get_rank() == broken else save_file
     texts = []
     try:
         for write in (engine.save, engine.export):
@@ -326,7 +326,7 @@ def full_disk(folder, broken):
                 write(f"{folder}/{write.__name__}")
             texts.append(str(caught.value))
     finally:
-        checkpoint.save_file = save_file
+        writing.save_file = save_file
     return texts
 
 

@@ -97,17 +97,17 @@ def logical(family):
 
 def held(engine):
     """Every state this rank holds, as (name, state, flat range of its local parameter, values)."""
-    parts = engine_state(engine._assembly)
-    for owned in parts.optimizer.pieces:
-        states = {"master": owned.master} | parts.optimizer.torch.state[owned.master]
+    saved = engine._parts()
+    for owned in saved.optimizer.pieces:
+        states = {"master": owned.master} | saved.optimizer.torch.state[owned.master]
         for state in ("master", *MOMENTS):
-            yield parts.whole.owner(owned.name), state, slice(owned.piece.start, owned.piece.stop), states[state]
-    for unit in parts.units:
+            yield saved.full_model.owner(owned.name), state, slice(owned.piece.start, owned.piece.stop), states[state]
+    for unit in saved.units:
         if unit.grads is None:
-            for piece in unit.layout.pieces(parts.comm.rank):
+            for piece in unit.layout.pieces(saved.dp.rank):
                 values = unit.weights.shard[piece.offset : piece.offset + piece.stop - piece.start]
                 yield (
-                    parts.whole.owner(unit.layout.slots[piece.slot].name),
+                    saved.full_model.owner(unit.layout.slots[piece.slot].name),
                     "weight",
                     slice(piece.start, piece.stop),
                     values,

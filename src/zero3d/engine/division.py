@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from zero3d.checkpoint.save import Whole
+from zero3d.checkpoint.state import FullModel
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
@@ -39,7 +39,7 @@ class Division:
 
     module: nn.Module
     chunks: Mapping[int, nn.Module]
-    full_model: Whole
+    full_model: FullModel
     places: dict[str, int]
     cuts: Mapping[str, Cut]
     partial: frozenset[str]
@@ -52,7 +52,7 @@ def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, led
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     chunks = take_chunks(model, mesh.axis("pp"), resolved.schedule, parallel.blocks)
     copies = names_of_copies(chunks)
-    full_model = Whole.of(model, copies)
+    full_model = FullModel.of(model, copies)
     places |= {name: places[owner] for name, owner in copies.items()}
     sharded = _cut_over_tp(chunks, mesh.axis("tp"), ledger, options)
     share_random_state(tp)

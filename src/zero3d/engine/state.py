@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from zero3d.checkpoint.save import Parts
+from zero3d.checkpoint.state import EngineState
 from zero3d.engine.assembly import Assembly
 
 
-def engine_state(assembly: Assembly, loop: Mapping[str, Any] | None = None) -> Parts:
+def engine_state(assembly: Assembly, loop: Mapping[str, Any] | None = None) -> EngineState:
     """Return what a checkpoint is made of; `loop` is what the training loop wants back.
 
     Raises Zero3dError where an earlier failure left the ranks of a pipeline apart.
@@ -19,14 +19,14 @@ def engine_state(assembly: Assembly, loop: Mapping[str, Any] | None = None) -> P
     assembly.execution.check()
     base, runtime, stepper = assembly.base, assembly.runtime, assembly.stepper
     axes, division = base.axes, base.division
-    return Parts(
+    return EngineState(
         modules=list(division.chunks.values()),
-        whole=division.full_model,
+        full_model=division.full_model,
         units=runtime.units,
         optimizer=runtime.optimizer,
-        comm=axes.dp,
+        dp=axes.dp,
         tp=axes.tp,
-        everyone=axes.world,
+        world=axes.world,
         degrees=base.resolved.mesh.degrees,
         loss_scale=runtime.loss_scale,
         scheduler=stepper.scheduler,

@@ -9,7 +9,7 @@ padding            held by the arena                      from the layouts, exac
 temporary buffers  most held at any instant, by kind      an upper bound from unit sizes
 activations        what autograd saved in one forward     none
 
-What ranks sent is in `sent.py`.
+What ranks sent is in `traffic.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zero3d.zero.stages import WINDOW
 
 
 class MemoryRow(NamedTuple):
-    """Bytes on one rank. formula: None when there is none; at_most: it is an upper bound; agrees: the verdict."""
+    """Holds bytes on one rank. formula: None when there is none; at_most: an upper bound; agrees: the verdict."""
 
     consumer: str
     dtype: str
@@ -45,7 +45,7 @@ class MemoryRow(NamedTuple):
 
 
 class Activations:
-    """Bytes by dtype that the first forward keeps for its backward: distinct storages once, parameters left out.
+    """Counts bytes by dtype that the first forward keeps for its backward: distinct storages, no parameters.
 
     What autograd saves, and the inputs of recomputed blocks. A view of a parameter lies in its
     unit's storage, which keeps its identity for ever.
@@ -56,8 +56,8 @@ class Activations:
         self._seen = {unit.weights.full.untyped_storage()._cdata for unit in engine.units}
         self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
         for root in engine.chunks.values():
-            mine = [root.register_forward_pre_hook(self._begin)]
-            mine.append(root.register_forward_hook(partial(self._end, mine)))
+            handles = [root.register_forward_pre_hook(self._begin)]
+            handles.append(root.register_forward_hook(partial(self._end, handles)))
 
     def _begin(self, *_: Any) -> None:
         self._hooks.__enter__()
@@ -79,31 +79,31 @@ class Activations:
 
 
 def memory_rows(
-    engine: Engine, held: Iterable[MemoryEntry], activations: Mapping[str, int], micro_batches: int
+    engine: Engine, entries: Iterable[MemoryEntry], activations: Mapping[str, int], micro_batches: int
 ) -> list[MemoryRow]:
-    """ZeRO's five consumers, padding apart. `held` is engine.memory right after training."""
-    entries = {entry.category: entry for entry in held}
+    """Return ZeRO's five consumers, padding apart. `entries` is engine.memory right after training."""
+    by_category = {entry.category: entry for entry in entries}
     dtypes = state_dtypes(engine)
     rows = []
     for category, label in (("parameters", "parameters"), ("gradients", "gradients"),
                             ("optimizer", "optimizer states"), ("padding", "padding")):  # fmt: skip
-        entry = entries[category]
+        entry = by_category[category]
         equal = entry.planned == entry.measured
         rows.append(MemoryRow(label, dtypes[category], entry.planned, False, entry.measured, equal))
     for category, bound in transient_bounds(engine, micro_batches).items():
-        peak = entries[category].peak
+        peak = by_category[category].peak
         rows.append(MemoryRow(f"temporary: {category}", dtypes[category], bound, True, peak, peak <= bound))
     rows.append(MemoryRow("activations", _join(activations), None, False, sum(activations.values()), None))
     return rows
 
 
 def state_dtypes(engine: Engine) -> dict[str, str]:
-    """The dtypes each category of buffers really has."""
+    """Return the dtypes each category of buffers really has."""
     weights = [unit.weights for unit in engine.units]
     grads = [unit.grads for unit in engine.units if unit.grads is not None]
     buffers = [buffer for grad in grads for buffer in grad.buffers]
     masters = [w.master.dtype for w in weights if w.master is not w.shard_or_full]
-    states = [s.dtype for each in engine.optimizer.torch.state.values() for s in each.values() if s.dim() == 1]
+    states = [s.dtype for state in engine.optimizer.torch.state.values() for s in state.values() if s.dim() == 1]
     compute, reduced = {w.full.dtype for w in weights}, {buffer.dtype for buffer in buffers}
     gathered = compute if engine.policy.stage.shards_parameters else ()
     bucket = compute if engine.policy.reduce == "every_micro_batch" or engine.summands is not None else ()
@@ -115,7 +115,7 @@ def state_dtypes(engine: Engine) -> dict[str, str]:
 
 
 def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
-    """Upper bounds of temporary buffers, in bytes.
+    """Return upper bounds of temporary buffers, in bytes.
 
     gathered  stage 3: the root all the time, two units at a hand-over, WINDOW ahead
     bucket    stages 2, 3: the root's gradients all the time, two units filling, WINDOW being reduced; parts of

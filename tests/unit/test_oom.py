@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from zero3d.cli.killed import killed, oom_kills
+from zero3d.cli.oom import describe_kill, oom_kills
 
 
 def system(root, kills, v2=True, limit="2000000000"):
@@ -28,27 +28,27 @@ def system(root, kills, v2=True, limit="2000000000"):
 def test_kills_during_the_run_are_counted_and_the_limit_is_the_cgroups(tmp_path, v2):
     before = oom_kills(system(tmp_path, 3, v2))
     assert before == 3
-    said = killed(signal.SIGKILL, before, system(tmp_path, 4, v2))
-    assert said.startswith("killed by SIGKILL: the kernel's out-of-memory killer ended 1 process during the run (")
-    assert "of 2.0 GB): lower train.micro_batch" in said
-    assert "ended 2 processes" in killed(signal.SIGKILL, before, system(tmp_path, 5, v2))
+    message = describe_kill(signal.SIGKILL, before, system(tmp_path, 4, v2))
+    assert message.startswith("killed by SIGKILL: the kernel's out-of-memory killer ended 1 process during the run (")
+    assert "of 2.0 GB): lower train.micro_batch" in message
+    assert "ended 2 processes" in describe_kill(signal.SIGKILL, before, system(tmp_path, 5, v2))
 
 
 def test_without_a_count_it_is_the_usual_cause(tmp_path):
     usual = "killed by SIGKILL: the usual cause is the kernel's out-of-memory killer ("
     assert oom_kills(tmp_path) is None
-    assert killed(signal.SIGKILL, None, tmp_path).startswith(usual)
-    assert killed(signal.SIGKILL, 3, system(tmp_path, 3, limit="max")).startswith(usual)
+    assert describe_kill(signal.SIGKILL, None, tmp_path).startswith(usual)
+    assert describe_kill(signal.SIGKILL, 3, system(tmp_path, 3, limit="max")).startswith(usual)
     (tmp_path / "sys/fs/cgroup/a/memory.events").unlink()
     assert oom_kills(tmp_path) == 77  # the machine's
-    assert killed(signal.SIGKILL, None, tmp_path).startswith(usual)
+    assert describe_kill(signal.SIGKILL, None, tmp_path).startswith(usual)
 
 
 def test_another_signal_has_nothing_to_do_with_memory(tmp_path):
-    assert killed(signal.SIGSEGV, 1, system(tmp_path, 5)) == "killed by SIGSEGV"
+    assert describe_kill(signal.SIGSEGV, 1, system(tmp_path, 5)) == "killed by SIGSEGV"
 
 
 def test_this_system_is_read_without_an_error():
-    assert "of" in killed(signal.SIGKILL, oom_kills())
+    assert "of" in describe_kill(signal.SIGKILL, oom_kills())
     if os.path.exists("/proc/vmstat"):
         assert oom_kills() is not None

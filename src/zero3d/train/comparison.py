@@ -1,4 +1,4 @@
-"""What a comparison finds out: figures of each run beside those of the first. Pure, on the JSON of runs. No torch.
+"""The figures of each run of a comparison beside those of the first. Pure, on the JSON of runs. No torch.
 
 memory       bytes of one rank by category: measured, by formula, and whether they agree
 traffic      bytes that one rank sends per step, by operation: the same three
@@ -30,7 +30,7 @@ Result = Mapping[str, Any]
 
 
 class Figure(NamedTuple):
-    """Bytes. formula: None where there is none; at_most: it is an upper bound; agrees: the verdict."""
+    """Holds bytes. formula: None where there is none; at_most: it is an upper bound; agrees: the verdict."""
 
     measured: float
     formula: float | None
@@ -40,7 +40,7 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class Recompute:
-    """A policy's arithmetic; predicted and measured are steps in those of `against`, the first run beside it.
+    """Holds a policy's arithmetic; predicted and measured are steps in those of `against`, the first run beside it.
 
     extra      of the step without recomputation; None: a third of attention's share, which is not known
     predicted  None where either extra is not known
@@ -58,7 +58,7 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one run. Differences are to the first run; None where a loss is missing or not finite.
+    """Holds the figures of one run. Differences are to the first run; None where a loss is missing or not finite.
 
     moment  when gradients are reduced: every_step or every_micro_batch; "" in exact mode, where it changes no bit
     apart   the losses are not the first run's, whose moment is another and whose other axes are the same
@@ -86,7 +86,7 @@ class Row:
 
     @property
     def sent(self) -> float:
-        """Bytes per step, measured."""
+        """Bytes sent per step, measured."""
         return sum(figure.measured for figure in self.traffic.values())
 
     @property
@@ -95,31 +95,32 @@ class Row:
         return all(figure.agrees is not False for figure in (*self.memory.values(), *self.traffic.values()))
 
 
-def rows(found: Sequence[Variant], results: Sequence[Result]) -> list[Row]:
-    """One row per run, in their order."""
-    recomputes = recompute_rows(found, results)
-    alike = [variant.beside(*REDUCTION) == found[0].beside(*REDUCTION) for variant in found]
-    return [_row(*each, results[0]) for each in zip(found, results, recomputes, alike, strict=True)]
+def rows(variants: Sequence[Variant], results: Sequence[Result]) -> list[Row]:
+    """Return one row per run, in their order."""
+    recomputes = recompute_rows(variants, results)
+    alike = [variant.beside(*REDUCTION) == variants[0].beside(*REDUCTION) for variant in variants]
+    columns = zip(variants, results, recomputes, alike, strict=True)
+    return [_row(*column, results[0]) for column in columns]
 
 
 def _row(variant: Variant, result: Result, recompute: Recompute | None, alike: bool, first: Result) -> Row:
-    """alike: to the first run, but for what sets the moment of reduction."""
+    """Return the figures of a run. alike: to the first run, but for what sets the moment of reduction."""
     batch, losses = result["batch"], result["losses"]
     last, first_last = losses[-1], first["losses"][-1]
     held_out, first_held_out = result["held_out_loss"], first["held_out_loss"]
     same = None not in losses and losses == first["losses"] and held_out == first_held_out
-    own = moment(result)
-    apart = alike and not same and own != moment(first)
+    reduced = moment(result)
+    apart = alike and not same and reduced != moment(first)
     return Row(
         variant.label, variant.values, result["ranks"], memory(result), result["peak_memory"], traffic(result),
         batch["micro_batch"], batch["accumulate"], result["step_seconds"], result["samples_per_s"],
         last, _minus(last, first_last), held_out, _minus(held_out, first_held_out),
-        same, own, apart, result.get("fingerprint"), recompute,
+        same, reduced, apart, result.get("fingerprint"), recompute,
     )  # fmt: skip
 
 
 def moment(result: Result) -> str:
-    """When a run reduces its gradients; with one micro-batch per step that is the same moment at every stage."""
+    """Return when a run reduces its gradients; with one micro-batch per step that is one moment at every stage."""
     zero, pp = result["config"]["zero"], result["config"]["mesh"]["pp"] or 1
     if zero["exact"]:
         return ""
@@ -135,22 +136,22 @@ def _minus(value: float | None, first: float | None) -> float | None:
 
 
 def memory(result: Result) -> dict[str, Figure]:
-    """By category; temporary is the sum of the most that each kind of buffer held."""
-    found: dict[str, Figure] = {}
+    """Return a run's bytes by category; temporary is the sum of the most that each kind of buffer held."""
+    figures: dict[str, Figure] = {}
     for category in CATEGORIES:
-        parts = [row for row in result["memory"] if row["consumer"].partition(":")[0] == category]
-        formulas = [row["formula"] for row in parts]
-        found[category] = Figure(
-            sum(row["measured"] for row in parts),
+        entries = [row for row in result["memory"] if row["consumer"].partition(":")[0] == category]
+        formulas = [row["formula"] for row in entries]
+        figures[category] = Figure(
+            sum(row["measured"] for row in entries),
             None if None in formulas else sum(formulas),
-            any(row["at_most"] for row in parts),
-            _all([row["agrees"] for row in parts]),
+            any(row["at_most"] for row in entries),
+            _all([row["agrees"] for row in entries]),
         )
-    return found
+    return figures
 
 
 def traffic(result: Result) -> dict[str, Figure]:
-    """By operation, per step; what is sent at the first step only is left out."""
+    """Return a run's bytes by operation, per step; what is sent at the first step only is left out."""
     return {
         row["op"]: Figure(
             row["measured"]["bytes"] / result["steps"], row["formula"]["bytes"] / result["steps"], False, row["equal"]
@@ -167,36 +168,36 @@ def _all(verdicts: Sequence[bool | None]) -> bool | None:
 # --- recomputation ------------------------------------------------------------------------------
 
 
-def recompute_rows(found: Sequence[Variant], results: Sequence[Result]) -> list[Recompute | None]:
-    """The arithmetic of each run, against the first run with the same values on the other axes."""
-    if not any(axis.key == ACTIVATIONS for axis in found[0].axes):
-        return [None] * len(found)
-    arithmetics = [recompute_arithmetic(each["layers"], each["config"][ACTIVATIONS]) for each in results]
+def recompute_rows(variants: Sequence[Variant], results: Sequence[Result]) -> list[Recompute | None]:
+    """Return the arithmetic of each run, against the first run with the same values on the other axes."""
+    if not any(axis.key == ACTIVATIONS for axis in variants[0].axes):
+        return [None] * len(variants)
+    arithmetics = [recompute_arithmetic(result["layers"], result["config"][ACTIVATIONS]) for result in results]
     firsts: dict[tuple[str, ...], int] = {}
-    for i, variant in enumerate(found):
+    for i, variant in enumerate(variants):
         firsts.setdefault(variant.beside(ACTIVATIONS), i)
-    made: list[Recompute | None] = []
-    for variant, result, own in zip(found, results, arithmetics, strict=True):
+    recomputes: list[Recompute | None] = []
+    for variant, result, arithmetic in zip(variants, results, arithmetics, strict=True):
         first = firsts[variant.beside(ACTIVATIONS)]
         measured = result["step_seconds"] / results[first]["step_seconds"]
-        extra = None if own.extra_forward is None else float(own.extra_forward)
-        made.append(
+        extra = None if arithmetic.extra_forward is None else float(arithmetic.extra_forward)
+        recomputes.append(
             Recompute(
-                result["layers"], own.kept_inputs, own.interiors, own.attentions, extra, found[first].label,
-                _predicted(own, arithmetics[first]), measured,
+                result["layers"], arithmetic.kept_inputs, arithmetic.interiors, arithmetic.attentions, extra,
+                variants[first].label, _predicted(arithmetic, arithmetics[first]), measured,
             )
         )  # fmt: skip
-    return made
+    return recomputes
 
 
-def _predicted(own: Arithmetic, first: Arithmetic) -> float | None:
-    if own.extra_forward is None or first.extra_forward is None:
+def _predicted(arithmetic: Arithmetic, first: Arithmetic) -> float | None:
+    if arithmetic.extra_forward is None or first.extra_forward is None:
         return None
-    return float((1 + own.extra_forward) / (1 + first.extra_forward))
+    return float((1 + arithmetic.extra_forward) / (1 + first.extra_forward))
 
 
 def square_root(layers: int) -> str:
-    """Which K keeps the fewest tensors, as one line."""
+    """Say in one line which K keeps the fewest tensors."""
     every = best_segment(layers)
     kept = -(-layers // every)
     interiors = f"{every} interior{'s' if every > 1 else ''}"
@@ -209,18 +210,18 @@ def square_root(layers: int) -> str:
 # --- for programs -------------------------------------------------------------------------------
 
 
-def as_json(found: Sequence[Variant], results: Sequence[Result]) -> list[dict[str, Any]]:
-    """One object per run: its overrides, its figures, and its own JSON."""
-    if not found:
+def as_json(variants: Sequence[Variant], results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Return one object per run: its overrides, its figures, and its own JSON."""
+    if not variants:
         return []
     return [
-        {"variant": variant.label, "overrides": variant.words, "figures": _plain(row), "result": result}
-        for variant, row, result in zip(found, rows(found, results), results, strict=True)
+        {"variant": variant.label, "overrides": variant.words, "figures": _row_json(row), "result": result}
+        for variant, row, result in zip(variants, rows(variants, results), results, strict=True)
     ]
 
 
-def _plain(row: Row) -> dict[str, Any]:
-    plain = asdict(row)
+def _row_json(row: Row) -> dict[str, Any]:
+    figures = asdict(row)
     for name in ("memory", "traffic"):
-        plain[name] = {key: figure._asdict() for key, figure in plain[name].items()}
-    return {key: value for key, value in plain.items() if key not in ("label", "values")} | {"sent": row.sent}
+        figures[name] = {key: figure._asdict() for key, figure in figures[name].items()}
+    return {key: value for key, value in figures.items() if key not in ("label", "values")} | {"sent": row.sent}

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 HOLDER = """
 import sys
 from pathlib import Path
-from zero3d.train.hold import Hold
-with Hold() as hold:
-    hold.take(Path(sys.argv[1]))
+from zero3d.train.lock import FolderLock
+with FolderLock() as lock:
+    lock.acquire(Path(sys.argv[1]))
     {then}
     print("held", flush=True)
     sys.stdin.read()
@@ -17,7 +17,7 @@ with Hold() as hold:
 
 
 @contextmanager
-def held_by_another(folder, then=""):
+def locked_by_another(folder, then=""):
     """Its process id, while it holds the folder; `then` is what it does beside that."""
     command = [sys.executable, "-c", HOLDER.format(then=then), str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

@@ -31,8 +31,8 @@ MODE = 0o644
 NO_LOCKS = (EINVAL, ENOLCK, ENOSYS, ENOTSUP)  # of file systems without them
 
 
-class Hold:
-    """A lock on at most one folder, let go at the end of the block at the latest.
+class FolderLock:
+    """Holds a lock on at most one folder, released at the end of the block at the latest.
 
     note  a line for people where the file system has no locks
     """
@@ -48,15 +48,15 @@ class Hold:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def take(self, root: Path) -> None:
+    def acquire(self, root: Path) -> None:
         """Lock the folder, which is there; once is enough. Raises ConfigError where another process has it."""
         if self._file is not None:
             return
         self._path = root / LOCK
         try:
-            self._file = _locked(self._path)
-            told = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-            os.ftruncate(self._file, os.pwrite(self._file, json.dumps(told).encode(), 0))
+            self._file = _open_locked(self._path)
+            owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            os.ftruncate(self._file, os.pwrite(self._file, json.dumps(owner).encode(), 0))
         except BlockingIOError:
             raise ConfigError(refusal(root)) from None
         except OSError as error:
@@ -72,7 +72,7 @@ class Hold:
             self.note = f"{root} has no locks ({error.strerror}): nothing stops a second run from writing to it"
 
     def release(self) -> None:
-        """Let go; the file goes first, while nobody else can have it."""
+        """Release the lock; the file goes first, while nobody else can have it."""
         if self._file is not None:
             with suppress(OSError):
                 if _is_named(self._file, self._path):  # not the lock of a run in a folder that was made anew
@@ -81,8 +81,8 @@ class Hold:
             self._file = None
 
 
-def _locked(path: Path) -> int:
-    """The locked file of this name. Raises OSError."""
+def _open_locked(path: Path) -> int:
+    """Open and lock the file of this name. Raises OSError."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, MODE)
         try:
@@ -96,7 +96,7 @@ def _locked(path: Path) -> int:
 
 
 def _is_named(file: int, path: Path) -> bool:
-    """Whether the open file is still the one of this name."""
+    """Say whether the open file is still the one of this name."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
@@ -108,7 +108,7 @@ def check_free(root: Path) -> None:
     try:
         file = os.open(root / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        return  # nobody's, or nothing that this process may write: `take` says it
+        return  # nobody's, or nothing that this process may write: `acquire` says it
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -120,11 +120,11 @@ def check_free(root: Path) -> None:
 
 
 def refusal(root: Path) -> str:
-    """What is told of a folder that another process holds."""
-    told: dict[str, object] = {}
+    """Return the message about a folder that another process holds."""
+    owner: dict[str, object] = {}
     with suppress(OSError, Unreadable):
-        told = parse_object((root / LOCK).read_bytes().decode(errors="replace"))
-    pid, host, since = (told.get(key, "unknown") for key in ("pid", "host", "since"))
+        owner = parse_object((root / LOCK).read_bytes().decode(errors="replace"))
+    pid, host, since = (owner.get(key, "unknown") for key in ("pid", "host", "since"))
     return (
         f"output {root} is in use by process {pid} on host {host} since {since}: wait for that run, end it "
         f"(on {host}: kill {pid}), or write elsewhere with output=FOLDER."

@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint are those that its manifest means: checksums, and what their headers say.
+"""Checks that the files of a checkpoint are those that its manifest means: checksums, and what their headers say.
 
 A file that is changed after it was hashed, while ranks read their boxes of it, goes unnoticed: the header is
 held to the manifest and what is read has its shape and dtype, but values are not hashed again. Nobody writes
@@ -12,10 +12,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from zero3d.checkpoint.fields import USE_ANOTHER, shown
+from zero3d.checkpoint.fields import USE_ANOTHER, quote
+from zero3d.checkpoint.files import digest
 from zero3d.checkpoint.folders import checkpoints
-from zero3d.checkpoint.manifest import BUFFER, CODES, FORMAT, STREAM, Described, Manifest, allowed_dtypes, open_manifest
-from zero3d.checkpoint.regular import digest
+from zero3d.checkpoint.manifest import BUFFER, CODES, FORMAT, STREAM, Manifest, TensorSpec, allowed_dtypes
+from zero3d.checkpoint.manifest_parser import open_manifest
 from zero3d.errors import CheckpointError
 from zero3d.shards.boxes import box_shape
 
@@ -35,55 +36,57 @@ def verify_file(manifest: Manifest, file: str) -> None:
     path = manifest.folder / file
     if digest(path) != manifest.files[file]:
         raise CheckpointError(f"{path} differs from what was saved: its SHA-256 is not the manifest's. {USE_ANOTHER}")
-    found = header(path)
+    stored = header(path)
     expected = _expected(manifest, file)
-    if manifest.format == FORMAT and found.keys() - expected.keys():
+    if manifest.format == FORMAT and stored.keys() - expected.keys():
         raise CheckpointError(
-            f"{path} holds {shown(min(found.keys() - expected.keys()))}, which is not in the manifest. {USE_ANOTHER}"
+            f"{path} holds {quote(min(stored.keys() - expected.keys()))}, which is not in the manifest. {USE_ANOTHER}"
         )
     for key, (shape, dtypes) in expected.items():
-        if key not in found:
-            raise CheckpointError(f"{path} has no tensor {shown(key)}, and the manifest names it. {USE_ANOTHER}")
-        if found[key].shape != shape or found[key].dtype not in dtypes:
+        if key not in stored:
+            raise CheckpointError(f"{path} has no tensor {quote(key)}, and the manifest names it. {USE_ANOTHER}")
+        if stored[key].shape != shape or stored[key].dtype not in dtypes:
             raise CheckpointError(
-                f"{path}: {shown(key)} is {found[key].dtype} {found[key].shape}, and should be "
+                f"{path}: {quote(key)} is {stored[key].dtype} {stored[key].shape}, and should be "
                 f"{' or '.join(dtypes)} {shape}. {USE_ANOTHER}"
             )
 
 
-def header(path: Path) -> dict[str, Described]:
-    """Shape and dtype of every tensor in a file. Raises CheckpointError."""
+def header(path: Path) -> dict[str, TensorSpec]:
+    """Return shape and dtype of every tensor in a safetensors file. Raises CheckpointError."""
     try:
         with safe_open(path, framework="np") as opened:
-            stored = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
-            return {key: Described(tuple(each.get_shape()), _named(each.get_dtype())) for key, each in stored.items()}
+            slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+            return {
+                key: TensorSpec(tuple(values.get_shape()), _dtype(values.get_dtype())) for key, values in slices.items()
+            }
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors ({shown(str(error))}). {USE_ANOTHER}") from None
+        raise CheckpointError(f"{path} cannot be read as safetensors ({quote(str(error))}). {USE_ANOTHER}") from None
 
 
-def _named(code: str) -> str:
+def _dtype(code: str) -> str:
     return NAMES.get(code, code)
 
 
 def _expected(manifest: Manifest, file: str) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Shape and possible dtypes of every tensor that a file must hold."""
+    """Return shape and possible dtypes of every tensor that a file must hold."""
     expected = {}
     for row in manifest.rows:
         if row.file == file:
             dtypes = (row.dtype,) if row.dtype else allowed_dtypes(row.state, manifest.parameters[row.name])
             expected[row.key] = box_shape(row.box), dtypes
-    return expected | {key: (shape, (dtype,)) for key, (shape, dtype) in manifest.own.get(file, {}).items()}
+    return expected | {key: (shape, (dtype,)) for key, (shape, dtype) in manifest.rank_tensors.get(file, {}).items()}
 
 
-def own_tensors(manifest: Manifest, file: str) -> Mapping[str, Described]:
-    """A rank's buffers and random states by their keys; format 1 does not list them."""
+def rank_tensors(manifest: Manifest, file: str) -> Mapping[str, TensorSpec]:
+    """Return a rank's buffers and random states by their keys; format 1 lists them in its files alone."""
     if manifest.format == FORMAT:
-        return manifest.own[file]
-    return {key: each for key, each in header(manifest.folder / file).items() if key.startswith((BUFFER, STREAM))}
+        return manifest.rank_tensors[file]
+    return {key: spec for key, spec in header(manifest.folder / file).items() if key.startswith((BUFFER, STREAM))}
 
 
 def newest_intact(directory: Path, but: Path) -> Path | None:
-    """The newest checkpoint of a directory that `verify` has nothing against, `but` left out."""
+    """Return the newest checkpoint of a directory that `verify` has nothing against, `but` left out."""
     for folder in reversed(checkpoints(directory).values()):
         if folder != but:
             try:
@@ -94,8 +97,8 @@ def newest_intact(directory: Path, but: Path) -> Path | None:
     return None
 
 
-def damage(folder: Path) -> CheckpointError | None:
-    """What `verify` has against a checkpoint."""
+def find_damage(folder: Path) -> CheckpointError | None:
+    """Return what `verify` has against a checkpoint, or None."""
     try:
         verify(folder)
     except CheckpointError as error:

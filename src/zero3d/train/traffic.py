@@ -1,12 +1,13 @@
-"""What a run sent beside what the formulas say, by axis and operation, unit by unit.
+"""The bytes that a run sent beside what the formulas say, by axis and operation, unit by unit.
 
 rows                                        formula
 ------------------------------------------  ----------------------------------------------------------------
-all_gather, reduce_scatter, exchange        traffic.step_traffic x steps (exact: all_to_all for reduce_scatter)
-send_forward (pp), send_backward (pp)       traffic.pipeline_traffic x steps
+all_gather, reduce_scatter, exchange        step_traffic x steps (exact: all_to_all for reduce_scatter)
+send_forward (pp), send_backward (pp)       pipeline_traffic x steps
 trade (pp)                                  gradients of tied parameters, once a step
-all_reduce (tp), all_gather (tp), ...       traffic.tensor_traffic of all tokens trained on
-exchange (pp), (tp) or (replica)            weight, norms and loss of a replica; partial gradients, once a step
+all_reduce (tp), all_gather (tp), ...       tensor_traffic of all tokens trained on
+exchange (pp), (tp) or (replica)            weight, norms and loss of a model-parallel group; partial
+                                            gradients, once a step
 
 Evaluations and checkpoints are taken out on both sides.
 """
@@ -27,7 +28,7 @@ LOSS_VALUES = 2  # of train_batch's exchange: sum of losses, sum of weights
 
 
 class TrafficRow(NamedTuple):
-    """What one operation sent on one rank in the whole run; `equal` compares unit by unit."""
+    """Holds what one operation sent on one rank in the whole run; `equal` compares unit by unit."""
 
     op: str
     formula: Moved
@@ -35,8 +36,8 @@ class TrafficRow(NamedTuple):
     equal: bool
 
 
-class Traffic:
-    """The ledger's part that training moved: evaluations and checkpoints are taken out.
+class TrainingTraffic:
+    """Counts what training moved in the ledger: evaluations and checkpoints are taken out.
 
     gathers  parameter gathers per unit and step, from the tokens of the first step
     """
@@ -44,20 +45,20 @@ class Traffic:
     def __init__(self, engine: Engine) -> None:
         self.gathers: Mapping[str, int] = {}
         self._ledger, self._tokens = engine.traffic, engine.gathers
-        self._apart: Counter[tuple[str, str, str, str]] = Counter()
+        self._excluded: Counter[tuple[str, str, str, str]] = Counter()
         self._last = 0
         engine.traffic.reset()
         engine.gathers.events = []
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """What is moved inside is no training."""
+    def excluded(self) -> Iterator[None]:
+        """Leave what is moved inside out of the count: it is no training."""
         before = self._rows()
         yield
-        self._apart.update({key: figure - before[key] for key, figure in self._rows().items()})
+        self._excluded.update({key: figure - before[key] for key, figure in self._rows().items()})
 
     def last_step(self) -> int:
-        """Bytes since it was asked last."""
+        """Return bytes since this was called last."""
         if self._tokens.events is not None:
             self.gathers, self._tokens.events = count_gathers(self._tokens.events), None
         total = sum(entry.moved.bytes for entry in self.entries())
@@ -65,10 +66,10 @@ class Traffic:
         return total - last
 
     def entries(self) -> list[TrafficEntry]:
-        """Training's traffic by axis, operation and unit."""
-        left = self._rows() - self._apart
-        names = dict.fromkeys(key[:3] for key in left)
-        return [TrafficEntry(*key, Moved(*(left[*key, f] for f in Moved._fields))) for key in names]
+        """Return training's traffic by axis, operation and unit."""
+        training = self._rows() - self._excluded
+        names = dict.fromkeys(key[:3] for key in training)
+        return [TrafficEntry(*key, Moved(*(training[*key, f] for f in Moved._fields))) for key in names]
 
     def _rows(self) -> Counter[tuple[str, str, str, str]]:
         rows: Counter[tuple[str, str, str, str]] = Counter()
@@ -79,7 +80,7 @@ class Traffic:
 
 
 class TrafficEntry(NamedTuple):
-    """What one operation moved on one unit."""
+    """Holds what one operation moved on one unit."""
 
     axis: str
     op: str
@@ -87,8 +88,8 @@ class TrafficEntry(NamedTuple):
     moved: Moved
 
 
-class Done(NamedTuple):
-    """What a session did: steps applied and skipped, of so many micro-batches each; tokens this rank trained on."""
+class SessionCounts(NamedTuple):
+    """Counts a session: steps applied and skipped, of so many micro-batches each; tokens this rank trained on."""
 
     applied: int
     skipped: int
@@ -100,22 +101,26 @@ class Done(NamedTuple):
         return self.applied + self.skipped
 
 
-def traffic_rows(engine: Engine, traffic: Traffic, done: Done) -> list[TrafficRow]:
-    """The whole session per operation."""
+def traffic_rows(engine: Engine, traffic: TrainingTraffic, counts: SessionCounts) -> list[TrafficRow]:
+    """Return measured and planned traffic of the whole session, per operation."""
     measured = {(_on(entry.axis, entry.op), entry.unit): entry.moved for entry in traffic.entries()}
-    planned = planned_traffic(engine, traffic.gathers, done)
-    if done.steps:
-        planned |= planned_pipeline(engine, done) | planned_tensor(engine, done) | planned_replica(engine, done.steps)
+    planned = planned_traffic(engine, traffic.gathers, counts)
+    if counts.steps:
+        planned |= (
+            planned_pipeline(engine, counts)
+            | planned_tensor(engine, counts)
+            | planned_model_group(engine, counts.steps)
+        )
     rows = []
     for op in dict.fromkeys(op for op, _ in [*planned, *measured]):
-        ours = {unit: moved for (kind, unit), moved in measured.items() if kind == op}
+        actual = {unit: moved for (kind, unit), moved in measured.items() if kind == op}
         formula = {unit: moved for (kind, unit), moved in planned.items() if kind == op}
-        rows.append(TrafficRow(op, _total(formula.values()), _total(ours.values()), ours == formula))
+        rows.append(TrafficRow(op, _total(formula.values()), _total(actual.values()), actual == formula))
     return rows
 
 
-def planned_traffic(engine: Engine, gathers: Mapping[str, int], done: Done) -> dict[tuple[str, str], Moved]:
-    """By (operation, unit): step_traffic times steps, the mean loss of each, and once the order of reductions.
+def planned_traffic(engine: Engine, gathers: Mapping[str, int], counts: SessionCounts) -> dict[tuple[str, str], Moved]:
+    """Return by (operation, unit): step_traffic times steps, each mean loss, once the order of reductions.
 
     A skipped step (fp16 overflow) updates nothing, so stages 0-2 gather nothing after it.
     """
@@ -124,42 +129,42 @@ def planned_traffic(engine: Engine, gathers: Mapping[str, int], done: Done) -> d
         return {}
     policy, units = engine.policy, engine.traffic_units
     exact = engine.summands is not None
-    each = step_traffic(engine.stage, units, n, gathers, done.micro_batches, policy.reduce, exact)
-    calls, values, size = each["exchange", "-"]
-    loss = LOSS_VALUES * (n - 1) * (done.micro_batches if exact else 1)
-    each["exchange", "-"] = Moved(calls + 1, values + loss, size + 8 * loss)
+    step = step_traffic(engine.stage, units, n, gathers, counts.micro_batches, policy.reduce, exact)
+    calls, values, size = step["exchange", "-"]
+    loss = LOSS_VALUES * (n - 1) * (counts.micro_batches if exact else 1)
+    step["exchange", "-"] = Moved(calls + 1, values + loss, size + 8 * loss)
     planned = {}
-    for (op, unit), moved in each.items():
+    for (op, unit), moved in step.items():
         every = op != "all_gather" or policy.stage.shards_parameters
-        steps = done.steps if every else done.applied
+        steps = counts.steps if every else counts.applied
         planned[op, unit] = Moved(*(steps * figure for figure in moved))
     trainable = sum(unit.trainable for unit in units)
     planned["broadcast", "-"] = Moved(1, trainable, 8 * trainable)
     return planned
 
 
-def planned_pipeline(engine: Engine, done: Done) -> dict[tuple[str, str], Moved]:
-    """By (operation, part or unit) on the pp axis: hidden states and tied gradients."""
+def planned_pipeline(engine: Engine, counts: SessionCounts) -> dict[tuple[str, str], Moved]:
+    """Return by (operation, chunk or unit) on the pp axis: hidden states and tied gradients."""
     if engine.pipeline is None:
         return {}
-    each = engine.pipeline.traffic(done.micro_batches)
+    step = engine.pipeline.traffic(counts.micro_batches)
     for unit in engine.model_group.traded:
         shard = unit.gradients.shard
-        each["trade", unit.name] = Moved(1, shard.numel(), shard.numel() * shard.element_size())
+        step["trade", unit.name] = Moved(1, shard.numel(), shard.numel() * shard.element_size())
     return {
-        (_on("pp", op), unit): Moved(*(done.steps * figure for figure in moved)) for (op, unit), moved in each.items()
+        (_on("pp", op), unit): Moved(*(counts.steps * figure for figure in moved)) for (op, unit), moved in step.items()
     }
 
 
-def planned_tensor(engine: Engine, done: Done) -> dict[tuple[str, str], Moved]:
-    """By (operation, module) on the tp axis: activations and their gradients."""
-    width, micro_batches = engine.precision.dtype.itemsize, done.steps * done.micro_batches
-    moved = tensor_traffic(engine.regions, done.tokens, micro_batches, engine.mesh.tp, width)
-    return {(_on("tp", op), module): each for (op, module), each in moved.items()}
+def planned_tensor(engine: Engine, counts: SessionCounts) -> dict[tuple[str, str], Moved]:
+    """Return by (operation, module) on the tp axis: activations and their gradients."""
+    width, micro_batches = engine.precision.dtype.itemsize, counts.steps * counts.micro_batches
+    moved = tensor_traffic(engine.regions, counts.tokens, micro_batches, engine.mesh.tp, width)
+    return {(_on("tp", op), module): figures for (op, module), figures in moved.items()}
 
 
-def planned_replica(engine: Engine, steps: int) -> dict[tuple[str, str], Moved]:
-    """What the ranks of a replica agree on, by (operation, "-").
+def planned_model_group(engine: Engine, steps: int) -> dict[tuple[str, str], Moved]:
+    """Return by (operation, "-"): what the ranks of a model-parallel group agree on.
 
     A step exchanges the weight with the verdict on orders, the norms and the mean loss, all float64; the first
     one also their places. Partial gradients are exchanged over tp.

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zero3d.train.compare import CATEGORIES, Figure, Recompute, Row, square_root
-from zero3d.train.progress import size
+from zero3d.page.text import size
+from zero3d.train.comparison import CATEGORIES, Figure, Recompute, Row, square_root
 from zero3d.train.variants import Axis, Variant
 
 UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("bytes", 1))
@@ -42,23 +42,23 @@ def show(axes: Sequence[Axis], rows: Sequence[Row], failed: Mapping[Variant, str
         console.print()
         console.print(table)
     console.print()
-    for line in (*verdicts(rows), *(failure(*each) for each in failed.items())):
+    for line in (*verdicts(rows), *(failure(variant, why) for variant, why in failed.items())):
         console.print(line, soft_wrap=True)
 
 
 def failure(variant: Variant, why: str) -> Text:
-    """One line."""
+    """Say in one line why a run failed."""
     return Text(f"{variant.label} failed: {why}", style="bold red")
 
 
 def memory_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
-    """Bytes of rank 0 by category, and the peak of the device or process."""
+    """Return bytes of rank 0 by category, and the peak of the device or process."""
     unit, scale = unit_of(figure.measured for row in rows for figure in row.memory.values())
     table = _table(
         axes, f"memory of rank 0 in {unit}", [SHORT.get(name, name) for name in CATEGORIES] + ["peak"], gap=0
     )
     for row in rows:
-        _two_lines(table, row, row.memory, CATEGORIES, scale, size(row.peak))
+        _two_lines(table, row, row.memory, CATEGORIES, scale, size(row.peak, keep_zero=True))
     table.caption = (
         "temporary: most held at an instant, by kind; activations: by a forward\n"
         "peak: most ever held by a rank's device, on the CPU by its process"
@@ -67,7 +67,7 @@ def memory_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
 
 
 def traffic_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
-    """Bytes that rank 0 sends per step, and their sum in those of the first run."""
+    """Return bytes that rank 0 sends per step, and their sum in those of the first run."""
     operations = tuple(dict.fromkeys(name for row in rows for name in row.traffic))
     unit, scale = unit_of(row.sent for row in rows)
     columns = [NAMES.get(name, name) for name in operations]
@@ -80,7 +80,7 @@ def traffic_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
 
 
 def speed_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
-    """Batch, time and losses; differences are to the first run."""
+    """Return batch, time and losses; differences are to the first run."""
     columns = ["batch per rank", "s per step", "samples/s", "loss", "against first", "held-out loss", "against first"]
     table = _table(axes, "speed and loss", columns, gap=0)
     for row in rows:
@@ -97,7 +97,7 @@ def speed_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
 
 
 def exact_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
-    """The last loss in all its digits, and one hash of all masters and optimizer states."""
+    """Return the last loss in all its digits, and one hash of all masters and optimizer states."""
     table = _table(axes, "zero.exact", ["last loss, all digits", "states"])
     for row in rows:
         digits = "" if row.loss is None else float(row.loss).hex()
@@ -107,7 +107,7 @@ def exact_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
 
 
 def recompute_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
-    """Arithmetic of the policies beside activations and steps as measured."""
+    """Return the arithmetic of the policies beside activations and steps as measured."""
     unit, scale = unit_of(row.memory["activations"].measured for row in rows)
     blocks = ["kept inputs", "live interiors", "live attentions"]
     columns = [*blocks, "extra forward", "step predicted", "measured", f"{SHORT['activations']} in {unit}"]
@@ -138,34 +138,34 @@ def _arithmetic(row: Recompute) -> Iterator[str]:
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[Text]:
-    """Whether formulas and losses agree, and the square root where policies are compared."""
+    """Say whether formulas and losses agree, and the square root where policies are compared."""
     wrong = [row.label for row in rows if not row.agrees]
     if wrong:
         yield Text(f"UNEQUAL to the formula: {'; '.join(wrong)} (figures in compare.json)", style="bold red")
     else:
         yield Text("measured = formula, to the byte, in every run (temporary: at most)", style="green")
-    others = [row.label for row in rows if not row.same_bits]
-    if not others:
+    differing = [row.label for row in rows if not row.same_bits]
+    if not differing:
         yield Text("losses: the same bits at every step of every run", style="green")
-    elif len(others) < len(rows) - 1:
-        yield Text(f"losses: not the same bits as the first run's in {'; '.join(others)}")
+    elif len(differing) < len(rows) - 1:
+        yield Text(f"losses: not the same bits as the first run's in {'; '.join(differing)}")
     yield from map(Text, reasons(rows))
-    prints = {row.fingerprint for row in rows}
-    if None not in prints and len(prints) == 1 and not others:
-        yield Text(f"exact: one curve, and one hash of all states, {prints.pop()}", style="green")
-    elif None not in prints:
+    fingerprints = {row.fingerprint for row in rows}
+    if None not in fingerprints and len(fingerprints) == 1 and not differing:
+        yield Text(f"exact: one curve, and one hash of all states, {fingerprints.pop()}", style="green")
+    elif None not in fingerprints:
         yield Text("exact: NOT one curve and one hash of all states", style="bold red")
     layers = {row.recompute.layers for row in rows if row.recompute}
-    yield from (Text(square_root(each)) for each in sorted(layers))
+    yield from (Text(square_root(count)) for count in sorted(layers))
 
 
 def reasons(rows: Sequence[Row]) -> Iterator[str]:
-    """Why losses of runs that reduce at different moments are not the same bits, as one line."""
+    """Say in one line why losses of runs that reduce at different moments are not the same bits."""
     apart = [row for row in rows if row.apart]
     if apart:
-        told = "; ".join(f"{row.label} {MOMENTS[row.moment]}" for row in apart)
+        moments = "; ".join(f"{row.label} {MOMENTS[row.moment]}" for row in apart)
         yield (
-            f"r: gradients are reduced {MOMENTS[rows[0].moment]} in {rows[0].label}, and in {told}. Sums in another "
+            f"r: gradients are reduced {MOMENTS[rows[0].moment]} in {rows[0].label}, and in {moments}. Sums in another "
             "order are rounded otherwise: zero.reduce=every_step gives all stages the same bits, zero.exact=true always"
         )
 
@@ -174,7 +174,7 @@ def reasons(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _table(axes: Sequence[Axis], title: str, columns: Sequence[str], gap: int = 1) -> Table:
-    """A column of labels, headed by the keys, then columns of figures."""
+    """Make a table: a column of labels, headed by the keys, then columns of figures."""
     table = Table(
         title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", title_style="bold",
         padding=(0, gap, 0, 0), pad_edge=False, show_edge=False,
@@ -188,10 +188,10 @@ def _table(axes: Sequence[Axis], title: str, columns: Sequence[str], gap: int = 
 def _two_lines(
     table: Table, row: Row, figures: Mapping[str, Figure], names: Sequence[str], scale: int, *more: str
 ) -> None:
-    """Measured, then the formula where there is one."""
-    found = [figures.get(name) for name in names]
-    table.add_row(", ".join(row.values), *(_bytes(each.measured, scale) if each else "" for each in found), *more)
-    table.add_row(Text("formula", style="dim"), *(Text(_formula(each, scale), style=_style(each)) for each in found))
+    """Add two rows: measured, then the formula where there is one."""
+    cells = [figures.get(name) for name in names]
+    table.add_row(", ".join(row.values), *(_bytes(cell.measured, scale) if cell else "" for cell in cells), *more)
+    table.add_row(Text("formula", style="dim"), *(Text(_formula(cell, scale), style=_style(cell)) for cell in cells))
 
 
 def _style(figure: Figure | None) -> str:
@@ -205,7 +205,7 @@ def _formula(figure: Figure | None, scale: int) -> str:
 
 
 def unit_of(counts: Iterator[float]) -> tuple[str, int]:
-    """The largest unit in which the largest count is at least 1: name and bytes."""
+    """Return the largest unit in which the largest count is at least 1: name and bytes."""
     most = max(counts, default=0)
     return next(((name, scale) for name, scale in UNITS if most >= scale), UNITS[-1])
 

@@ -1,4 +1,4 @@
-"""What the planner says of a run, and what its third step says of that.
+"""The planner's figures of a run, checked by its third step.
 
     before parameters are cut    rank 0 traces the model and prices the configuration on this cluster
     step 3                       plan 61.4 GB / actual 61.9 GB allocated (+0.8 %), step 97 s / 103 s; slowest term: ...
@@ -27,20 +27,20 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import STATES
+from zero3d.page.text import size
 from zero3d.plan.corrected import corrected, write_rates
 from zero3d.plan.emit import plan_of
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import base_of, cluster, named, read_file
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.sim.trace import trace
-from zero3d.train.progress import size
 
-AT = 3  # the step after which
+CHECKED_STEP = 3  # the step after which a run is held against its plan
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A configuration as the planner sees it."""
+class PlannedRun:
+    """Holds a configuration as the planner sees it."""
 
     model: ModelSpec
     cluster: ClusterSpec
@@ -48,22 +48,22 @@ class Planned:
     estimate: Estimate
 
 
-def plan_run(config: Config, model: nn.Module, mesh: Mesh, steps: int) -> Planned | str | None:
-    """The plan of a run on rank 0, or why there is none in a line; None on other ranks and for a short run."""
-    if steps < AT or mesh.rank != 0:
+def plan_run(config: Config, model: nn.Module, mesh: Mesh, steps: int) -> PlannedRun | str | None:
+    """Return the plan of a run on rank 0, or why there is none in a line; None on other ranks and for a short run."""
+    if steps < CHECKED_STEP or mesh.rank != 0:
         return None
     try:
-        place = cluster_here(config, mesh)
+        hardware = run_cluster(config, mesh)
         plan = plan_of(config, mesh.world)
         spec = trace(model, config.data.length, config.model.path, config.data.packing)
-        return Planned(spec, place, plan, evaluate(spec, place, plan))
+        return PlannedRun(spec, hardware, plan, evaluate(spec, hardware, plan))
     except Exception as error:  # noqa: BLE001 (a model's own, above all: no plan of it is no reason not to train it)
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return f"no plan to compare this run with: {said}"
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return f"no plan to compare this run with: {reason}"
 
 
-def cluster_here(config: Config, mesh: Mesh) -> ClusterSpec:
-    """The ranks of this run, as `plan.cluster` or the catalogue know them. Raises ConfigError."""
+def run_cluster(config: Config, mesh: Mesh) -> ClusterSpec:
+    """Return the ranks of this run, as `plan.cluster` or the catalogue know them. Raises ConfigError."""
     file = config.plan.cluster
     name = base_of(read_file(file)) if file is not None else None
     if name is None:
@@ -76,51 +76,53 @@ def cluster_here(config: Config, mesh: Mesh) -> ClusterSpec:
     return cluster(name, mesh.world, mesh.world // (mesh.local_world or mesh.world), file)
 
 
-class Comparison:
-    """Says at step 3 what a plan was worth. All ranks have one, for they measure together; the first one has a plan."""
+class PlanCheck:
+    """Checks a plan at step 3. All ranks have one, for they measure together; only rank 0 has a plan."""
 
-    def __init__(self, config: Config, engine: Engine, planned: Planned | None) -> None:
+    def __init__(self, config: Config, engine: Engine, planned: PlannedRun | None) -> None:
         self._config, self._engine, self._planned = config.plan, engine, planned
 
     def lines(self, history: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-        """After a step of this session: nothing but after the third. All ranks call it."""
-        if len(history) != AT:
+        """Yield the check after a step of this session: nothing but after the third. All ranks call it."""
+        if len(history) != CHECKED_STEP:
             return
-        mine = torch.tensor([float(memory_held(self._engine))], dtype=torch.float64)
-        held = int(self._engine.world.exchange(mine.to(self._engine.mesh.device)).max())
+        local = torch.tensor([float(checked_memory(self._engine))], dtype=torch.float64)
+        measured = int(self._engine.world.exchange(local.to(self._engine.mesh.device)).max())
         if self._planned is not None:
             seconds = median(record["seconds"] for record in history[1:])
-            yield compared(self._planned.estimate, held, seconds, self._engine.mesh.device.type)
+            yield check_line(self._planned.estimate, measured, seconds, self._engine.mesh.device.type)
             if self._config.write_back and self._config.cluster is not None:
-                yield written_back(self._planned, seconds, self._config.cluster)
+                yield write_back(self._planned, seconds, self._config.cluster)
 
 
-def memory_held(engine: Engine) -> int:
-    """What a plan's memory is compared with, of this rank."""
+def checked_memory(engine: Engine) -> int:
+    """Return this rank's bytes that a plan's memory is compared with."""
     device = engine.mesh.device
     if device.type == "cpu":
         return int(sum(engine.arena.live(category) for category in STATES if category != "padding"))
     return int(torch.get_device_module(device).max_memory_allocated(device))
 
 
-def compared(estimate: Estimate, held: int, seconds: float, device: str) -> str:
-    """The line: bytes, seconds, and what most of the planned step goes into."""
+def check_line(estimate: Estimate, measured: int, seconds: float, device: str) -> str:
+    """Return plan against actual in one line: bytes, seconds, and what most of the planned step goes into."""
     on_cpu = device == "cpu"
     memory, kind = (estimate.memory.states, "of states") if on_cpu else (estimate.memory.allocated, "allocated")
-    off = 100 * (held / memory - 1)
+    off = 100 * (measured / memory - 1)
     slowest = max(estimate.seconds.parts, key=lambda name: estimate.seconds.parts[name])
     return (
-        f"plan {size(int(memory))} / actual {size(held)} {kind} ({off:+.1f} %), step {estimate.seconds.mid:.3g} s / "
-        f"{seconds:.3g} s; slowest term: {slowest}"
+        f"plan {size(int(memory), keep_zero=True)} / actual {size(measured, keep_zero=True)} {kind} ({off:+.1f} %), "
+        f"step {estimate.seconds.mid:.3g} s / {seconds:.3g} s; slowest term: {slowest}"
     )
 
 
-def written_back(planned: Planned, seconds: float, file: str) -> str:
-    """Correct a cluster file by a measured step; what was done, or why not, in a line."""
+def write_back(planned: PlannedRun, seconds: float, file: str) -> str:
+    """Correct a cluster file by a measured step; return what was done, or why not, in a line."""
     try:
-        place = corrected(planned.model, planned.cluster, planned.plan, seconds)
-        told = planned.cluster.provenance
-        write_rates(file, place.gpu, told.get("gpu.bandwidth", told.get("gpu", "datasheet")))
+        measured = corrected(planned.model, planned.cluster, planned.plan, seconds)
+        source = planned.cluster.provenance
+        write_rates(file, measured.gpu, source.get("gpu.bandwidth", source.get("gpu", "datasheet")))
     except ConfigError as error:
         return f"plan.write_back: {file} stays as it is: {error}"
-    return f"plan.write_back: {file} has gpu.matrix {place.gpu.matrix:.3g} and gpu.flash {place.gpu.flash:.3g} now"
+    return (
+        f"plan.write_back: {file} has gpu.matrix {measured.gpu.matrix:.3g} and gpu.flash {measured.gpu.flash:.3g} now"
+    )

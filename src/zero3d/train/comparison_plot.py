@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zero3d.train.compare import CATEGORIES, Result, Row
-from zero3d.train.compare_table import unit_of
+from zero3d.train.comparison import CATEGORIES, Result, Row
+from zero3d.train.comparison_table import unit_of
 from zero3d.train.curve import smooth
 
 COLORS = ("#1f4e8c", "#4f86c6", "#9ab8d8", "#c9c9c9", "#e8b04a", "#c4512d")  # one per category
@@ -32,7 +32,9 @@ def draw(rows: Sequence[Row], results: Sequence[Result], title: str, path: Path)
     sent = [row.sent for row in rows]
     unit, scale = unit_of(iter(sent))
     panel = figure.add_subplot(grid[1, 1])
-    _bars(panel, rows, [each / scale for each in sent], f"{unit} sent per rank and step (line: by formula)", "{:.3g}")
+    _bars(
+        panel, rows, [nbytes / scale for nbytes in sent], f"{unit} sent per rank and step (line: by formula)", "{:.3g}"
+    )
     formulas = [sum(f.formula or 0 for f in row.traffic.values()) / scale for row in rows]
     _markers(panel, formulas)
     _losses(figure.add_subplot(grid[:, 2]), rows, results)
@@ -40,16 +42,16 @@ def draw(rows: Sequence[Row], results: Sequence[Result], title: str, path: Path)
 
 
 def _memory(axes: Any, rows: Sequence[Row]) -> None:
-    """Stacked categories; a dash where the formula puts the top of each."""
+    """Draw stacked categories; a dash where the formula puts the top of each."""
     unit, scale = unit_of(figure.measured for row in rows for figure in row.memory.values())
     bottoms, tops = [0.0] * len(rows), [0.0] * len(rows)
     for category, color in zip(CATEGORIES, COLORS, strict=True):
         figures = [row.memory[category] for row in rows]
-        heights = [each.measured / scale for each in figures]
+        heights = [figure.measured / scale for figure in figures]
         axes.bar(range(len(rows)), heights, 0.6, bottom=bottoms, color=color, label=category)
         bottoms = [a + b for a, b in zip(bottoms, heights, strict=True)]
-        if all(each.formula is not None and not each.at_most for each in figures):
-            tops = [top + (each.formula or 0) / scale for top, each in zip(tops, figures, strict=True)]
+        if all(figure.formula is not None and not figure.at_most for figure in figures):
+            tops = [top + (figure.formula or 0) / scale for top, figure in zip(tops, figures, strict=True)]
             _markers(axes, tops, label="by formula" if category == CATEGORIES[0] else None)
     _style(axes, rows, f"memory of rank 0 ({unit})")
     axes.set_ylim(0, max(bottoms) * 1.3 or 1)
@@ -65,12 +67,12 @@ def _bars(axes: Any, rows: Sequence[Row], heights: Sequence[float], title: str, 
 
 
 def _markers(axes: Any, tops: Sequence[float], label: str | None = None) -> None:
-    places = range(len(tops))
-    axes.hlines(tops, [x - 0.36 for x in places], [x + 0.36 for x in places], color="black", linewidth=1.3, label=label)
+    bars = range(len(tops))
+    axes.hlines(tops, [x - 0.36 for x in bars], [x + 0.36 for x in bars], color="black", linewidth=1.3, label=label)
 
 
 def _losses(axes: Any, rows: Sequence[Row], results: Sequence[Result]) -> None:
-    """Averages over the steps, the first run widest: coincident lines show as one with several colours."""
+    """Draw averages over the steps, the first run widest: coincident lines show as one with several colours."""
     step = (WIDEST - THINNEST) / max(len(rows) - 1, 1)
     for i, (row, result) in enumerate(zip(rows, results, strict=True)):
         values = smooth([float("nan") if loss is None else loss for loss in result["losses"]])
@@ -89,7 +91,7 @@ def _losses(axes: Any, rows: Sequence[Row], results: Sequence[Result]) -> None:
 
 
 def _style(axes: Any, rows: Sequence[Row], title: str) -> None:
-    """Labels of the runs below the bars."""
+    """Put labels of the runs below the bars."""
     labels = ["\n".join(row.values) for row in rows]
     crowded = len(rows) > CROWDED or any(len(value) > 12 for row in rows for value in row.values)
     axes.set_xticks(range(len(rows)), labels, rotation=90 if crowded else 0, fontsize=8)

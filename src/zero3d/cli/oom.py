@@ -23,7 +23,7 @@ V2, V1 = ("memory.events", "memory.max"), ("memory.oom_control", "memory.limit_i
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
-    """How many processes the out-of-memory killer has ended, as far back as the system counts; None if unknown."""
+    """Count processes that the out-of-memory killer has ended, as far back as the system counts; None if unknown."""
     for file in (*(folder / name for folder, (name, _) in _cgroups(root)), root / "proc/vmstat"):
         for line in _text(file).splitlines():
             name, _, value = line.partition(" ")
@@ -32,8 +32,8 @@ def oom_kills(root: Path = ROOT) -> int | None:
     return None
 
 
-def killed(number: int, before: int | None, root: Path = ROOT) -> str:
-    """How a worker died by a signal, as the end of a line. before: `oom_kills` at the start of the run."""
+def describe_kill(number: int, before: int | None, root: Path = ROOT) -> str:
+    """Say how a worker died by a signal, as the end of a line. before: `oom_kills` at the start of the run."""
     how = f"killed by {signal.Signals(number).name}"
     if number != signal.SIGKILL:
         return how
@@ -46,7 +46,7 @@ def killed(number: int, before: int | None, root: Path = ROOT) -> str:
 
 
 def _figures(root: Path) -> str:
-    """The largest worker's memory and what there is for all."""
+    """Say how much memory the largest worker had, and how much there is for all."""
     unit = 1 if sys.platform == "darwin" else 1024
     largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
     limits = [int(text) for folder, (_, name) in _cgroups(root) if (text := _text(folder / name).strip()).isdecimal()]
@@ -54,7 +54,7 @@ def _figures(root: Path) -> str:
 
 
 def _cgroups(root: Path) -> Iterator[tuple[Path, tuple[str, str]]]:
-    """Folders that may be this process's memory cgroup, with the names of their files."""
+    """Yield folders that may be this process's memory cgroup, with the names of their files."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers in ("", "memory"):

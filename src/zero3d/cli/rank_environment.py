@@ -1,4 +1,4 @@
-"""Is this process one of a launcher's workers? What RANK, WORLD_SIZE and the rest are then.
+"""Whether this process is one of a launcher's workers, and what RANK, WORLD_SIZE and the rest are then.
 
 RANK is set                                   torchrun, Kubernetes, Ray, our own launcher: join
 srun with several tasks                       join: RANK and the rest are made from SLURM_*
@@ -25,16 +25,16 @@ ALONE = "start with torchrun or srun, or unset RANK to train on this machine alo
 
 
 def join_environment() -> bool:
-    """True when this process is a launcher's worker; its variables are then complete in os.environ.
+    """Say whether this process is a launcher's worker; its variables are then complete in os.environ.
 
     Raises ConfigError when RANK comes without the others, or with what are no numbers.
     """
     if "RANK" not in os.environ:
-        made = from_slurm(os.environ)
-        os.environ.update(made)
-        if made:
+        slurm = from_slurm(os.environ)
+        os.environ.update(slurm)
+        if slurm:
             _check_numbers(os.environ)
-        return bool(made)
+        return bool(slurm)
     missing = [name for name in NEEDED if name not in os.environ]
     if missing:
         raise ConfigError(f"RANK={short(os.environ['RANK'])} is set, but not {', '.join(missing)}: {ALONE}")
@@ -57,17 +57,21 @@ def _check_numbers(environment: Mapping[str, str]) -> None:
 
 
 def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and, where nodes are alike, LOCAL_WORLD_SIZE of a task
-    of srun; nothing for all others."""
+    """Return the variables of a worker for a task of srun; nothing for all others.
+
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and, where nodes are alike, LOCAL_WORLD_SIZE.
+    """
     step, tasks = (_number(environment, f"SLURM_STEP_{name}") for name in ("ID", "NUM_TASKS"))
     rank, local = (_number(environment, f"SLURM_{name}") for name in ("PROCID", "LOCALID"))
     if step is None or step >= SPECIAL_STEP or tasks is None or tasks < 2 or rank is None or local is None:
         return {}
     job = _number(environment, "SLURM_JOB_ID") or 0
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "127.0.0.1"
-    here = re.match(r"(\d+)(\(x\d+\))?$", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))  # 8(x16): all nodes alike
+    per_node = re.match(
+        r"(\d+)(\(x\d+\))?$", environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    )  # 8(x16): all nodes alike
     return {
-        **({"LOCAL_WORLD_SIZE": here[1]} if here else {}),
+        **({"LOCAL_WORLD_SIZE": per_node[1]} if per_node else {}),
         "RANK": str(rank),
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": str(local),
@@ -77,7 +81,7 @@ def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def hosts(nodes: str) -> list[str]:
-    """The names in Slurm's short form: "a[01-02,7],b" -> a01, a02, a7, b. Raises ConfigError when there are none."""
+    """Return the names in Slurm's short form: "a[01-02,7],b" -> a01, a02, a7, b. Raises ConfigError for none."""
     names = [name for entry in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodes) for name in _expand(entry)]
     if not names:
         raise ConfigError(f"Slurm's node list {nodes!r} names no nodes: set MASTER_ADDR to the first one.")
@@ -85,7 +89,7 @@ def hosts(nodes: str) -> list[str]:
 
 
 def _expand(entry: str) -> Iterator[str]:
-    """One entry, which may have several brackets: rack[1-2]node[1-2]."""
+    """Yield the names of one entry, which may have several brackets: rack[1-2]node[1-2]."""
     before, bracket, rest = entry.partition("[")
     if not bracket:
         yield entry
