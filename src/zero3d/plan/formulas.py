@@ -21,7 +21,6 @@ from zero3d.errors import ConfigError
 ZERO_FACTOR = 12  # activation elements per token, layer and hidden unit: ZeRO's footnote on GPT-2
 MEGATRON_BYTES = 18  # per parameter: fp16 weight 2, fp32 gradient 4, master 4, m 4, v 4
 INFINITY_BYTES = 20  # ... and an fp16 gradient of 2 that is kept beside the fp32 one
-LORA_FLOPS, FULL_FLOPS = 4, 6  # per parameter and token: weight gradients of a frozen model are not computed
 
 
 def parameters(layers: int, h: int, vocab: int, s: int) -> int:
@@ -37,11 +36,6 @@ def step_flops(batch: int, s: int, layers: int, h: int, vocab: int, recompute: b
     """
     blocks = (96 if recompute else 72) * batch * s * layers * h * h
     return blocks + blocks * s // (6 * h) + 6 * batch * s * h * vocab
-
-
-def token_flops(params: int, lora: bool = False) -> int:
-    """6 N per token, 4 N where all but low-rank adapters is frozen."""
-    return (LORA_FLOPS if lora else FULL_FLOPS) * params
 
 
 # --- activations --------------------------------------------------------------------------------
@@ -78,11 +72,6 @@ def model_activations(layer: Fraction, layers: int, p: int, v: int) -> Fraction:
 def megatron_states(layers: int, h: int, t: int, p: int) -> Fraction:
     """Parameters and optimizer of a pipeline stage's layers: 18 B x 12 h^2 l/(p t), as in figure 1."""
     return Fraction(MEGATRON_BYTES * 12 * h * h * layers, p * t)
-
-
-def distributed_bytes(d: int) -> Fraction:
-    """Megatron's bytes per parameter with the optimizer cut over d ranks: 6 + 12/d."""
-    return 6 + Fraction(12, d)
 
 
 def zero_activations(layers: int, h: int, s: int, b: int) -> int:

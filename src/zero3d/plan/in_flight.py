@@ -53,12 +53,6 @@ def moments(plan: ParallelPlan, pp_stage: int) -> tuple[Moment, ...]:
     return _moments(plan.schedule, plan.pp, _enough(plan), pp_stage)
 
 
-def in_flight(plan: ParallelPlan, pp_stage: int) -> dict[int, int]:
-    """The most micro-batches whose activations a rank holds, by pipeline part."""
-    parts = [0] if plan.pp == 1 else Schedule.of(plan.schedule).parts_of(pp_stage, plan.pp)
-    return dict(zip(parts, map(max, zip(*(each.held for each in moments(plan, pp_stage)), strict=True)), strict=True))
-
-
 def _enough(plan: ParallelPlan) -> int:
     """Micro-batches after which a step repeats itself (sim/repeats.py)."""
     count, pp = plan.accumulate, plan.pp
