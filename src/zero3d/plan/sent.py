@@ -18,8 +18,8 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.traffic import pipeline_traffic
 from zero3d.plan.held import rank_of
 from zero3d.plan.spec import ModelSpec, ParallelPlan
-from zero3d.plan.states import WIDE, alike, policies, reduced_width
-from zero3d.plan.windows import ROOT
+from zero3d.plan.states import alike, policies, reduced_width
+from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import WIDTHS
 from zero3d.zero.traffic import UnitTraffic, step_traffic
 
@@ -55,7 +55,7 @@ def _data(model: ModelSpec, plan: ParallelPlan, stage: int, micro_batches: int, 
     reductions = micro_batches * (1 + _splits(plan))  # after the backward of inputs, and after that of weights
     rows, gathers = [], {}
     for i, unit in enumerate(units):
-        wide = WIDE.get(plan.precision, 4)
+        wide = WIDTHS[plan.precision].reduced
         asked = WIDTHS[plan.reduce_dtype].weight if plan.precision != "fp64" else 8
         wire = asked if asked >= unit.itemsize else wide
         if plan.exact:

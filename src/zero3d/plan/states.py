@@ -17,10 +17,9 @@ from typing import NamedTuple
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.plan.held import Held, rank_of
 from zero3d.plan.spec import ModelSpec, ParallelPlan
-from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
+from zero3d.zero.stages import NO_BYTES, WIDTHS, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
 
 NAMES = {2: "bf16", 4: "fp32", 8: "fp64"}
-WIDE = {"fp64": 8}  # of masters and reduced gradients; else 4
 
 
 class States(NamedTuple):
@@ -80,7 +79,7 @@ def per_parameter(unit: Held, plan: ParallelPlan, dp_rank: int = 0) -> StateByte
     release, reduce = policies(plan)
     if not unit.trainable:
         return frozen_bytes(plan.stage, plan.dp, unit.itemsize, release)
-    wide = WIDE.get(plan.precision, 4)
+    wide = WIDTHS[plan.precision].reduced
     master = 0 if unit.itemsize == wide else wide
     owns = plan.stage == 0 or dp_rank * unit.layout.shard < unit.used
     return engine_bytes(

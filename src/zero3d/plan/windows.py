@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from zero3d.plan.held import Held, rank_of
 from zero3d.plan.spec import ModelSpec, ParallelPlan
-from zero3d.plan.states import WIDE, alike, policies
+from zero3d.plan.states import alike, policies
+from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import WIDTHS
 
 WINDOW = 2  # zero/prefetch.py's
-ROOT = "root"
 
 
 class Windows(NamedTuple):
@@ -102,7 +102,7 @@ def _wire(unit: Held, plan: ParallelPlan, reduce: str) -> float:
     """One reduction under way."""
     if plan.dp == 1:
         return 0.0
-    wide = WIDE.get(plan.precision, 4)
+    wide = WIDTHS[plan.precision].reduced
     if plan.exact:  # what arrives, and shards of sums in the tree
         sums = reduce == "every_step" and plan.accumulate > 1
         arrives = (unit.layout.total - unit.layout.shard) * (wide if sums else unit.itemsize)

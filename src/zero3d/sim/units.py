@@ -20,7 +20,7 @@ from torch import nn
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
-from zero3d.models.blocks import ROOT, find_blocks, find_owners, partition
+from zero3d.models.blocks import find_blocks, find_owners, partition
 from zero3d.models.chain import find_chain
 from zero3d.models.masking import inner_model
 from zero3d.plan.spec import Unit, Weight
@@ -31,6 +31,7 @@ from zero3d.tensor_parallel.regions import Doors
 from zero3d.tensor_parallel.sequence import cut_blocks
 from zero3d.tensor_parallel.styles import Work, apply_style
 from zero3d.tensor_parallel.vocabulary import Head
+from zero3d.zero.layout import ROOT
 
 RUN = torch.bfloat16
 

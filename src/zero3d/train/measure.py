@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from zero3d.engine.engine import Engine, MemoryEntry
-from zero3d.models.blocks import ROOT
 from zero3d.precision import NAMES
+from zero3d.zero.layout import ROOT
 from zero3d.zero.prefetch import WINDOW
 
 
