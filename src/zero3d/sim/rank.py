@@ -36,7 +36,7 @@ from zero3d.sim.group import fake_group
 from zero3d.sim.observe import Observed, blank_batches, observe
 from zero3d.sim.orders import orders
 from zero3d.sim.patches import standing_in
-from zero3d.sim.peers import norms_of_replica, told
+from zero3d.sim.peers import AbsentPeers, norms_of_group
 from zero3d.sim.repeats import enough, sent_by_all, work_of_all
 from zero3d.sim.replay import peak_of, timeline_of
 from zero3d.sim.request import Request
@@ -79,14 +79,17 @@ def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> Observed:
     shape = (batch.micro_batch, config.data.length)
     plain = replace(config, train=replace(config.train, compile=False))
 
-    rows, me = norms_of_replica(config, mesh, opened.module), mesh.place.pp * mesh.tp + mesh.place.tp
-    with told(rows, me), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    rows, me = norms_of_group(config, mesh, opened.module), mesh.place.pp * mesh.tp + mesh.place.tp
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         _forget_buffers(opened.module, fake)
         held = [opened]
         del opened  # of a pipeline's model, what is not on this rank
 
         def build() -> Engine:
-            return build_engine(plain, held.pop(), mesh, batch.accumulate, config.train.steps or STEPS)
+            engine = build_engine(plain, held.pop(), mesh, batch.accumulate, config.train.steps or STEPS)
+            if rows:
+                engine.replica.peers = AbsentPeers(engine.replica.peers, rows, me)
+            return engine
 
         def give() -> list[dict[str, Any]]:
             return blank_batches(batch.accumulate, shape, config.data.packing, options)

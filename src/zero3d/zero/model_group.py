@@ -70,6 +70,28 @@ class Places(NamedTuple):
     common: Tensor
 
 
+class Peers:
+    """Asks the ranks of a group, in its first step, which norms they have. A dry run has another one: nobody is there.
+
+    A norm's code is 2 x (segment x STRIDE + the parameter's place in the model), plus 1 where tp cuts the parameter.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+
+    def norm_counts(self, count: int) -> list[int]:
+        """Return how many norms every rank has, this one `count`; 8 bytes to each other rank."""
+        return [int(number) for number in self._exchange([float(count)])]
+
+    def norm_codes(self, codes: list[float]) -> list[float]:
+        """Return the codes of every rank, one row after the other; this one's are filled up with -1 to the longest."""
+        return self._exchange(codes)
+
+    def _exchange(self, row: list[float]) -> list[float]:
+        values = torch.tensor(row, dtype=torch.float64, device=self.comm.device)
+        return host_value(self.comm.exchange(values).view(-1), row * self.comm.size)
+
+
 class Replica:
     """The ranks that train one replica with this one.
 
@@ -79,6 +101,7 @@ class Replica:
 
     def __init__(self, comm: Comm, across: Comm, slices: Slices, ties: Sequence[Tied] = ()) -> None:
         self._comm, self._across, self._slices, self._ties = comm, across, slices, ties
+        self.peers = Peers(comm)
         self.copies = {tied.unit for tied in ties if tied.copy}
         self.tied = {tied.unit for tied in ties}
         self._places: Places | None = None
@@ -180,13 +203,10 @@ class Replica:
     def _arrange(self, parts: Sequence[tuple[int, str]]) -> Places:
         """Places of all norms, which never change, from those of this rank's."""
         device, tp = self._comm.device, self._slices.tp.size
-        count = torch.tensor([float(len(parts))], dtype=torch.float64, device=device)
-        counts = host_value(self._comm.exchange(count).view(-1), [float(len(parts))])
-        self.longest = max(int(max(counts)), 1)
+        self.longest = max(*self.peers.norm_counts(len(parts)), 1)
         told = [2.0 * place + (name in self._slices.cut) for place, name in parts]
         told += [-1.0] * (self.longest - len(parts))
-        mine = torch.tensor(told, dtype=torch.float64, device=device)
-        table = host_value(self._comm.exchange(mine).view(-1), told * self._comm.size)
+        table = self.peers.norm_codes(told)
         found = [(*divmod(int(value), 2), *divmod(i, self.longest)) for i, value in enumerate(table) if value >= 0]
         counted = [[1.0] * self.longest for _ in range(self._comm.size)]
         common = [[-1.0] * self.longest for _ in range(self._comm.size // tp)]
