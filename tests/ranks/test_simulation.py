@@ -32,6 +32,7 @@ def real(tree):
     del opened  # it keeps the last weights that it made
     with patch("zero3d.distributed.collectives.gather_into", gather_copies):
         seen = observe(
+            mesh,
             lambda: build_engine(config, held.pop(), mesh, batch.accumulate, 5),
             lambda: blank_batches(batch.accumulate, (batch.micro_batch, config.data.length), False, options),
         )

@@ -30,7 +30,7 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.generation import Ending, check_options, generate, last_only, next_logits
 from zero3d.engine.guards import guard, guard_rest, is_guarded
 from zero3d.errors import ConfigError
-from zero3d.memory.arena import STATES, TRANSIENT, Arena
+from zero3d.memory.arena import STATES, TRANSIENT
 from zero3d.models.blocks import UnitSpec, partition_all
 from zero3d.models.experts import compute_in_fp64
 from zero3d.models.masking import forward_options
@@ -147,7 +147,7 @@ class Engine:
         self._copies = names_of_copies(self.parts)
         self.whole = checkpoint.Whole.of(model, self._copies)
         self._order |= {name: self._order[owner] for name, owner in self._copies.items()}
-        self.arena, self.traffic = Arena(self.mesh.device), Ledger()
+        self.arena, self.traffic = self.mesh.make_arena(self.mesh.device), Ledger()
         self.tp = Comm(self.mesh.axis("tp"), self.arena, self.traffic)
         self._cut_over_tp(tp_plan, sequence_parallel, local_logits=loss is None)
         for root in (model, *self.parts.values()) if weights is not None else ():

@@ -31,8 +31,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zero3d.memory.arena import STATES, TRANSIENT
-from zero3d.sim.patches import listening
+from zero3d.memory.arena import STATES, TRANSIENT, Arena
+from zero3d.sim.patches import hear_resizes
 from zero3d.sim.where import NOWHERE, Place, Where
 
 BUFFERS, INPUTS, ACTIVATIONS, TEMPORARY = "buffers", "inputs", "activations", "temporary"
@@ -198,5 +198,25 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, every storage is seen; afterwards all is as before."""
-        with listening(self), saved_tensors_hooks(self.saved, lambda tensor: tensor), self:
+        with hear_resizes(self.resized), saved_tensors_hooks(self.saved, lambda tensor: tensor), self:
             yield
+
+
+class ObservedArena(Arena):
+    """An engine's account of buffers that tells a log of what it lends."""
+
+    def __init__(self, log: Memory, device: torch.device) -> None:
+        super().__init__(device)
+        self._log = log
+
+    def allocate(self, category: str, elements: int, used: Fraction | int, dtype: torch.dtype) -> Tensor:
+        """Allocate a buffer for model states, and label its storage."""
+        buffer = super().allocate(category, elements, used, dtype)
+        self._log.lent(category, buffer, used)
+        return buffer
+
+    def borrow(self, category: str, elements: int, dtype: torch.dtype) -> Tensor:
+        """Lend a transient buffer, and label its storage."""
+        buffer = super().borrow(category, elements, dtype)
+        self._log.lent(category, buffer)
+        return buffer

@@ -12,15 +12,17 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.memory.arena import STATES
 from zero3d.nested import tensors_in
 from zero3d.sim.flops import Flops
-from zero3d.sim.memory import BUFFERS, INPUTS, Log, Memory
+from zero3d.sim.memory import BUFFERS, INPUTS, Log, Memory, ObservedArena
 from zero3d.sim.patches import around
 from zero3d.sim.result import Did, Sent, States, Work
 from zero3d.sim.where import Where
@@ -72,14 +74,17 @@ class Observed:
         return tuple(rank for rank in ranks if [bool(unit.layout.pieces(rank)) for unit in units] == mine)
 
 
-def observe(build: Callable[[], Engine], give: Callable[[], Batches], run: tuple[int, int] | None = None) -> Observed:
-    """Build an engine and watch a step over the micro-batches that `give` returns.
+def observe(
+    mesh: Mesh, build: Callable[[], Engine], give: Callable[[], Batches], run: tuple[int, int] | None = None
+) -> Observed:
+    """Build an engine on `mesh` and watch a step over the micro-batches that `give` returns.
 
     run   of these, how many the first step and the one that is watched take (None: all)
     """
     where = Where()
     flops = Flops(where)
     memory = Memory(where, flops)
+    mesh.make_arena = partial(ObservedArena, memory)
     with where.watching(), memory.watching(), _garbage_kept():
         engine = build()
         where.follow(engine)

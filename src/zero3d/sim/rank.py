@@ -32,7 +32,7 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.precision import DTYPES
 from zero3d.setup.build import build_engine, of_config
 from zero3d.shards.boxes import Box
-from zero3d.sim.group import fake_group
+from zero3d.sim.group import FakeMesh, fake_group
 from zero3d.sim.observe import Observed, blank_batches, observe
 from zero3d.sim.orders import orders
 from zero3d.sim.patches import standing_in
@@ -52,7 +52,7 @@ def dry_run(config: Config, rank: int, world: int, backend: str = "nccl", whole:
     """
     begun = time.monotonic()
     with fake_group(rank, world), standing_in(backend, config.data.packing):
-        mesh = Mesh(config.mesh.dp, config.mesh.tp, config.mesh.pp, device="cpu")
+        mesh = FakeMesh(config.mesh.dp, config.mesh.tp, config.mesh.pp, backend)
         place, m = mesh.place, resolve_batch(config.train, mesh.dp).accumulate
         schedule = Schedule.of(config.mesh.schedule)
         if mesh.pp > 1:
@@ -94,7 +94,7 @@ def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> Observed:
         def give() -> list[dict[str, Any]]:
             return blank_batches(batch.accumulate, shape, config.data.packing, options)
 
-        return observe(build, give, run)
+        return observe(mesh, build, give, run)
 
 
 def open_without_weights(config: Config) -> Opened:
