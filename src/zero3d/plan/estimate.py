@@ -10,9 +10,9 @@ from zero3d.plan.kernels import digest
 from zero3d.plan.memory import memory as engine_memory
 from zero3d.plan.profile_memory import profile_memory
 from zero3d.plan.profiles import Profile, profile
-from zero3d.plan.sent import sent
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.time import step_seconds
+from zero3d.plan.traffic import busiest_traffic
 
 EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
 TEXT = "text alone was traced: an image adds its tokens to the sequence, and the forward of the tower that reads it"
@@ -39,7 +39,7 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
     return Estimate(
         memory,
         seconds,
-        sent(model, plan) if own else {},
+        busiest_traffic(model, plan) if own else {},
         tokens,
         trained * tokens * per_token,
         _notes(model, cluster, memory),

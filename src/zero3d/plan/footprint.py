@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zero3d.activations.policy import Policy
-from zero3d.plan.held import itemsize
+from zero3d.plan.rank_model import itemsize
 from zero3d.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part
 from zero3d.zero.stages import WIDTHS
 

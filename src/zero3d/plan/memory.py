@@ -27,8 +27,8 @@ from zero3d.activations.policy import Policy
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.constants import constant
 from zero3d.plan.footprint import Footprint, footprints
-from zero3d.plan.held import rank_of
 from zero3d.plan.in_flight import INPUTS, WEIGHTS, Moment, moments
+from zero3d.plan.rank_model import rank_model
 from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import States, policies, states
 from zero3d.plan.windows import WINDOW, Windows, backwards
@@ -82,9 +82,9 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
 
 def _stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
     """Pipeline stages that may be the fullest: where backwards are whole, a later one like its neighbour holds less."""
-    shapes = [rank_of(model, plan, stage).shape for stage in range(plan.pp)]
+    signatures = [rank_model(model, plan, stage).signature for stage in range(plan.pp)]
     splits = plan.pp > 1 and Schedule.of(plan.schedule).splits_backward
-    return [stage for stage in range(plan.pp) if splits or stage == 0 or shapes[stage] != shapes[stage - 1]]
+    return [stage for stage in range(plan.pp) if splits or stage == 0 or signatures[stage] != signatures[stage - 1]]
 
 
 class _Rank:
@@ -92,7 +92,7 @@ class _Rank:
 
     def __init__(self, model: ModelSpec, plan: ParallelPlan, stage: int) -> None:
         self.plan, self.stage = plan, stage
-        self.parts, self.units, _, _ = rank_of(model, plan, stage)
+        self.parts, self.units, _, _ = rank_model(model, plan, stage)
         self.held: States = states(model, plan, stage)
         self.name = f", pipeline stage {stage} of {plan.pp}" if plan.pp > 1 else ""
         every = footprints(model, plan)

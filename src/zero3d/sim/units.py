@@ -4,7 +4,7 @@
     model.layers.0, 1 ..    blocks       of a chain; else the longest list of blocks
     model.norm, lm_head     head         what comes after
 
-Units are `hf.blocks.partition`'s for a 16-bit run; `plan/held.py` puts them together again for other runs and
+Units are `hf.blocks.partition`'s for a 16-bit run; `plan/rank_model.py` puts them together again for other runs and
 for pipelines. A parameter that lies in two parts is a copy in the later one.
 """
 

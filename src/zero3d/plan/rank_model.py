@@ -1,11 +1,11 @@
-"""What one rank holds of a model: its pipeline parts, and their units as the engine makes them. No torch.
+"""What one rank has of a model: its model chunks, and their units as the engine makes them. No torch.
 
     ModelSpec.parts   embedding | block 0 | block 1 | block 2 | block 3 | head
-    pipeline part 0   embedding + block 0 + block 1          the cuts are balance.cut's, as in pipeline/split.py
-    pipeline part 1   block 2 + block 3 + head               with a copy of a tied head
+    model chunk 0     embedding + block 0 + block 1          the cuts are balance.cut's, as in pipeline/split.py
+    model chunk 1     block 2 + block 3 + head               with a copy of a tied head
 
-Units of one owner in one pipeline part are one unit if they are alike in dtype and in being trained: a root unit
-has a share of the embedding part and one of the head; weights kept in fp32 are a unit of their own in 16 bits only.
+Units of one owner in one chunk are one unit if they are alike in dtype and in being trained: a root unit has a share
+of the embedding part and one of the head; weights kept in fp32 are a unit of their own in 16 bits only.
 """
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ from zero3d.zero.layout import UnitLayout
 from zero3d.zero.stages import WIDTHS
 
 
-class Held(NamedTuple):
-    """A unit on one rank. itemsize: bytes per element; largest: elements of its largest parameter."""
+class RankUnit(NamedTuple):
+    """A unit of one rank's, as the planner needs it.
+
+    owner     the module (or the root) whose parameters these are
+    itemsize  bytes per element
+    largest   elements of its largest parameter
+    """
 
     owner: str
     layout: UnitLayout
@@ -33,13 +38,13 @@ class Held(NamedTuple):
 
     @property
     def used(self) -> int:
-        """Elements up to the end of the last parameter."""
+        """Return the elements up to the end of the last parameter."""
         last = self.layout.slots[-1]
         return last.start + last.numel
 
 
-def pipeline_parts(model: ModelSpec, plan: ParallelPlan) -> list[list[Part]]:
-    """The parts of each pipeline part, in order. Raises ConfigError for a model that cannot be cut so."""
+def model_chunks(model: ModelSpec, plan: ParallelPlan) -> list[list[Part]]:
+    """Return the parts of each model chunk, in order. Raises ConfigError for a model that cannot be cut so."""
     if plan.pp == 1:
         return [list(model.parts)]
     if not model.chain:
@@ -64,60 +69,60 @@ def _cut(model: ModelSpec, pp: int, name: str) -> list[list[Part]]:
 
 
 def _numel(parts: Iterable[Part]) -> int:
-    """Parameters, copies among them."""
+    """Count the parameters of parts, copies among them."""
     return sum(weight.numel for part in parts for unit in part.units for weight in unit.weights)
 
 
-def parts_of_rank(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[int, list[Part]]:
-    """Pipeline parts of one rank of the pp axis, by number."""
-    parts = pipeline_parts(model, plan)
+def chunks_of_rank(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[int, list[Part]]:
+    """Return the model chunks of one rank of the pp axis, by number."""
+    parts = model_chunks(model, plan)
     if plan.pp == 1:
         return {0: parts[0]}
     return {number: parts[number] for number in Schedule.of(plan.schedule).parts_of(pp_stage, plan.pp)}
 
 
-class Rank(NamedTuple):
-    """What one rank of the pp axis has.
+class RankModel(NamedTuple):
+    """What one rank of the pp axis has of a model.
 
-    parts   of each of its pipeline parts, by number
-    units   the engine's units of each
-    own     units of each of the parts, in their order
-    shape   the same number for ranks whose parts are alike
+    chunks      parts of each of its model chunks, by the chunk's number
+    units       the engine's units of each chunk
+    part_units  units of each part of each chunk, in the order of parts
+    signature   the same number for ranks whose chunks are alike
     """
 
-    parts: dict[int, list[Part]]
-    units: dict[int, list[Held]]
-    own: dict[int, list[list[Held]]]
-    shape: int
+    chunks: dict[int, list[Part]]
+    units: dict[int, list[RankUnit]]
+    part_units: dict[int, list[list[RankUnit]]]
+    signature: int
 
 
-def rank_of(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> Rank:
-    """Parts and units on one rank of the pp axis. Raises ConfigError for what cannot be cut so."""
+def rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankModel:
+    """Return the chunks and units of one rank of the pp axis. Raises ConfigError for what cannot be cut so."""
     if plan.pp > 1:
         Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
     skeleton = ParallelPlan(
         plan.dp, plan.tp, plan.pp, schedule=plan.schedule, accumulate=plan.pp, precision=plan.precision
     )
-    return _rank(model, skeleton, pp_stage)
+    return _rank_model(model, skeleton, pp_stage)
 
 
 @lru_cache(maxsize=4096)
-def _rank(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> Rank:
-    parts = parts_of_rank(model, plan, pp_stage)
-    units = {number: units_of(inside, plan) for number, inside in parts.items()}
-    own = {}
-    for number, inside in parts.items():
-        by_owner: dict[str, list[Held]] = {}
-        for held in units[number]:
-            by_owner.setdefault(held.owner, []).append(held)
-        names = [dict.fromkeys(unit.name.partition("/")[0] for unit in part.units) for part in inside]
-        own[number] = [[held for name in owners for held in by_owner.get(name, ())] for owners in names]
-    shape = hash(tuple(tuple((p.kind, p.numel, p.operations) for p in inside) for inside in parts.values()))
-    return Rank(parts, units, own, shape)
+def _rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankModel:
+    chunks = chunks_of_rank(model, plan, pp_stage)
+    units = {number: units_of(parts, plan) for number, parts in chunks.items()}
+    part_units = {}
+    for number, parts in chunks.items():
+        by_owner: dict[str, list[RankUnit]] = {}
+        for unit in units[number]:
+            by_owner.setdefault(unit.owner, []).append(unit)
+        owners = [dict.fromkeys(unit.name.partition("/")[0] for unit in part.units) for part in parts]
+        part_units[number] = [[unit for name in names for unit in by_owner.get(name, ())] for names in owners]
+    signature = hash(tuple(tuple((p.kind, p.numel, p.operations) for p in parts) for parts in chunks.values()))
+    return RankModel(chunks, units, part_units, signature)
 
 
-def units_of(parts: Sequence[Part], plan: ParallelPlan) -> list[Held]:
-    """The units that the engine makes of one pipeline part. Raises ConfigError where tp does not divide a weight."""
+def units_of(parts: Sequence[Part], plan: ParallelPlan) -> list[RankUnit]:
+    """Return the units that the engine makes of one chunk. Raises ConfigError where tp does not divide a weight."""
     names = {unit.name for part in parts for unit in part.units if unit.copy_of is None}
     groups: dict[tuple[str, bool, int], list[Weight]] = {}
     for part in parts:
@@ -126,18 +131,18 @@ def units_of(parts: Sequence[Part], plan: ParallelPlan) -> list[Held]:
                 for weight in unit.weights:
                     key = (unit.name.partition("/")[0], weight.trainable, itemsize(weight, plan.precision))
                     groups.setdefault(key, []).append(weight)
-    return [_held(*key, weights, plan) for key, weights in groups.items()]
+    return [_unit(*key, weights, plan) for key, weights in groups.items()]
 
 
-def _held(owner: str, trainable: bool, width: int, weights: Sequence[Weight], plan: ParallelPlan) -> Held:
+def _unit(owner: str, trainable: bool, width: int, weights: Sequence[Weight], plan: ParallelPlan) -> RankUnit:
     for weight in weights:
         check_cut(weight, plan.tp)
     layout = UnitLayout([(weight.name, weight.local(plan.tp), weight.group) for weight in weights], plan.dp)
-    return Held(owner, layout, trainable, width, max(slot.numel for slot in layout.slots))
+    return RankUnit(owner, layout, trainable, width, max(slot.numel for slot in layout.slots))
 
 
 def itemsize(weight: Weight, precision: str) -> int:
-    """Bytes per element of a weight in a run. What 16-bit runs keep in fp32 is of the run's dtype in others."""
+    """Return the bytes per element of a weight in a run; what 16-bit runs keep in fp32 has the run's dtype in others."""
     run = WIDTHS[precision].weight
     return run if weight.itemsize is None or (weight.itemsize == 4 and run > 2) else weight.itemsize
 
