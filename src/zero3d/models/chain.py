@@ -55,7 +55,7 @@ def find_chain(model: nn.Module, blocks: str | None = None) -> Chain:
     Errors: no list or several, parameters that belong to no module of their own, a forward that is
     no chain or cannot run on token ids (ConfigError).
     """
-    names = _block_lists(model, blocks)
+    names = block_lists(model, blocks)
     if len(names) > 1:
         raise ConfigError(_several(model, names))
     _refuse_layer_drop(model)
@@ -91,8 +91,8 @@ def base_of(model: Any) -> Any:
     return inner.base_model if hasattr(inner, "base_model_prefix") and hasattr(inner, "config") else None
 
 
-def _block_lists(model: nn.Module, asked: str | None) -> list[str]:
-    """Names of the lists of blocks, at least one."""
+def block_lists(model: nn.Module, asked: str | None) -> list[str]:
+    """Return the names of the lists of blocks, of which `asked` may be one: at least one. Raises ConfigError."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))}
     if asked is not None:
         if asked in lists and len(lists[asked]) > 0:

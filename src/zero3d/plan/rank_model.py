@@ -142,7 +142,7 @@ def _unit(owner: str, trainable: bool, width: int, weights: Sequence[Weight], pl
 
 
 def itemsize(weight: Weight, precision: str) -> int:
-    """Return the bytes per element of a weight in a run; what 16-bit runs keep in fp32 has the run's dtype in others."""
+    """Return the bytes per element of a weight in a run. What a 16-bit run keeps in fp32 has others' dtype."""
     run = WIDTHS[precision].weight
     return run if weight.itemsize is None or (weight.itemsize == 4 and run > 2) else weight.itemsize
 

@@ -64,13 +64,13 @@ def policies(plan: ParallelPlan) -> tuple[str, str]:
 
 
 def reduced_width(plan: ParallelPlan, narrow: float = 2.0) -> float:
-    """Return the bytes of a gradient on its way to the reduction; of a single micro-batch in exact mode it is narrow."""
+    """Return a gradient's bytes on its way to the reduction; in exact mode that of a single micro-batch is narrow."""
     alone = plan.exact and (plan.accumulate == 1 or policies(plan)[1] == "every_micro_batch")
     return narrow if alone or plan.reduce_dtype != "fp32" else 4.0
 
 
 def summands_of_rank(plan: ParallelPlan) -> int:
-    """Return for how many micro-batches sums are kept: in exact pipelines the first is summed before the last is known."""
+    """Return how many micro-batches sums are kept for: exact pipelines sum the first before they know the last."""
     return max(2, plan.accumulate) if plan.exact and plan.pp > 1 else plan.accumulate
 
 

@@ -95,7 +95,7 @@ def _uses(model: ModelSpec, every: int) -> dict[str, int]:
 
 
 def _gathers(plan: ParallelPlan, uses: int, last: bool, micro_batches: int) -> int:
-    """Count a unit's gathers in a step: the last one in a forward is the first in the backward. W reads weights again."""
+    """Count a unit's gathers in a step. The last in a forward is the first in the backward; W reads weights again."""
     if not (plan.stage == 3 and policies(plan)[0] != "every_step"):
         return 1
     return micro_batches * (max(1, uses - last) if plan.pp == 1 else uses + _splits(plan))

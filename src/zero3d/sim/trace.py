@@ -133,7 +133,7 @@ def adapt(model: nn.Module, lora: str) -> nn.Module:
     options = LoraConfig(r=int(rank), lora_alpha=2 * int(rank), target_modules=found, lora_dropout=0.05)
     with warnings.catch_warnings():  # transformers' to PEFT
         warnings.simplefilter("ignore", FutureWarning)
-        adapted: nn.Module = get_peft_model(model, options)
+        adapted: nn.Module = get_peft_model(model, options, low_cpu_mem_usage=True)  # adapters without values
     return adapted
 
 

@@ -21,7 +21,7 @@ from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks, find_owners, partition
-from zero3d.models.chain import find_chain
+from zero3d.models.chain import block_lists, find_chain
 from zero3d.models.masking import inner_model
 from zero3d.plan.spec import Unit, Weight
 from zero3d.shards.cuts import Cut
@@ -61,6 +61,8 @@ class Rooms:
 def find_rooms(model: nn.Module, blocks: str | None = None) -> Rooms:
     """The parts of a model, with this list of blocks. Raises ConfigError for one without blocks."""
     try:
+        if len(block_lists(model, blocks)) > 1:  # no chain without a name; find_chain would run each for its message
+            return _longest_list(model)
         chain = find_chain(model, blocks)
     except ConfigError:
         return _longest_list(model)
