@@ -70,7 +70,7 @@ def ratio(alone, models, plan, tied=False, packed=False):
     _, said, where = found.instant.partition("pipeline stage ")
     rank = simulated(alone, path, plan, int(where.split()[0]) if said else 0, packed)
     if plan.pp == 1:
-        same_traffic(busiest_traffic(spec, plan), rank.sent)
+        same_traffic(busiest_traffic(spec, plan), rank.traffic)
     peak = rank.peak.nbytes
     print(f"{plan}: planned {found.allocated:,.0f}, dry run {peak:,} ({found.allocated / peak - 1:+.1%})")
     return found.allocated / peak

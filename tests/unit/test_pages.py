@@ -23,7 +23,19 @@ from zero3d.plan.search import Rejection, Row, SearchResult, Target, what_if
 from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import Estimate, Memory, ParallelPlan, Seconds
 from zero3d.plan.timeline import order
-from zero3d.sim.result import Alive, Did, Instant, Mark, Peak, RankResult, Sent, Simulation, States, Timeline, Work
+from zero3d.sim.result import (
+    FlopCount,
+    Instant,
+    LiveTensor,
+    Mark,
+    Peak,
+    PipelineAction,
+    RankResult,
+    Simulation,
+    StateEntry,
+    Timeline,
+    TrafficEntry,
+)
 
 EVIL = '<script>alert("1")</script> & "quotes" \x00'
 MODEL = gpt(32, 4096, 32, 50304, 2048)
@@ -70,15 +82,15 @@ def rank_result(rank, ranks, micro_batches, samples):
         sums.index(max(sums)),
         at,
         dict.fromkeys(CATEGORIES, 1),
-        (Alive(10**6, "activations", "bfloat16", (4, 128), at),) * 10,
+        (LiveTensor(10**6, "activations", "bfloat16", (4, 128), at),) * 10,
     )
     orders = [order("1f1b", r, ranks, micro_batches) for r in range(ranks)] if ranks > 1 else []
     return RankResult(
-        rank, rank, 0, 0, (0,), 4, 10**6, (States("parameters", 2 * 10**6, 2 * 10**6), States("padding", 10, 12)), peak,
+        rank, rank, 0, 0, (0,), 4, 10**6, (StateEntry("parameters", 2 * 10**6, 2 * 10**6), StateEntry("padding", 10, 12)), peak,
         Timeline(CATEGORIES, tuple(range(samples)), tuple(rows), (*marks, Mark(samples - 3, Instant("step", -1, 0, ""))), samples),
-        (Sent("all_gather", "dp", "layers.0", 3, 1000, 2000), Sent("all_gather", "dp", "layers.1", 3, 1000, 2000)),
-        (Work("forward", "F", rank, 10**9), Work("backward", "B", rank, 2 * 10**9)),
-        (), tuple(tuple(Did(*event) for event in row) for row in orders), 1.5, 10**9,
+        (TrafficEntry("all_gather", "dp", "layers.0", 3, 1000, 2000), TrafficEntry("all_gather", "dp", "layers.1", 3, 1000, 2000)),
+        (FlopCount("forward", "F", rank, 10**9), FlopCount("backward", "B", rank, 2 * 10**9)),
+        (), tuple(tuple(PipelineAction(*event) for event in row) for row in orders), 1.5, 10**9,
     )  # fmt: skip
 
 

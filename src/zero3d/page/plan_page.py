@@ -212,7 +212,6 @@ def _left_out(answer: Answer) -> Markup:
             f"+{size(int(rejection.excess))} with {short(rejection.nearest)}" if rejection.nearest else "-",
         )
         for rejection in answer.result.rejected
-
     ]
     title = f"What was left out of {answer.result.tried:,} plans"
     if not rows:

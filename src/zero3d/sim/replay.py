@@ -11,7 +11,7 @@ from heapq import nlargest
 from operator import itemgetter
 
 from zero3d.sim.memory import CATEGORIES, PADDING, Log
-from zero3d.sim.result import Alive, Instant, Mark, Peak, Timeline
+from zero3d.sim.result import Instant, LiveTensor, Mark, Peak, Timeline
 
 POINTS, LARGEST = 2000, 10
 
@@ -32,7 +32,7 @@ def peak_of(log: Log) -> Peak:
     for number, nbytes in nlargest(LARGEST, ((n, size) for n, size in sizes.items() if size), key=itemgetter(1)):
         storage = log.storages[number]
         made = Instant(*storage.born)
-        largest.append(Alive(nbytes, storage.category, storage.dtype, storage.shape, made))
+        largest.append(LiveTensor(nbytes, storage.category, storage.dtype, storage.shape, made))
     return Peak(
         log.peak,
         log.peak_event,
