@@ -15,7 +15,7 @@ from zero3d.errors import ConfigError
 from zero3d.plan.in_flight import moments
 from zero3d.plan.memory import memory
 from zero3d.plan.spec import ParallelPlan
-from zero3d.sim.live import Live
+from zero3d.sim.live import StorageTracker
 from zero3d.sim.patches import without_values
 from zero3d.sim.trace import trace
 
@@ -41,7 +41,7 @@ def dry_peak(tied, plan):
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=plan.world, store=FakeStore())
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), without_values(packed=False), Live() as live:
+        with FakeTensorMode(allow_non_fake_inputs=True), without_values(packed=False), StorageTracker() as live:
             model = model_of(tied)
             recompute(model, plan.activations)
             engine = zero3d.Engine(

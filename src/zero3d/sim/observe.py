@@ -21,11 +21,11 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.memory.arena import STATES
 from zero3d.nested import tensors_in
-from zero3d.sim.flops import Flops
-from zero3d.sim.memory import BUFFERS, INPUTS, Log, Memory, ObservedArena
+from zero3d.sim.flops import FlopCounter
+from zero3d.sim.memory import BUFFERS, INPUTS, Log, MemoryTracker, ObservedArena
 from zero3d.sim.patches import around
+from zero3d.sim.position import PositionTracker
 from zero3d.sim.result import FlopCount, PipelineAction, StateEntry, TrafficEntry
-from zero3d.sim.where import Where
 
 Batches = Sequence[Mapping[str, Any]]
 
@@ -83,13 +83,13 @@ def observe(
 
     run   of these, how many the first step and the one that is watched take (None: all)
     """
-    where = Where()
-    flops = Flops(where)
-    memory = Memory(where, flops)
+    position = PositionTracker()
+    flops = FlopCounter(position)
+    memory = MemoryTracker(position, flops)
     mesh.make_arena = partial(ObservedArena, memory)
-    with where.watching(), memory.watching(), _garbage_kept():
+    with position.watching(), memory.watching(), _garbage_kept():
         engine = build()
-        where.follow(engine)
+        position.follow(engine)
         for buffer in engine.module.buffers():
             memory.lent(BUFFERS, buffer)
         _name_states(engine, memory)
@@ -97,7 +97,7 @@ def observe(
         warm, taken = run or (len(batches), len(batches))
         for tensor in (t for batch in batches for t in tensors_in(dict(batch))):
             memory.lent(INPUTS, tensor)
-        with around(engine, "step", where.step):
+        with around(engine, "step", position.step):
             if warm:
                 engine.train_batch(batches[:warm])
             else:
@@ -106,7 +106,7 @@ def observe(
 
             def measure() -> list[int]:
                 gc.collect()
-                where.restart()
+                position.restart()
                 memory.restart()
                 flops.reset()
                 engine.traffic.reset()
@@ -142,7 +142,7 @@ def _step(engine: Engine, batches: Batches) -> list[int]:
     return order
 
 
-def _name_states(engine: Engine, memory: Memory) -> None:
+def _name_states(engine: Engine, memory: MemoryTracker) -> None:
     """Write at the buffers of each unit's states that they were made for it."""
     for unit in engine.units:
         grads = [] if unit.grads is None else unit.grads.buffers
