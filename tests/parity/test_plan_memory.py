@@ -99,7 +99,7 @@ def test_what_the_engine_refuses_is_refused(spec, plan, said):
 def test_micro_batches_in_flight():
     def most(schedule, stage, pp=4):
         """By chunk of the rank, in order."""
-        counts = [moment.held for moment in moments(ParallelPlan(pp=pp, accumulate=8, schedule=schedule), stage)]
+        counts = [moment.in_flight for moment in moments(ParallelPlan(pp=pp, accumulate=8, schedule=schedule), stage)]
         return list(map(max, zip(*counts, strict=True)))
 
     assert [most("1f1b", stage) for stage in range(4)] == [[4], [3], [2], [1]]

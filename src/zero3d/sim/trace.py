@@ -158,7 +158,7 @@ def _cuts(model: nn.Module, part_names: PartNames) -> dict[str, Cut]:
 def _figures(
     model: nn.Module, part_names: PartNames, length: int, spec: ModelSpec, packed: bool
 ) -> list[tuple[int, dict[Any, Figures]]]:
-    """Return (tp, figures by part) of tp = 1 and of the two smallest degrees that divide the model, if there are any."""
+    """Return (tp, figures by part) of tp = 1 and of the two smallest degrees that divide the model, if any do."""
     try:
         by_degree = [(1, measure(model, part_names, length, 1, packed=packed))]
     except Exception as error:  # any error of the model's own, told with its text
