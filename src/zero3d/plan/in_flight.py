@@ -32,7 +32,7 @@ class Moment(NamedTuple):
 
     chunk      the one that runs
     kind       B, I or W
-    in_flight  by chunk of the rank, in their order: micro-batches whose activations are kept, the running one among them
+    in_flight  by chunk of the rank, in their order: micro-batches whose activations are kept, the running among them
     waiting    of these, the others that wait for their W
     under_way  gradients that may be on their way to another rank
     final      it is the chunk's last of this kind: gradients of a step are reduced in it
