@@ -109,7 +109,7 @@ def _with_all(mesh: Mesh, sweep: Callable[[], float]) -> float:
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """The median of some calls after one to warm up."""
+    """Return the median seconds of some calls after one to warm up."""
     times = []
     for _ in range(REPEATS + 1):
         begun = time.perf_counter()
@@ -123,7 +123,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _best(work: Callable[[int], tuple[Callable[[], object], float]], device: torch.device, largest: int) -> float:
-    """The best rate over sizes 256, 512, ... up to `largest`, or to the first call that takes long."""
+    """Return the best rate over sizes 256, 512, ... up to `largest`, or to the first call that takes long."""
     rate, size = 0.0, 256
     while size <= largest:
         call, amount = work(size)
@@ -164,7 +164,7 @@ def _host_copies(device: torch.device, sizes: Sizes) -> float:
 
 
 def _disk(folder: Path, nbytes: int) -> float:
-    """The slower of writing (synced) and reading a file; 0 where it cannot be written."""
+    """Return the slower rate of writing (synced) and reading a file. Raises ConfigError where it cannot be written."""
     block = os.urandom(1 << 20) * (nbytes >> 20)
     try:
         with NamedTemporaryFile(dir=folder, prefix=".zero3d-calibrate-") as file:
@@ -187,7 +187,7 @@ def _disk(folder: Path, nbytes: int) -> float:
 
 
 def _links(mesh: Mesh, local: int, messages: Sequence[int]) -> tuple[Link | None, Link | None]:
-    """Inside a node, between nodes; None where there is no such pair of ranks."""
+    """Measure links inside a node and between nodes; None where there is no such pair of ranks."""
     nodes = mesh.world // local
     here = [mesh.rank // local * local + i for i in range(local)]
     peers = [mesh.rank % local + i * local for i in range(nodes)]
@@ -195,7 +195,7 @@ def _links(mesh: Mesh, local: int, messages: Sequence[int]) -> tuple[Link | None
 
 
 def _link(mesh: Mesh, ranks: Sequence[int], messages: Sequence[int]) -> Link | None:
-    """Of these ranks, every rank of the mesh being in one such group."""
+    """Measure the link between these ranks; every rank of the mesh is in one such group."""
     if len(ranks) == 1:
         return None
     group = dist.new_group(list(ranks), use_local_synchronization=True)
@@ -214,7 +214,7 @@ def _link(mesh: Mesh, ranks: Sequence[int], messages: Sequence[int]) -> Link | N
 
 
 def fit(n: int, sizes: Sequence[int], seconds: Sequence[float]) -> Link:
-    """latency and bandwidth of a ring all-reduce over n ranks: seconds = 2 (n-1) latency + 2 (n-1)/n bytes / bandwidth.
+    """Fit a ring all-reduce over n ranks: seconds = 2 (n-1) latency + 2 (n-1)/n bytes / bandwidth.
 
     Least squares of relative errors, so that small messages count as much as large ones.
     """

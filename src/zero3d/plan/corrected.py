@@ -26,7 +26,7 @@ LEAST, MOST, HALVINGS = 1e-4, 1e4, 40
 
 
 def corrected(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, seconds: float) -> ClusterSpec:
-    """The cluster on which the plan's step takes `seconds`. Raises ConfigError where no rate of products does that."""
+    """Return the cluster on which the plan's step takes `seconds`. Raises ConfigError if no rate of products does."""
     low, high = LEAST, MOST
     slowest, fastest = (evaluate(model, scaled(cluster, factor), plan).seconds.mid for factor in (low, high))
     if not fastest < seconds < slowest:
@@ -42,7 +42,7 @@ def corrected(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, second
 
 
 def scaled(cluster: ClusterSpec, factor: float) -> ClusterSpec:
-    """With what products and attention reach of the peak times `factor`.
+    """Return the cluster with what products and attention reach of the peak times `factor`.
 
     A card's rates of its own go with what its memory really moves (`Kernels.reached`), so that is filled in, too.
     """

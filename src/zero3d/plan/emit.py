@@ -23,7 +23,7 @@ from zero3d.plan.spec import ModelSpec, ParallelPlan
 
 
 def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str | None) -> dict[str, Any]:
-    """The tree of a file for `zero3d train`. tokenizer: of data.tokenizer, None for the model's own.
+    """Return the tree of a file for `zero3d train`. tokenizer: of data.tokenizer, None for the model's own.
 
     Raises ConfigError for a plan that the engine cannot run.
     """
@@ -49,7 +49,7 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
 
 
 def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
-    """What a configuration means on `gpus` ranks (None: as many as its mesh says). Raises ConfigError, MeshError."""
+    """Return a configuration's plan on `gpus` ranks (None: as many as its mesh says). Raises ConfigError, MeshError."""
     asked = config.mesh
     world = gpus or (asked.dp or 1) * (asked.tp or 1) * (asked.pp or 1)
     degrees = Degrees.resolve(world, asked.dp, asked.tp, asked.pp)
@@ -66,7 +66,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
 
 
 def deepspeed_config(plan: ParallelPlan) -> dict[str, Any]:
-    """The JSON of a run without pipelines. Raises ConfigError."""
+    """Return DeepSpeed's JSON of a run without pipelines. Raises ConfigError."""
     if plan.pp > 1 or plan.sequence_parallel:
         raise ConfigError(
             f"--emit-deepspeed: DeepSpeed's JSON cannot say pp={plan.pp}"

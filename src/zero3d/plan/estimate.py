@@ -20,7 +20,7 @@ UNPACKED = "one document a sequence: data.packing=true keeps more in every block
 
 
 def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system: str | Profile = "zero3d") -> Estimate:
-    """Memory of the fullest rank class and seconds of a step. Raises ConfigError for what cannot be.
+    """Estimate the memory of the fullest rank class and the seconds of a step. Raises ConfigError for what cannot be.
 
     system  zero3d: memory by the engine's own arithmetic (memory.py); or the profile of megatron, megatron-core,
             deepspeed, megatron-deepspeed, deepspeed-0.3, torchtitan, torchtitan-async-tp, nanotron, or one of yours

@@ -55,12 +55,12 @@ class Kernels:
 
     @classmethod
     def of(cls, values: Values = VALUES) -> Kernels:
-        """Of the constants."""
+        """Read the constants."""
         cards = {name: Reached(**of_system(name, values)) for name in (*CARDS, OTHER_CARDS)}
         return cls(cards=cards, **of_system("kernels", values))
 
     def reached(self, gpu: Gpu) -> Reached:
-        """A card's, or what `zero3d calibrate` measured (its bandwidth is a measured one)."""
+        """Return a card's rates, or those that `zero3d calibrate` measured (its bandwidth is a measured one)."""
         if gpu.matrix is not None and gpu.flash is not None:
             return Reached(gpu.matrix, gpu.flash, 1.0)
         return self.cards[next((name for name in CARDS if gpu.name.startswith(name)), OTHER_CARDS)]
@@ -85,12 +85,12 @@ class PartWork(NamedTuple):
 
     @property
     def forward(self) -> float:
-        """Seconds of the forward."""
+        """Return the seconds of the forward."""
         return sum(work.forward for work in self)
 
     @property
     def backward(self) -> float:
-        """Seconds of the backward, nothing recomputed."""
+        """Return the seconds of the backward, nothing recomputed."""
         return sum(work.backward for work in self)
 
 
@@ -123,7 +123,7 @@ class Digest(NamedTuple):
 
 @lru_cache(maxsize=8)
 def digest(model: ModelSpec) -> Digest:
-    """Of a model's parts, alike ones as one object."""
+    """Digest a model's parts, alike ones as one object."""
     alike: dict[Shape, Shape] = {}
     listed = [_shape(part, model.hidden // model.heads) for part in model.parts]
     shapes = tuple(alike.setdefault(shape, shape) for shape in listed)
@@ -149,7 +149,7 @@ def part_work(
     speed: float = 1.0,
     kernels: Kernels = KERNELS,
 ) -> PartWork:
-    """Seconds of one micro-batch. speed: what a system's kernels reach of the card's rates."""
+    """Return the seconds of one micro-batch. speed: what a system's kernels reach of the card's rates."""
     narrow = kernels.fp8 if plan.precision == "fp8" else 1.0
     tokens = plan.micro_batch * model.length
     return _part_work(shape, tokens, plan.tp, plan.sequence_parallel, cluster.gpu, speed, narrow, kernels)
@@ -177,7 +177,7 @@ def _part_work(
 
 
 def _matrices(shape: Shape, tokens: int, tp: int, peak: float, bandwidth: float, launch: float) -> Work:
-    """All products with weights; operations beyond the weights' own (routed experts, convolutions) at the same rate."""
+    """Time all products with weights; operations beyond these (routed experts, convolutions) run at the same rate."""
     forward = backward = counted = 0.0
     for (rows, columns), cut, trainable, many in shape.matrices:
         n, k = rows // (tp if cut == 0 else 1), columns // (tp if cut == 1 else 1)
@@ -192,6 +192,6 @@ def _matrices(shape: Shape, tokens: int, tp: int, peak: float, bandwidth: float,
 
 
 def total(works: Iterable[PartWork]) -> PartWork:
-    """Parts one after the other."""
+    """Sum parts that run one after the other."""
     listed = list(works)
     return PartWork(*(Work(sum(w[i].forward for w in listed), sum(w[i].backward for w in listed)) for i in range(3)))

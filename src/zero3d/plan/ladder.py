@@ -37,7 +37,7 @@ class Rung(NamedTuple):
 
 
 def ladder(model: ModelSpec, cluster: ClusterSpec, sequences: int, limit: float, evaluate: Evaluate) -> list[Rung]:
-    """All rungs with every GPU on the data axis, blocks recomputed, from the most bytes of states to the fewest."""
+    """Price all rungs, every GPU on the data axis, blocks recomputed, from the most bytes of states to the fewest."""
     plan = ParallelPlan(dp=cluster.gpus, accumulate=max(1, sequences // cluster.gpus), activations="full")
     rungs = []
     for name, (stage, offload) in RUNGS.items():
@@ -49,7 +49,7 @@ def ladder(model: ModelSpec, cluster: ClusterSpec, sequences: int, limit: float,
 
 
 def differs(rungs: Sequence[Rung]) -> str | None:
-    """Where the computed order is not the rule's, None where it is."""
+    """Say where the computed order is not the rule's, None where it is."""
     order = [rung.name for rung in rungs]
     if order == list(RULE):
         return None

@@ -22,7 +22,7 @@ from zero3d.plan.time import part_indices
 
 
 def profile_memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, system: Profile) -> Memory:
-    """Of the fullest pipeline rank."""
+    """Compute the bytes of the fullest pipeline rank."""
     cut = part_indices(model, plan.pp, plan.virtual)
     ranks = [[i for part in cut[rank :: plan.pp] for i in part] for rank in range(plan.pp)]
     classes = {rank: _rank_bytes(model, plan, system, inside, rank) for rank, inside in enumerate(ranks)}
@@ -74,7 +74,7 @@ def _rank_bytes(
 
 
 def _kept(operations: Operations, blocks: int, flight: float, plan: ParallelPlan, system: Profile) -> float:
-    """Bytes per token of a rank's blocks: those in flight, and one that is recomputed now."""
+    """Return the bytes per token of a rank's blocks: those in flight, and one that is recomputed now."""
     whole = operations.kept_whole / (plan.tp if plan.sequence_parallel else 1)
     attention = operations.attention / plan.tp
     interior = system.interior * ((operations.kept_cut - operations.attention) / plan.tp + whole)
@@ -89,7 +89,7 @@ def _kept(operations: Operations, blocks: int, flight: float, plan: ParallelPlan
 
 
 def _host(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, system: Profile) -> float:
-    """Of a node: what each rank loads before it is cut (2 bytes a parameter), offloaded states."""
+    """Return a node's bytes: what each rank loads before it is cut (2 per parameter), offloaded states."""
     ranks = min(plan.world, cluster.per_node)
     known = digest(model)
     offloaded = 0.0 if plan.offload == "none" else system.rates(plan)[2] * known.trainable / (plan.tp * plan.pp)

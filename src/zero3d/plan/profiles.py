@@ -60,7 +60,7 @@ class Profile:
     keeps_in_pipelines: bool = False
 
     def rates(self, plan: ParallelPlan) -> tuple[float, float, float]:
-        """Bytes per parameter on one rank: weight, gradient, optimizer."""
+        """Return the bytes per parameter on one rank: weight, gradient, optimizer."""
         row = stage_row(plan.stage)
         wide = 4.0 if plan.reduce_dtype == "fp32" and self.gradient < 4 else 0.0  # accumulated beside the 2-byte ones
         return (
@@ -86,13 +86,13 @@ SPEED = "speed "
 
 
 def profiles(values: Values = VALUES) -> dict[str, Profile]:
-    """All systems, by these constants."""
+    """Make the profiles of all systems from these constants."""
     kernels = Kernels.of(values)
     return {design.name: _fitted(design, of_system(design.name, values), kernels) for design in DESIGNS}
 
 
 def _fitted(design: Profile, own: dict[str, Any], kernels: Kernels) -> Profile:
-    """A design with its system's constants in the fields of their names; "speed a100" is one entry of speed."""
+    """Put a system's constants into its design's fields of their names; "speed a100" is one entry of speed."""
     speed = {name.removeprefix(SPEED): number for name, number in own.items() if name.startswith(SPEED)}
     pace, bytes_ = (
         {field.name: own[field.name] for field in fields(part) if field.name in own} for part in (design.pace, design)
@@ -105,7 +105,7 @@ SYSTEMS = tuple(PROFILES)
 
 
 def profile(system: str) -> Profile:
-    """By name. Raises ConfigError with the nearest."""
+    """Look up a profile by name. Raises ConfigError with the nearest."""
     if system in PROFILES:
         return PROFILES[system]
     near = difflib.get_close_matches(system, SYSTEMS, n=1, cutoff=0.3)

@@ -61,12 +61,12 @@ class Pace:
     kernels: Kernels = KERNELS
 
     def speed_on(self, gpu: str) -> float:
-        """Of a card."""
+        """Return the speed on a card."""
         return next((speed for name, speed in self.speed.items() if gpu.startswith(name)), 1.0)
 
 
 def part_indices(model: ModelSpec, ranks: int, virtual: int = 1) -> list[list[int]]:
-    """Parts of the model per pipeline part: blocks evenly, the first ones longer; embedding first, head last."""
+    """Return the model's parts per chunk: blocks evenly, the first chunks longer; embedding first, head last."""
     blocks = [i for i, part in enumerate(model.parts) if part.kind == "block"]
     first = [i for i, part in enumerate(model.parts) if part.kind == "embedding"]
     last = [i for i, part in enumerate(model.parts) if part.kind == "head"]
@@ -94,7 +94,7 @@ class _Step:
 
 
 def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pace: Pace) -> Seconds:
-    """A step of `accumulate` micro-batches on each of dp replicas, low to high."""
+    """Time a step of `accumulate` micro-batches on each of dp model-parallel groups, low to high."""
     step = _Step(model, plan, cluster, pace, Groups.of(plan, cluster))
     known, speed = digest(model), pace.speed_on(cluster.gpu.name)
     alike = {id(shape): shape for shape in known.shapes}
@@ -118,7 +118,7 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
 
 
 def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[str, float]:
-    """Seconds of one micro-batch through a pipeline part."""
+    """Time one micro-batch through a model chunk."""
     work = total(w for _, w in inside)
     kinds = [shape.kind for shape, _ in inside]
     policy = Policy.of(step.plan.activations)
@@ -144,7 +144,7 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
 
 
 def _again(kind: str, shape: Shape, work: PartWork, pace: Pace) -> float:
-    """Seconds of a block's forward that a policy runs again."""
+    """Return the seconds of a block's forward that a policy runs again."""
     if kind == "none":
         return 0.0
     if kind != "selective":
@@ -157,14 +157,14 @@ def _again(kind: str, shape: Shape, work: PartWork, pace: Pace) -> float:
 
 
 def _hop(step: _Step) -> float:
-    """Activations of a micro-batch from one pipeline stage to the next."""
+    """Return the seconds of a micro-batch's activations from one pipeline stage to the next."""
     link = step.cluster.inside if step.groups.hop_inside else step.cluster.across
     share = 1 if step.pace.own else step.plan.tp
     return send_seconds(2.0 * step.tokens * step.model.hidden / share, link)
 
 
 def _data(step: _Step, numel: float, end: float, backward: float) -> float:
-    """What the data axis adds: communication that the computation does not hide."""
+    """Return what the data axis adds: communication that the computation does not hide."""
     plan, group, pace = step.plan, step.groups.dp, step.pace
     if group.size == 1:
         return 0.0
@@ -190,12 +190,12 @@ def _data(step: _Step, numel: float, end: float, backward: float) -> float:
 
 
 def _exposed(communication: float, computation: float, hide: float) -> float:
-    """Seconds of communication that are seen: what cannot hide, and what finds nothing to hide behind."""
+    """Return the seconds of communication that are seen: what cannot hide, and what finds nothing to hide behind."""
     return (1 - hide) * communication + max(0.0, hide * communication - computation)
 
 
 def _update(step: _Step, trained: float) -> dict[str, float]:
-    """Optimizer and offload. Adam reads gradient, master, m, v and writes master, m, v and the weight: 30 bytes."""
+    """Time optimizer and offload. Adam reads gradient, master, m, v, writes master, m, v, weight: 30 bytes."""
     plan, cluster, kernels = step.plan, step.cluster, step.pace.kernels
     share = trained / (plan.dp if stage_row(plan.stage).shards_optimizer else 1)
     if plan.offload == "none":

@@ -24,7 +24,7 @@ Event = tuple[str, int, int]  # F or B, the part, the micro-batch
 
 @lru_cache(maxsize=256)
 def order(schedule: str, rank: int, ranks: int, micro_batches: int, virtual: int = 1) -> tuple[Event, ...]:
-    """A rank's actions in order. `virtual` parts per rank, part v x ranks + rank; interleaved: m in whole rounds."""
+    """Return a rank's actions in order: `virtual` chunks v x ranks + rank each; interleaved: m in whole rounds."""
     total = micro_batches * virtual
     forwards = [_event("F", i, rank, ranks, virtual) for i in range(total)]
     backwards = [_event("B", i, rank, ranks, virtual) for i in range(total)]
@@ -48,7 +48,7 @@ def _event(kind: str, i: int, rank: int, ranks: int, virtual: int) -> Event:
 def simulate(
     orders: Sequence[Sequence[Event]], forward: Sequence[float], backward: Sequence[float], hop: float = 0.0
 ) -> float:
-    """Seconds until the last action ends; forward and backward per part, `hop` for what passes between two parts."""
+    """Return the seconds until the last action ends; forward and backward per chunk, `hop` between two chunks."""
     parts, micro_batches = len(forward), 1 + max(event[2] for event in orders[0])
     done = {kind: [[-1.0] * micro_batches for _ in range(parts)] for kind in "FB"}
     clock, position = [0.0] * len(orders), [0] * len(orders)
@@ -77,7 +77,7 @@ def simulate(
 def pipeline_seconds(
     schedule: str, forward: Sequence[float], backward: Sequence[float], micro_batches: int, ranks: int, hop: float = 0.0
 ) -> float:
-    """Seconds of a step's forwards and backwards over `ranks` ranks; one entry of forward and backward per part."""
+    """Time a step's forwards and backwards over `ranks` ranks; one entry of forward and backward per chunk."""
     virtual = len(forward) // ranks
     uneven = virtual > 1 and micro_batches % ranks
     if schedule not in SPLIT and not uneven and 2 * len(forward) * micro_batches <= SIMULATED:
@@ -90,7 +90,7 @@ def pipeline_seconds(
 def closed_form(
     schedule: str, forward: Sequence[float], backward: Sequence[float], micro_batches: int, ranks: int, hop: float = 0.0
 ) -> float:
-    """One micro-batch's way there and back, and the period of all others.
+    """Sum one micro-batch's way there and back, and the period of all others.
 
     period  the slowest rank's work; under 1f1b also any r last ranks', which have r micro-batches in flight:
             the mean of their work and of 2 (r - 1) hops

@@ -74,7 +74,7 @@ def _data_traffic(model: ModelSpec, plan: ParallelPlan, stage: int, micro_batche
 
 
 def _splits(plan: ParallelPlan) -> bool:
-    """Whether the schedule has a backward of inputs and one of weights."""
+    """Say whether the schedule has a backward of inputs and one of weights."""
     return plan.pp > 1 and Schedule.of(plan.schedule).splits_backward
 
 
