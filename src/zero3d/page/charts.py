@@ -79,7 +79,7 @@ class Axis(NamedTuple):
 def scatter(
     name: str, title: str, groups: Mapping[str, Sequence[tuple[float, float]]], front: Sequence[Dot], x: Axis, y: Axis
 ) -> Markup:
-    """Draw points, a colour per group, and the front of those that none beats on both axes. Points in one place: one."""
+    """Draw points, a colour per group, and the front: those that none beats on both axes. Points in a place: one."""
     points = [point for group in groups.values() for point in group]
     across = _range([p[0] for p in points] + [x.limit] * bool(x.limit), LEFT, WIDTH - RIGHT)
     up = _range([p[1] for p in points], HEIGHT - BOTTOM, TOP)

@@ -61,9 +61,9 @@ def assumed(system: str, name: str, value: float, unit: str, source: str) -> Con
     return Constant(system, name, value, unit, source=source)
 
 
-def lent(own: Constant, system: str) -> Constant:
+def lent(original: Constant, system: str) -> Constant:
     """Take another system's constant for one that has no rows for it."""
-    return replace(own, system=system, lender=own.system)
+    return replace(original, system=system, lender=original.system)
 
 
 AZURE, BLOOM, BLOOM_MEMORY = (

@@ -84,18 +84,19 @@ def checkpoints(layers: int, h: int, s: int, b: int, every: int = 1) -> int:
     return b * s * h * 2 * -(-layers // every)
 
 
-class Recomputed(NamedTuple):
+class RecomputationPeaks(NamedTuple):
     """Bytes at the peak: inputs kept and one segment's interior, for segments of one layer and of sqrt(l)."""
 
     per_layer: int
     sqrt: int
 
 
-def recomputed(layers: int, h: int, s: int, b: int) -> Recomputed:
+def recomputed(layers: int, h: int, s: int, b: int) -> RecomputationPeaks:
     """Return both peaks. GPT-2 1.5B at s 1K, b 32: 6.3 and 9.5 GB; the paper's "about 8 GB" lies between."""
     every = round(sqrt(layers))
     interior = zero_activations(1, h, s, b)
-    return Recomputed(checkpoints(layers, h, s, b) + interior, checkpoints(layers, h, s, b, every) + every * interior)
+    per_layer = checkpoints(layers, h, s, b) + interior
+    return RecomputationPeaks(per_layer, checkpoints(layers, h, s, b, every) + every * interior)
 
 
 # --- ZeRO-Infinity ------------------------------------------------------------------------------

@@ -98,9 +98,9 @@ def named(device: str) -> str | None:
     return None
 
 
-def base_of(told: Mapping[str, Any]) -> str | None:
+def base_of(tree: Mapping[str, Any]) -> str | None:
     """Return the card that a cluster file is about (`gpu: h100`, or gpu.name), None if it names none."""
-    gpu = told.get("gpu")
+    gpu = tree.get("gpu")
     if isinstance(gpu, str):
         card(gpu)
         return _key(gpu)
@@ -151,9 +151,9 @@ def _override(spec: ClusterSpec, file: Path | str) -> ClusterSpec:
     if isinstance(given.get("gpu"), str):  # `cluster` has begun with that card
         del given["gpu"]
     named = dict(given.get("provenance") or {})
-    leaves = _leaves({key: value for key, value in given.items() if key != "provenance"})
-    told = {field: str(named.get(field, named.get(field.partition(".")[0], "user"))) for field in leaves}
-    tree = _merge(to_json(spec), {**given, "provenance": {**spec.provenance, **named, **told}})
+    dotted = _dotted_names({key: value for key, value in given.items() if key != "provenance"})
+    sources = {field: str(named.get(field, named.get(field.partition(".")[0], "user"))) for field in dotted}
+    tree = _merge(to_json(spec), {**given, "provenance": {**spec.provenance, **named, **sources}})
     return replace(from_json(ClusterSpec, tree), nodes=spec.nodes, per_node=spec.per_node)
 
 
@@ -180,13 +180,13 @@ def _check(given: Mapping[str, Any]) -> None:
     base = _datasheet("cpu", CATALOGUE["cpu"], 1, 1)
     whole = _merge(to_json(base), fields)
     from_json(ClusterSpec, whole)
-    told = fields.pop("provenance", None) or {}
-    known = {name for leaf in _leaves(to_json(base)) for name in (leaf, leaf.partition(".")[0])}
-    for name in told:
+    sources = fields.pop("provenance", None) or {}
+    known = {name for dotted in _dotted_names(to_json(base)) for name in (dotted, dotted.partition(".")[0])}
+    for name in sources:
         if name not in known:
             near = nearest(str(name), known)
             raise ConfigError(f"provenance names {short(name)}, no field.{f' Did you mean {near}?' if near else ''}")
-    for name in _leaves(fields):
+    for name in _dotted_names(fields):
         _check_number(name, fields)
 
 
@@ -201,12 +201,12 @@ def _check_number(name: str, fields: Mapping[str, Any]) -> None:
         raise ConfigError(f"{name} is {value:g}: give a number above 0, or leave it out.")
 
 
-def _leaves(tree: Mapping[str, Any], path: str = "") -> list[str]:
+def _dotted_names(tree: Mapping[str, Any], path: str = "") -> list[str]:
     """Return the dotted names of a tree's values."""
-    found = []
+    names = []
     for key, value in tree.items():
-        found += _leaves(value, f"{path}{key}.") if isinstance(value, Mapping) else [f"{path}{key}"]
-    return found
+        names += _dotted_names(value, f"{path}{key}.") if isinstance(value, Mapping) else [f"{path}{key}"]
+    return names
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

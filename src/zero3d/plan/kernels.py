@@ -24,7 +24,7 @@ OTHER_CARDS = "other cards"
 
 
 @dataclass(frozen=True)
-class Reached:
+class CardRates:
     """What kernels get of a card: fractions of its peak (matrix products, flash attention) and of its bandwidth."""
 
     matrix: float
@@ -42,7 +42,7 @@ class Kernels:
     launch          seconds per kernel, where the device waits for the host
     fp8             matrix products in 8 bits over those in 16, quantising included
     odd_head        eager attention whose heads are no multiple of 8 misses the tensor cores
-    cards           what is reached, by the start of a card's name
+    cards           rates by the start of a card's name
     """
 
     eager_passes: float
@@ -51,18 +51,18 @@ class Kernels:
     launch: float
     fp8: float
     odd_head: float
-    cards: Mapping[str, Reached]
+    cards: Mapping[str, CardRates]
 
     @classmethod
     def of(cls, values: Values = VALUES) -> Kernels:
         """Read the constants."""
-        cards = {name: Reached(**of_system(name, values)) for name in (*CARDS, OTHER_CARDS)}
+        cards = {name: CardRates(**of_system(name, values)) for name in (*CARDS, OTHER_CARDS)}
         return cls(cards=cards, **of_system("kernels", values))
 
-    def reached(self, gpu: Gpu) -> Reached:
+    def rates_of(self, gpu: Gpu) -> CardRates:
         """Return a card's rates, or those that `zero3d calibrate` measured (its bandwidth is a measured one)."""
         if gpu.matrix is not None and gpu.flash is not None:
-            return Reached(gpu.matrix, gpu.flash, 1.0)
+            return CardRates(gpu.matrix, gpu.flash, 1.0)
         return self.cards[next((name for name in CARDS if gpu.name.startswith(name)), OTHER_CARDS)]
 
 
@@ -132,13 +132,13 @@ def digest(model: ModelSpec) -> Digest:
 
 
 def _shape(part: Part, head: int) -> Shape:
-    found: dict[tuple[tuple[int, int], int | None, bool], int] = {}
+    counts: dict[tuple[tuple[int, int], int | None, bool], int] = {}
     for unit in part.units if part.kind != "embedding" else ():
         for weight in unit.weights:
             if len(weight.shape) == 2:
                 key = (weight.shape[0], weight.shape[1]), weight.cut, weight.trainable
-                found[key] = found.get(key, 0) + 1
-    return Shape(part.kind, tuple(Matrix(*key, many) for key, many in found.items()), part.operations, head)
+                counts[key] = counts.get(key, 0) + 1
+    return Shape(part.kind, tuple(Matrix(*key, many) for key, many in counts.items()), part.operations, head)
 
 
 def part_work(
@@ -159,8 +159,8 @@ def part_work(
 def _part_work(
     shape: Shape, tokens: int, tp: int, sequence_parallel: bool, gpu: Gpu, speed: float, narrow: float, kernels: Kernels
 ) -> PartWork:
-    got, operations = kernels.reached(gpu), shape.operations
-    bandwidth, peak = got.memory * gpu.bandwidth, got.matrix * speed * gpu.flops
+    rates, operations = kernels.rates_of(gpu), shape.operations
+    bandwidth, peak = rates.memory * gpu.bandwidth, rates.matrix * speed * gpu.flops
     matrices = _matrices(shape, tokens, tp, narrow * peak, bandwidth, kernels.launch)
     flops = operations.scores * tokens / tp
     if operations.eager:
@@ -168,7 +168,7 @@ def _part_work(
         scores = 2 * flops / peak * slow + kernels.eager_passes * operations.attention * tokens / tp / bandwidth
         attention = Work(scores, 2 * scores)
     else:
-        flash = flops / (got.flash * speed * gpu.flops)
+        flash = flops / (rates.flash * speed * gpu.flops)
         attention = Work(flash, kernels.flash_backward * flash)
     whole = operations.kept_whole / (tp if sequence_parallel else 1)
     kept = (operations.kept_cut - operations.attention) / tp + whole

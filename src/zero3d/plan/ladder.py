@@ -41,10 +41,10 @@ def ladder(model: ModelSpec, cluster: ClusterSpec, sequences: int, limit: float,
     plan = ParallelPlan(dp=cluster.gpus, accumulate=max(1, sequences // cluster.gpus), activations="full")
     rungs = []
     for name, (stage, offload) in RUNGS.items():
-        each = replace(plan, stage=stage, offload=offload)
-        estimate = evaluate(model, cluster, each)
+        rung_plan = replace(plan, stage=stage, offload=offload)
+        estimate = evaluate(model, cluster, rung_plan)
         fits = estimate.memory.device <= limit and estimate.memory.host <= cluster.host_memory
-        rungs.append(Rung(name, each, estimate, fits))
+        rungs.append(Rung(name, rung_plan, estimate, fits))
     return sorted(rungs, key=lambda rung: -rung.estimate.memory.states)
 
 

@@ -72,7 +72,7 @@ class Profile:
 
 PLAIN, WAITS = Pace({}), Pace({}, blocking=True)
 DESIGNS = (
-    Profile("zero3d", 2, 4, 12, Pace({}, own=True)),
+    Profile("zero3d", 2, 4, 12, Pace({}, as_zero3d=True)),
     Profile("megatron", 2, 4, 12, WAITS),
     Profile("megatron-core", 2, 4, 12, PLAIN),
     Profile("deepspeed", 2, 2, 16, PLAIN),
@@ -91,11 +91,12 @@ def profiles(values: Values = VALUES) -> dict[str, Profile]:
     return {design.name: _fitted(design, of_system(design.name, values), kernels) for design in DESIGNS}
 
 
-def _fitted(design: Profile, own: dict[str, Any], kernels: Kernels) -> Profile:
+def _fitted(design: Profile, values: dict[str, Any], kernels: Kernels) -> Profile:
     """Put a system's constants into its design's fields of their names; "speed a100" is one entry of speed."""
-    speed = {name.removeprefix(SPEED): number for name, number in own.items() if name.startswith(SPEED)}
+    speed = {name.removeprefix(SPEED): number for name, number in values.items() if name.startswith(SPEED)}
     pace, bytes_ = (
-        {field.name: own[field.name] for field in fields(part) if field.name in own} for part in (design.pace, design)
+        {field.name: values[field.name] for field in fields(part) if field.name in values}
+        for part in (design.pace, design)
     )
     return replace(design, pace=replace(design.pace, speed=speed, kernels=kernels, **pace), **bytes_)
 

@@ -100,8 +100,8 @@ def of_params(psi: int, length: int) -> ModelSpec:
     layers, hidden = min(_candidates(psi), key=lambda shape: _badness(shape, psi, length))
     head = TYPICAL_HEAD if hidden % TYPICAL_HEAD == 0 and hidden >= 2048 else 64
     model = gpt(layers, hidden, hidden // head, GPT_VOCAB, length)
-    told = f"assumed: {model.name}, {model.params:,} parameters for {psi:,} asked"
-    return replace(model, provenance=told)
+    provenance = f"assumed: {model.name}, {model.params:,} parameters for {psi:,} asked"
+    return replace(model, provenance=provenance)
 
 
 def _candidates(psi: int) -> list[tuple[int, int]]:

@@ -24,7 +24,7 @@ def to_json(value: Any) -> dict[str, Any]:
 
 
 def from_json(cls: type[T], tree: Any) -> T:
-    """Build the dataclass `cls` of a tree. Raises ConfigError for unknown, missing and misfit entries, by their path."""
+    """Build the dataclass `cls` of a tree. Raises ConfigError for unknown, missing and misfit entries, with paths."""
     built = _build(cls, tree, cls.__name__)
     assert isinstance(built, cls)
     return built
