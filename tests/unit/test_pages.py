@@ -5,12 +5,12 @@ import shutil
 import subprocess
 from dataclasses import replace
 from functools import cache
-from html import escape
 from html.parser import HTMLParser
 from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
+from markupsafe import escape
 
 from zero3d.cli.main import main
 from zero3d.page.plan_page import front, plan_page

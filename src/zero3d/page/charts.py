@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from zero3d.page.markup import Markup, join, tag
+from markupsafe import Markup
+
+from zero3d.page.markup import join, tag
 from zero3d.page.svg import LETTER, WIDTH, Scale, colour, drawing, label, line, shorten, x_axis, y_axis
 
 BAR, ROW = 18.0, 44.0  # height of a bar, and of its row with the label above it

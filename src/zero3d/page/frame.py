@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
-from zero3d.page.markup import Markup, join, tag
+from markupsafe import Markup
+
+from zero3d.page.markup import join, tag
 from zero3d.page.svg import colour
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"

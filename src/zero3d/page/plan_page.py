@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from markupsafe import Markup
+
 from zero3d.page import frame
 from zero3d.page.charts import Axis, Bar, Dot, bars, scatter
-from zero3d.page.markup import Markup, tag
+from zero3d.page.markup import tag
 from zero3d.page.plan_text import Answer, costs, distinct, gpu_hours, heading, knob_rows, mesh, settings, short
 from zero3d.page.text import size
 from zero3d.plan.ladder import RULE, differs

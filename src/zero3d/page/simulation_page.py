@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from markupsafe import Markup
+
 from zero3d.page import frame
 from zero3d.page.charts import Slot, Stretch, areas, lanes
-from zero3d.page.markup import Markup, tag
+from zero3d.page.markup import tag
 from zero3d.page.svg import colour
 from zero3d.page.text import count, size
 from zero3d.sim.chrome import describe

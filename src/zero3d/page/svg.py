@@ -14,7 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
 
-from zero3d.page.markup import Markup, tag
+from markupsafe import Markup
+
+from zero3d.page.markup import tag
 
 WIDTH = 480.0
 LETTER = 7.2  # units of an average letter at the size of a chart's text
