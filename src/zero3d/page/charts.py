@@ -45,8 +45,8 @@ def bars(name: str, title: str, rows: Sequence[Bar], series: Sequence[str], unit
             body.append(line(scale(limit), y + 20, scale(limit), y + 26 + BAR, "limit"))
     if limit:
         body.append(label(scale(limit), top - 6, f"limit {limit:.4g} {unit}", "end", "dim"))
-    told = "; ".join(f"{row.label}: {row.total}" for row in rows)
-    return drawing(name, title, told, bottom + BOTTOM, body)
+    description = "; ".join(f"{row.label}: {row.total}" for row in rows)
+    return drawing(name, title, description, bottom + BOTTOM, body)
 
 
 def _bar(row: Bar, series: Sequence[str], scale: Scale, y: float, unit: str) -> Iterator[Markup]:
@@ -55,8 +55,8 @@ def _bar(row: Bar, series: Sequence[str], scale: Scale, y: float, unit: str) -> 
         value = row.parts.get(part, 0.0)
         if value > 0:
             x = scale(done)
-            told = tag("title", f"{part}: {value:.3g} {unit}")
-            yield tag("rect", told, x=x, y=y, width=scale(done + value) - x, height=BAR, class_=f"{colour(i)} part")
+            hint = tag("title", f"{part}: {value:.3g} {unit}")
+            yield tag("rect", hint, x=x, y=y, width=scale(done + value) - x, height=BAR, class_=f"{colour(i)} part")
             done += value
 
 

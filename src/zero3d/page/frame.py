@@ -53,7 +53,7 @@ def table(name: str, head: Sequence[str], rows: Iterable[Sequence[object]], colu
 
     low: the box has the height of a chart
     """
-    classes = [{"<": None, ">": "number", "=": "wrap"}[each] for each in columns]
+    classes = [{"<": None, ">": "number", "=": "wrap"}[side] for side in columns]
     titles = (tag("th", words, scope="col", class_=class_) for words, class_ in zip(head, classes, strict=True))
     lines = (
         tag("tr", *(tag("td", cell, class_=class_) for cell, class_ in zip(row, classes, strict=True))) for row in rows

@@ -45,11 +45,11 @@ class Scale:
         if self.log:
             powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
             digits = (1, 2, 5) if self.high < 200 * self.low else (1,)
-            found = [digit * 10.0**power for power in powers for digit in digits]
+            ticks = [digit * 10.0**power for power in powers for digit in digits]
         else:
             step = round_step((self.high - self.low) / about)
-            found = [i * step for i in range(ceil(self.low / step), floor(self.high / step + 1e-9) + 1)]
-        return [each for each in found if self.low <= each <= self.high * (1 + 1e-9)]
+            ticks = [i * step for i in range(ceil(self.low / step), floor(self.high / step + 1e-9) + 1)]
+        return [tick for tick in ticks if self.low <= tick <= self.high * (1 + 1e-9)]
 
 
 def round_step(rough: float) -> float:

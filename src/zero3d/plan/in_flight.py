@@ -132,15 +132,15 @@ def _actions(name: str, pp: int, count: int, stage: int) -> tuple[Action, ...]:
 
 def _alternating(schedule: Schedule, stage: int, pp: int, count: int) -> Iterator[tuple[str, int]]:
     """Yield (kind, which of the rank's chunks) of all schedules but zbv."""
-    own = schedule.parts_per_rank
-    row, total, behind = count // max(1, count // pp), own * count, pp - 1 - stage
+    chunks = schedule.parts_per_rank
+    row, total, behind = count // max(1, count // pp), chunks * count, pp - 1 - stage
     ahead = {
-        "gpipe": total, "1f1b": behind, "interleaved": (own - 1) * row + 2 * behind,
-        "zero-bubble": (own - 1) * row + behind,
+        "gpipe": total, "1f1b": behind, "interleaved": (chunks - 1) * row + 2 * behind,
+        "zero-bubble": (chunks - 1) * row + behind,
     }[schedule.name]  # fmt: skip
     ahead = min(ahead, total)
-    forwards = [index // row % own for index in range(total)]
-    backwards = [own - 1 - turn for turn in forwards]
+    forwards = [index // row % chunks for index in range(total)]
+    backwards = [chunks - 1 - turn for turn in forwards]
     yield from (("F", turn) for turn in forwards[:ahead])
     for i, turn in enumerate(backwards):
         if ahead + i < total:

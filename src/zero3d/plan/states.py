@@ -69,6 +69,12 @@ def reduced_width(plan: ParallelPlan, narrow: float = 2.0) -> float:
     return narrow if alone or plan.reduce_dtype != "fp32" else 4.0
 
 
+def wire_width(plan: ParallelPlan, itemsize: int) -> int:
+    """Return the bytes in which gradients of weights of `itemsize` travel: as asked, unless that would round them."""
+    requested = WIDTHS[plan.reduce_dtype].weight if plan.precision != "fp64" else 8
+    return requested if requested >= itemsize else WIDTHS[plan.precision].reduced
+
+
 def summands_of_rank(plan: ParallelPlan) -> int:
     """Return how many micro-batches sums are kept for: exact pipelines sum the first before they know the last."""
     return max(2, plan.accumulate) if plan.exact and plan.pp > 1 else plan.accumulate

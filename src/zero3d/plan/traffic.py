@@ -18,7 +18,7 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.traffic import pipeline_traffic
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
-from zero3d.plan.states import policies, reduced_width, states_key
+from zero3d.plan.states import policies, reduced_width, states_key, wire_width
 from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import WIDTHS
 from zero3d.zero.traffic import UnitTraffic, step_traffic
@@ -43,7 +43,7 @@ def _rank_traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str,
         schedule = Schedule.of(plan.schedule)
         cuts = [[(tokens * model.hidden, width)]] * (plan.pp * schedule.parts_per_rank - 1)
         moved = pipeline_traffic(schedule.parts_of(stage, plan.pp), plan.accumulate, cuts)
-        traffic["send pp"] = float(sum(each.bytes for each in moved.values()))
+        traffic["send pp"] = float(sum(volume.bytes for volume in moved.values()))
     return traffic
 
 
@@ -59,10 +59,7 @@ def _data_traffic(model: ModelSpec, plan: ParallelPlan, stage: int, micro_batche
     rows, gathers = [], {}
     for i, unit in enumerate(units):
         wide = WIDTHS[plan.precision].reduced
-        asked = WIDTHS[plan.reduce_dtype].weight if plan.precision != "fp64" else 8
-        wire = asked if asked >= unit.itemsize else wide
-        if plan.exact:
-            wire = int(reduced_width(plan, unit.itemsize))
+        wire = int(reduced_width(plan, unit.itemsize)) if plan.exact else wire_width(plan, unit.itemsize)
         rows.append(UnitTraffic(str(i), unit.layout.total, unit.itemsize, wide, wire, unit.trainable))
         gathers[str(i)] = _gathers(plan, uses.get(unit.owner, 1), unit is units[-1], micro_batches)
     totals: Counter[str] = Counter()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
-from zero3d.plan.states import policies, states_key
+from zero3d.plan.states import policies, states_key, wire_width
 from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import WIDTHS
 
@@ -109,8 +109,7 @@ def _wire_bytes(unit: RankUnit, plan: ParallelPlan, reduce: str) -> float:
         sums = reduce == "every_step" and plan.accumulate > 1
         arrives = (unit.layout.total - unit.layout.shard) * (wide if sums else unit.itemsize)
         return arrives + unit.layout.shard * wide * plan.dp.bit_length() / WINDOW
-    asked = WIDTHS[plan.reduce_dtype].weight if plan.precision != "fp64" else 8
-    travels = asked if asked >= unit.itemsize else wide
+    travels = wire_width(plan, unit.itemsize)
     kept_wide = reduce == "every_step" and (plan.accumulate > 1 or plan.stage == 0)
     local = wide if kept_wide else unit.itemsize
     cast = 0 if travels == local else unit.layout.total * travels

@@ -9,7 +9,7 @@ replay      the log as a peak with its largest tensors, and as a timeline
 flops       multiplications and additions by phase and chunk
 observe     one step of an engine, real or not, under all of these
 repeats     how many micro-batches of a step must be run to know all of them
-rank        one rank of a configuration, in a process of its own; `request` is what it is asked
+rank        one rank of a configuration, in a process of its own; `request` is its input
 simulate    one rank of each class of a mesh
 result      what comes out, with JSON round trip
 orders      the actions of every pipeline stage; `gantt` when they work and wait

@@ -192,8 +192,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage is not None:
                 self._follow(storage, moved[number])
         self.live = 0
-        for number, each in self._alive.items():
-            self._change(number, each.nbytes)
+        for number, storage in self._alive.items():
+            self._change(number, storage.nbytes)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -35,15 +35,15 @@ WHOLE = 1 << 62  # elements: more than there are
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Let `owner.name` be `value` inside the block."""
-    own = vars(owner).get(name)
+    original = vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if own is None:
+        if original is None:
             delattr(owner, name)
         else:
-            setattr(owner, name, own)
+            setattr(owner, name, original)
 
 
 @contextmanager

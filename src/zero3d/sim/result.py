@@ -204,5 +204,5 @@ def _read(kind: Any, tree: Any) -> Any:
         return kind(**{name: _read(hints[name], value) for name, value in trees.items()})  # type: ignore[operator]
 
     if get_origin(kind) is tuple:
-        return tuple(_read(get_args(kind)[0], each) for each in tree)
+        return tuple(_read(get_args(kind)[0], value) for value in tree)
     return tree
