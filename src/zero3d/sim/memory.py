@@ -192,13 +192,12 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage is not None:
                 self._follow(storage, moved[number])
         self.live = 0
-        for number, storage in self._alive.items():
-            self._change(number, storage.nbytes)
+        for number, living in self._alive.items():
+            self._change(number, living.nbytes)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Log every storage inside the block; afterwards all is as before."""
-
         with hear_resizes(self.resized), saved_tensors_hooks(self.keep_saved, lambda tensor: tensor), self:
             yield
 
