@@ -100,14 +100,13 @@ def rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankModel
     """Return the chunks and units of one rank of the pp axis. Raises ConfigError for what cannot be cut so."""
     if plan.pp > 1:
         Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
-    skeleton = ParallelPlan(
-        plan.dp, plan.tp, plan.pp, schedule=plan.schedule, accumulate=plan.pp, precision=plan.precision
-    )
-    return _rank_model(model, skeleton, pp_stage)
+    return _rank_model(model, plan.dp, plan.tp, plan.pp, plan.schedule, plan.precision, pp_stage)
 
 
 @lru_cache(maxsize=4096)
-def _rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankModel:
+def _rank_model(model: ModelSpec, dp: int, tp: int, pp: int, schedule: str, precision: str, pp_stage: int) -> RankModel:
+    """Build what all plans of these degrees, schedule and precision have alike, once."""
+    plan = ParallelPlan(dp, tp, pp, schedule=schedule, accumulate=pp, precision=precision)
     chunks = chunks_of_rank(model, plan, pp_stage)
     units = {number: units_of(parts, plan) for number, parts in chunks.items()}
     part_units = {}
