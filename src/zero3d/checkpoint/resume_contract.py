@@ -26,7 +26,7 @@ FREE = ("dp", "stage", "reduce")  # named where they differ and change no bit
 
 
 def promise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """One line that begins with "bitwise" or "not bitwise". Both: `checkpoint.Parts.about`."""
+    """One line that begins with "bitwise" or "not bitwise". Both: `save.Parts.about`."""
     was, is_ = (facts.get("leaves") is not None for facts in (saved, now))
     if was != is_:
         return f"not bitwise: exact was {was} when it was saved, and is {is_} now"
