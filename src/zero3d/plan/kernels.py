@@ -25,7 +25,7 @@ OTHER_CARDS = "other cards"
 
 @dataclass(frozen=True)
 class CardRates:
-    """What kernels get of a card: fractions of its peak (matrix products, flash attention) and of its bandwidth."""
+    """Rates that kernels reach on a card: fractions of its peak (matrix products, flash attention) and of its bandwidth."""
 
     matrix: float
     flash: float
@@ -34,7 +34,7 @@ class CardRates:
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """What kernels take. Equal to itself alone: a key of caches.
+    """The constants of kernels' time. Equal to itself alone: a key of caches.
 
     eager_passes    over kept scores, in eager attention
     rest_passes     over what is kept for the backward
@@ -77,7 +77,7 @@ class Work(NamedTuple):
 
 
 class PartWork(NamedTuple):
-    """One micro-batch through a part on one rank."""
+    """Seconds of one micro-batch through a part on one rank, by kind of kernel."""
 
     matrices: Work
     attention: Work
@@ -104,7 +104,7 @@ class Matrix(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What of a part its time hangs on."""
+    """All of a part that its time depends on."""
 
     kind: str
     matrices: tuple[Matrix, ...]

@@ -1,4 +1,4 @@
-"""What one rank has of a model: its model chunks, and their units as the engine makes them. No torch.
+"""The share of a model that one rank has: its model chunks, and their units as the engine makes them. No torch.
 
     ModelSpec.parts   embedding | block 0 | block 1 | block 2 | block 3 | head
     model chunk 0     embedding + block 0 + block 1          the cuts are balance.cut's, as in pipeline/split.py

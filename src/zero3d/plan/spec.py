@@ -66,7 +66,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Instant:
-    """What is alive at one instant beyond what was kept.
+    """Bytes alive at one instant beyond what was kept.
 
     cut, whole  bytes per token that tp divides, and that are on every tp rank
     gradients   bytes of parameters' gradients that autograd holds; tp divides them
@@ -204,7 +204,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """What one GPU can send over a link, one way: latency + bytes / bandwidth, half of it at `half` bytes."""
+    """A link, as one GPU can use it one way: latency + bytes / bandwidth, half of the bandwidth at `half` bytes."""
 
     bandwidth: float
     latency: float = 5e-6
@@ -243,11 +243,11 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How a model is trained. Ranks = dp x tp x pp; sequences per step = micro_batch x accumulate x dp.
+    """A way to train a model. Ranks = dp x tp x pp; sequences per step = micro_batch x accumulate x dp.
 
     activations    none, full, every:K, selective
     schedule       of a pipeline: gpipe, 1f1b, interleaved, zero-bubble, zbv
-    virtual        pipeline parts per rank
+    virtual        model chunks per rank of a pipeline
     offload        none, host (optimizer states and their update on the host)
     exact          gradients are summed in one tree at any dp
     """
@@ -312,7 +312,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a plan needs and how long a step takes.
+    """The memory a plan needs and the time of a step.
 
     traffic  bytes that the busiest rank sends per step, by operation and axis: of zero3d, empty for other systems
     tokens   of a step, over all ranks

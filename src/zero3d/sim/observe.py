@@ -1,9 +1,9 @@
-"""One step of an engine under the microscope; the engine may be a real one or a dry run's.
+"""One watched step of an engine: its memory, traffic, FLOPs and actions. The engine may be a real one or a dry run's.
 
-The step that is measured is a later one: in the first, orders are recorded and norms are placed. At stage 3, where
-gathers follow the recorded order, that first step is a whole one. Below, an empty one does, as long as gradients are
-complete in the order that the engine expects; else the step is measured again in the order that was seen.
-Python's own garbage collector waits meanwhile, so that what dies when does not depend on chance.
+The watched step is not the first: in that one orders of gathers are recorded, and ranks learn whose norms come where.
+At stage 3, where gathers follow the recorded order, the first step is a whole one. Below stage 3 an empty step does, as
+long as gradients are complete in the order that the engine expects; else the step is made again in the order that was
+seen. Python's garbage collector is off meanwhile, so that what dies when does not depend on chance.
 """
 
 from __future__ import annotations
