@@ -25,7 +25,7 @@ OTHER_CARDS = "other cards"
 
 @dataclass(frozen=True)
 class CardRates:
-    """Rates that kernels reach on a card: fractions of its peak (matrix products, flash attention) and of its bandwidth."""
+    """Rates that kernels reach: fractions of a card's peak (matrix products, flash attention) and of its bandwidth."""
 
     matrix: float
     flash: float
