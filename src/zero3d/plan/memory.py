@@ -55,7 +55,7 @@ class Peak(NamedTuple):
     @property
     def total(self) -> float:
         """Return the sum of all of them."""
-        return self.activations + self.temporary + self.passed + self.gathered + self.bucket + self.wire
+        return sum(self[1:])
 
 
 def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = None) -> Memory:
