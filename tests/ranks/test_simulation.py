@@ -33,10 +33,11 @@ def real(tree):
     del opened  # it keeps the last weights that it made
     with patch("zero3d.distributed.collectives.gather_into", gather_copies):
         seen = observe(
+            mesh,
             lambda: build_engine(config, held.pop(), mesh, batch.accumulate, 5),
             lambda: blank_batches(batch.accumulate, (batch.micro_batch, config.data.length), False, options),
         )
-    found = {"states": seen.states, "sent": seen.sent, "did": seen.did, "work": seen.work}
+    found = {"states": seen.states, "sent": seen.traffic, "did": seen.actions, "work": seen.work}
     made = {name: [plain(each) for each in rows] for name, rows in found.items()}
     peak = peak_of(seen.log)
     events = [] if mesh.tp > 1 else [len(seen.log.who)]  # over tp a real rank also reads its generator's state

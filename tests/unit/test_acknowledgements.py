@@ -4,7 +4,7 @@ import pytest
 
 from zero3d.pipeline.acknowledgements import Work, acknowledgements, work_of
 from zero3d.pipeline.schedules import Schedule
-from zero3d.plan.in_flight import _order, _sent
+from zero3d.plan.in_flight import _actions, _under_way
 
 CASES = [("interleaved", 2, 8), ("interleaved", 4, 12), ("zero-bubble", 2, 6), ("zero-bubble", 4, 16), ("zbv", 2, 8),
          ("zbv", 3, 12), ("gpipe", 3, 5)]  # fmt: skip
@@ -12,7 +12,7 @@ CASES = [("interleaved", 2, 8), ("interleaved", 4, 12), ("zero-bubble", 2, 6), (
 
 def orders(name, pp, count):
     owners = [Schedule.of(name).rank_of(chunk, pp) for chunk in range(pp * Schedule.of(name).chunks_per_rank)]
-    return {rank: _order(name, pp, count, rank) for rank in range(pp)}, owners
+    return {rank: _actions(name, pp, count, rank) for rank in range(pp)}, owners
 
 
 def causes(order, last):
@@ -52,7 +52,7 @@ def test_an_acknowledgement_proves_that_the_gradient_has_been_used(name, pp, cou
 def test_few_gradients_are_under_way_however_many_micro_batches_there_are(name, pp, count):
     schedule = Schedule.of(name)
     for rank in range(pp):
-        most = [max(_sent(schedule, pp, n, rank).values()) for n in (4 * count, 8 * count)]
+        most = [max(_under_way(schedule, pp, n, rank).values()) for n in (4 * count, 8 * count)]
         if name == "gpipe":
             assert most == [0, 0] if rank == 0 else [4 * count - 1, 8 * count - 1]
         else:

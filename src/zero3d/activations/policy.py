@@ -23,13 +23,11 @@ et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
 from zero3d.errors import ConfigError
-from zero3d.zero.traffic import TokenEvent
 
 KINDS = ("none", "full", "every:K", "selective")
 EXTRA_FORWARD = Fraction(1, 3)  # forward 1 + backward 2
@@ -90,21 +88,3 @@ def best_segment(layers: int, interior: float = 1.0) -> int:
     interior   of a block, in block inputs
     """
     return min(range(1, max(1, layers) + 1), key=lambda every: -(-layers // every) + interior * every)
-
-
-def replayed(events: Iterable[TokenEvent], segments: Iterable[Sequence[str]]) -> list[TokenEvent]:
-    """A micro-batch's tokens (`traffic.token_order`) with segments recomputed: their gathers at stage 3.
-
-    segments   units of each segment, in forward order. When the backward of its last unit begins,
-               all its units run forward once more. At most one gather more per unit (the last is
-               there already), so 3 per micro-batch.
-    """
-    segment_of = {units[-1]: units for units in segments}
-    order: list[TokenEvent] = []
-    for event in events:
-        order.append(event)
-        backward = isinstance(event.token, tuple) and event.token[0] == "backward"
-        if event.acquire and backward:
-            for unit in segment_of.get(event.unit, ()):
-                order += [TokenEvent(unit, "replay", acquire) for acquire in (True, False)]
-    return order

@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -23,6 +23,7 @@ from zero3d.distributed.axis import Axis
 from zero3d.distributed.degrees import AXES, Degrees, Place
 from zero3d.distributed.rendezvous import shared_store
 from zero3d.errors import MeshError
+from zero3d.memory.arena import Arena
 
 PATIENCE, GLOO_PATIENCE = timedelta(minutes=10), timedelta(minutes=30)  # torch's own defaults
 
@@ -52,6 +53,7 @@ class Mesh:
         self.pp, self.dp, self.tp = self.degrees
         self.device = torch.device(device) if device is not None else default_device()
         self.debug = debug
+        self.make_arena: Callable[[torch.device], Arena] = Arena  # an observer passes one that tells it of buffers
         self._axes: dict[str, Axis] = {}
 
     @property
@@ -81,12 +83,13 @@ class Mesh:
     def axis(self, name: str) -> Axis:
         """Return one of pp, dp, tp, world, replica (the model-parallel group); its groups are made on first use."""
         if name not in self._axes:
-            self._axes[name] = axis = self._open(name)
+            self._axes[name] = axis = self.open_axis(name)
             if axis.size > 1:
                 atexit.register(_close, weakref.ref(axis))
         return self._axes[name]
 
-    def _open(self, name: str) -> Axis:
+    def open_axis(self, name: str) -> Axis:
+        """Make an axis and its groups. All its ranks call it; a dry run has axes of its own."""
         if name == "world":
             return Axis(name, self.rank, self.world, dist.group.WORLD, dist.group.WORLD)
         ranks = self.degrees.model_parallel(self.rank) if name == "replica" else self.degrees.along(name, self.rank)

@@ -31,7 +31,7 @@ class Axes:
     @classmethod
     def of(cls, mesh: Mesh) -> Axes:
         """Open the axes of a mesh, in one order on all ranks."""
-        arena, ledger = Arena(mesh.device), Ledger()
+        arena, ledger = mesh.make_arena(mesh.device), Ledger()
         pp, tp = (Comm(mesh.axis(name), arena, ledger) for name in ("pp", "tp"))
         dp = Comm(mesh.data, arena, ledger, check_every_gather=mesh.debug)
         return cls(arena, ledger, pp, tp, dp, Comm(mesh.everyone, arena, ledger))

@@ -22,8 +22,7 @@ from torch import nn
 from zero3d.errors import ConfigError
 from zero3d.models.placeholders import Placeholder, kind_of
 from zero3d.precision import NAMES
-
-ROOT = "root"
+from zero3d.zero.layout import ROOT
 
 
 @dataclass

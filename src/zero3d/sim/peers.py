@@ -13,7 +13,7 @@ from torch import nn
 from zero3d.config import Config
 from zero3d.distributed.mesh import Mesh
 from zero3d.pipeline.schedules import Schedule
-from zero3d.plan.held import rank_of
+from zero3d.plan.rank_model import rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.sim.trace import outline
 from zero3d.zero.model_group import NONE, NormKey, Peers
@@ -60,7 +60,7 @@ def _norms_of_stage(spec: ModelSpec, config: Config, mesh: Mesh, model: nn.Modul
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     weights = {w.name: w for part in spec.parts for unit in part.units if unit.copy_of is None for w in unit.weights}
     keys = []
-    for units in rank_of(spec, plan, stage).units.values():
+    for units in rank_model(spec, plan, stage).units.values():
         for unit in units:
             layout = unit.layout
             for piece in layout.pieces(mesh.place.dp) if unit.trainable else ():

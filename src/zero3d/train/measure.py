@@ -25,8 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.engine import Engine
-from zero3d.models.blocks import ROOT
 from zero3d.precision import NAMES
+from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import WINDOW
 
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 ALIGN = 256
 CANONICAL = 64
+ROOT = "root"  # the unit of all that no block, embedding or head owns
 
 Shape = tuple[int, ...]
 

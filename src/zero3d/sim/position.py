@@ -1,4 +1,4 @@
-"""Where a training step is: its phase, micro-batch and module, without a mark on autograd's graph.
+"""The position of a training step: its phase, micro-batch and module, without a mark on autograd's graph.
 
     forward     a module's call: global hooks keep a stack of names
     backward    the node that autograd runs has the number it got when the forward made it; between which calls
@@ -28,62 +28,62 @@ PHASES = (FORWARD, BACKWARD, RECOMPUTED, STEP)
 ACCUMULATES = 1 << 62  # autograd numbers these nodes 2^64 - 1, to run them first
 
 
-class Place(NamedTuple):
-    """An instant: the micro-batch is -1 in the step, the part 0 without a pipeline."""
+class Position(NamedTuple):
+    """An instant: the micro-batch is -1 in the step, the chunk 0 without a pipeline."""
 
     phase: str
     micro_batch: int
-    part: int
+    chunk: int
     module: str
 
 
-NOWHERE = Place("", -1, 0, "")
+NOWHERE = Position("", -1, 0, "")
 
 
-class Where:
-    """Follows an engine's modules while `watching()`."""
+class PositionTracker:
+    """Follows an engine's modules while `watching()`, and says where its step is."""
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._names: dict[nn.Module, str] = {}
         self._roots: set[nn.Module] = set()
         self._stack: list[str] = []
-        self._numbers: list[int] = [0]  # of autograd's nodes: from here on made in
-        self._makers: list[str] = [""]
+        self._numbers: list[int] = [0]  # of autograd's nodes: from each on they were made in
+        self._makers: list[str] = [""]  # these modules
         self._micro_batch = 0
         self._begun = 0
         self._stepping = False
         self._last = ""
 
     def follow(self, engine: Engine) -> None:
-        """The engine is there; before, all is nowhere."""
+        """Begin to follow an engine; before, every position is NOWHERE."""
         self._engine = engine
         self._names = {module: name for chunk in engine.chunks.values() for name, module in chunk.named_modules()}
         self._roots = set(engine.chunks.values())
 
     @property
     def action(self) -> Action | None:
-        """Of a pipeline: what this rank does."""
+        """Return what this rank does in a pipeline, None without one."""
         pipeline = None if self._engine is None else self._engine.pipeline
         return pipeline.recorded[-1] if pipeline is not None and pipeline.recorded else None
 
-    def now(self) -> Place:
-        """The instant."""
+    def now(self) -> Position:
+        """Return the position."""
         if self._engine is None:
             return NOWHERE
         if self._stepping:
-            return Place(STEP, -1, 0, "")
-        part, micro_batch = 0, self._micro_batch
+            return Position(STEP, -1, 0, "")
+        chunk, micro_batch = 0, self._micro_batch
         if (action := self.action) is not None:
-            _, part, micro_batch = action
+            _, chunk, micro_batch = action
         if torch._C._current_graph_task_id() == -1:
-            return Place(FORWARD, micro_batch, part, self._stack[-1] if self._stack else "")
+            return Position(FORWARD, micro_batch, chunk, self._stack[-1] if self._stack else "")
         if self._stack:
-            return Place(RECOMPUTED, micro_batch, part, self._stack[-1])
-        return Place(BACKWARD, micro_batch, part, self._running())
+            return Position(RECOMPUTED, micro_batch, chunk, self._stack[-1])
+        return Position(BACKWARD, micro_batch, chunk, self._running())
 
     def _running(self) -> str:
-        """The module whose forward made the node that autograd runs."""
+        """Name the module whose forward made the node that autograd runs."""
         node = torch._C._current_autograd_node()
         if node is None:
             return self._last
@@ -93,13 +93,13 @@ class Where:
         return self._last
 
     def restart(self) -> None:
-        """A new step: micro-batches are counted from 0."""
+        """Begin a new step: micro-batches are counted from 0."""
         self._begun = self._micro_batch = 0
         self._numbers, self._makers = [0], [""]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, `now()` is true."""
+        """Keep `now()` true inside the block."""
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
         try:
@@ -110,7 +110,7 @@ class Where:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around the engine's step."""
+        """Say STEP inside the block, which is the engine's step."""
         self._stepping = True
         try:
             yield
@@ -135,6 +135,7 @@ class Where:
         self._note()
 
     def _note(self) -> None:
-        """From here on autograd's nodes are made by the module on top."""
+        """Remember that from here on autograd's nodes are made by the module on top."""
+
         self._numbers.append(torch._C._autograd._get_sequence_nr())
         self._makers.append(self._stack[-1] if self._stack else "")
