@@ -41,7 +41,8 @@ def test_no_table_of_figures_stands_without_marks(path):
     assert [block for block in printed if len(FIGURE.findall(block)) > 2] == []
 
 
-PROSE = ("README.md", "README.zh.md", *(f"docs/{name}.md" for name in ("benchmarks", "parallelism", "reproducibility")))
+PAGES = ("benchmarks", "parallelism", "parallelism.zh", "reproducibility", "reproducibility.zh")
+PROSE = ("README.md", "README.zh.md", *(f"docs/{name}.md" for name in PAGES))
 
 
 @pytest.mark.parametrize("name", PROSE)

@@ -1,4 +1,4 @@
-"""README.md and README.zh.md: one page, in two languages alike; the Python that they show runs."""
+"""README.md is one page, pages in two languages are alike, links lead somewhere, and the Python that is shown runs."""
 
 import re
 from pathlib import Path
@@ -12,11 +12,13 @@ from zero3d.zero.optimizer import StepResult
 
 ROOT = Path(__file__).parents[2]
 ENGLISH, CHINESE = READMES = [ROOT / name for name in ("README.md", "README.zh.md")]
+TWINS = [CHINESE, *sorted(set((ROOT / "docs").glob("*.zh.md")) - {ROOT / "docs" / "index.zh.md"})]
 PAGES = [*READMES, *sorted((ROOT / "docs").glob("**/*.md")), ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 TABLE = re.compile(r"<!-- table [\w-]+ -->.*?<!-- end -->", re.S)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.M)
+LEVEL = re.compile(r"^(#+) ", re.M)
 PROMISES = re.compile(r"\[[^\]]*\]\(((?:tests|docs)/[^)#]+)")
 
 
@@ -25,12 +27,15 @@ def test_a_readme_is_one_page(path):
     assert len(path.read_text().splitlines()) <= 130
 
 
-def test_both_readmes_have_the_same_code_tables_and_chapters():
-    english, chinese = (path.read_text() for path in READMES)
+@pytest.mark.parametrize("path", TWINS, ids=lambda path: path.name)
+def test_a_page_in_chinese_has_the_code_tables_and_chapters_of_its_english_twin(path):
+    english, chinese = (each.read_text() for each in (path.with_name(path.name.replace(".zh", "")), path))
     assert FENCE.findall(english) == FENCE.findall(chinese)
-    assert TABLE.findall(english) == TABLE.findall(chinese) != []
-    assert len(HEADING.findall(FENCE.sub("", english))) == len(HEADING.findall(FENCE.sub("", chinese)))
+    assert TABLE.findall(english) == TABLE.findall(chinese)
+    levels = [[len(marks) for marks in LEVEL.findall(FENCE.sub("", text))] for text in (english, chinese)]
+    assert levels[0] == levels[1] != []
     assert english.count("\n|") == chinese.count("\n|")
+    assert english.count("\n- ") == chinese.count("\n- ")
 
 
 def test_what_is_claimed_beside_other_systems_names_what_keeps_it():
