@@ -41,7 +41,11 @@ def test_no_table_of_figures_stands_without_marks(path):
     assert [block for block in printed if len(FIGURE.findall(block)) > 2] == []
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+PAGES = ("benchmarks", "parallelism", "parallelism.zh", "reproducibility", "reproducibility.zh")
+PROSE = ("README.md", "README.zh.md", *(f"docs/{name}.md" for name in PAGES))
+
+
+@pytest.mark.parametrize("name", PROSE)
 def test_no_measured_quantity_stands_in_prose(name):
     prose = re.sub(r"`[^`\n]*`|\]\([^)]*\)", "", FENCE.sub("", outside(ROOT / name)))
     assert [line for line in prose.splitlines() if QUANTITY.search(line)] == []

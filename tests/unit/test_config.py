@@ -284,7 +284,10 @@ def test_two_overrides_that_say_how_long_are_refused(written):
     assert "both say how long" in refusal(written("train: {epochs: 1}"), ["train.steps=5", "train.epochs=2"])
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/config.md", "docs/compare.md", "docs/cluster.md"])
+SHOWING = ("config", "compare", "cluster", "parallelism", "reproducibility", "checkpoints")
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md", *(f"docs/{name}.md" for name in SHOWING)])
 def test_the_commands_that_the_pages_show_are_accepted(page):
     text = (ROOT / page).read_text()
     files = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)] or [{}]

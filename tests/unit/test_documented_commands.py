@@ -30,8 +30,10 @@ from zero3d.config.keys import KEYS
 from zero3d.train.lock import FolderLock
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
-PAGES = [README, *(ROOT / "docs" / f"{name}.md" for name in ("cluster", "compare", "config", "plan"))]
+README, CHINESE = (ROOT / name for name in ("README.md", "README.zh.md"))
+TWINS = ("parallelism", "reproducibility", "checkpoints")  # in both languages
+GUIDES = (*TWINS, *(f"{name}.zh" for name in TWINS), "cluster", "compare", "config", "plan")
+PAGES = [README, CHINESE, *(ROOT / "docs" / f"{name}.md" for name in GUIDES)]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`((?:zero3d )?(?:" + "|".join(VERBS) + r") [^`]+)`")
 LOOP = re.compile(r"for (\w+) in ([^;]+); do (.*); done")

@@ -58,6 +58,7 @@ class Mesh:
 
     @property
     def rank(self) -> int:
+        """This rank's number in the world."""
         return dist.get_rank()
 
     @property
