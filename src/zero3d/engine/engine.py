@@ -53,7 +53,7 @@ from zero3d.zero.model_group import ModelGroup, TensorCuts
 from zero3d.zero.optimizer import APPLIED, NOT_DUE, OVERFLOW, ShardedOptimizer, StepResult
 from zero3d.zero.param_groups import OptimizerChoice, choose_optimizer
 from zero3d.zero.policy import Policy, Setting
-from zero3d.zero.reductions import Reductions
+from zero3d.zero.reductions import Closes, Reductions
 from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
 from zero3d.zero.streams import Lane
 from zero3d.zero.traffic import UnitTraffic
@@ -242,7 +242,7 @@ class Engine:
         summands, alone = self.summands, across.size == 1
         self.optimizer = ShardedOptimizer(*given) if summands is None else ExactOptimizer(summands, *given)
         self.gathers = Gathers(Lane("gather", device), self.policy.release == "every_step", across.size > 1)
-        closes = "" if summands is None else "backward" if alone else "part"
+        closes = Closes.NOTHING if summands is None else Closes.BACKWARD if alone else Closes.CHUNK
         self.reductions = Reductions(self.units, Lane("reduce", device), closes)
         self.loss_scale = LossScale(self.precision)
         self.health = Health(self.everyone, self.reductions, self.loss_scale, self.parts)
