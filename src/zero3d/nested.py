@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested dicts, lists, tuples and dataclasses."""
+    """Yield all tensors in nested dicts, lists, tuples and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -26,13 +26,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def tensors_out(output: Any) -> Iterator[Tensor]:
-    """All tensors in what a forward returns, which may also be an object of the caller's own class."""
+    """Yield all tensors in what a forward returns, which may also be an object of the caller's own class."""
     nest = isinstance(output, (Tensor, Mapping, list, tuple)) or dataclasses.is_dataclass(output)
     return tensors_in(output if nest else getattr(output, "__dict__", None))
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest with every tensor changed; parts in which nothing changed keep their identity."""
+    """Return the same nest with every tensor changed; parts in which nothing changed keep their identity."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -51,7 +51,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def own_containers(value: Any) -> Any:
-    """The same tensors in mappings and lists of the caller's own: what somebody puts into the others stays there."""
+    """Return the same tensors in new mappings and lists: what somebody puts into the old ones stays there."""
     if isinstance(value, MutableMapping):
         return _mapping_like(value, {key: own_containers(item) for key, item in value.items()})
     if isinstance(value, (list, tuple)):

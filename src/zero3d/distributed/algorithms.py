@@ -38,8 +38,8 @@ class Native:
 
     def all_gather(self, call: Call, full: Tensor) -> Pending:
         """Fill `full` from its slot of this rank and those of the others."""
-        own = full.view(self._size, -1)[self._rank]
-        return self._start(call, partial(_all_gather, full, own, group=call.group, async_op=True), lambda: None)
+        slot = full.view(self._size, -1)[self._rank]
+        return self._start(call, partial(_all_gather, full, slot, group=call.group, async_op=True), lambda: None)
 
     def reduce_scatter(self, call: Call, full: Tensor, wire: torch.dtype, take: Take) -> Pending:
         """Give `take` one term, which is the sum; buffers for it and, if it is cast, for `full`."""
@@ -98,7 +98,7 @@ class Native:
 
 
 class Fake(Native):
-    """Those of a process group without peers, in a dry run: what the others would send is what this rank does."""
+    """Calls a process group without peers, in a dry run: what the others would send is what this rank does."""
 
     name = "fake"
 
@@ -125,10 +125,10 @@ class Pairwise(Native):
     def reduce_scatter(self, call: Call, full: Tensor, wire: torch.dtype, take: Take) -> Pending:
         """Give `take` the ranks' terms in rank order; buffers for the others' and, if they are cast, for those sent."""
         sends, staged = self._cast(full, wire)
-        own = full.view(self._size, -1)[self._rank]
-        received = self._borrow(full, full.numel() - own.numel(), wire)
+        slot = full.view(self._size, -1)[self._rank]
+        received = self._borrow(full, full.numel() - slot.numel(), wire)
         terms = list(received.view(self._size - 1, -1))
-        terms.insert(self._rank, own if wire.itemsize >= own.dtype.itemsize else own.to(wire))
+        terms.insert(self._rank, slot if wire.itemsize >= slot.dtype.itemsize else slot.to(wire))
         arrived = self._swap(call, sends, terms)
 
         def finish() -> None:
@@ -145,9 +145,9 @@ class Pairwise(Native):
     def all_reduce(self, call: Call, t: Tensor) -> tuple[Tensor, int]:
         """Return the sum over ranks as a new tensor, and the elements moved, padding included."""
         if self._size == 2:  # whole tensors are as many elements as halves twice, and one round less
-            own = t.contiguous()
-            terms = [own if rank == self._rank else torch.empty_like(own) for rank in range(2)]
-            self._swap(call, [own] * 2, terms)()
+            term = t.contiguous()
+            terms = [term if rank == self._rank else torch.empty_like(term) for rank in range(2)]
+            self._swap(call, [term] * 2, terms)()
             return add_up(terms), t.numel()
         full = F.pad(t.reshape(-1), (0, -t.numel() % self._size))
         slot = full.view(self._size, -1)[self._rank]

@@ -104,7 +104,7 @@ def messages(axis: Axis, op: str, unit: str, sends: Mapping[int, Tensor], receiv
 
 
 def leave_note(text: str, code: int = FAULT) -> None:
-    """Say why this rank goes away and its exit code, where its peers' errors find it; the first to fail has the word.
+    """Leave why this rank goes away, and its exit code, where its peers' errors find it; only the first one's stays.
 
     A store that is gone reaches nobody.
     """
@@ -115,7 +115,7 @@ def leave_note(text: str, code: int = FAULT) -> None:
 
 
 def read_note() -> str:
-    """What the first rank that failed said; nothing if none did."""
+    """Return what the first rank that failed left; nothing if none did."""
     return _note()[0]
 
 
@@ -129,7 +129,7 @@ def _note() -> tuple[str, int]:
 
 
 def forget_note(axis: Axis) -> None:
-    """Begin anew on all ranks of the axis: none of them quotes what failed before."""
+    """Remove the note on all ranks of the axis, so that none quotes what failed before."""
     if axis.size == 1:
         return
     for turn in range(2):  # all have left what failed; none can fail again before the note is gone
@@ -139,10 +139,10 @@ def forget_note(axis: Axis) -> None:
                 _get_default_store().delete_key(_NOTE)
 
 
-def _lost(where: str, said: str) -> Zero3dError | None:
-    """The error of a rank whose peer did not answer: first why, if that one said so; None for other errors of torch."""
-    late = any(word in said.lower() for word in ("timed out", "timeout"))
-    if not late and not any(word in said.lower() for word in ("connection", "closed", "peer", "reset")):
+def _lost(where: str, message: str) -> Zero3dError | None:
+    """Return the error of a rank whose peer went away, with its note if it left one; None for other errors of torch."""
+    late = any(word in message.lower() for word in ("timed out", "timeout"))
+    if not late and not any(word in message.lower() for word in ("connection", "closed", "peer", "reset")):
         return None
     note, code = _note()
     if note:
@@ -154,5 +154,5 @@ def _lost(where: str, said: str) -> Zero3dError | None:
             f"{where} and no peer came: ranks used units in different orders or numbers, or a peer is stuck. "
             "At stage 3 all ranks must run the same units in the same order; look at what the other ranks say."
         )
-    shown = " ".join(said.split())[:_SHOWN]
+    shown = " ".join(message.split())[:_SHOWN]
     return Zero3dError(f"{where} when a peer went away: look at the first rank that failed. ({shown})")

@@ -81,7 +81,7 @@ def open_algorithm(axis: Axis, arena: Arena | None = None) -> Algorithm:
 
 
 class Comm:
-    """Collectives over one axis; `_order` holds a running hash of each kind of operation."""
+    """Owns the collectives over one axis and a running hash of each kind of operation, `_order`."""
 
     def __init__(self, axis: Axis, arena: Arena, ledger: Ledger, check_every_gather: bool = False) -> None:
         self.axis, self.rank, self.size, self.device = axis.name, axis.rank, axis.size, arena.device
@@ -95,9 +95,9 @@ class Comm:
 
     def all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Pending:
         """Fill `full` [total] from every rank's `shard` [total/N]; moves (N-1)/N total per rank."""
-        own = full.view(self.size, -1)[self.rank]
-        if not same_memory(own, shard):
-            own.copy_(shard)
+        slot = full.view(self.size, -1)[self.rank]
+        if not same_memory(slot, shard):
+            slot.copy_(shard)
         if self.size == 1:
             return DONE
         self._announce("all_gather", unit, full)
@@ -120,7 +120,7 @@ class Comm:
         return self._algorithm.reduce_scatter(self._reduction("reduce_scatter", unit), full, wire, take)
 
     def all_to_all(self, full: Tensor, unit: str, take: Take) -> Pending:
-        """Slot r of every rank's `full` [total] to rank r, where `take` is given what came, by rank.
+        """Send slot r of every rank's `full` [total] to rank r, where `take` is given what came, by rank.
 
         Moves (N-1)/N total elements per rank.
         """
@@ -142,12 +142,12 @@ class Comm:
         self._ledger.record("exchange", self.axis, "-", (self.size - 1) * values.numel(), values.dtype.itemsize)
         return self._algorithm.exchange(self._reduction("exchange", "-"), values).view(self.size, -1).to(device)
 
-    def trade(self, mine: Tensor, peer: int, unit: str) -> Tensor:
+    def trade(self, values: Tensor, peer: int, unit: str) -> Tensor:
         """Send a tensor to one rank and receive its like from it."""
-        theirs = torch.empty_like(mine)
-        self._ledger.record("trade", self.axis, unit, mine.numel(), mine.dtype.itemsize)
-        messages(self._axis, "trade", unit, {peer: mine}, {peer: theirs})
-        return theirs
+        received = torch.empty_like(values)
+        self._ledger.record("trade", self.axis, unit, values.numel(), values.dtype.itemsize)
+        messages(self._axis, "trade", unit, {peer: values}, {peer: received})
+        return received
 
     def broadcast(self, buffer: Tensor, unit: str) -> None:
         """Overwrite `buffer` with rank 0's."""
@@ -158,11 +158,11 @@ class Comm:
         self._axis.call("broadcast", unit, partial(dist.broadcast, raw, group=self._axis.reductions, group_src=0))
 
     def order_values(self) -> list[float]:
-        """What this rank's operations so far hash to; equal on all ranks or their orders differ."""
+        """Return what this rank's operations so far hash to; equal on all ranks or their orders differ."""
         return [float(value) for value in self._order.values()]
 
     def order_error(self) -> OrderError:
-        """The error of this rank when hashes differ."""
+        """Return the error of this rank when hashes differ."""
         return OrderError(
             f"rank {self.rank} of axis {self.axis} and its peers used units in different orders or numbers; "
             f"this rank's last operation was {self._last}. At stage 3 all ranks must run the same units in the "
@@ -170,10 +170,9 @@ class Comm:
         )
 
     def check_order(self) -> None:
-        """Compare the hashes now. Raises OrderError."""
-        mine = torch.tensor(self.order_values(), dtype=torch.float64, device=self.device)
-        seen = self.exchange(mine)
-        if host_value((seen != seen[0]).any()[None], [0.0])[0]:
+        """Compare the hashes of all ranks now. Raises OrderError."""
+        hashes = self.exchange(torch.tensor(self.order_values(), dtype=torch.float64, device=self.device))
+        if host_value((hashes != hashes[0]).any()[None], [0.0])[0]:
             raise self.order_error()
 
     # --- how ------------------------------------------------------------------------------------
@@ -188,33 +187,33 @@ class Comm:
         moved = full.numel() // self.size * (self.size - 1)
         self._ledger.record(op, self.axis, unit, moved, (wire or full.dtype).itemsize)
 
-    def _sum(self, parts: list[Tensor], shard: Tensor, add: bool) -> None:
-        """shard (+)= ((p0 + p1) + p2) + ...; a part may be the shard itself."""
-        own = min(self.rank, len(parts) - 1)
+    def _sum(self, terms: list[Tensor], shard: Tensor, add: bool) -> None:
+        """Set shard (+)= ((t0 + t1) + t2) + ...; a term may be the shard itself."""
+        here = min(self.rank, len(terms) - 1)
         if add:
             target = self._arena.borrow("wire", shard.numel(), shard.dtype)
-            self._sum(parts, target, add=False)
+            self._sum(terms, target, add=False)
             shard.add_(target)
             self._arena.give_back("wire", target)
-        elif same_memory(parts[own], shard):  # what comes before is summed in a received buffer
-            for part in parts[1:own]:
-                parts[0].add_(part)
-            for part in (*parts[: min(own, 1)], *parts[own + 1 :]):
-                shard.add_(part)
+        elif same_memory(terms[here], shard):  # what comes before is summed in a received buffer
+            for term in terms[1:here]:
+                terms[0].add_(term)
+            for term in (*terms[: min(here, 1)], *terms[here + 1 :]):
+                shard.add_(term)
         else:
-            shard.copy_(parts[0])
-            for part in parts[1:]:
-                shard.add_(part)
+            shard.copy_(terms[0])
+            for term in terms[1:]:
+                shard.add_(term)
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors start at one element of one storage (true or false for dry-run tensors too)."""
+    """Return whether two tensors start at one element of one storage (true or false for dry-run tensors too)."""
     same_storage = a.untyped_storage()._cdata == b.untyped_storage()._cdata
     return bool(same_storage and a.storage_offset() == b.storage_offset())
 
 
 def broadcast_ints(comm: Comm, values: list[int]) -> list[int]:
-    """Rank 0's list of small integers on every rank (all lists have one length)."""
+    """Return rank 0's list of integers on every rank; all lists have one length."""
     buffer = torch.tensor(values, dtype=torch.int64, device=comm.device)
     comm.broadcast(buffer, "-")
     return host_value(buffer, values)

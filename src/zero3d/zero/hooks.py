@@ -44,7 +44,7 @@ KEEP = "keep"  # gathered without grad: stays until the next forward with grad, 
 
 
 class Hooks:
-    """Installs itself on a model.
+    """Hooks of a model and its parameters, installed at construction.
 
     root   the module whose call is a micro-batch's forward
     uses   user module -> the units its forward needs, in layout order
@@ -125,10 +125,10 @@ class Hooks:
         return without_grad and self.keep_full
 
     def _taker(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
-        own, its = ref(self), ref(unit)  # the garbage collector does not see what a parameter's hook holds
+        weak_self, weak_unit = ref(self), ref(unit)  # the garbage collector does not see what a parameter's hook holds
 
         def take(p: Tensor) -> None:
-            if (hooks := own()) is not None and (unit := its()) is not None and p.grad is not None:
+            if (hooks := weak_self()) is not None and (unit := weak_unit()) is not None and p.grad is not None:
                 grad, p.grad = p.grad, None
                 hooks._reductions.take(unit, index, grad.detach())
 

@@ -61,7 +61,7 @@ class StepResult(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the boundary found out, on the host; `reason` as in `StepResult`."""
+    """What came of a boundary, on the host; `reason` as in `StepResult`."""
 
     reason: str
     norm: Tensor
@@ -69,7 +69,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class MasterPiece:
-    """A parameter's part that this rank updates: `master` and all its states are 1-D views."""
+    """A piece of a parameter that this rank updates: `master` and all its states are 1-D views."""
 
     unit: Unit
     name: str
@@ -113,7 +113,7 @@ class ShardedOptimizer:
     # --- states ---------------------------------------------------------------------------------
 
     def _prefill(self) -> None:
-        """Adam's states exist from the start, so that memory does not grow at the first step."""
+        """Make Adam's states at the start, so that memory does not grow at the first step."""
         kind = type(self.torch)
         if kind not in (torch.optim.Adam, torch.optim.AdamW) or any(g["amsgrad"] for g in self.torch.param_groups):
             return
@@ -129,7 +129,7 @@ class ShardedOptimizer:
             }
 
     def state_view(self, owned: MasterPiece, key: str, dtype: torch.dtype) -> Tensor:
-        """The piece's part of the unit's flat buffer for this state; made on first use."""
+        """Return the piece's view of its unit's flat buffer for this state, which is made on first use."""
         master = owned.unit.weights.master
         if (owned.unit.name, key) not in self._flat:
             used = owned.unit.weights.used
@@ -148,7 +148,7 @@ class ShardedOptimizer:
                         state[key] = view.copy_(value)
 
     def state_bytes(self, unit: Unit) -> int:
-        """Optimizer bytes per parameter of a unit: its master (when that is a copy) and its states."""
+        """Return a unit's optimizer bytes per parameter: of its master (when that is a copy) and its states."""
         weights = unit.weights
         copy = 0 if weights.master is weights.shard_or_full else weights.master.dtype.itemsize
         return copy + sum(flat.dtype.itemsize for (name, _), flat in self._flat.items() if name == unit.name)
@@ -214,7 +214,7 @@ class ShardedOptimizer:
         return weights.sum()
 
     def shard_grads(self) -> Iterator[tuple[MasterPiece, Tensor]]:
-        """This rank's pieces of the reduced gradients, in model order (also at stage 0)."""
+        """Yield this rank's pieces of the reduced gradients, in model order (also at stage 0)."""
         parts = []
         owner = {(p.unit.name, p.name): p for p in self.pieces}
         for unit in self._units:
@@ -255,7 +255,7 @@ class ShardedOptimizer:
 
 
 def multiply(shards: Sequence[Tensor], factor: float | Tensor) -> None:
-    """In place, and skipped when exactly 1."""
+    """Multiply in place; skipped when the factor is exactly 1."""
     if isinstance(factor, float) and factor == 1.0:
         return
     for shard in shards:

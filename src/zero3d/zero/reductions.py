@@ -53,7 +53,7 @@ class Reductions:
         self._backwards = 0  # since the last reduction: the same on all ranks
 
     def begin(self) -> None:
-        """A backward starts."""
+        """Begin a backward."""
         self._backwards += 1
         self.due = False
         self._next = 0
@@ -62,7 +62,7 @@ class Reductions:
         self._done.clear()
 
     def take(self, unit: Unit, index: int, grad: torch.Tensor) -> None:
-        """Autograd has finished one parameter's gradient."""
+        """Take one parameter's gradient, which autograd has finished."""
         if self.watch is not None:
             self.watch(unit, index, grad)
         if self._closes is not Closes.NOTHING and unit in self._done:
@@ -85,7 +85,7 @@ class Reductions:
         unit.gradients.close()
 
     def close(self, units: Sequence[Unit]) -> None:
-        """A backward through these units is over, which ends in no reduction."""
+        """End a backward through these units which ends in no reduction: what they have is a summand."""
         for unit in units:
             if unit not in self._done:
                 self._close(unit)
@@ -115,7 +115,7 @@ class Reductions:
         unit.gradients.finish()
 
     def flush(self) -> None:
-        """End of a backward: reduce what is left, in order; missing gradients count as zero."""
+        """End a backward: reduce what is left, in order; missing gradients count as zero."""
         if self.due:
             while self._next < len(self._order):
                 self._reduce(self._order[self._next])
@@ -139,11 +139,11 @@ class Reductions:
 
     @property
     def pending(self) -> bool:
-        """There are local gradients that have not been reduced."""
+        """Whether there are local gradients that have not been reduced."""
         return any(unit.gradients.state in WAITING for unit in self._order)
 
     def catch_up(self) -> None:
-        """At the boundary: reduce gradients that no root forward announced."""
+        """Reduce, at the boundary, gradients that no root forward announced."""
         if self.pending:
             self.due = True
             self.flush()
@@ -159,7 +159,7 @@ class Reductions:
             unit.gradients.reset()
 
     def observed(self) -> list[int]:
-        """The order in which units completed, as positions in the current order; then the rest."""
+        """Return the order in which units completed, as positions in the current order; then the rest."""
         seen = [unit for unit in self._completed if not unit.deferred]
         rest = [unit for unit in self._order if unit not in seen]
         return [self._order.index(unit) for unit in seen + rest]

@@ -33,6 +33,6 @@ class Unit:
 
     @property
     def gradients(self) -> Gradients:
-        """Of a trainable unit."""
+        """The gradients of a trainable unit."""
         assert self.grads is not None, f"{self.name} is frozen"
         return self.grads

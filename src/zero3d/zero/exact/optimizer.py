@@ -15,7 +15,7 @@ from zero3d.zero.optimizer import ShardedOptimizer
 
 
 class ExactOptimizer(ShardedOptimizer):
-    """Weights and the norm in an order that N does not change. `step` takes all micro-batches' weights [M]."""
+    """Sums weights and the norm in an order that N does not change. `step` takes all micro-batches' weights [M]."""
 
     def __init__(self, summands: Summands, *given: Any) -> None:
         self._summands = summands
