@@ -60,11 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--run", metavar="NAME,...", default="", help=f"{', '.join([*GROUPS, *RECIPES])}")
     parser.add_argument("--write", action="store_true", help="write README.md and docs")
-    parser.add_argument("--tables", type=Path, help="folder of published tables, for planner-accuracy")
+    parser.add_argument(
+        "--tables", type=lambda text: Path(text).resolve(), help="folder of published tables, for planner-accuracy"
+    )
     arguments = parser.parse_args(argv)
     names = [name for word in arguments.run.split(",") if word for name in GROUPS.get(word, [word])]
     if unknown := [name for name in names if name not in RECIPES]:
         parser.error(f"--run {unknown[0]}: one of {', '.join([*GROUPS, *RECIPES])}")
+    if arguments.tables is not None and not any(arguments.tables.glob("*.csv")):
+        parser.error(f"--tables {arguments.tables}: this folder has no published table (*.csv)")
     failed = [name for name in names if not _ran(name, arguments.tables)]
     if arguments.write:
         for path in DOCUMENTS:

@@ -64,7 +64,7 @@ def engine_of(model=None, *, stage=3, reduce="auto", summands=SUMMANDS, exact=Tr
 
 def mine(engine, step, summands=SUMMANDS):
     """This rank's micro-batches of the global list."""
-    n, rank = engine.comm.size, engine.comm.rank
+    n, rank = engine.dp.size, engine.dp.rank
     of_rank = summands // n
     every = engine.policy.reduce == "every_micro_batch"
     return [summand(step, k * n + rank if every else rank * of_rank + k) for k in range(of_rank)]
@@ -170,11 +170,11 @@ def gradients(exact, stage, reduce):
     engine = engine_of(Given(build()), stage=stage, reduce=reduce, exact=exact)
     for k, batch in enumerate(micro := mine(engine, 0)):
         total, weight = loss(engine(*batch), batch)
-        engine._backward_sum(total, weight, last=k == len(micro) - 1)
+        engine._execution.backward_sum(total, weight, last=k == len(micro) - 1)
     engine.reductions.catch_up()
     found = []
     for owned, grad in engine.optimizer.shard_grads():
-        pieces = {p.slot: p for p in owned.unit.layout.pieces(engine.comm.rank)}
+        pieces = {p.slot: p for p in owned.unit.layout.pieces(engine.dp.rank)}
         found.append((owned.name, pieces[owned.piece.slot].start, grad.clone()))
     return found
 
@@ -288,7 +288,7 @@ def by_hand():
             total, weight = loss(engine(*batch), batch)
             engine.backward(total / weight, weight=weight)
         seen.append(float(engine.step().grad_norm).hex())
-    rank, n = engine.comm.rank, engine.comm.size
+    rank, n = engine.dp.rank, engine.dp.size
     held_out = [summand(99, k * n + rank) for k in range(SUMMANDS // n)]
     return seen, float(engine.evaluate(held_out)).hex(), engine.fingerprint()
 
@@ -342,7 +342,7 @@ def drawn(schedule):
         engine = pipelined(1, schedule, False)
         seen.clear()
         engine.train_batch([{"input_ids": ids, "labels": labels} for ids, labels in (summand(0, k) for k in range(4))])
-    return sorted(seen), sorted(engine.parts)
+    return sorted(seen), sorted(engine.chunks)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
@@ -378,7 +378,7 @@ def by_native_collectives():
     collectives.PAIRWISE_MAX_RANKS = 0
     try:
         engine = engine_of(precision="bf16")
-        assert engine.comm.algorithm == "native"
+        assert engine.dp.algorithm == "native"
         return train(engine, range(3)), engine.fingerprint()
     finally:
         collectives.PAIRWISE_MAX_RANKS = 8
@@ -403,7 +403,7 @@ def account(stage, reduce, precision):
     engine.traffic.reset()
     engine.gathers.events = []
     train(engine, range(1, 2))
-    n, m = engine.comm.size, SUMMANDS // engine.comm.size
+    n, m = engine.dp.size, SUMMANDS // engine.dp.size
     gathers = count_gathers(engine.gathers.events)
     planned = step_traffic(stage, engine.traffic_units, n, gathers, m, engine.policy.reduce, exact=True)
     loss_values = 2 * m * (n - 1)

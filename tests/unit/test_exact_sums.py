@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zero3d.checkpoint.resume_contract import promise
+from zero3d.checkpoint.resume_contract import resume_guarantee
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
@@ -177,22 +177,28 @@ FACTS = {"stage": 3, "reduce": "every_step", "accumulate": 2, "dp": 4, "tp": 1, 
 
 def test_a_resume_says_whether_it_is_bitwise_and_if_not_why():
     exact = FACTS | {"leaves": 8}
-    assert promise(FACTS, FACTS).startswith("bitwise")
-    assert promise(FACTS, FACTS | {"dp": 2}) == (
+    assert resume_guarantee(FACTS, FACTS).startswith("bitwise")
+    assert resume_guarantee(FACTS, FACTS | {"dp": 2}) == (
         "not bitwise: dp 4 -> 2 (other sums over ranks; exact=True would not mind)"
     )
-    assert "dp 4 -> 2" in promise(exact, exact | {"dp": 2, "stage": 1, "reduce": "every_step"})
-    assert promise(exact, exact | {"dp": 2, "stage": 1, "reduce": "every_step"}).startswith("bitwise")
+    assert "dp 4 -> 2" in resume_guarantee(exact, exact | {"dp": 2, "stage": 1, "reduce": "every_step"})
+    assert resume_guarantee(exact, exact | {"dp": 2, "stage": 1, "reduce": "every_step"}).startswith("bitwise")
     micro = FACTS | {"reduce": "every_micro_batch"}
-    assert promise(FACTS, micro) == (
+    assert resume_guarantee(FACTS, micro) == (
         "not bitwise: reduce every_step -> every_micro_batch (2 micro-batches a step are summed in another order)"
     )
-    assert promise(FACTS, FACTS | {"stage": 1}).startswith("bitwise: as if it had not been interrupted, stage 3 -> 1,")
+    assert resume_guarantee(FACTS, FACTS | {"stage": 1}).startswith(
+        "bitwise: as if it had not been interrupted, stage 3 -> 1,"
+    )
     once = {"accumulate": 1}
-    assert promise(FACTS | once, micro | once).startswith("bitwise")
+    assert resume_guarantee(FACTS | once, micro | once).startswith("bitwise")
     older = {name: value for name, value in FACTS.items() if name != "accumulate"}
-    assert promise(older, micro).startswith("not bitwise: reduce every_step -> every_micro_batch (several micro")
-    assert promise(exact, exact | {"tp": 2, "dp": 2}).startswith("not bitwise: tp 1 -> 2 (matrix products")
-    assert promise(FACTS, FACTS | {"wire": "bfloat16"}).startswith("not bitwise: wire float32 -> bfloat16 (gradients")
-    assert promise(exact, exact | {"leaves": 4}).startswith("not bitwise: leaves 8 -> 4")
-    assert promise(FACTS, exact) == "not bitwise: exact was False when it was saved, and is True now"
+    assert resume_guarantee(older, micro).startswith(
+        "not bitwise: reduce every_step -> every_micro_batch (several micro"
+    )
+    assert resume_guarantee(exact, exact | {"tp": 2, "dp": 2}).startswith("not bitwise: tp 1 -> 2 (matrix products")
+    assert resume_guarantee(FACTS, FACTS | {"wire": "bfloat16"}).startswith(
+        "not bitwise: wire float32 -> bfloat16 (gradients"
+    )
+    assert resume_guarantee(exact, exact | {"leaves": 4}).startswith("not bitwise: leaves 8 -> 4")
+    assert resume_guarantee(FACTS, exact) == "not bitwise: exact was False when it was saved, and is True now"

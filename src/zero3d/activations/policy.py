@@ -37,14 +37,14 @@ EXTRA_FORWARD = Fraction(1, 3)  # forward 1 + backward 2
 
 @dataclass(frozen=True)
 class Policy:
-    """A parsed `activations` value. every: blocks per segment (full is every:1), None where nothing is cut."""
+    """A parsed `activations` value. every: blocks per segment (full is every:1), None where there are no segments."""
 
     kind: str
     every: int | None = None
 
     @classmethod
     def of(cls, text: str) -> Policy:
-        """Accept none, full, selective or every:K with K >= 1; refuse the rest with the nearest."""
+        """Parse none, full, selective or every:K with K >= 1. Raises ConfigError for the rest, with the nearest."""
         word, colon, number = str(text).partition(":")
         if word == "every" and number.isdecimal() and int(number) > 0:
             return cls("every", int(number))
@@ -73,19 +73,22 @@ class Arithmetic(NamedTuple):
 
 
 def recompute_arithmetic(layers: int, policy: str, attention: Fraction | None = None) -> Arithmetic:
-    """The row of the table for `layers` blocks. attention: its share of a block's forward compute, 0 to 1."""
-    asked = Policy.of(policy)
-    if asked.kind == "none":
+    """Return the row of the table for `layers` blocks. attention: its share of a block's forward compute, 0 to 1."""
+    parsed = Policy.of(policy)
+    if parsed.kind == "none":
         return Arithmetic(0, layers, layers, Fraction(0))
-    if asked.kind == "selective":
+    if parsed.kind == "selective":
         return Arithmetic(layers, layers, min(1, layers), None if attention is None else attention * EXTRA_FORWARD)
-    every = asked.every or 1
+    every = parsed.every or 1
     alive = min(every, layers)
     return Arithmetic(-(-layers // every), alive, alive, EXTRA_FORWARD)
 
 
 def best_segment(layers: int, interior: float = 1.0) -> int:
-    """The smallest K with the least ceil(L/K) + interior x K, near sqrt(L / interior). interior: in block inputs."""
+    """Return the smallest K with the least ceil(L/K) + interior x K, near sqrt(L / interior).
+
+    interior   of a block, in block inputs
+    """
     return min(range(1, max(1, layers) + 1), key=lambda every: -(-layers // every) + interior * every)
 
 

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zero3d.activations.recomputation import attentions_in
+from zero3d.activations.targets import attentions_in
 from zero3d.distributed.ledger import Ledger
 from zero3d.models.chain import copy_with
 from zero3d.models.masking import forward_options, inner_model
-from zero3d.models.placeholders import Elsewhere, first_argument
+from zero3d.models.placeholders import Placeholder, first_argument
 from zero3d.nested import tensors_out
 from zero3d.precision import at_least_fp32
-from zero3d.setup.build import next_token_loss
+from zero3d.setup.losses import next_token_loss
 from zero3d.sim.live import Live
 from zero3d.sim.patches import without_values
 from zero3d.sim.pretend import Silent, fake_like
@@ -67,7 +67,7 @@ class Forms(dict[int, bool]):
         return self
 
 
-class Skip(Elsewhere):
+class Skip(Placeholder):
     """A block like one that has run: hands on its hidden state in the form in which that one did."""
 
     def __init__(self, block: nn.Module, forms: Forms, kind: int) -> None:

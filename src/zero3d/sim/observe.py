@@ -68,7 +68,7 @@ class Observed:
         """The dp ranks that update parts of the same units as rank `dp`: of others, shards are all padding."""
         units = [unit for unit in self.engine.units if unit.grads is not None and not unit.weights.updates_all]
         mine = [bool(unit.layout.pieces(dp)) for unit in units]
-        ranks = range(self.engine.comm.size)
+        ranks = range(self.engine.dp.size)
         return tuple(rank for rank in ranks if [bool(unit.layout.pieces(rank)) for unit in units] == mine)
 
 

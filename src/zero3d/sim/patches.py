@@ -23,7 +23,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from zero3d import precision
 from zero3d.distributed.axis import Axis
 from zero3d.memory.arena import Arena
-from zero3d.tensor_parallel.regions import OwnRandom
+from zero3d.tensor_parallel.regions import RankRandom
 
 WHOLE = 1 << 62  # elements
 
@@ -117,12 +117,12 @@ class Travelling:
 def without_values(packed: bool) -> Iterator[None]:
     """Inside, a model's forward reads no values.
 
-    OwnRandom.begin  reads the bytes of a generator's state
+    RankRandom.begin  reads the bytes of a generator's state
     packed sequences transformers reads positions to learn whether a row has several documents, and makes a mask if
                      so; without values it would always make one. Ours have several where documents are packed
     """
     with ExitStack() as stack:
-        stack.enter_context(replaced(OwnRandom, "begin", lambda *_, **__: None))
+        stack.enter_context(replaced(RankRandom, "begin", lambda *_, **__: None))
         if find_spec("transformers") is not None:
             masks = import_module("transformers.masking_utils")
             stack.enter_context(replaced(masks, "find_packed_sequence_indices", partial(_documents, packed)))

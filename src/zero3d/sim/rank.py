@@ -30,7 +30,8 @@ from zero3d.models.masking import check_packing, forward_options
 from zero3d.models.open import Opened, open_model
 from zero3d.pipeline.schedules import Schedule
 from zero3d.precision import DTYPES
-from zero3d.setup.build import build_engine, of_config
+from zero3d.setup.build import build_engine
+from zero3d.setup.model_config import config_number
 from zero3d.shards.boxes import Box
 from zero3d.sim.group import fake_group
 from zero3d.sim.observe import Observed, blank_batches, observe
@@ -72,7 +73,7 @@ def dry_run(config: Config, rank: int, world: int, backend: str = "nccl", whole:
 def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> Observed:
     batch = resolve_batch(config.train, mesh.dp)
     opened = open_without_weights(config)
-    check_length(config.data.length, of_config(opened.module, "max_position_embeddings"))
+    check_length(config.data.length, config_number(opened.module, "max_position_embeddings"))
     if config.data.packing:
         check_packing(opened.module, batch.micro_batch)
     options = forward_options(opened.module)

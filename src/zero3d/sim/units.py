@@ -21,15 +21,15 @@ from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import ROOT, find_blocks, find_owners, partition
-from zero3d.models.chain import find_chain
+from zero3d.models.chain import block_lists, find_chain
 from zero3d.models.masking import inner_model
 from zero3d.plan.spec import Unit, Weight
 from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.parallelize import read_styles
-from zero3d.tensor_parallel.regions import Doors
+from zero3d.tensor_parallel.regions import Regions
 from zero3d.tensor_parallel.sequence import cut_blocks
-from zero3d.tensor_parallel.styles import Work, apply_style
+from zero3d.tensor_parallel.styles import StyleContext, apply_style
 from zero3d.tensor_parallel.vocabulary import Head
 
 RUN = torch.bfloat16
@@ -60,6 +60,8 @@ class Rooms:
 def find_rooms(model: nn.Module, blocks: str | None = None) -> Rooms:
     """The parts of a model, with this list of blocks. Raises ConfigError for one without blocks."""
     try:
+        if len(block_lists(model, blocks)) > 1:  # no chain without a name; find_chain would run each for its message
+            return _longest_list(model)
         chain = find_chain(model, blocks)
     except ConfigError:
         return _longest_list(model)
@@ -86,15 +88,15 @@ def _longest_list(model: nn.Module) -> Rooms:
 
 def find_cuts(model: nn.Module) -> dict[nn.Parameter, Cut]:
     """How tp would cut each parameter (of degree 1), none if it cannot. Changes the model's modules: pass a copy."""
-    doors = Doors(Channel(Axis("tp", 0, 1), Ledger()), sequence=False)
+    regions = Regions(Channel(Axis("tp", 0, 1), Ledger()), sequence=False)
     try:
         styles = read_styles(model)
-        work = Work(model, doors, frozenset(cut_blocks(model, list(styles))), False)
+        context = StyleContext(model, regions, frozenset(cut_blocks(model, list(styles))), False)
         for name, style in styles.items():
-            apply_style(work, name, style, Head(doors, name))
+            apply_style(context, name, style, Head(regions, name))
     except ConfigError:
         return {}
-    return work.cuts
+    return context.cuts
 
 
 def units_by_part(model: nn.Module, rooms: Rooms, cuts: Mapping[str, Cut]) -> list[tuple[Unit, ...]]:

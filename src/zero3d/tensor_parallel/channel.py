@@ -62,8 +62,8 @@ class Channel:
         ).wait()
         return sums[0].view(slices.shape[1:])
 
-    def chunk(self, t: Tensor, dim: int) -> Tensor:
-        """This rank's chunk along `dim`; moves nothing."""
+    def slice_of(self, t: Tensor, dim: int) -> Tensor:
+        """Return this rank's slice along `dim`; moves nothing."""
         return t.chunk(self.size, dim)[self.rank].contiguous()
 
     def broadcast(self, t: Tensor, name: str) -> None:
