@@ -17,7 +17,7 @@ A message says what was asked, what was found (with the arithmetic) and what to 
 Exit codes. 2 is for bad input alone: the errors marked so, unless the system made one of them (an OSError is its
 cause): then it is 2 only where that speaks of a path somebody gave (missing, no folder, not allowed, ...) and 1 where
 a disk is full or fails. All else is 1. An error that one rank raises and others repeat has one code on all of them
-(agree.py), and ranks that lose a peer end with that peer's code if it could still say why (transport.py), else with 1.
+(agreement.py), and ranks that lose a peer end with that peer's code if it could still say why (axis.py), else with 1.
 """
 
 from __future__ import annotations

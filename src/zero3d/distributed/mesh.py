@@ -29,7 +29,7 @@ PATIENCE, GLOO_PATIENCE = timedelta(minutes=10), timedelta(minutes=30)  # torch'
 
 
 class Mesh:
-    """The ranks of a run, arranged by degree. Starts torch.distributed when nobody has.
+    """The ranks of a run, arranged by degree; starts torch.distributed when nobody has.
 
     dp, tp, pp  degrees, whose product must equal the world; one may be left out (dp: or with others, which are 1)
     device      where this rank computes (default: its accelerator, else cpu)
@@ -126,12 +126,12 @@ class Mesh:
     @property
     def local_world(self) -> int | None:
         """How many ranks this machine has; None where no launcher says so."""
-        said = os.environ.get("LOCAL_WORLD_SIZE", "")
-        return int(said) if said.isdecimal() and int(said) > 0 else None
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+        return int(ranks) if ranks.isdecimal() and int(ranks) > 0 else None
 
     @contextmanager
     def waiting_room(self) -> Iterator[Axis]:
-        """All ranks, on the host, with a day's patience: for work that one rank does while the others wait."""
+        """Give an axis of all ranks, on the host, with a day's patience: one rank works while the others wait."""
         if self.world == 1:
             yield Axis("world", 0, 1)
             return
@@ -144,7 +144,7 @@ class Mesh:
 
 
 def default_device() -> torch.device:
-    """This rank's accelerator (by LOCAL_RANK), else the cpu."""
+    """Return this rank's accelerator (by LOCAL_RANK), else the cpu."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return torch.device("cpu")
@@ -172,32 +172,32 @@ def start_distributed() -> None:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """gloo listens even where there is nobody to talk to: let no other machine reach that."""
-    name, asked = "GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME")
-    if asked is None and sys.platform == "linux":
+    """Let gloo listen on the loopback only, inside: one process has nobody to talk to."""
+    name, given = "GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME")
+    if given is None and sys.platform == "linux":
         os.environ[name] = "lo"
     try:
         yield
     finally:
-        if asked is None:
+        if given is None:
             os.environ.pop(name, None)
 
 
 def _close(axis: weakref.ref[Axis]) -> None:
-    """At exit, before `_end`: an engine's references would keep a destroyed group's threads running."""
+    """Close an axis at exit, before `_end`: an engine's references would keep a destroyed group's threads running."""
     alive = axis()
     if alive is not None:
         alive.close()
 
 
 def _end() -> None:
-    """At exit: what `start_distributed` began."""
+    """End at exit what `start_distributed` began."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _timeout(device: torch.device) -> timedelta:
-    """The default group's timeout, for groups made beside it."""
+    """Return the default group's timeout, for groups made beside it."""
     group = dist.group.WORLD
     options = getattr(group._get_backend(device), "options", None) if group is not None else None
     return getattr(options, "_timeout", None) or timedelta(minutes=10)

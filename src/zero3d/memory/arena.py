@@ -46,7 +46,7 @@ class Arena:
         self._peak[category] = max(self._peak.get(category, Fraction(0)), live)
 
     def allocate(self, category: str, elements: int, used: Fraction | int, dtype: torch.dtype) -> Tensor:
-        """A zeroed flat buffer for model states, `used` of its `elements` standing for parameters."""
+        """Return a zeroed flat buffer for model states, `used` of its `elements` standing for parameters."""
         self._account(category, used * dtype.itemsize)
         self._account("padding", (elements - used) * dtype.itemsize)
         return torch.zeros(elements, dtype=dtype, device=self.device)
@@ -57,7 +57,7 @@ class Arena:
         self._account("padding", -(buffer.numel() - used) * buffer.dtype.itemsize)
 
     def borrow(self, category: str, elements: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialised transient buffer, to be given back."""
+        """Return an uninitialised transient buffer, to be given back."""
         self._account(category, elements * dtype.itemsize)
         return torch.empty(elements, dtype=dtype, device=self.device)
 
@@ -90,11 +90,11 @@ class Arena:
             buffer.untyped_storage().resize_(0)
 
     def live(self, category: str) -> Fraction:
-        """Bytes held now."""
+        """Return the bytes held now."""
         return self._live.get(category, Fraction(0))
 
     def peak(self, category: str) -> Fraction:
-        """Most bytes held at any instant since the last `reset_peaks`."""
+        """Return the most bytes held at any instant since the last `reset_peaks`."""
         return self._peak.get(category, Fraction(0))
 
     def reset_peaks(self) -> None:
@@ -109,5 +109,4 @@ def host_value(values: Tensor, assumed: list[Number]) -> list[Number]:
     """
     if isinstance(values, FakeTensor):
         return assumed
-    read: list[Number] = values.tolist()
-    return read
+    return list(values.tolist())

@@ -19,7 +19,7 @@ STEP = "step"  # release="every_step": from the first use to the end of the step
 
 
 class Gathers:
-    """Who needs which unit, and what to gather ahead. Persistent units (stages 0-2) cost nothing here."""
+    """Owns who needs which unit, and what to gather ahead. Persistent units (stages 0-2) cost nothing here."""
 
     def __init__(self, lane: Lane, every_step: bool = False, plans_step: bool = False) -> None:
         self._lane = lane
@@ -35,7 +35,7 @@ class Gathers:
         self.events: list[TokenEvent] | None = None
 
     def acquire(self, unit: Unit, token: object) -> None:
-        """`token` needs the unit's full parameters from now on."""
+        """Gather a unit for `token`, which needs its full parameters from now on."""
         if not unit.weights.sharded:
             return
         self._note(unit, token, True)
@@ -51,7 +51,7 @@ class Gathers:
                 unit.users.add(STEP)
 
     def release(self, unit: Unit, token: object) -> None:
-        """`token` is done; the last one out frees the full parameters. Repeating it is harmless."""
+        """Take `token` back; the last one frees the full parameters. Repeating it is harmless."""
         if not unit.weights.sharded:
             return
         self._note(unit, token, False)
@@ -64,7 +64,7 @@ class Gathers:
                 unit.weights.keep()
 
     def pass_turn(self, units: Sequence[Unit]) -> None:
-        """The units used last in a forward stay gathered until others are used."""
+        """Keep the units used last in a forward gathered until others are used."""
         holders, self._turn = self._turn, list(units)
         for unit in holders:
             if unit not in units:
@@ -73,7 +73,7 @@ class Gathers:
             self.acquire(unit, TURN)
 
     def begin(self) -> None:
-        """A micro-batch starts: what was recorded in the last one (or step) is the plan for this one."""
+        """Begin a micro-batch: what was recorded in the last one (or step) is the plan for this one."""
         self.pass_turn([])
         if self._recording:
             return
@@ -82,7 +82,7 @@ class Gathers:
         self._on_track = self._recording = True
 
     def drop(self, which: Callable[[object], bool]) -> None:
-        """Release these tokens everywhere, and gathers that nobody came for."""
+        """Take these tokens back everywhere, and cancel gathers whose use did not come."""
         ended = which(STEP if self._plans_step else TURN)
         if which(TURN):
             self._turn = []

@@ -13,11 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zero3d.distributed.collectives import Pending, same_memory
+from zero3d.distributed.axis import DONE, Pending
+from zero3d.distributed.collectives import same_memory
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.policy import Setting, State, parameter_views
-
-DONE = Pending(lambda: None)
 
 
 class Gradients:
@@ -57,17 +56,17 @@ class Gradients:
 
     @property
     def accumulates(self) -> bool:
-        """Local gradients are kept in the reduced dtype, by plan or since a second one came."""
+        """Whether local gradients are kept in the reduced dtype, by plan or since a second one came."""
         return not self._transient and self._local == self._wide
 
     @property
     def micro_batches(self) -> int:
-        """Of a step with this memory, for `stages.engine_bytes`."""
+        """Micro-batches of a step with this memory, for `stages.engine_bytes`."""
         return 2 if self.accumulates else 1
 
     @property
     def buffers(self) -> list[Tensor]:
-        """What is kept between steps."""
+        """Buffers that live between steps."""
         return [self.shard] if self.full is None else [self.full, self.shard]
 
     @property
@@ -117,7 +116,7 @@ class Gradients:
             self._move_shard(wide)
 
     def _move_shard(self, full: Tensor) -> None:
-        """From a buffer of its own to this rank's slot of the wide local buffer."""
+        """Move the shard to this rank's slot of the wide local buffer."""
         self._arena.free("gradients", self.shard, self._layout.used_per_shard)
         self.shard = self._setting.slot(full)
 
@@ -153,14 +152,14 @@ class Gradients:
         self.state = State.REDUCED
 
     def gather(self) -> Pending:
-        """Every rank's reduced gradients to all, the second half of stage 0's all-reduce."""
+        """Start giving every rank's reduced gradients to all, the second half of stage 0's all-reduce."""
         return self._setting.comm.all_gather(self.whole, self.shard, self._name)
 
     def close(self) -> None:
-        """A backward that ends in no reduction has ended."""
+        """Do nothing for a backward that ends in no reduction: its gradients add up."""
 
     def complete(self) -> None:
-        """Nothing more comes in this step."""
+        """Complete the step's sum: nothing more comes."""
         self.finish()
 
     def reset(self) -> None:

@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero3d.distributed.agreement import agree
-from zero3d.distributed.collectives import Comm, Pending, same_memory
+from zero3d.distributed.axis import Pending
+from zero3d.distributed.collectives import Comm, same_memory
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena, host_value
 from zero3d.zero.layout import Piece
@@ -60,7 +61,7 @@ class StepResult(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the boundary found out, on the host; `reason` as in `StepResult`."""
+    """What came of a boundary, on the host; `reason` as in `StepResult`."""
 
     reason: str
     norm: Tensor
@@ -68,7 +69,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class MasterPiece:
-    """A parameter's part that this rank updates: `master` and all its states are 1-D views."""
+    """A piece of a parameter that this rank updates: `master` and all its states are 1-D views."""
 
     unit: Unit
     name: str
@@ -87,18 +88,12 @@ class ShardedOptimizer:
     """
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        order: dict[str, int],
-        build: Callable[[list[list[Tensor]]], Optimizer],
-        groups: int,
-        comm: Comm,
-        arena: Arena,
-        clip_norm: float | None,
-        model_group: ModelGroup,
-    ) -> None:
+        self, units: Sequence[Unit], order: dict[str, int], build: Callable[[list[list[Tensor]]], Optimizer],
+        groups: int, comm: Comm, arena: Arena, clip_norm: float | None, model_group: ModelGroup,
+    ) -> None:  # fmt: skip
         self._units = [unit for unit in units if unit.grads is not None]
         self._comm, self._arena, self._clip, self._model_group = comm, arena, clip_norm, model_group
+        self._wide = self._units[0].weights.master.dtype if self._units else torch.float32  # of norms, too
         self.pieces = sorted(self._own(order), key=lambda piece: piece.order)
         self._names = {place: name for name, place in reversed(order.items())}
         self._flat: dict[tuple[str, str], Tensor] = {}
@@ -118,7 +113,7 @@ class ShardedOptimizer:
     # --- states ---------------------------------------------------------------------------------
 
     def _prefill(self) -> None:
-        """Adam's states exist from the start, so that memory does not grow at the first step."""
+        """Make Adam's states at the start, so that memory does not grow at the first step."""
         kind = type(self.torch)
         if kind not in (torch.optim.Adam, torch.optim.AdamW) or any(g["amsgrad"] for g in self.torch.param_groups):
             return
@@ -134,7 +129,7 @@ class ShardedOptimizer:
             }
 
     def state_view(self, owned: MasterPiece, key: str, dtype: torch.dtype) -> Tensor:
-        """The piece's part of the unit's flat buffer for this state; made on first use."""
+        """Return the piece's view of its unit's flat buffer for this state, which is made on first use."""
         master = owned.unit.weights.master
         if (owned.unit.name, key) not in self._flat:
             used = owned.unit.weights.used
@@ -153,7 +148,7 @@ class ShardedOptimizer:
                         state[key] = view.copy_(value)
 
     def state_bytes(self, unit: Unit) -> int:
-        """Optimizer bytes per parameter of a unit: its master (when that is a copy) and its states."""
+        """Return a unit's optimizer bytes per parameter: of its master (when that is a copy) and its states."""
         weights = unit.weights
         copy = 0 if weights.master is weights.shard_or_full else weights.master.dtype.itemsize
         return copy + sum(flat.dtype.itemsize for (name, _), flat in self._flat.items() if name == unit.name)
@@ -173,16 +168,9 @@ class ShardedOptimizer:
         norms = self._norms()
         norm, even = self._over_dp(norms)
         clip = torch.clamp(self._clip / (norm + 1e-6), max=1.0) if self._clip is not None else torch.ones_like(norm)
-        seen = torch.stack(
-            [
-                norm.double(),
-                torch.as_tensor(total, dtype=torch.float64, device=norm.device),
-                ordered.to(norm.device),
-                even.double(),
-                clip.double(),
-            ]
-        )
-        host_norm, host_total, in_order, all_even, host_clip = host_value(seen, [1.0] * 5)
+        values = norm, torch.as_tensor(total, dtype=torch.float64, device=norm.device), ordered, even, clip
+        at_once = torch.stack([value.to(norm.device, torch.float64) for value in values])
+        host_norm, host_total, in_order, all_even, host_clip = host_value(at_once, [1.0] * 5)
         if not in_order:
             raise self._comm.order_error()
         if not all_even:
@@ -207,19 +195,26 @@ class ShardedOptimizer:
         )
 
     def _exchange(self, weight: float | Tensor) -> tuple[float | Tensor, Tensor]:
-        """Sum of weights over ranks, and whether all ranks used units in one order (1.0 or 0.0)."""
+        """Return the sum of all ranks' weights, and whether all used units in one order."""
         if self._comm.size == 1 and self._model_group.alone:
-            return weight, torch.ones((), dtype=torch.float64)
-        mine = torch.empty(3, dtype=torch.float64, device=self._arena.device)
-        mine[0] = weight
-        mine[1:] = torch.tensor(self._comm.order_values(), dtype=torch.float64)
-        seen = self._comm.exchange(mine)
-        differ = (seen[:, 1:] != seen[0, 1:]).any()
-        rows = self._model_group.exchange(torch.stack([seen[:, 0].sum(), differ.double()]))
-        return self._model_group.count_once(rows)[:, 0].sum(), (rows[:, 1].sum() == 0).double()
+            return weight, torch.ones((), dtype=torch.bool)
+        return self._sum_weights(torch.as_tensor(weight, dtype=torch.float64, device=self._arena.device).view(1))
+
+    def _sum_weights(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum [k] weights of every rank; the hashes of their orders come with them."""
+        orders = torch.tensor(self._comm.order_values(), dtype=torch.float64, device=weights.device)
+        rows = self._comm.exchange(torch.cat([weights, orders]))
+        hashes = rows[:, len(weights) :]
+        total, differ = self._total(rows[:, : len(weights)]), (hashes != hashes[0]).any()
+        stages = self._model_group.exchange(torch.stack([total, differ.double()]))
+        return self._model_group.count_once(stages)[:, 0].sum(), stages[:, 1].sum() == 0
+
+    def _total(self, weights: Tensor) -> Tensor:
+        """Add up [N, k] weights."""
+        return weights.sum()
 
     def shard_grads(self) -> Iterator[tuple[MasterPiece, Tensor]]:
-        """This rank's pieces of the reduced gradients, in model order (also at stage 0)."""
+        """Yield this rank's pieces of the reduced gradients, in model order (also at stage 0)."""
         parts = []
         owner = {(p.unit.name, p.name): p for p in self.pieces}
         for unit in self._units:
@@ -227,11 +222,6 @@ class ShardedOptimizer:
                 owned = owner[unit.name, unit.layout.slots[piece.slot].name]
                 parts.append((owned, unit.gradients.shard[piece.offset : piece.offset + piece.stop - piece.start]))
         yield from sorted(parts, key=lambda part: part[0].order)
-
-    @property
-    def _wide(self) -> torch.dtype:
-        """The dtype of masters, and so of norms."""
-        return self._units[0].weights.master.dtype if self._units else torch.float32
 
     def _norms(self) -> Norms:
         """Return the norm of this dp rank's shards, over its model-parallel group."""
@@ -265,7 +255,7 @@ class ShardedOptimizer:
 
 
 def multiply(shards: Sequence[Tensor], factor: float | Tensor) -> None:
-    """In place, and skipped when exactly 1."""
+    """Multiply in place; skipped when the factor is exactly 1."""
     if isinstance(factor, float) and factor == 1.0:
         return
     for shard in shards:

@@ -55,7 +55,7 @@ class Policy:
 
 
 class Setting(NamedTuple):
-    """What all units of an engine share. gradients: who owns a unit's, `Gradients` by default."""
+    """What all units of an engine share. gradients: the class that owns a unit's, `Gradients` by default."""
 
     policy: Policy
     comm: Comm
@@ -63,7 +63,7 @@ class Setting(NamedTuple):
     gradients: Callable[[str, UnitLayout, torch.dtype, Setting], Gradients] | None = None
 
     def slot(self, full: Tensor) -> Tensor:
-        """This rank's slice of a unit's storage."""
+        """Return this rank's slice of a unit's storage."""
         return full.view(self.comm.size, -1)[self.comm.rank]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 
 import torch
 
@@ -21,16 +22,23 @@ from zero3d.zero.unit import Unit
 WAITING = (State.FILLING, State.SUMMED)  # local gradients that have not been reduced
 
 
-class Reductions:
-    """The queue of units whose gradients are complete.
+class Closes(Enum):
+    """After what a unit's local gradients are complete as one summand of an exact sum (exact/)."""
 
-    closes  exact mode: what a "backward" gives, or a "part" of a pipeline in it, is closed for itself (exact/)
-    watch   shown every local gradient before it is taken (health.py)
+    NOTHING = auto()
+    BACKWARD = auto()
+    CHUNK = auto()  # a micro-batch's backward through a model chunk of a pipeline
+
+
+class Reductions:
+    """Owns the queue of units whose gradients are complete.
+
+    watch   is shown every local gradient before it is taken (health.py)
     """
 
     watch: Callable[[Unit, int, torch.Tensor], None] | None = None
 
-    def __init__(self, units: Sequence[Unit], lane: Lane, closes: str = "") -> None:
+    def __init__(self, units: Sequence[Unit], lane: Lane, closes: Closes = Closes.NOTHING) -> None:
         self._closes = closes
         trainable = [unit for unit in units if unit.grads is not None]
         self._order = [u for u in reversed(trainable) if not u.deferred] + [u for u in trainable if u.deferred]
@@ -45,7 +53,7 @@ class Reductions:
         self._backwards = 0  # since the last reduction: the same on all ranks
 
     def begin(self) -> None:
-        """A backward starts."""
+        """Begin a backward."""
         self._backwards += 1
         self.due = False
         self._next = 0
@@ -54,10 +62,10 @@ class Reductions:
         self._done.clear()
 
     def take(self, unit: Unit, index: int, grad: torch.Tensor) -> None:
-        """Autograd has finished one parameter's gradient."""
+        """Take one parameter's gradient, which autograd has finished."""
         if self.watch is not None:
             self.watch(unit, index, grad)
-        if self._closes and unit in self._done:
+        if self._closes is not Closes.NOTHING and unit in self._done:
             raise ConfigError(
                 f"exact=True: {unit.layout.slots[index].name} got a second gradient in one backward, after the first "
                 "was summed (a block called twice in reentrant checkpoints): pass use_reentrant=False, or exact=False."
@@ -69,7 +77,7 @@ class Reductions:
             self._completed.append(unit)
             if self.due:
                 self._drain()
-            elif self._closes and not unit.deferred:
+            elif self._closes is not Closes.NOTHING and not unit.deferred:
                 self._close(unit)
 
     def _close(self, unit: Unit) -> None:
@@ -77,7 +85,7 @@ class Reductions:
         unit.gradients.close()
 
     def close(self, units: Sequence[Unit]) -> None:
-        """A backward through these units is over, which ends in no reduction."""
+        """End a backward through these units which ends in no reduction: what they have is a summand."""
         for unit in units:
             if unit not in self._done:
                 self._close(unit)
@@ -107,7 +115,7 @@ class Reductions:
         unit.gradients.finish()
 
     def flush(self) -> None:
-        """End of a backward: reduce what is left, in order; missing gradients count as zero."""
+        """End a backward: reduce what is left, in order; missing gradients count as zero."""
         if self.due:
             while self._next < len(self._order):
                 self._reduce(self._order[self._next])
@@ -116,7 +124,7 @@ class Reductions:
                 if unit.gradients.state in WAITING:
                     self._reduce(unit)
             self._backwards = 0
-        elif self._closes == "backward":
+        elif self._closes is Closes.BACKWARD:
             self.close(self._order)
         while self._in_flight:
             self._finish_oldest()
@@ -131,11 +139,11 @@ class Reductions:
 
     @property
     def pending(self) -> bool:
-        """There are local gradients that have not been reduced."""
+        """Whether there are local gradients that have not been reduced."""
         return any(unit.gradients.state in WAITING for unit in self._order)
 
     def catch_up(self) -> None:
-        """At the boundary: reduce gradients that no root forward announced."""
+        """Reduce, at the boundary, gradients that no root forward announced."""
         if self.pending:
             self.due = True
             self.flush()
@@ -151,7 +159,7 @@ class Reductions:
             unit.gradients.reset()
 
     def observed(self) -> list[int]:
-        """The order in which units completed, as positions in the current order; then the rest."""
+        """Return the order in which units completed, as positions in the current order; then the rest."""
         seen = [unit for unit in self._completed if not unit.deferred]
         rest = [unit for unit in self._order if unit not in seen]
         return [self._order.index(unit) for unit in seen + rest]

@@ -33,7 +33,7 @@ class Lane:
             yield
 
     def join(self, unit: str) -> None:
-        """Compute waits for what this lane has enqueued."""
+        """Let compute wait for what this lane has enqueued."""
         self.note("join", unit)
         if self._stream is not None:
             torch.accelerator.current_stream().wait_stream(self._stream)

@@ -18,7 +18,7 @@ TURN, ROOT_TURN = "turn", "root turn"  # tokens that the units used last in a fo
 
 
 def traffic_elements(stage: int, params: int, n: int, micro_batches: int = 1) -> dict[str, Fraction]:
-    """Elements one rank sends (and receives) per step by the paper's section 7, by operation.
+    """Return the elements one rank sends (and receives) per step by the paper's section 7, by operation.
 
     A ring reduce-scatter or all-gather of Psi elements takes N - 1 hops of Psi/N: Psi (N-1)/N
     elements per rank; an all-reduce is one of each, 2 Psi (N-1)/N.
@@ -40,7 +40,7 @@ class TokenEvent(NamedTuple):
 
 
 def count_gathers(events: Iterable[TokenEvent]) -> Counter[str]:
-    """Gathers per unit: how often its set of users goes from empty to non-empty."""
+    """Count gathers per unit: how often its set of users goes from empty to non-empty."""
     users: dict[str, set[object]] = {}
     gathers: Counter[str] = Counter()
     for unit, token, acquire in events:
@@ -54,7 +54,7 @@ def count_gathers(events: Iterable[TokenEvent]) -> Counter[str]:
 
 
 def token_order(forward: Sequence[str], root: str | None = None, no_backward: Iterable[str] = ()) -> list[TokenEvent]:
-    """The tokens of one micro-batch in which units are used in the order `forward`.
+    """Return the tokens of one micro-batch in which units are used in the order `forward`.
 
     The root unit is used from its forward to the end of backward. The unit used last keeps
     its turn token, so its backward finds it gathered. Units in `no_backward` (embeddings: their
@@ -64,7 +64,7 @@ def token_order(forward: Sequence[str], root: str | None = None, no_backward: It
 
 
 def forward_tokens(forward: Sequence[str], root: str | None) -> list[TokenEvent]:
-    """The tokens of a forward: what it used last, and the root unit, keep one."""
+    """Return the tokens of a forward: what it used last, and the root unit, keep one."""
     events = [TokenEvent(root, ROOT_TURN, True)] if root else []
     turn: str | None = None
     for i, unit in enumerate(forward):
@@ -77,7 +77,7 @@ def forward_tokens(forward: Sequence[str], root: str | None) -> list[TokenEvent]
 
 
 def backward_tokens(forward: Sequence[str], root: str | None, no_backward: frozenset[str]) -> list[TokenEvent]:
-    """The tokens of a backward, in reverse; the root unit's ends last."""
+    """Return the tokens of a backward, in reverse; the root unit's ends last."""
     events = [TokenEvent(root, "backward", True)] if root else []
     for i, unit in reversed(list(enumerate(forward))):
         if unit not in no_backward:
@@ -111,15 +111,10 @@ EXCHANGES_PER_STEP = (3, 1)  # values per rank: [token weight, gather order, red
 
 
 def step_traffic(
-    stage: int,
-    units: Sequence[UnitTraffic],
-    n: int,
-    gathers: Mapping[str, int],
-    micro_batches: int = 1,
-    reduce: str = "auto",
-    exact: bool = False,
-) -> dict[tuple[str, str], Moved]:
-    """Exact traffic of one applied step, by (operation, unit): the ledger must equal it.
+    stage: int, units: Sequence[UnitTraffic], n: int, gathers: Mapping[str, int], micro_batches: int = 1,
+    reduce: str = "auto", exact: bool = False,
+) -> dict[tuple[str, str], Moved]:  # fmt: skip
+    """Return the exact traffic of one applied step, by (operation, unit): the ledger must equal it.
 
     units    padded sizes, as laid out
     gathers  parameter gathers per unit and *step* at stage 3 (`count_gathers` of the token order)

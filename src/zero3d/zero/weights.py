@@ -20,13 +20,12 @@ from fractions import Fraction
 import torch
 from torch import Tensor, nn
 
-from zero3d.distributed.collectives import Pending, same_memory
+from zero3d.distributed.axis import DONE, Pending
+from zero3d.distributed.collectives import same_memory
 from zero3d.errors import LayoutError
 from zero3d.precision import to_compute
 from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.policy import Setting, State, parameter_views
-
-DONE = Pending(lambda: None)
 
 
 class Weights:
@@ -45,12 +44,11 @@ class Weights:
         self._pending = DONE
         if self._keeps_full:
             self.full = setting.arena.allocate("parameters", layout.total, layout.numel, dtype)
+            self.shard = setting.slot(self.full)
         else:
             self.full = setting.arena.borrow("gathered", layout.total, dtype)
-        self.views = parameter_views(self.full, layout)
-        self.shard = setting.slot(self.full)
-        if not self._keeps_full:
             self.shard = setting.arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype)
+        self.views = parameter_views(self.full, layout)
         self.master = self.shard_or_full
         self._placeholders = [placeholder(p, dtype, self.full.device) for p in params]
         self._adopt(fill)
@@ -70,22 +68,22 @@ class Weights:
         return self.layout.numel if self.updates_all else self.layout.used_per_shard
 
     def whole_pieces(self) -> list[Piece]:
-        """Every parameter as one piece of `full`."""
+        """Return every parameter as one piece of `full`."""
         return [Piece(i, 0, s.numel, s.start) for i, s in enumerate(self.layout.slots) if s.numel]
 
     def update_pieces(self, rank: int) -> list[Piece]:
-        """The pieces of `shard_or_full`, in slot order."""
+        """Return the pieces of `shard_or_full`, in slot order."""
         return self.whole_pieces() if self.updates_all else self.layout.pieces(rank)
 
     def _adopt(self, fill: Callable[[Tensor], None]) -> None:
-        """Take this rank's slice [total/N] and, where more is held, the others' ((N-1)/N Psi elements)."""
+        """Take the first weights: this rank's slice [total/N] and, where all are kept, all ((N-1)/N Psi elements)."""
         comm, dtype, wide = self._setting.comm, self.full.dtype, self._setting.policy.master
         if self.trainable and dtype != wide:
             self.master = self._setting.arena.allocate("optimizer", self.shard_or_full.numel(), self.used, wide)
-            own = self._setting.slot(self.master) if self.updates_all else self.master
-            fill(own)
+            slot = self._setting.slot(self.master) if self.updates_all else self.master
+            fill(slot)
             if self.updates_all:
-                comm.all_gather(self.master, own, "-").wait()
+                comm.all_gather(self.master, slot, "-").wait()
             to_compute(self.master, dtype, out=self.shard_or_full)
         else:
             fill(self.shard)
@@ -117,7 +115,7 @@ class Weights:
         self.state = State.KEPT
 
     def release(self) -> None:
-        """Back to placeholders; frees `full` (kept under release="every_step": stale, but for the shard in it)."""
+        """Go back to placeholders and free `full` (kept under release="every_step": stale, but for the shard in it)."""
         self.ready()
         self.keep()
         if not self._keeps_full:
@@ -149,7 +147,7 @@ class Weights:
     # --- after an update ------------------------------------------------------------------------
 
     def refresh(self) -> Pending:
-        """Masters to weights, and at stages 1 and 2 to all ranks ((N-1)/N Psi elements per rank)."""
+        """Cast masters to weights, and at stages 1 and 2 send them to all ranks ((N-1)/N Psi elements per rank)."""
         if self.master is not self.shard_or_full:
             to_compute(self.master, self.shard_or_full.dtype, out=self.shard_or_full)
         if self.sharded or self.updates_all:
@@ -157,20 +155,20 @@ class Weights:
         return self._setting.comm.all_gather(self.full, self.shard, self.name)
 
     def absorb(self) -> bool:
-        """Keep what was written into gathered parameters; true if anything was.
+        """Keep what was written into gathered parameters, and return whether anything was.
 
         A master changes only where the weight differs from its cast, so that reading costs no bit.
         """
         written = [p._version for p in self.params] != self._versions
         self._versions = [p._version for p in self.params]
-        own = self.full if self.updates_all else self._setting.slot(self.full)
-        if self.sharded and not torch.equal(_bits(own), _bits(self.shard)):
-            self.shard.copy_(own)
+        values = self.full if self.updates_all else self._setting.slot(self.full)
+        if self.sharded and not torch.equal(_bits(values), _bits(self.shard)):
+            self.shard.copy_(values)
             written = True
         if self.master is not self.shard_or_full:
-            changed = _bits(own) != _bits(to_compute(self.master, own.dtype))
+            changed = _bits(values) != _bits(to_compute(self.master, values.dtype))
             if bool(changed.any()):
-                self.master[changed] = own[changed].to(self.master.dtype)
+                self.master[changed] = values[changed].to(self.master.dtype)
                 written = True
         return written
 
@@ -180,12 +178,12 @@ class Weights:
 
 
 def placeholder(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One NaN in the shape of a parameter that is elsewhere (Note 1)."""
+    """Return one NaN in the shape of a parameter that is released (Note 1)."""
     value = float("nan") if dtype.is_floating_point else 0
     return torch.full((), value, dtype=dtype, device=device).expand(p.shape)
 
 
 def _bits(values: Tensor) -> Tensor:
-    """The raw bits, so that NaNs and signed zeros compare as what they are."""
+    """Return the raw bits, so that NaNs and signed zeros compare as what they are."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return values.view(integers[values.dtype.itemsize])

@@ -16,7 +16,7 @@ from zero3d.zero.stages import counter_buffers
 
 
 class ExactGradients(Gradients):
-    """Owns a unit's gradients; every backward's are a summand, which fills a bucket and is summed when it is over.
+    """Owns a unit's gradients; every backward's are a summand, which fills a bucket and is added when it is over.
 
     every micro-batch   bucket -> all_to_all -> counter of shards -> shard
     every step, M = 1   bucket -> all_to_all -> shard
@@ -38,7 +38,7 @@ class ExactGradients(Gradients):
         self._provide(policy.accumulate)
 
     def _provide(self, micro_batches: int) -> None:
-        """Have the memory for steps of so many."""
+        """Allocate what steps of so many micro-batches need and is not there yet."""
         if micro_batches <= self._most:
             return
         self._most, used = micro_batches, self._layout.used_per_shard
@@ -75,7 +75,7 @@ class ExactGradients(Gradients):
         self.state = State.FILLING
 
     def _summand(self) -> Tensor:
-        """The bucket, with zeros where no gradient came."""
+        """Return the bucket, with zeros where no gradient came."""
         self._open()
         assert self.full is not None
         for index, view in enumerate(self._views):
@@ -84,7 +84,7 @@ class ExactGradients(Gradients):
         return self.full
 
     def close(self) -> None:
-        """A backward has ended: its summand goes into the sum that is kept here."""
+        """Add the summand of the backward that has ended to the sum that is kept here."""
         summand = self._summand()
         self._provide(max(2, self._counter.count + 1))
         self._counter.push([summand])
@@ -100,19 +100,19 @@ class ExactGradients(Gradients):
         self._pending = self._setting.comm.all_to_all(source, self._name, self._sum)
         self.state = State.REDUCING
 
-    def _sum(self, parts: list[Tensor]) -> None:
+    def _sum(self, terms: list[Tensor]) -> None:
         """Add up what came from all ranks."""
         if not self._per_step:
             self._provide(self._counter.count + 1)
-            self._counter.push(parts)
+            self._counter.push(terms)
         elif self._alone is not None:
-            self.shard = add_tree(parts, self._alone, self._arena)
+            self.shard = add_tree(terms, self._alone, self._arena)
         elif not self._counter.count:
-            self.shard = add_tree(parts, self._setting.slot(self._counter.open()), self._arena)
+            self.shard = add_tree(terms, self._setting.slot(self._counter.open()), self._arena)
         else:
-            self.shard = self._setting.slot(self._counter.total())  # one of the parts
+            self.shard = self._setting.slot(self._counter.total())  # one of the terms
             total = self._arena.borrow("wire", self.shard.numel(), self.shard.dtype)
-            self.shard.copy_(add_tree(parts, total, self._arena))
+            self.shard.copy_(add_tree(terms, total, self._arena))
             self._arena.give_back("wire", total)
 
     def complete(self) -> None:

@@ -17,7 +17,7 @@ from zero3d.zero.layout import CANONICAL
 
 
 class Summands:
-    """Which summand is which, and what follows from its number.
+    """Owns the numbers of this rank's micro-batches in the global list, and what follows from them.
 
     micro_batches  of a rank in the present step, which numbers need where gradients are reduced every step
     seed, batches  of dropout: rank 0's at construction, and steps so far, skipped ones too
@@ -32,7 +32,7 @@ class Summands:
         self.begin(micro_batches)
 
     def begin(self, micro_batches: int | None = None) -> None:
-        """A step of so many, or of as many as usual. Raises ConfigError."""
+        """Begin a step of so many micro-batches, or of as many as usual. Raises ConfigError."""
         micro_batches = self._usual if micro_batches is None else micro_batches
         if self.per_step and micro_batches & (micro_batches - 1):
             raise ConfigError(
@@ -43,7 +43,7 @@ class Summands:
         self.micro_batches = micro_batches
 
     def see(self, batch: Any) -> None:
-        """The first micro-batch of a step: warn if it is not of the size of those before."""
+        """Warn if a step's first micro-batch is not of the size of those before."""
         rows = next((len(t) for t in tensors_in(batch) if t.dim()), None)
         if rows != self.rows and None not in (rows, self.rows):
             warnings.warn(
@@ -54,7 +54,7 @@ class Summands:
         self.rows = rows
 
     def end(self, count: int) -> None:
-        """The step is over, `count` micro-batches of it on this rank. Raises ConfigError."""
+        """End a step that had `count` micro-batches on this rank. Raises ConfigError if it was to have others."""
         wanted = self.micro_batches
         if self.per_step and count != wanted:
             raise ConfigError(
@@ -70,35 +70,35 @@ class Summands:
         return self._usual * self.comm.size
 
     def state(self, tp: int, pp: int) -> dict[str, Any]:
-        """For a checkpoint; `covers`: degrees and rows with which a run that goes on from it has the bits of this."""
+        """Return what a checkpoint stores; `covers`: degrees and rows with which a resumed run has the same bits."""
         fits = [1 << i for i in range(CANONICAL.bit_length()) if self.per_batch % (1 << i) == 0]
         covers = {"dp": fits, "tp": tp, "pp": pp, "rows": self.rows}
         return {"seed": self.seed, "batches": self.batches, "covers": covers}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on drawing where `state` was."""
+        """Continue from `state()`."""
         self.seed, self.batches, self.rows = int(state["seed"]), int(state["batches"]), state["covers"]["rows"]
 
     def number(self, k: int) -> int:
-        """The summand that is this rank's k-th micro-batch."""
+        """Return the number of this rank's k-th micro-batch in the global list."""
         return self.comm.rank * self.micro_batches + k if self.per_step else k * self.comm.size + self.comm.rank
 
-    def draw(self, k: int, part: int = 0) -> None:
-        """Before the forward of this rank's k-th micro-batch through a part of the model: seed torch."""
-        name = f"{self.seed} {self.batches} {self.number(k)} {part}"
+    def draw(self, k: int, chunk: int = 0) -> None:
+        """Seed torch for the forward of this rank's k-th micro-batch through a model chunk."""
+        name = f"{self.seed} {self.batches} {self.number(k)} {chunk}"
         torch.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
 
     def sum_of(
-        self, seen: Sequence[tuple[Tensor, float | Tensor]], micro_batches: int, per_step: bool | None
+        self, losses: Sequence[tuple[Tensor, float | Tensor]], micro_batches: int, per_step: bool | None
     ) -> Tensor:
-        """[2] sum and weight of all ranks' micro-batches, of which this one has `seen` all or none."""
+        """Return [2], sum and weight of all ranks' micro-batches; `losses`: of this rank's, all of them or none."""
         values = torch.zeros(micro_batches, 2, dtype=torch.float64, device=self.comm.device)
-        for row, (total, weight) in zip(values, seen, strict=False):
+        for row, (total, weight) in zip(values, losses, strict=False):
             row[0], row[1] = total.detach().double(), weight
         return self.total(self.comm.exchange(values.flatten()).view(-1, micro_batches, 2), per_step)
 
     def total(self, values: Tensor, per_step: bool | None = None) -> Tensor:
-        """[N, M, ...] of all ranks' micro-batches -> [...], the sum in the tree."""
+        """Return the sum [...] in the tree over all ranks' micro-batches [N, M, ...]."""
         contiguous = self.per_step if per_step is None else per_step
         rows = (values if contiguous else values.transpose(0, 1)).flatten(0, 1)
         size = 1 << (len(rows) - 1).bit_length()
@@ -108,13 +108,13 @@ class Summands:
         return rows[0]
 
 
-def check_exact(n: int, per_step: bool, pp: int, reduces_in: tuple[torch.dtype, torch.dtype]) -> None:
-    """Refuse what would not be exact. reduces_in: what was asked for, and what masters are. Raises ConfigError."""
+def check_exact(n: int, per_step: bool, pp: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """Raise ConfigError for what would not be exact. dtypes: the one asked for reductions, and that of masters."""
     if n & (n - 1) or CANONICAL % n:
         near = [str(1 << n.bit_length() - 1), str(1 << n.bit_length())]
-        ways = " or ".join(f"dp={each}" for each in near if int(each) <= CANONICAL) or f"dp={CANONICAL}"
+        ways = " or ".join(f"dp={degree}" for degree in near if int(degree) <= CANONICAL) or f"dp={CANONICAL}"
         raise ConfigError(
-            f"exact=True cuts a sum in halves and a unit in {CANONICAL} segments: dp={n} must be a power of two that "
+            f"exact=True cuts a sum in halves and a unit in {CANONICAL} cells: dp={n} must be a power of two that "
             f"divides {CANONICAL}, and {CANONICAL} / {n} = {CANONICAL / n:.4g}. Pass {ways}, or exact=False."
         )
     if pp > 1 and not per_step:
@@ -122,9 +122,9 @@ def check_exact(n: int, per_step: bool, pp: int, reduces_in: tuple[torch.dtype, 
             f"exact=True in a pipeline (pp={pp}) sums a rank's micro-batches before those of others: leave "
             "reduce='every_micro_batch' out."
         )
-    asked, wide = (str(dtype).removeprefix("torch.") for dtype in reduces_in)
-    if asked != wide:
+    requested, wide = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if requested != wide:
         raise ConfigError(
-            f"exact=True adds gradients up in {wide}, and reduce_dtype asks for {asked}: leave it out. Gradients of "
-            "one micro-batch travel in the compute dtype all the same."
+            f"exact=True adds gradients up in {wide}, and reduce_dtype asks for {requested}: leave it out. Gradients "
+            "of one micro-batch travel in the compute dtype all the same."
         )
