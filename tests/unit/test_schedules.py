@@ -1,5 +1,8 @@
 """Which chunks a schedule needs, and what is said where blocks or micro-batches do not fit."""
 
+import subprocess
+import sys
+
 import pytest
 
 from zero3d.config import sections
@@ -53,3 +56,9 @@ def test_without_a_pipeline_there_is_no_schedule_and_with_one_it_is_1f1b_by_defa
         Schedule.requested(1, "zbv", None)
     with pytest.raises(ConfigError, match=r"^blocks='layers' is of a pipeline"):
         Schedule.requested(1, None, "layers")
+
+
+def test_what_the_planner_imports_of_pipelines_imports_no_torch():
+    names = ("schedules", "balance", "actions", "traffic", "acknowledgements")
+    script = f"import {', '.join(f'zero3d.pipeline.{name}' for name in names)}, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
