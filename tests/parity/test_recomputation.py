@@ -36,7 +36,7 @@ def run_policies(stage, precision, micro_batches):
             curve.append(float(engine.step().grad_norm))
         gathers = count_gathers(engine.gathers.events)
         moved = {(e.op, e.unit): (e.calls, e.elements, e.bytes) for e in engine.traffic}
-        formula = step_traffic(stage, engine.traffic_units, engine.comm.size, gathers, micro_batches)
+        formula = step_traffic(stage, engine.traffic_units, engine.dp.size, gathers, micro_batches)
         with engine.full_params():
             weights = bits(model.parameters())
         found[policy] = (curve, weights), dict(gathers), moved, {key: tuple(row) for key, row in formula.items()}

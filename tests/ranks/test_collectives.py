@@ -64,12 +64,12 @@ def gradients(algorithm, precision):
         for stage, reduce in CASES:
             engine = zero3d.Engine(build("net", width=96), stage=stage, reduce=reduce, precision=precision,
                                    accumulate=MICRO_BATCHES, clip_norm=None)  # fmt: skip
-            assert engine.comm.algorithm == algorithm
+            assert engine.dp.algorithm == algorithm
             for m in range(MICRO_BATCHES):
                 engine.backward(loss_of(engine, batch(m, dist.get_rank())))
             engine.reductions.catch_up()
             for owned, grad in engine.optimizer.shard_grads():
-                start = {p.slot: p for p in owned.unit.layout.pieces(engine.comm.rank)}[owned.piece.slot].start
+                start = {p.slot: p for p in owned.unit.layout.pieces(engine.dp.rank)}[owned.piece.slot].start
                 found[stage, reduce, owned.name] = start, grad.clone()
         return found
     finally:

@@ -20,7 +20,8 @@ def real(tree):
     from zero3d.config import resolve_batch
     from zero3d.models.masking import forward_options
     from zero3d.models.open import open_model
-    from zero3d.setup.build import build_engine, open_mesh
+    from zero3d.setup.build import build_engine
+    from zero3d.setup.inputs import open_mesh
     from zero3d.sim.observe import blank_batches, observe
     from zero3d.sim.replay import peak_of
 

@@ -27,7 +27,7 @@ from zero3d.cli.train import check, read
 from zero3d.cli.workers import ranks_here
 from zero3d.config import load, split_words
 from zero3d.config.keys import KEYS
-from zero3d.train.hold import Hold
+from zero3d.train.lock import FolderLock
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -106,8 +106,8 @@ def tried(words):
         check(arguments, config, None)
         could_start(config, arguments.ranks)
     elif words[0] == "compare":
-        with Hold() as hold:
-            compare.read(arguments, hold)
+        with FolderLock() as lock:
+            compare.read(arguments, lock)
     elif words[0] == "simulate":
         could_start(load(*split_words(arguments.words)), arguments.ranks)
 

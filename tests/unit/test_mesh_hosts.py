@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from zero3d.cli.cluster import from_slurm
+from zero3d.cli.rank_environment import from_slurm
 from zero3d.distributed.degrees import Degrees
 from zero3d.tensor_parallel.parallelize import warn_across_hosts
 from zero3d.tensor_parallel.traffic import Region

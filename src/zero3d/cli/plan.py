@@ -33,7 +33,7 @@ LARGER = 64  # times the cluster, up to which one that fits is looked for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
+    """Declare the options of the verb."""
     parser.add_argument(
         "words", nargs="*", metavar="MODEL",
         help="a folder, config.json, preset or module:function; or: explain CONFIG KEY=VALUE ...",
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Theory, one plan explained, or a search."""
+    """Show theory, explain one plan, or search."""
     words = arguments.words
     if arguments.html and (arguments.theory or words[:1] == ["explain"]):
         raise ConfigError(f"--html writes what a search finds, and this is none. Type {USAGE.partition(', or')[0]}")
@@ -109,7 +109,7 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
 
 
 def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
-    """Traced where there is a model, else of a typical shape with that many parameters. Raises ConfigError."""
+    """Trace a model where there is one, else take a typical shape of that many parameters. Raises ConfigError."""
     length = None if arguments.seq is None else int(number(arguments.seq, "--seq") or 0)
     if length is not None and length < 2:
         raise ConfigError(f"--seq {arguments.seq}: a sequence has 2 tokens or more.")
@@ -191,5 +191,5 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
 
 
 def _tokenizer(path: str) -> str | None:
-    """bytes for a model that comes without a tokenizer."""
+    """Return the tokenizer to write down: "bytes" for a model that comes without one."""
     return None if Path(path).is_dir() and any(Path(path).glob("tokenizer*")) else "bytes"

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero3d.cli.preflight import check_transformers
-from zero3d.cli.train import check_ranks, named, quiet_libraries
-from zero3d.cli.workers import quiet_environment, ranks_here
+from zero3d.cli.train import check_ranks, config_source, quiet_libraries
+from zero3d.cli.worker import quiet_environment
+from zero3d.cli.workers import ranks_here
 from zero3d.config import load, split_words
 from zero3d.errors import ConfigError
 from zero3d.page.text import columns, count, size
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
+    """Declare the options of the verb."""
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG KEY=VALUE", help="a YAML file (default: the demo), overrides"
     )
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulate, then print."""
     quiet_environment()
     file, overrides = split_words(arguments.words)
-    config = load(named(file, overrides)[1], overrides)
+    config = load(config_source(file, overrides)[1], overrides)
     check_ranks(arguments.ranks)
     check_transformers(config.model)
     quiet_libraries()
@@ -115,15 +116,19 @@ def _peak(rank: RankResult) -> Iterator[str]:
     yield "   " + ", ".join(f"{category} {size(nbytes)}" for nbytes, category in parts)
     rows = [("largest tensors", "", "", "made")]
     rows += [
-        (size(each.nbytes), each.category, f"{each.dtype} {list(each.shape)}", _where(each.made))
-        for each in peak.largest
+        (size(tensor.nbytes), tensor.category, f"{tensor.dtype} {list(tensor.shape)}", _where(tensor.made))
+        for tensor in peak.largest
     ]
     yield from columns(rows, "<<<<")
 
 
 def _where(at: Instant) -> str:
-    place = f" of micro-batch {at.micro_batch}" if at.micro_batch >= 0 else ""
-    return f"{at.phase}{place}{' in ' if at.phase else 'for '}{at.module}" if at.module else f"{at.phase}{place}"
+    micro_batch = f" of micro-batch {at.micro_batch}" if at.micro_batch >= 0 else ""
+    return (
+        f"{at.phase}{micro_batch}{' in ' if at.phase else 'for '}{at.module}"
+        if at.module
+        else f"{at.phase}{micro_batch}"
+    )
 
 
 def _traffic(found: Simulation) -> Iterator[tuple[str, ...]]:

@@ -2,7 +2,7 @@
 
     all_gather       shard -> full, in place when the shard is its slot of the full buffer
     reduce_scatter   full -> shard, summed in rank order
-    all_to_all       full -> everybody's shards, not summed (exact.py)
+    all_to_all       full -> everybody's shards, not summed (zero/exact)
     exchange         a few numbers per rank, all-gathered
     broadcast        rank 0's buffer, at construction
 
@@ -153,7 +153,7 @@ class Comm:
         return local if self.algorithm == "pairwise" and local.itemsize < wire.itemsize else wire
 
     def exchange(self, values: Tensor) -> Tensor:
-        """All-gather a float64 vector [k] into [N, k]; (N-1) k elements per rank."""
+        """All-gather a vector [k] of numbers into [N, k]; (N-1) k elements per rank."""
         if self.size == 1:
             return values[None]
         device = values.device
@@ -266,4 +266,4 @@ def broadcast_ints(comm: Comm, values: list[int]) -> list[int]:
     """Rank 0's list of small integers on every rank (all lists have one length)."""
     buffer = torch.tensor(values, dtype=torch.int64, device=comm.device)
     comm.broadcast(buffer, "-")
-    return [int(value) for value in host_value(buffer, [float(value) for value in values])]
+    return host_value(buffer, values)

@@ -7,8 +7,8 @@
     pp 0    0-1     2-3
     pp 1    4-5     6-7
 
-A column is a replica of the model: all its ranks train on the same part of the batch, 1/DP of it. A
-row holds the same layers; a cell holds the same parameters of them, split over tp.
+A column is a model-parallel group: its ranks hold one copy of the model together and train on the same part of the
+batch, 1/DP of it. A row holds the same layers; a cell holds the same parameters of them, split over tp.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Degrees(NamedTuple):
         size = self[AXES.index(axis)]
         return [self.rank(here._replace(**{axis: position})) for position in range(size)]
 
-    def replica(self, rank: int) -> list[int]:
+    def model_parallel(self, rank: int) -> list[int]:
         """The ranks that train on the same part of the batch as `rank`, in their order."""
         here = self.place(rank)
         return [other for other in range(self.world) if self.place(other).dp == here.dp]
@@ -105,15 +105,15 @@ class Degrees(NamedTuple):
 
 def _does_not_multiply(world: int, given: Mapping[str, int]) -> str:
     """Why not, in terms of what was given, and of dp."""
-    product, replica = prod(given.values()), prod(degree for name, degree in given.items() if name != "dp")
+    product, group = prod(given.values()), prod(degree for name, degree in given.items() if name != "dp")
     ranks = "1 rank" if world == 1 else f"{world} ranks"
     said = f"{ranks} cannot form {' x '.join(f'{name}={degree}' for name, degree in given.items())}"
-    division = f"{world} / {replica} = {world / replica:g}" if replica > 1 else f"{world}"
+    division = f"{world} / {group} = {world / group:g}" if group > 1 else f"{world}"
     if "dp" not in given:
         return (
             f"{said}: dp would be {division}, no whole number. Start a multiple of {product} ranks, or pass degrees "
             f"that divide {world}."
         )
-    if world % replica:
+    if world % group:
         return f"{said} (= {product} ranks), nor with another dp, {division}: start {product} ranks."
     return f"{said} (= {product} ranks): leave dp out and it is {division}, or start {product} ranks."

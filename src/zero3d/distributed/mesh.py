@@ -74,12 +74,12 @@ class Mesh:
         return self.axis("dp" if self.dp == self.world else "world")
 
     @property
-    def replica(self) -> Axis:
-        """The ranks that share one replica of the model with this one: pipeline stages, each with its tp ranks."""
+    def model_parallel(self) -> Axis:
+        """The ranks that hold one copy of the model together with this one: pipeline stages, each with its tp ranks."""
         return self.axis("pp" if self.tp == 1 else "tp" if self.pp == 1 else "replica")
 
     def axis(self, name: str) -> Axis:
-        """One of pp, dp, tp (or world, replica) as this rank sees it; its groups are made on first use."""
+        """Return one of pp, dp, tp, world, replica (the model-parallel group); its groups are made on first use."""
         if name not in self._axes:
             self._axes[name] = axis = self._open(name)
             if axis.size > 1:
@@ -89,7 +89,7 @@ class Mesh:
     def _open(self, name: str) -> Axis:
         if name == "world":
             return Axis(name, self.rank, self.world, dist.group.WORLD, dist.group.WORLD)
-        ranks = self.degrees.replica(self.rank) if name == "replica" else self.degrees.along(name, self.rank)
+        ranks = self.degrees.model_parallel(self.rank) if name == "replica" else self.degrees.along(name, self.rank)
         position = ranks.index(self.rank)
         if len(ranks) == 1:
             return Axis(name, 0, 1)

@@ -13,6 +13,7 @@ A dry run sees all memory here, and no value-dependent branch but through `host_
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 STATES = ("parameters", "gradients", "optimizer", "padding")
 TRANSIENT = ("gathered", "bucket", "wire", "received")
+
+Number = TypeVar("Number", int, float)
 
 
 class Arena:
@@ -99,11 +102,12 @@ class Arena:
         self._peak = dict(self._live)
 
 
-def host_value(values: Tensor, assumed: list[float]) -> list[float]:
+def host_value(values: Tensor, assumed: list[Number]) -> list[Number]:
     """Read a small device vector on the host: the only place that waits for the device.
 
     In a dry run, where values do not exist, `assumed` stands in for them.
     """
     if isinstance(values, FakeTensor):
         return assumed
-    return [float(value) for value in values.tolist()]
+    read: list[Number] = values.tolist()
+    return read

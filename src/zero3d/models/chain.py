@@ -91,6 +91,12 @@ def base_of(model: Any) -> Any:
     return inner.base_model if hasattr(inner, "base_model_prefix") and hasattr(inner, "config") else None
 
 
+def model_of(module: nn.Module) -> nn.Module:
+    """Return the model that a pipeline's chunk was cut from, with its class and methods; any other module itself."""
+    model: nn.Module = vars(module).get("_model", module)
+    return model
+
+
 def block_lists(model: nn.Module, name: str | None) -> list[str]:
     """Return the names of the lists of blocks, or `name` where it is one's: at least one. Raises ConfigError."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))}

@@ -151,7 +151,7 @@ def _pipeline(found: Simulation, chart: Gantt) -> Markup:
         f"pp {stage}": [
             Slot(
                 slot.start / scale, slot.end / scale, KINDS[slot.action.kind],
-                str(slot.action.micro_batch) if named else "", slot.action.part // len(chart.rows) % 2,
+                str(slot.action.micro_batch) if named else "", slot.action.chunk // len(chart.rows) % 2,
             )
             for slot in row if slot.end <= end
         ]

@@ -16,11 +16,15 @@ def columns(rows: Sequence[Sequence[str]], align: str) -> Iterator[str]:
         yield ("   " + "  ".join(cells)).rstrip()
 
 
-def size(nbytes: Fraction | int) -> str:
-    """Decimal GB, MB, kB or B with one digit, as the paper prints them."""
+def size(nbytes: Fraction | int, keep_zero: bool = False) -> str:
+    """Format bytes as decimal GB, MB, kB or B with one digit after the point, as the paper prints them.
+
+    keep_zero  12.0 MB, as figures that change from line to line are printed; else 12 MB
+    """
     for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if nbytes >= scale:
-            return f"{trim(float(nbytes) / scale)} {unit}"
+            value = float(nbytes) / scale
+            return f"{f'{value:.1f}' if keep_zero else trim(value)} {unit}"
     return f"{trim(float(nbytes))} B"
 
 

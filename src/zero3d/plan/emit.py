@@ -60,7 +60,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
     return ParallelPlan(
         degrees.dp, degrees.tp, degrees.pp, config.zero.stage, batch.micro_batch, batch.accumulate,
         config.activations, asked.sequence_parallel and degrees.tp > 1, schedule.name,
-        schedule.parts_per_rank if degrees.pp > 1 else 1, config.precision, config.zero.reduce_dtype,
+        schedule.chunks_per_rank if degrees.pp > 1 else 1, config.precision, config.zero.reduce_dtype,
         config.zero.release, config.zero.reduce, exact=config.zero.exact,
     )  # fmt: skip
 

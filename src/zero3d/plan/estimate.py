@@ -28,7 +28,7 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
     found = profile(system) if isinstance(system, str) else system
     own = found.pace.own
     if own:  # its schedules are torch's: the parts per rank follow
-        plan = replace(plan, virtual=Schedule.of(plan.schedule).parts_per_rank)
+        plan = replace(plan, virtual=Schedule.of(plan.schedule).chunks_per_rank)
     check(model, cluster, plan)
     memory = engine_memory(model, plan, cluster) if own else profile_memory(model, plan, cluster, found)
     seconds = step_seconds(model, plan, cluster, found.pace)

@@ -55,7 +55,7 @@ def _cut(model: ModelSpec, pp: int, name: str) -> list[list[Part]]:
     before, after = ([p for p in model.parts if p.kind == kind] for kind in ("embedding", "head"))
     weights = [Weights(_numel([block]), block.active) for block in blocks]
     costs = chain_costs(_numel(before), weights, _numel(after), TOKENS, model.hidden, model.vocab)
-    counts = cut(costs.blocks, pp * schedule.parts_per_rank, costs.before, costs.after)
+    counts = cut(costs.blocks, pp * schedule.chunks_per_rank, costs.before, costs.after)
     parts, start = [], 0
     for count in counts:
         parts.append(list(blocks[start : start + count]))
@@ -73,7 +73,7 @@ def parts_of_rank(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[i
     parts = pipeline_parts(model, plan)
     if plan.pp == 1:
         return {0: parts[0]}
-    return {number: parts[number] for number in Schedule.of(plan.schedule).parts_of(pp_stage, plan.pp)}
+    return {number: parts[number] for number in Schedule.of(plan.schedule).chunks_of(pp_stage, plan.pp)}
 
 
 class Rank(NamedTuple):

@@ -8,7 +8,7 @@
 
 As the schedules of torch.distributed.pipelining run them (torch 2.13). B is a whole backward, I that of inputs, W that
 of weights: a micro-batch is held until B or W, and after I gradients are held for its W as well. A gradient that was
-sent is held until something tells that it has arrived (answers.py); in gpipe nothing does, in 1f1b the next B.
+sent is held until something tells that it has arrived (acknowledgements.py); in gpipe nothing does, in 1f1b the next B.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from zero3d.pipeline.acknowledgements import Work, answers, work_of
+from zero3d.pipeline.acknowledgements import Work, acknowledgements, work_of
 from zero3d.pipeline.actions import Action
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ParallelPlan
@@ -55,7 +55,7 @@ def moments(plan: ParallelPlan, pp_stage: int) -> tuple[Moment, ...]:
 
 def in_flight(plan: ParallelPlan, pp_stage: int) -> dict[int, int]:
     """The most micro-batches whose activations a rank holds, by pipeline part."""
-    parts = [0] if plan.pp == 1 else Schedule.of(plan.schedule).parts_of(pp_stage, plan.pp)
+    parts = [0] if plan.pp == 1 else Schedule.of(plan.schedule).chunks_of(pp_stage, plan.pp)
     return dict(zip(parts, map(max, zip(*(each.held for each in moments(plan, pp_stage)), strict=True)), strict=True))
 
 
@@ -72,20 +72,20 @@ def _enough(plan: ParallelPlan) -> int:
 @lru_cache(maxsize=4096)
 def _moments(name: str, pp: int, count: int, stage: int) -> tuple[Moment, ...]:
     schedule = Schedule.of(name)
-    parts = schedule.parts_of(stage, pp)
+    parts = schedule.chunks_of(stage, pp)
     sent = _sent(schedule, pp, count, stage)
     done: Counter[tuple[str, int]] = Counter()
     ends = WEIGHTS if schedule.splits_backward else WHOLE
     found: dict[Moment, None] = {}
     turns = range(len(parts))
     for action in _order(name, pp, count, stage):
-        kind, turn = action.kind, parts.index(action.part)
+        kind, turn = action.kind, parts.index(action.chunk)
         done[kind, turn] += 1
         if kind != "F":
             held = tuple(done["F", i] - done[ends, i] + (kind == ends and i == turn) for i in turns)
             waits = tuple(done[INPUTS, i] - done[WEIGHTS, i] - (kind == INPUTS and i == turn) for i in turns)
             waits = waits if schedule.splits_backward else (0,) * len(parts)
-            found[Moment(action.part, kind, held, waits, sent[action], done[kind, turn] == count)] = None
+            found[Moment(action.chunk, kind, held, waits, sent[action], done[kind, turn] == count)] = None
     fullest: dict[tuple[int, str, bool], list[Moment]] = {}
     for each in found:
         rivals = fullest.setdefault((each.part, each.kind, each.final), [])
@@ -103,10 +103,9 @@ def _no_more(one: Moment, other: Moment) -> bool:
 def _sent(schedule: Schedule, pp: int, count: int, stage: int) -> dict[Action, int]:
     """By action of a rank: gradients that may be on their way as it begins."""
     actions = _order(schedule.name, pp, count, stage)
-    owners = [schedule.rank_of(part, pp) for part in range(pp * schedule.parts_per_rank)]
-    near = {(stage - 1) % pp, (stage + 1) % pp}
-    looped = schedule.parts_per_rank > 1
-    over = answers({rank: _order(schedule.name, pp, count, rank) for rank in near}, stage, owners) if looped else {}
+    owners = [schedule.rank_of(part, pp) for part in range(pp * schedule.chunks_per_rank)]
+    near = {(stage - 1) % pp, (stage + 1) % pp} if schedule.chunks_per_rank > 1 else set()
+    over = acknowledgements({rank: _order(schedule.name, pp, count, rank) for rank in near}, stage, owners)
     under_way: Counter[Work] = Counter()
     found = {}
     for action in actions:
@@ -114,7 +113,7 @@ def _sent(schedule: Schedule, pp: int, count: int, stage: int) -> dict[Action, i
         if work is not None:
             del under_way[work]
         found[action] = under_way.total()
-        if work is not None and work.backward and work.part > 0 and owners[work.part - 1] != stage:
+        if work is not None and work.backward and work.chunk > 0 and owners[work.chunk - 1] != stage:
             if schedule.name == "1f1b":  # torch forgets the one before
                 under_way.clear()
             under_way[over.get(work, NEVER)] += 1
@@ -125,7 +124,7 @@ def _sent(schedule: Schedule, pp: int, count: int, stage: int) -> dict[Action, i
 def _order(name: str, pp: int, count: int, stage: int) -> tuple[Action, ...]:
     """What a rank does, in order."""
     schedule = Schedule.of(name)
-    parts = schedule.parts_of(stage, pp)
+    parts = schedule.chunks_of(stage, pp)
     done: Counter[tuple[str, int]] = Counter()
     found = []
     for kind, turn in _zbv(stage, pp, count) if schedule.in_a_v else _in_turn(schedule, stage, pp, count):
@@ -137,7 +136,7 @@ def _order(name: str, pp: int, count: int, stage: int) -> tuple[Action, ...]:
 
 def _in_turn(schedule: Schedule, stage: int, pp: int, count: int) -> Iterator[tuple[str, int]]:
     """(kind, which of the rank's parts) of all schedules but zbv."""
-    own = schedule.parts_per_rank
+    own = schedule.chunks_per_rank
     row, total, behind = count // max(1, count // pp), own * count, pp - 1 - stage
     ahead = {
         "gpipe": total, "1f1b": behind, "interleaved": (own - 1) * row + 2 * behind,

@@ -31,8 +31,8 @@ from zero3d.plan.held import rank_of
 from zero3d.plan.in_flight import INPUTS, WEIGHTS, Moment, moments
 from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import States, policies, states
-from zero3d.plan.windows import WINDOW, Windows, backwards
-from zero3d.zero.stages import WIDTHS
+from zero3d.plan.windows import Windows, backwards
+from zero3d.zero.stages import WIDTHS, WINDOW
 
 RESERVED = constant("zero3d", "reserved")
 NORM = constant("zero3d", "norm")

@@ -141,7 +141,7 @@ def _groups(model: ModelSpec, cluster: ClusterSpec, asked: Asked, account: _Acco
             for schedule in PIPELINES if pp > 1 else ("1f1b",):
                 for activations in ACTIVATIONS:
                     for sequence_parallel in (False, True) if tp > 1 and model.length % tp == 0 else (False,):
-                        virtual = Schedule.of(schedule).parts_per_rank
+                        virtual = Schedule.of(schedule).chunks_per_rank
                         plan = ParallelPlan(
                             dp, tp, pp, stage, activations=activations, sequence_parallel=sequence_parallel,
                             schedule=schedule, virtual=virtual,

@@ -38,8 +38,8 @@ def _of_rank(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, floa
         found["all_reduce tp"] = plan.accumulate * width * tokens * model.hidden * _reductions(model, plan, stage)
     if plan.pp > 1:
         schedule = Schedule.of(plan.schedule)
-        cuts = [[(tokens * model.hidden, width)]] * (plan.pp * schedule.parts_per_rank - 1)
-        moved = pipeline_traffic(schedule.parts_of(stage, plan.pp), plan.accumulate, cuts)
+        cuts = [[(tokens * model.hidden, width)]] * (plan.pp * schedule.chunks_per_rank - 1)
+        moved = pipeline_traffic(schedule.chunks_of(stage, plan.pp), plan.accumulate, cuts)
         found["send pp"] = float(sum(each.bytes for each in moved.values()))
     return found
 

@@ -5,7 +5,7 @@
                reduced, of those that are reduced last (root and tied units)
     wire       WINDOW reductions: the gradients as they travel, if that is another dtype, and the shard that arrives
 
-The order is that of the second micro-batch on: head, last block, .. first block. `zero/prefetch.py` has the engine's.
+The order is that of the second micro-batch on: head, last block, .. first block. `zero/gathers.py` has the engine's.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import NamedTuple
 from zero3d.plan.held import Held, rank_of
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.plan.states import WIDE, alike, policies
-from zero3d.zero.stages import WIDTHS
+from zero3d.zero.stages import WIDTHS, WINDOW
 
-WINDOW = 2  # zero/prefetch.py's
 ROOT = "root"
 
 

@@ -24,7 +24,7 @@ def chrome_trace(found: Simulation) -> dict[str, Any]:
         for row, intervals in enumerate(chart.rows):
             events.append(_name("thread_name", PIPELINE, row, f"pp {row}"))
             events += [
-                {"name": f"{i.action.kind} {i.action.micro_batch} (part {i.action.part})", "ph": "X", "pid": PIPELINE,
+                {"name": f"{i.action.kind} {i.action.micro_batch} (part {i.action.chunk})", "ph": "X", "pid": PIPELINE,
                  "tid": row, "ts": i.start // scale, "dur": (i.end - i.start) // scale}
                 for i in intervals
             ]  # fmt: skip

@@ -30,7 +30,7 @@ from zero3d.models.masking import forward_options, inner_model
 from zero3d.models.placeholders import Placeholder, first_argument
 from zero3d.nested import tensors_out
 from zero3d.precision import at_least_fp32
-from zero3d.setup.build import next_token_loss
+from zero3d.setup.losses import next_token_loss
 from zero3d.sim.live import Live
 from zero3d.sim.patches import without_values
 from zero3d.sim.pretend import Silent, fake_like

@@ -36,8 +36,8 @@ def gantt(found: Simulation) -> Gantt | None:
         return None
     order = {stage: [Action(did.kind, did.part, did.micro_batch) for did in row] for stage, row in enumerate(orders)}
     costs = _flops(found)
-    known = costs.keys() >= {(action.kind, action.part) for row in order.values() for action in row}
-    rows = intervals(order, lambda a: costs[a.kind, a.part] if known else COSTS[a.kind])
+    known = costs.keys() >= {(action.kind, action.chunk) for row in order.values() for action in row}
+    rows = intervals(order, lambda a: costs[a.kind, a.chunk] if known else COSTS[a.kind])
     span = max(row[-1].end for row in rows.values())
     return Gantt(tuple(tuple(rows[stage]) for stage in sorted(rows)), "FLOPs" if known else "forwards", span)
 

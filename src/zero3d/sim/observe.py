@@ -68,7 +68,7 @@ class Observed:
         """The dp ranks that update parts of the same units as rank `dp`: of others, shards are all padding."""
         units = [unit for unit in self.engine.units if unit.grads is not None and not unit.weights.updates_all]
         mine = [bool(unit.layout.pieces(dp)) for unit in units]
-        ranks = range(self.engine.comm.size)
+        ranks = range(self.engine.dp.size)
         return tuple(rank for rank in ranks if [bool(unit.layout.pieces(rank)) for unit in units] == mine)
 
 
@@ -116,7 +116,7 @@ def _empty_step(engine: Engine) -> None:
     """A step over no micro-batch, all gradients zero. The order in which they will be reduced is the engine's own."""
     engine.reductions.due = True
     engine.reductions.flush()
-    engine.boundary.finish(1, [0.0])
+    engine.accumulation.finish(1, [0.0])
     engine.last_step = engine.step()
     engine.reductions.adopted = True
 

@@ -20,7 +20,7 @@ def orders(engine: Engine, schedule: str, micro_batches: int) -> tuple[tuple[Did
     if schedule in ("gpipe", "1f1b"):
         ahead = [micro_batches if schedule == "gpipe" else stages - 1 - stage for stage in range(stages)]
         return tuple(one_part(stage, ahead[stage], micro_batches) for stage in range(stages))
-    plan = engine.pipeline.torch_plan(micro_batches)
+    plan = engine.pipeline.planned_order(micro_batches)
     return tuple(tuple(Did(*action) for action in plan[stage]) for stage in range(stages))
 
 

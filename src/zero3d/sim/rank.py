@@ -30,13 +30,14 @@ from zero3d.models.masking import check_packing, forward_options
 from zero3d.models.open import Opened, open_model
 from zero3d.pipeline.schedules import Schedule
 from zero3d.precision import DTYPES
-from zero3d.setup.build import build_engine, of_config
+from zero3d.setup.build import build_engine
+from zero3d.setup.model_config import config_number
 from zero3d.shards.boxes import Box
 from zero3d.sim.group import fake_group
 from zero3d.sim.observe import Observed, blank_batches, observe
 from zero3d.sim.orders import orders
 from zero3d.sim.patches import standing_in
-from zero3d.sim.peers import norms_of_replica, told
+from zero3d.sim.peers import AbsentPeers, norms_of_group
 from zero3d.sim.repeats import enough, sent_by_all, work_of_all
 from zero3d.sim.replay import peak_of, timeline_of
 from zero3d.sim.request import Request
@@ -72,21 +73,24 @@ def dry_run(config: Config, rank: int, world: int, backend: str = "nccl", whole:
 def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> Observed:
     batch = resolve_batch(config.train, mesh.dp)
     opened = open_without_weights(config)
-    check_length(config.data.length, of_config(opened.module, "max_position_embeddings"))
+    check_length(config.data.length, config_number(opened.module, "max_position_embeddings"))
     if config.data.packing:
         check_packing(opened.module, batch.micro_batch)
     options = forward_options(opened.module)
     shape = (batch.micro_batch, config.data.length)
     plain = replace(config, train=replace(config.train, compile=False))
 
-    rows, me = norms_of_replica(config, mesh, opened.module), mesh.place.pp * mesh.tp + mesh.place.tp
-    with told(rows, me), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    rows, me = norms_of_group(config, mesh, opened.module), mesh.place.pp * mesh.tp + mesh.place.tp
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         _forget_buffers(opened.module, fake)
         held = [opened]
         del opened  # of a pipeline's model, what is not on this rank
 
         def build() -> Engine:
-            return build_engine(plain, held.pop(), mesh, batch.accumulate, config.train.steps or STEPS)
+            engine = build_engine(plain, held.pop(), mesh, batch.accumulate, config.train.steps or STEPS)
+            if rows:
+                engine.model_group.peers = AbsentPeers(engine.model_group.peers, rows, me)
+            return engine
 
         def give() -> list[dict[str, Any]]:
             return blank_batches(batch.accumulate, shape, config.data.packing, options)

@@ -25,7 +25,7 @@ from zero3d.errors import ConfigError
 from zero3d.models.open import open_model
 from zero3d.pipeline.split import active_weights
 from zero3d.plan.spec import Instant, ModelSpec, Operations, Part
-from zero3d.setup.build import of_config
+from zero3d.setup.model_config import config_number
 from zero3d.shards.cuts import Cut
 from zero3d.sim.figures import EMBEDDING, HEAD, Curve, Figures, kinds_of, measure, reduce_model
 from zero3d.sim.units import Rooms, config_of, find_cuts, find_rooms, units_by_part
@@ -104,7 +104,7 @@ def open_spec(
     (ConfigError).
     """
     model = open_model(Model(path=path, init="random", attn=attn)).module
-    positions = of_config(model, "max_position_embeddings")
+    positions = config_number(model, "max_position_embeddings")
     length = min(MOST, positions or MOST) if length is None else length
     if positions is not None and length > positions:
         raise ConfigError(

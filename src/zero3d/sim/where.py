@@ -58,8 +58,8 @@ class Where:
     def follow(self, engine: Engine) -> None:
         """The engine is there; before, all is nowhere."""
         self._engine = engine
-        self._names = {module: name for part in engine.parts.values() for name, module in part.named_modules()}
-        self._roots = set(engine.parts.values())
+        self._names = {module: name for chunk in engine.chunks.values() for name, module in chunk.named_modules()}
+        self._roots = set(engine.chunks.values())
 
     @property
     def action(self) -> Action | None:

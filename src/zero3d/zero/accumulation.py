@@ -24,7 +24,7 @@ class Driven:
     last: bool | None = None
 
 
-class Boundary:
+class Accumulation:
     """Progress of the current step on this rank.
 
     count    micro-batches so far

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from zero3d.distributed.collectives import Comm
 from zero3d.zero.layout import CANONICAL
-from zero3d.zero.model_group import Replica
+from zero3d.zero.model_group import ModelGroup
 from zero3d.zero.optimizer import ShardedOptimizer
 
 
-def fingerprint(optimizer: ShardedOptimizer, comm: Comm, replica: Replica) -> str:
+def fingerprint(optimizer: ShardedOptimizer, comm: Comm, model_group: ModelGroup) -> str:
     """SHA-256 of masters and optimizer states, segment by segment, in 16 digits; reads this rank's part of them.
 
     32 bytes per segment to every rank.
@@ -26,14 +26,14 @@ def fingerprint(optimizer: ShardedOptimizer, comm: Comm, replica: Replica) -> st
         states = optimizer.torch.state.get(master, {})
         flat = {"": master} | {key: value for key, value in states.items() if isinstance(value, Tensor)}
         start = layout.slots[piece.slot].start + piece.start - comm.rank * layout.shard
-        for segment, low, high in layout.segments(start, master.numel()):
+        for segment, low, high in layout.grid_cells(start, master.numel()):
             if 0 <= segment < own:
                 for key, value in sorted(flat.items()):
                     values = value[low:high] if value.dim() else value[None]
                     mine[segment].update(f"{owned.name} {key}".encode())
                     mine[segment].update(values.detach().cpu().contiguous().view(torch.uint8).numpy())
     over_dp = hashlib.sha256(_bytes(comm.exchange(_numbers(b"".join(each.digest() for each in mine), comm))))
-    return hashlib.sha256(_bytes(replica.exchange(_numbers(over_dp.digest(), comm)))).hexdigest()[:16]
+    return hashlib.sha256(_bytes(model_group.exchange(_numbers(over_dp.digest(), comm)))).hexdigest()[:16]
 
 
 def _numbers(raw: bytes, comm: Comm) -> Tensor:

@@ -25,7 +25,7 @@ from zero3d.errors import NonFiniteError, Zero3dError
 from zero3d.memory.arena import host_value
 from zero3d.precision import NAMES, LossScale
 from zero3d.zero.optimizer import APPLIED, OVERFLOW
-from zero3d.zero.prefetch import Reductions
+from zero3d.zero.reductions import Reductions
 from zero3d.zero.unit import Unit
 
 MANY = 5  # non-finite steps in a row after which a loop of somebody's own is warned
@@ -107,7 +107,7 @@ class Health:
                 f"{MANY} steps in a row were skipped because the gradient norm was not finite. If the loss is "
                 "NaN from the start at stage 3, a parameter is used outside its module's forward: see "
                 "engine.full_params().",
-                stacklevel=4,
+                stacklevel=5,  # the caller of engine.step
             )
 
     def is_last(self, most: int) -> bool:
@@ -169,8 +169,8 @@ def _bad_weights(unit: Unit, rank: int) -> list[str]:
     pieces = unit.weights.update_pieces(rank)
     if not pieces:
         return []
-    held = unit.weights.held
-    finite = torch.stack([is_finite(held[p.offset : p.offset + p.stop - p.start]) for p in pieces])
+    values = unit.weights.shard_or_full
+    finite = torch.stack([is_finite(values[p.offset : p.offset + p.stop - p.start]) for p in pieces])
     flags = host_value(finite.double(), [1.0] * len(pieces))
     names = [unit.layout.slots[piece.slot].name for piece in pieces]
     return [

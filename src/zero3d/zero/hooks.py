@@ -34,7 +34,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from zero3d.nested import map_tensors, tensors_in, tensors_out
-from zero3d.zero.prefetch import ROOT_TURN, STEP, TURN, Gathers, Reductions
+from zero3d.zero.gathers import STEP, Gathers
+from zero3d.zero.reductions import Reductions
+from zero3d.zero.traffic import ROOT_TURN, TURN
 from zero3d.zero.unit import Unit
 
 KEEP = "keep"  # gathered without grad: stays until the next forward with grad, step or load

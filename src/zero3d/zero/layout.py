@@ -94,7 +94,7 @@ class UnitLayout:
                 pieces.append(Piece(index, start - slot.start, stop - slot.start, start - low))
         return pieces
 
-    def segments(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
+    def grid_cells(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
         """Of a flat range, the parts in the C segments of equal length: (segment, first, stop), from its start."""
         length = self.total // lcm(CANONICAL, self.n)
         for segment in range(start // length, -(-(start + numel) // length)):

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -27,15 +28,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm, Pending, same_memory
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena, host_value
 from zero3d.zero.layout import Piece
-from zero3d.zero.model_group import Replica
+from zero3d.zero.model_group import NONE, ModelGroup, Norms, PieceNorm
 from zero3d.zero.param_groups import NOT_ELEMENTWISE, refuse_kind
-from zero3d.zero.prefetch import WINDOW
+from zero3d.zero.stages import WINDOW
 from zero3d.zero.unit import Unit
 
+NO_NORM = -1.0  # no norm is negative
 APPLIED, OVERFLOW, NO_TARGETS, NOT_DUE = "applied", "overflow", "no targets", "not due"
 
 
@@ -64,7 +67,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OwnedPiece:
+class MasterPiece:
     """A parameter's part that this rank updates: `master` and all its states are 1-D views."""
 
     unit: Unit
@@ -92,10 +95,10 @@ class ShardedOptimizer:
         comm: Comm,
         arena: Arena,
         clip_norm: float | None,
-        replica: Replica,
+        model_group: ModelGroup,
     ) -> None:
         self._units = [unit for unit in units if unit.grads is not None]
-        self._comm, self._arena, self._clip, self._replica = comm, arena, clip_norm, replica
+        self._comm, self._arena, self._clip, self._model_group = comm, arena, clip_norm, model_group
         self.pieces = sorted(self._own(order), key=lambda piece: piece.order)
         self._names = {place: name for name, place in reversed(order.items())}
         self._flat: dict[tuple[str, str], Tensor] = {}
@@ -104,13 +107,13 @@ class ShardedOptimizer:
             refuse_kind(self.torch)
         self._prefill()
 
-    def _own(self, order: dict[str, int]) -> Iterator[OwnedPiece]:
+    def _own(self, order: dict[str, int]) -> Iterator[MasterPiece]:
         for unit in self._units:
             master = unit.weights.master
             for piece in unit.weights.update_pieces(self._comm.rank):
                 slot = unit.layout.slots[piece.slot]
                 view = master[piece.offset : piece.offset + piece.stop - piece.start]
-                yield OwnedPiece(unit, slot.name, slot.shape, order[slot.name], slot.group, piece, view)
+                yield MasterPiece(unit, slot.name, slot.shape, order[slot.name], slot.group, piece, view)
 
     # --- states ---------------------------------------------------------------------------------
 
@@ -130,7 +133,7 @@ class ShardedOptimizer:
                 "exp_avg_sq": self.state_view(owned, "exp_avg_sq", owned.master.dtype),
             }
 
-    def state_view(self, owned: OwnedPiece, key: str, dtype: torch.dtype) -> Tensor:
+    def state_view(self, owned: MasterPiece, key: str, dtype: torch.dtype) -> Tensor:
         """The piece's part of the unit's flat buffer for this state; made on first use."""
         master = owned.unit.weights.master
         if (owned.unit.name, key) not in self._flat:
@@ -152,7 +155,7 @@ class ShardedOptimizer:
     def state_bytes(self, unit: Unit) -> int:
         """Optimizer bytes per parameter of a unit: its master (when that is a copy) and its states."""
         weights = unit.weights
-        copy = 0 if weights.master is weights.held else weights.master.dtype.itemsize
+        copy = 0 if weights.master is weights.shard_or_full else weights.master.dtype.itemsize
         return copy + sum(flat.dtype.itemsize for (name, _), flat in self._flat.items() if name == unit.name)
 
     # --- the step -------------------------------------------------------------------------------
@@ -163,34 +166,40 @@ class ShardedOptimizer:
         Raises OrderError before the update when ranks used units in different orders.
         """
         total, ordered = self._exchange(weight)
-        self._replica.sum_ties()
-        self._replica.sum_partial((owned.name, grad) for owned, grad in self.shard_grads())
+        self._model_group.sum_ties()
+        self._model_group.sum_partial((owned.name, grad) for owned, grad in self.shard_grads())
         shards = [unit.gradients.shard for unit in self._units]
         multiply(shards, 1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0)
-        norm = self._norm()
+        norms = self._norms()
+        norm, even = self._over_dp(norms)
         clip = torch.clamp(self._clip / (norm + 1e-6), max=1.0) if self._clip is not None else torch.ones_like(norm)
         seen = torch.stack(
             [
                 norm.double(),
                 torch.as_tensor(total, dtype=torch.float64, device=norm.device),
                 ordered.to(norm.device),
+                even.double(),
                 clip.double(),
             ]
         )
-        host_norm, host_total, in_order, host_clip = host_value(seen, [1.0, 1.0, 1.0, 1.0])
+        host_norm, host_total, in_order, all_even, host_clip = host_value(seen, [1.0] * 5)
         if not in_order:
             raise self._comm.order_error()
-        if host_norm < 0:
-            raise self._uneven(int(-1 - host_norm))
+        if not all_even:
+            agree(self._comm, partial(self._check_even, norms.uneven))
         reason = NO_TARGETS if not host_total else APPLIED if isfinite(host_norm) else OVERFLOW
         if reason == APPLIED:
             multiply(shards, clip if host_clip != 1.0 else 1.0)
             self._update()
         return Outcome(reason, norm)
 
-    def _uneven(self, place: int) -> ConfigError:
+    def _check_even(self, uneven: Tensor) -> None:
+        """Raise ConfigError where the tp ranks of this model-parallel group differ on a parameter's norm."""
+        place = host_value(uneven[None], [NONE])[0]
+        if place == NONE:
+            return
         name = self._names[place]
-        return ConfigError(
+        raise ConfigError(
             f"{name} is whole on all tp ranks, and its gradients there differ: the model uses it, or what it gives, on "
             "what each rank has for itself, between colwise and rowwise matrices. If it is used there itself, add "
             f"{name.rpartition('.')[0] or name!r}: 'replicated_with_grad_allreduce' to the tensor-parallel plan; else "
@@ -199,17 +208,17 @@ class ShardedOptimizer:
 
     def _exchange(self, weight: float | Tensor) -> tuple[float | Tensor, Tensor]:
         """Sum of weights over ranks, and whether all ranks used units in one order (1.0 or 0.0)."""
-        if self._comm.size == 1 and self._replica.alone:
+        if self._comm.size == 1 and self._model_group.alone:
             return weight, torch.ones((), dtype=torch.float64)
         mine = torch.empty(3, dtype=torch.float64, device=self._arena.device)
         mine[0] = weight
         mine[1:] = torch.tensor(self._comm.order_values(), dtype=torch.float64)
         seen = self._comm.exchange(mine)
         differ = (seen[:, 1:] != seen[0, 1:]).any()
-        rows = self._replica.exchange(torch.stack([seen[:, 0].sum(), differ.double()]))
-        return self._replica.count_once(rows)[:, 0].sum(), (rows[:, 1].sum() == 0).double()
+        rows = self._model_group.exchange(torch.stack([seen[:, 0].sum(), differ.double()]))
+        return self._model_group.count_once(rows)[:, 0].sum(), (rows[:, 1].sum() == 0).double()
 
-    def shard_grads(self) -> Iterator[tuple[OwnedPiece, Tensor]]:
+    def shard_grads(self) -> Iterator[tuple[MasterPiece, Tensor]]:
         """This rank's pieces of the reduced gradients, in model order (also at stage 0)."""
         parts = []
         owner = {(p.unit.name, p.name): p for p in self.pieces}
@@ -219,17 +228,26 @@ class ShardedOptimizer:
                 parts.append((owned, unit.gradients.shard[piece.offset : piece.offset + piece.stop - piece.start]))
         yield from sorted(parts, key=lambda part: part[0].order)
 
-    def _norm(self) -> Tensor:
-        """Global gradient norm, the same on all ranks, stages and pipelines; -1 - k: tp ranks differ on parameter k."""
-        grads = ((o, g) for o, g in self.shard_grads() if o.unit not in self._replica.copies)
-        parts = [(o.order, o.name, torch.linalg.vector_norm(g)) for o, g in grads]
-        wide = self._units[0].weights.master.dtype if self._units else torch.float32
-        partial = self._replica.norm(parts, wide)
-        if self._comm.size == 1:
-            return partial
-        partials = self._comm.exchange(partial.double()[None])[:, 0].to(wide)
-        norm: Tensor = torch.linalg.vector_norm(partials)
-        return torch.where(partials.amin() < 0, partials.amin(), norm)
+    @property
+    def _wide(self) -> torch.dtype:
+        """The dtype of masters, and so of norms."""
+        return self._units[0].weights.master.dtype if self._units else torch.float32
+
+    def _norms(self) -> Norms:
+        """Return the norm of this dp rank's shards, over its model-parallel group."""
+        grads = ((o, g) for o, g in self.shard_grads() if o.unit not in self._model_group.copies)
+        pieces = [PieceNorm(0, o.order, o.name, torch.linalg.vector_norm(g)) for o, g in grads]
+        return self._model_group.norms(pieces, 1, self._wide)
+
+    def _over_dp(self, norms: Norms) -> tuple[Tensor, Tensor]:
+        """Combine the norms of all dp ranks: the global norm, equal everywhere, and whether every group's are even.
+
+        A rank that has no norm, since its group's are uneven, sends NO_NORM.
+        """
+        even = norms.uneven == NONE
+        partials = self._comm.exchange(torch.where(even, norms.values, NO_NORM).double()).flatten().to(self._wide)
+        norm: Tensor = partials[0] if len(partials) == 1 else torch.linalg.vector_norm(partials)
+        return norm, (partials != NO_NORM).all()
 
     def _update(self) -> None:
         updates_all = any(unit.weights.updates_all for unit in self._units)

@@ -42,6 +42,7 @@ STAGES = (
 
 RELEASES = ("auto", "every_use", "every_step")
 REDUCES = ("auto", "every_micro_batch", "every_step")
+WINDOW = 2  # gathers that run ahead of their use, and reductions in flight: both cost a unit's memory
 
 
 def stage_row(number: int) -> Stage:
@@ -133,7 +134,7 @@ def engine_bytes(
 
     `optimizer` replaces k for optimizers other than Adam (master included).
     Local gradients stay in the compute dtype when accumulate is 1, because their cast at the
-    reduction is exact; accumulated ones are kept in the reduced dtype. `exact` keeps sums of leaves instead.
+    reduction is exact; accumulated ones are kept in the reduced dtype. `exact` keeps sums of summands instead.
     """
     row = stage_row(stage)
     release, reduce = resolve_policies(row, release, reduce)
@@ -155,12 +156,12 @@ def engine_bytes(
     return StateBytes(parameters, gradients, k * (share if row.shards_optimizer else Fraction(1)))
 
 
-def counter_buffers(leaves: int) -> int:
-    """Sums in halves that wait for their other half while so many leaves come in turn: ones of a binary counter."""
-    return (leaves + 1).bit_length() - 1
+def counter_buffers(summands: int) -> int:
+    """Sums in halves that wait for their other half while so many summands come in turn: ones of a binary counter."""
+    return (summands + 1).bit_length() - 1
 
 
 def frozen_bytes(stage: int, n: int, weight: int, release: str = "auto") -> StateBytes:
-    """Bytes per *frozen* parameter: its weight, a shard of it at stage 3 unless held for a whole step."""
+    """Bytes per *frozen* parameter: its weight, a shard of it at stage 3 unless kept gathered for a whole step."""
     sharded = stage_row(stage).shards_parameters and release != "every_step"
     return NO_BYTES._replace(parameters=Fraction(weight, n) if sharded else Fraction(weight))

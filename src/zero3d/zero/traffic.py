@@ -14,6 +14,8 @@ from typing import NamedTuple
 from zero3d.zero.layout import CANONICAL
 from zero3d.zero.stages import resolve_policies, stage_row
 
+TURN, ROOT_TURN = "turn", "root turn"  # tokens that the units used last in a forward, and the root, keep
+
 
 def traffic_elements(stage: int, params: int, n: int, micro_batches: int = 1) -> dict[str, Fraction]:
     """Elements one rank sends (and receives) per step by the paper's section 7, by operation.
@@ -42,12 +44,12 @@ def count_gathers(events: Iterable[TokenEvent]) -> Counter[str]:
     users: dict[str, set[object]] = {}
     gathers: Counter[str] = Counter()
     for unit, token, acquire in events:
-        held = users.setdefault(unit, set())
+        holders = users.setdefault(unit, set())
         if acquire:
-            gathers[unit] += not held
-            held.add(token)
+            gathers[unit] += not holders
+            holders.add(token)
         else:
-            held.discard(token)
+            holders.discard(token)
     return gathers
 
 
@@ -63,12 +65,12 @@ def token_order(forward: Sequence[str], root: str | None = None, no_backward: It
 
 def forward_tokens(forward: Sequence[str], root: str | None) -> list[TokenEvent]:
     """The tokens of a forward: what it used last, and the root unit, keep one."""
-    events = [TokenEvent(root, "root turn", True)] if root else []
+    events = [TokenEvent(root, ROOT_TURN, True)] if root else []
     turn: str | None = None
     for i, unit in enumerate(forward):
         if turn not in (None, unit):
-            events.append(TokenEvent(str(turn), "turn", False))
-        events += [TokenEvent(unit, ("forward", i), True), TokenEvent(unit, "turn", True)]
+            events.append(TokenEvent(str(turn), TURN, False))
+        events += [TokenEvent(unit, ("forward", i), True), TokenEvent(unit, TURN, True)]
         events.append(TokenEvent(unit, ("forward", i), False))
         turn = unit
     return events
