@@ -50,9 +50,9 @@ class UncutModel:
 def find_regions(uncut: UncutModel, size: int) -> list[Region]:
     """Return all regions of one micro-batch's forward and backward on one of `size` ranks, in module order."""
     blocks = list(cut_blocks(uncut.model, list(uncut.styles))) if uncut.sequence else []
-    forward = [*_of_sequence(blocks, uncut), *_of_styles(uncut, size, blocks)]
+    regions = [*_of_sequence(blocks, uncut), *_of_styles(uncut, size, blocks)]
     has_gradient = _gradients(uncut)
-    regions = [r if has_gradient(r.name) else r._replace(backward="") for r in forward]
+    regions = [r if has_gradient(r.name) else r._replace(backward="") for r in regions]
     again = _recomputed(uncut.model, regions)
     return [r._replace(again=r.name in again) for r in regions]
 
@@ -63,17 +63,18 @@ def warn_across_hosts(degrees: Degrees, local: int | None, regions: list[Region]
     if local is None or local % tp == 0:
         return
     inside = gcd(tp, local)
-    sent = sum(moved.bytes for moved in tensor_traffic(regions, tp, 1, tp, width).values()) // tp
+    nbytes = sum(moved.bytes for moved in tensor_traffic(regions, tp, 1, tp, width).values()) // tp
     warnings.warn(
         f"mesh.tp={tp} on hosts of {local} ranks: a layer's all-reduces, 2 forward and 2 backward, cross hosts, and "
-        f"computation waits for each ({sent:,} bytes per token from this rank for all layers it has). Type "
+        f"computation waits for each ({nbytes:,} bytes per token from this rank for all layers it has). Type "
         f"mesh.tp={inside} mesh.pp={degrees.pp * tp // inside}: a pipeline sends a hidden state once per stage.",
         stacklevel=4,
     )
 
 
 def _of_styles(uncut: UncutModel, size: int, blocks: list[str]) -> Iterator[Region]:
-    copied: str | None = None  # the module whose matrices have their input
+    """Yield the regions of all styles, with the collectives they do if their inputs have gradients."""
+    copied: str | None = None  # the module whose matrices' input is copied in already
     for name, style in uncut.styles.items():
         kind, parent = style.kind, name.rpartition(".")[0]
         module = _get(uncut.model, name)
@@ -100,6 +101,7 @@ def _of_styles(uncut: UncutModel, size: int, blocks: list[str]) -> Iterator[Regi
 
 
 def _reduced(uncut: UncutModel, name: str, kind: str, module: nn.Module, sliced: bool) -> Iterator[Region]:
+    """Yield the regions of a module whose output is reduced, and of its inputs where it copies or scatters these."""
     if isinstance(module, nn.Embedding):
         yield Region(name, "all_reduce", "", module.embedding_dim)
         return
