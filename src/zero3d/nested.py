@@ -37,19 +37,12 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(value)
     if isinstance(value, Mapping):
         items = {key: map_tensors(item, change) for key, item in value.items()}
-        if all(items[key] is value[key] for key in items):
-            return value
-        if type(value) is dict:
-            return items
-        changed: Any = copy.copy(value)
-        for key, item in items.items():
-            changed[key] = item
-        return changed
+        return value if all(items[key] is value[key] for key in items) else _mapping_like(value, items)
     if isinstance(value, (list, tuple)):
         parts = [map_tensors(item, change) for item in value]
         if all(new is old for new, old in zip(parts, value, strict=True)):
             return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return _sequence_like(value, parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         old = {part.name: getattr(value, part.name) for part in dataclasses.fields(value) if part.init}
         new = {key: map_tensors(item, change) for key, item in old.items()}
@@ -60,14 +53,22 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def own_containers(value: Any) -> Any:
     """The same tensors in mappings and lists of the caller's own: what somebody puts into the others stays there."""
     if isinstance(value, MutableMapping):
-        items = {key: own_containers(item) for key, item in value.items()}
-        if type(value) is dict:
-            return items
-        copied: Any = copy.copy(value)
-        for key, item in items.items():
-            copied[key] = item
-        return copied
+        return _mapping_like(value, {key: own_containers(item) for key, item in value.items()})
     if isinstance(value, (list, tuple)):
-        parts = [own_containers(item) for item in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return _sequence_like(value, [own_containers(item) for item in value])
     return value
+
+
+def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return a mapping of the class of `value` with other items; one that is no dict is copied first."""
+    if type(value) is dict:
+        return items
+    copied: Any = copy.copy(value)
+    for key, item in items.items():
+        copied[key] = item
+    return copied
+
+
+def _sequence_like(value: Any, parts: list[Any]) -> Any:
+    """Return a list, tuple or named tuple of the class of `value` with other items."""
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

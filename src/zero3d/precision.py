@@ -130,13 +130,8 @@ class LossScale:
 
     def state(self) -> dict[str, float]:
         """JSON-able state for a checkpoint."""
-        return {
-            "dynamic": self.dynamic,
-            "value": self.value,
-            "patience": self._patience,
-            "steps": self._steps,
-            "last_overflow": self._last_overflow,
-        }
+        state = {"dynamic": self.dynamic, "value": self.value, "patience": self._patience}
+        return state | {"steps": self._steps, "last_overflow": self._last_overflow}
 
     def restore(self, state: dict[str, float]) -> None:
         """Continue from `state()`; a scale means nothing to a precision without one, and the other way round."""

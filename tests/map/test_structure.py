@@ -165,7 +165,7 @@ def test_there_is_one_reduce_scatter_call_site():
         if isinstance(node, ast.Call) and "_reduce_scatter" in (ast.unparse(node.func), *map(ast.unparse, node.args))
     ]
     assert len(calls) == 1, calls
-    assert calls[0].startswith("distributed.collectives")
+    assert calls[0].startswith("distributed.algorithms")
 
 
 def test_only_few_modules_read_the_environment():

@@ -12,6 +12,7 @@ from tensors import LAYERS, axis, cut_model, ids, logical_gradients, one_process
 from test_stages import LiftCasts
 from torch.nn import functional as F
 
+from zero3d.distributed.algorithms import Native, Pairwise
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.tensor_parallel.channel import Channel
@@ -258,7 +259,7 @@ def sums(numel, native):
     rank, size = dist.get_rank(), dist.get_world_size()
     ledger = Ledger()
     channel = Channel(axis(), ledger)
-    channel._pairwise = not native
+    channel._algorithm = (Native if native else Pairwise)(channel.axis, None)
     t = torch.randn(numel, 3, generator=torch.Generator().manual_seed(rank))
     summed = channel.all_reduce(t, "m")
     rows = t[: numel // size * size]

@@ -9,6 +9,7 @@ from models import batch, build, loss_of
 
 import zero3d
 from zero3d.distributed import collectives
+from zero3d.distributed.algorithms import Native, Pairwise
 from zero3d.distributed.ledger import Ledger
 from zero3d.memory.arena import Arena
 
@@ -26,7 +27,7 @@ def reduced(algorithm):
     """(local dtype, wire dtype, in place) -> this rank's shard after every micro-batch; what is left in the arena."""
     arena, mesh = Arena(torch.device("cpu")), zero3d.Mesh()
     comm, found = zero3d.distributed.collectives.Comm(mesh.data, arena, Ledger()), {}
-    comm.algorithm = algorithm
+    comm._algorithm = {"pairwise": Pairwise, "native": Native}[algorithm](mesh.data, arena)
     total = SHARD * comm.size
     for local, wire, in_place in product((torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16), (0, 1)):
         if in_place and local != torch.float32:

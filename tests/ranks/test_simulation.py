@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zero3d.config import load, to_dict
+from zero3d.distributed.algorithms import _all_gather as ALL_GATHER
 
 FOUR_BLOCKS = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
@@ -31,7 +32,7 @@ def real(tree):
     opened = open_model(config.model, config.seed)
     options, held = forward_options(opened.module), [opened]
     del opened  # it keeps the last weights that it made
-    with patch("zero3d.distributed.collectives.gather_into", gather_copies):
+    with patch("zero3d.distributed.algorithms._all_gather", gather_copies):
         seen = observe(
             lambda: build_engine(config, held.pop(), mesh, batch.accumulate, 5),
             lambda: blank_batches(batch.accumulate, (batch.micro_batch, config.data.length), False, options),
@@ -51,12 +52,10 @@ def dry(tree, rank):
 
 def gather_copies(full, shard, group, async_op=False):
     """Each of gloo's threads holds what it worked on until its next work, so it gets tensors of its own, unseen."""
-    from zero3d.distributed.collectives import _all_gather
-
     assert not async_op
     with _disable_current_modes():
         own = torch.empty_like(full)
-        _all_gather(own, shard.clone(), group=group)
+        ALL_GATHER(own, shard.clone(), group=group)
         full.copy_(own)
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,35 +57,33 @@ class Axis:
             raise lost from error
 
 
-def swap(
-    axis: Axis, group: dist.ProcessGroup | None, op: str, unit: str, sends: list[Tensor], receives: list[Tensor]
-) -> Callable[[], None]:
-    """Send slot i of `sends` to rank i and receive slot i of `receives` from it; the result waits for all.
+class Pending:
+    """A collective under way. `wait()` completes it once; later calls do nothing."""
 
-    Messages carry a tag made of (operation, unit): ranks that disagree time out, where untagged
-    ones of equal size would be taken for each other.
-    """
-    tag = zlib.crc32(f"{op} {unit}".encode()) & 0x3FFFFFFF
-    targets = receives
-    if receives[0].device.type != "cpu":  # gloo's point-to-point operations take host memory only
-        sends = [part.cpu() for part in sends]
-        targets = [torch.empty_like(part, device="cpu") for part in receives]
-    works = []
-    for step in range(1, axis.size):  # start with the next rank, so that no rank is everyone's first
-        source, peer = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
-        receive = partial(dist.irecv, targets[source], group=group, group_src=source, tag=tag)
-        send = partial(dist.isend, sends[peer], group=group, group_dst=peer, tag=tag)
-        works += [axis.call(op, unit, receive), axis.call(op, unit, send)]
+    def __init__(self, finish: Callable[[], object]) -> None:
+        self._finish: Callable[[], object] | None = finish
 
-    def wait() -> None:
-        for work in works:
-            axis.call(op, unit, work.wait)
-        for peer, (part, host) in enumerate(zip(receives, targets, strict=True)):
-            if host is not part and peer != axis.rank:
-                part.copy_(host)
-        sends.clear()  # what travels must live until here
+    def wait(self) -> None:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
 
-    return wait
+
+DONE = Pending(lambda: None)
+Take = Callable[[list[Tensor]], object]  # is given what has come from the ranks, in their order
+
+
+class Call(NamedTuple):
+    """One operation on one unit, over one of an axis' groups."""
+
+    axis: Axis
+    group: dist.ProcessGroup | None
+    op: str
+    unit: str
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Run a torch.distributed call; a timeout or a lost peer becomes an error that says where."""
+        return self.axis.call(self.op, self.unit, call)
 
 
 def messages(axis: Axis, op: str, unit: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:

@@ -22,7 +22,7 @@ from zero3d.zero.exact.gradients import ExactGradients
 from zero3d.zero.exact.optimizer import ExactOptimizer
 from zero3d.zero.exact.summands import Summands
 from zero3d.zero.optimizer import ShardedOptimizer
-from zero3d.zero.reductions import Reductions
+from zero3d.zero.reductions import Closes, Reductions
 from zero3d.zero.unit import Unit
 
 
@@ -32,7 +32,7 @@ class SumOrder(Protocol):
     summands   numbers of micro-batches in the global list, where the order follows them
     gradients  makes what owns a unit's gradients; None for `Gradients`
     optimizer  makes the optimizer, of what `ShardedOptimizer` takes
-    closes     what `Reductions` closes for itself
+    closes     after what `Reductions` takes local gradients as one summand
     draw       called before a forward with the number of this rank's micro-batch, in a pipeline that of the model
                chunk, too; None where nothing depends on them
     """
@@ -47,7 +47,7 @@ class SumOrder(Protocol):
     def optimizer(self) -> Callable[..., ShardedOptimizer]: ...
 
     @property
-    def closes(self) -> str: ...
+    def closes(self) -> Closes: ...
 
     @property
     def draw(self) -> Callable[..., None] | None: ...
@@ -74,7 +74,7 @@ class RankOrder:
     summands = None
     gradients = None
     optimizer = ShardedOptimizer
-    closes = ""
+    closes = Closes.NOTHING
     draw = None
 
     def __init__(self, dp: Comm) -> None:
@@ -104,7 +104,7 @@ class ExactOrder:
         self.summands = summands
         self.gradients = partial(ExactGradients, summands)
         self.optimizer = partial(ExactOptimizer, summands)
-        self.closes = "part" if pipelined else "backward"
+        self.closes = Closes.CHUNK if pipelined else Closes.BACKWARD
         self.draw = summands.draw
 
     def begin(self, micro_batches: Sequence[Any]) -> None:

@@ -109,5 +109,4 @@ def host_value(values: Tensor, assumed: list[Number]) -> list[Number]:
     """
     if isinstance(values, FakeTensor):
         return assumed
-    read: list[Number] = values.tolist()
-    return read
+    return list(values.tolist())

@@ -11,6 +11,7 @@ ranges of local tensors (units, checkpoints, loading) never sees which rank of w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -101,11 +102,7 @@ def cover(shape: Shape, start: int, values: Tensor, cut: Cut | None = None) -> I
     offset = 0
     for local_box in boxes(shape, start, start + values.numel()):
         size = box_shape(local_box)
-        inside = values[offset : offset + _numel(size)].view(size)
+        inside = values[offset : offset + prod(size)].view(size)
         offset += inside.numel()
         for box, part in cut.boxes(local_box, shape) if cut is not None else [(local_box, local_box)]:
             yield box, inside[slices(part, local_box)]
-
-
-def _numel(shape: Shape) -> int:
-    return torch.Size(shape).numel()

@@ -55,8 +55,6 @@ class Accumulation:
         self.reached = False
         self._by_default = False  # the last micro-batch was counted by a plain backward
 
-    abandon = reset
-
     @contextmanager
     def driving(self, driven: Driven) -> Iterator[None]:
         """Around a backward whose weight and place in the step the caller gives."""

@@ -13,11 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zero3d.distributed.collectives import Pending, same_memory
+from zero3d.distributed.axis import DONE, Pending
+from zero3d.distributed.collectives import same_memory
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.policy import Setting, State, parameter_views
-
-DONE = Pending(lambda: None)
 
 
 class Gradients:

@@ -36,16 +36,17 @@ BEYOND = "each rank's own gradients are finite: their sum or its norm is not"
 class Found(NamedTuple):
     """A rank's first gradient that is not finite: the smallest of all ranks' is the first of all.
 
-    part   of the pipeline, negative: backward begins at the last one
+    chunk  the model chunk of a pipeline, negative: backward begins at the last one
     place  among the gradients that came in this step
     """
 
-    part: float
-    place: float
+    chunk: int
+    place: int
     text: str
 
 
-NOTHING = Found(0.0, inf, BEYOND)
+NEVER = 1 << 62  # no gradient's place
+NOTHING = Found(0, NEVER, BEYOND)
 
 
 class Trace:
@@ -60,22 +61,19 @@ class Trace:
         self._came += 1
         values = grad.coalesce().values() if grad.is_sparse else grad
         if values.numel():
-            place = torch.where(is_finite(values), inf, float(self._came))
+            place = torch.where(is_finite(values), NEVER, self._came)
             known = self._first.get((unit, index))
             self._first[unit, index] = place if known is None else torch.minimum(known, place)
 
-    def first(self, parts: Mapping[int, nn.Module]) -> Found:
+    def first(self, chunks: Mapping[int, nn.Module]) -> Found:
         """The earliest of this rank. Reads the device once."""
         if not self._first:
             return NOTHING
-        places = host_value(torch.stack(list(self._first.values())), [inf] * len(self._first))
+        places = host_value(torch.stack(list(self._first.values())), [NEVER] * len(self._first))
         found = [
-            Found(
-                -float(_part_of(unit, parts)), place, f"unit {unit.name!r}, parameter {unit.layout.slots[index].name}"
-            )
-            for (unit, index), place in zip(self._first, places, strict=True)
-            if place < inf
-        ]
+            Found(-_chunk_of(unit, chunks), place, f"unit {unit.name!r}, parameter {unit.layout.slots[index].name}")
+            for (unit, index), place in zip(self._first, places, strict=True) if place < NEVER
+        ]  # fmt: skip
         return min(found, default=NOTHING)
 
 
@@ -86,9 +84,9 @@ class Health:
     """
 
     def __init__(
-        self, everyone: Comm, reductions: Reductions, scale: LossScale, parts: Mapping[int, nn.Module]
+        self, everyone: Comm, reductions: Reductions, scale: LossScale, chunks: Mapping[int, nn.Module]
     ) -> None:
-        self._everyone, self._reductions, self._scale, self._parts = everyone, reductions, scale, parts
+        self._everyone, self._reductions, self._scale, self._chunks = everyone, reductions, scale, chunks
         self._trace = Trace()
         self.in_a_row = 0
 
@@ -126,23 +124,21 @@ class Health:
 
     def fail(self, what: str, remedy: str) -> None:
         """Raise NonFiniteError on all ranks, told by the one where the traced step's first such gradient was."""
-        own = self._trace.first(self._parts)
-        rank, world = self._everyone.rank, self._everyone.size
-        mine = torch.tensor(own[:2], dtype=torch.float64, device=self._everyone.device)
-        places = self._everyone.exchange(mine).tolist()
-        where = f" on rank {rank}" if own is not NOTHING else ""
-        error = NonFiniteError(f"{what} First in the last one: {own.text}{where}. {remedy}")
-        first = min(range(world), key=lambda each: (places[each], each))
-        agree(self._everyone, partial(_raise, error) if rank == first else lambda: None)
+        here, rank = self._trace.first(self._chunks), self._everyone.rank
+        numbers = torch.tensor(here[:2], dtype=torch.int64, device=self._everyone.device)
+        places = self._everyone.exchange(numbers).tolist()
+        where = f" on rank {rank}" if here is not NOTHING else ""
+        error = NonFiniteError(f"{what} First in the last one: {here.text}{where}. {remedy}")
+        agree(self._everyone, partial(_raise, error) if rank == places.index(min(places)) else lambda: None)
 
 
 def _raise(error: Zero3dError) -> None:
     raise error
 
 
-def _part_of(unit: Unit, parts: Mapping[int, nn.Module]) -> int:
+def _chunk_of(unit: Unit, chunks: Mapping[int, nn.Module]) -> int:
     one = unit.weights.params[0]
-    return next(number for number, part in parts.items() if any(p is one for p in part.parameters()))
+    return next(number for number, chunk in chunks.items() if any(p is one for p in chunk.parameters()))
 
 
 # --- weights ----------------------------------------------------------------------------------------

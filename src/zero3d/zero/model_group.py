@@ -220,9 +220,7 @@ class ModelGroup:
 
     def norms(self, pieces: Sequence[PieceNorm], cells: int, dtype: torch.dtype) -> Norms:
         """Return the norm of the group's gradients in every cell; `pieces`: this rank's, by cell, in model order."""
-        norms = torch.stack(
-            [piece.norm for piece in pieces] or [torch.zeros((), dtype=dtype, device=self._comm.device)]
-        )
+        norms = torch.stack([p.norm for p in pieces] or [torch.zeros((), dtype=dtype, device=self._comm.device)])
         if self._table is None and not self.alone:
             self._table = self._arrange([NormKey(p.cell, p.place, p.name in self._cuts.cut) for p in pieces])
         if self._table is None or not self._table.rows:  # alone, or all of this dp rank's shards are padding
@@ -240,9 +238,8 @@ class ModelGroup:
         tp, device = self._cuts.tp.size, self._comm.device
         self.longest = max(*self.peers.norm_counts(len(keys)), 1)
         numbers = self.peers.norm_keys([key.to_int() for key in keys] + [NONE] * (self.longest - len(keys)))
-        norms = sorted(
-            (NormKey.of_int(number), *divmod(i, self.longest)) for i, number in enumerate(numbers) if number != NONE
-        )
+        places = enumerate(numbers)
+        norms = sorted((NormKey.of_int(number), *divmod(i, self.longest)) for i, number in places if number != NONE)
         counted = [[1.0] * self.longest for _ in range(self._comm.size)]
         common = [[NONE] * self.longest for _ in range(self._comm.size // tp)]
         for key, rank, column in norms:
@@ -250,13 +247,8 @@ class ModelGroup:
                 counted[rank][column] = float(rank % tp == 0)
                 common[rank // tp][column] = key.place
         rows, columns = [rank for _, rank, _ in norms], [column for *_, column in norms]
-        return NormTable(
-            rows,
-            columns,
-            [key.cell for key, *_ in norms],
-            torch.tensor(counted, dtype=torch.float64, device=device),
-            torch.tensor(common, dtype=torch.int64, device=device),
-        )
+        cells, counts = [key.cell for key, *_ in norms], torch.tensor(counted, dtype=torch.float64, device=device)
+        return NormTable(rows, columns, cells, counts, torch.tensor(common, dtype=torch.int64, device=device))
 
 
 def find_uneven(norms: Tensor, common: Tensor) -> Tensor:
@@ -274,9 +266,8 @@ def _norm_by_cell(norms: Tensor, cells: Sequence[int], count: int) -> Tensor:
     if not cells:
         return norms.new_zeros(count)
     sizes = Counter(cells)
-    return torch.stack(
-        [torch.linalg.vector_norm(part) for part in torch.split(norms, [sizes[cell] for cell in range(count)])]
-    )
+    by_cell = torch.split(norms, [sizes[cell] for cell in range(count)])
+    return torch.stack([torch.linalg.vector_norm(norms) for norms in by_cell])
 
 
 def _overwrite(unit: Unit, master: Tensor) -> None:

@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero3d.distributed.agreement import agree
-from zero3d.distributed.collectives import Comm, Pending, same_memory
+from zero3d.distributed.axis import Pending
+from zero3d.distributed.collectives import Comm, same_memory
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena, host_value
 from zero3d.zero.layout import Piece
@@ -87,18 +88,12 @@ class ShardedOptimizer:
     """
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        order: dict[str, int],
-        build: Callable[[list[list[Tensor]]], Optimizer],
-        groups: int,
-        comm: Comm,
-        arena: Arena,
-        clip_norm: float | None,
-        model_group: ModelGroup,
-    ) -> None:
+        self, units: Sequence[Unit], order: dict[str, int], build: Callable[[list[list[Tensor]]], Optimizer],
+        groups: int, comm: Comm, arena: Arena, clip_norm: float | None, model_group: ModelGroup,
+    ) -> None:  # fmt: skip
         self._units = [unit for unit in units if unit.grads is not None]
         self._comm, self._arena, self._clip, self._model_group = comm, arena, clip_norm, model_group
+        self._wide = self._units[0].weights.master.dtype if self._units else torch.float32  # of norms, too
         self.pieces = sorted(self._own(order), key=lambda piece: piece.order)
         self._names = {place: name for name, place in reversed(order.items())}
         self._flat: dict[tuple[str, str], Tensor] = {}
@@ -173,16 +168,9 @@ class ShardedOptimizer:
         norms = self._norms()
         norm, even = self._over_dp(norms)
         clip = torch.clamp(self._clip / (norm + 1e-6), max=1.0) if self._clip is not None else torch.ones_like(norm)
-        seen = torch.stack(
-            [
-                norm.double(),
-                torch.as_tensor(total, dtype=torch.float64, device=norm.device),
-                ordered.to(norm.device),
-                even.double(),
-                clip.double(),
-            ]
-        )
-        host_norm, host_total, in_order, all_even, host_clip = host_value(seen, [1.0] * 5)
+        values = norm, torch.as_tensor(total, dtype=torch.float64, device=norm.device), ordered, even, clip
+        at_once = torch.stack([value.to(norm.device, torch.float64) for value in values])
+        host_norm, host_total, in_order, all_even, host_clip = host_value(at_once, [1.0] * 5)
         if not in_order:
             raise self._comm.order_error()
         if not all_even:
@@ -207,16 +195,23 @@ class ShardedOptimizer:
         )
 
     def _exchange(self, weight: float | Tensor) -> tuple[float | Tensor, Tensor]:
-        """Sum of weights over ranks, and whether all ranks used units in one order (1.0 or 0.0)."""
+        """Return the sum of all ranks' weights, and whether all used units in one order."""
         if self._comm.size == 1 and self._model_group.alone:
-            return weight, torch.ones((), dtype=torch.float64)
-        mine = torch.empty(3, dtype=torch.float64, device=self._arena.device)
-        mine[0] = weight
-        mine[1:] = torch.tensor(self._comm.order_values(), dtype=torch.float64)
-        seen = self._comm.exchange(mine)
-        differ = (seen[:, 1:] != seen[0, 1:]).any()
-        rows = self._model_group.exchange(torch.stack([seen[:, 0].sum(), differ.double()]))
-        return self._model_group.count_once(rows)[:, 0].sum(), (rows[:, 1].sum() == 0).double()
+            return weight, torch.ones((), dtype=torch.bool)
+        return self._sum_weights(torch.as_tensor(weight, dtype=torch.float64, device=self._arena.device).view(1))
+
+    def _sum_weights(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum [k] weights of every rank; the hashes of their orders come with them."""
+        orders = torch.tensor(self._comm.order_values(), dtype=torch.float64, device=weights.device)
+        rows = self._comm.exchange(torch.cat([weights, orders]))
+        hashes = rows[:, len(weights) :]
+        total, differ = self._total(rows[:, : len(weights)]), (hashes != hashes[0]).any()
+        stages = self._model_group.exchange(torch.stack([total, differ.double()]))
+        return self._model_group.count_once(stages)[:, 0].sum(), stages[:, 1].sum() == 0
+
+    def _total(self, weights: Tensor) -> Tensor:
+        """Add up [N, k] weights."""
+        return weights.sum()
 
     def shard_grads(self) -> Iterator[tuple[MasterPiece, Tensor]]:
         """This rank's pieces of the reduced gradients, in model order (also at stage 0)."""
@@ -227,11 +222,6 @@ class ShardedOptimizer:
                 owned = owner[unit.name, unit.layout.slots[piece.slot].name]
                 parts.append((owned, unit.gradients.shard[piece.offset : piece.offset + piece.stop - piece.start]))
         yield from sorted(parts, key=lambda part: part[0].order)
-
-    @property
-    def _wide(self) -> torch.dtype:
-        """The dtype of masters, and so of norms."""
-        return self._units[0].weights.master.dtype if self._units else torch.float32
 
     def _norms(self) -> Norms:
         """Return the norm of this dp rank's shards, over its model-parallel group."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 
 import torch
 
@@ -21,16 +22,23 @@ from zero3d.zero.unit import Unit
 WAITING = (State.FILLING, State.SUMMED)  # local gradients that have not been reduced
 
 
-class Reductions:
-    """The queue of units whose gradients are complete.
+class Closes(Enum):
+    """After what a unit's local gradients are complete as one summand of an exact sum (exact/)."""
 
-    closes  exact mode: what a "backward" gives, or a "part" of a pipeline in it, is closed for itself (exact/)
-    watch   shown every local gradient before it is taken (health.py)
+    NOTHING = auto()
+    BACKWARD = auto()
+    CHUNK = auto()  # a micro-batch's backward through a model chunk of a pipeline
+
+
+class Reductions:
+    """Owns the queue of units whose gradients are complete.
+
+    watch   is shown every local gradient before it is taken (health.py)
     """
 
     watch: Callable[[Unit, int, torch.Tensor], None] | None = None
 
-    def __init__(self, units: Sequence[Unit], lane: Lane, closes: str = "") -> None:
+    def __init__(self, units: Sequence[Unit], lane: Lane, closes: Closes = Closes.NOTHING) -> None:
         self._closes = closes
         trainable = [unit for unit in units if unit.grads is not None]
         self._order = [u for u in reversed(trainable) if not u.deferred] + [u for u in trainable if u.deferred]
@@ -57,7 +65,7 @@ class Reductions:
         """Autograd has finished one parameter's gradient."""
         if self.watch is not None:
             self.watch(unit, index, grad)
-        if self._closes and unit in self._done:
+        if self._closes is not Closes.NOTHING and unit in self._done:
             raise ConfigError(
                 f"exact=True: {unit.layout.slots[index].name} got a second gradient in one backward, after the first "
                 "was summed (a block called twice in reentrant checkpoints): pass use_reentrant=False, or exact=False."
@@ -69,7 +77,7 @@ class Reductions:
             self._completed.append(unit)
             if self.due:
                 self._drain()
-            elif self._closes and not unit.deferred:
+            elif self._closes is not Closes.NOTHING and not unit.deferred:
                 self._close(unit)
 
     def _close(self, unit: Unit) -> None:
@@ -116,7 +124,7 @@ class Reductions:
                 if unit.gradients.state in WAITING:
                     self._reduce(unit)
             self._backwards = 0
-        elif self._closes == "backward":
+        elif self._closes is Closes.BACKWARD:
             self.close(self._order)
         while self._in_flight:
             self._finish_oldest()

@@ -121,15 +121,9 @@ def paper_bytes(stage: int, params: int, n: int, k: int = 12) -> StateBytes:
 
 
 def engine_bytes(
-    stage: int,
-    n: int,
-    precision: str = "bf16",
-    release: str = "auto",
-    reduce: str = "auto",
-    accumulate: int = 1,
-    optimizer: int | None = None,
-    exact: bool = False,
-) -> StateBytes:
+    stage: int, n: int, precision: str = "bf16", release: str = "auto", reduce: str = "auto", accumulate: int = 1,
+    optimizer: int | None = None, exact: bool = False,
+) -> StateBytes:  # fmt: skip
     """Bytes per *trainable* parameter that the arena really holds on one rank, padding apart.
 
     `optimizer` replaces k for optimizers other than Adam (master included).

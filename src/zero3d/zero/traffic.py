@@ -111,14 +111,9 @@ EXCHANGES_PER_STEP = (3, 1)  # values per rank: [token weight, gather order, red
 
 
 def step_traffic(
-    stage: int,
-    units: Sequence[UnitTraffic],
-    n: int,
-    gathers: Mapping[str, int],
-    micro_batches: int = 1,
-    reduce: str = "auto",
-    exact: bool = False,
-) -> dict[tuple[str, str], Moved]:
+    stage: int, units: Sequence[UnitTraffic], n: int, gathers: Mapping[str, int], micro_batches: int = 1,
+    reduce: str = "auto", exact: bool = False,
+) -> dict[tuple[str, str], Moved]:  # fmt: skip
     """Exact traffic of one applied step, by (operation, unit): the ledger must equal it.
 
     units    padded sizes, as laid out

@@ -22,15 +22,9 @@ class Unit:
     """
 
     def __init__(
-        self,
-        name: str,
-        params: Mapping[str, nn.Parameter],
-        layout: UnitLayout,
-        dtype: torch.dtype,
-        setting: Setting,
-        fill: Callable[[Tensor], None],
-        deferred: bool = False,
-    ) -> None:
+        self, name: str, params: Mapping[str, nn.Parameter], layout: UnitLayout, dtype: torch.dtype, setting: Setting,
+        fill: Callable[[Tensor], None], deferred: bool = False,
+    ) -> None:  # fmt: skip
         self.name, self.layout, self.dtype, self.deferred = name, layout, dtype, deferred
         self.users: set[object] = set()
         self.weights = Weights(name, [params[slot.name] for slot in layout.slots], layout, dtype, setting, fill)

@@ -20,13 +20,12 @@ from fractions import Fraction
 import torch
 from torch import Tensor, nn
 
-from zero3d.distributed.collectives import Pending, same_memory
+from zero3d.distributed.axis import DONE, Pending
+from zero3d.distributed.collectives import same_memory
 from zero3d.errors import LayoutError
 from zero3d.precision import to_compute
 from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.policy import Setting, State, parameter_views
-
-DONE = Pending(lambda: None)
 
 
 class Weights:
@@ -45,12 +44,11 @@ class Weights:
         self._pending = DONE
         if self._keeps_full:
             self.full = setting.arena.allocate("parameters", layout.total, layout.numel, dtype)
+            self.shard = setting.slot(self.full)
         else:
             self.full = setting.arena.borrow("gathered", layout.total, dtype)
-        self.views = parameter_views(self.full, layout)
-        self.shard = setting.slot(self.full)
-        if not self._keeps_full:
             self.shard = setting.arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype)
+        self.views = parameter_views(self.full, layout)
         self.master = self.shard_or_full
         self._placeholders = [placeholder(p, dtype, self.full.device) for p in params]
         self._adopt(fill)

@@ -23,12 +23,10 @@ class ExactOptimizer(ShardedOptimizer):
 
     def _exchange(self, weight: float | Tensor) -> tuple[float | Tensor, Tensor]:
         assert isinstance(weight, Tensor)
-        orders = torch.tensor(self._comm.order_values(), dtype=torch.float64, device=weight.device)
-        seen = self._comm.exchange(torch.cat([weight, orders]))
-        hashes = seen[:, len(weight) :]
-        total = self._summands.total(seen[:, : len(weight)])
-        rows = self._model_group.exchange(torch.stack([total, (hashes != hashes[0]).any().double()]))
-        return self._model_group.count_once(rows)[:, 0].sum(), (rows[:, 1].sum() == 0).double()
+        return self._sum_weights(weight)
+
+    def _total(self, weights: Tensor) -> Tensor:
+        return self._summands.total(weights)
 
     def _norms(self) -> Norms:
         """Return the norms of this rank's cells of the grid, 64/N of them, each that of its pieces in model order."""
