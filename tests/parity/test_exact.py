@@ -62,7 +62,7 @@ def engine_of(model=None, *, stage=3, reduce="auto", summands=SUMMANDS, exact=Tr
     return zero3d.Engine(model, stage=stage, reduce=reduce, accumulate=accumulate, exact=exact, **made)
 
 
-def mine(engine, step, summands=SUMMANDS):
+def micro_batches_of(engine, step, summands=SUMMANDS):
     """This rank's micro-batches of the global list."""
     n, rank = engine.dp.size, engine.dp.rank
     of_rank = summands // n
@@ -74,35 +74,35 @@ def train(engine, steps, summands=SUMMANDS):
     """Losses and norms, all digits."""
     curve = []
     for step in steps:
-        value = engine.train_batch(mine(engine, step, summands))
+        value = engine.train_batch(micro_batches_of(engine, step, summands))
         curve.append((float(value).hex(), float(engine.last_step.grad_norm).hex(), bool(engine.last_step.applied)))
     return curve
 
 
 def run(cases, exact=True, steps=STEPS // 2):
     """On each rank, for every case of SETTINGS: the curve and a hash of parameters and moments."""
-    found = []
+    outcome = []
     for (stage, reduce), precision, clip, activations, dropout in cases:
         model = Given(build(dropout))
         recompute(model, activations)
         engine = engine_of(model, stage=stage, reduce=reduce, precision=precision, clip_norm=clip, exact=exact)
-        found.append((train(engine, range(steps)), engine.fingerprint()))
-    return found
+        outcome.append((train(engine, range(steps)), engine.fingerprint()))
+    return outcome
 
 
 def at_every_dp(ranks, case, *args):
     """Results of dp 1, 2 and 4, which agree within each; all of them are the first if the curve is exact."""
-    found = {}
+    outcome = {}
     for dp in (1, 2, 4):
         results = ranks(dp, case, *args)
         assert all(result == results[0] for result in results), dp
-        found[dp] = results[0]
-    return found
+        outcome[dp] = results[0]
+    return outcome
 
 
-def check_one_curve(found):
-    assert found[2] == found[1]
-    assert found[4] == found[1]
+def check_one_curve(outcome):
+    assert outcome[2] == outcome[1]
+    assert outcome[4] == outcome[1]
 
 
 PAIRS = [case for case in covering(SETTINGS) if case != FIRST]
@@ -110,11 +110,11 @@ SOME = [FIRST, *PAIRS[1::4]]
 
 
 def check_cases(ranks, cases, *options):
-    found = at_every_dp(ranks, run, cases, *options)
-    for case, *runs in zip(cases, *(found[dp] for dp in (1, 2, 4)), strict=True):
+    outcome = at_every_dp(ranks, run, cases, *options)
+    for case, *runs in zip(cases, *(outcome[dp] for dp in (1, 2, 4)), strict=True):
         assert runs[1] == runs[0], case
         assert runs[2] == runs[0], case
-    return found[1]
+    return outcome[1]
 
 
 def test_a_curve_is_the_same_at_dp_1_2_and_4(ranks):
@@ -135,8 +135,8 @@ def test_a_curve_is_the_same_for_all_combinations(ranks, stage):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_all_stages_and_moments_of_reduction_give_one_curve(ranks, precision):
-    found = ranks(2, run, [(stage, precision, *FIRST[2:]) for stage in STAGES])[0]
-    assert all(each == found[0] for each in found)
+    outcome = ranks(2, run, [(stage, precision, *FIRST[2:]) for stage in STAGES])[0]
+    assert all(result == outcome[0] for result in outcome)
 
 
 def hashes(summands):
@@ -146,8 +146,8 @@ def hashes(summands):
 
 
 def test_one_list_gives_one_hash_at_any_stage_moment_and_number_of_micro_batches(ranks):
-    found = at_every_dp(ranks, hashes, 4)  # 4, 2 and 1 micro-batches of a rank
-    assert len({str(each) for each in (*found[1], *found[2], *found[4])}) == 1
+    outcome = at_every_dp(ranks, hashes, 4)  # 4, 2 and 1 micro-batches of a rank
+    assert len({str(result) for result in (*outcome[1], *outcome[2], *outcome[4])}) == 1
 
 
 def test_a_plain_curve_is_not_the_same(ranks):
@@ -168,15 +168,15 @@ def halves(values):
 def gradients(exact, stage, reduce):
     """Of one step, this rank's pieces before they are divided by the weight."""
     engine = engine_of(Given(build()), stage=stage, reduce=reduce, exact=exact)
-    for k, batch in enumerate(micro := mine(engine, 0)):
+    for k, batch in enumerate(micro := micro_batches_of(engine, 0)):
         total, weight = loss(engine(*batch), batch)
         engine._execution.backward_sum(total, weight, last=k == len(micro) - 1)
     engine.reductions.catch_up()
-    found = []
+    outcome = []
     for owned, grad in engine.optimizer.shard_grads():
         pieces = {p.slot: p for p in owned.unit.layout.pieces(engine.dp.rank)}
-        found.append((owned.name, pieces[owned.piece.slot].start, grad.clone()))
-    return found
+        outcome.append((owned.name, pieces[owned.piece.slot].start, grad.clone()))
+    return outcome
 
 
 @pytest.mark.parametrize(
@@ -190,15 +190,15 @@ def test_gradients_are_summed_in_the_written_out_tree(ranks, world, stage, reduc
         summands.append({name: p.grad.flatten().clone() for name, p in model.named_parameters()})
         model.zero_grad()
     for pieces in ranks(world, gradients, True, stage, reduce):
-        for name, start, found in pieces:
-            wanted = halves([each[name] for each in summands])[start : start + found.numel()]
-            assert torch.equal(found, wanted), name
+        for name, start, outcome in pieces:
+            wanted = halves([summand[name] for summand in summands])[start : start + outcome.numel()]
+            assert torch.equal(outcome, wanted), name
 
 
 def test_a_list_that_is_no_power_of_two_long_is_filled_up_with_zeros(ranks):
-    found = at_every_dp(ranks, uneven)
-    assert found[2] == found[1]
-    assert found[4] == found[1]
+    outcome = at_every_dp(ranks, uneven)
+    assert outcome[2] == outcome[1]
+    assert outcome[4] == outcome[1]
 
 
 def uneven():
@@ -212,13 +212,13 @@ def uneven():
 def go_on(folder, stage, reduce, precision, steps):
     """Load if there is something, train some steps, save; what it says of the bits."""
     engine = engine_of(Given(build(dropout=0.2)), stage=stage, reduce=reduce, precision=precision)
-    said = ""
+    message = ""
     if steps.start:
         engine.load(folder)
-        said = engine.resumed
+        message = engine.resumed
     curve = train(engine, steps)
     engine.save(folder)
-    return curve, engine.fingerprint(), said
+    return curve, engine.fingerprint(), message
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -227,11 +227,11 @@ def test_going_on_at_dp_4_then_2_then_1_then_4_is_the_uninterrupted_run(ranks, t
     parts = [(4, 3, "auto", 0, 3), (2, 1, "auto", 3, 6), (1, 0, "auto", 6, 9), (4, 2, "every_step", 9, 12)]
     curve = []
     for dp, stage, reduce, first, stop in parts:
-        found = ranks(dp, go_on, str(tmp_path / "cut"), stage, reduce, precision, range(first, stop))[0]
-        curve += found[0]
-        assert found[2].startswith("bitwise") or not first
+        outcome = ranks(dp, go_on, str(tmp_path / "cut"), stage, reduce, precision, range(first, stop))[0]
+        curve += outcome[0]
+        assert outcome[2].startswith("bitwise") or not first
     assert curve == straight
-    assert found[1] == states
+    assert outcome[1] == states
 
 
 # --- what models and precisions bring -------------------------------------------------------------
@@ -272,9 +272,9 @@ def scaled(stage):
 
 
 def test_steps_that_fp16_skips_are_skipped_alike(ranks):
-    found = at_every_dp(ranks, scaled, 3)
-    check_one_curve(found)
-    applied = [applied for *_, applied in found[1][0]]
+    outcome = at_every_dp(ranks, scaled, 3)
+    check_one_curve(outcome)
+    applied = [applied for *_, applied in outcome[1][0]]
     assert True in applied
     assert False in applied
 
@@ -284,7 +284,7 @@ def by_hand():
     engine = engine_of(Given(build(dropout=0.2)))
     seen = []
     for step in range(3):
-        for batch in mine(engine, step):
+        for batch in micro_batches_of(engine, step):
             total, weight = loss(engine(*batch), batch)
             engine.backward(total / weight, weight=weight)
         seen.append(float(engine.step().grad_norm).hex())
@@ -324,21 +324,21 @@ def through_stages(dp, schedule, tied):
 @pytest.mark.parametrize(("schedule", "tied"), [("1f1b", True), ("zero-bubble", False)])
 def test_pipelines_of_one_degree(ranks, schedule, tied):
     one, two = (ranks(2 * dp, through_stages, dp, schedule, tied) for dp in (1, 2))
-    assert all(found == one[0] for found in (*one, *two))
+    assert all(outcome == one[0] for outcome in (*one, *two))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("schedule", "tied"), [("gpipe", False), ("interleaved", False), ("zbv", True)])
 def test_pipelines_of_one_degree_in_other_schedules(ranks, schedule, tied):
     one, two = (ranks(2 * dp, through_stages, dp, schedule, tied) for dp in (1, 2))
-    assert all(found == one[0] for found in (*one, *two))
+    assert all(outcome == one[0] for outcome in (*one, *two))
 
 
 def drawn(schedule):
     """(micro-batch, part) of every forward that begins on this rank in a step, and its parts."""
-    seen, own = [], Summands.draw
+    seen, draw = [], Summands.draw
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Summands, "draw", lambda self, k, part=0: seen.append((k, part)) or own(self, k, part))
+        patched.setattr(Summands, "draw", lambda self, k, part=0: seen.append((k, part)) or draw(self, k, part))
         engine = pipelined(1, schedule, False)
         seen.clear()
         engine.train_batch([{"input_ids": ids, "labels": labels} for ids, labels in (summand(0, k) for k in range(4))])
@@ -347,9 +347,9 @@ def drawn(schedule):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_every_part_of_a_pipeline_is_seeded_by_its_own_number(ranks, schedule):
-    found = ranks(2, drawn, schedule)
-    assert [parts for _, parts in found] == ([[0], [1]] if schedule == "1f1b" else [[0, 3], [1, 2]])
-    assert all(seen == [(k, part) for k in range(4) for part in parts] for seen, parts in found)
+    outcome = ranks(2, drawn, schedule)
+    assert [parts for _, parts in outcome] == ([[0], [1]] if schedule == "1f1b" else [[0, 3], [1, 2]])
+    assert all(seen == [(k, part) for k in range(4) for part in parts] for seen, parts in outcome)
 
 
 def over_tp(dp):
@@ -364,14 +364,14 @@ def over_tp(dp):
     curve = []
     for step in range(3):
         ids = [summand(step, k * dp + mesh.place.dp)[0][:, :8] for k in range(4 // dp)]
-        value = engine.train_batch([{"input_ids": each, "labels": each} for each in ids])
+        value = engine.train_batch([{"input_ids": row, "labels": row} for row in ids])
         curve.append((float(value).hex(), float(engine.last_step.grad_norm).hex()))
     return curve, engine.fingerprint()
 
 
 def test_a_tp_axis_of_one_degree(ranks):
     one, two = (ranks(2 * dp, over_tp, dp) for dp in (1, 2))
-    assert all(found == one[0] for found in (*one, *two))
+    assert all(outcome == one[0] for outcome in (*one, *two))
 
 
 def by_native_collectives():
@@ -435,8 +435,8 @@ def odd():
 
 
 def test_three_ranks_are_refused_with_the_arithmetic(ranks):
-    for said in ranks(3, odd):
-        assert "dp=3 must be a power of two that divides 64, and 64 / 3 = 21.33. Pass dp=2 or dp=4" in said
+    for message in ranks(3, odd):
+        assert "dp=3 must be a power of two that divides 64, and 64 / 3 = 21.33. Pass dp=2 or dp=4" in message
 
 
 def test_a_second_backward_and_another_number_of_micro_batches_are_refused(ranks):

@@ -26,7 +26,7 @@ def whole_numbers(rank, micro_batch, total):
 def reduced(algorithm):
     """(local dtype, wire dtype, in place) -> this rank's shard after every micro-batch; what is left in the arena."""
     arena, mesh = Arena(torch.device("cpu")), zero3d.Mesh()
-    comm, found = zero3d.distributed.collectives.Comm(mesh.data, arena, Ledger()), {}
+    comm, outcome = zero3d.distributed.collectives.Comm(mesh.data, arena, Ledger()), {}
     comm._algorithm = {"pairwise": Pairwise, "native": Native}[algorithm](mesh.data, arena)
     total = SHARD * comm.size
     for local, wire, in_place in product((torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16), (0, 1)):
@@ -38,18 +38,18 @@ def reduced(algorithm):
             shard = full.view(comm.size, -1)[comm.rank] if in_place else shard
             comm.reduce_scatter(full, shard, "unit", wire, add=m > 0 and not in_place).wait()
             seen.append(shard.tolist())
-        found[str(local), str(wire), in_place] = seen
-    return found, float(arena.live("wire"))
+        outcome[str(local), str(wire), in_place] = seen
+    return outcome, float(arena.live("wire"))
 
 
 @pytest.mark.parametrize(("world", "algorithm"), [(2, "pairwise"), (4, "pairwise"), (2, "native"), (4, "native")])
 def test_a_reduction_is_the_plain_sum_over_ranks_and_is_added_to_what_was_there(ranks, world, algorithm):
-    for rank, (found, left) in enumerate(ranks(world, reduced, algorithm)):
+    for rank, (outcome, left) in enumerate(ranks(world, reduced, algorithm)):
         sums = torch.stack(
             [sum(whole_numbers(r, m, SHARD * world) for r in range(world)) for m in range(MICRO_BATCHES)]
         ).view(MICRO_BATCHES, world, SHARD)[:, rank]
-        assert len(found) == 6
-        for (_, _, in_place), seen in found.items():
+        assert len(outcome) == 6
+        for (_, _, in_place), seen in outcome.items():
             assert seen == (sums if in_place else sums.cumsum(0)).tolist()
         assert left == 0
 
@@ -61,7 +61,7 @@ def gradients(algorithm, precision):
     """Of a step of three micro-batches in each of CASES: this rank's pieces by (case, name)."""
     collectives.PAIRWISE_MAX_RANKS = 8 if algorithm == "pairwise" else 0
     try:
-        found = {}
+        outcome = {}
         for stage, reduce in CASES:
             engine = zero3d.Engine(build("net", width=96), stage=stage, reduce=reduce, precision=precision,
                                    accumulate=MICRO_BATCHES, clip_norm=None)  # fmt: skip
@@ -71,8 +71,8 @@ def gradients(algorithm, precision):
             engine.reductions.catch_up()
             for owned, grad in engine.optimizer.shard_grads():
                 start = {p.slot: p for p in owned.unit.layout.pieces(engine.dp.rank)}[owned.piece.slot].start
-                found[stage, reduce, owned.name] = start, grad.clone()
-        return found
+                outcome[stage, reduce, owned.name] = start, grad.clone()
+        return outcome
     finally:
         collectives.PAIRWISE_MAX_RANKS = 8
 

@@ -55,11 +55,11 @@ def test_summands_are_filled_up_with_zeros_at_their_end(n, count):
     """A sum over the summands that there are, whatever stands behind them."""
     values = torch.randn(count, 64, generator=torch.Generator().manual_seed(count), dtype=torch.float64) ** 5
     given = values.view(count // n, n, 64).transpose(0, 1)
-    found = summands_of(0, n, False, count // n).total(given)
-    assert torch.equal(found, halves(list(values)))
-    assert not torch.equal(found, halves([torch.zeros_like(values[0]), *values]))  # zeros in front: other pairs
+    outcome = summands_of(0, n, False, count // n).total(given)
+    assert torch.equal(outcome, halves(list(values)))
+    assert not torch.equal(outcome, halves([torch.zeros_like(values[0]), *values]))  # zeros in front: other pairs
     evaluated = summands_of(0, n, True, 1).total(given, per_step=False)
-    assert torch.equal(evaluated, found)
+    assert torch.equal(evaluated, outcome)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8, 12, 13])
@@ -85,13 +85,13 @@ def test_parts_are_summed_in_halves_in_the_wider_dtype():
 
 
 def draws(rank, n, batch, part=0, seed=5):
-    found = {}
+    outcome = {}
     summands = summands_of(rank, n, False, 8 // n, seed)
     summands.batches = batch
     for k in range(8 // n):
         summands.draw(k, part)
-        found[summands.number(k)] = torch.rand(1).item()
-    return found
+        outcome[summands.number(k)] = torch.rand(1).item()
+    return outcome
 
 
 def test_random_numbers_belong_to_the_micro_batch_and_not_to_the_rank():
@@ -124,15 +124,15 @@ def test_micro_batches_of_another_size_than_before_a_checkpoint_are_warned_of():
 @pytest.mark.parametrize("n", [1, 2, 4, 64])
 def test_grid_cells_do_not_depend_on_the_number_of_ranks(n):
     layout = UnitLayout([("a", (300, 70), 0), ("b", (17,), 0)], n)
-    found = []
+    outcome = []
     for rank in range(n):
         for piece in layout.pieces(rank):
             begin = rank * layout.shard + piece.offset
-            for segment, low, high in layout.grid_cells(begin, piece.stop - piece.start):
-                found.append((segment, begin + low, begin + high))
+            for cell, low, high in layout.grid_cells(begin, piece.stop - piece.start):
+                outcome.append((cell, begin + low, begin + high))
     one = UnitLayout([("a", (300, 70), 0), ("b", (17,), 0)], 1)
     wanted = [(s, p.offset + a, p.offset + b) for p in one.pieces(0) for s, a, b in one.grid_cells(p.offset, p.stop)]
-    assert sorted(found) == sorted(wanted)
+    assert sorted(outcome) == sorted(wanted)
 
 
 @pytest.mark.parametrize(
