@@ -3,13 +3,15 @@
 import pytest
 import torch
 
-from zero3d.distributed.collectives import Pending, same_memory
+from zero3d.distributed.axis import Pending
+from zero3d.distributed.collectives import same_memory
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
-from zero3d.zero.exact import ExactGradients, Leaves
+from zero3d.zero.exact.gradients import ExactGradients
+from zero3d.zero.exact.summands import Summands
 from zero3d.zero.layout import UnitLayout
+from zero3d.zero.policy import Policy, Setting
 from zero3d.zero.stages import counter_buffers, stage_row
-from zero3d.zero.unit import Policy, Setting
 
 N, SHAPES = 2, [("a", (3, 2), 0), ("b", (20_000,), 0)]
 NUMEL = 20_006
@@ -45,7 +47,7 @@ class Rank:
         self.arena, self.comm = Arena(torch.device("cpu")), Paired(rank, sent)
         policy = Policy(stage_row(stage), "every_use", reduce, planned, WIDE, WIDE)
         self.setting = Setting(policy, self.comm, self.arena)
-        self.leaves = Leaves(self.comm, reduce == "every_step", planned, 0)
+        self.leaves = Summands(self.comm, reduce == "every_step", planned, 0)
         self.grads = ExactGradients(self.leaves, "unit", UnitLayout(SHAPES, N), DTYPE, self.setting)
 
 

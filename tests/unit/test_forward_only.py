@@ -8,7 +8,7 @@ import torch
 
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
-from zero3d.pipeline.forward_only import InTurn
+from zero3d.pipeline.forward_only import ForwardOnly
 
 WIDTH, EXPERTS, SHAPE = 4, 3, (2, 5)
 TOKENS = SHAPE[0] * SHAPE[1]
@@ -54,7 +54,7 @@ def run(monkeypatch):
 
     def rank(place, owners, call, routes):
         ledger = Ledger()
-        turn = InTurn(owners, Axis("pp", place, 2), ledger, call, hidden, routes)
+        turn = ForwardOnly(owners, Axis("pp", place, 2), ledger, call, hidden, routes)
         output = turn(torch.arange(TOKENS).view(SHAPE), {"by": 10})
         return output, turn.learned, [(e.op, e.axis, e.calls, e.elements, e.bytes) for e in ledger]
 

@@ -4,8 +4,12 @@ import pytest
 import torch
 
 from zero3d.errors import ConfigError
-from zero3d.zero.prefetch import ROOT_TURN, STEP, TURN, WINDOW, Gathers, Lane, Reductions
-from zero3d.zero.unit import State
+from zero3d.zero.gathers import STEP, Gathers
+from zero3d.zero.policy import State
+from zero3d.zero.reductions import Reductions
+from zero3d.zero.stages import WINDOW
+from zero3d.zero.streams import Lane
+from zero3d.zero.traffic import ROOT_TURN, TURN
 
 CPU = torch.device("cpu")
 

@@ -7,9 +7,9 @@ import torch
 from models import batch, bits, build, loss_of
 
 import zero3d
-from zero3d.zero.exact import ExactOptimizer
+from zero3d.zero.exact.optimizer import ExactOptimizer
 from zero3d.zero.optimizer import ShardedOptimizer, pipeline
-from zero3d.zero.prefetch import WINDOW
+from zero3d.zero.stages import WINDOW
 
 
 def exchanged(kind, dp_differences, other_row):
