@@ -281,7 +281,7 @@ def test_damaged_missing_and_foreign_files_are_refused(saved, tmp_path):
     refused(engine, saved, "files should be rank-00000.safetensors")
     manifest.write_text(text[: len(text) // 2])
     seal(saved)
-    refused(engine, saved, "cannot be read")
+    refused(engine, saved, "is no JSON")
     manifest.write_text(text)
     (saved / "manifest.sha256").unlink()
     refused(engine, saved, "manifest.sha256 is missing")

@@ -97,7 +97,7 @@ def logical(family):
 
 def held(engine):
     """Every state this rank holds, as (name, state, flat range of its local parameter, values)."""
-    saved = engine._parts()
+    saved = engine_state(engine._assembly)
     for owned in saved.optimizer.pieces:
         states = {"master": owned.master} | saved.optimizer.torch.state[owned.master]
         for state in ("master", *MOMENTS):

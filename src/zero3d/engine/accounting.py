@@ -20,8 +20,8 @@ class MemoryEntry(NamedTuple):
     """Counts the bytes of one category at one place on this rank.
 
     planned   by formula (`stages.engine_bytes`, padding from the layouts); None for transient ones
-    measured  held by the arena now
-    peak      most held at any instant
+    measured  in the arena now
+    peak      most in the arena at any instant
     """
 
     category: str

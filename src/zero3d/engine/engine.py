@@ -200,10 +200,10 @@ class Engine:
         alone = keep_full or self.dp.size == 1
         with self._execution.together(), self._evaluating(keep_full):
             share_random_state(self.tp)  # tokens that differed would end sequences at other times: no rank would return
-            own = getattr(self.module, "generate", None)
-            if own is not None:
+            of_model = getattr(self.module, "generate", None)
+            if of_model is not None:
                 synced = {} if alone else {"synced_gpus": True}
-                out: Tensor = own(ids, max_new_tokens=max_new_tokens, **{"do_sample": False} | options | synced)
+                out: Tensor = of_model(ids, max_new_tokens=max_new_tokens, **{"do_sample": False} | options | synced)
                 return out
             check_options(options, self._execution.vocabulary)
             ending = Ending.of(next(iter(self.chunks.values())), early=alone)

@@ -57,7 +57,7 @@ class Direct:
     """Runs micro-batches through the whole model, one after another.
 
     abandon  forgets the step after a backward that died
-    only     what a forward is told that shall make logits of the last position alone
+    only     the option that has a forward make logits of the last position alone
     """
 
     vocabulary = None

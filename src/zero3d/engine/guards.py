@@ -62,10 +62,10 @@ def guard(model: nn.Module, unit_of: Mapping[nn.Parameter, Unit], opened: Callab
         setattr(module, MARK, refuse_copy)
 
 
-def guard_rest(model: nn.Module, own: Set[nn.Parameter]) -> None:
+def guard_rest(model: nn.Module, kept: Set[nn.Parameter]) -> None:
     """Free what a pipeline's rank does not have of a model, and refuse to use the model as a whole.
 
-    own   parameters of this rank's chunks, which share them with the model
+    kept  parameters of this rank's chunks, which share them with the model
     """
 
     def refuse(*_: Any) -> NoReturn:
@@ -81,7 +81,7 @@ def guard_rest(model: nn.Module, own: Set[nn.Parameter]) -> None:
         module.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
         setattr(module, MARK, refuse)
     for p in model.parameters():
-        if p not in own:
+        if p not in kept:
             p.data = placeholder(p, p.dtype, p.device)
 
 

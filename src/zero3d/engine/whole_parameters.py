@@ -88,5 +88,5 @@ class WholeParameters:
 
 def units_of(chunk: nn.Module, units: Sequence[Unit]) -> list[Unit]:
     """Return the units that have parameters of a model chunk."""
-    own = set(chunk.parameters())
-    return [unit for unit in units if not own.isdisjoint(unit.weights.params)]
+    parameters = set(chunk.parameters())
+    return [unit for unit in units if not parameters.isdisjoint(unit.weights.params)]
