@@ -78,29 +78,29 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _search(arguments: argparse.Namespace, path: str | None) -> int:
-    """Find plans, print them, write what was asked for."""
+    """Find plans, print them, write the files that options name."""
     if arguments.top < 1:
         raise ConfigError(f"--top {arguments.top}: type how many plans to show, from 1.")
     if arguments.price is not None and not 0 <= arguments.price < 1e9:
         raise ConfigError(f"--price {arguments.price:g}: a GPU-hour costs 0 or more.")
-    place = open_cluster(arguments)
+    cluster = open_cluster(arguments)
     if arguments.goal not in GOALS:
         raise ConfigError(f"--goal {short(arguments.goal)!r} is unknown: pass one of {', '.join(GOALS)}.")
-    limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * place.gpu.memory
+    limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * cluster.gpu.memory
     tokens = number(arguments.tokens, "--tokens")
     model = open_model(arguments, path)
-    target = Target(_sequences(arguments, model, place), limit, arguments.goal)
-    result = search(model, place, target, evaluate)
+    target = Target(_sequences(arguments, model, cluster), limit, arguments.goal)
+    result = search(model, cluster, target, evaluate)
     if not result.rows:
         if arguments.assert_fits:
-            print(plan_text.nothing_fits(model, place, target, result, None))
+            print(plan_text.nothing_fits(model, cluster, target, result, None))
             return 1
-        raise ConfigError(plan_text.nothing_fits(model, place, target, result, _larger(model, place, target)))
+        raise ConfigError(plan_text.nothing_fits(model, cluster, target, result, _larger(model, cluster, target)))
     best = result.rows[0]
-    here = resized(place, best.plan.world)
-    rungs = ladder(model, here, target.sequences, target.limit, evaluate)
-    knobs = what_if(best, model, here, evaluate)
-    answer = plan_text.Answer(model, here, target, result, rungs, knobs, tokens, arguments.price)
+    used = resized(cluster, best.plan.world)
+    rungs = ladder(model, used, target.sequences, target.limit, evaluate)
+    knobs = what_if(best, model, used, evaluate)
+    answer = plan_text.Answer(model, used, target, result, rungs, knobs, tokens, arguments.price)
     _write(arguments, answer, path)
     print(
         json.dumps(plan_text.as_json(answer), indent=2) if arguments.json else plan_text.as_text(answer, arguments.top)
@@ -124,11 +124,11 @@ def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
     return open_spec(path, length, lora=arguments.lora, packed=True)  # as zero3d train does by default
 
 
-def _sequences(arguments: argparse.Namespace, model: ModelSpec, place: ClusterSpec) -> int:
-    """Of a step. Raises ConfigError for tokens that are no whole sequences, or fewer than one for every GPU."""
+def _sequences(arguments: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec) -> int:
+    """Return sequences of a step. Raises ConfigError for tokens that are no whole ones, or too few for every GPU."""
     tokens = number(arguments.tokens_per_batch, "--tokens-per-batch")
     if tokens is None:
-        return _typical_batch(model, place)
+        return _typical_batch(model, cluster)
     sequences = int(tokens) // model.length
     if sequences < 1 or tokens != sequences * model.length:
         near = max(1, sequences) * model.length
@@ -139,16 +139,16 @@ def _sequences(arguments: argparse.Namespace, model: ModelSpec, place: ClusterSp
     return sequences
 
 
-def _typical_batch(model: ModelSpec, place: ClusterSpec) -> int:
-    """The multiple of the GPUs that is nearest to TOKENS."""
-    return max(1, round(TOKENS / model.length / place.gpus)) * place.gpus
+def _typical_batch(model: ModelSpec, cluster: ClusterSpec) -> int:
+    """Return the multiple of the GPUs that is nearest to TOKENS."""
+    return max(1, round(TOKENS / model.length / cluster.gpus)) * cluster.gpus
 
 
-def _larger(model: ModelSpec, place: ClusterSpec, target: Target) -> tuple[int, Row] | None:
-    """The smallest power-of-two multiple of this cluster that can do it, and its best plan."""
+def _larger(model: ModelSpec, cluster: ClusterSpec, target: Target) -> tuple[int, Row] | None:
+    """Return the smallest power-of-two multiple of this cluster that can do it, and its best plan."""
     times = 2
     while times <= LARGER:
-        bigger = resized(place, place.gpus * times)
+        bigger = resized(cluster, cluster.gpus * times)
         sequences = -(-target.sequences // bigger.gpus) * bigger.gpus
         result = search(model, bigger, target._replace(sequences=sequences, goal="fastest"), evaluate)
         if result.rows:
@@ -158,13 +158,13 @@ def _larger(model: ModelSpec, place: ClusterSpec, target: Target) -> tuple[int, 
 
 
 def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | None) -> None:
-    """The files that --emit, --emit-deepspeed and --html ask for. Raises ConfigError before anything is written."""
+    """Write the files that --emit, --emit-deepspeed and --html name. Raises ConfigError before any is written."""
     rows = answer.result.rows
     texts: dict[str, str] = {}
     if arguments.emit:
         if path is None or arguments.lora:
-            what = "--lora, which a file cannot say yet" if arguments.lora else "--params, which is no model"
-            raise ConfigError(f"--emit writes a file for `zero3d train`, and got {what}.")
+            source = "--lora, which a file cannot say yet" if arguments.lora else "--params, which is no model"
+            raise ConfigError(f"--emit writes a file for `zero3d train`, and got {source}.")
         texts[arguments.emit] = plan_text.head(answer) + yaml.safe_dump(
             train_config(answer.model, rows[0].plan, path, _tokenizer(path)), sort_keys=False
         )

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def write(option: str, file: str, text: str) -> None:
-    """A file that an option asks for. Raises ConfigError."""
+    """Write a file that an option names. Raises ConfigError."""
     try:
         Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -73,7 +73,7 @@ def write(option: str, file: str, text: str) -> None:
 
 
 def as_text(simulation: Simulation) -> Iterator[str]:
-    """Tables: ranks, states, the peaks, traffic, FLOPs, the pipeline."""
+    """Yield tables: ranks, states, the peaks, traffic, FLOPs, the pipeline."""
     from zero3d.sim.gantt import gantt
 
     yield (
@@ -103,10 +103,10 @@ def as_text(simulation: Simulation) -> Iterator[str]:
 def _ranks(simulation: Simulation) -> Iterator[tuple[str, ...]]:
     yield "rank (stands for)", "elements", "parameters", "gradients", "optimizer", "padding", "by formula", "peak alive"
     for rank in simulation.ranks:
-        held = {state.category: state.held for state in rank.states}
+        bytes_of = {state.category: state.held for state in rank.states}
         equal = "equal" if all(state.held == state.formula for state in rank.states) else "DIFFERS"
         name = f"{rank.rank}: pp {rank.pp} dp {rank.dp} ({rank.stands_for})"
-        yield name, count(rank.elements), *map(size, held.values()), equal, size(rank.peak.nbytes)
+        yield name, count(rank.elements), *map(size, bytes_of.values()), equal, size(rank.peak.nbytes)
 
 
 def _peak(rank: RankResult) -> Iterator[str]:
