@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zero3d.errors import ConfigError
-from zero3d.pipeline.balance import Weights, chain_costs, cut
+from zero3d.pipeline.balance import TOKENS, Weights, chain_costs, cut
 
 
 def every_cut(blocks, chunks):
@@ -90,3 +90,12 @@ def test_experts_that_a_token_does_not_meet_cost_bytes_but_no_flops():
 def test_more_chunks_than_blocks_or_none_are_refused(chunks):
     with pytest.raises(ConfigError, match=rf"^2 blocks cannot make {chunks} chunks: pass chunks=1 to 2\.$"):
         cut([1, 1], chunks)
+
+
+def test_a_model_is_cut_for_micro_batches_of_2048_tokens():
+    """Blocks of 302,621 parameters are cut in halves up to 2,048 tokens, of 302,620 up to 2,047: one more, one less shows."""
+    found = []
+    for block in (302_621, 302_620):
+        before, blocks, after = chain_costs(64_000, [Weights(block)] * 4, 64_000, TOKENS, 64, 1000)
+        found.append(cut(blocks, 2, before, after))
+    assert found == [[2, 2], [3, 1]]
