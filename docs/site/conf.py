@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 FIRST_PAGES = {"index": "README.md", "index.zh": "README.zh.md"}
 SITE_OF = {name: f"{page}.md" for page, name in FIRST_PAGES.items()}
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^()\s]+)\)")
+PERCENT = re.compile(r"(?<=\d) %(?=.*\|$)", re.M)  # in a table: it stays with its number
 
 project, author, version = "zero3d", "zero3d developers", zero3d.__version__
 release = version
@@ -38,6 +39,7 @@ html_title = f"zero3d {version}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_show_copyright = False
 
 
 def link(found: re.Match[str], folder: Path) -> str:
@@ -52,7 +54,7 @@ def link(found: re.Match[str], folder: Path) -> str:
     page = SITE_OF.get(there) or (there.removeprefix("docs/") if there.startswith("docs/") else "")
     if page.endswith(".md"):
         up = "../" * len(folder.relative_to(ROOT / "docs").parts) if folder != ROOT else ""
-        title = "" if text == there else text  # MyST takes the page's own
+        title = "" if text in (there, path) else text  # MyST takes the page's own
         return f"[{title}]({up}{page}{'#' + anchor if anchor else ''})"
     return f"`{there}`" if text.strip("`") in (there, there.split("/")[-1]) else f"{text} (`{there}`)"
 
@@ -63,7 +65,8 @@ def read(app: Sphinx, name: str, source: list[str]) -> None:
     pages = [(folder, source[0])]
     if name in FIRST_PAGES:
         pages.insert(0, (ROOT, (ROOT / FIRST_PAGES[name]).read_text()))
-    source[0] = "\n".join(LINK.sub(lambda found, of=of: link(found, of), text) for of, text in pages)
+    text = "\n".join(LINK.sub(lambda found, of=of: link(found, of), text) for of, text in pages)
+    source[0] = PERCENT.sub("\N{NO-BREAK SPACE}%", text)
 
 
 def check(app: Sphinx) -> None:
