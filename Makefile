@@ -4,6 +4,7 @@
 # make test-all  all tests, the longer ones too
 # make bench     engines side by side on 2 CPU ranks
 # make tables    the tables of README and docs anew, from benchmarks/results
+# make docs      the site of README and docs, in .build/docs
 #
 # PIP_OPTIONS passes options to pip, for example an index with CPU wheels of torch.
 # TORCH=2.11.0 takes another torch than constraints.txt pins, in a .venv of its own.
@@ -26,7 +27,7 @@ define both
   wait $$beside; beside=$$?; cat $(VENV)/beside.log; exit $$((parity | beside))
 endef
 
-.PHONY: demo test test-part test-all style lint bench tables clean
+.PHONY: demo test test-part test-all style lint bench tables docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/zero3d train
@@ -53,6 +54,10 @@ bench: $(VENV)/.installed
 tables: $(VENV)/.installed
 	$(BIN)/python benchmarks/tables.py --write
 
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs/site docs .build/docs
+	@echo "the first page: .build/docs/index.html"
+
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "zero3d needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version): pass PYTHON=python3.11"; exit 2; }
@@ -68,5 +73,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c $(CONSTRAINTS) -e '.[hf,plot,data,dev]'
 	@touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c $(CONSTRAINTS) -e '.[hf,plot,data,docs]'
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-torch-* zero3d-demo*
+	rm -rf .venv .venv-torch-* .build/docs zero3d-demo*

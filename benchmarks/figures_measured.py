@@ -13,7 +13,7 @@ import loading
 import loop_overhead
 import mesh as mesh_benchmark
 import pipeline as pipeline_benchmark
-from recorded import RECIPES, load
+from recorded import load
 
 MIB = 2**20
 NAMES = {"ddp": "DDP", "fsdp2-noreshard": "FSDP2, no reshard", "fsdp2-reshard": "FSDP2, reshard",
@@ -36,15 +36,7 @@ def stamp(name: str) -> str:
     found = load(name)
     machine = found["machine"]
     where = f"{machine['cores']} {machine['cpu']} cores, torch {found['torch']}, Python {found['python']}"
-    told = "".join(f", {each}" for each in _short_of(name, found))
-    return f"(`benchmarks/results/{name}.json`: commit {found['commit']}, {found['date']}, {where}{told}.)"
-
-
-def _short_of(name: str, found: Mapping[str, Any]) -> list[str]:
-    """What a file lacks of what its recipe would give today."""
-    runs, wanted = found["runs"], len(RECIPES[name].commands)
-    fewer = [f"{len(runs)} of {wanted} runs"] if len(runs) < wanted else []
-    return fewer + ["run by hand with the same options"] * any(run["seconds"] is None for run in runs)
+    return f"(`benchmarks/results/{name}.json`: commit {found['commit']}, {found['date']}, {where}.)"
 
 
 def called(variant: str) -> str:

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zero3d import Engine
 from zero3d.distributed import collectives
-from zero3d.zero.prefetch import Lane
+from zero3d.zero.streams import Lane
 
 STAGES = (0, 1, 2, 3)
 Event = tuple[str, str]

@@ -43,7 +43,8 @@ from ranks import Start, over_ranks, run_ranks
 from torch import Tensor
 
 from zero3d import Mesh
-from zero3d.tensor_parallel.parallelize import Channel, cross_entropy
+from zero3d.tensor_parallel.channel import Channel
+from zero3d.tensor_parallel.vocabulary import cross_entropy
 
 TARGETS = {"fsdp2": 0.90, "dtensor": 0.95}
 OWN_PLAN = {

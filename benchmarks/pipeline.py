@@ -128,7 +128,7 @@ class Fsdp2:
         counts = balance(model, axis.size, TOKENS, schedule=schedule.name)
         self.pipeline, self.mesh, self.size = axis, mesh, mesh.dp * mesh.tp
         self.parts, stages = [], []
-        for number in schedule.parts_of(axis.rank, axis.size):
+        for number in schedule.chunks_of(axis.rank, axis.size):
             part = Part(model, sum(counts[:number]), sum(counts[: number + 1]))
             self.shard(part, mesh.torch)
             self.parts.append(part)
@@ -244,7 +244,7 @@ def take_turns(device: torch.device, arguments: argparse.Namespace, names: list[
     seconds, losses = timed(variants, mesh, arguments)
     pipeline = next(v.engine.pipeline for v in variants.values() if isinstance(v, Zero3d))
     assert pipeline is not None
-    return seconds, losses, str(bubble(pipeline.order()))
+    return seconds, losses, str(bubble(pipeline.recorded_order()))
 
 
 def timed(variants: Mapping[str, Variant], mesh: Mesh, arguments: argparse.Namespace) -> Any:

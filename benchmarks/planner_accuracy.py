@@ -34,7 +34,7 @@ SMALLEST_GROUP = 3  # configurations of one model, for a ranking to mean somethi
 
 
 class Tables:
-    """The rows of a folder's files."""
+    """Points of the rows of a folder's files."""
 
     def __init__(self, folder: Path) -> None:
         readers = {**READERS, **OTHER}
@@ -43,12 +43,12 @@ class Tables:
         self.readers = {path.stem: readers[path.stem] for path in files if path.stem in readers}
         self.rows = {path.stem: list(_rows(path)) for path in files if path.stem in readers}
         self.skipped: dict[str, int] = {}
-        found = {stem: self._of_file(stem, Planner(), self.skipped) for stem in self.rows}
-        self.points = [point for points in found.values() for point in points]
-        self._files = {point.set: stem for stem, points in found.items() for point in points}
+        by_file = {stem: self._of_file(stem, Planner(), self.skipped) for stem in self.rows}
+        self.points = [point for points in by_file.values() for point in points]
+        self._files = {point.set: stem for stem, points in by_file.items() for point in points}
 
     def predict(self, planner: Planner, sets: Iterable[str]) -> list[Point]:
-        """Points of some sets, those of them that are here."""
+        """Return the points of some sets, those of them that are here."""
         wanted = set(sets)
         stems = {self._files[name] for name in wanted if name in self._files}
         return [p for stem in sorted(stems) for p in self._of_file(stem, planner, {}) if p.set in wanted]
@@ -69,7 +69,7 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def errors(points: Sequence[Point]) -> dict[str, Any]:
-    """Mean, 90th percentile and worst relative error, and whose it is."""
+    """Return mean, 90th percentile and worst relative error, and whose it is."""
     listed = sorted((abs(p.predicted / p.actual - 1), p) for p in points)
     values = [value for value, _ in listed]
     worst = listed[-1][1]
@@ -86,7 +86,7 @@ def errors(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def labels(points: Sequence[Point]) -> dict[str, Any]:
-    """Recall of runs that ran out of memory, and false alarms among those that did not."""
+    """Return the recall of runs that ran out of memory, and false alarms among those that did not."""
     out = [p for p in points if p.actual == 0]
     ran = [p for p in points if p.actual == 1]
     return {
@@ -100,7 +100,7 @@ def labels(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def ranking(points: Sequence[Point]) -> dict[str, Any] | None:
-    """Kendall's tau over pairs within groups (repeats apart), and the mean and worst regret of the groups."""
+    """Return Kendall's tau over pairs within groups (repeats apart), and the mean and worst regret of the groups."""
     groups: dict[str, list[Point]] = defaultdict(list)
     for point in points:
         if point.group:
@@ -125,12 +125,12 @@ def _sign(value: float) -> int:
 
 
 def score(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """One entry per set and kind."""
-    found: dict[tuple[str, str], list[Point]] = defaultdict(list)
+    """Score the points: one entry per set and kind."""
+    groups: dict[tuple[str, str], list[Point]] = defaultdict(list)
     for point in points:
-        found[point.set, point.kind].append(point)
+        groups[point.set, point.kind].append(point)
     scores = []
-    for (name, kind), inside in sorted(found.items(), key=lambda item: (item[0][1], item[0][0])):
+    for (name, kind), inside in sorted(groups.items(), key=lambda item: (item[0][1], item[0][0])):
         entry: dict[str, Any] = {"set": name, "kind": kind}
         entry |= labels(inside) if kind == "fits" else errors(inside)
         if kind == "time" and (ranked := ranking(inside)):
@@ -140,7 +140,7 @@ def score(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 
 def left_out(tables: Tables) -> tuple[list[dict[str, Any]], dict[str, dict[Key, float]]]:
-    """Scores of each set that constants saw, without it, and the constants' values then."""
+    """Return the scores of each set that constants saw, without it, and the constants' values then."""
     sets = sorted({point.set for point in tables.points if fitted_on(point.set)})
     values = {name: without(name, tables.predict) for name in sets}
     points = [point for name in sets for point in tables.predict(Planner(values[name]), {name})]
@@ -148,13 +148,13 @@ def left_out(tables: Tables) -> tuple[list[dict[str, Any]], dict[str, dict[Key, 
 
 
 def beside(scores: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Scores with those of the set left out under "left_out"; None where nothing was fitted on it."""
-    found = {(s["set"], s["kind"]): s for s in others}
-    return [{**s, "left_out": found.get((s["set"], s["kind"]))} for s in scores]
+    """Return the scores with those of the set left out under "left_out"; None where nothing was fitted on it."""
+    without = {(s["set"], s["kind"]): s for s in others}
+    return [{**s, "left_out": without.get((s["set"], s["kind"]))} for s in scores]
 
 
 def as_text(scores: Sequence[dict[str, Any]], skipped: Mapping[str, int], unknown: Sequence[str]) -> str:
-    """The tables, and what was left out."""
+    """Write the tables, and what was left out."""
     head = f"{'':28} {'':8} {'':4} {'fitted':^20} {'its set left out':^20}"
     names = " ".join(f"{name:>6}" for name in ("mean", "p90", "worst"))
     lines = [head.rstrip(), f"{'set':28} {'kind':8} {'rows':>4} {names} {names} {'bias':>7}  worst row"]
@@ -182,13 +182,13 @@ def _lines(s: Mapping[str, Any]) -> list[str]:
 
 
 def labels_text(s: Mapping[str, Any]) -> str:
-    """Of runs that did and did not fit."""
+    """Write the table of runs that did and did not fit."""
     recall, alarms = (f"{100 * s[k]:.0f} %" if s[k] is not None else "-" for k in ("recall", "false_alarms"))
     return f"OOM recall {recall} of {s['out_of_memory']}, false alarms {alarms}"
 
 
 def ranking_text(s: Mapping[str, Any]) -> str:
-    """Of configurations of one model."""
+    """Write the table of configurations of one model."""
     regret = f"regret {100 * s['regret']:.1f} % mean, {100 * s['worst_regret']:.1f} % worst"
     return f"{s['groups']} models: Kendall tau {s['tau']:.2f}, {regret}"
 

@@ -34,19 +34,21 @@ class Planner:
     """The planner under some values of its constants."""
 
     def __init__(self, changed: Mapping[Key, float] | None = None) -> None:
-        values = {each.key: each.value for each in EVERY} | dict(changed or {})
-        self.values: Values = values | {each.key: values[each.lender, each.name] for each in EVERY if each.lender}
+        values = {constant.key: constant.value for constant in EVERY} | dict(changed or {})
+        self.values: Values = values | {
+            constant.key: values[constant.lender, constant.name] for constant in EVERY if constant.lender
+        }
         self.systems: dict[str, Profile] = profiles(self.values)
 
     @property
     def kernels(self) -> Kernels:
-        """What kernels take."""
+        """Return what kernels take."""
         return self.systems["zero3d"].pace.kernels
 
     def value(self, system: str, name: str) -> float:
-        """Of a constant."""
+        """Return the value of a constant."""
         return self.values[system, name]
 
     def evaluate(self, model: ModelSpec, spec: ClusterSpec, plan: ParallelPlan, system: str) -> Estimate:
-        """As plan.evaluate does."""
+        """Evaluate a plan as `plan.evaluate` does, under these constants."""
         return evaluate(model, spec, plan, self.systems[system])

@@ -26,28 +26,30 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 def fitted_on(name: str) -> list[Constant]:
-    """Constants that saw a set; those that are lent follow their lender."""
-    return [each for each in EVERY if not each.lender and any(rows.set == name for rows in each.fitted_on)]
+    """Return the constants that saw a set; those that are lent follow their lender."""
+    return [
+        constant for constant in EVERY if not constant.lender and any(rows.set == name for rows in constant.fitted_on)
+    ]
 
 
 def without(name: str, predict: Predict) -> dict[Key, float]:
-    """Values of the constants that saw a set, as if it did not exist."""
+    """Return the values of the constants that saw a set, as if it did not exist."""
     seen = fitted_on(name)
-    others = {each: tuple(rows for rows in each.fitted_on if rows.set != name) for each in seen}
-    values = {each.key: float(each.default or 0.0) for each in seen}
-    anew = [each for each in seen if others[each]]
+    others = {constant: tuple(rows for rows in constant.fitted_on if rows.set != name) for constant in seen}
+    values = {constant.key: float(constant.default or 0.0) for constant in seen}
+    anew = [constant for constant in seen if others[constant]]
     for _ in range(ROUNDS if len(anew) > 1 else 1):
-        for each in anew:
-            values[each.key] = _fit(each, others[each], values, predict)
+        for constant in anew:
+            values[constant.key] = _fit(constant, others[constant], values, predict)
     return values
 
 
-def _fit(each: Constant, rows: tuple[Rows, ...], values: Mapping[Key, float], predict: Predict) -> float:
-    """The value of least mean error on these rows."""
-    low, high = (each.default / 2, each.default * 2) if each.default else (0.0, 1.0)
+def _fit(constant: Constant, rows: tuple[Rows, ...], values: Mapping[Key, float], predict: Predict) -> float:
+    """Find the value of least mean error on these rows."""
+    low, high = (constant.default / 2, constant.default * 2) if constant.default else (0.0, 1.0)
 
     def error(tried: float) -> float:
-        return _error(rows, {**values, each.key: tried}, predict)
+        return _error(rows, {**values, constant.key: tried}, predict)
 
     a, b = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
     at_a, at_b = error(a), error(b)
@@ -64,32 +66,32 @@ def _fit(each: Constant, rows: tuple[Rows, ...], values: Mapping[Key, float], pr
 
 
 def _error(rows: tuple[Rows, ...], values: Mapping[Key, float], predict: Predict) -> float:
-    wanted = {(each.set, each.kind) for each in rows}
+    wanted = {(row.set, row.kind) for row in rows}
     points = predict(Planner(values), {name for name, _ in wanted})
-    found = [abs(point.predicted / point.actual - 1) for point in points if (point.set, point.kind) in wanted]
-    return sum(found) / len(found) if found else 0.0
+    errors = [abs(point.predicted / point.actual - 1) for point in points if (point.set, point.kind) in wanted]
+    return sum(errors) / len(errors) if errors else 0.0
 
 
-def responding(each: Constant, rows: Rows, predict: Predict) -> int:
-    """How many of these rows say something about a constant: those whose prediction it changes.
+def responding(constant: Constant, rows: Rows, predict: Predict) -> int:
+    """Count the rows that say something about a constant: those whose prediction it changes.
 
     A run that fits bounds memory from above, so each says something.
     """
-    other = each.default if each.default != each.value else 2 * each.value
-    base, moved = (predict(Planner(values), {rows.set}) for values in ({}, {each.key: float(other or 0.0)}))
+    other = constant.default if constant.default != constant.value else 2 * constant.value
+    base, moved = (predict(Planner(values), {rows.set}) for values in ({}, {constant.key: float(other or 0.0)}))
     pairs = [(a, b) for a, b in zip(base, moved, strict=True) if a.kind == rows.kind]
     return sum(rows.kind == "fits" or a.predicted != b.predicted for a, b in pairs)
 
 
 def accounts(predict: Predict, sets: Mapping[str, dict[Key, float]]) -> list[dict[str, Any]]:
-    """Every fitted constant: its rows that respond, and its values without each of its sets."""
+    """Return every fitted constant: its rows that respond, and its values without each of its sets."""
     return [
         {
-            "system": each.system,
-            "name": each.name,
-            "rows": [{**rows._asdict(), "count": responding(each, rows, predict)} for rows in each.fitted_on],
-            "without": {name: values[each.key] for name, values in sets.items() if each.key in values},
+            "system": constant.system,
+            "name": constant.name,
+            "rows": [{**rows._asdict(), "count": responding(constant, rows, predict)} for rows in constant.fitted_on],
+            "without": {name: values[constant.key] for name, values in sets.items() if constant.key in values},
         }
-        for each in EVERY
-        if each.fitted_on and not each.lender
+        for constant in EVERY
+        if constant.fitted_on and not constant.lender
     ]

@@ -35,12 +35,12 @@ class Point(NamedTuple):
 
 
 def number(row: Row, name: str) -> float:
-    """A cell. KeyError where the column is missing, ValueError where it is empty."""
+    """Read a cell. KeyError where the column is missing, ValueError where it is empty."""
     return float(row[name])
 
 
 def whole(row: Row, name: str) -> int:
-    """A cell that is a whole number."""
+    """Read a cell that is a whole number."""
     value = float(row[name])
     if value != int(value):
         raise ValueError(name)
@@ -48,16 +48,16 @@ def whole(row: Row, name: str) -> int:
 
 
 def machines(gpu: str, gpus: int, across: float, per_node: int = 8) -> ClusterSpec:
-    """A cluster with `across` bytes per second and GPU between nodes."""
+    """Return a cluster with `across` bytes per second and GPU between nodes."""
     nodes = max(1, -(-gpus // per_node))
-    found = cluster(gpu, nodes * (gpus // nodes), nodes)
-    return replace(found, across=replace(found.across, bandwidth=across))
+    spec = cluster(gpu, nodes * (gpus // nodes), nodes)
+    return replace(spec, across=replace(spec.across, bandwidth=across))
 
 
 def fastest(
     planner: Planner, model: ModelSpec, spec: ClusterSpec, plans: list[ParallelPlan], system: str, judged: str
 ) -> Estimate:
-    """The best of plans that fit, where a table does not say which was run; of all if none fits.
+    """Return the best of plans that fit, where a table does not say which was run; of all if none fits.
 
     The first alone where the constant "plans tried" of the judged set is 0.
     """
@@ -68,7 +68,7 @@ def fastest(
 
 
 def fits(planner: Planner, estimate: Estimate, gib: float) -> float:
-    """1.0 where a card of so many GiB has room, with the margin to spare."""
+    """Return 1.0 where a card of so many GiB has room, with the margin to spare."""
     return float(estimate.memory.device <= (1 - planner.value("all tables", "margin")) * gib * GIB)
 
 
@@ -81,20 +81,20 @@ KORTHIKANTI = {"22B": (48, 6144, 64, 8, 1, 1, 4), "175B": (96, 12288, 96, 8, 8, 
 
 def zero_table1(row: Row, planner: Planner) -> Iterator[Point]:
     params = int(number(row, "params_b") * 10**9)
-    found = paper_bytes(STAGES[row["stage"]], params, whole(row, "dp")).total
-    yield Point("zero_table1", row["id"], "formula", float(found) / 1e9, number(row, "paper_gb"), unit="GB")
+    nbytes = paper_bytes(STAGES[row["stage"]], params, whole(row, "dp")).total
+    yield Point("zero_table1", row["id"], "formula", float(nbytes) / 1e9, number(row, "paper_gb"), unit="GB")
 
 
 def zero_infinity(row: Row, planner: Planner) -> Iterator[Point]:
-    found = formulas.infinity_memory(whole(row, "layers"), whole(row, "hidden"), whole(row, "heads"))
+    memory = formulas.infinity_memory(whole(row, "layers"), whole(row, "hidden"), whole(row, "heads"))
     units = {"model_states_tb": 2**40, "act_tb": 2**40, "act_ckpt_tb": 2**40, "mswm_gb": GIB, "awm_gb": GIB}
-    for (column, unit), value in zip(units.items(), found, strict=True):
+    for (column, unit), value in zip(units.items(), memory, strict=True):
         yield Point("zero_infinity_fig2a", f"{row['id']} {column}", "formula", value / unit, number(row, column))
 
 
 def korthikanti_fig1(row: Row, planner: Planner) -> Iterator[Point]:
     layers, h, a, t, p, v, b = KORTHIKANTI[row["model"]]
-    found = {
+    predictions = {
         "par_opt_gib_fig": formulas.megatron_states(layers, h, t, p),
         "act_none_gib_fig": formulas.model_activations(
             formulas.layer_activations("TP baseline", 2048, b, h, a, t), layers, p, v
@@ -103,7 +103,7 @@ def korthikanti_fig1(row: Row, planner: Planner) -> Iterator[Point]:
             formulas.layer_activations("TP+SP+selective", 2048, b, h, a, t), layers, p, v
         ),
     }
-    for column, value in found.items():
+    for column, value in predictions.items():
         yield Point("korthikanti_fig1", f"{row['id']} {column}", "formula", float(value) / GIB, number(row, column))
 
 
@@ -122,7 +122,7 @@ MEGATRON_MICRO = {"1.7": (16, 1), "3.6": (16, 1), "7.5": (16, 1), "18.4": (8, 1)
 
 
 def pipelined(dp: int, tp: int, pp: int, virtual: int, micro_batch: int, batch: int, **rest: object) -> ParallelPlan:
-    """A Megatron plan of `batch` sequences per step."""
+    """Return a Megatron plan of `batch` sequences per step."""
     accumulate = batch / (dp * micro_batch)
     if accumulate != int(accumulate) or accumulate < 1:
         raise ValueError("batch")
@@ -142,10 +142,10 @@ def megatron_table1(row: Row, planner: Planner) -> Iterator[Point]:
     micro, virtual = MEGATRON_MICRO[size]
     plan = pipelined(whole(row, "dp"), whole(row, "tp"), whole(row, "pp"), virtual, micro, batch, activations="full",
                      reduce_dtype="fp16")  # fmt: skip
-    found = planner.evaluate(model, machines("a100-80", gpus, 25e9), plan, "megatron")
+    estimate = planner.evaluate(model, machines("a100-80", gpus, 25e9), plan, "megatron")
     flops = formulas.step_flops(batch, 2048, whole(row, "layers"), model.hidden, model.vocab, recompute=True)
     actual = flops / gpus / number(row, "tflops_per_gpu") / 1e12
-    yield Point("megatron2021_table1", row["id"], "time", found.seconds.mid, actual, unit="s")
+    yield Point("megatron2021_table1", row["id"], "time", estimate.seconds.mid, actual, unit="s")
 
 
 def megatron_table2(row: Row, planner: Planner) -> Iterator[Point]:
@@ -155,15 +155,15 @@ def megatron_table2(row: Row, planner: Planner) -> Iterator[Point]:
     spec = machines("a100-80", gpus, 25e9)
     if row["scheme"] == "ZeRO-3":
         plan = ParallelPlan(gpus, 1, 1, 3, micro, batch // gpus // micro, "full", reduce_dtype="fp16")
-        found = planner.evaluate(model, spec, plan, "deepspeed-0.3")
+        estimate = planner.evaluate(model, spec, plan, "deepspeed-0.3")
     else:
         pp = whole(row, "mp") // 8
         plan = pipelined(gpus // (8 * pp), 8, pp, 1, micro, batch, activations="full", reduce_dtype="fp16")
         plans = [plan, *(replace(plan, virtual=v, schedule="interleaved") for v in (2, 3) if layers % (pp * v) == 0)]
-        found = fastest(planner, model, spec, plans, "megatron", "megatron2021_table2")
+        estimate = fastest(planner, model, spec, plans, "megatron", "megatron2021_table2")
     flops = formulas.step_flops(batch, 2048, layers, hidden, 51200, recompute=True)
     actual = flops / gpus / number(row, "tflops_per_gpu") / 1e12
-    yield Point("megatron2021_table2", row["id"], "time", found.seconds.mid, actual, f"{row['scheme']}{hidden}", "s")
+    yield Point("megatron2021_table2", row["id"], "time", estimate.seconds.mid, actual, f"{row['scheme']}{hidden}", "s")
 
 
 def korthikanti_table5(row: Row, planner: Planner) -> Iterator[Point]:
@@ -175,9 +175,11 @@ def korthikanti_table5(row: Row, planner: Planner) -> Iterator[Point]:
         ("iter_s_seqpar_selective", "selective", True),
     ):
         run = replace(plan, activations=kept, sequence_parallel=parallel)
-        found = planner.evaluate(model, machines("a100-80", gpus, 25e9), run, "megatron")
+        estimate = planner.evaluate(model, machines("a100-80", gpus, 25e9), run, "megatron")
         actual = number(row, column)
-        yield Point("korthikanti_table5", f"{row['id']} {kept}", "time", found.seconds.mid, actual, row["model"], "s")
+        yield Point(
+            "korthikanti_table5", f"{row['id']} {kept}", "time", estimate.seconds.mid, actual, row["model"], "s"
+        )
 
 
 LAYER_RUNS = {"1": ("none", False), "2": ("none", True), "3": ("full", False), "4": ("selective", False),
@@ -207,10 +209,10 @@ def megatron_core(row: Row, planner: Planner) -> Iterator[Point]:
         ]:
             if batch % (dp * micro) == 0:
                 plans.append(pipelined(dp, tp, pp, virtual, micro, batch, stage=1, sequence_parallel=tp > 1))
-    found = fastest(planner, model, machines("h100", gpus, 50e9), plans, "megatron-core", "megatron_core_h100")
+    estimate = fastest(planner, model, machines("h100", gpus, 50e9), plans, "megatron-core", "megatron_core_h100")
     flops = formulas.step_flops(batch, model.length, len(model.blocks), model.hidden, model.vocab, recompute=False)
     actual = flops / gpus / number(row, "tflops_per_gpu") / 1e12
-    yield Point("megatron_core_h100", row["id"], "time", found.seconds.mid, actual, unit="s")
+    yield Point("megatron_core_h100", row["id"], "time", estimate.seconds.mid, actual, unit="s")
 
 
 # --- BLOOM, DeepSpeed ---------------------------------------------------------------------------
@@ -218,8 +220,8 @@ def megatron_core(row: Row, planner: Planner) -> Iterator[Point]:
 
 def jean_zay(planner: Planner, gpus: int) -> ClusterSpec:
     """8 A100 per node, four 100 Gb/s ports."""
-    found = machines("a100-80", gpus, 6.25e9)
-    return replace(found, inside=replace(found.inside, bandwidth=planner.value("bloom176b_prequel", "inside")))
+    spec = machines("a100-80", gpus, 6.25e9)
+    return replace(spec, inside=replace(spec.inside, bandwidth=planner.value("bloom176b_prequel", "inside")))
 
 
 def bloom(row: Row, planner: Planner) -> Iterator[Point]:
@@ -231,25 +233,29 @@ def bloom(row: Row, planner: Planner) -> Iterator[Point]:
     wide = "fp32 grad accumulation" in row.get("note", "")
     plan = ParallelPlan(dp, tp, pp, 1, micro, batch // dp // micro if batch else 64, "full",
                         reduce_dtype="fp32" if wide else "fp16")  # fmt: skip
-    found = planner.evaluate(model, jean_zay(planner, whole(row, "gpus")), plan, "megatron-deepspeed")
-    device = found.memory.device / GIB
+    estimate = planner.evaluate(model, jean_zay(planner, whole(row, "gpus")), plan, "megatron-deepspeed")
+    device = estimate.memory.device / GIB
     group = " ".join(row[name] for name in ("hidden", "layers", "heads", "gpus", "gbs"))
     if row["mem_gb_nvidia_smi"] and row.get("exclude") != "mem":
         yield Point("bloom176b_prequel", row["id"], "memory", device, number(row, "mem_gb_nvidia_smi"), group, "GiB")
     if row.get("exclude") != "mem":
-        yield Point("bloom176b_prequel", row["id"], "fits", fits(planner, found, 80), float(row["oom"] != "1"), group)
+        yield Point(
+            "bloom176b_prequel", row["id"], "fits", fits(planner, estimate, 80), float(row["oom"] != "1"), group
+        )
     if row["sec_per_iter"] and batch:
-        yield Point("bloom176b_prequel", row["id"], "time", found.seconds.mid, number(row, "sec_per_iter"), group, "s")
+        yield Point(
+            "bloom176b_prequel", row["id"], "time", estimate.seconds.mid, number(row, "sec_per_iter"), group, "s"
+        )
 
 
 def azure(row: Row, planner: Planner) -> Iterator[Point]:
     gpus, s, micro = whole(row, "gpus"), whole(row, "seq"), whole(row, "mbs")
     model = gpt(whole(row, "layers"), whole(row, "hidden"), whole(row, "heads"), 51200, s, flash=False)
     plan = ParallelPlan(gpus, 1, 1, 3, micro, 1, "full", reduce_dtype="fp16")
-    found = planner.evaluate(model, machines("a100-80", gpus, 25e9), plan, "deepspeed")
+    estimate = planner.evaluate(model, machines("a100-80", gpus, 25e9), plan, "deepspeed")
     flops = formulas.step_flops(micro, s, len(model.blocks), model.hidden, model.vocab, recompute=True)
     actual = flops / number(row, "tflops_per_gpu") / 1e12
-    yield Point("deepspeed_azure", row["id"], "time", found.seconds.mid, actual, unit="s")
+    yield Point("deepspeed_azure", row["id"], "time", estimate.seconds.mid, actual, unit="s")
 
 
 READERS: dict[str, Callable[[Row, Planner], Iterator[Point]]] = {

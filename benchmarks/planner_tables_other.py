@@ -24,9 +24,9 @@ def zero_appendix(row: Row, planner: Planner) -> Iterator[Point]:
     model = gpt(whole(row, "layers"), whole(row, "hidden"), whole(row, "heads"), 50304, 1024, flash=False)
     plan = ParallelPlan(gpus // tp, tp, 1, 2 if zero else 0, whole(row, "batch_per_mp_group"), 1, "full", zero,
                         reduce_dtype="fp16")  # fmt: skip
-    found = planner.evaluate(model, machines("v100-32", gpus, 6.25e9, 16), plan, "deepspeed-0.3")
+    estimate = planner.evaluate(model, machines("v100-32", gpus, 6.25e9, 16), plan, "deepspeed-0.3")
     ran = {"fits": 1.0, "oom": 0.0, "out": 0.0}[row["label"].lower().split()[0]]
-    yield Point("zero_appendix", row["id"], "fits", fits(planner, found, 32), ran)
+    yield Point("zero_appendix", row["id"], "fits", fits(planner, estimate, 32), ran)
 
 
 def zero_table2(row: Row, planner: Planner) -> Iterator[Point]:
@@ -55,14 +55,16 @@ def bigscience(row: Row, planner: Planner) -> Iterator[Point]:
     offload = "host" if "off" in row["framework"] else "none"
     plan = ParallelPlan(dp, tp, pp, stage, micro, gas, "full", offload=offload, reduce_dtype="fp16")
     spec = machines("v100-32", whole(row, "gpus"), 6.25e9, 4)
-    found = planner.evaluate(
+    estimate = planner.evaluate(
         model, spec, plan, "deepspeed" if stage > 1 else "megatron-deepspeed" if stage else "megatron"
     )
     if row["iter_s"]:
-        yield Point("bigscience_v100 (no gate)", row["id"], "time", found.seconds.mid, number(row, "iter_s"), unit="s")
+        yield Point(
+            "bigscience_v100 (no gate)", row["id"], "time", estimate.seconds.mid, number(row, "iter_s"), unit="s"
+        )
     if row["mem_gb"]:
         actual = number(row, "mem_gb")
-        yield Point("bigscience_v100 (no gate)", row["id"], "memory", found.memory.device / GIB, actual, unit="GiB")
+        yield Point("bigscience_v100 (no gate)", row["id"], "memory", estimate.memory.device / GIB, actual, unit="GiB")
 
 
 # --- throughputs --------------------------------------------------------------------------------
@@ -81,9 +83,9 @@ def throughput(row: Row, planner: Planner) -> Iterator[Point]:
         kept = re.findall(r"AC (none|selective|full)", row["batch"])[0]
         gpu = "h100" if "H100" in row["hw"] else "a100-80"
         spec = machines(gpu, gpus, NETWORK[row["hw"].split()[-1]])
-        found = planner.evaluate(model, spec, ParallelPlan(gpus, 1, 1, 3, micro, 1, kept), "torchtitan")
+        estimate = planner.evaluate(model, spec, ParallelPlan(gpus, 1, 1, 3, micro, 1, kept), "torchtitan")
         actual = micro * length / number(row, "tokens_per_s_per_gpu")
-        yield Point("ibm_fsdp", row["id"], "time", found.seconds.mid, actual, unit="s")
+        yield Point("ibm_fsdp", row["id"], "time", estimate.seconds.mid, actual, unit="s")
         return
     batch, seconds = re.findall(r"GBS (\d+);.*iter ([\d.]+)s", row["batch"])[0]
     if row["id"].startswith("MS-175B"):
@@ -95,8 +97,8 @@ def throughput(row: Row, planner: Planner) -> Iterator[Point]:
     plan = pipelined(whole(row, "dp"), whole(row, "tp"), whole(row, "pp"), 1, 1, int(batch), activations=kept)
     plans = [plan, *([replace(plan, schedule="interleaved", virtual=virtual)] if virtual > 1 else [])]
     name, system = ("megascale_megatron", "megatron") if virtual > 1 else ("mt_nlg", "megatron-deepspeed")
-    found = fastest(planner, model, machines("a100-80", gpus, 25e9), plans, system, "megascale_megatron")
-    yield Point(name, row["id"], "time", found.seconds.mid, float(seconds), unit="s")
+    estimate = fastest(planner, model, machines("a100-80", gpus, 25e9), plans, system, "megascale_megatron")
+    yield Point(name, row["id"], "time", estimate.seconds.mid, float(seconds), unit="s")
 
 
 # --- nanotron, torchtitan, galvatron ------------------------------------------------------------
@@ -115,10 +117,10 @@ def nanotron(row: Row, planner: Planner) -> Iterator[Point]:
     dp, tp, pp, micro, gas = (whole(row, name) for name in ("dp", "tp", "pp", "mbs", "gas"))
     plan = ParallelPlan(dp, tp, pp, whole(row, "zero_stage"), micro, gas, sequence_parallel=tp > 1)
     across = planner.value("nanotron", "across above 256") if whole(row, "gpus") > 256 else 50e9
-    found = planner.evaluate(model, machines("h100", whole(row, "gpus"), across), plan, "nanotron")
-    useful = found.flops / (plan.world * 989e12)
-    yield Point("nanotron", row["id"], "memory", found.memory.reserved / GIB, number(row, "mem_gb"), unit="GiB")
-    yield Point("nanotron", row["id"], "time", found.seconds.mid, useful / (number(row, "mfu_pct") / 100), unit="s")
+    estimate = planner.evaluate(model, machines("h100", whole(row, "gpus"), across), plan, "nanotron")
+    useful = estimate.flops / (plan.world * 989e12)
+    yield Point("nanotron", row["id"], "memory", estimate.memory.reserved / GIB, number(row, "mem_gb"), unit="GiB")
+    yield Point("nanotron", row["id"], "time", estimate.seconds.mid, useful / (number(row, "mfu_pct") / 100), unit="s")
 
 
 def torchtitan(row: Row, planner: Planner) -> Iterator[Point]:
@@ -141,24 +143,24 @@ def torchtitan(row: Row, planner: Planner) -> Iterator[Point]:
                         precision="fp8" if narrow else "bf16")  # fmt: skip
     a100 = "A100" in row["hw"]
     spec = machines("a100-80" if a100 else "h100-96", gpus, 25e9 if a100 else 50e9)
-    found = planner.evaluate(model, spec, plan, "torchtitan-async-tp" if "syncTP" in row["config"] else "torchtitan")
+    estimate = planner.evaluate(model, spec, plan, "torchtitan-async-tp" if "syncTP" in row["config"] else "torchtitan")
     tokens = plan.accumulate * micro * model.length / (tp * pp)
     group = f"{name} {gpus} {row['hw'][:8]}"
-    yield Point("torchtitan", row["id"], "time", found.seconds.mid, tokens / number(row, "tps_per_gpu"), group, "s")
+    yield Point("torchtitan", row["id"], "time", estimate.seconds.mid, tokens / number(row, "tps_per_gpu"), group, "s")
     if row["mem_gib_max_reserved_over_ranks"]:
         actual = number(row, "mem_gib_max_reserved_over_ranks")
-        yield Point("torchtitan", row["id"], "memory", found.memory.reserved / GIB, actual, group, "GiB")
+        yield Point("torchtitan", row["id"], "memory", estimate.memory.reserved / GIB, actual, group, "GiB")
 
 
 def galvatron_time(row: Row, planner: Planner) -> Iterator[Point]:
-    found = re.match(r"(?:layertype_0|layernum\[(\d+)\])_bsz(\d+)_seq(\d+)", row["key"])
-    if not found:
+    match = re.match(r"(?:layertype_0|layernum\[(\d+)\])_bsz(\d+)_seq(\d+)", row["key"])
+    if not match:
         raise ValueError("key")
-    layers, batch, length = int(found[1] or 1), int(found[2]), int(found[3])
+    layers, batch, length = int(match[1] or 1), int(match[2]), int(match[3])
     model = fused(llama(layers, 4096, 32, 32, 11008, 32000, length))
     spec, plan = machines("a100-80", 8, 25e9), ParallelPlan(micro_batch=batch)
     works = [part_work(shape, model, plan, spec, kernels=planner.kernels).forward for shape in digest(model).shapes]
-    seconds = sum(works) if found[1] else works[1] / batch
+    seconds = sum(works) if match[1] else works[1] / batch
     yield Point("galvatron_forward", row["id"], "time", 1e3 * seconds, number(row, "ms"), unit="ms")
 
 
@@ -184,12 +186,12 @@ def lora_bytes(model: ModelSpec, quantised: float, batch: int, share: float) -> 
 
 def measured_memory(row: Row, planner: Planner) -> Iterator[Point]:
     """LitGPT's LoRA table. Host memory and free-text rows have no reader."""
-    found = re.match(r"(\S+) LoRA r8 bf16-true, quant (\S+), Alpaca", row["workload"])
-    if not found or "GB max allocated" not in row["memory_kind"]:
+    match = re.match(r"(\S+) LoRA r8 bf16-true, quant (\S+), Alpaca", row["workload"])
+    if not match or "GB max allocated" not in row["memory_kind"]:
         raise ValueError("workload")
-    model = llama(*LITGPT[found[1]], ALPACA)
+    model = llama(*LITGPT[match[1]], ALPACA)
     share = planner.value("litgpt_lora", "kept")
-    predicted = lora_bytes(model, QUANTISED[found[2]], whole(row, "batch_per_gpu"), share) / 1e9
+    predicted = lora_bytes(model, QUANTISED[match[2]], whole(row, "batch_per_gpu"), share) / 1e9
     out = row["memory"] == "OOM"
     card = float(re.findall(r"(\d+)GB", row["hw"])[0])
     yield Point("litgpt_lora", row["id"], "fits", float(predicted <= card * GIB / 1e9), float(not out))
@@ -201,9 +203,9 @@ def galvatron_states(row: Row, planner: Planner) -> Iterator[Point]:
     """bf16 Llama 2 7B of one or two blocks, ZeRO-3 over dp: model states."""
     model = fused(llama(whole(row, "layers"), 4096, 32, 32, 11008, 32000, whole(row, "seq")))
     plan = ParallelPlan(whole(row, "dp"), whole(row, "tp"), whole(row, "pp"), 3, 1, 2)
-    found = planner.evaluate(model, machines("a100-80", 8, 25e9), plan, "torchtitan")
+    estimate = planner.evaluate(model, machines("a100-80", 8, 25e9), plan, "torchtitan")
     actual = number(row, "model_states_mib")
-    yield Point("galvatron_states", row["id"], "memory", found.memory.states / MIB, actual, unit="MiB")
+    yield Point("galvatron_states", row["id"], "memory", estimate.memory.states / MIB, actual, unit="MiB")
 
 
 OTHER: dict[str, Callable[[Row, Planner], Iterator[Point]]] = {

@@ -1,4 +1,4 @@
-"""Every table of figures in README.md and docs/, written from benchmarks/results.
+"""Every table of figures in README.md, README.zh.md and docs/, written from benchmarks/results.
 
     python benchmarks/tables.py --write                       all tables anew, from the files that are there
     python benchmarks/tables.py --run exact                   what does not depend on the machine's speed
@@ -29,7 +29,7 @@ from figures_measured import MEASURED, stamp
 from planner_accuracy import as_text
 from recorded import RECIPES, RESULTS, ROOT, load, record
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
 STAMP = "from-"
 ACCURACY = RESULTS / "planner_accuracy.txt"
@@ -59,12 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, write, or both."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--run", metavar="NAME,...", default="", help=f"{', '.join([*GROUPS, *RECIPES])}")
-    parser.add_argument("--write", action="store_true", help="write README.md and docs")
-    parser.add_argument("--tables", type=Path, help="folder of published tables, for planner-accuracy")
+    parser.add_argument("--write", action="store_true", help="write the READMEs and docs")
+    parser.add_argument(
+        "--tables", type=lambda text: Path(text).resolve(), help="folder of published tables, for planner-accuracy"
+    )
     arguments = parser.parse_args(argv)
     names = [name for word in arguments.run.split(",") if word for name in GROUPS.get(word, [word])]
     if unknown := [name for name in names if name not in RECIPES]:
         parser.error(f"--run {unknown[0]}: one of {', '.join([*GROUPS, *RECIPES])}")
+    if arguments.tables is not None and not any(arguments.tables.glob("*.csv")):
+        parser.error(f"--tables {arguments.tables}: this folder has no published table (*.csv)")
     failed = [name for name in names if not _ran(name, arguments.tables)]
     if arguments.write:
         for path in DOCUMENTS:

@@ -11,8 +11,9 @@ TOKENS = 2 * LENGTH  # of a micro-batch of two
 MUCH = 10.0**6  # bytes per token: more than all else
 ENDS, UP, DOWN = 16_384, 16_384, 32_768  # elements: of the embedding and of the head; of a block's two matrices
 BLOCK = UP + DOWN
-# Bytes that a token keeps: cut by tp + whole on all tp ranks.
-EMBEDDING_KEPT, BLOCK_KEPT, HEAD_KEPT = 3 + 5, 101 + 211, 401 + 43
+KEPT = {"embedding": (3.0, 5.0), "block": (101.0, 211.0), "head": (401.0, 43.0)}  # bytes of a token: cut by tp, whole
+EMBEDDING_KEPT, BLOCK_KEPT, HEAD_KEPT = (sum(KEPT[kind]) for kind in KEPT)
+INSTANTS = {"embedding": "backward of the embedding", "head": "logits and loss"}
 ATTENTION, INPUT = 31, 32  # of a block's: what recomputing attention frees, and its input
 BATCH = 16 * TOKENS  # ids and labels, int64
 # Gradients travel as fp32, here over two ranks: a cast of the whole unit and the shard that arrives.
@@ -25,15 +26,17 @@ def model_of(much="", tied=False, blocks=BLOCKS, root=0, instants=()):
     transient = TRANSIENT | ({much: MUCH} if much else {})
     inside = Operations(
         1.0,
-        kept_cut=101.0,
-        kept_whole=211.0,
+        kept_cut=KEPT["block"][0],
+        kept_whole=KEPT["block"][1],
         attention=31.0,
         input=32.0,
         transient=transient["block"],
         instants=instants,
     )
-    before = Operations(0.0, kept_cut=3.0, kept_whole=5.0, transient=transient["embedding"])
-    after = Operations(1.0, kept_cut=401.0, kept_whole=43.0, transient=transient["head"])
+    before = Operations(
+        0.0, kept_cut=KEPT["embedding"][0], kept_whole=KEPT["embedding"][1], transient=transient["embedding"]
+    )
+    after = Operations(1.0, kept_cut=KEPT["head"][0], kept_whole=KEPT["head"][1], transient=transient["head"])
     embed = Unit("embed", (Weight("embed.weight", (64, 256), cut=0),))
     units = [Unit("head", (Weight("head.weight", (64, 256), cut=0),), copy_of="embed" if tied else None)]
     if root:
@@ -47,9 +50,22 @@ def model_of(much="", tied=False, blocks=BLOCKS, root=0, instants=()):
     return ModelSpec("by hand", tuple(parts), LENGTH, HIDDEN, VOCAB, heads=4, kv_heads=4)
 
 
-def at(model, wanted, **plan):
-    """The parts of the fullest instant, which is the wanted one, beside the states."""
-    found = memory(model, ParallelPlan(**{"stage": 3, "micro_batch": 2} | plan))
-    assert found.instant == wanted
-    assert found.allocated == sum(found.parts.values())
-    return {name: size for name, size in found.parts.items() if name not in ("parameters", "gradients", "optimizer")}
+def at(model, instant, **plan):
+    """The parts of the fullest instant, which must be this one, beside the states."""
+    bytes_ = memory(model, ParallelPlan(**{"stage": 3, "micro_batch": 2} | plan))
+    assert bytes_.instant == instant
+    assert bytes_.allocated == sum(bytes_.parts.values())
+    return {name: size for name, size in bytes_.parts.items() if name not in ("parameters", "gradients", "optimizer")}
+
+
+def fullest(kind, pp_stage=None, **plan):
+    """The parts of the instant of an embedding or a head, on one of two pipeline stages where there are any."""
+    where = "" if pp_stage is None else f", pipeline stage {pp_stage} of 2"
+    return at(model_of(kind), INSTANTS[kind] + where, **plan)
+
+
+def kept(kind, tp, sequence_parallel=False):
+    """Bytes that a token keeps in a part. Inputs of a block's attention and MLP are gathered whole for the backward."""
+    cut, whole = KEPT[kind]
+    gathered = 4 * HIDDEN if kind == "block" and sequence_parallel else 0
+    return cut / tp + (whole - gathered) / (tp if sequence_parallel else 1) + gathered

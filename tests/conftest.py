@@ -63,6 +63,6 @@ def alone(pool):
 @pytest.fixture
 def poison(monkeypatch):
     """Released parameters are filled with NaN: an early release shows as a NaN, not by chance."""
-    import zero3d.engine.engine
+    import zero3d.engine.options
 
-    monkeypatch.setattr(zero3d.engine.engine, "Policy", partial(zero3d.engine.engine.Policy, poison=True))
+    monkeypatch.setattr(zero3d.engine.options, "Policy", partial(zero3d.engine.options.Policy, poison=True))

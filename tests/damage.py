@@ -199,7 +199,7 @@ def other_type(folder, random):
         odd = ["x", [], {}, [[[[]]]], float("nan"), "\ud800", "../x"]
         odd += [] if value is None or isinstance(value, bool) else [None, True]
         odd += [] if value is None or isinstance(value, (int, float)) else [1, -1, 10**40, 0.5]
-        container[key] = random.choice([each for each in odd if type(each) is not type(value) or each != each])
+        container[key] = random.choice([item for item in odd if type(item) is not type(value) or item != item])
 
     edit(folder, change)
 
@@ -406,11 +406,11 @@ def other_buffer(folder, random):
         if value is not None:
             entries[key] = value
 
-    for each in [path.name for path in files(folder) if path.suffix == ".safetensors"] if value is None else [file]:
-        rewrite(folder, each, change)
+    for item in [path.name for path in files(folder) if path.suffix == ".safetensors"] if value is None else [file]:
+        rewrite(folder, item, change)
         dtype = str(value.dtype).removeprefix("torch.") if value is not None else ""
         listed = {} if value is None else {key: {"shape": list(value.shape), "dtype": dtype}}
-        edit(folder, lambda m, each=each, listed=listed: (m["own"][each].pop(key), m["own"][each].update(listed)))
+        edit(folder, lambda m, item=item, listed=listed: (m["own"][item].pop(key), m["own"][item].update(listed)))
 
 
 def broken_header(folder, random):

@@ -27,7 +27,7 @@ class Lm(Net):
 
 
 def build(family, layers):
-    """A model of one of FAMILIES without dropout: parts on several ranks would draw other numbers than one rank."""
+    """A model of one of FAMILIES without dropout: chunks on several ranks would draw other numbers than one rank."""
     torch.manual_seed(7)
     deep_name = family.replace("qwen3_moe", "moe")
     model = Lm(width=48, layers=layers) if family == "net" else deep(deep_name, layers=layers, inner=96)
@@ -48,8 +48,8 @@ def sum_of(output, given):
 
 def micro_batches(step, rank, count=MICRO_BATCHES, **sizes):
     """`targets` are no entry of any model's forward."""
-    found = [batch(100 * step + i, rank, **sizes) for i in range(count)]
-    return [{"input_ids": ids, "targets": ids} for ids in found]
+    rows = [batch(100 * step + i, rank, **sizes) for i in range(count)]
+    return [{"input_ids": ids, "targets": ids} for ids in rows]
 
 
 def engine_of(model, mesh, **options):
@@ -63,18 +63,18 @@ def schedule_of(mesh, schedule):
 
 
 def modules_of(engine):
-    return [engine.module] if engine.pipeline is None else list(engine.parts.values())
+    return [engine.module] if engine.pipeline is None else list(engine.chunks.values())
 
 
 def weights_of(engine):
     with engine.full_params():
-        return {name: p.detach().clone() for part in modules_of(engine) for name, p in part.named_parameters()}
+        return {name: p.detach().clone() for chunk in modules_of(engine) for name, p in chunk.named_parameters()}
 
 
 def train(family, degrees, layers, cases, steps=2):
     """On each rank, for every ((stage, release), schedule, activations): losses, norms, this rank's weights."""
     dp, pp = degrees
-    found = []
+    runs = []
     for (stage, release), schedule, activations in cases:
         mesh = zero3d.Mesh(dp=dp, pp=pp)
         model = build(family, layers)
@@ -86,8 +86,8 @@ def train(family, degrees, layers, cases, steps=2):
         for step in range(steps):
             losses.append(float(engine.train_batch(micro_batches(step, mesh.place.dp))))
             norms.append(float(engine.last_step.grad_norm))
-        found.append((losses, norms, weights_of(engine)))
-    return found
+        runs.append((losses, norms, weights_of(engine)))
+    return runs
 
 
 def is_tied(family):
@@ -96,7 +96,7 @@ def is_tied(family):
 
 
 def layers_for(pp, schedule):
-    """A block for each part."""
+    """A block for each chunk."""
     return 8 if pp == 4 and schedule in SCHEDULES[2:] else 4
 
 

@@ -11,6 +11,7 @@ two of them because ranks of one would share the seeds of hashes and of numpy: a
             or a draw that nobody seeded, would be the same on all ranks by chance
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -161,6 +162,7 @@ def serve_forks(connection):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     for name in IMPORTS:
         import_module(name)
+    gc.freeze()  # ranks would look through all that was imported again and again, and copy its pages
     pids = []
     with suppress(EOFError):
         while True:

@@ -47,7 +47,7 @@ def train(case, folder):
             more = []
         (folder / f"signals-{rank}").write_text(str([number, *more]))
         say(folder, "saved")
-        raise Stopped(request.asked, "step 3 is saved in out")
+        raise Stopped(request.signal, "step 3 is saved in out")
 
 
 def serve(folder):
@@ -63,7 +63,7 @@ def serve(folder):
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        from zero3d.cli.workers import as_worker
+        from zero3d.cli.worker import as_worker
 
         as_worker(lambda: train(sys.argv[1], Path(sys.argv[2])))
     serve(Path(sys.argv[1]))

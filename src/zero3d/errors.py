@@ -17,7 +17,7 @@ A message says what was asked, what was found (with the arithmetic) and what to 
 Exit codes. 2 is for bad input alone: the errors marked so, unless the system made one of them (an OSError is its
 cause): then it is 2 only where that speaks of a path somebody gave (missing, no folder, not allowed, ...) and 1 where
 a disk is full or fails. All else is 1. An error that one rank raises and others repeat has one code on all of them
-(agree.py), and ranks that lose a peer end with that peer's code if it could still say why (transport.py), else with 1.
+(agreement.py), and ranks that lose a peer end with that peer's code if it could still say why (axis.py), else with 1.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ SHOWN = 60  # characters of a value in a message
 
 
 def short(text: object) -> str:
-    """A value as a message quotes it: the beginning of a long one, without line breaks."""
+    """Return a value as a message quotes it: the beginning of a long one, without line breaks."""
     try:
-        said = str(text)
+        quoted = str(text)
     except ValueError:  # a whole number of more digits than Python writes
-        said = "a huge number"
-    said = " ".join(said[: 4 * SHOWN].split()) if len(said) > SHOWN else said
-    return said if len(said) <= SHOWN else f"{said[:SHOWN]}..."
+        quoted = "a huge number"
+    quoted = " ".join(quoted[: 4 * SHOWN].split()) if len(quoted) > SHOWN else quoted
+    return quoted if len(quoted) <= SHOWN else f"{quoted[:SHOWN]}..."
 
 
 class Zero3dError(Exception):
@@ -56,12 +56,12 @@ class Zero3dError(Exception):
 
     @property
     def exit_code(self) -> int:
-        """2 for bad input, 1 where a machine, a peer or a bug is to blame."""
+        """Return 2 for bad input, 1 where a machine, a peer or a bug is to blame."""
         if self.agreed is not None:
             return self.agreed
         system = self.__cause__ if isinstance(self.__cause__, OSError) else None
-        asked = system is None or system.errno in OF_PATHS
-        return BAD_INPUT if self.bad_input and asked else FAULT
+        by_user = system is None or system.errno in OF_PATHS
+        return BAD_INPUT if self.bad_input and by_user else FAULT
 
 
 class ConfigError(Zero3dError, ValueError):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested dicts, lists, tuples and dataclasses."""
+    """Yield all tensors in nested dicts, lists, tuples and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -26,30 +26,23 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def tensors_out(output: Any) -> Iterator[Tensor]:
-    """All tensors in what a forward returns, which may also be an object of the caller's own class."""
+    """Yield all tensors in what a forward returns, which may also be an object of the caller's own class."""
     nest = isinstance(output, (Tensor, Mapping, list, tuple)) or dataclasses.is_dataclass(output)
     return tensors_in(output if nest else getattr(output, "__dict__", None))
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest with every tensor changed; parts in which nothing changed keep their identity."""
+    """Return the same nest with every tensor changed; parts in which nothing changed keep their identity."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
         items = {key: map_tensors(item, change) for key, item in value.items()}
-        if all(items[key] is value[key] for key in items):
-            return value
-        if type(value) is dict:
-            return items
-        changed: Any = copy.copy(value)
-        for key, item in items.items():
-            changed[key] = item
-        return changed
+        return value if all(items[key] is value[key] for key in items) else _mapping_like(value, items)
     if isinstance(value, (list, tuple)):
         parts = [map_tensors(item, change) for item in value]
         if all(new is old for new, old in zip(parts, value, strict=True)):
             return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return _sequence_like(value, parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         old = {part.name: getattr(value, part.name) for part in dataclasses.fields(value) if part.init}
         new = {key: map_tensors(item, change) for key, item in old.items()}
@@ -58,16 +51,24 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def own_containers(value: Any) -> Any:
-    """The same tensors in mappings and lists of the caller's own: what somebody puts into the others stays there."""
+    """Return the same tensors in new mappings and lists: what somebody puts into the old ones stays there."""
     if isinstance(value, MutableMapping):
-        items = {key: own_containers(item) for key, item in value.items()}
-        if type(value) is dict:
-            return items
-        copied: Any = copy.copy(value)
-        for key, item in items.items():
-            copied[key] = item
-        return copied
+        return _mapping_like(value, {key: own_containers(item) for key, item in value.items()})
     if isinstance(value, (list, tuple)):
-        parts = [own_containers(item) for item in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return _sequence_like(value, [own_containers(item) for item in value])
     return value
+
+
+def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return a mapping of the class of `value` with other items; one that is no dict is copied first."""
+    if type(value) is dict:
+        return items
+    copied: Any = copy.copy(value)
+    for key, item in items.items():
+        copied[key] = item
+    return copied
+
+
+def _sequence_like(value: Any, parts: list[Any]) -> Any:
+    """Return a list, tuple or named tuple of the class of `value` with other items."""
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

@@ -41,12 +41,12 @@ class Precision:
     @classmethod
     def of(cls, value: str | Precision) -> Precision:
         """Accept a name or a Precision; refuse the rest with the nearest name."""
-        asked = value if isinstance(value, Precision) else cls(value)
-        if asked.name not in DTYPES:
-            near = difflib.get_close_matches(str(asked.name), DTYPES, n=1, cutoff=0.4)
+        precision = value if isinstance(value, Precision) else cls(value)
+        if precision.name not in DTYPES:
+            near = difflib.get_close_matches(str(precision.name), DTYPES, n=1, cutoff=0.4)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"precision {asked.name!r} is unknown: pass one of {', '.join(DTYPES)}.{hint}")
-        return asked
+            raise ConfigError(f"precision {precision.name!r} is unknown: pass one of {', '.join(DTYPES)}.{hint}")
+        return precision
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,7 +58,7 @@ class Precision:
 
 
 def at_least_fp32(loss: Tensor) -> Tensor:
-    """Losses, and what they are made of, are not rounded to 16 bits."""
+    """Return a loss, or what it is made of, in no fewer than 32 bits."""
     return loss if loss.dtype.itemsize >= 4 else loss.float()
 
 
@@ -84,7 +84,7 @@ def to_compute(master: Tensor, dtype: torch.dtype, out: Tensor | None = None) ->
 
 
 class LossScale:
-    """The scale's state: grows after `window` good steps, halves when `hysteresis` is used up."""
+    """Owns the loss scale: it doubles after `window` good steps and halves when `hysteresis` is used up."""
 
     def __init__(self, precision: Precision) -> None:
         self.rule = precision.loss_scaling
@@ -96,12 +96,12 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """An overflow is how it finds its value."""
+        """Whether an overflow lowers the scale, which is how it finds its value."""
         return self.dynamic and self.value > self.rule.minimum
 
     @property
     def spent(self) -> bool:
-        """The next overflow is an error."""
+        """Whether the next overflow is an error."""
         return self.dynamic and not self.can_fall and self._patience <= 1
 
     def update(self, overflow: bool) -> None:
@@ -129,14 +129,9 @@ class LossScale:
             self.value = max(self.value / 2, self.rule.minimum)
 
     def state(self) -> dict[str, float]:
-        """JSON-able state for a checkpoint."""
-        return {
-            "dynamic": self.dynamic,
-            "value": self.value,
-            "patience": self._patience,
-            "steps": self._steps,
-            "last_overflow": self._last_overflow,
-        }
+        """Return what a checkpoint stores, as JSON has it."""
+        state = {"dynamic": self.dynamic, "value": self.value, "patience": self._patience}
+        return state | {"steps": self._steps, "last_overflow": self._last_overflow}
 
     def restore(self, state: dict[str, float]) -> None:
         """Continue from `state()`; a scale means nothing to a precision without one, and the other way round."""

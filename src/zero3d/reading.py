@@ -4,6 +4,7 @@ fault                                          told as
 ---------------------------------------------  ------------------------------------------------
 a pipe, a device, a socket                     Unreadable: nobody waits for what never ends
 more bytes than are read, no UTF-8, no JSON    Unreadable
+a key twice, for who asks for unique keys      Unreadable
 no object, or nested deeper than Python goes   Unreadable
 missing, a folder, forbidden                   OSError, as Python has it; read_object makes it Unreadable, too
 """
@@ -28,7 +29,10 @@ class Unreadable(ValueError):
 
 
 def check_regular(path: Path) -> int:
-    """Bytes of a regular file. Raises OSError for one that is missing or a folder, Unreadable for pipes and devices."""
+    """Return the size of a regular file in bytes.
+
+    Raises OSError for one that is missing or a folder, Unreadable for pipes and devices.
+    """
     status = path.stat()
     kind = stat.S_IFMT(status.st_mode)
     if kind == stat.S_IFDIR:
@@ -39,18 +43,15 @@ def check_regular(path: Path) -> int:
 
 
 def read_text(path: Path, most: int = MOST) -> str:
-    """A whole text file. Raises OSError and Unreadable."""
+    """Return the whole of a text file. Raises OSError and Unreadable."""
     size = check_regular(path)
     if size > most:
         raise Unreadable(f"has {size:,} bytes, and at most {most:,} are read")
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise Unreadable(f"is no UTF-8 text: {error.reason} at byte {error.start}") from None
+    return _decode(path.read_bytes())
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises Unreadable for everything that can be wrong with it."""
+    """Return the object in a JSON file. Raises Unreadable for everything that can be wrong with it."""
     try:
         return parse_object(read_text(path))
     except OSError as error:
@@ -58,13 +59,36 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """The object that a JSON text is. Raises Unreadable."""
+    """Return the object that a JSON text is. Raises Unreadable."""
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        raise Unreadable(f"holds a {type(value).__name__} where an object is wanted")
+    return value
+
+
+def parse_json(text: str | bytes, unique_keys: bool = False) -> Any:
+    """Return the value that a JSON text is; with `unique_keys` no object may have a key twice. Raises Unreadable."""
+    decoded = _decode(text) if isinstance(text, bytes) else text
     try:
-        found = json.loads(text)
+        return json.loads(decoded, object_pairs_hook=_unique if unique_keys else None)
+    except Unreadable:
+        raise
     except RecursionError:
         raise Unreadable("is nested too deeply") from None
     except ValueError as error:
         raise Unreadable(f"is no JSON: {short(str(error).partition(';')[0])}") from None
-    if not isinstance(found, dict):
-        raise Unreadable(f"holds a {type(found).__name__} where an object is wanted")
-    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise Unreadable(f"has the key {short(ascii(next(key for key in keys if keys.count(key) > 1)))} twice")
+    return entries
+
+
+def _decode(text: bytes) -> str:
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"is no UTF-8 text: {error.reason} at byte {error.start}") from None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def rng_state() -> tuple[dict[str, Tensor], Any]:
-    """This process's random states: torch's and numpy's as tensors, Python's as JSON."""
+    """Return this process's random states: torch's and numpy's as tensors, Python's as JSON."""
     tensors = {"torch": torch.get_rng_state()}
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is not None:
@@ -35,7 +35,7 @@ def set_rng_state(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> No
 
 
 def torch_rng(device: torch.device) -> tuple[Tensor, ...]:
-    """torch's random state on the CPU, and on `device` where it is another."""
+    """Return torch's random state on the CPU, and on `device` where it is another."""
     states = (torch.get_rng_state(),)
     return states if device.type == "cpu" else (*states, torch.get_device_module(device).get_rng_state(device))
 

@@ -41,7 +41,11 @@ def test_no_table_of_figures_stands_without_marks(path):
     assert [block for block in printed if len(FIGURE.findall(block)) > 2] == []
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+PAGES = ("benchmarks", "parallelism", "parallelism.zh", "reproducibility", "reproducibility.zh")
+PROSE = ("README.md", "README.zh.md", *(f"docs/{name}.md" for name in PAGES))
+
+
+@pytest.mark.parametrize("name", PROSE)
 def test_no_measured_quantity_stands_in_prose(name):
     prose = re.sub(r"`[^`\n]*`|\]\([^)]*\)", "", FENCE.sub("", outside(ROOT / name)))
     assert [line for line in prose.splitlines() if QUANTITY.search(line)] == []
@@ -61,7 +65,8 @@ def test_every_file_of_results_says_what_it_is_of(path):
     assert found["machine"]["cores"] >= 1
     assert re.fullmatch(r"[0-9a-f]{7,40}", found["commit"])
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", found["date"])
-    assert [run["command"] for run in found["runs"]] == list(RECIPES[path.stem].commands)[: len(found["runs"])]
+    assert [run["command"] for run in found["runs"]] == list(RECIPES[path.stem].commands)
+    assert all(run["seconds"] > 0 for run in found["runs"])
 
 
 def test_every_recipe_has_its_file_and_the_planners_text_is_of_its_file():
@@ -77,6 +82,12 @@ def test_a_missed_target_is_said():
     assert verdict([1.1, 1.2], 1.0) == "missed"
     assert verdict([0.9, 1.1, 1.2], 1.0) == "missed in 2 of 3"
     assert verdict([0.7], 0.8, at_least=True) == "missed"
+
+
+def test_a_folder_without_published_tables_is_refused_before_anything_runs(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        tables.main(["--run", "planner-accuracy", "--tables", str(tmp_path)])
+    assert "has no published table" in capsys.readouterr().err
 
 
 def test_uncommitted_code_is_not_measured(monkeypatch):

@@ -92,10 +92,10 @@ def interrupted_and_not(stage, model, precision, folder):
     second = make(stage, model, precision)
     seeded(0)
     second.load(saved.parent)
-    found = train(second, range(3, 6))
+    actual = train(second, range(3, 6))
     with second.full_params():
         return (
-            found == curve[3:],
+            actual == curve[3:],
             weights == bits(second.module.parameters()),
             second.steps == straight.steps == applied,
         )
@@ -190,8 +190,8 @@ def test_large_exports_are_split_into_indexed_files(tmp_path, monkeypatch):
     assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     with engine.full_params():
-        mine = dict(engine.module.named_parameters())
-        assert all(torch.equal(p, mine[name]) for name, p in loaded.named_parameters())
+        local = dict(engine.module.named_parameters())
+        assert all(torch.equal(p, local[name]) for name, p in loaded.named_parameters())
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
@@ -377,8 +377,8 @@ def flipped_in_rank_1(folder, place):
 @pytest.mark.parametrize("place", [0.5, 1.0])
 def test_a_flipped_byte_in_rank_1s_file_alone_is_found_by_all(ranks, tmp_path, place):
     answers = ranks(2, flipped_in_rank_1, str(tmp_path), place)
-    for said, unchanged, _ in answers:
-        assert "rank-00001.safetensors differs from what was saved" in said
+    for message, unchanged, _ in answers:
+        assert "rank-00001.safetensors differs from what was saved" in message
         assert unchanged
     refused(make(3), Path(answers[0][2]), "rank-00001.safetensors")  # one rank alone reads two files
 
@@ -545,7 +545,7 @@ def test_a_link_to_a_best_checkpoint_that_is_gone_is_no_obstacle(tmp_path):
 
 def test_a_buffer_that_is_no_number_is_not_exported(tmp_path):
     engine = make(2, "net")
-    module = next(iter(engine.parts.values()))
+    module = next(iter(engine.chunks.values()))
     module.register_buffer("running", torch.tensor([1.0, float("nan")]))
     with pytest.raises(zero3d.Zero3dError, match="nothing was exported: buffer running"):
         engine.export(tmp_path / "hf")

@@ -15,7 +15,7 @@ from torch import nn
 import zero3d
 from zero3d.errors import CheckpointError
 from zero3d.precision import LossScaling, Precision
-from zero3d.zero.unit import State
+from zero3d.zero.policy import State
 
 CASES = 2000
 SHORT = 200  # of them in every run of the tests
@@ -79,9 +79,9 @@ def saved_at(folder):
 def sources(ranks, tmp_path_factory):
     """Saved by one rank, whose random states are restored here, and by two, whose boxes and files are several."""
     alone, both = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("both")
-    found = [saved_at(alone), ranks(2, saved_at, both)[0]]
-    assert all(steps == 3 for *_, steps in found)
-    return [(Path(saved), Path(later)) for saved, later, _ in found]
+    actual = [saved_at(alone), ranks(2, saved_at, both)[0]]
+    assert all(steps == 3 for *_, steps in actual)
+    return [(Path(saved), Path(later)) for saved, later, _ in actual]
 
 
 class Live:
@@ -108,7 +108,12 @@ class Live:
             "states": engine.fingerprint(),
             "weights": bits(unit.weights.shard for unit in engine.units),
             "gradients": [bits(u.grads.buffers) if u.grads.state is not State.EMPTY else "" for u in units],
-            "counted": (engine.boundary.count, engine.boundary.weight, engine.boundary.reached, engine.steps),
+            "counted": (
+                engine.accumulation.count,
+                engine.accumulation.weight,
+                engine.accumulation.reached,
+                engine.steps,
+            ),
             "gathered": [(unit.weights.state, len(unit.users)) for unit in engine.units],
             "scheduler": engine.scheduler.state_dict(),
             "loss scale": engine.loss_scale.state(),
@@ -142,11 +147,11 @@ def outcome(live, folder, expected):
         live.engine.load(folder)
     except CheckpointError as error:
         assert live.snapshot() == live.before
-        said = str(error)
-        assert "\n" not in said
-        assert len(said) < 1500
-        assert str(folder) in said, said
-        return said
+        message = str(error)
+        assert "\n" not in message
+        assert len(message) < 1500
+        assert str(folder) in message, message
+        return message
     assert live.snapshot() == expected
     live.prepare()
     return ""
@@ -167,10 +172,10 @@ def test_damaged_checkpoints_change_nothing_or_load_what_was_saved(sources, live
         kinds.add(what)
         with warnings.catch_warnings(action="ignore"):
             try:
-                said = outcome(live, folder, expected)
+                message = outcome(live, folder, expected)
             except Exception as error:
                 raise AssertionError(f"case {case}: {what}") from error
-        if not said:
+        if not message:
             loaded.append(what)
         shutil.rmtree(tmp_path / str(case))
     assert len(kinds) > 30

@@ -8,7 +8,7 @@ import sys
 import pytest
 from training import run_in
 
-from zero3d.cli.compare import Plan
+from zero3d.cli.compare_runs import ComparisonPlan
 from zero3d.cli.main import main
 
 LLAMA = {
@@ -43,24 +43,24 @@ def folder(tmp_path, monkeypatch):
 
 def test_two_stages_have_the_same_bits_and_measure_what_the_formulas_say(ranks, folder, monkeypatch, capfd):
     """Stage 0 runs as a command of its own; what stage 3 would print is found on the shared ranks."""
-    of_variant = Plan.command
+    of_variant = ComparisonPlan.command
 
     def command(plan, variant):
         words = of_variant(plan, variant)
         if variant.label == "zero.stage=0":
             return words
-        found = ranks(2, run_in, folder, [word for word in words[words.index("train") + 1 :] if word[:2] != "--"])[0]
-        (folder / "found.json").write_text(json.dumps(found))
+        actual = ranks(2, run_in, folder, [word for word in words[words.index("train") + 1 :] if word[:2] != "--"])[0]
+        (folder / "found.json").write_text(json.dumps(actual))
         return ["cat", "found.json"]
 
-    monkeypatch.setattr(Plan, "command", command)
+    monkeypatch.setattr(ComparisonPlan, "command", command)
     assert main(["compare", "tiny.yaml", "--ranks=2", "zero.stage=0,3"]) == 0
     check_stages(folder, capfd.readouterr().out)
 
 
-def check_stages(folder, said):
-    assert "measured = formula, to the byte, in every run" in said
-    assert "losses: the same bits at every step of every run" in said
+def check_stages(folder, message):
+    assert "measured = formula, to the byte, in every run" in message
+    assert "losses: the same bits at every step of every run" in message
     out = folder / "zero3d-compare-tiny"
     assert "a note of somebody else" in (out / "zero.stage=0.log").read_text()  # stdout is the result's alone
     names = ["compare.json", "compare.png", *(f"zero.stage={stage}{end}" for stage in (0, 3) for end in ("", ".log"))]
@@ -85,10 +85,10 @@ def test_two_stages_do_so_as_commands(folder):
 
 @pytest.mark.long
 def test_exact_runs_at_dp_1_2_and_4_print_the_same_digits_and_one_hash(folder):
-    said = compare(folder, "mesh.dp=1,2,4", "zero.exact=true", "train.batch=8")
-    assert "measured = formula, to the byte, in every run" in said
-    assert "losses: the same bits at every step of every run" in said
-    assert "exact: one curve, and one hash of all states" in said
-    digits = [line.split()[1:] for line in said.splitlines() if " 0x1." in line]
+    message = compare(folder, "mesh.dp=1,2,4", "zero.exact=true", "train.batch=8")
+    assert "measured = formula, to the byte, in every run" in message
+    assert "losses: the same bits at every step of every run" in message
+    assert "exact: one curve, and one hash of all states" in message
+    digits = [line.split()[1:] for line in message.splitlines() if " 0x1." in line]
     assert len(digits) == 3
     assert digits[1] == digits[2] == digits[0]

@@ -11,10 +11,10 @@ import zero3d
 from zero3d.activations.recomputation import recompute
 from zero3d.distributed import collectives
 from zero3d.errors import ConfigError
-from zero3d.zero.exact import Leaves
+from zero3d.zero.exact.summands import Summands
 from zero3d.zero.traffic import Moved, count_gathers, step_traffic
 
-STEPS, LEAVES, VOCAB = 12, 8, 61
+STEPS, SUMMANDS, VOCAB = 12, 8, 61
 STAGES = ((0, "every_step"), (1, "every_step"), (2, "every_micro_batch"), (3, "every_micro_batch"), (2, "every_step"),
           (3, "every_step"))  # fmt: skip
 SETTINGS = (STAGES, ("fp32", "bf16"), (0.05, None), ("none", "full"), (0.0, 0.2))  # clip, recomputation, dropout
@@ -26,7 +26,7 @@ def build(dropout=0.0, tied=False):
     return Net(width=96, layers=2, dropout=dropout, tied=tied)  # units that four ranks share
 
 
-def leaf(step, number):
+def summand(step, number):
     """Micro-batch `number` of a step: other numbers of targets in each."""
     generator = torch.Generator().manual_seed(1000 * step + number)
     ids = torch.randint(3, VOCAB, (2, 9), generator=generator)
@@ -54,27 +54,27 @@ class Given(torch.nn.Module):
         return self.net(ids)
 
 
-def engine_of(model=None, *, stage=3, reduce="auto", leaves=LEAVES, exact=True, **options):
+def engine_of(model=None, *, stage=3, reduce="auto", summands=SUMMANDS, exact=True, **options):
     torch.manual_seed(torch.distributed.get_rank() + 100)  # ranks' own seeds count for nothing
     made = {"precision": "fp32", "optimizer": adamw, "clip_norm": 0.05, "loss": loss} | options
-    accumulate = leaves // torch.distributed.get_world_size()
+    accumulate = summands // torch.distributed.get_world_size()
     model = Given(build()) if model is None else model
     return zero3d.Engine(model, stage=stage, reduce=reduce, accumulate=accumulate, exact=exact, **made)
 
 
-def mine(engine, step, leaves=LEAVES):
+def mine(engine, step, summands=SUMMANDS):
     """This rank's micro-batches of the global list."""
-    n, rank = engine.comm.size, engine.comm.rank
-    of_rank = leaves // n
+    n, rank = engine.dp.size, engine.dp.rank
+    of_rank = summands // n
     every = engine.policy.reduce == "every_micro_batch"
-    return [leaf(step, k * n + rank if every else rank * of_rank + k) for k in range(of_rank)]
+    return [summand(step, k * n + rank if every else rank * of_rank + k) for k in range(of_rank)]
 
 
-def train(engine, steps, leaves=LEAVES):
+def train(engine, steps, summands=SUMMANDS):
     """Losses and norms, all digits."""
     curve = []
     for step in steps:
-        value = engine.train_batch(mine(engine, step, leaves))
+        value = engine.train_batch(mine(engine, step, summands))
         curve.append((float(value).hex(), float(engine.last_step.grad_norm).hex(), bool(engine.last_step.applied)))
     return curve
 
@@ -139,10 +139,10 @@ def test_all_stages_and_moments_of_reduction_give_one_curve(ranks, precision):
     assert all(each == found[0] for each in found)
 
 
-def hashes(leaves):
+def hashes(summands):
     """Curves and states of two steps over the same global list, at every stage and moment of reduction."""
-    engines = [engine_of(stage=stage, reduce=reduce, leaves=leaves) for stage, reduce in STAGES]
-    return [(train(engine, range(2), leaves), engine.fingerprint()) for engine in engines]
+    engines = [engine_of(stage=stage, reduce=reduce, summands=summands) for stage, reduce in STAGES]
+    return [(train(engine, range(2), summands), engine.fingerprint()) for engine in engines]
 
 
 def test_one_list_gives_one_hash_at_any_stage_moment_and_number_of_micro_batches(ranks):
@@ -170,11 +170,11 @@ def gradients(exact, stage, reduce):
     engine = engine_of(Given(build()), stage=stage, reduce=reduce, exact=exact)
     for k, batch in enumerate(micro := mine(engine, 0)):
         total, weight = loss(engine(*batch), batch)
-        engine._backward_sum(total, weight, last=k == len(micro) - 1)
+        engine._execution.backward_sum(total, weight, last=k == len(micro) - 1)
     engine.reductions.catch_up()
     found = []
     for owned, grad in engine.optimizer.shard_grads():
-        pieces = {p.slot: p for p in owned.unit.layout.pieces(engine.comm.rank)}
+        pieces = {p.slot: p for p in owned.unit.layout.pieces(engine.dp.rank)}
         found.append((owned.name, pieces[owned.piece.slot].start, grad.clone()))
     return found
 
@@ -183,15 +183,15 @@ def gradients(exact, stage, reduce):
     ("world", "stage", "reduce"), [(1, 3, "auto"), (2, 3, "auto"), (4, 1, "auto"), (2, 2, "every_step")]
 )
 def test_gradients_are_summed_in_the_written_out_tree(ranks, world, stage, reduce):
-    model, leaves = Given(build()), []
-    for number in range(LEAVES):
-        batch = leaf(0, number)
+    model, summands = Given(build()), []
+    for number in range(SUMMANDS):
+        batch = summand(0, number)
         loss(model(*batch), batch)[0].backward()
-        leaves.append({name: p.grad.flatten().clone() for name, p in model.named_parameters()})
+        summands.append({name: p.grad.flatten().clone() for name, p in model.named_parameters()})
         model.zero_grad()
     for pieces in ranks(world, gradients, True, stage, reduce):
         for name, start, found in pieces:
-            wanted = halves([each[name] for each in leaves])[start : start + found.numel()]
+            wanted = halves([each[name] for each in summands])[start : start + found.numel()]
             assert torch.equal(found, wanted), name
 
 
@@ -202,7 +202,7 @@ def test_a_list_that_is_no_power_of_two_long_is_filled_up_with_zeros(ranks):
 
 
 def uneven():
-    engine = engine_of(leaves=12)
+    engine = engine_of(summands=12)
     return train(engine, range(4), 12), engine.fingerprint()
 
 
@@ -288,8 +288,8 @@ def by_hand():
             total, weight = loss(engine(*batch), batch)
             engine.backward(total / weight, weight=weight)
         seen.append(float(engine.step().grad_norm).hex())
-    rank, n = engine.comm.rank, engine.comm.size
-    held_out = [leaf(99, k * n + rank) for k in range(LEAVES // n)]
+    rank, n = engine.dp.rank, engine.dp.size
+    held_out = [summand(99, k * n + rank) for k in range(SUMMANDS // n)]
     return seen, float(engine.evaluate(held_out)).hex(), engine.fingerprint()
 
 
@@ -306,7 +306,7 @@ def pipelined(dp, schedule, tied):
     model = Lm(width=96, layers=4, dropout=0.2, tied=tied)
     torch.manual_seed(torch.distributed.get_rank())
     return zero3d.Engine(
-        model, mesh=zero3d.Mesh(dp=dp, pp=2), stage=3, precision="bf16", optimizer=adamw, accumulate=LEAVES // dp,
+        model, mesh=zero3d.Mesh(dp=dp, pp=2), stage=3, precision="bf16", optimizer=adamw, accumulate=SUMMANDS // dp,
         exact=True, clip_norm=0.05, schedule=schedule,
         loss=lambda output, batch: loss(output, (batch["input_ids"], batch["labels"])),
     )  # fmt: skip
@@ -315,8 +315,8 @@ def pipelined(dp, schedule, tied):
 def through_stages(dp, schedule, tied):
     engine, curve = pipelined(dp, schedule, tied), []
     for step in range(4):
-        leaves = [leaf(step, engine.mesh.place.dp * LEAVES // dp + k) for k in range(LEAVES // dp)]
-        value = engine.train_batch([{"input_ids": ids, "labels": labels} for ids, labels in leaves])
+        summands = [summand(step, engine.mesh.place.dp * SUMMANDS // dp + k) for k in range(SUMMANDS // dp)]
+        value = engine.train_batch([{"input_ids": ids, "labels": labels} for ids, labels in summands])
         curve.append((float(value).hex(), float(engine.last_step.grad_norm).hex()))
     return curve, engine.fingerprint()
 
@@ -336,13 +336,13 @@ def test_pipelines_of_one_degree_in_other_schedules(ranks, schedule, tied):
 
 def drawn(schedule):
     """(micro-batch, part) of every forward that begins on this rank in a step, and its parts."""
-    seen, own = [], Leaves.draw
+    seen, own = [], Summands.draw
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Leaves, "draw", lambda self, k, part=0: seen.append((k, part)) or own(self, k, part))
+        patched.setattr(Summands, "draw", lambda self, k, part=0: seen.append((k, part)) or own(self, k, part))
         engine = pipelined(1, schedule, False)
         seen.clear()
-        engine.train_batch([{"input_ids": ids, "labels": labels} for ids, labels in (leaf(0, k) for k in range(4))])
-    return sorted(seen), sorted(engine.parts)
+        engine.train_batch([{"input_ids": ids, "labels": labels} for ids, labels in (summand(0, k) for k in range(4))])
+    return sorted(seen), sorted(engine.chunks)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
@@ -363,7 +363,7 @@ def over_tp(dp):
     )  # fmt: skip
     curve = []
     for step in range(3):
-        ids = [leaf(step, k * dp + mesh.place.dp)[0][:, :8] for k in range(4 // dp)]
+        ids = [summand(step, k * dp + mesh.place.dp)[0][:, :8] for k in range(4 // dp)]
         value = engine.train_batch([{"input_ids": each, "labels": each} for each in ids])
         curve.append((float(value).hex(), float(engine.last_step.grad_norm).hex()))
     return curve, engine.fingerprint()
@@ -378,7 +378,7 @@ def by_native_collectives():
     collectives.PAIRWISE_MAX_RANKS = 0
     try:
         engine = engine_of(precision="bf16")
-        assert engine.comm.algorithm == "native"
+        assert engine.dp.algorithm == "native"
         return train(engine, range(3)), engine.fingerprint()
     finally:
         collectives.PAIRWISE_MAX_RANKS = 8
@@ -403,7 +403,7 @@ def account(stage, reduce, precision):
     engine.traffic.reset()
     engine.gathers.events = []
     train(engine, range(1, 2))
-    n, m = engine.comm.size, LEAVES // engine.comm.size
+    n, m = engine.dp.size, SUMMANDS // engine.dp.size
     gathers = count_gathers(engine.gathers.events)
     planned = step_traffic(stage, engine.traffic_units, n, gathers, m, engine.policy.reduce, exact=True)
     loss_values = 2 * m * (n - 1)
@@ -430,7 +430,7 @@ def test_ledger_and_arena_equal_the_formulas(ranks, world, stage, reduce, precis
 
 def odd():
     with pytest.raises(ConfigError) as caught:
-        engine_of(leaves=9)
+        engine_of(summands=9)
     return str(caught.value)
 
 
@@ -444,14 +444,14 @@ def test_a_second_backward_and_another_number_of_micro_batches_are_refused(ranks
 
 
 def refused_in_steps():
-    engine = engine_of(leaves=2)
-    value = loss(engine(*leaf(0, 0)), leaf(0, 0))[0]
+    engine = engine_of(summands=2)
+    value = loss(engine(*summand(0, 0)), summand(0, 0))[0]
     value.backward(retain_graph=True)
     with pytest.raises(ConfigError, match="one backward per micro-batch"):
         value.backward()
-    engine = engine_of(stage=1, leaves=4)
-    engine.backward(loss(engine(*leaf(0, 0)), leaf(0, 0))[0], last=True)
+    engine = engine_of(stage=1, summands=4)
+    engine.backward(loss(engine(*summand(0, 0)), summand(0, 0))[0], last=True)
     with pytest.raises(ConfigError, match=r"had 1, and was to have 4. Pass Engine\(accumulate=1\)"):
         engine.step()
     with pytest.raises(ConfigError, match=r"3 per rank and step is no power of two\. Pass 2 or 4"):
-        engine.train_batch([leaf(0, i) for i in range(3)])
+        engine.train_batch([summand(0, i) for i in range(3)])

@@ -13,13 +13,13 @@ PLAIN = ((0, "every_use"), "1f1b", "none")
 @pytest.fixture(scope="module")
 def reference(ranks):
     """(family, dp, layers) -> the run without pipeline on dp ranks, each once."""
-    found = {}
+    runs = {}
 
     def run(family, dp, layers):
         key = family, dp, layers
-        if key not in found:
-            found[key] = ranks(dp, train, family, (dp, 1), layers, [PLAIN])[0][0]
-        return found[key]
+        if key not in runs:
+            runs[key] = ranks(dp, train, family, (dp, 1), layers, [PLAIN])[0][0]
+        return runs[key]
 
     return run
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 import zero3d
-from zero3d.checkpoint import save as checkpoint
+from zero3d.checkpoint import writing
 
 HOLDS = {"llama": "lm_head.weight", "qwen3": "model.embed_tokens.weight"}
 OWNER = {"qwen3": "model.embed_tokens.weight", "tied": "embed.weight"}
@@ -65,7 +65,7 @@ def train(engine, steps):
 
 def weights(engine):
     with engine.full_params():
-        return {name: bits([p]) for part in engine.parts.values() for name, p in part.named_parameters()}
+        return {name: bits([p]) for chunk in engine.chunks.values() for name, p in chunk.named_parameters()}
 
 
 def states(folder):
@@ -106,17 +106,17 @@ def test_a_save_on_one_mesh_loads_on_every_other_with_equal_states(ranks, tmp_pa
     (dp, pp), stage = before
     first = ranks(dp * pp, saved_at, model, (dp, pp), stage, str(tmp_path / "first"))
     expected, known = states(Path(first[0][0])), {}
-    for _, found in first:
-        known |= found
+    for _, owned in first:
+        known |= owned
     assert all(key in expected for key in [(HOLDS[model], "master"), (HOLDS[model], "exp_avg_sq")])
     assert ("lm_head.weight", "master") in expected or model == "qwen3"
     for i, (shape, new_stage) in enumerate(after):
         again = ranks(shape[0] * shape[1], saved_again_at, model, shape, new_stage, first[0][0], str(tmp_path / str(i)))
         assert states(Path(again[0][0])) == expected
-        for _, found, steps in again:
+        for _, owned, steps in again:
             assert steps == 2
             owner = known["model.embed_tokens.weight"]
-            assert all(value == known.get(name, owner) for name, value in found.items())
+            assert all(value == known.get(name, owner) for name, value in owned.items())
 
 
 def interrupted_and_not(model, shape, stage, schedule, folder):
@@ -130,8 +130,8 @@ def interrupted_and_not(model, shape, stage, schedule, folder):
     saved = first.save(folder)
     second = make(model, shape, stage, schedule)
     second.load(saved.parent)
-    found = train(second, range(2, 4))
-    return found == expected, weights(second) == weights(straight), len(set(expected)) == 2
+    losses = train(second, range(2, 4))
+    return losses == expected, weights(second) == weights(straight), len(set(expected)) == 2
 
 
 @pytest.mark.parametrize(
@@ -171,11 +171,11 @@ def with_buffers(shape, schedule, folder=None, source=None):
         module.register_buffer("hidden", torch.full((1,), float(i)), persistent=False)
     mesh = zero3d.Mesh(dp=shape[0], pp=shape[1])
     engine = zero3d.Engine(made, mesh=mesh, schedule=schedule_of(mesh, schedule), optimizer=adamw)
-    found = {name: buffer for part in engine.parts.values() for name, buffer in part.named_buffers()}
+    buffers = {name: buffer for chunk in engine.chunks.values() for name, buffer in chunk.named_buffers()}
     if source is not None:
         engine.load(source)
-        return {name: buffer.tolist()[0] for name, buffer in found.items() if "counter" in name}
-    for name, buffer in found.items():
+        return {name: buffer.tolist()[0] for name, buffer in buffers.items() if "counter" in name}
+    for name, buffer in buffers.items():
         if "counter" in name:
             buffer.fill_(float(dist.get_rank()))
     engine.export(f"{folder}/export")
@@ -213,8 +213,8 @@ def test_the_export_of_a_pipeline_loads_with_from_pretrained(ranks, tmp_path, mo
 
     results = ranks(shape[0] * shape[1], exported_at, model, shape, str(tmp_path / "hf"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", local_files_only=True)
-    mine = {name: value for _, found in results for name, value in found.items()}
-    assert {name: bits([p]) for name, p in loaded.named_parameters(remove_duplicate=False)} == mine
+    saved = {name: value for _, owned in results for name, value in owned.items()}
+    assert {name: bits([p]) for name, p in loaded.named_parameters(remove_duplicate=False)} == saved
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     assert config["architectures"] == [type(loaded).__name__]
@@ -257,14 +257,14 @@ def test_a_frozen_tied_embedding_is_saved_once_and_restored_on_both_ends(ranks, 
     again = ranks(2, frozen_embedding, (1, 2), 1, source, str(tmp_path / "b"))
     assert ("lm_head.weight", "weight") not in states(Path(source))
     expected = first["model.embed_tokens.weight"]
-    assert [found.get("model.embed_tokens.weight", found.get("lm_head.weight")) for _, found in again] == [expected] * 2
+    assert [owned.get("model.embed_tokens.weight", owned.get("lm_head.weight")) for _, owned in again] == [expected] * 2
 
 
 def written(model, shape, stage, precision, where):
     engine = make(model, shape, stage, "zbv" if model == "tied" else "1f1b", precision=precision)
-    names = {name: p for part in engine.parts.values() for name, p in part.named_parameters()}
+    names = {name: p for chunk in engine.chunks.values() for name, p in chunk.named_parameters()}
     before = weights(engine)
-    unwritten = [m for part in engine.parts.values() for m in part.modules() if "Norm" in type(m).__name__][:1]
+    unwritten = [m for chunk in engine.chunks.values() for m in chunk.modules() if "Norm" in type(m).__name__][:1]
     with engine.full_params(unwritten), torch.no_grad():
         for i, end in enumerate(where):
             if end[model] in names:
@@ -300,7 +300,7 @@ def planned_and_measured(shape, stage, schedule):
     engine = make("net", shape, stage, schedule, precision="bf16")
     train(engine, range(2))
     entries = [(e.category, e.planned, e.measured) for e in engine.memory if e.planned is not None]
-    return entries, sum(p.numel() for part in engine.parts.values() for p in part.parameters()), engine.planned_bytes
+    return entries, sum(p.numel() for chunk in engine.chunks.values() for p in chunk.parameters()), engine.planned_bytes
 
 
 @pytest.mark.parametrize(("shape", "stage", "schedule"), [((2, 2), 3, "1f1b"), ((1, 2), 2, "zbv")])
@@ -318,21 +318,21 @@ def full_disk(folder, broken):
     def refuses(*_, **__):
         raise OSError("No space left on device")
 
-    checkpoint.save_file = refuses if dist.get_rank() == broken else save_file
-    said = []
+    writing.save_file = refuses if dist.get_rank() == broken else save_file
+    texts = []
     try:
         for write in (engine.save, engine.export):
             with pytest.raises(zero3d.CheckpointError) as caught:
                 write(f"{folder}/{write.__name__}")
-            said.append(str(caught.value))
+            texts.append(str(caught.value))
     finally:
-        checkpoint.save_file = save_file
-    return said
+        writing.save_file = save_file
+    return texts
 
 
 def test_a_pipeline_stage_that_cannot_write_stops_all_ranks_and_leaves_nothing(ranks, tmp_path):
-    for said in ranks(4, full_disk, str(tmp_path), 2):
-        assert all("No space left on device" in text for text in said)
+    for texts in ranks(4, full_disk, str(tmp_path), 2):
+        assert all("No space left on device" in text for text in texts)
     assert [p.name for p in tmp_path.rglob("*")] == ["save"]
 
 

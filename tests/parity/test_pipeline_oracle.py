@@ -57,7 +57,7 @@ def sgd(params):
 def curves(family, layers, degrees, cases, precision="fp64"):
     """Losses and norms for every (stage, schedule, reduce)."""
     dp, pp = degrees
-    found = []
+    runs = []
     for stage, schedule, reduce in cases:
         mesh = zero3d.Mesh(dp=dp, pp=pp)
         how = {"stage": stage, "schedule": schedule, "reduce": reduce, "release": "every_use"}
@@ -68,8 +68,8 @@ def curves(family, layers, degrees, cases, precision="fp64"):
                 given = micro_batches(step, mesh.place.dp) if dp == DP else all_data(step)
                 losses.append(float(engine.train_batch(given)))
                 norms.append(float(engine.last_step.grad_norm))
-        found.append((losses, norms))
-    return found
+        runs.append((losses, norms))
+    return runs
 
 
 def check(ranks, family, degrees, cases):
@@ -95,7 +95,7 @@ def test_a_pipeline_equals_one_process_in_float64_to_1e_10(ranks, family, degree
 @pytest.mark.parametrize("degrees", [(2, 2), (1, 4)], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_stage_and_schedule_equals_one_process_in_float64(ranks, family, degrees):
-    for cases in (SCHEDULES[:2], SCHEDULES[2:]):  # at pp=4 the latter have twice the parts
+    for cases in (SCHEDULES[:2], SCHEDULES[2:]):  # at pp=4 the latter have twice the chunks
         check(ranks, family, degrees, [(stage, schedule, "every_step") for stage, schedule in product(range(4), cases)])
 
 
@@ -116,6 +116,6 @@ def test_reducing_after_every_micro_batch_equals_reducing_once(ranks, stage, pre
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("stage", "precision", "bound"), [each[:3] for each in REDUCING])
+@pytest.mark.parametrize(("stage", "precision", "bound"), [case[:3] for case in REDUCING])
 def test_reducing_after_every_micro_batch_does_so_under_every_schedule(ranks, stage, precision, bound):
     check_reducing(ranks, stage, precision, bound, SCHEDULES)

@@ -43,18 +43,18 @@ def test_a_block_runs_forward_again_once_per_micro_batch_under_every_schedule(ra
 def said_about_checkpointing(schedule):
     model = build("llama", 4)
     model.activation_checkpointing_enable()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         engine_of(model, zero3d.Mesh(pp=2), schedule=schedule)
-    return [str(each.message) for each in said]
+    return [str(warning.message) for warning in warned]
 
 
 @pytest.mark.parametrize(("schedule", "times"), [("zbv", 1), ("interleaved", 0)])
 def test_checkpointing_that_repeats_the_forward_is_said_once(ranks, schedule, times):
-    for said in ranks(2, said_about_checkpointing, schedule):
-        found = [text for text in said if "runs a block's forward again" in text]
-        assert len(found) == times
-        assert all("zero3d.activations.recompute(model, 'full')" in text for text in found)
+    for texts in ranks(2, said_about_checkpointing, schedule):
+        about_checkpointing = [text for text in texts if "runs a block's forward again" in text]
+        assert len(about_checkpointing) == times
+        assert all("zero3d.activations.recompute(model, 'full')" in text for text in about_checkpointing)
 
 
 class Odd(torch.nn.Module):

@@ -7,7 +7,7 @@ import torch
 from models import batch
 from pipelines import build, engine_of, micro_batches, modules_of, schedule_of, weights_of
 
-import zero3d.engine.engine
+import zero3d.engine.options
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import STATES, TRANSIENT
 from zero3d.precision import LossScaling, Precision
@@ -47,13 +47,13 @@ def evaluate_and_generate(family, dp, pp, stage, schedule):
 ])  # fmt: skip
 def test_evaluation_and_generation_in_a_pipeline_equal_none(ranks, family, dp, pp, stage, schedule):
     whole = ranks(dp, evaluate_and_generate, family, dp, 1, 0, "1f1b")
-    for rank, found in enumerate(ranks(dp * pp, evaluate_and_generate, family, dp, pp, stage, schedule)):
-        assert found == whole[rank % dp]
+    for rank, results in enumerate(ranks(dp * pp, evaluate_and_generate, family, dp, pp, stage, schedule)):
+        assert results == whole[rank % dp]
 
 
 def generate_wrongly():
     engine = engine_of(build("net", 2), zero3d.Mesh(pp=2))
-    found = []
+    texts = []
     for call in (
         lambda: engine.generate(batch(0), num_beams=4),
         lambda: engine(input_ids=batch(0)),
@@ -66,31 +66,31 @@ def generate_wrongly():
     ):
         with pytest.raises(ConfigError) as error:
             call()
-        found.append(str(error.value))
-    return found, float(engine.train_batch(micro_batches(0, 0, 2)))
+        texts.append(str(error.value))
+    return texts, float(engine.train_batch(micro_batches(0, 0, 2)))
 
 
 def test_what_a_pipeline_cannot_do_is_refused_with_what_to_type(ranks):
     words = ["has no option 'num_beams'", "engine.train_batch(micro_batches)", "engine.train_batch(micro_batches)",
              "got none", "mappings with 'input_ids'", "got a tuple", "have one shape, and have [(1, 9), (2, 9)]",
              "a micro-batch for each of 2 pipeline stages, and a step has 1: pass 2 or more micro-batches (in a file"]  # fmt: skip
-    for found, loss in ranks(2, generate_wrongly):
-        assert [word in said for word, said in zip(words, found, strict=True)] == [True] * len(words), found
+    for texts, loss in ranks(2, generate_wrongly):
+        assert [word in text for word, text in zip(words, texts, strict=True)] == [True] * len(words), texts
         assert 3 < loss < 5  # the engine goes on after a refusal
 
 
 def micro_batch_numbers(pp, schedule, counts):
     """Losses of the same model for different numbers of micro-batches, or what is said."""
-    found = {}
+    results = {}
     for count in counts:
         mesh = zero3d.Mesh(pp=pp)
         engine = engine_of(build("net", 8), mesh, schedule=schedule_of(mesh, schedule), accumulate=count)
         try:
             losses = [float(engine.train_batch(micro_batches(step, 0, count))) for step in range(2)]
-            found[count] = losses, float(engine.last_step.grad_norm)
+            results[count] = losses, float(engine.last_step.grad_norm)
         except ConfigError as error:
-            found[count] = str(error)
-    return found
+            results[count] = str(error)
+    return results
 
 
 COUNTS = {2: [1, 2, 3, 5, 7], 4: [1, 2, 3, 5, 9, 10]}
@@ -112,9 +112,9 @@ def numbers_without_pipeline(ranks):
 @pytest.mark.parametrize("pp", [2, 4])
 def test_every_number_of_micro_batches_is_right_or_refused(ranks, numbers_without_pipeline, pp, schedule):
     refused = REFUSED.get((pp, "rounds" if schedule in ("interleaved", "zero-bubble") else schedule), {})
-    for found in ranks(pp, micro_batch_numbers, pp, schedule, COUNTS[pp]):
-        assert sorted(found) == COUNTS[pp]
-        for count, result in found.items():
+    for results in ranks(pp, micro_batch_numbers, pp, schedule, COUNTS[pp]):
+        assert sorted(results) == COUNTS[pp]
+        for count, result in results.items():
             if count in refused:
                 assert refused[count] in result
             else:
@@ -134,20 +134,20 @@ def scaled_steps(pp, initial, overflows=()):
     precision = Precision("fp16", LossScaling(initial=initial, hysteresis=1, window=2))
     sgd = partial(torch.optim.SGD, lr=0.1)
     engine = engine_of(model, zero3d.Mesh(pp=pp), stage=2, precision=precision, optimizer=sgd, clip_norm=0.2)
-    found = []
+    steps = []
     for step in range(4):
         before = weights_of(engine)
         loss = float(engine.train_batch(micro_batches(step, 0)))
         moved = any(not torch.equal(value, before[name]) for name, value in weights_of(engine).items())
         result = engine.last_step
-        found.append((bool(result.applied), moved, float(result.loss_scale), float(result.grad_norm), loss))
-    return found, weights_of(engine), arrived[0] if arrived else None
+        steps.append((bool(result.applied), moved, float(result.loss_scale), float(result.grad_norm), loss))
+    return steps, weights_of(engine), arrived[0] if arrived else None
 
 
 def test_an_fp16_overflow_on_one_pipeline_stage_skips_the_step_on_all_and_halves_the_scale(ranks):
     results = ranks(2, scaled_steps, 2, 16.0, (1, 2))
-    for found, _, _ in results:
-        assert [step[:3] for step in found] == [
+    for steps, _, _ in results:
+        assert [step[:3] for step in steps] == [
             (True, True, 16.0),
             (False, False, 8.0),
             (False, False, 4.0),
@@ -181,20 +181,20 @@ def curve(pp, precision, steps, stage=3, **options):
 
 def test_bf16_in_a_pipeline_gives_the_bits_of_no_pipeline(ranks):
     whole = ranks(1, curve, 1, "bf16", 3)[0]
-    for found in ranks(2, curve, 2, "bf16", 3):
-        assert found == whole
+    for losses in ranks(2, curve, 2, "bf16", 3):
+        assert losses == whole
 
 
 def twelve_steps(schedule, release, poisoned):
     """Losses; bytes held and users after the second and the last step."""
     if poisoned:
-        original = zero3d.engine.engine.Policy
-        zero3d.engine.engine.Policy = partial(original, poison=True)
+        original = zero3d.engine.options.Policy
+        zero3d.engine.options.Policy = partial(original, poison=True)
     try:
         engine = engine_of(build("net", 4), zero3d.Mesh(pp=2), schedule=schedule, release=release, stage=3)
     finally:
         if poisoned:
-            zero3d.engine.engine.Policy = original
+            zero3d.engine.options.Policy = original
     losses, held = [], []
     for step in range(12):
         if step == 6:
@@ -215,7 +215,7 @@ def test_twelve_steps_leave_memory_and_users_at_base(ranks, schedule, release, p
         assert all(loss == loss for loss in losses)
         assert whole in (None, losses)
         whole = losses
-        assert all(each == held[0] for each in held)
+        assert all(bytes_and_users == held[0] for bytes_and_users in held)
         assert held[0][1] == 0
 
 
@@ -238,9 +238,9 @@ def fail_in_a_stage(where):
 
 
 @pytest.mark.parametrize("where", [(1, 0), (1, 1)], ids=str)
-def test_an_exception_in_one_part_ends_all_ranks_with_its_name(ranks, where, capfd):
+def test_an_exception_in_one_chunk_ends_all_ranks_with_its_name(ranks, where, capfd):
     answers = ranks(2 * where[0], fail_in_a_stage, where, group_timeout=3.0, check=False)
-    name = f"part {where[1]} of 2 of the pipeline, on rank {where[1]} of axis pp, failed: Broken: a broken block"
+    name = f"model chunk {where[1]} of 2 of the pipeline, on rank {where[1]} of axis pp, failed: Broken: a broken block"
     for _, error in answers:
         assert error is not None
         assert name in error
@@ -253,7 +253,7 @@ def experts(pp, stage, schedule):
     model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
     mesh = zero3d.Mesh(pp=pp)
     engine = engine_of(model, mesh, stage=stage, schedule=schedule_of(mesh, schedule), loss=None)
-    given = [{"input_ids": each["input_ids"], "labels": each["input_ids"]} for each in micro_batches(0, 0)]
+    given = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in micro_batches(0, 0)]
     losses = [float(engine.evaluate(given)), *(float(engine.train_batch(given)) for _ in range(2))]
     return [*losses, float(engine.last_step.grad_norm)], weights_of(engine)
 
@@ -261,8 +261,8 @@ def experts(pp, stage, schedule):
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_the_auxiliary_loss_of_experts_is_that_of_the_whole_model(ranks, schedule):
     whole, weights = ranks(1, experts, 1, 0, "1f1b")[0]
-    for found, own in ranks(2, experts, 2, 3, schedule):
-        assert found == whole
+    for numbers, own in ranks(2, experts, 2, 3, schedule):
+        assert numbers == whole
         assert all(torch.equal(value, weights[name]) for name, value in own.items())
 
 
@@ -292,7 +292,7 @@ class Loose(torch.nn.Module):
 
 
 def build_wrongly():
-    found = []
+    texts = []
     for make in (
         lambda: engine_of(build("net", 3), zero3d.Mesh(pp=2), schedule="zbv"),
         lambda: engine_of(build("net", 1), zero3d.Mesh(pp=2)),
@@ -303,16 +303,16 @@ def build_wrongly():
     ):
         with pytest.raises(ConfigError) as error:
             make()
-        found.append(str(error.value))
-    return found
+        texts.append(str(error.value))
+    return texts
 
 
 def test_models_and_schedules_that_do_not_fit_are_refused_with_what_to_type(ranks):
-    words = ["'zbv' puts 2 parts on each of 2 pipeline stages = 4 parts, and layers has 3 blocks: pass schedule='1f1b'",
+    words = ["'zbv' puts 2 model chunks on each of 2 pipeline stages = 4 chunks, and layers has 3 blocks: pass schedule='1f1b'",
              "pp=2 pipeline stages need a block each, and layers has 1: pass pp=1",
              "Put its blocks in an nn.ModuleList, or pass pp=1",
              "'dualpipe' is unknown: pass one of gpipe, 1f1b",
              "schedule='1f1b' is of a pipeline, and pp is 1: pass mesh=zero3d.Mesh(pp=2)",
              "schedule='zbv', blocks='layers' are of a pipeline, and pp is 1"]  # fmt: skip
-    for found in ranks(2, build_wrongly):
-        assert all(word in said for word, said in zip(words, found, strict=True)), found
+    for texts in ranks(2, build_wrongly):
+        assert all(word in text for word, text in zip(words, texts, strict=True)), texts

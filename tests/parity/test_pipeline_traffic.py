@@ -48,12 +48,12 @@ def traffic_of_a_step(schedule, stage, dp):
     engine.traffic.reset()
     engine.train_batch(rows)
     kind = Schedule.of(schedule)
-    mine = kind.parts_of(mesh.place.pp, 2)
-    cuts = [[(batch(0).numel() * WIDTH, 4)]] * (2 * kind.parts_per_rank - 1)
-    sends = pipeline_traffic(mine, M, cuts)
+    chunks = kind.chunks_of(mesh.place.pp, 2)
+    cuts = [[(batch(0).numel() * WIDTH, 4)]] * (2 * kind.chunks_per_rank - 1)
+    sends = pipeline_traffic(chunks, M, cuts)
     held = {unit.name: 1 for unit in engine.units}  # gathered once, held for the schedule
     state = step_traffic(stage, engine.traffic_units, dp, held, M, "every_step")
-    return moved(engine, "pp"), sends, moved(engine, "dp"), state, engine.pipeline.order()
+    return moved(engine, "pp"), sends, moved(engine, "dp"), state, engine.pipeline.recorded_order()
 
 
 @pytest.mark.parametrize(
@@ -84,15 +84,15 @@ def traffic_of_experts(schedule, stage, dp):
     model = build("qwen3_moe", 4)
     model.config.output_router_logits = True
     engine = engine_of(model, zero3d.Mesh(pp=2, dp=dp), stage=stage, schedule=schedule, loss=None)
-    found = []
+    steps = []
     for step in range(2):
         engine.traffic.reset()
-        given = [{"input_ids": each["input_ids"], "labels": each["input_ids"]} for each in micro_batches(step, 0, M)]
+        given = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in micro_batches(step, 0, M)]
         engine.train_batch(given)
-        gathers = {unit: each.calls for (op, unit), each in moved(engine, "dp").items() if op == "all_gather"}
+        gathers = {unit: moves.calls for (op, unit), moves in moved(engine, "dp").items() if op == "all_gather"}
         sends = {key: value for key, value in moved(engine, "pp").items() if key[0].startswith("send")}
-        found.append((sends, engine.pipeline.traffic(M), gathers))
-    return found
+        steps.append((sends, engine.pipeline.traffic(M), gathers))
+    return steps
 
 
 @pytest.mark.parametrize(("schedule", "stage", "dp"), [("1f1b", 3, 2), ("zbv", 0, 1)])
@@ -106,13 +106,13 @@ def test_router_logits_are_in_the_formula_and_learning_their_shapes_is_no_traini
 
 def lengths_in_turn():
     engine = engine_of(build("net", 4), zero3d.Mesh(pp=2))
-    found = []
+    steps = []
     for step, length in enumerate((12, 8, 12)):
         engine.traffic.reset()
         engine.train_batch(micro_batches(step, 0, M, length=length))
         sends = {key: value for key, value in moved(engine, "pp").items() if key[0].startswith("send")}
-        found.append((sends, engine.pipeline.traffic(M)))
-    return found
+        steps.append((sends, engine.pipeline.traffic(M)))
+    return steps
 
 
 def test_the_formula_is_that_of_the_last_step_s_length(ranks):

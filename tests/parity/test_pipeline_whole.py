@@ -15,7 +15,7 @@ def use_the_model(stage):
     """Refusals of the model that was cut, bytes that its parameters keep, and a step after all that."""
     model = build("llama", 4)
     engine = engine_of(model, zero3d.Mesh(pp=2), stage=stage)
-    said = []
+    texts = []
     for use in (
         lambda: model(input_ids=batch(0)),
         lambda: model.generate(batch(0)),
@@ -26,11 +26,11 @@ def use_the_model(stage):
         for block in (engine.full_params, torch.no_grad):
             with pytest.raises(ReleasedParameterError, match=r"engine\.export") as error, block():
                 use()
-            said.append(str(error.value))
+            texts.append(str(error.value))
     kept = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in model.parameters()}
-    own = {p.untyped_storage()._cdata for part in engine.parts.values() for p in part.parameters()}
+    own = {p.untyped_storage()._cdata for chunk in engine.chunks.values() for p in chunk.parameters()}
     return (
-        said,
+        texts,
         sum(size for key, size in kept.items() if key not in own),
         float(engine.train_batch(micro_batches(0, 0))),
     )
@@ -38,8 +38,8 @@ def use_the_model(stage):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_model_that_was_cut_is_freed_and_refuses_to_be_used(ranks, stage):
-    for said, kept, loss in ranks(2, use_the_model, stage):
-        assert all("cut into pipeline stages" in text for text in said)
+    for texts, kept, loss in ranks(2, use_the_model, stage):
+        assert all("cut into pipeline stages" in text for text in texts)
         assert kept < 100  # one element for each parameter of the other rank
         assert 3 < loss < 5
 

@@ -9,8 +9,8 @@ import pytest
 from zero3d.config import load, to_dict
 from zero3d.errors import ConfigError
 from zero3d.plan.memory import memory
-from zero3d.plan.sent import sent
 from zero3d.plan.spec import ParallelPlan
+from zero3d.plan.traffic import busiest_traffic
 from zero3d.sim.trace import open_spec
 
 LENGTH = 512
@@ -70,7 +70,7 @@ def ratio(alone, models, plan, tied=False, packed=False):
     _, said, where = found.instant.partition("pipeline stage ")
     rank = simulated(alone, path, plan, int(where.split()[0]) if said else 0, packed)
     if plan.pp == 1:
-        same_traffic(sent(spec, plan), rank.sent)
+        same_traffic(busiest_traffic(spec, plan), rank.traffic)
     peak = rank.peak.nbytes
     print(f"{plan}: planned {found.allocated:,.0f}, dry run {peak:,} ({found.allocated / peak - 1:+.1%})")
     return found.allocated / peak

@@ -70,21 +70,21 @@ def test_auto_goes_on_from_an_only_copy_that_a_kill_left_between_two_renames(ran
     assert sorted(path.name for path in steps.iterdir()) == ["step-4", "step-5", "step-6"]
 
 
-@pytest.mark.parametrize(("change", "said"), [
+@pytest.mark.parametrize(("change", "message"), [
     ({"step": 7}, "loop.step is 7, and should be 5"), ({"tokens": -1}, "loop.tokens is -1"),
     ({"skipped": 0.5}, "loop.skipped is 0.5"), ({"in_a_row": 1}, "loop.in_a_row is 1"), ({"best": [9, 1.0]}, "loop.best[0] is 9"),
     ({"position": {"epoch": 0, "index": 99, "sequences": 14}}, "loop.position.index is 99"),
 ])  # fmt: skip
-def test_a_record_of_the_loop_that_cannot_be_is_refused(change, said):
+def test_a_record_of_the_loop_that_cannot_be_is_refused(change, message):
     from zero3d.errors import CheckpointError
-    from zero3d.train.resumed import check_progress
+    from zero3d.train.loop_state import check_loop_state
 
     good = {"step": 5, "skipped": 0, "tokens": 320, "best": None,
             "position": {"epoch": 1, "index": 6, "sequences": 14}}  # fmt: skip
-    assert check_progress(Path("step-5"), good, 5) == good
+    assert check_loop_state(Path("step-5"), good, 5) == good
     with pytest.raises(CheckpointError) as caught:
-        check_progress(Path("step-5"), good | change, 5)
-    assert f"step-5/manifest.json: {said}" in str(caught.value)
+        check_loop_state(Path("step-5"), good | change, 5)
+    assert f"step-5/manifest.json: {message}" in str(caught.value)
 
 
 @pytest.mark.filterwarnings("ignore:.*has format 1")

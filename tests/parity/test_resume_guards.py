@@ -165,9 +165,9 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_data_in_another_order_are_no_continuation(ranks, folder, name):
-    change, said = CHANGES[name]
+    change, message = CHANGES[name]
     ranks(2, train, packed(folder))
-    assert said in refused(ranks, change(folder) | {"train": {"steps": 3, "batch": 4}}, "auto")
+    assert message in refused(ranks, change(folder) | {"train": {"steps": 3, "batch": 4}}, "auto")
 
 
 def test_other_data_of_the_same_shape_are_refused_and_the_same_elsewhere_go_on(ranks, folder):
@@ -214,14 +214,14 @@ def test_a_prompt_in_a_model_of_few_positions_does_not_end_the_run(ranks, folder
     save_small(folder / "small")
     made = tree(folder, saved="small", train={"steps": 1}, checkpoint=EXPORT, evaluate={"prompt": "x" * length})
     made["data"] |= {"train": str(folder / "small" / "text.txt"), "tokenizer": "bytes"}
-    result, said = ranks(2, sampled, made)[0]
+    result, message = ranks(2, sampled, made)[0]
     assert (folder / "out" / "hf" / "config.json").exists()
     if length < 32:
         assert result.startswith("x" * length)
         assert len(result) > length
     else:
         assert result == ""
-        assert "no sample for evaluate.prompt: ConfigError: evaluate.prompt has 40 tokens and the model 32" in said
+        assert "no sample for evaluate.prompt: ConfigError: evaluate.prompt has 40 tokens and the model 32" in message
 
 
 def sampled(made):
@@ -289,8 +289,8 @@ def train_and_note(made, stop_in):
 
 def test_a_stop_saves_before_anything_else(ranks, folder):
     made = tree(folder, data={"validation": 0.2}, evaluate={"every": 3})
-    said, noted = ranks(2, train_and_note, made, 3)[0]
-    assert said == f"step 3 of 5 is saved in {made['output']}/checkpoints/step-3"
+    message, noted = ranks(2, train_and_note, made, 3)[0]
+    assert message == f"step 3 of 5 is saved in {made['output']}/checkpoints/step-3"
     assert noted == ["save"]
     assert field(ranks(2, train, made, "auto")[0], "step") == field(metrics(made), "step") == [1, 2, 3, 4, 5]
 

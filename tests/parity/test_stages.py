@@ -144,7 +144,7 @@ def shard_gradients(model, stage, precision, micro_batches):
 
 
 def piece_start(owned, engine):
-    mine = {p.slot: p for p in owned.unit.layout.pieces(engine.comm.rank)}
+    mine = {p.slot: p for p in owned.unit.layout.pieces(engine.dp.rank)}
     return mine[owned.piece.slot].start
 
 
@@ -227,7 +227,7 @@ def account(model, stage, precision, micro_batches, reduce, release="auto"):
             engine.backward(loss_of(engine, batch(step * 10 + m, rank)))
         engine.step()
     gathers = count_gathers(engine.gathers.events)
-    planned = step_traffic(stage, engine.traffic_units, engine.comm.size, gathers, micro_batches, reduce)
+    planned = step_traffic(stage, engine.traffic_units, engine.dp.size, gathers, micro_batches, reduce)
     measured = {(e.op, e.unit): (e.calls, e.elements, e.bytes) for e in engine.traffic}
     held = {e.category: e for e in engine.memory}
     arena = {

@@ -18,7 +18,7 @@ from zero3d.config import Optimizer
 from zero3d.memory.arena import STATES
 from zero3d.plan.spec import ParallelPlan
 from zero3d.plan.states import states
-from zero3d.setup.optim import decay_groups
+from zero3d.setup.optimizer import decay_groups
 from zero3d.sim.trace import outline
 
 FAMILIES = ("llama", "qwen3", "gpt2", "moe")

@@ -84,9 +84,9 @@ def test_ctrl_c_in_the_terminal_does_the_same(launcher):
     os.killpg(launcher.process.pid, signal.SIGINT)
     launcher.both("asked")
     assert launcher.release() == ["[15]", "[15]"]
-    code, said = launcher.end()
+    code, message = launcher.end()
     assert code == 130
-    assert said.startswith(f"{SAVED}stopped by SIGINT; resume with: ")
+    assert message.startswith(f"{SAVED}stopped by SIGINT; resume with: ")
 
 
 def test_a_second_ctrl_c_kills_workers_that_are_still_saving(launcher):
@@ -116,11 +116,11 @@ def test_a_worker_that_is_killed_ends_the_others_and_is_named_with_its_last_word
     launcher.start("dies")
     launcher.both("ready")
     (launcher.folder / "go-1").write_text("")
-    code, said = launcher.end()
+    code, message = launcher.end()
     assert code == 1
-    assert said.startswith("rank 1 died without an exception: killed by SIGKILL: the ")
-    assert "the kernel's out-of-memory killer" in said
-    assert said.endswith(": lower train.micro_batch or data.length, try activations=full or zero.stage=3, or take more "
+    assert message.startswith("rank 1 died without an exception: killed by SIGKILL: the ")
+    assert "the kernel's out-of-memory killer" in message
+    assert message.endswith(": lower train.micro_batch or data.length, try activations=full or zero.stage=3, or take more "
                          "memory\nsome last words\n")  # fmt: skip
 
 
@@ -146,14 +146,14 @@ def test_under_torchrun_each_worker_gets_one_sigterm_and_time_to_save(launcher):
     launcher.both("asked")
     assert launcher.release() == ["[15]", "[15]"]
     assert process.wait(timeout=300) == 1  # torchrun's own code for a signal
-    said = (launcher.folder / "torchrun").read_text()
-    assert said.count("stopped by SIGTERM: step 3 is saved in out; --resume auto continues\n") == 1
+    message = (launcher.folder / "torchrun").read_text()
+    assert message.count("stopped by SIGTERM: step 3 is saved in out; --resume auto continues\n") == 1
 
 
 @pytest.mark.long
 def test_two_tasks_of_srun_form_one_world(tmp_path):
     script = """
-from zero3d.cli.cluster import join_environment
+from zero3d.cli.rank_environment import join_environment
 assert join_environment()
 import torch, zero3d
 mesh = zero3d.Mesh(dp=2)

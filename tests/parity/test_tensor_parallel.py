@@ -12,9 +12,12 @@ from tensors import LAYERS, axis, cut_model, ids, logical_gradients, one_process
 from test_stages import LiftCasts
 from torch.nn import functional as F
 
+from zero3d.distributed.algorithms import Native, Pairwise
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
-from zero3d.tensor_parallel.parallelize import Channel, cross_entropy, parallelize, read_styles
+from zero3d.tensor_parallel.channel import Channel
+from zero3d.tensor_parallel.parallelize import parallelize, read_styles
+from zero3d.tensor_parallel.vocabulary import cross_entropy
 
 COMMON_ATTENTION = {f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"}
 COMMON_ATTENTION |= {"layers.*.self_attn.o_proj": "rowwise_split_input", "embed_tokens": "replicate"}
@@ -32,8 +35,8 @@ def assert_equal_one_process(results, name, **options):
     with LiftCasts():
         loss, grads = one_process(name, **options)
     least = 1e-6 * torch.stack([grad.norm() for grad in grads.values()]).norm()  # some, of keys' biases, are zero
-    for found, joined, _ in results:
-        assert abs(float(found - loss)) < 1e-10
+    for value, joined, _ in results:
+        assert abs(float(value - loss)) < 1e-10
         assert joined.keys() == grads.keys()
         for key, grad in grads.items():
             assert float((joined[key] - grad).norm() / grad.norm().clamp_min(least)) < 1e-10, key
@@ -83,9 +86,9 @@ def test_plans_of_ours_equal_one_process_in_float64(ranks, name, world, policy, 
 
 def proposed(name):
     """The map that the refusal of a model without a plan proposes."""
-    with pytest.raises(ConfigError, match="comes without a tensor-parallel plan") as told:
+    with pytest.raises(ConfigError, match="comes without a tensor-parallel plan") as error:
         read_styles(tiny(name))
-    return ast.literal_eval(re.search(r"For example: (\{.*\})\.", str(told.value))[1])
+    return ast.literal_eval(re.search(r"For example: (\{.*\})\.", str(error.value))[1])
 
 
 @pytest.mark.parametrize("name", ["bert", pytest.param("bart", marks=pytest.mark.long)])
@@ -96,14 +99,14 @@ def test_the_plan_that_a_refusal_proposes_is_right(ranks, name):
 
 def recomputed_bits(name, options):
     """Loss and gradients of two micro-batches under every policy, and all-reduces of a layer under `full`."""
-    found, calls = {}, {}
+    results, calls = {}, {}
     for policy in ("none", "full", "every:2", "selective"):
         model, _, ledger = cut_model(name, dtype=torch.float32, **options)
         torch.manual_seed(3)
         loss = [step(model, policy), step(model)]
-        found[policy] = bits(loss), bits(p.grad for p in model.parameters() if p.grad is not None)
+        results[policy] = bits(loss), bits(p.grad for p in model.parameters() if p.grad is not None)
         calls[policy] = per_layer({(e.op, e.unit): (e.calls, e.elements) for e in ledger}, "all_reduce")
-    return found, calls["full"]
+    return results, calls["full"]
 
 
 @pytest.mark.parametrize(("name", "options"), [
@@ -111,8 +114,8 @@ def recomputed_bits(name, options):
     ("moe", {}),
 ])  # fmt: skip
 def test_recomputed_blocks_give_the_same_bits(ranks, name, options):
-    for found, _ in ranks(2, recomputed_bits, name, options):
-        assert len(set(found.values())) == 1, found
+    for results, _ in ranks(2, recomputed_bits, name, options):
+        assert len(set(results.values())) == 1, results
 
 
 # --- traffic ----------------------------------------------------------------------------------------
@@ -189,10 +192,10 @@ def test_logits_stay_local_where_the_model_computes_its_loss_and_are_whole_elsew
 
 def local_losses(logits, labels, items, dtype):
     channel = Channel(axis(), Ledger())
-    mine = channel.chunk(logits.to(dtype), -1).detach().requires_grad_()
-    loss = cross_entropy(mine, labels, channel, num_items_in_batch=items)
+    local = channel.slice_of(logits.to(dtype), -1).detach().requires_grad_()
+    loss = cross_entropy(local, labels, channel, num_items_in_batch=items)
     loss.backward()
-    return loss.detach(), mine.grad
+    return loss.detach(), local.grad
 
 
 @pytest.mark.parametrize(
@@ -209,7 +212,7 @@ def test_local_cross_entropy_equals_that_of_transformers(ranks, items, dtype):
     loss.backward()
     results = ranks(4, local_losses, logits, labels, items, dtype)
     close = {"atol": 1e-14, "rtol": 1e-12} if dtype == torch.float64 else {"atol": 1e-6, "rtol": 1e-2}
-    assert all(torch.allclose(found, loss, **close) for found, _ in results)
+    assert all(torch.allclose(value, loss, **close) for value, _ in results)
     assert torch.allclose(torch.cat([grad for _, grad in results], 1), whole.grad, **close)
 
 
@@ -240,13 +243,13 @@ def random_states(name, sequence):
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_dropout_is_alike_where_activations_are_and_a_ranks_own_elsewhere(ranks, sequence):
-    (first, grads), (second, others) = ranks(2, random_states, "gpt2", sequence)
+    (first, grads), (second, second_grads) = ranks(2, random_states, "gpt2", sequence)
     assert all(a != b for a, b in zip(first["attention"], second["attention"], strict=True))
     assert (first["residual"] == second["residual"]) is not sequence
     assert first["end"] == second["end"]
     assert {tuple(first[f"after {p}"]) for p in ("none", "full", "every:2")} == {tuple(second["after none"])}
     assert len(set(grads)) == 1  # recomputed blocks draw the same numbers
-    assert len(set(others)) == 1
+    assert len(set(second_grads)) == 1
 
 
 # --- the rest ---------------------------------------------------------------------------------------
@@ -256,7 +259,7 @@ def sums(numel, native):
     rank, size = dist.get_rank(), dist.get_world_size()
     ledger = Ledger()
     channel = Channel(axis(), ledger)
-    channel._pairwise = not native
+    channel._algorithm = (Native if native else Pairwise)(channel.axis, None)
     t = torch.randn(numel, 3, generator=torch.Generator().manual_seed(rank))
     summed = channel.all_reduce(t, "m")
     rows = t[: numel // size * size]
@@ -305,8 +308,8 @@ def parts_of_a_pipeline(name):
 def test_parts_of_a_pipeline_are_cut_as_the_whole_model_is(ranks):
     with LiftCasts():
         loss, _ = one_process("gpt2")
-    for found, shape, (first, last) in ranks(2, parts_of_a_pipeline, "gpt2"):
-        assert abs(float(found - loss)) < 1e-10
+    for value, shape, (first, last) in ranks(2, parts_of_a_pipeline, "gpt2"):
+        assert abs(float(value - loss)) < 1e-10
         assert shape == (2, 8, 32)
         assert first["transformer.wte.weight"] == last["lm_head.weight"] == (32, 32)
         assert first["transformer.h.0.attn.c_attn.weight"] == last["transformer.h.1.attn.c_attn.weight"] == (32, 48)
@@ -321,7 +324,7 @@ def uneven(name):
 
 
 def test_a_sequence_that_tp_does_not_divide_is_refused_with_lengths_that_work(ranks):
-    assert all("9 tokens / 2" in told and "8 or 10 tokens" in told for told in ranks(2, uneven, "llama"))
+    assert all("9 tokens / 2" in text and "8 or 10 tokens" in text for text in ranks(2, uneven, "llama"))
 
 
 def trained(name, dtype):
@@ -332,8 +335,8 @@ def trained(name, dtype):
 
 def test_bf16_differs_from_one_process_by_rounding_only(ranks):
     loss, grads = one_process("llama", dtype=torch.bfloat16)
-    for found, joined in ranks(2, trained, "llama", torch.bfloat16):
-        assert found == pytest.approx(float(loss), rel=1e-2)
+    for value, joined in ranks(2, trained, "llama", torch.bfloat16):
+        assert value == pytest.approx(float(loss), rel=1e-2)
         total = torch.cat([(joined[n] - g).float().flatten() for n, g in grads.items()]).norm()
         assert float(total / torch.cat([g.float().flatten() for g in grads.values()]).norm()) < 0.03
 
@@ -360,6 +363,6 @@ def test_a_model_of_ones_own_is_cut_by_a_map(ranks, sequence):
     plain = net(tied=True, vocab=64).double()
     loss = F.cross_entropy(plain(ids()).flatten(0, 1), ids().flatten())
     loss.backward()
-    for found, joined in ranks(2, own_model, sequence):
-        assert abs(float(found - loss)) < 1e-12
+    for value, joined in ranks(2, own_model, sequence):
+        assert abs(float(value - loss)) < 1e-12
         assert all(torch.allclose(joined[n], p.grad, rtol=1e-9, atol=1e-14) for n, p in plain.named_parameters())

@@ -6,7 +6,7 @@ from tensors import tiny
 
 import zero3d
 from zero3d.activations.recomputation import recompute
-from zero3d.train.sent import Done, Traffic, planned_pipeline, planned_replica, planned_tensor
+from zero3d.train.traffic import SessionCounts, TrainingTraffic, planned_model_group, planned_pipeline, planned_tensor
 
 M, STEPS, ROWS, LENGTH = 2, 2, 2, 8
 AXES = ("tp", "pp", "replica")
@@ -27,14 +27,14 @@ def measured_and_planned(name, mesh=None, sequence=False, policy="none", lora=Fa
         model, stage=1, mesh=zero3d.Mesh(**(mesh or {"tp": 2})), precision=precision, sequence_parallel=sequence,
         accumulate=M,
     )  # fmt: skip
-    counted = Traffic(engine)
+    counted = TrainingTraffic(engine)
     for _ in range(STEPS):
         ids = torch.randint(3, 60, (ROWS, LENGTH))
         engine.train_batch([{"input_ids": ids, "labels": ids, "use_cache": False}] * M)
-    with counted.apart():
+    with counted.excluded():
         engine.evaluate([{"input_ids": ids, "labels": ids}] * M)
-    done = Done(STEPS, 0, M, STEPS * M * ROWS * LENGTH)
-    planned = planned_pipeline(engine, done) | planned_tensor(engine, done) | planned_replica(engine, STEPS)
+    done = SessionCounts(STEPS, 0, M, STEPS * M * ROWS * LENGTH)
+    planned = planned_pipeline(engine, done) | planned_tensor(engine, done) | planned_model_group(engine, STEPS)
     measured = {(f"{e.op} ({e.axis})", e.unit): e.moved for e in counted.entries() if e.axis in AXES and any(e.moved)}
     return measured, planned
 

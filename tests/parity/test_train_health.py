@@ -50,23 +50,25 @@ def given_up(made, *start):
 def test_a_run_whose_every_step_is_not_finite_fails_and_exports_nothing(folder):
     spoil(folder)
     made = tree(folder, checkpoint={"export": True})
-    said = given_up(made)
-    assert said.startswith("all 5 steps of the run had gradients that are NaN or infinite. First in the last one: unit")
-    assert "on rank 0. No step was applied and nothing saved." in said
+    message = given_up(made)
+    assert message.startswith(
+        "all 5 steps of the run had gradients that are NaN or infinite. First in the last one: unit"
+    )
+    assert "on rank 0. No step was applied and nothing saved." in message
     assert [line["applied"] for line in metrics(made)] == [False] * 5
     assert steps_saved(made) == []
     assert not (folder / "out" / "hf").exists()
 
 
-@pytest.mark.parametrize(("health", "run", "said"), [
+@pytest.mark.parametrize(("health", "run", "message"), [
     ({"max_skips": 3}, 4, "3 steps in a row had gradients that are NaN or infinite (health.max_skips=3), up to step 4."),
     ({"nonfinite": "stop"}, 2, "step 2 had gradients that are NaN or infinite (health.nonfinite=stop)."),
 ], ids=["skip", "stop"])  # fmt: skip
-def test_a_run_that_diverges_ends_after_so_many_steps_and_leaves_a_state_to_go_on_from(folder, health, run, said):
+def test_a_run_that_diverges_ends_after_so_many_steps_and_leaves_a_state_to_go_on_from(folder, health, run, message):
     made = tree(folder, optimizer={"lr": 1e30}, schedule={"warmup": 0}, health=health)
-    told = given_up(made)
-    assert told.startswith(f"{said} First in the last one: unit ")
-    assert "--resume auto" in told
+    printed = given_up(made)
+    assert printed.startswith(f"{message} First in the last one: unit ")
+    assert "--resume auto" in printed
     assert [line["applied"] for line in metrics(made)] == [True] + [False] * (run - 1)
     assert steps_saved(made) == ["step-1"]
 
@@ -76,9 +78,9 @@ def test_the_last_good_checkpoint_stays_as_it_is_and_the_run_goes_on_from_it(fol
     train(good)
     held = {path: path.read_bytes() for path in (folder / "out" / "checkpoints").rglob("*") if path.is_file()}
     bad = tree(folder, optimizer={"lr": 1e30}, schedule={"warmup": 0}, health={"max_skips": 2})
-    told = given_up(bad, "auto")
-    assert f"{folder}/out/checkpoints/step-2 is there." in told
-    assert f"zero3d train {folder}/out/config.yaml --resume auto" in told
+    printed = given_up(bad, "auto")
+    assert f"{folder}/out/checkpoints/step-2 is there." in printed
+    assert f"zero3d train {folder}/out/config.yaml --resume auto" in printed
     assert {path: path.read_bytes() for path in held} == held
     went_on = train(good | {"train": {**good["train"], "steps": 4}}, "auto")
     assert [(line["step"], line["applied"]) for line in went_on] == [(step, True) for step in (1, 2, 3, 4)]
@@ -92,11 +94,11 @@ def test_fp16_finds_its_loss_scale_and_ends_only_where_there_is_none(folder):
     assert applied[-1] is True
     made = tree(folder, output="low", health={"max_skips": 9}, precision="fp16",
                 loss_scale={"initial": 2.0**40, "minimum": 2.0**39, "hysteresis": 1})  # fmt: skip
-    told = given_up(made)
-    assert told.startswith("fp16 gradients overflow at the minimum loss scale")
-    assert "First in the last one: unit" in told
-    assert "on rank 0" in told
-    assert "bf16" in told
+    printed = given_up(made)
+    assert printed.startswith("fp16 gradients overflow at the minimum loss scale")
+    assert "First in the last one: unit" in printed
+    assert "on rank 0" in printed
+    assert "bf16" in printed
 
 
 INFINITE, NO_TARGETS = (float("inf"), 1.0), (0.0, 0.0)  # factors of a step's sum of losses, and of its weight
@@ -105,9 +107,9 @@ INFINITE, NO_TARGETS = (float("inf"), 1.0), (0.0, 0.0)  # factors of a step's su
 @pytest.fixture
 def losses(monkeypatch):
     """Factors by step, counted by the engine's calls; two micro-batches a step."""
-    from zero3d.engine.engine import Engine
+    from zero3d.engine.losses import Losses
 
-    factors, plain, seen = {}, Engine._sum_and_weight, []
+    factors, plain, seen = {}, Losses.sum_and_weight, []
 
     def changed(self, output, batch):
         seen.append(None)
@@ -120,7 +122,7 @@ def losses(monkeypatch):
         factors.clear()
         factors.update(by_step)
 
-    monkeypatch.setattr(Engine, "_sum_and_weight", changed)
+    monkeypatch.setattr(Losses, "sum_and_weight", changed)
     return of
 
 
@@ -142,9 +144,9 @@ def test_a_resume_goes_on_counting_and_a_diverged_run_never_ends_well(folder, lo
 
 def test_a_session_that_applies_nothing_fails_whatever_is_between(folder, losses):
     losses(dict.fromkeys((1, 2, 4, 5), INFINITE) | {3: NO_TARGETS})
-    said = given_up(tree(folder, output="all", checkpoint={"export": True}))
-    assert said.startswith("none of the 5 steps of the run was applied, 4 of which had gradients that are NaN")
-    assert "First in the last one: unit 'lm_head'" in said
+    message = given_up(tree(folder, output="all", checkpoint={"export": True}))
+    assert message.startswith("none of the 5 steps of the run was applied, 4 of which had gradients that are NaN")
+    assert "First in the last one: unit 'lm_head'" in message
     made = tree(folder, output="some", train={"steps": 2})
     losses({})
     train(made)
@@ -156,10 +158,10 @@ def test_a_session_that_applies_nothing_fails_whatever_is_between(folder, losses
 
 def test_a_run_too_short_for_its_loss_scale_fails_and_says_so(folder):
     made = tree(folder, precision="fp16", loss_scale={"initial": 2.0**40, "hysteresis": 1}, checkpoint={"export": True})
-    said = given_up(made)
-    assert "all 5 steps of the run had" in said
-    assert "fell to 3.43597e+10 by then: give more train.steps or a lower loss_scale.initial. First" in said
-    assert "No step was applied and nothing saved." in said
+    message = given_up(made)
+    assert "all 5 steps of the run had" in message
+    assert "fell to 3.43597e+10 by then: give more train.steps or a lower loss_scale.initial. First" in message
+    assert "No step was applied and nothing saved." in message
     assert not (folder / "out" / "hf").exists()
 
 
@@ -176,10 +178,10 @@ def test_fp16_at_its_smallest_scale_saves_what_there_is_and_a_save_that_fails_hi
         monkeypatch.setattr(Engine, "save", refuse)
     losses({3: INFINITE})
     made = tree(folder, precision="fp16", loss_scale={"initial": 1.0, "minimum": 1.0, "hysteresis": 1})
-    said = given_up(made)
-    assert said.startswith("fp16 gradients overflow at the minimum loss scale 1 (boundary 2)")
+    message = given_up(made)
+    assert message.startswith("fp16 gradients overflow at the minimum loss scale 1 (boundary 2)")
     if fails:
-        assert "the disk is full. Nothing is saved. Lower optimizer.lr" in said
+        assert "the disk is full. Nothing is saved. Lower optimizer.lr" in message
     else:
         assert position(made, 2) == (0, 2, 3)
         losses({})
@@ -187,26 +189,26 @@ def test_fp16_at_its_smallest_scale_saves_what_there_is_and_a_save_that_fails_hi
 
 
 def test_spoiled_weights_are_not_saved_and_a_checkpoint_of_them_is_not_gone_on_from(folder, losses, monkeypatch):
-    from zero3d.train import loop, run
+    from zero3d.train import loop, resume
 
     losses({})
     diverges = {"precision": "fp16", "loss_scale": {"initial": 1.0}, "schedule": {"warmup": 0}}
     made = tree(folder, train={"steps": 2}, checkpoint={"every": 1, "keep": 1}, **diverges)
     train(made)
     bad = tree(folder, optimizer={"lr": 1e6}, train={"steps": 4}, checkpoint={"every": 1, "keep": 1}, **diverges)
-    said = given_up(bad, "auto")
-    assert said.startswith("weights are NaN or infinite: model.embed_tokens.weight in fp16")
-    assert f"They are not saved, and {folder}/out/checkpoints/step-2 is there." in said
+    message = given_up(bad, "auto")
+    assert message.startswith("weights are NaN or infinite: model.embed_tokens.weight in fp16")
+    assert f"They are not saved, and {folder}/out/checkpoints/step-2 is there." in message
     assert steps_saved(made) == ["step-2"]
     with monkeypatch.context() as unseen:
-        for module in (loop, run):
+        for module in (loop, resume):
             unseen.setattr(module, "check_weights", lambda *_: None)
         bad["train"]["steps"] = 3
         bad["checkpoint"]["keep"] = 2
         train(bad, "auto")
-    said = given_up(made | {"train": {**made["train"], "steps": 9}}, "auto")
+    message = given_up(made | {"train": {**made["train"], "steps": 9}}, "auto")
     steps = folder / "out" / "checkpoints"
-    assert f"{steps}/step-3 holds them. Take an older one, --resume {steps}/step-2, or start anew" in said
+    assert f"{steps}/step-3 holds them. Take an older one, --resume {steps}/step-2, or start anew" in message
 
 
 def test_skipped_steps_from_an_older_checkpoint_leave_the_newer_ones_and_the_command_names_it(folder, losses):
@@ -217,8 +219,8 @@ def test_skipped_steps_from_an_older_checkpoint_leave_the_newer_ones_and_the_com
     older = f"{folder}/out/checkpoints/step-3"
     made["train"]["steps"], made["health"] = 9, {"max_skips": 2}
     losses({1: INFINITE, 2: INFINITE})
-    said = given_up(made, older)
-    assert said.endswith(f"zero3d train {folder}/out/config.yaml --resume {older} --ranks=1")
+    message = given_up(made, older)
+    assert message.endswith(f"zero3d train {folder}/out/config.yaml --resume {older} --ranks=1")
     assert contents(folder / "out" / "checkpoints") == held
     losses({1: INFINITE})
     assert train(made, older, 4) == f"step 4 of 9 and those before it were not finite; what was before is in {older}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 import yaml
-from holds import held_by_another
+from lock_holder import locked_by_another
 from training import field, metrics, refused, save_model, save_rows, train, tree
 
 
@@ -79,13 +79,13 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input_is_one_line_on_all_ranks_and_leaves_nothing(ranks, folder, case):
-    change, said = CASES[case]
+    change, message = CASES[case]
     made = tree(folder, **change(folder))
     before = sorted(folder.iterdir())
     for rank, (_, error) in enumerate(ranks(2, train, made, check=False)):
         assert error is not None, f"rank {rank} found nothing wrong"
         assert error.partition(": ")[0] in ("ConfigError", "DataError"), error
-        assert said in error
+        assert message in error
         assert "\n" not in error
         assert len(error) < 500
     assert not Path(made["output"]).exists()
@@ -111,7 +111,7 @@ def test_a_used_folder_is_refused_with_three_choices_and_each_works(ranks, folde
 def test_a_second_job_in_a_folder_is_refused_on_all_ranks_while_the_first_one_runs(ranks, folder):
     made = tree(folder, train={"steps": 2})
     ranks(2, train, made)
-    with held_by_another(folder / "out") as pid:
+    with locked_by_another(folder / "out") as pid:
         for how in ((None,), ("auto",), (None, None, True)):
             assert f"is in use by process {pid} on host" in refused(ranks, made, *how)
     made["train"]["steps"] = 3
@@ -160,9 +160,9 @@ def train_until_full(made, full_at, world_rank):
 
     import torch.distributed as dist
 
-    from zero3d.checkpoint import save as checkpoint
+    from zero3d.checkpoint import writing
 
-    original = checkpoint.save_file
+    original = writing.save_file
 
     def save_file(tensors, path, **options):
         if dist.get_rank() == world_rank and f".step-{full_at}.tmp" in str(path):
@@ -170,11 +170,11 @@ def train_until_full(made, full_at, world_rank):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         original(tensors, path, **options)
 
-    checkpoint.save_file = save_file
+    writing.save_file = save_file
     try:
         return train(made)
     finally:
-        checkpoint.save_file = original
+        writing.save_file = original
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -242,7 +242,7 @@ QUICK = {"a typo"}
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.long) for c in COMMANDS])
 def test_the_command_says_one_line_and_exits_with_2(folder, case):
-    words, said = COMMANDS[case]
+    words, message = COMMANDS[case]
     (folder / "broken").mkdir()
     (folder / "broken" / "config.json").write_text("{")
     (folder / "run.yaml").write_text(yaml.safe_dump(tree(folder)))
@@ -250,7 +250,7 @@ def test_the_command_says_one_line_and_exits_with_2(folder, case):
     done = command(folder, *words)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.stderr.count("\n") == 1
     assert [path for path in sorted(folder.iterdir()) if path.name != "cache"] == before
 

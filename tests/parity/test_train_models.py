@@ -67,12 +67,12 @@ def test_recomputation_changes_no_bit(ranks, tmp_path, model, stage, policies):
     dropout = {"resid_pdrop": 0.1, "attn_pdrop": 0.1} if model == "gpt2" else {}
     save_model(tmp_path / "model", model, **dropout)
     save_rows(tmp_path / "rows.npy")
-    found = {
+    actual = {
         policy: ranks(2, train, tree(tmp_path, policy.replace(":", "-"), zero={"stage": stage}, activations=policy))[0]
         for policy in ("none", *policies)
     }
     for policy, name in itertools.product(policies, NUMBERS):
-        assert field(found[policy], name) == field(found["none"], name), policy
+        assert field(actual[policy], name) == field(actual["none"], name), policy
 
 
 def in_folder(folder, made):

@@ -9,6 +9,7 @@ from models import batch, build, loss_of
 
 import zero3d
 from zero3d.distributed import collectives
+from zero3d.distributed.algorithms import Native, Pairwise
 from zero3d.distributed.ledger import Ledger
 from zero3d.memory.arena import Arena
 
@@ -26,7 +27,7 @@ def reduced(algorithm):
     """(local dtype, wire dtype, in place) -> this rank's shard after every micro-batch; what is left in the arena."""
     arena, mesh = Arena(torch.device("cpu")), zero3d.Mesh()
     comm, found = zero3d.distributed.collectives.Comm(mesh.data, arena, Ledger()), {}
-    comm.algorithm = algorithm
+    comm._algorithm = {"pairwise": Pairwise, "native": Native}[algorithm](mesh.data, arena)
     total = SHARD * comm.size
     for local, wire, in_place in product((torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16), (0, 1)):
         if in_place and local != torch.float32:
@@ -64,12 +65,12 @@ def gradients(algorithm, precision):
         for stage, reduce in CASES:
             engine = zero3d.Engine(build("net", width=96), stage=stage, reduce=reduce, precision=precision,
                                    accumulate=MICRO_BATCHES, clip_norm=None)  # fmt: skip
-            assert engine.comm.algorithm == algorithm
+            assert engine.dp.algorithm == algorithm
             for m in range(MICRO_BATCHES):
                 engine.backward(loss_of(engine, batch(m, dist.get_rank())))
             engine.reductions.catch_up()
             for owned, grad in engine.optimizer.shard_grads():
-                start = {p.slot: p for p in owned.unit.layout.pieces(engine.comm.rank)}[owned.piece.slot].start
+                start = {p.slot: p for p in owned.unit.layout.pieces(engine.dp.rank)}[owned.piece.slot].start
                 found[stage, reduce, owned.name] = start, grad.clone()
         return found
     finally:

@@ -164,7 +164,7 @@ def made(kind, message, cause=None):
 
 def fail_on_rank_1(*error):
     """What each rank raises where rank 1 fails inside `agree`: its class, what is told, who tells it, its exit code."""
-    from zero3d.cli.workers import leave_exception
+    from zero3d.cli.worker import leave_exception
     from zero3d.distributed.agreement import agree
     from zero3d.distributed.collectives import Comm
     from zero3d.distributed.ledger import Ledger
@@ -201,7 +201,7 @@ def test_a_failing_rank_tells_its_own_error_and_all_exit_with_its_code(ranks, er
 
 def leave(kind):
     """Rank 1 goes away as a worker does, of an error if it has one; what rank 0 says of it, and its exit code."""
-    from zero3d.cli.workers import leave_exception
+    from zero3d.cli.worker import leave_exception
     from zero3d.distributed.axis import leave_note
 
     axis = zero3d.Mesh(dp=2).data
@@ -227,7 +227,7 @@ def test_a_rank_that_loses_a_peer_says_first_why_and_exits_with_its_code(ranks, 
 
 def vanish():
     """Rank 1 is gone without a word, as if it had been killed: the exit code of rank 0."""
-    from zero3d.cli.workers import leave_exception
+    from zero3d.cli.worker import leave_exception
 
     axis = zero3d.Mesh(dp=2).data
     if dist.get_rank() == 0:

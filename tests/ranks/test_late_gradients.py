@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3d
-from zero3d.zero.prefetch import WINDOW
+from zero3d.zero.stages import WINDOW
 
 STAGES = [0, 1, 2, 3]
 
@@ -54,7 +54,7 @@ def test_several_backwards_of_one_forward_equal_one_of_the_sum(stage, accumulate
             sum(losses(once(ids))).backward()
             for loss in losses(often(ids)):
                 loss.backward(retain_graph=True)
-        assert often.boundary.count == once.boundary.count == accumulate
+        assert often.accumulation.count == once.accumulation.count == accumulate
         assert worst(reduced(often), reduced(once)) < 1e-6
         assert often.step().applied
         assert once.step().applied

@@ -12,6 +12,7 @@ from training import save_rows, train, tree
 
 from zero3d.config import load
 from zero3d.errors import ConfigError
+from zero3d.page.text import size
 from zero3d.plan.corrected import corrected, scaled, write_rates
 from zero3d.plan.emit import plan_of
 from zero3d.plan.estimate import evaluate
@@ -19,7 +20,7 @@ from zero3d.plan.hardware import cluster
 from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import ParallelPlan
 from zero3d.sim.trace import open_spec
-from zero3d.train.progress import Progress, size
+from zero3d.train.progress import Progress
 from zero3d.zero.stages import engine_bytes
 
 STEPS = (10.0, 0.5, 1.0)  # seconds of the first steps by the clock of a test; later ones take as long as the last
@@ -72,7 +73,7 @@ def test_a_run_says_at_step_three_what_its_plan_was_worth_and_corrects_the_clust
     states = float(engine_bytes(3, 2, "fp32").total) * spec.params
     slowest = max(estimate.seconds.parts, key=estimate.seconds.parts.get)
     wanted = (
-        f"plan {size(int(estimate.memory.states))} / actual {size(int(states))} of states (+0.0 %), "
+        f"plan {size(int(estimate.memory.states), True)} / actual {size(int(states), True)} of states (+0.0 %), "
         f"step {estimate.seconds.mid:.3g} s / {MEASURED} s; slowest term: {slowest}"
     )
     assert about_plans(first)[0] == wanted

@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zero3d.config import load, to_dict
+from zero3d.distributed.algorithms import _all_gather as ALL_GATHER
 
 FOUR_BLOCKS = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
@@ -20,7 +21,8 @@ def real(tree):
     from zero3d.config import resolve_batch
     from zero3d.models.masking import forward_options
     from zero3d.models.open import open_model
-    from zero3d.setup.build import build_engine, open_mesh
+    from zero3d.setup.build import build_engine
+    from zero3d.setup.inputs import open_mesh
     from zero3d.sim.observe import blank_batches, observe
     from zero3d.sim.replay import peak_of
 
@@ -30,12 +32,13 @@ def real(tree):
     opened = open_model(config.model, config.seed)
     options, held = forward_options(opened.module), [opened]
     del opened  # it keeps the last weights that it made
-    with patch("zero3d.distributed.collectives.gather_into", gather_copies):
+    with patch("zero3d.distributed.algorithms._all_gather", gather_copies):
         seen = observe(
+            mesh,
             lambda: build_engine(config, held.pop(), mesh, batch.accumulate, 5),
             lambda: blank_batches(batch.accumulate, (batch.micro_batch, config.data.length), False, options),
         )
-    found = {"states": seen.states, "sent": seen.sent, "did": seen.did, "work": seen.work}
+    found = {"states": seen.states, "sent": seen.traffic, "did": seen.actions, "work": seen.work}
     made = {name: [plain(each) for each in rows] for name, rows in found.items()}
     peak = peak_of(seen.log)
     events = [] if mesh.tp > 1 else [len(seen.log.who)]  # over tp a real rank also reads its generator's state
@@ -50,12 +53,10 @@ def dry(tree, rank):
 
 def gather_copies(full, shard, group, async_op=False):
     """Each of gloo's threads holds what it worked on until its next work, so it gets tensors of its own, unseen."""
-    from zero3d.distributed.collectives import _all_gather
-
     assert not async_op
     with _disable_current_modes():
         own = torch.empty_like(full)
-        _all_gather(own, shard.clone(), group=group)
+        ALL_GATHER(own, shard.clone(), group=group)
         full.copy_(own)
 
 

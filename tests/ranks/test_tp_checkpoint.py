@@ -16,7 +16,8 @@ from safetensors import safe_open
 from torch import nn
 
 import zero3d
-from zero3d.pipeline.runner import names_of_copies
+from zero3d.engine.state import engine_state
+from zero3d.pipeline.ties import names_of_copies
 from zero3d.precision import to_compute
 from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.parallelize import Sharded
@@ -80,7 +81,7 @@ def engine_on(family, shape, stage, precision="bf16"):
         slice_parameters(part, own)
         return Sharded({name: own[name] for name, _ in part.named_parameters() if name in own}, frozenset())
 
-    with mock.patch.multiple("zero3d.engine.engine", parallelize=cut_in_test):
+    with mock.patch.multiple("zero3d.engine.division", parallelize=cut_in_test):
         return zero3d.Engine(model, mesh=mesh, stage=stage, precision=precision, optimizer=adamw)
 
 
@@ -96,17 +97,17 @@ def logical(family):
 
 def held(engine):
     """Every state this rank holds, as (name, state, flat range of its local parameter, values)."""
-    parts = engine._parts()
-    for owned in parts.optimizer.pieces:
-        states = {"master": owned.master} | parts.optimizer.torch.state[owned.master]
+    saved = engine._parts()
+    for owned in saved.optimizer.pieces:
+        states = {"master": owned.master} | saved.optimizer.torch.state[owned.master]
         for state in ("master", *MOMENTS):
-            yield parts.whole.owner(owned.name), state, slice(owned.piece.start, owned.piece.stop), states[state]
-    for unit in parts.units:
+            yield saved.full_model.owner(owned.name), state, slice(owned.piece.start, owned.piece.stop), states[state]
+    for unit in saved.units:
         if unit.grads is None:
-            for piece in unit.layout.pieces(parts.comm.rank):
+            for piece in unit.layout.pieces(saved.dp.rank):
                 values = unit.weights.shard[piece.offset : piece.offset + piece.stop - piece.start]
                 yield (
-                    parts.whole.owner(unit.layout.slots[piece.slot].name),
+                    saved.full_model.owner(unit.layout.slots[piece.slot].name),
                     "weight",
                     slice(piece.start, piece.stop),
                     values,
@@ -114,7 +115,7 @@ def held(engine):
 
 
 def expected_of(engine, values, name, state, span):
-    cut = engine._parts().cut(name)
+    cut = engine_state(engine._assembly).cut(name)
     whole = values[name, state]
     local = whole if cut is None else cut.take(whole)
     return local.reshape(-1)[span]

@@ -22,8 +22,9 @@ from zero3d.cli.main import main
 from zero3d.config import load
 from zero3d.memory.arena import STATES
 from zero3d.models.open import Opened, open_model
-from zero3d.setup.build import build_engine, open_mesh
-from zero3d.tensor_parallel.regions import OwnRandom
+from zero3d.setup.build import build_engine
+from zero3d.setup.inputs import open_mesh
+from zero3d.tensor_parallel.regions import RankRandom
 from zero3d.zero.stages import engine_bytes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "72b_128gpu.yaml"
@@ -52,20 +53,20 @@ def built(pp, dp, tp):
 def check(engine, pp):
     """All bytes equal engine_bytes of this rank's elements, and the arena's account of them."""
     wanted = engine_bytes(1, DP, "bf16").times(ELEMENTS[pp])
-    if pp == 7 and engine.comm.rank == 1:  # its half of the last norm's unit is padding, without m and v
+    if pp == 7 and engine.dp.rank == 1:  # its half of the last norm's unit is padding, without m and v
         wanted = wanted._replace(optimizer=wanted.optimizer - 8 * HIDDEN // DP)
     held = [engine.arena.live(category) for category in STATES[:3]]
     place = engine.mesh.place
     print(f"pp {place.pp} dp {place.dp} tp {place.tp}: {ELEMENTS[pp]:,} elements,", *map(int, held), "bytes")
     assert list(engine.planned_bytes) == list(wanted) == held
-    assert sum(map(prod, engine.whole.shapes.values())) == MODEL == 72_706_203_648
+    assert sum(map(prod, engine.full_model.shapes.values())) == MODEL == 72_706_203_648
 
 
 def assume():
     """What a fake group and tensors without values cannot tell."""
     yes = SimpleNamespace(item=lambda: 1)
     PipelineStage._warmup_forward_vote = PipelineStage._warmup_backward_result = lambda *_, **__: yes
-    OwnRandom.begin = lambda *_, **__: None  # states of generators; the model has no dropout
+    RankRandom.begin = lambda *_, **__: None  # states of generators; the model has no dropout
 
 
 def one_rank(pp, dp, tp):

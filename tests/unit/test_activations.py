@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import zero3d
-from zero3d.activations.recomputation import compile_blocks, prepare_blocks, recompute
+from zero3d.activations import compile_blocks, prepare_blocks, recompute
 from zero3d.errors import ConfigError
 
 POLICIES = ["full", "every:1", "every:2", "every:3", "selective"]

@@ -10,8 +10,8 @@ from zero3d.errors import ConfigError
 from zero3d.pipeline.balance import TOKENS, Weights, chain_costs, cut
 
 
-def every_cut(blocks, parts):
-    for inner in itertools.combinations(range(1, blocks), parts - 1):
+def every_cut(blocks, chunks):
+    for inner in itertools.combinations(range(1, blocks), chunks - 1):
         bounds = [0, *inner, blocks]
         yield [b - a for a, b in itertools.pairwise(bounds)]
 
@@ -28,13 +28,13 @@ def test_the_dearest_group_is_as_cheap_as_the_best_of_all_cuts():
     draw = random.Random(0)
     for _ in range(60):
         costs = [draw.randint(1, 9) for _ in range(draw.randint(1, 8))]
-        parts, before, after = draw.randint(1, len(costs)), draw.randint(0, 12), draw.randint(0, 12)
+        chunks, before, after = draw.randint(1, len(costs)), draw.randint(0, 12), draw.randint(0, 12)
 
         def rank(counts, costs=costs, before=before, after=after):
             sums = loads(costs, counts, before, after)
             return max(sums), sum(s * s for s in sums), [-c for c in counts]
 
-        assert cut(costs, parts, before, after) == min(every_cut(len(costs), parts), key=rank)
+        assert cut(costs, chunks, before, after) == min(every_cut(len(costs), chunks), key=rank)
 
 
 def test_the_72b_example_says_how_many_blocks_its_stages_have():
@@ -86,10 +86,10 @@ def test_experts_that_a_token_does_not_meet_cost_bytes_but_no_flops():
     assert sparse < dense
 
 
-@pytest.mark.parametrize("parts", [0, 3])
-def test_more_parts_than_blocks_or_none_are_refused(parts):
-    with pytest.raises(ConfigError, match=rf"^2 blocks cannot make {parts} parts: pass parts=1 to 2\.$"):
-        cut([1, 1], parts)
+@pytest.mark.parametrize("chunks", [0, 3])
+def test_more_chunks_than_blocks_or_none_are_refused(chunks):
+    with pytest.raises(ConfigError, match=rf"^2 blocks cannot make {chunks} chunks: pass chunks=1 to 2\.$"):
+        cut([1, 1], chunks)
 
 
 def test_a_model_is_cut_for_micro_batches_of_2048_tokens():

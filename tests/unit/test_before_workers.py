@@ -5,14 +5,14 @@ import json
 import os
 
 import pytest
-from holds import held_by_another
+from lock_holder import locked_by_another
 
 from zero3d.cli import compare, plan_explain, simulate, train as verb
 from zero3d.cli.main import main
 from zero3d.config import Config, load
-from zero3d.train.hold import Hold
+from zero3d.train.lock import FolderLock
 
-DEMO = load(verb.named(None, [])[1])
+DEMO = load(verb.config_source(None, [])[1])
 
 
 def read(*words):
@@ -38,7 +38,7 @@ def test_without_a_file_and_a_model_a_run_is_the_demo_with_what_is_overridden(tm
     (" x/y z/ ", "y-z"),
 ])  # fmt: skip
 def test_a_model_of_ones_own_starts_from_the_defaults(path, name):
-    found, config = read("data.train=a.txt", f"model.path={path}", "seed=3")
+    actual, config = read("data.train=a.txt", f"model.path={path}", "seed=3")
     assert config == load(None, ["data.train=a.txt", f"model.path={path}", "seed=3"])
     assert (config.data.tokenizer, config.optimizer.lr, config.train.steps, config.data.length) == (
         None,
@@ -46,7 +46,7 @@ def test_a_model_of_ones_own_starts_from_the_defaults(path, name):
         None,
         1024,
     )
-    assert found == name
+    assert actual == name
 
 
 def test_the_last_model_counts_and_a_file_is_its_own_base(tmp_path):
@@ -72,11 +72,11 @@ def test_all_verbs_have_the_same_base(tmp_path, monkeypatch, capsys):
 def test_every_run_of_a_comparison_has_its_own_base(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seen = []
-    monkeypatch.setattr(compare, "check_runs", lambda found, configs, ranks: seen.extend(configs))
-    with Hold() as hold:
-        plan = compare.read(argparse.Namespace(words=["model.path=demo,gpt2"], ranks=2), hold)
+    monkeypatch.setattr(compare, "check_runs", lambda runs, configs, ranks: seen.extend(configs))
+    with FolderLock() as lock:
+        plan = compare.read(argparse.Namespace(words=["model.path=demo,gpt2"], ranks=2), lock)
     words = [[*plan.common, *variant.words] for variant in plan.variants]
-    assert seen == [read(*each)[1] for each in words]
+    assert seen == [read(*item)[1] for item in words]
     assert [config.data.tokenizer for config in seen] == ["bytes", None]
 
 
@@ -124,17 +124,17 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_can_be_seen_is_refused_before_workers_start(folder, capsys, case):
-    words, said = REFUSED[case]
+    words, message = REFUSED[case]
     before = sorted(folder.rglob("*"))
     assert main(["train", "--ranks", "2", "data.validation=0", *words]) == 2
-    told = capsys.readouterr().err
-    assert said in told
-    assert told.count("\n") == 1
+    output = capsys.readouterr().err
+    assert message in output
+    assert output.count("\n") == 1
     assert sorted(folder.rglob("*")) == before
 
 
 def test_a_folder_that_a_run_writes_to_is_refused_before_workers_start(folder, capsys):
-    with held_by_another(folder / "used") as pid:
+    with locked_by_another(folder / "used") as pid:
         for how in ([], ["--resume=auto"], ["--overwrite"]):
             assert main(["train", "--ranks", "2", "output=used", *how]) == 2
             assert f"in use by process {pid}" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from zero3d.cli.cluster import from_slurm, hosts, join_environment
+from zero3d.cli.rank_environment import from_slurm, hosts, join_environment
 from zero3d.errors import ConfigError
 
 SRUN = {  # task 5 of 8 on two nodes
@@ -95,7 +95,7 @@ def test_a_rank_without_its_world_is_refused_by_name(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"RANK": "x"}, "RANK=x: a whole number is wanted: start with torchrun or srun, or unset RANK"),
         ({"RANK": "-1", "WORLD_SIZE": ""}, "RANK=-1, WORLD_SIZE=: a whole number"),
@@ -105,12 +105,12 @@ def test_a_rank_without_its_world_is_refused_by_name(monkeypatch):
         ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536: ports end at 65535"),
     ],
 )
-def test_what_no_launcher_sets_is_refused(monkeypatch, changed, said):
+def test_what_no_launcher_sets_is_refused(monkeypatch, changed, message):
     monkeypatch.setattr(os, "environ", TORCHRUN | changed)
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as caught:
         join_environment()
-    assert str(told.value).startswith(said)
-    assert len(str(told.value)) < 500
+    assert str(caught.value).startswith(message)
+    assert len(str(caught.value)) < 500
 
 
 def test_an_odd_port_of_the_users_own_is_refused_under_srun_too(monkeypatch):

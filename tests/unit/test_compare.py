@@ -7,16 +7,16 @@ import signal
 import sys
 
 import pytest
-from holds import held_by_another
+from lock_holder import locked_by_another
 from rich.console import Console
 
-from zero3d.cli import compare as verb
+from zero3d.cli import compare as verb, compare_runs
 from zero3d.cli.main import main
 from zero3d.errors import ConfigError
-from zero3d.train.compare import as_json, rows, square_root
-from zero3d.train.compare_plot import draw
-from zero3d.train.compare_table import show
-from zero3d.train.hold import Hold
+from zero3d.train.comparison import as_json, rows, square_root
+from zero3d.train.comparison_plot import draw
+from zero3d.train.comparison_table import show
+from zero3d.train.lock import FolderLock
 from zero3d.train.variants import Axis, split_axes, variants
 
 
@@ -58,7 +58,7 @@ def test_every_run_has_a_folder_of_its_own_below_the_output():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "zero.stage=0,1,2,3"),
         (["zero.stage=2"], "zero.stage=0,1,2,3"),
@@ -82,14 +82,14 @@ def test_every_run_has_a_folder_of_its_own_below_the_output():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
-def test_what_cannot_be_is_one_line_before_the_first_run(tmp_path, monkeypatch, capsys, words, said):
+def test_what_cannot_be_is_one_line_before_the_first_run(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(verb.subprocess, "Popen", lambda *_, **__: pytest.fail("a run was started"))
+    monkeypatch.setattr(compare_runs.subprocess, "Popen", lambda *_, **__: pytest.fail("a run was started"))
     assert main(["compare", *words]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("ConfigError: ")
-    assert told.count("\n") == 1
-    assert said in told
+    report = capsys.readouterr().err
+    assert report.startswith("ConfigError: ")
+    assert report.count("\n") == 1
+    assert message in report
     assert list(tmp_path.iterdir()) == []
 
 
@@ -103,28 +103,28 @@ def test_a_launchers_worker_is_refused(monkeypatch):
 def test_the_output_is_the_typed_one_or_the_first_free_one_beside_the_files_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def claimed(output, default, asked):
-        with Hold() as hold:
-            return str(verb.claim(output, default, asked, hold))
+    def claimed(output, default, requested):
+        with FolderLock() as lock:
+            return str(verb.claim(output, default, requested, lock))
 
-    assert claimed("here", "default", asked=True) == "here"
-    assert claimed("runs/llama", "default", asked=False) == "runs/llama-compare"
-    assert claimed("runs/llama", "default", asked=False) == "runs/llama-compare-2"
-    assert claimed(None, "zero3d-compare-demo", asked=False) == "zero3d-compare-demo"
+    assert claimed("here", "default", requested=True) == "here"
+    assert claimed("runs/llama", "default", requested=False) == "runs/llama-compare"
+    assert claimed("runs/llama", "default", requested=False) == "runs/llama-compare-2"
+    assert claimed(None, "zero3d-compare-demo", requested=False) == "zero3d-compare-demo"
     (tmp_path / "here" / "file").touch()
     with pytest.raises(ConfigError, match="output here is used already"):
-        claimed("here", "default", asked=True)
+        claimed("here", "default", requested=True)
 
 
 def test_a_second_comparison_in_a_folder_is_refused_while_the_first_one_runs(tmp_path):
-    with held_by_another(tmp_path) as pid, pytest.raises(ConfigError, match=f"is in use by process {pid} on host"):
-        verb.claim(str(tmp_path), "default", True, Hold())
+    with locked_by_another(tmp_path) as pid, pytest.raises(ConfigError, match=f"is in use by process {pid} on host"):
+        verb.claim(str(tmp_path), "default", True, FolderLock())
 
 
 def test_a_runs_command_has_its_own_output_and_leaves_out_what_is_not_compared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = verb.read(
-        argparse.Namespace(words=["zero.stage=0,1", "output=out", "checkpoint.export=true"], ranks=2), Hold()
+        argparse.Namespace(words=["zero.stage=0,1", "output=out", "checkpoint.export=true"], ranks=2), FolderLock()
     )
     words = plan.command(plan.variants[1])
     assert words[4:7] == ["train", "--json", "--ranks=2"]
@@ -190,9 +190,9 @@ def compared(word, *results):
     return rows(variants(axes), results)
 
 
-def printed(word, found):
+def printed(word, actual):
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    show(split_axes(word.split())[0], found, {}, console)
+    show(split_axes(word.split())[0], actual, {}, console)
     return console.export_text()
 
 
@@ -239,11 +239,11 @@ def test_equal_losses_are_the_same_bits():
     ids=["last loss", "held-out loss", "a loss on the way", "not finite"],
 )
 def test_another_loss_at_any_step_is_not_the_same_bits(other, loss, held_out, shown):
-    found = compared("precision=bf16,fp32", result(), other)
-    assert not found[1].same_bits
-    assert found[1].loss_difference == pytest.approx(loss)
-    assert found[1].held_out_difference == pytest.approx(held_out)
-    text = printed("precision=bf16,fp32", found)
+    actual = compared("precision=bf16,fp32", result(), other)
+    assert not actual[1].same_bits
+    assert actual[1].loss_difference == pytest.approx(loss)
+    assert actual[1].held_out_difference == pytest.approx(held_out)
+    text = printed("precision=bf16,fp32", actual)
     assert "same bits" not in text
     assert shown in text
 
@@ -259,9 +259,9 @@ def test_another_loss_at_any_step_is_not_the_same_bits(other, loss, held_out, sh
 ])  # fmt: skip
 def test_runs_that_reduce_at_different_moments_say_so_beside_the_difference(first, other, apart):
     word = "zero.stage=1,2"
-    found = compared(word, result(**first), result(losses=(3.0, 2.25), **other))
-    assert found[1].apart is apart
-    text = printed(word, found)
+    actual = compared(word, result(**first), result(losses=(3.0, 2.25), **other))
+    assert actual[1].apart is apart
+    text = printed(word, actual)
     assert ("-2.5e-01 r" in text) is apart
     assert ("r: gradients are reduced at other moments than in the first run" in text) is apart
     assert ("Sums in another order are rounded otherwise" in " ".join(text.split())) is apart
@@ -272,17 +272,17 @@ def test_runs_that_reduce_at_different_moments_say_so_beside_the_difference(firs
 def test_another_moment_explains_no_difference_of_runs_that_differ_in_more():
     word = "zero.stage=1,2 optimizer.lr=1e-3,1e-2"
     results = [result(losses=(3.0, last), stage=stage) for stage, last in ((1, 2.5), (1, 2.4), (2, 2.3), (2, 2.2))]
-    found = compared(word, *results)
-    assert [row.apart for row in found] == [False, False, True, False]
-    assert printed(word, found).count("e-01 r") == 1
+    actual = compared(word, *results)
+    assert [row.apart for row in actual] == [False, False, True, False]
+    assert printed(word, actual).count("e-01 r") == 1
     assert compared("zero.stage=1,2 zero.reduce=auto,every_step", *results)[2].apart
 
 
 def test_a_contradicted_formula_is_said():
     word = "zero.stage=0,1"
-    found = compared(word, result(), result(off=1))
-    assert [row.agrees for row in found] == [True, False]
-    text = printed(word, found)
+    actual = compared(word, result(), result(off=1))
+    assert [row.agrees for row in actual] == [True, False]
+    text = printed(word, actual)
     assert "UNEQUAL to the formula: zero.stage=1" in text
     assert "measured = formula" not in text
 
@@ -298,13 +298,13 @@ def test_policies_are_shown_with_their_arithmetic():
     word = "activations=none,full,every:2,selective"
     results = [result(activations=name, seconds=s, kept=k)
                for name, s, k in (("none", 0.5, 800), ("full", 0.7, 80), ("every:2", 0.7, 40), ("selective", 0.5, 500))]  # fmt: skip
-    found = [row.recompute for row in compared(word, *results)]
-    assert [row.kept_inputs for row in found] == [0, 4, 2, 4]
-    assert [row.interiors for row in found] == [4, 1, 2, 4]
-    assert [row.attentions for row in found] == [4, 1, 2, 1]
-    assert [row.extra for row in found] == [0, pytest.approx(1 / 3), pytest.approx(1 / 3), None]
-    assert [row.predicted for row in found] == [1, pytest.approx(4 / 3), pytest.approx(4 / 3), None]
-    assert [row.measured for row in found] == pytest.approx([1, 1.4, 1.4, 1])
+    actual = [row.recompute for row in compared(word, *results)]
+    assert [row.kept_inputs for row in actual] == [0, 4, 2, 4]
+    assert [row.interiors for row in actual] == [4, 1, 2, 4]
+    assert [row.attentions for row in actual] == [4, 1, 2, 1]
+    assert [row.extra for row in actual] == [0, pytest.approx(1 / 3), pytest.approx(1 / 3), None]
+    assert [row.predicted for row in actual] == [1, pytest.approx(4 / 3), pytest.approx(4 / 3), None]
+    assert [row.measured for row in actual] == pytest.approx([1, 1.4, 1.4, 1])
     text = printed(word, compared(word, *results))
     assert "recomputation of 4 blocks" in text
     assert "of 4 blocks, every:2 keeps 2 inputs + 2 interiors = 4" in " ".join(text.split())
@@ -315,22 +315,22 @@ def test_a_policy_is_held_against_the_first_run_with_the_same_other_values():
     results = [
         result(activations=a, seconds=s) for a, s in (("none", 1.0), ("none", 2.0), ("full", 1.5), ("full", 3.0))
     ]
-    found = [row.recompute for row in rows(variants(axes), results)]
-    assert [row.measured for row in found] == [1, 1, 1.5, 1.5]
-    assert found[3].against == "activations=none,zero.stage=3"
+    actual = [row.recompute for row in rows(variants(axes), results)]
+    assert [row.measured for row in actual] == [1, 1, 1.5, 1.5]
+    assert actual[3].against == "activations=none,zero.stage=3"
 
 
-@pytest.mark.parametrize(("layers", "said"), [(1, "every:1"), (9, "every:3"), (100, "every:10")])
-def test_the_square_root_is_the_best_segment(layers, said):
-    assert said in square_root(layers)
+@pytest.mark.parametrize(("layers", "message"), [(1, "every:1"), (9, "every:3"), (100, "every:10")])
+def test_the_square_root_is_the_best_segment(layers, message):
+    assert message in square_root(layers)
 
 
 def test_the_tables_of_one_axis_fit_80_columns():
     for word, results in (("zero.stage=0,1", [result(), result()]),
                           ("activations=none,full", [result(), result(activations="full")])):  # fmt: skip
         big = [
-            {**each, "memory": [{**row, "measured": row["measured"] * 10**8} for row in each["memory"]]}
-            for each in results
+            {**item, "memory": [{**row, "measured": row["measured"] * 10**8} for row in item["memory"]]}
+            for item in results
         ]
         lines = printed(word, compared(word, *big)).splitlines()
         table = [line for line in lines if "─" in line]
@@ -360,7 +360,9 @@ def test_figures_are_plain_json_and_the_picture_is_a_png(tmp_path):
 
 def scripted(monkeypatch, script):
     """Every run is this Python script; sys.argv[1] is its overrides."""
-    monkeypatch.setattr(verb.Plan, "command", lambda plan, variant: [sys.executable, "-c", script, variant.label])
+    monkeypatch.setattr(
+        compare_runs.ComparisonPlan, "command", lambda plan, variant: [sys.executable, "-c", script, variant.label]
+    )
 
 
 FAILING = f"""
@@ -383,10 +385,10 @@ def test_a_run_that_fails_is_a_row_and_the_others_run(tmp_path, monkeypatch, cap
     assert re.search(rf"^{fail[-1]} +failed", out, re.MULTILINE)
     assert out.count(f"{fail} failed: OutOfMemoryError: 80 GiB") == 2  # when it did, and below the tables
     assert "step 1/2" not in out
-    told = json.loads((tmp_path / "out" / "compare.json").read_text())
-    others = [f"zero.stage={stage}" for stage in range(3) if not fail.endswith(str(stage))]
-    assert [run["variant"] for run in told["runs"]] == others
-    assert told["failed"] == [
+    report = json.loads((tmp_path / "out" / "compare.json").read_text())
+    rest = [f"zero.stage={stage}" for stage in range(3) if not fail.endswith(str(stage))]
+    assert [run["variant"] for run in report["runs"]] == rest
+    assert report["failed"] == [
         {
             "variant": fail,
             "overrides": [fail],
@@ -401,18 +403,18 @@ def test_runs_that_all_fail_leave_their_reasons(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     scripted(monkeypatch, "import os; os.kill(os.getpid(), 9)")
     assert main(["compare", "zero.stage=0,1", "output=out", "--json"]) == 1
-    told = json.loads(capfd.readouterr().out)
-    assert told["runs"] == []
-    assert [each["why"] for each in told["failed"]] == ["killed by SIGKILL", "killed by SIGKILL"]
+    report = json.loads(capfd.readouterr().out)
+    assert report["runs"] == []
+    assert [item["why"] for item in report["failed"]] == ["killed by SIGKILL", "killed by SIGKILL"]
 
 
 def test_bad_input_of_the_first_run_ends_it_with_its_line_and_code(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     scripted(monkeypatch, "import sys; print('DataError: no such file', file=sys.stderr); sys.exit(2)")
     assert main(["compare", "zero.stage=0,1", "output=out"]) == 2
-    told = capfd.readouterr().err
-    assert told.count("DataError: no such file") == 1
-    assert "zero.stage=0 failed" in told
+    report = capfd.readouterr().err
+    assert report.count("DataError: no such file") == 1
+    assert "zero.stage=0 failed" in report
     assert not (tmp_path / "out" / "zero.stage=1.log").exists()
 
 

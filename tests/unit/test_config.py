@@ -229,8 +229,8 @@ def test_check_refuses_what_load_would_not_have_returned():
 def test_yaml_values_become_the_keys_type(written, key, written_as, value):
     section, _, leaf = key.rpartition(".")
     text = f"{section}:\n  {leaf}: {written_as}" if section else f"{leaf}: {written_as}"
-    found = value_of(load(written(text)), key)
-    assert (found, type(found)) == (value, type(value))
+    actual = value_of(load(written(text)), key)
+    assert (actual, type(actual)) == (value, type(value))
 
 
 @pytest.mark.parametrize(
@@ -256,14 +256,14 @@ def test_yaml_values_become_the_keys_type(written, key, written_as, value):
     ],
 )
 def test_typed_values_become_the_keys_type(override, value):
-    found = value_of(load(None, [override]), override.partition("=")[0])
-    assert (found, type(found)) == (value, type(value))
+    actual = value_of(load(None, [override]), override.partition("=")[0])
+    assert (actual, type(actual)) == (value, type(value))
 
 
 def test_overrides_win_over_the_file_and_the_last_one_wins(written):
     path = written("zero: {stage: 9}\nseed: 3\nmodel:\n")
-    found = load(path, ["zero.stage=1", "zero.stage=2"])
-    assert found == Config(seed=3, zero=Zero(stage=2))
+    actual = load(path, ["zero.stage=1", "zero.stage=2"])
+    assert actual == Config(seed=3, zero=Zero(stage=2))
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,10 @@ def test_two_overrides_that_say_how_long_are_refused(written):
     assert "both say how long" in refusal(written("train: {epochs: 1}"), ["train.steps=5", "train.epochs=2"])
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/config.md", "docs/compare.md", "docs/cluster.md"])
+SHOWING = ("config", "compare", "cluster", "parallelism", "reproducibility", "checkpoints")
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md", *(f"docs/{name}.md" for name in SHOWING)])
 def test_the_commands_that_the_pages_show_are_accepted(page):
     text = (ROOT / page).read_text()
     files = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)] or [{}]
@@ -421,9 +424,9 @@ def test_the_pages_example_loads(written):
     ],
 )
 def test_the_batch_equation_is_completed(batch, micro, accumulate, dp, result):
-    found = resolve_batch(Train(batch=batch, micro_batch=micro, accumulate=accumulate), dp)
-    assert (found.batch, found.micro_batch, found.accumulate) == result
-    assert found.batch == found.micro_batch * found.accumulate * found.dp
+    actual = resolve_batch(Train(batch=batch, micro_batch=micro, accumulate=accumulate), dp)
+    assert (actual.batch, actual.micro_batch, actual.accumulate) == result
+    assert actual.batch == actual.micro_batch * actual.accumulate * actual.dp
 
 
 def test_the_batch_equation_prints_its_numbers():

@@ -59,12 +59,12 @@ HOSTILE = {  # text -> what is said
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_file_is_one_short_error(tmp_path, name):
-    text, said = HOSTILE[name]
+    text, expected = HOSTILE[name]
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         load(tmp_path / "run.yaml")
     message = str(caught.value).replace(str(tmp_path), "")
-    assert said in message
+    assert expected in message
     assert "\n" not in message
     assert len(message) < 700
 
@@ -87,8 +87,8 @@ def test_small_aliases_merges_and_dates_are_fine(tmp_path):
     (tmp_path / "run.yaml").write_text(
         text + "log: {wandb: &w name}\ncheckpoint: {<<: {every: 2}}\nmodel: {path: *w}\n"
     )
-    found = load(tmp_path / "run.yaml")
-    assert (found.output, found.model.path, found.checkpoint.every) == ("2024-01-01", "name", 2)
+    actual = load(tmp_path / "run.yaml")
+    assert (actual.output, actual.model.path, actual.checkpoint.every) == ("2024-01-01", "name", 2)
 
 
 def test_a_pipe_or_a_device_is_no_configuration(tmp_path):
@@ -125,10 +125,10 @@ def test_a_value_is_quoted_short():
 def test_no_long_word_comes_back_whole(capsys, tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert "k" * 100 not in told
-    assert len(told) < 900
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert "k" * 100 not in printed
+    assert len(printed) < 900
 
 
 def test_no_long_key_of_a_record_comes_back_whole(tmp_path):
@@ -172,7 +172,7 @@ def mutate(folder, numbers):
             refused.append(str(error).replace(str(folder), ""))
         except Exception as error:
             raise AssertionError(f"mutation {number}: {text!r}") from error
-    assert [said for said in refused if "\n" in said or len(said) > 900] == []
+    assert [line for line in refused if "\n" in line or len(line) > 900] == []
     return len(refused)
 
 

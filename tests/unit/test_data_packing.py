@@ -1,4 +1,4 @@
-"""Segment tables: every token exactly once, no segment over two documents, the same targets."""
+"""Span tables: every token exactly once, no span over two documents, the same targets."""
 
 from itertools import pairwise
 
@@ -21,12 +21,12 @@ def random_documents(seed, examples):
     return Documents(stops - sizes, stops, flags), targets
 
 
-def covered(segments):
-    return numpy.concatenate([numpy.arange(start, stop) for start, stop in segments] or [numpy.zeros(0, int)])
+def covered(spans):
+    return numpy.concatenate([numpy.arange(start, stop) for start, stop in spans] or [numpy.zeros(0, int)])
 
 
-def owners(documents, segments):
-    return numpy.searchsorted(documents.stops, segments[:, 0], side="right")
+def owners(documents, spans):
+    return numpy.searchsorted(documents.stops, spans[:, 0], side="right")
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -39,16 +39,14 @@ def test_random_documents_are_packed_without_loss_or_mixing(seed, packing, examp
         if packing and not examples and marks is not None:
             continue  # text is learnt throughout
         made = plan(documents, length, packing, marks)
-        segments, pointers = made.segments, made.pointers
-        owner = owners(documents, segments)
-        assert (segments[:, 0] >= documents.starts[owner]).all()
-        assert (segments[:, 1] <= documents.stops[owner]).all()
-        used = (
-            numpy.add.reduceat(segments[:, 1] - segments[:, 0], pointers[:-1]) if len(segments) else numpy.zeros(0, int)
-        )
+        spans, pointers = made.spans, made.pointers
+        owner = owners(documents, spans)
+        assert (spans[:, 0] >= documents.starts[owner]).all()
+        assert (spans[:, 1] <= documents.stops[owner]).all()
+        used = numpy.add.reduceat(spans[:, 1] - spans[:, 0], pointers[:-1]) if len(spans) else numpy.zeros(0, int)
         assert (used >= 1).all()
         assert (used <= length).all()
-        tokens = covered(segments)
+        tokens = covered(spans)
         assert len(numpy.unique(tokens)) == len(tokens)
         reachable = sum(
             min(size, length) if example else size
@@ -58,7 +56,7 @@ def test_random_documents_are_packed_without_loss_or_mixing(seed, packing, examp
         assert lost == 0 if not made.dropped else lost <= made.dropped * length
         assert made.truncated == sum((documents.stops - documents.starts)[documents.examples] > length)
         for first, last in pairwise(pointers):
-            assert count_targets(numpy.sort(segments[first:last], axis=0), marks).sum() > 0
+            assert count_targets(numpy.sort(spans[first:last], axis=0), marks).sum() > 0
         if not packing:
             assert (numpy.diff(pointers) == 1).all()
 
@@ -66,9 +64,9 @@ def test_random_documents_are_packed_without_loss_or_mixing(seed, packing, examp
 def test_packed_text_fills_every_sequence_but_the_last():
     documents, _ = random_documents(3, False)
     made = plan(documents, 16, True, None)
-    used = numpy.add.reduceat(made.segments[:, 1] - made.segments[:, 0], made.pointers[:-1])
+    used = numpy.add.reduceat(made.spans[:, 1] - made.spans[:, 0], made.pointers[:-1])
     assert (used[:-1] == 16).all()
-    assert (numpy.diff(covered(made.segments)) > 0).all()  # in the documents' order
+    assert (numpy.diff(covered(made.spans)) > 0).all()  # in the documents' order
 
 
 def written_out_best_fit(sizes, length):
@@ -101,9 +99,9 @@ def test_items_of_one_size_are_placed_together_in_their_order():
 
 def test_targets_are_counted_without_a_segment_s_first_token():
     targets = numpy.array([1, 1, 0, 1, 1, 0, 0, 1], numpy.uint8)
-    segments = numpy.array([[0, 3], [3, 4], [4, 8]])
-    assert count_targets(segments, targets).tolist() == [1, 0, 1]
-    assert count_targets(segments, None).tolist() == [2, 0, 3]
+    spans = numpy.array([[0, 3], [3, 4], [4, 8]])
+    assert count_targets(spans, targets).tolist() == [1, 0, 1]
+    assert count_targets(spans, None).tolist() == [2, 0, 3]
 
 
 def test_a_fraction_is_held_out_at_even_distances_and_at_least_one():

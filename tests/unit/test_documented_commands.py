@@ -27,11 +27,13 @@ from zero3d.cli.train import check, read
 from zero3d.cli.workers import ranks_here
 from zero3d.config import load, split_words
 from zero3d.config.keys import KEYS
-from zero3d.train.hold import Hold
+from zero3d.train.lock import FolderLock
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
-PAGES = [README, *(ROOT / "docs" / f"{name}.md" for name in ("cluster", "compare", "config", "plan"))]
+README, CHINESE = (ROOT / name for name in ("README.md", "README.zh.md"))
+TWINS = ("parallelism", "reproducibility", "checkpoints")  # in both languages
+GUIDES = (*TWINS, *(f"{name}.zh" for name in TWINS), "cluster", "compare", "config", "plan")
+PAGES = [README, CHINESE, *(ROOT / "docs" / f"{name}.md" for name in GUIDES)]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`((?:zero3d )?(?:" + "|".join(VERBS) + r") [^`]+)`")
 LOOP = re.compile(r"for (\w+) in ([^;]+); do (.*); done")
@@ -106,8 +108,8 @@ def tried(words):
         check(arguments, config, None)
         could_start(config, arguments.ranks)
     elif words[0] == "compare":
-        with Hold() as hold:
-            compare.read(arguments, hold)
+        with FolderLock() as lock:
+            compare.read(arguments, lock)
     elif words[0] == "simulate":
         could_start(load(*split_words(arguments.words)), arguments.ranks)
 

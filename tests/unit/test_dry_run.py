@@ -28,7 +28,7 @@ def test_one_step_of_each_stage(world_of_64, stage, model):
         ids = torch.randint(0, 60, (2, 9))
         engine.backward(loss_of(engine, ids))
         assert engine.step().applied.numel() == 1
-    assert engine.comm.size == 64
+    assert engine.dp.size == 64
     planned = engine.planned_bytes
     for category, wanted in zip(("parameters", "gradients", "optimizer"), planned, strict=True):
         assert engine.arena.live(category) == wanted

@@ -1,11 +1,11 @@
-"""Exact mode's arithmetic: numbers of leaves, sums in halves, the counter and its buffers, what a resume promises."""
+"""Exact mode's arithmetic: numbers of summands, sums in halves, the counter and its buffers, what a resume promises."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from zero3d.checkpoint.resume_contract import promise
+from zero3d.checkpoint.resume_contract import resume_guarantee
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
@@ -13,15 +13,16 @@ from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.plan.spec import ParallelPlan
 from zero3d.plan.states import reduced_width
-from zero3d.zero.exact import Counter, Leaves, add_tree, check_exact
+from zero3d.zero.exact.summands import Summands, check_exact
+from zero3d.zero.exact.sums import Counter, add_tree
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.stages import counter_buffers, engine_bytes
 
 CPU = torch.device("cpu")
 
 
-def leaves_of(rank, n, per_step, micro_batches, seed=5):
-    return Leaves(Comm(Axis("dp", rank, n), Arena(CPU), Ledger()), per_step, micro_batches, seed)
+def summands_of(rank, n, per_step, micro_batches, seed=5):
+    return Summands(Comm(Axis("dp", rank, n), Arena(CPU), Ledger()), per_step, micro_batches, seed)
 
 
 def halves(values):
@@ -35,35 +36,35 @@ def halves(values):
 
 @pytest.mark.parametrize("per_step", [True, False])
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
-def test_every_leaf_has_one_rank_and_a_sum_does_not_depend_on_how_many(n, per_step):
+def test_every_summand_has_one_rank_and_a_sum_does_not_depend_on_how_many(n, per_step):
     values = torch.randn(16, generator=torch.Generator().manual_seed(1), dtype=torch.float64) ** 5
     table = torch.zeros(n, 16 // n, dtype=torch.float64)
     seen = []
     for rank in range(n):
-        leaves = leaves_of(rank, n, per_step, 16 // n)
+        summands = summands_of(rank, n, per_step, 16 // n)
         for k in range(16 // n):
-            seen.append(leaves.number(k))
-            table[rank, k] = values[leaves.number(k)]
+            seen.append(summands.number(k))
+            table[rank, k] = values[summands.number(k)]
     assert sorted(seen) == list(range(16))
-    assert leaves.total(table) == halves(values)
-    assert leaves.total(table) != values.sum()
+    assert summands.total(table) == halves(values)
+    assert summands.total(table) != values.sum()
 
 
 @pytest.mark.parametrize(("n", "count"), [(1, 3), (1, 5), (1, 12), (2, 6), (2, 10), (4, 12), (8, 24)])
-def test_leaves_are_filled_up_with_zeros_at_their_end(n, count):
-    """A sum over the leaves that there are, whatever stands behind them."""
+def test_summands_are_filled_up_with_zeros_at_their_end(n, count):
+    """A sum over the summands that there are, whatever stands behind them."""
     values = torch.randn(count, 64, generator=torch.Generator().manual_seed(count), dtype=torch.float64) ** 5
     given = values.view(count // n, n, 64).transpose(0, 1)
-    found = leaves_of(0, n, False, count // n).total(given)
+    found = summands_of(0, n, False, count // n).total(given)
     assert torch.equal(found, halves(list(values)))
     assert not torch.equal(found, halves([torch.zeros_like(values[0]), *values]))  # zeros in front: other pairs
-    evaluated = leaves_of(0, n, True, 1).total(given, per_step=False)
+    evaluated = summands_of(0, n, True, 1).total(given, per_step=False)
     assert torch.equal(evaluated, found)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8, 12, 13])
 def test_the_counter_sums_in_halves_and_needs_the_buffers_of_the_formula(count):
-    leaves = list(torch.randn(count, 16, generator=torch.Generator().manual_seed(count)))
+    summands = list(torch.randn(count, 16, generator=torch.Generator().manual_seed(count)))
     counter, arena = None, Arena(CPU)
     for parts in (1, 2):
         counter = Counter(arena, 16, 16, torch.float32)
@@ -74,7 +75,7 @@ def test_the_counter_sums_in_halves_and_needs_the_buffers_of_the_formula(count):
         wanted = halves([pair[0] + pair[1] if parts == 2 else pair[0] for pair in pairs])
         assert torch.equal(counter.total(), wanted)
         assert not arena.live("wire")
-    assert len(leaves) == count
+    assert len(summands) == count
 
 
 def test_parts_are_summed_in_halves_in_the_wider_dtype():
@@ -85,11 +86,11 @@ def test_parts_are_summed_in_halves_in_the_wider_dtype():
 
 def draws(rank, n, batch, part=0, seed=5):
     found = {}
-    leaves = leaves_of(rank, n, False, 8 // n, seed)
-    leaves.batches = batch
+    summands = summands_of(rank, n, False, 8 // n, seed)
+    summands.batches = batch
     for k in range(8 // n):
-        leaves.draw(k, part)
-        found[leaves.number(k)] = torch.rand(1).item()
+        summands.draw(k, part)
+        found[summands.number(k)] = torch.rand(1).item()
     return found
 
 
@@ -111,26 +112,26 @@ def test_every_part_of_a_pipeline_draws_other_numbers_the_same_on_any_rank():
 
 
 def test_micro_batches_of_another_size_than_before_a_checkpoint_are_warned_of():
-    leaves = leaves_of(0, 2, False, 4)
-    leaves.see([{"ids": torch.zeros(2, 9)}])
-    later = leaves_of(1, 4, False, 2)
-    later.restore(leaves.state(1, 1))
+    summands = summands_of(0, 2, False, 4)
+    summands.see([{"ids": torch.zeros(2, 9)}])
+    later = summands_of(1, 4, False, 2)
+    later.restore(summands.state(1, 1))
     later.see([(torch.zeros(2, 7),)])
     with pytest.warns(UserWarning, match="had 2 rows and have 4 now"):
         later.see([{"ids": torch.zeros(4, 9)}])
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 64])
-def test_segments_do_not_depend_on_the_number_of_ranks(n):
+def test_grid_cells_do_not_depend_on_the_number_of_ranks(n):
     layout = UnitLayout([("a", (300, 70), 0), ("b", (17,), 0)], n)
     found = []
     for rank in range(n):
         for piece in layout.pieces(rank):
             begin = rank * layout.shard + piece.offset
-            for segment, low, high in layout.segments(begin, piece.stop - piece.start):
+            for segment, low, high in layout.grid_cells(begin, piece.stop - piece.start):
                 found.append((segment, begin + low, begin + high))
     one = UnitLayout([("a", (300, 70), 0), ("b", (17,), 0)], 1)
-    wanted = [(s, p.offset + a, p.offset + b) for p in one.pieces(0) for s, a, b in one.segments(p.offset, p.stop)]
+    wanted = [(s, p.offset + a, p.offset + b) for p in one.pieces(0) for s, a, b in one.grid_cells(p.offset, p.stop)]
     assert sorted(found) == sorted(wanted)
 
 
@@ -162,7 +163,7 @@ def test_gradients_hold_the_counters_buffers(stage, options, gradients):
     assert engine_bytes(stage, 4, exact=True, **options).gradients == gradients
 
 
-def test_the_planner_sends_leaves_narrow_and_sums_wide():
+def test_the_planner_sends_summands_narrow_and_sums_wide():
     plan = ParallelPlan(dp=4, stage=3, accumulate=4, exact=True)
     assert reduced_width(plan) == 2.0
     assert reduced_width(replace(plan, stage=1)) == 4.0
@@ -176,22 +177,28 @@ FACTS = {"stage": 3, "reduce": "every_step", "accumulate": 2, "dp": 4, "tp": 1, 
 
 def test_a_resume_says_whether_it_is_bitwise_and_if_not_why():
     exact = FACTS | {"leaves": 8}
-    assert promise(FACTS, FACTS).startswith("bitwise")
-    assert promise(FACTS, FACTS | {"dp": 2}) == (
+    assert resume_guarantee(FACTS, FACTS).startswith("bitwise")
+    assert resume_guarantee(FACTS, FACTS | {"dp": 2}) == (
         "not bitwise: dp 4 -> 2 (other sums over ranks; exact=True would not mind)"
     )
-    assert "dp 4 -> 2" in promise(exact, exact | {"dp": 2, "stage": 1, "reduce": "every_step"})
-    assert promise(exact, exact | {"dp": 2, "stage": 1, "reduce": "every_step"}).startswith("bitwise")
+    assert "dp 4 -> 2" in resume_guarantee(exact, exact | {"dp": 2, "stage": 1, "reduce": "every_step"})
+    assert resume_guarantee(exact, exact | {"dp": 2, "stage": 1, "reduce": "every_step"}).startswith("bitwise")
     micro = FACTS | {"reduce": "every_micro_batch"}
-    assert promise(FACTS, micro) == (
+    assert resume_guarantee(FACTS, micro) == (
         "not bitwise: reduce every_step -> every_micro_batch (2 micro-batches a step are summed in another order)"
     )
-    assert promise(FACTS, FACTS | {"stage": 1}).startswith("bitwise: as if it had not been interrupted, stage 3 -> 1,")
+    assert resume_guarantee(FACTS, FACTS | {"stage": 1}).startswith(
+        "bitwise: as if it had not been interrupted, stage 3 -> 1,"
+    )
     once = {"accumulate": 1}
-    assert promise(FACTS | once, micro | once).startswith("bitwise")
+    assert resume_guarantee(FACTS | once, micro | once).startswith("bitwise")
     older = {name: value for name, value in FACTS.items() if name != "accumulate"}
-    assert promise(older, micro).startswith("not bitwise: reduce every_step -> every_micro_batch (several micro")
-    assert promise(exact, exact | {"tp": 2, "dp": 2}).startswith("not bitwise: tp 1 -> 2 (matrix products")
-    assert promise(FACTS, FACTS | {"wire": "bfloat16"}).startswith("not bitwise: wire float32 -> bfloat16 (gradients")
-    assert promise(exact, exact | {"leaves": 4}).startswith("not bitwise: leaves 8 -> 4")
-    assert promise(FACTS, exact) == "not bitwise: exact was False when it was saved, and is True now"
+    assert resume_guarantee(older, micro).startswith(
+        "not bitwise: reduce every_step -> every_micro_batch (several micro"
+    )
+    assert resume_guarantee(exact, exact | {"tp": 2, "dp": 2}).startswith("not bitwise: tp 1 -> 2 (matrix products")
+    assert resume_guarantee(FACTS, FACTS | {"wire": "bfloat16"}).startswith(
+        "not bitwise: wire float32 -> bfloat16 (gradients"
+    )
+    assert resume_guarantee(exact, exact | {"leaves": 4}).startswith("not bitwise: leaves 8 -> 4")
+    assert resume_guarantee(FACTS, exact) == "not bitwise: exact was False when it was saved, and is True now"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import zero3d.errors
-from zero3d.cli.workers import leave_exception
+from zero3d.cli.worker import leave_exception
 from zero3d.errors import (
     CheckpointError,
     ConfigError,
@@ -39,7 +39,7 @@ def code(kind, number=None):
 
 
 def test_every_error_has_its_code_and_the_drawing_says_the_same():
-    kinds = {each for each in vars(zero3d.errors).values() if isinstance(each, type) and issubclass(each, Exception)}
+    kinds = {item for item in vars(zero3d.errors).values() if isinstance(item, type) and issubclass(item, Exception)}
     assert set(CODES) == kinds
     assert {kind: code(kind) for kind in kinds} == CODES
     drawn = {line.split()[0]: line.rstrip().endswith(" 2") for line in zero3d.errors.__doc__.splitlines()
@@ -49,8 +49,8 @@ def test_every_error_has_its_code_and_the_drawing_says_the_same():
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError, CheckpointError])
 def test_a_path_that_cannot_be_is_bad_input_and_a_disk_that_fails_is_not(kind):
-    assert [code(kind, each) for each in (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EROFS)] == [2, 2, 2, 2]
-    assert [code(kind, each) for each in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE)] == [1, 1, 1, 1]
+    assert [code(kind, number) for number in (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EROFS)] == [2, 2, 2, 2]
+    assert [code(kind, number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE)] == [1, 1, 1, 1]
 
 
 def test_the_code_of_another_rank_counts():

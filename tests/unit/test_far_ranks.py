@@ -108,7 +108,7 @@ def check(engine, stage, degree, place, position):
         assert (unit.layout.total, unit.layout.shard) == (TOTAL[kind], shards[kind])
         assert unit.weights.shard.numel() == unit.gradients.shard.numel() == shards[kind]
         assert unit.weights.master.numel() == (TOTAL[kind] if stage == 0 else shards[kind])
-        assert sum(p.stop - p.start for p in unit.layout.pieces(engine.comm.rank)) == used[kind]
+        assert sum(p.stop - p.start for p in unit.layout.pieces(engine.dp.rank)) == used[kind]
         if kind == "block":  # its second norm begins a slot of 256 after the first
             assert unit.layout.slots[-1].start == ATTENTION + MLP + 256
         assert unit.weights.full.untyped_storage().nbytes() == (0 if stage == 3 else 2 * TOTAL[kind])

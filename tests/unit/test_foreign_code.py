@@ -175,7 +175,7 @@ def train(words):
     from zero3d.cli.main import main
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    leaving = mock.patch("zero3d.cli.workers.os._exit", sys.exit)
+    leaving = mock.patch("zero3d.cli.worker.os._exit", sys.exit)
     with (
         leaving,
         mock.patch("faulthandler.enable"),

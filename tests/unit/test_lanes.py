@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zero3d.zero.prefetch import Lane
+from zero3d.zero.streams import Lane
 
 
 class Stream:

@@ -11,7 +11,8 @@ import yaml
 
 from zero3d.cli.main import main, parse
 from zero3d.cli.train import as_words
-from zero3d.cli.workers import RANKS, Worker, output_of, ranks_here, resume_line, tell_output
+from zero3d.cli.worker import report_output
+from zero3d.cli.workers import RANKS, Worker, chosen_output, ranks_here, resume_command
 
 DOCS = Path(__file__).parents[2] / "docs" / "cluster.md"
 NASTY = ["data.train=my files/it's; touch spilt", "output=$(whoami)/`id`/$HOME"]
@@ -113,7 +114,7 @@ def test_json_holds_the_same_text(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["slrm", "run.yaml"], "Did you mean slurm?"),
         (["torch", "run.yaml"], "Did you mean torchrun?"),
@@ -132,13 +133,13 @@ def test_json_holds_the_same_text(folder, capsys):
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_what_cannot_be_started_is_refused_in_one_line(folder, capsys, words, said):
+def test_what_cannot_be_started_is_refused_in_one_line(folder, capsys, words, message):
     assert main(["launch", *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("ConfigError: ")
     assert err.count("\n") == 1
-    assert said in err
+    assert message in err
 
 
 def test_the_page_on_clusters_shows_what_launch_prints(folder, capsys):
@@ -160,25 +161,25 @@ def test_the_page_on_clusters_shows_what_launch_prints(folder, capsys):
     ],
 )
 def test_a_stopped_run_says_how_it_goes_on(words, line):
-    assert resume_line(words) == line
+    assert resume_command(words) == line
 
 
 def test_a_run_that_chose_its_folder_goes_on_in_it():
     words = worker_words("a.yaml", "zero.stage=2", "--ranks", "3", "--steps=9", "--json")
     line = "zero3d train zero3d-a-2/config.yaml --ranks=3 --json --resume auto"
-    assert resume_line(words, "zero3d-a-2") == line
+    assert resume_command(words, "zero3d-a-2") == line
 
 
 def test_workers_tell_their_launcher_the_folder_they_chose(tmp_path, monkeypatch):
     worker = Worker(0, None, tmp_path)
-    assert output_of(worker) == ""
+    assert chosen_output(worker) == ""
     monkeypatch.delenv("ZERO3D_LAUNCHED", raising=False)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    tell_output(Path("zero3d-a"))
-    assert output_of(worker) == ""
+    report_output(Path("zero3d-a"))
+    assert chosen_output(worker) == ""
     monkeypatch.setenv("ZERO3D_LAUNCHED", "1")
-    tell_output(Path("zero3d-a"))
-    assert output_of(worker) == "zero3d-a"
+    report_output(Path("zero3d-a"))
+    assert chosen_output(worker) == "zero3d-a"
 
 
 def test_a_bare_machine_gets_as_many_workers_as_the_mesh_or_its_accelerators(monkeypatch):
@@ -196,7 +197,7 @@ def test_a_bare_machine_gets_as_many_workers_as_the_mesh_or_its_accelerators(mon
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["trian", "a.yaml"], "Did you mean train?"),
         (["lunch"], "Did you mean launch?"),
@@ -211,10 +212,10 @@ def test_a_bare_machine_gets_as_many_workers_as_the_mesh_or_its_accelerators(mon
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_the_nearest_verb_or_option_is_named(capsys, words, said):
+def test_the_nearest_verb_or_option_is_named(capsys, words, message):
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("ConfigError: ")
     assert err.count("\n") == 1
-    assert said in err
+    assert message in err

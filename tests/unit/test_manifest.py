@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from zero3d.checkpoint.fields import Field, parse
-from zero3d.checkpoint.manifest import tiling_fault
+from zero3d.checkpoint.fields import Field, parse_fields
+from zero3d.checkpoint.tiling import tiling_fault
 from zero3d.errors import CheckpointError
 from zero3d.shards.boxes import boxes
 from zero3d.shards.cuts import Cut
@@ -69,17 +69,17 @@ def test_faults_say_where_they_are():
     assert tiling_fault((0, 3), []) is None
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "message"), [
     (b'{"a": 1, "a": 2}', "the key 'a' comes twice"), (b"[" * 100_000, "nested too deep"), (b"\xff", "utf-8"),
     (b"1" * 10_000, "digits"), (b"", "Expecting value"),
 ])  # fmt: skip
-def test_what_is_no_json_names_its_file(text, said):
-    with pytest.raises(CheckpointError, match=said) as caught:
-        parse(text, "F.json")
+def test_what_is_no_json_names_its_file(text, message):
+    with pytest.raises(CheckpointError, match=message) as caught:
+        parse_fields(text, "F.json")
     assert str(caught.value).startswith("F.json cannot be read as JSON")
 
 
-@pytest.mark.parametrize(("value", "take", "said"), [
+@pytest.mark.parametrize(("value", "take", "message"), [
     (True, Field.integer, "x.y is True, and should be a whole number from 0"),
     (-1, Field.integer, "x.y is -1, and should be a whole number from 0"),
     (1.0, Field.integer, "x.y is 1.0, and should be a whole number from 0"),
@@ -91,10 +91,10 @@ def test_what_is_no_json_names_its_file(text, said):
     ([1], Field.text, "x.y is a list of 1, and should be a text"),
     ({}, Field.rows, "x.y is a mapping of 0, and should be a list"),
 ])  # fmt: skip
-def test_values_of_another_type_or_range_name_file_and_field(value, take, said):
-    field = parse(b'{"x": {"y": 0}}', "F.json").entry("x").entry("y")._replace(value=value)
+def test_values_of_another_type_or_range_name_file_and_field(value, take, message):
+    field = parse_fields(b'{"x": {"y": 0}}', "F.json").entry("x").entry("y")._replace(value=value)
     with pytest.raises(CheckpointError) as caught:
         take(field)
     assert str(caught.value).startswith("F.json: ")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     str(caught.value).encode()

@@ -21,6 +21,8 @@ from by_hand import (
     VOCAB,
     WIRE,
     at,
+    fullest,
+    kept,
     model_of,
 )
 
@@ -35,7 +37,7 @@ from zero3d.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part,
 
 
 def test_the_head_s_logits_beside_all_that_is_kept_and_two_blocks_gathered_ahead():
-    assert at(model_of("head"), "logits and loss", dp=2) == {
+    assert fullest("head", dp=2) == {
         "batch": BATCH,
         "activations": TOKENS * (EMBEDDING_KEPT + 4 * BLOCK_KEPT + HEAD_KEPT),
         "temporary": TOKENS * MUCH,
@@ -60,7 +62,7 @@ def test_a_block_s_backward_beside_what_those_before_it_keep(blocks):
 
 
 def test_the_embedding_s_backward_beside_two_blocks_being_reduced():
-    assert at(model_of("embedding"), "backward of the embedding", dp=2) == {
+    assert fullest("embedding", dp=2) == {
         "batch": BATCH,
         "activations": TOKENS * EMBEDDING_KEPT,
         "temporary": TOKENS * MUCH,
@@ -134,7 +136,7 @@ def test_figures_are_of_two_bytes_and_blocks_of_others_are_as_much_wider(precisi
     found = at(model_of("block"), "backward of blocks.3", dp=1, stage=0, precision=precision)
     assert found["activations"] == TOKENS * (EMBEDDING_KEPT + 4 * width * BLOCK_KEPT)
     assert found["temporary"] == width * TOKENS * MUCH
-    head = at(model_of("head"), "logits and loss", dp=1, stage=0, precision=precision)
+    head = fullest("head", dp=1, stage=0, precision=precision)
     assert head["activations"] == TOKENS * (EMBEDDING_KEPT + 4 * width * BLOCK_KEPT + HEAD_KEPT)
     assert head["temporary"] == TOKENS * MUCH
 
@@ -147,20 +149,16 @@ def test_what_recomputation_keeps_and_brings_back(policy, kept, again):
     name = "backward of blocks.3" + (" after its recomputation" if again else "")
     found = at(model_of("block"), name, dp=1, stage=0, activations=policy)
     assert found["activations"] == TOKENS * (EMBEDDING_KEPT + 4 * kept + again)
-    head = at(model_of("head"), "logits and loss", dp=1, stage=0, activations=policy)
+    head = fullest("head", dp=1, stage=0, activations=policy)
     assert head["activations"] == TOKENS * (EMBEDDING_KEPT + 4 * kept + HEAD_KEPT)
 
 
 def test_tp_divides_what_is_cut_and_sequence_parallelism_the_rest_but_gathered_inputs():
-    """Attention's and the MLP's inputs, 2 bytes of a hidden element each, are gathered whole for the backward."""
-    plan = {"dp": 1, "stage": 0, "tp": 2}
-    found = at(model_of("head"), "logits and loss", **plan)
-    assert found["activations"] == TOKENS * (3 / 2 + 5 + 4 * (101 / 2 + 211) + 401 / 2 + 43)
-    assert found["temporary"] == TOKENS * MUCH / 2
-    found = at(model_of("head"), "logits and loss", sequence_parallel=True, **plan)
-    gathered = 4 * HIDDEN
-    block = 101 / 2 + (211 - gathered) / 2 + gathered
-    assert found["activations"] == TOKENS * ((3 + 5) / 2 + 4 * block + (401 + 43) / 2)
+    for sequence in (False, True):
+        found = fullest("head", dp=1, stage=0, tp=2, sequence_parallel=sequence)
+        embedding, block, head = (kept(kind, 2, sequence) for kind in ("embedding", "block", "head"))
+        assert found["activations"] == TOKENS * (embedding + 4 * block + head)
+        assert sequence or found["temporary"] == TOKENS * MUCH / 2
 
 
 def test_what_was_traced_over_tp_counts_where_there_is_tp():
@@ -172,7 +170,7 @@ def test_what_was_traced_over_tp_counts_where_there_is_tp():
     model = replace(model_of("head"), parts=parts)
     for tp, block in ((1, BLOCK_KEPT), (2, 60 / 2 + 300), (4, 60 / 4 + 300)):
         found = at(model, "logits and loss", dp=1, stage=0, tp=tp)
-        assert found["activations"] == TOKENS * (3 / tp + 5 + 4 * block + 401 / tp + 43)
+        assert found["activations"] == TOKENS * (kept("embedding", tp) + 4 * block + kept("head", tp))
 
 
 def test_outputs_of_experts_are_those_that_a_token_meets():
@@ -204,7 +202,7 @@ def test_outputs_of_experts_are_those_that_a_token_meets():
     ({"stage": 1, "precision": "bf16", "reduce_dtype": "bf16", "accumulate": 2}, 2, 2),
 ])  # fmt: skip
 def test_two_reductions_are_under_way_as_they_travel(plan, cast, arrives):
-    found = at(model_of("embedding"), "backward of the embedding", **{"dp": 4} | plan)
+    found = fullest("embedding", **{"dp": 4} | plan)
     assert found["wire"] == 2 * (cast * BLOCK + arrives * BLOCK / 4)
 
 
@@ -217,13 +215,13 @@ def test_a_rank_by_itself_sends_nothing_and_its_buckets_are_the_fullest_instant(
     }
 
 
-@pytest.mark.parametrize(("plan", "leaf"), [
+@pytest.mark.parametrize(("plan", "summand"), [
     ({"accumulate": 2}, 2), ({"accumulate": 2, "reduce": "every_step"}, 4), ({"reduce": "every_step"}, 2),
 ])  # fmt: skip
-def test_exact_reductions_hold_what_arrives_and_a_tree_s_sums(plan, leaf):
-    """(dp - 1) / dp of a unit arrives as leaves or, summed over micro-batches, as fp32; log2(dp) + 1 fp32 shards for two."""
-    found = at(model_of("embedding"), "backward of the embedding", dp=4, exact=True, **plan)
-    assert found["wire"] == 2 * leaf * BLOCK * 3 / 4 + 3 * 4 * BLOCK / 4
+def test_exact_reductions_hold_what_arrives_and_a_tree_s_sums(plan, summand):
+    """(dp - 1) / dp of a unit arrives as summands or, summed over micro-batches, as fp32; log2(dp) + 1 fp32 shards for two."""
+    found = fullest("embedding", dp=4, exact=True, **plan)
+    assert found["wire"] == 2 * summand * BLOCK * 3 / 4 + 3 * 4 * BLOCK / 4
     assert found["bucket"] == 2 * (2 * BLOCK + ENDS)
 
 

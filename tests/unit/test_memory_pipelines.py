@@ -16,6 +16,8 @@ from by_hand import (
     VOCAB,
     WIRE,
     at,
+    fullest,
+    kept,
     model_of,
 )
 
@@ -31,7 +33,7 @@ STATE = 2 * TOKENS * HIDDEN  # a hidden state between parts, and its gradient
     ("1f1b", 1, 1 + 1),  # the gradient before is on its way
 ])  # fmt: skip
 def test_a_pipeline_keeps_what_is_in_flight_and_what_is_passed_on(schedule, held, passed):
-    found = at(model_of("head"), "logits and loss, pipeline stage 1 of 2", schedule=schedule, **PIPE)
+    found = fullest("head", 1, schedule=schedule, **PIPE)
     assert found["batch"] == 4 * BATCH
     assert found["activations"] == held * TOKENS * (2 * BLOCK_KEPT + HEAD_KEPT)
     assert found["passed"] == passed * STATE
@@ -40,10 +42,7 @@ def test_a_pipeline_keeps_what_is_in_flight_and_what_is_passed_on(schedule, held
 def test_gradients_are_reduced_in_the_last_micro_batch_or_in_each_as_asked():
     """Before the last one two micro-batches are in flight: where all are reduced, that is the fullest."""
     plan = PIPE | {"dp": 2, "stage": 2}
-    once, each = (
-        at(model_of("embedding"), "backward of the embedding, pipeline stage 0 of 2", reduce=reduce, **plan)
-        for reduce in ("every_step", "every_micro_batch")
-    )
+    once, each = (fullest("embedding", 0, reduce=reduce, **plan) for reduce in ("every_step", "every_micro_batch"))
     assert once["activations"] == TOKENS * EMBEDDING_KEPT
     assert once["wire"] == 2 * 4 * BLOCK / 2  # summed in fp32: no cast
     assert "bucket" not in once
@@ -114,28 +113,26 @@ def test_sequence_parallelism_divides_a_norm_s_backward_and_outputs_that_are_who
         found[sequence] = memory(model, plan)
         assert found[sequence].instant == "end of the backward of inputs, pipeline stage 0 of 2"
         assert found[sequence].parts["temporary"] == 1024 * NORM / (2 if sequence else 1)
-    part0 = {False: 3 / 2 + 5 + 101 / 2 + 211, True: (3 + 5) / 2 + 101 / 2 + (211 - 64) / 2 + 64}
-    part3 = {False: 101 / 2 + 211 + 401 / 2 + 43, True: 101 / 2 + (211 - 64) / 2 + 64 + (401 + 43) / 2}
-    norm = 16_384
-    for sequence, each in found.items():
+    norm, logits = 16_384, 4 * VOCAB / 2
+    for sequence, bytes_ in found.items():
+        embedding, block, head = (kept(kind, 2, sequence) for kind in ("embedding", "block", "head"))
         outputs = 128 / 2 + 128 + 64 / 2 + norm / (2 if sequence else 1)
-        logits = 4 * VOCAB / 2
-        assert each.parts["activations"] == 2048 * LENGTH * (
-            3 * part0[sequence] + part3[sequence] + 2 * outputs - logits
+        assert bytes_.parts["activations"] == 2048 * LENGTH * (
+            3 * (embedding + block) + (block + head) + 2 * outputs - logits
         )
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "zero-bubble"])
 def test_part_0_has_no_backward_of_inputs_and_that_of_its_weights_is_a_whole_one(schedule):
     """Four of its micro-batches are held, whose outputs went; a gradient came, one is on its way, a state is early."""
-    found = at(model_of("embedding"), "backward of the embedding, pipeline stage 0 of 2", schedule=schedule, **PIPE)
+    found = fullest("embedding", 0, schedule=schedule, **PIPE)
     assert found["temporary"] == TOKENS * MUCH
     assert found["activations"] == TOKENS * (4 * EMBEDDING_KEPT + 3 * BLOCK_KEPT)
     assert found["passed"] == (4 + 1 + 1 + 1) * STATE
 
 
 def test_the_head_of_a_split_backward_is_as_full_as_that_of_a_whole_one():
-    found = at(model_of("head"), "logits and loss, pipeline stage 1 of 2", schedule="zero-bubble", **PIPE)
+    found = fullest("head", 1, schedule="zero-bubble", **PIPE)
     assert found["temporary"] == TOKENS * MUCH
     waiting = BLOCK_HEAD + FOR_WEIGHTS["block"] + FOR_WEIGHTS["head"] - LOGITS
     assert found["activations"] == 2 * TOKENS * BLOCK_KEPT + waiting + BLOCK_HEAD
@@ -143,9 +140,7 @@ def test_the_head_of_a_split_backward_is_as_full_as_that_of_a_whole_one():
 
 def test_recomputed_blocks_stay_whole_between_their_two_backwards():
     """What the backward of inputs ran again waits for that of weights, beside the kept inputs."""
-    found = at(
-        model_of("head"), "logits and loss, pipeline stage 1 of 2", schedule="zero-bubble", activations="full", **PIPE
-    )
+    found = fullest("head", 1, schedule="zero-bubble", activations="full", **PIPE)
     kept = TOKENS * (INPUT + HEAD_KEPT)
     waiting = kept + TOKENS * BLOCK_KEPT + FOR_WEIGHTS["block"] + FOR_WEIGHTS["head"] - LOGITS
     assert found["activations"] == 2 * TOKENS * INPUT + waiting + kept

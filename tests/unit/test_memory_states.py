@@ -1,4 +1,4 @@
-"""Bytes of states by hand: precisions, padding, frozen weights, sums of leaves."""
+"""Bytes of states by hand: precisions, padding, frozen weights, sums of summands."""
 
 import pytest
 from by_hand import BLOCK, BLOCKS, ENDS, HIDDEN, LENGTH, VOCAB, model_of
@@ -41,12 +41,12 @@ def test_frozen_weights_have_no_other_states():
 
 
 @pytest.mark.parametrize(("plan", "gradients"), [
-    # fp32 sums of leaves in a binary counter: floor(log2(M + 1)), and in a pipeline of two at least
+    # fp32 sums of summands in a binary counter: floor(log2(M + 1)), and in a pipeline of two at least
     ({"accumulate": 8, "stage": 3, "dp": 4}, 3 * 4 / 4), ({"accumulate": 8, "stage": 1, "dp": 4}, 3 * 4),
     ({"accumulate": 1, "stage": 1, "dp": 4}, 4 / 4), ({"accumulate": 4, "stage": 1, "dp": 4, "pp": 2}, 2 * 4),
     ({"accumulate": 2, "stage": 1, "dp": 4, "pp": 2}, 4),
 ])  # fmt: skip
-def test_exact_sums_of_leaves(plan, gradients):
+def test_exact_sums_of_summands(plan, gradients):
     found = states(model_of(), ParallelPlan(exact=True, **plan))
     params = (2 * ENDS + BLOCKS * BLOCK) if "pp" not in plan else ENDS + 2 * BLOCK
     assert found.states.gradients == gradients * params

@@ -4,25 +4,25 @@ import warnings
 
 import pytest
 
-from zero3d.cli.cluster import from_slurm
+from zero3d.cli.rank_environment import from_slurm
 from zero3d.distributed.degrees import Degrees
 from zero3d.tensor_parallel.parallelize import warn_across_hosts
-from zero3d.tensor_parallel.traffic import Passage
+from zero3d.tensor_parallel.traffic import Region
 
 HIDDEN, WIDTH = 4096, 2
-LAYER = [Passage(name, *ops, HIDDEN) for name, ops in
+LAYER = [Region(name, *ops, HIDDEN) for name, ops in
          (("q", ("", "all_reduce")), ("o", ("all_reduce", "")), ("gate", ("", "all_reduce")), ("down", ("all_reduce", "")))]  # fmt: skip
 
 
-def said(degrees, local):
-    with warnings.catch_warnings(record=True) as found:
+def warned(degrees, local):
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warn_across_hosts(degrees, local, LAYER, WIDTH)
-    return [str(warning.message) for warning in found]
+    return [str(warning.message) for warning in caught]
 
 
 def test_16_tp_ranks_on_hosts_of_8_cost_4_all_reduces_per_layer_across_hosts():
-    (text,) = said(Degrees(1, 2, 16), 8)
+    (text,) = warned(Degrees(1, 2, 16), 8)
     assert f"{4 * HIDDEN * WIDTH * 2 * 15 // 16:,} bytes per token" in text
     assert text.startswith("mesh.tp=16 on hosts of 8 ranks")
     assert "mesh.tp=8 mesh.pp=2" in text
@@ -30,11 +30,11 @@ def test_16_tp_ranks_on_hosts_of_8_cost_4_all_reduces_per_layer_across_hosts():
 
 @pytest.mark.parametrize(("tp", "local"), [(8, 8), (4, 8), (1, 8), (16, None)])
 def test_nothing_is_said_where_it_fits_or_nobody_knows(tp, local):
-    assert said(Degrees(1, 2, tp), local) == []
+    assert warned(Degrees(1, 2, tp), local) == []
 
 
 def test_tp_groups_that_straddle_two_hosts_are_told_too():
-    assert "mesh.tp=2 mesh.pp=2" in said(Degrees(1, 3, 4), 6)[0]
+    assert "mesh.tp=2 mesh.pp=2" in warned(Degrees(1, 3, 4), 6)[0]
 
 
 @pytest.mark.parametrize(("tasks", "here"), [("8(x16)", "8"), ("8", "8"), ("8(x2),4", None), ("", None)])

@@ -8,7 +8,7 @@ from models import VOCAB, Block, adamw, batch, bits, build, loss_of
 from torch import nn
 
 import zero3d
-from zero3d.checkpoint.plain import plain, revive
+from zero3d.checkpoint.json_values import from_json, to_json
 from zero3d.precision import LossScale, LossScaling, Precision
 
 
@@ -179,7 +179,7 @@ def test_schedulers_that_cannot_work_are_refused():
 
 def test_plain_values_keep_their_types():
     state = {"a": (1, 2.5), "b": {1: [True, None], 2: "x"}, "c": torch.tensor([1.0, 2.0])}
-    again = revive(plain(state), state)
+    again = from_json(to_json(state), state)
     assert again["a"] == (1, 2.5)
     assert again["b"] == {1: [True, None], 2: "x"}
     assert torch.equal(again["c"], state["c"])
@@ -386,7 +386,7 @@ BAD = {
     "a class as units": (lambda: make(units=Block), "pass a list"),
     "a compiled model": (
         lambda: make(torch.compile(build("net"))),
-        "compile its blocks before: zero3d.activations.recomputation",
+        "compile its blocks before: zero3d.activations.compile_blocks",
     ),
     "complex": (lambda: make(nn.Linear(2, 2, dtype=torch.complex64)), "complex"),
     "adafactor built": (

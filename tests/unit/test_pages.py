@@ -5,12 +5,12 @@ import shutil
 import subprocess
 from dataclasses import replace
 from functools import cache
-from html import escape
 from html.parser import HTMLParser
 from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
+from markupsafe import escape
 
 from zero3d.cli.main import main
 from zero3d.page.plan_page import front, plan_page
@@ -19,11 +19,23 @@ from zero3d.page.simulation_page import simulation_page
 from zero3d.page.svg import Scale
 from zero3d.plan.hardware import cluster
 from zero3d.plan.ladder import ladder
-from zero3d.plan.search import Asked, Found, Rejected, Row, what_if
+from zero3d.plan.search import Rejection, Row, SearchResult, Target, what_if
 from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import Estimate, Memory, ParallelPlan, Seconds
 from zero3d.plan.timeline import order
-from zero3d.sim.result import Alive, Did, Instant, Mark, Peak, RankResult, Sent, Simulation, States, Timeline, Work
+from zero3d.sim.result import (
+    FlopCount,
+    Instant,
+    LiveTensor,
+    Mark,
+    Peak,
+    PipelineAction,
+    RankResult,
+    Simulation,
+    StateEntry,
+    Timeline,
+    TrafficEntry,
+)
 
 EVIL = '<script>alert("1")</script> & "quotes" \x00'
 MODEL = gpt(32, 4096, 32, 50304, 2048)
@@ -50,14 +62,14 @@ def answer(rows=40, name=MODEL.name):
         ParallelPlan(1 + i, 1 + i % 8, 1 + i % 3, i % 4, activations=("none", "selective", "full")[i // 4 % 3])
         for i in range(rows)
     ]
-    found = sorted(
+    result = sorted(
         (Row(p, price(model, PLACE, p), f"tp +{p.tp} s") for p in plans), key=lambda r: r.estimate.seconds.mid
     )
-    rejected = [Rejected("the GPU's memory", 1234, plans[0], 22.7e6), Rejected("<more> stages than blocks", 1)]
-    best, asked = found[0], Asked(512, 81.6e9)
-    rungs = ladder(model, PLACE, asked.sequences, asked.limit, price)
+    rejected = [Rejection("the GPU's memory", 1234, plans[0], 22.7e6), Rejection("<more> stages than blocks", 1)]
+    best, target = result[0], Target(512, 81.6e9)
+    rungs = ladder(model, PLACE, target.sequences, target.limit, price)
     knobs = what_if(best, model, PLACE, price)
-    return Answer(model, PLACE, asked, Found(found, rejected, rows + 1235), rungs, knobs, 1e12, 2.0)
+    return Answer(model, PLACE, target, SearchResult(result, rejected, rows + 1235), rungs, knobs, 1e12, 2.0)
 
 
 def rank_result(rank, ranks, micro_batches, samples):
@@ -70,22 +82,22 @@ def rank_result(rank, ranks, micro_batches, samples):
         sums.index(max(sums)),
         at,
         dict.fromkeys(CATEGORIES, 1),
-        (Alive(10**6, "activations", "bfloat16", (4, 128), at),) * 10,
+        (LiveTensor(10**6, "activations", "bfloat16", (4, 128), at),) * 10,
     )
     orders = [order("1f1b", r, ranks, micro_batches) for r in range(ranks)] if ranks > 1 else []
     return RankResult(
-        rank, rank, 0, 0, (0,), 4, 10**6, (States("parameters", 2 * 10**6, 2 * 10**6), States("padding", 10, 12)), peak,
+        rank, rank, 0, 0, (0,), 4, 10**6, (StateEntry("parameters", 2 * 10**6, 2 * 10**6), StateEntry("padding", 10, 12)), peak,
         Timeline(CATEGORIES, tuple(range(samples)), tuple(rows), (*marks, Mark(samples - 3, Instant("step", -1, 0, ""))), samples),
-        (Sent("all_gather", "dp", "layers.0", 3, 1000, 2000), Sent("all_gather", "dp", "layers.1", 3, 1000, 2000)),
-        (Work("forward", "F", rank, 10**9), Work("backward", "B", rank, 2 * 10**9)),
-        (), tuple(tuple(Did(*event) for event in row) for row in orders), 1.5, 10**9,
+        (TrafficEntry("all_gather", "dp", "layers.0", 3, 1000, 2000), TrafficEntry("all_gather", "dp", "layers.1", 3, 1000, 2000)),
+        (FlopCount("forward", "F", rank, 10**9), FlopCount("backward", "B", rank, 2 * 10**9)),
+        (), tuple(tuple(PipelineAction(*event) for event in row) for row in orders), 1.5, 10**9,
     )  # fmt: skip
 
 
 def simulation(ranks=2, micro_batches=6, samples=300, name="models/llama"):
-    found = tuple(rank_result(rank, ranks, micro_batches, samples) for rank in range(ranks))
+    result = tuple(rank_result(rank, ranks, micro_batches, samples) for rank in range(ranks))
     schedule = "1f1b" if ranks > 1 else ""
-    return Simulation(name, 2, "bf16", ranks, 4, 1, schedule, 96, 4, micro_batches, 128, "nccl", found, ("A note.",))
+    return Simulation(name, 2, "bf16", ranks, 4, 1, schedule, 96, 4, micro_batches, 128, "nccl", result, ("A note.",))
 
 
 MAKERS = {
@@ -161,9 +173,9 @@ def test_a_models_name_stays_text():
 
 
 def test_the_page_says_what_was_found():
-    asked = answer(40)
-    text = plan_page(asked, 3)
-    best = asked.best
+    target = answer(40)
+    text = plan_page(target, 3)
+    best = target.best
     assert f"{best.estimate.memory.device / 1e9:.1f} GB" in text
     assert "+22.7 MB with pp 1 x dp 1 x tp 1" in text
     assert "&lt;more&gt; stages than blocks" in text
@@ -175,16 +187,16 @@ def test_the_page_says_what_was_found():
 
 def test_plan_writes_the_page_and_refuses_what_is_no_search(tmp_path, capsys):
     file = tmp_path / "plan.html"
-    asked = ["plan", "--params", "1e8", "--gpus", "1", "--tokens-per-batch", "4096", "--html"]
-    assert main([*asked, str(file)]) == 0
+    target = ["plan", "--params", "1e8", "--gpus", "1", "--tokens-per-batch", "4096", "--html"]
+    assert main([*target, str(file)]) == 0
     assert "How to train GPT" in file.read_text(encoding="utf-8")
-    assert main([*asked, str(tmp_path / "none" / "plan.html")]) == 2
+    assert main([*target, str(tmp_path / "none" / "plan.html")]) == 2
     assert main(["plan", "--theory", "--html", str(file)]) == 2
     assert "--html writes what a search finds" in capsys.readouterr().err
 
 
 def test_the_front_is_what_no_other_plan_beats():
-    rows = answer(200).found.rows
+    rows = answer(200).result.rows
 
     def beaten(row):
         mine = row.estimate.memory.device, row.estimate.seconds.mid
@@ -210,9 +222,9 @@ def test_an_axis_has_a_few_round_values_inside(low, high, log):
 
 
 def test_thinning_keeps_the_peak_and_differences_from_the_formula_stand_out():
-    found = simulation(3, 4, 1000)
-    text = simulation_page(found)
-    assert f"peak {max(rank.peak.nbytes for rank in found.ranks) / 1e9:.4g} GB" in text
+    result = simulation(3, 4, 1000)
+    text = simulation_page(result)
+    assert f"peak {max(rank.peak.nbytes for rank in result.ranks) / 1e9:.4g} GB" in text
     assert '<span class="bad">-2</span>' in text
     assert "2,000" in text  # elements of both units together
     assert "4 kB" in text
@@ -221,10 +233,10 @@ def test_thinning_keeps_the_peak_and_differences_from_the_formula_stand_out():
 def colours(style, dark):
     """The style's variables, as the dark scheme overrides them."""
     light, night = re.findall(r":root \{(.*?)\}", style, flags=re.DOTALL)
-    found = {}
+    result = {}
     for block in (light, night)[: 1 + dark]:
-        found |= dict(re.findall(r"--(\w+): (#\w{6})", block))
-    return found
+        result |= dict(re.findall(r"--(\w+): (#\w{6})", block))
+    return result
 
 
 def contrast(one, other):
@@ -239,12 +251,12 @@ def contrast(one, other):
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_text_can_be_read_and_neighbouring_colours_differ_in_brightness(dark):
-    found = colours(plan_page(answer(1), 1), dark)
+    result = colours(plan_page(answer(1), 1), dark)
     for text in ("text", "dim", "accent", "bad"):
-        assert contrast(found[text], found["card"]) >= 4.5
-        assert contrast(found[text], found["back"]) >= 4.5
-    assert contrast(found["on"], found["c0"]) >= 4.5
-    series = [found[f"c{i}"] for i in range(12)]
+        assert contrast(result[text], result["card"]) >= 4.5
+        assert contrast(result[text], result["back"]) >= 4.5
+    assert contrast(result["on"], result["c0"]) >= 4.5
+    series = [result[f"c{i}"] for i in range(12)]
     assert len(set(series)) == 12
     for one, next_one in pairwise(series):
         assert contrast(one, next_one) >= 1.25, (one, next_one)

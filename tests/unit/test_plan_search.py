@@ -12,7 +12,7 @@ from zero3d.plan.emit import deepspeed_config, plan_of, train_config
 from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.plan.hardware import cluster
 from zero3d.plan.ladder import RULE, differs, ladder
-from zero3d.plan.search import Asked, divisors, resized, search, tp_refused, what_if
+from zero3d.plan.search import Target, divisors, resized, search, tp_refused, what_if
 from zero3d.plan.shapes import gpt, llama
 from zero3d.plan.spec import Estimate, Memory, ParallelPlan, Seconds
 from zero3d.zero.stages import engine_bytes
@@ -49,7 +49,7 @@ def price(model, place, plan):
 
 
 def found(limit=80e9, goal="fastest", sequences=64, place=A100, model=MODEL):
-    return search(model, place, Asked(sequences, limit, goal), price)
+    return search(model, place, Target(sequences, limit, goal), price)
 
 
 def test_every_plan_found_uses_all_gpus_and_the_whole_batch_and_fits():

@@ -21,7 +21,7 @@ def test_the_bubble_over_ideal_time_is_p_minus_1_over_m(schedule, p, m):
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (4, 16, 3), (8, 16, 4)])
-def test_interleaving_divides_the_bubble_by_the_parts_per_rank(p, m, v):
+def test_interleaving_divides_the_bubble_by_the_chunks_per_rank(p, m, v):
     end = simulated("interleaved", [1.0] * (p * v), [2.0] * (p * v), m, p)
     assert end / (3 * m * v) - 1 == pytest.approx((p - 1) / (v * m))
 

@@ -1,12 +1,11 @@
-"""The arithmetic of recomputation: one third, the square root, gathers."""
+"""The arithmetic of recomputation: one third, the square root."""
 
 from fractions import Fraction
 
 import pytest
 
-from zero3d.activations.policy import Policy, best_segment, recompute_arithmetic, replayed
+from zero3d.activations.policy import Policy, best_segment, recompute_arithmetic
 from zero3d.errors import ConfigError
-from zero3d.zero.traffic import count_gathers, token_order
 
 
 def test_one_more_forward_is_a_third_of_a_step():
@@ -26,14 +25,6 @@ def test_the_best_segment_is_near_the_square_root():
         assert at_best.kept_inputs + at_best.interiors == 2 * best
     assert best_segment(64, interior=16) == 2
     assert Policy.of("every:12").every == 12
-
-
-def test_a_replay_gathers_all_but_the_last_unit_of_a_segment_once_more():
-    names = [f"layers.{i}" for i in range(5)]
-    plain = token_order(["embed", *names, "head"], root="root", no_backward=["embed"])
-    segments = [names[:2], names[2:4], names[4:]]
-    gathers = count_gathers(replayed(plain, segments))
-    assert [gathers[name] for name in names] == [3, 2, 3, 2, 2]
 
 
 @pytest.mark.parametrize(("policy", "message"), [

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3d
-from zero3d.zero.prefetch import WINDOW
+from zero3d.zero.stages import WINDOW
 from zero3d.zero.traffic import count_gathers
 
 RECOMPUTATION = ["none", "non-reentrant", "reentrant"]
@@ -218,7 +218,7 @@ def test_several_losses_of_one_forward_count_one_micro_batch(poison):
         out = m(batch(0)).float()
         out.square().mean().backward(retain_graph=True)
         out.sin().mean().backward()
-    assert engine.boundary.count == 1
+    assert engine.accumulation.count == 1
     engine.step()
     sgd(plain.parameters()).step()
     with engine.full_params():

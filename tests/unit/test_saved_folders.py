@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zero3d.checkpoint import folders
-from zero3d.checkpoint.folders import checkpoints, complete_steps, find, settled, tidy
+from zero3d.checkpoint.folders import checkpoints, complete_steps, find, tidied_path, tidy
 from zero3d.errors import CheckpointError
 from zero3d.train.folder import Folder
 
@@ -88,12 +88,12 @@ def test_an_only_copy_is_found_and_put_back(tmp_path):
     checkpoint(tmp_path, "step-1")
     checkpoint(tmp_path, ".step-2.old", "old")
     checkpoint(tmp_path, ".step-2.tmp", "new")
-    found = find(tmp_path)
-    assert found == tmp_path / ".step-2.old"
-    assert settled(found) == found
+    actual = find(tmp_path)
+    assert actual == tmp_path / ".step-2.old"
+    assert tidied_path(actual) == actual
     tidy(tmp_path)
     assert names(tmp_path) == ["step-1", "step-2"]
-    assert settled(found) == find(tmp_path) == tmp_path / "step-2"
+    assert tidied_path(actual) == find(tmp_path) == tmp_path / "step-2"
     assert (tmp_path / "step-2" / "manifest.json").read_text() == "old"
 
 
@@ -131,7 +131,7 @@ def test_auto_finds_what_is_put_back(tmp_path):
     folder = Folder(tmp_path / "out")
     assert folder.resume_from("auto") is None
     checkpoint(folder.checkpoints, ".step-7.old")
-    found = folder.resume_from("auto")
+    actual = folder.resume_from("auto")
     tidy(folder.checkpoints)
     assert names(folder.checkpoints) == ["step-7"]
-    assert folder.resume_from("auto") == settled(found)
+    assert folder.resume_from("auto") == tidied_path(actual)

@@ -10,7 +10,7 @@ from zero3d.cli.main import main
 from zero3d.config import load, to_dict
 from zero3d.distributed.degrees import Degrees
 from zero3d.pipeline.actions import Action, bubble
-from zero3d.sim.orders import one_part
+from zero3d.sim.orders import one_chunk
 from zero3d.sim.rank import dry_run
 from zero3d.sim.repeats import enough
 from zero3d.sim.request import Request
@@ -69,11 +69,11 @@ def test_a_result_survives_json(pipeline):
 
 def test_the_recorded_actions_begin_as_planned(pipeline):
     first = pipeline.ranks[0]
-    assert first.orders[0][:3] == first.did[:3]
+    assert first.orders[0][:3] == first.actions[:3]
 
 
 def test_1f1b_waits_p_minus_1_over_m():
-    order = {s: [Action(d.kind, d.part, d.micro_batch) for d in one_part(s, 3 - s, 8)] for s in range(4)}
+    order = {s: [Action(d.kind, d.chunk, d.micro_batch) for d in one_chunk(s, 3 - s, 8)] for s in range(4)}
     assert bubble(order) * 8 == 3
 
 
@@ -99,7 +99,7 @@ def test_micro_batches_that_are_not_run_change_nothing(alone, four_blocks, overr
     world = 4 if any("mesh.pp" in word for word in overrides) else 2
     config = tiny(f"model.path={four_blocks}", "model.init=random", "train.accumulate=10", *overrides)
     some, every = (alone(dry, Request(to_dict(config), 0, world, "nccl", whole)) for whole in (False, True))
-    assert (some.sent, some.work, some.states) == (every.sent, every.work, every.states)
+    assert (some.traffic, some.work, some.states) == (every.traffic, every.work, every.states)
     kept = every.peak.nbytes - some.peak.nbytes
     assert abs(kept) <= 8 * (4 + 8 + 8)  # of a micro-batch: its loss, its weight, and that as the boundary adds it up
 

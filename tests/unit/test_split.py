@@ -1,4 +1,4 @@
-"""Parts of models, called one after another in one process, against the whole model."""
+"""Chunks of models, called one after another in one process, against the whole model."""
 
 import re
 
@@ -14,14 +14,15 @@ from zero3d.activations.recomputation import recompute
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks, partition
 from zero3d.models.chain import find_chain
-from zero3d.pipeline.split import PipelinePart, Tie, balance, split
+from zero3d.pipeline.split import ModelChunk, balance, split
+from zero3d.pipeline.ties import Tie
 
 FAMILIES = ["llama", "qwen3", "gpt2", "moe"]
 COUNTS = [[3, 2], [1, 2, 2], [2, 1, 1, 1]]
 
 
-def parts_of(model, counts, **options):
-    return [split(clone(model), counts, part, **options) for part in range(len(counts))]
+def chunks_of(model, counts, **options):
+    return [split(clone(model), counts, chunk, **options) for chunk in range(len(counts))]
 
 
 def packed():
@@ -31,12 +32,12 @@ def packed():
     return ids, {"labels": ids.clone(), "position_ids": positions}
 
 
-def run(parts, ids, given):
-    """Call part after part, as separate graphs; return the last output and the tensors between parts."""
+def run(chunks, ids, given):
+    """Call chunk after chunk, as separate graphs; return the last output and the tensors between chunks."""
     between, passed = [], (ids,)
-    for part in parts:
-        sent = part(*passed, **given)
-        if part.is_last:
+    for chunk in chunks:
+        sent = chunk(*passed, **given)
+        if chunk.is_last:
             return sent, between
         outputs = sent if isinstance(sent, tuple) else (sent,)
         passed = tuple(t.detach().requires_grad_() for t in outputs)
@@ -49,25 +50,25 @@ def backward(loss, between):
         torch.autograd.backward(outputs, [t.grad for t in passed])
 
 
-def grads_of(parts):
+def grads_of(chunks):
     """Gradients by name; ties summed under their owner's name."""
-    grads = {name: p.grad for part in parts for name, p in part.named_parameters()}
-    for tie in parts[0].tied:
+    grads = {name: p.grad for chunk in chunks for name, p in chunk.named_parameters()}
+    for tie in chunks[0].tied:
         other = grads.pop(tie.other_name)
         grads[tie.name] = grads[tie.name] + other
     return grads
 
 
-def assert_same_step(model, parts, ids, given):
+def assert_same_step(model, chunks, ids, given):
     torch.manual_seed(0)
     whole = model(ids, use_cache=False, **given)
     whole.loss.backward()
     torch.manual_seed(0)
-    output, between = run(parts, ids, given)
+    output, between = run(chunks, ids, given)
     backward(output.loss, between)
     assert bits([output.logits, output.loss]) == bits([whole.logits, whole.loss])
-    grads = grads_of(parts)
-    tied = {tie.name for tie in parts[0].tied}
+    grads = grads_of(chunks)
+    tied = {tie.name for tie in chunks[0].tied}
     assert set(grads) == {name for name, _ in model.named_parameters()}
     for name, p in model.named_parameters():
         if p.grad is None:  # a layer that this model never calls
@@ -80,19 +81,19 @@ def assert_same_step(model, parts, ids, given):
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_parts_compute_the_whole_models_loss_logits_and_gradients_bit_for_bit(name, counts):
+def test_chunks_compute_the_whole_models_loss_logits_and_gradients_bit_for_bit(name, counts):
     model = deep(name)  # in training mode: gpt2 and llama draw dropout
     ids, given = packed()
-    assert_same_step(model, parts_of(model, counts), ids, given)
+    assert_same_step(model, chunks_of(model, counts), ids, given)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_recomputing_every_block_changes_no_bit(name):
     model = deep(name)
-    parts = parts_of(model, [2, 1, 2])
-    for part in parts:
-        recompute(part, "full")
-    assert_same_step(model, parts, *packed())
+    chunks = chunks_of(model, [2, 1, 2])
+    for chunk in chunks:
+        recompute(chunk, "full")
+    assert_same_step(model, chunks, *packed())
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
@@ -103,16 +104,16 @@ def test_the_auxiliary_loss_of_experts_is_the_whole_models(counts):
     with torch.no_grad():
         without = model(ids, use_cache=False, output_router_logits=False, **given).loss
         assert model(ids, use_cache=False, **given).loss > without + 0.1
-    parts = parts_of(model, counts)
-    for part in parts[1:]:
-        recompute(part, "full")
-    assert_same_step(model, parts, ids, given)
-    whole, (output, _) = model(ids, use_cache=False, **given), run(parts, ids, given)
+    chunks = chunks_of(model, counts)
+    for chunk in chunks[1:]:
+        recompute(chunk, "full")
+    assert_same_step(model, chunks, ids, given)
+    whole, (output, _) = model(ids, use_cache=False, **given), run(chunks, ids, given)
     assert bits(output.router_logits) == bits(whole.router_logits)
     assert float(output.aux_loss.detach()) == float(whole.aux_loss.detach())
 
 
-def test_the_auxiliary_loss_counts_no_padding_and_some_parts_have_no_experts():
+def test_the_auxiliary_loss_counts_no_padding_and_some_chunks_have_no_experts():
     import transformers as t
 
     config = deep("moe").config
@@ -122,7 +123,7 @@ def test_the_auxiliary_loss_counts_no_padding_and_some_parts_have_no_experts():
     mask[0, :4] = 0
     ids, given = packed()
     given = {"labels": given["labels"], "attention_mask": mask}
-    assert_same_step(model, parts_of(model, [2, 1, 1, 1]), ids, given)
+    assert_same_step(model, chunks_of(model, [2, 1, 1, 1]), ids, given)
 
 
 def test_layers_of_several_attention_types_keep_their_own_masks():
@@ -132,14 +133,14 @@ def test_layers_of_several_attention_types_keep_their_own_masks():
     config = deep("qwen3").config
     config.layer_types, config.sliding_window, config.use_sliding_window = kinds, 3, True
     model = t.Qwen3ForCausalLM(config).train()
-    assert_same_step(model, parts_of(model, [1, 3, 1]), *packed())
+    assert_same_step(model, chunks_of(model, [1, 3, 1]), *packed())
 
 
 @pytest.mark.parametrize("name", ["bert", "bart", "jamba"])
 def test_models_whose_embeddings_share_a_module_or_whose_layers_are_of_several_classes_are_cut(name):
     model = family(name, num_hidden_layers=4)
     ids = batch(0)
-    assert_same_step(model, parts_of(model, [1, 2, 1]), ids, {"labels": ids})
+    assert_same_step(model, chunks_of(model, [1, 2, 1]), ids, {"labels": ids})
 
 
 def test_a_model_that_needs_token_ids_on_every_stage_is_refused_before_the_first_step():
@@ -195,38 +196,38 @@ def test_models_that_scale_embeddings_and_logits_or_whose_blocks_return_tuples_a
     bloom = t.BloomForCausalLM(t.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=4, n_head=4, use_cache=False))
     assert find_chain(bloom).tuples is True
     ids, given = packed()
-    assert_same_step(gemma.train(), parts_of(gemma, [1, 2, 1]), ids, given)
-    assert_same_step(bloom.train(), parts_of(bloom, [1, 2, 1]), ids, {"labels": ids})
+    assert_same_step(gemma.train(), chunks_of(gemma, [1, 2, 1]), ids, given)
+    assert_same_step(bloom.train(), chunks_of(bloom, [1, 2, 1]), ids, {"labels": ids})
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_plain_module_that_is_a_chain_is_cut_like_a_hugging_face_model(tied):
     whole = net(layers=4, tied=tied, dropout=0.2).train()
-    parts, ids = parts_of(whole, [2, 1, 1]), batch(0)
+    chunks, ids = chunks_of(whole, [2, 1, 1]), batch(0)
     torch.manual_seed(0)
     logits = whole(ids)
     logits.square().mean().backward()
     torch.manual_seed(0)
-    output, between = run(parts, ids, {})
+    output, between = run(chunks, ids, {})
     backward(output.square().mean(), between)
     assert bits([output]) == bits([logits])
-    grads = grads_of(parts)
+    grads = grads_of(chunks)
     for name, p in whole.named_parameters():
         torch.testing.assert_close(grads[name], p.grad, rtol=1e-6 if tied else 0, atol=1e-7 if tied else 0)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "net"])
-def test_a_parameter_is_on_one_part_under_the_whole_models_name(name):
+def test_a_parameter_is_on_one_chunk_under_the_whole_models_name(name):
     model = deep(name)
-    names = [n for part in parts_of(model, [2, 1, 1, 1]) for n, _ in part.named_parameters()]
+    names = [n for chunk in chunks_of(model, [2, 1, 1, 1]) for n, _ in chunk.named_parameters()]
     assert len(names) == len(set(names))
     ties = split(model, [2, 1, 1, 1], 0).tied
     assert set(names) - {tie.other_name for tie in ties} == {n for n, _ in model.named_parameters()}
 
 
-def test_ties_are_told_and_each_part_has_a_copy_of_its_own():
+def test_ties_are_told_and_each_chunk_has_a_copy_of_its_own():
     model = deep("gpt2")
-    first, _, last = (split(model, [2, 2, 1], part) for part in range(3))
+    first, _, last = (split(model, [2, 2, 1], chunk) for chunk in range(3))
     assert first.tied == last.tied == [Tie("transformer.wte.weight", 0, "lm_head.weight", 2)]
     here, there = (
         dict(first.named_parameters())["transformer.wte.weight"],
@@ -240,28 +241,28 @@ def test_ties_are_told_and_each_part_has_a_copy_of_its_own():
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "net"])
-def test_units_of_the_parts_are_the_units_of_the_whole(name):
+def test_units_of_the_chunks_are_the_units_of_the_whole(name):
     model = deep(name)
-    parts = parts_of(model, [2, 1, 1, 1])
-    other_names = {tie.other_name for tie in parts[0].tied}
-    found = [
+    chunks = chunks_of(model, [2, 1, 1, 1])
+    other_names = {tie.other_name for tie in chunks[0].tied}
+    specs = [
         (spec.name, {n: p.shape for n, p in spec.params.items() if n not in other_names})
-        for part in parts
-        for spec in partition(part, None, torch.bfloat16)[0]
+        for chunk in chunks
+        for spec in partition(chunk, None, torch.bfloat16)[0]
     ]
     whole = [
         (spec.name, {n: p.shape for n, p in spec.params.items()}) for spec in partition(model, None, torch.bfloat16)[0]
     ]
-    assert sorted(unit for unit in found if unit[1]) == sorted(whole)
-    assert [len(find_blocks(part)) for part in parts] == [2, 1, 1, 1]
+    assert sorted(unit for unit in specs if unit[1]) == sorted(whole)
+    assert [len(find_blocks(chunk)) for chunk in chunks] == [2, 1, 1, 1]
 
 
 def test_units_named_by_class_are_found_or_known_to_be_elsewhere():
     model = deep("llama")
     units = [type(model.model.layers[0]), nn.Embedding, "lm_head"]
-    found = [[spec.name for spec in partition(part, units, torch.float32)[0]] for part in parts_of(model, [4, 1])]
-    assert found[0] == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(4))]
-    assert found[1] == ["model.layers.4", "root", "lm_head"]
+    names = [[spec.name for spec in partition(chunk, units, torch.float32)[0]] for chunk in chunks_of(model, [4, 1])]
+    assert names[0] == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(4))]
+    assert names[1] == ["model.layers.4", "root", "lm_head"]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "moe"])
@@ -270,30 +271,30 @@ def test_a_model_without_weights_is_cut_and_stays_as_it_is(name):
 
     model = build(deep(name).config)
     before = [n for n, _ in model.named_parameters()]
-    parts = [split(model, [3, 2], part) for part in range(2)]
-    assert all(p.is_meta for part in parts for p in part.parameters())
+    chunks = [split(model, [3, 2], chunk) for chunk in range(2)]
+    assert all(p.is_meta for chunk in chunks for p in chunk.parameters())
     assert [n for n, _ in model.named_parameters()] == before
-    assert len(parts[0].tied) == (name == "qwen3")
+    assert len(chunks[0].tied) == (name == "qwen3")
 
 
-def test_a_part_can_be_copied_and_follows_train_and_eval_and_knows_the_config():
+def test_a_chunk_can_be_copied_and_follows_train_and_eval_and_knows_the_config():
     model = deep("moe")
-    parts = [clone(part) for part in parts_of(model, [3, 2])]
-    assert_same_step(model, parts, *packed())
-    assert parts[0].eval().training is parts[0].model.training is False
-    assert isinstance(parts[1], PipelinePart)
-    assert parts[1].config.num_hidden_layers == 5
+    chunks = [clone(chunk) for chunk in chunks_of(model, [3, 2])]
+    assert_same_step(model, chunks, *packed())
+    assert chunks[0].eval().training is chunks[0].model.training is False
+    assert isinstance(chunks[1], ModelChunk)
+    assert chunks[1].config.num_hidden_layers == 5
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_an_engine_around_each_part_trains_as_one_around_the_whole_does(stage):
+def test_an_engine_around_each_chunk_trains_as_one_around_the_whole_does(stage):
     options = {"stage": stage, "precision": "fp32", "clip_norm": None, "optimizer": adamw}
     model = deep("moe")
-    parts = parts_of(model, [2, 2, 1])
-    engines = [zero3d.Engine(part, **options) for part in parts]
+    chunks = chunks_of(model, [2, 2, 1])
+    engines = [zero3d.Engine(chunk, **options) for chunk in chunks]
     whole = zero3d.Engine(clone(model), **options)
-    for part, engine in zip(parts, engines, strict=True):
-        engine.is_last = part.is_last
+    for chunk, engine in zip(chunks, engines, strict=True):
+        engine.is_last = chunk.is_last
     ids, given = packed()
     for _ in range(3):
         expected = whole(ids, use_cache=False, **given).loss
@@ -310,11 +311,11 @@ def test_adapters_are_cut_with_their_model():
 
     config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     model = peft.get_peft_model(deep("qwen3"), config).train()
-    parts = parts_of(model, [2, 2, 1])
+    chunks = chunks_of(model, [2, 2, 1])
     ids, given = packed()
-    output, _ = run(parts, ids, given)
+    output, _ = run(chunks, ids, given)
     assert bits([output.loss]) == bits([model(ids, use_cache=False, **given).loss])
-    names = [n for part in parts for n, p in part.named_parameters() if p.requires_grad]
+    names = [n for chunk in chunks for n, p in chunk.named_parameters() if p.requires_grad]
     assert names == [n for n, p in model.named_parameters() if p.requires_grad]
 
 
@@ -331,26 +332,26 @@ def test_ties_are_named_as_in_the_whole_model_even_if_its_head_is_registered_fir
             return self.head(x)
 
     model = HeadFirst(net(tied=True))
-    parts = [split(model, [2, 1], part) for part in range(2)]
-    assert parts[0].tied == [Tie("head.weight", 1, "embed.weight", 0)]
-    assert parts[1].head.weight is model.embed.weight is not parts[0].embed.weight
+    chunks = [split(model, [2, 1], chunk) for chunk in range(2)]
+    assert chunks[0].tied == [Tie("head.weight", 1, "embed.weight", 0)]
+    assert chunks[1].head.weight is model.embed.weight is not chunks[0].embed.weight
 
 
-def test_a_models_own_forward_sees_whether_its_part_trains():
+def test_a_models_own_forward_sees_whether_its_chunk_trains():
     class Signed(Net):
         def forward(self, ids):
             return super().forward(ids) if self.training else -super().forward(ids)
 
-    part = split(Signed(), [2, 1], 1)
+    chunk = split(Signed(), [2, 1], 1)
     hidden = torch.ones(2, 3, 24)
-    assert torch.equal(part.eval()(hidden), -part.train()(hidden))
+    assert torch.equal(chunk.eval()(hidden), -chunk.train()(hidden))
 
 
 def test_a_forward_leaves_no_tensor_behind():
-    part = split(deep("llama"), [3, 2], 0)
+    chunk = split(deep("llama"), [3, 2], 0)
     ids, given = packed()
-    part(ids, **given)
-    assert vars(part._relay) == {"received": None, "routed": None, "sent": None}
+    chunk(ids, **given)
+    assert vars(chunk._tensors) == {"received": None, "routed": None, "sent": None}
 
 
 def test_cutting_draws_no_random_number():
@@ -391,12 +392,12 @@ def test_rope_that_reads_positions_and_writes_its_buffers_is_cut():
     rope = {"type": "longrope", "long_factor": [2.0] * 4, "short_factor": [1.0] * 4, "rope_theta": 1e4}
     long = t.Phi3Config(**sizes, **more, original_max_position_embeddings=8, rope_scaling=rope)
     model = t.Phi3ForCausalLM(long).train()
-    assert_same_step(model, parts_of(model, [1, 2]), *packed())
+    assert_same_step(model, chunks_of(model, [1, 2]), *packed())
 
 
-@pytest.mark.parametrize(("kind", "said"), [("sum", "between blocks 0 and 1"), ("order", r"in the order \[2, 1, 0\]")])
-def test_a_model_that_is_no_chain_is_refused(kind, said):
-    with pytest.raises(ConfigError, match=f"Residual cannot be cut into pipeline stages.*{said}.*pp=1"):
+@pytest.mark.parametrize(("kind", "text"), [("sum", "between blocks 0 and 1"), ("order", r"in the order \[2, 1, 0\]")])
+def test_a_model_that_is_no_chain_is_refused(kind, text):
+    with pytest.raises(ConfigError, match=f"Residual cannot be cut into pipeline stages.*{text}.*pp=1"):
         split(Residual(kind), [2, 1], 0)
 
 
@@ -434,11 +435,11 @@ class Again(Residual):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "text"),
     [("embedding", "block 1 takes a second tensor with a gradient"), ("ids", "block 0 takes the token ids")],
 )
-def test_blocks_that_see_the_embedding_or_the_token_ids_are_refused(kind, said):
-    with pytest.raises(ConfigError, match=said):
+def test_blocks_that_see_the_embedding_or_the_token_ids_are_refused(kind, text):
+    with pytest.raises(ConfigError, match=text):
         split(Again(kind), [2, 1], 0)
 
 
@@ -464,7 +465,7 @@ def test_of_several_lists_of_blocks_one_that_can_be_cut_is_proposed():
     with pytest.raises(ConfigError, match="2 lists of blocks") as error:
         split(model, [2, 1], 0)
     assert named(error) == "layers"
-    output, _ = run(parts_of(model, [2, 1], blocks=named(error)), batch(0), {})
+    output, _ = run(chunks_of(model, [2, 1], blocks=named(error)), batch(0), {})
     assert bits([output]) == bits([model(batch(0))])
 
 
@@ -491,8 +492,8 @@ def test_a_list_of_one_among_several_is_no_list_of_blocks():
 
 def test_a_named_list_of_blocks_is_taken():
     model = net(layers=2)
-    parts = parts_of(model, [1, 1], blocks="layers")
-    output, _ = run(parts, batch(0), {})
+    chunks = chunks_of(model, [1, 1], blocks="layers")
+    output, _ = run(chunks, batch(0), {})
     assert bits([output]) == bits([model(batch(0))])
 
 
@@ -503,10 +504,10 @@ def test_counts_that_do_not_fit_are_refused_with_the_arithmetic():
     with pytest.raises(ConfigError, match="pp=4 pipeline stages need a block each, and layers has 2: pass pp=2"):
         balance(model, 4, tokens=8)
     with pytest.raises(
-        ConfigError, match="'zbv' puts 2 parts on each of 2 pipeline stages = 4 parts, and layers has 2"
+        ConfigError, match="'zbv' puts 2 model chunks on each of 2 pipeline stages = 4 chunks, and layers has 2"
     ):
         balance(model, 2, tokens=8, schedule="zbv")
     with pytest.raises(ConfigError, match=r"counts=\[2, 1\].*sum to the 2 blocks of layers, and sum to 3"):
         split(model, [2, 1], 0)
-    with pytest.raises(ConfigError, match="part=2 is none of 2 parts: pass 0 to 1"):
+    with pytest.raises(ConfigError, match="chunk=2 is none of 2 chunks: pass 0 to 1"):
         split(model, [1, 1], 2)

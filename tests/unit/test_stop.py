@@ -15,19 +15,19 @@ from zero3d.train.stop import SIGNALS, Stopped, StopRequest
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_the_first_signal_is_a_request_and_handlers_come_back(number):
-    before = [signal.getsignal(each) for each in SIGNALS]
+    before = [signal.getsignal(number) for number in SIGNALS]
     with StopRequest() as request:
-        assert request.asked is None
+        assert request.signal is None
         signal.raise_signal(number)
-        assert request.asked == number
-    assert [signal.getsignal(each) for each in SIGNALS] == before
+        assert request.signal == number
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_sigterm_may_come_many_times_but_ctrl_c_after_a_request_interrupts():
     with StopRequest() as request:
         for _ in range(3):
             signal.raise_signal(signal.SIGTERM)
-        assert request.asked == signal.SIGTERM
+        assert request.signal == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
@@ -37,7 +37,7 @@ def test_an_ignored_signal_stays_ignored():
     try:
         with StopRequest() as request:
             signal.raise_signal(signal.SIGINT)
-            assert request.asked is None
+            assert request.signal is None
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, old)
@@ -53,7 +53,7 @@ with StopRequest() as request:
         signal.raise_signal(signal.SIGTERM)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-    assert request.asked is None
+    assert request.signal is None
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 
@@ -76,7 +76,7 @@ LOST = ("OrderError: rank 0 left", "")
 
 
 @pytest.mark.parametrize(
-    ("codes", "errors", "asked", "code", "said"),
+    ("codes", "errors", "stop_signal", "code", "expected"),
     [
         ((0, 0), {}, None, 0, ""),
         ((0, 0), {}, 15, 0, ""),
@@ -94,19 +94,21 @@ LOST = ("OrderError: rank 0 left", "")
     ids=lambda value: str(value) if isinstance(value, tuple) else "",
 )
 def test_how_workers_end_becomes_one_exit_code_and_one_message(
-    tmp_path, capsys, monkeypatch, codes, errors, asked, code, said
+    tmp_path, capsys, monkeypatch, codes, errors, stop_signal, code, expected
 ):
-    monkeypatch.setattr("zero3d.cli.workers.killed", lambda number, _: f"killed by {signal.Signals(number).name}, why")
-    workers = [Worker(rank, Ended(each), tmp_path / str(rank)) for rank, each in enumerate(codes)]
+    monkeypatch.setattr(
+        "zero3d.cli.workers.describe_kill", lambda number, _: f"killed by {signal.Signals(number).name}, why"
+    )
+    workers = [Worker(rank, Ended(exit_code), tmp_path / str(rank)) for rank, exit_code in enumerate(codes)]
     for worker in workers:
         worker.folder.mkdir()
     for moment, (rank, (message, callstack)) in enumerate(errors.items()):
-        told = {"message": {"message": message, "extraInfo": {"py_callstack": callstack}}}
-        (tmp_path / str(rank) / "error.json").write_text(json.dumps(told))
+        output = {"message": {"message": message, "extraInfo": {"py_callstack": callstack}}}
+        (tmp_path / str(rank) / "error.json").write_text(json.dumps(output))
         os.utime(tmp_path / str(rank) / "error.json", (moment, moment))
     failed = [worker for worker in workers if worker.failed]
-    assert conclude(workers, failed, asked, ["train", "a.yaml"]) == code
-    assert capsys.readouterr().err == said
+    assert conclude(workers, failed, stop_signal, ["train", "a.yaml"]) == code
+    assert capsys.readouterr().err == expected
 
 
 class Saving:
@@ -127,7 +129,7 @@ def test_workers_are_told_once_however_long_they_save(monkeypatch):
     monkeypatch.setattr("zero3d.cli.workers.POLL", 0)
     workers = [Worker(rank, Saving(143), Path()) for rank in range(2)]
     request = StopRequest()
-    request.asked = signal.SIGTERM
+    request.signal = signal.SIGTERM
     assert supervise(workers, request) == []
     assert [worker.process.told for worker in workers] == [1, 1]
 
@@ -145,7 +147,7 @@ def test_no_handler_of_errors_takes_a_stop_for_one():
 
 
 @pytest.mark.parametrize(
-    ("rank", "raised", "code", "said"),
+    ("rank", "raised", "code", "expected"),
     [
         ("0", "Stopped(15, 'step 3 is saved')", 143, "stopped by SIGTERM: step 3 is saved; --resume auto continues\n"),
         ("1", "Stopped(15, 'step 3 is saved')", 143, ""),
@@ -154,9 +156,9 @@ def test_no_handler_of_errors_takes_a_stop_for_one():
         ("1", "DataError('no such file')", 2, "DataError: no such file\n"),
     ],
 )
-def test_a_worker_of_another_launcher_says_itself_how_it_ended(rank, raised, code, said):
+def test_a_worker_of_another_launcher_says_itself_how_it_ended(rank, raised, code, expected):
     script = f"""
-from zero3d.cli.workers import as_worker
+from zero3d.cli.worker import as_worker
 from zero3d.errors import DataError
 from zero3d.train.stop import Stopped
 def act():
@@ -167,4 +169,4 @@ as_worker(act)
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment | {"RANK": rank}, capture_output=True, text=True, timeout=300
     )
-    assert (done.returncode, done.stderr) == (code, said)
+    assert (done.returncode, done.stderr) == (code, expected)

@@ -17,7 +17,7 @@ from zero3d.pipeline.split import split
 from zero3d.tensor_parallel.parallelize import parallelize
 from zero3d.tensor_parallel.plan import REFUSED, STYLES, parse, read_plan
 from zero3d.tensor_parallel.proposal import propose
-from zero3d.tensor_parallel.regions import Doors
+from zero3d.tensor_parallel.regions import Regions
 from zero3d.tensor_parallel.shipped import shipped_plan
 
 NET = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
@@ -147,7 +147,7 @@ def test_one_rank_leaves_a_model_as_it_is():
     assert shapes(model) == before
 
 
-@pytest.mark.parametrize(("model", "options", "told"), [
+@pytest.mark.parametrize(("model", "options", "message"), [
     ("net", {}, "'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'"),
     ("net", {"plan": {"layers.*.upp": "colwise"}}, "gives 'layers.*.upp' a style, and nothing in Net has that name"),
     ("llama", {"plan": {"layers.*.mlp.up_proj": "colwize"}}, "layers.*.mlp.up_proj: unknown tensor-parallel style 'colwize'"),
@@ -164,11 +164,11 @@ def test_one_rank_leaves_a_model_as_it_is():
     ("net", {"plan": NET | {"head": "colwise"}}, "head.weight: 61 is not divisible by"),
     ("gpt2", {"plan": {"h.*.attn.split_size": "divided"}, "size": 4, "twice": True}, "'divided' is for whole numbers"),
 ])  # fmt: skip
-def test_what_cannot_be_cut_is_refused_with_names_and_numbers(model, options, told):
+def test_what_cannot_be_cut_is_refused_with_names_and_numbers(model, options, message):
     built = net().to("meta") if model == "net" else on_meta(model)
     if options.pop("twice", False):
         built.transformer.h[0].attn.split_size = 30
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         cut(built, **options)
 
 
@@ -249,11 +249,11 @@ def test_embedding_and_head_are_whole_where_the_users_map_says_so(style):
     "where", [{"target_modules": ["q_proj", "embed_tokens"]}, {"modules_to_save": ["embed_tokens"]}]
 )
 def test_an_embedding_in_pefts_wrapper_can_be_kept_whole_as_the_refusal_says(where):
-    with pytest.raises(ConfigError, match="embed_tokens out of these") as told:
+    with pytest.raises(ConfigError, match="embed_tokens out of these") as error:
         cut(on_meta("llama", lora=where))
-    name = re.search(r"with '(\S+)': 'replicate'", str(told.value))[1]
+    name = re.search(r"with '(\S+)': 'replicate'", str(error.value))[1]
     assert not any(
-        "embed_tokens" in found for found in cut(on_meta("llama", lora=where), plan={name: "replicate"}).cuts
+        "embed_tokens" in parameter for parameter in cut(on_meta("llama", lora=where), plan={name: "replicate"}).cuts
     )
 
 
@@ -270,19 +270,19 @@ def test_names_that_only_the_models_own_plan_lacks_are_no_error():
 
 
 def test_a_tensor_enters_once_until_it_is_written_or_something_leaves():
-    doors = Doors(channel=Axis("tp", 0, 1), sequence=False)
+    regions = Regions(channel=Axis("tp", 0, 1), sequence=False)
     x = torch.ones(2, 3, requires_grad=True) * 1
-    first = doors.enter(x, "q")
-    assert doors.enter(x, "k") is first
+    first = regions.copy_to(x, "q")
+    assert regions.copy_to(x, "k") is first
     with torch.no_grad():
-        assert doors.enter(x, "k") is not first
-    again = doors.enter(x, "q")
+        assert regions.copy_to(x, "k") is not first
+    again = regions.copy_to(x, "q")
     x += 1
-    assert doors.enter(x, "v") is not again
-    assert doors.enter(x + 0, "v") is not first
-    kept = doors.enter(x, "q")
-    doors.forget()
-    assert doors.enter(x, "q") is not kept
+    assert regions.copy_to(x, "v") is not again
+    assert regions.copy_to(x + 0, "v") is not first
+    kept = regions.copy_to(x, "q")
+    regions.forget()
+    assert regions.copy_to(x, "q") is not kept
 
 
 def test_linear_layers_of_other_kinds_are_refused_by_class():

@@ -7,7 +7,7 @@ from zero3d.errors import ConfigError
 from zero3d.models.build import build
 from zero3d.sim.figures import HEAD, measure
 from zero3d.sim.trace import adapt, outline, trace
-from zero3d.sim.units import find_rooms
+from zero3d.sim.units import find_part_names
 
 # Published sizes; the counts follow from them by the sums in `llama` and `gpt2` below.
 LLAMAS = {  # hidden, inner, layers, heads, kv heads, head dim, vocabulary, tied
@@ -67,7 +67,7 @@ def test_operations_of_a_llama_block_and_head():
 def test_bytes_of_a_llama_block():
     """fp32 copies that two norms keep, 16-bit inputs of matrices, flash attention's q, k, v and output."""
     h, inner, kv, length = 32, 48, 32, 8
-    figures = measure(model := tiny("llama", kv_heads=4), find_rooms(model), length, 1)
+    figures = measure(model := tiny("llama", kv_heads=4), find_part_names(model), length, 1)
     norms = 2 * (4 * h + 4 + 2 * h + 2 * h)  # as it enters in fp32, 1/rms, normed, times weight
     attention = 2 * (h + 2 * kv + h) + 4 * 4  # of four heads a logsumexp each
     mlp = 2 * 4 * inner  # gate, its silu, up, their product
@@ -75,8 +75,8 @@ def test_bytes_of_a_llama_block():
 
 
 def test_figures_are_linear_in_the_micro_batch_and_the_same_at_any_depth():
-    one, two = (measure(model := tiny("llama", layers=2), find_rooms(model), 8, 1, batch=b) for b in (1, 2))
-    deeper = measure(model := tiny("llama", layers=5), find_rooms(model), 8, 1)
+    one, two = (measure(model := tiny("llama", layers=2), find_part_names(model), 8, 1, batch=b) for b in (1, 2))
+    deeper = measure(model := tiny("llama", layers=5), find_part_names(model), 8, 1)
     for part in (0, HEAD):
         assert deeper[part] == one[part]
         assert two[part].kept == pytest.approx(2 * one[part].kept, rel=0.01)  # a scalar or two

@@ -1,8 +1,12 @@
-"""What is kept of a model's blocks between forward and backward: recomputation, and compilation of blocks.
+"""What is kept of a model's blocks between forward and backward, and how they are compiled.
 
-    recompute(model, policy), compile_blocks(model), prepare_blocks(model, activations, compile)
+policy.py         what a policy keeps and costs, as arithmetic (no torch)
+targets.py        the modules that are wrapped: blocks, attention
+segments.py       recording and replay of the calls of K blocks
+compilation.py    compile_blocks(model)
+recomputation.py  recompute(model, policy), prepare_blocks(model, activations, compile): both in the right order
 
-Names are loaded when first used: the arithmetic of a policy needs no torch.
+The three functions are loaded when first used: the arithmetic of a policy needs no torch.
 """
 
 from __future__ import annotations
@@ -11,15 +15,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero3d.activations.recomputation import compile_blocks, prepare_blocks, recompute
+    from zero3d.activations.compilation import compile_blocks
+    from zero3d.activations.recomputation import prepare_blocks, recompute
 
 __all__ = ["compile_blocks", "prepare_blocks", "recompute"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is asked for, once."""
+    """Load a public function when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module 'zero3d.activations' has no attribute {name!r}")
-    found = getattr(import_module("zero3d.activations.recomputation"), name)
-    globals()[name] = found
-    return found
+    file = "compilation" if name == "compile_blocks" else "recomputation"
+    function = getattr(import_module(f"zero3d.activations.{file}"), name)
+    globals()[name] = function
+    return function

@@ -23,13 +23,11 @@ et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
 from zero3d.errors import ConfigError
-from zero3d.zero.traffic import TokenEvent
 
 KINDS = ("none", "full", "every:K", "selective")
 EXTRA_FORWARD = Fraction(1, 3)  # forward 1 + backward 2
@@ -37,14 +35,14 @@ EXTRA_FORWARD = Fraction(1, 3)  # forward 1 + backward 2
 
 @dataclass(frozen=True)
 class Policy:
-    """A parsed `activations` value. every: blocks per segment (full is every:1), None where nothing is cut."""
+    """A parsed `activations` value. every: blocks per segment (full is every:1), None where there are no segments."""
 
     kind: str
     every: int | None = None
 
     @classmethod
     def of(cls, text: str) -> Policy:
-        """Accept none, full, selective or every:K with K >= 1; refuse the rest with the nearest."""
+        """Parse none, full, selective or every:K with K >= 1. Raises ConfigError for the rest, with the nearest."""
         word, colon, number = str(text).partition(":")
         if word == "every" and number.isdecimal() and int(number) > 0:
             return cls("every", int(number))
@@ -73,35 +71,20 @@ class Arithmetic(NamedTuple):
 
 
 def recompute_arithmetic(layers: int, policy: str, attention: Fraction | None = None) -> Arithmetic:
-    """The row of the table for `layers` blocks. attention: its share of a block's forward compute, 0 to 1."""
-    asked = Policy.of(policy)
-    if asked.kind == "none":
+    """Return the row of the table for `layers` blocks. attention: its share of a block's forward compute, 0 to 1."""
+    parsed = Policy.of(policy)
+    if parsed.kind == "none":
         return Arithmetic(0, layers, layers, Fraction(0))
-    if asked.kind == "selective":
+    if parsed.kind == "selective":
         return Arithmetic(layers, layers, min(1, layers), None if attention is None else attention * EXTRA_FORWARD)
-    every = asked.every or 1
+    every = parsed.every or 1
     alive = min(every, layers)
     return Arithmetic(-(-layers // every), alive, alive, EXTRA_FORWARD)
 
 
 def best_segment(layers: int, interior: float = 1.0) -> int:
-    """The smallest K with the least ceil(L/K) + interior x K, near sqrt(L / interior). interior: in block inputs."""
-    return min(range(1, max(1, layers) + 1), key=lambda every: -(-layers // every) + interior * every)
+    """Return the smallest K with the least ceil(L/K) + interior x K, near sqrt(L / interior).
 
-
-def replayed(events: Iterable[TokenEvent], segments: Iterable[Sequence[str]]) -> list[TokenEvent]:
-    """A micro-batch's tokens (`traffic.token_order`) with segments recomputed: their gathers at stage 3.
-
-    segments   units of each segment, in forward order. When the backward of its last unit begins,
-               all its units run forward once more. At most one gather more per unit (the last is
-               there already), so 3 per micro-batch.
+    interior   of a block, in block inputs
     """
-    segment_of = {units[-1]: units for units in segments}
-    order: list[TokenEvent] = []
-    for event in events:
-        order.append(event)
-        backward = isinstance(event.token, tuple) and event.token[0] == "backward"
-        if event.acquire and backward:
-            for unit in segment_of.get(event.unit, ()):
-                order += [TokenEvent(unit, "replay", acquire) for acquire in (True, False)]
-    return order
+    return min(range(1, max(1, layers) + 1), key=lambda every: -(-layers // every) + interior * every)

@@ -2,20 +2,20 @@
 
     forward    x0 -> block 0 -> x1 -> block 1 -> x2 -> block 2        K = 3
                kept: x0, and of every call its other arguments and the random state
-               what autograd saves inside the blocks is a Blank: nothing
-    backward   the first Blank that is asked for: blocks 0, 1, 2 are called again, from x0 and
-               under the same random states, and every Blank of the segment is filled
-               a node that has run drops its Blanks; the last one drops x0
+               in the place of what autograd would save inside the blocks: MissingTensors
+    backward   the first MissingTensor that autograd reads: blocks 0, 1, 2 are called again, from x0 and
+               under the same random states, and every MissingTensor of the segment is filled in
+               a node that has run drops its MissingTensors; the last one drops x0
 
 The model's own loop calls the blocks, so there is no function to wrap: a segment grows call by
 call. A call joins the open segment if it is given the very tensor (by identity and version) that the
 last call returned; else, and after K calls, a new segment begins. A model that does something between
 two blocks therefore gets shorter segments, never wrong ones.
 
-Note 1, two calls. The last block of a segment, whose backward asks, has its weights gathered. A replay of
-the others goes through their `__call__`, for an engine's hooks gather weights there; but a block is given
-the recorded arguments, whatever its hooks make of them.
-Note 2, ownership. A graph owns its Blanks, they own the segment; the recorder only looks on. What
+Note 1, two calls. The last block of a segment, whose backward reads a MissingTensor, has its weights
+gathered. A replay of the others goes through their `__call__`, for an engine's hooks gather weights
+there; but a block is given the recorded arguments, whatever its hooks make of them.
+Note 2, ownership. A graph owns its MissingTensors, they own the segment; the recorder only looks on. What
 is never run backward dies with its graph.
 Note 3, kept tensors are saved by a node of autograd: a later write in place is an error there, and
 saved-tensor hooks around the model (offload, meters) see them.
@@ -45,40 +45,41 @@ from zero3d.rng import set_torch_rng, torch_rng
 Forward = Callable[..., Any]
 
 
-class Meta(NamedTuple):
-    """What a recomputed tensor must share with the one it replaces."""
+class TensorMeta(NamedTuple):
+    """Shape, dtype and device: what a recomputed tensor must share with the one that was not kept."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
 
     @classmethod
-    def of(cls, t: Tensor) -> Meta:
+    def of(cls, t: Tensor) -> TensorMeta:
+        """Return those of a tensor."""
         return cls(t.shape, t.dtype, t.device)
 
     def __str__(self) -> str:
         return f"{list(self.shape)} {self.dtype} on {self.device}"
 
 
-class Blank:
-    """Stands in autograd's graph for a tensor that was not kept; `value` once it has been recomputed."""
+class MissingTensor:
+    """Stands in autograd's graph for a tensor that was not kept; `value` is there once it has been recomputed."""
 
     __slots__ = ("__weakref__", "meta", "segment", "value")
 
-    def __init__(self, segment: Segment, meta: Meta) -> None:
+    def __init__(self, segment: Segment, meta: TensorMeta) -> None:
         self.segment, self.meta = segment, meta
         self.value: Tensor | None = None
 
 
 @dataclass
 class Call:
-    """One block's call.
+    """One block's call, with all that repeats it.
 
     forward  the block's own
-    nest     its (args, kwargs); tensors in it mean nothing
+    nest     its (args, kwargs), with an empty tensor in the place of each
     sources  for each tensor in the nest: which output of the call before it was, or None if it is kept
     keeper   an empty tensor whose node keeps the others: in torch 2.11 the node lives no longer than it
-    blanks   what autograd saved inside, in order
+    missing  what autograd saved inside, in order
     """
 
     name: str
@@ -90,15 +91,15 @@ class Call:
     device: torch.device
     rng: tuple[Tensor, ...]
     autocast: list[tuple[str, torch.dtype, bool]]
-    blanks: list[weakref.ref[Blank]] = field(default_factory=list)
+    missing: list[weakref.ref[MissingTensor]] = field(default_factory=list)
 
     @property
     def linked(self) -> bool:
-        """It was given an output of the call before."""
+        """Whether it was given an output of the call before."""
         return any(source is not None for source in self.sources)
 
     def arguments(self, outputs: list[Tensor]) -> Any:
-        """(args, kwargs) again; `outputs` are those of the call before."""
+        """Return (args, kwargs) as they were; `outputs` are those of the call before."""
         kept, sources = iter(self.keeper.grad_fn.saved_tensors), iter(self.sources)  # type: ignore[union-attr]
 
         def restore(_: Tensor) -> Tensor:
@@ -119,13 +120,13 @@ class Segment:
     last: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
 
     def outputs(self) -> dict[int, int]:
-        """id of each tensor the last call returned, if it is alive and nobody has written to it, to its position."""
+        """Return positions in the last call's output by id of tensor, of those that are alive and unwritten."""
         last = ((ref(), version) for ref, version in self.last)
         return {id(t): i for i, (t, version) in enumerate(last) if t is not None and t._version == version}
 
 
 def record(name: str, block: nn.Module, forward: Forward, args: Any, kwargs: Any, outputs: Mapping[int, int]) -> Call:
-    """What a call must keep to be repeated: all but the `outputs` of the call before."""
+    """Keep what a call needs to be repeated: all but the `outputs` of the call before."""
     sources: list[int | None] = []
     kept: list[Tensor] = []
     nothing = torch.empty(0)
@@ -156,11 +157,11 @@ class Recorder:
 
     @property
     def replaying(self) -> bool:
-        """A backward is calling the blocks."""
+        """Whether a backward is calling the blocks."""
         return self._replay is not None
 
     def __call__(self, name: str, block: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """The block's own `forward`, recorded; or replayed, if a replay is under way."""
+        """Run the block's own `forward` and record it; or replay it, if a replay is under way."""
         if self._replay is not None:
             return self._replay.run()
         segment = (self._open() if self._open is not None else None) or Segment()
@@ -169,10 +170,10 @@ class Recorder:
         if segment.calls and not call.linked:
             segment = Segment()
 
-        def pack(t: Tensor) -> Blank:
-            blank = Blank(segment, Meta.of(t))
-            call.blanks.append(weakref.ref(blank))
-            return blank
+        def pack(t: Tensor) -> MissingTensor:
+            absent = MissingTensor(segment, TensorMeta.of(t))
+            call.missing.append(weakref.ref(absent))
+            return absent
 
         with saved_tensors_hooks(pack, self._unpack):
             output = forward(*args, **kwargs)
@@ -182,22 +183,22 @@ class Recorder:
             self._open = weakref.ref(segment)
         return output
 
-    def _unpack(self, blank: Blank) -> Tensor:
-        if blank.value is None:
-            with torch.enable_grad(), _rng_put_back(blank.segment.calls):
+    def _unpack(self, absent: MissingTensor) -> Tensor:
+        if absent.value is None:
+            with torch.enable_grad(), _same_random_state_after(absent.segment.calls):
                 outputs: list[Tensor] = []
-                for call in blank.segment.calls:
-                    outputs = self._again(call, outputs, last=call is blank.segment.calls[-1])
-        if blank.value is None:
+                for call in absent.segment.calls:
+                    outputs = self._repeat(call, outputs, last=call is absent.segment.calls[-1])
+        if absent.value is None:
             raise ConfigError("A block raised in the forward of this loss, so its backward has nothing to recompute.")
-        return blank.value
+        return absent.value
 
-    def _again(self, call: Call, outputs: list[Tensor], last: bool) -> list[Tensor]:
+    def _repeat(self, call: Call, outputs: list[Tensor], last: bool) -> list[Tensor]:
         args, kwargs = call.arguments(outputs)
         self._replay = replay = Replay(call, args, kwargs, last)
         try:
             with ExitStack() as stack:
-                stack.enter_context(suppress(Enough))
+                stack.enter_context(suppress(AllFilled))
                 for kind, dtype, enabled in call.autocast:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
                 set_torch_rng(call.device, call.rng)
@@ -211,13 +212,13 @@ class Recorder:
             replay.outputs = []  # Note 4
 
 
-class Enough(Exception):
-    """Every blank of a segment is filled: its last multiplication need not run (a fifth of a Llama block's)."""
+class AllFilled(Exception):
+    """Every missing tensor of a segment is filled in: its last product need not run (a fifth of a Llama block's)."""
 
 
 @dataclass
 class Replay:
-    """One call, run again to fill its blanks. last: of its segment, so nobody needs its outputs."""
+    """One call that is run again to fill in its missing tensors. last: of its segment, so nobody needs its outputs."""
 
     call: Call
     args: Any
@@ -227,24 +228,24 @@ class Replay:
     saved: int = 0
 
     def run(self) -> Any:
-        """The block's own forward on the recorded arguments."""
+        """Run the block's own forward on the recorded arguments."""
         with saved_tensors_hooks(self._fill, lambda t: t):
             output = self.call.forward(*self.args, **self.kwargs)
-        if self.saved != len(self.call.blanks):
-            raise self._differs(f"{len(self.call.blanks)} tensors", f"{self.saved}")
+        if self.saved != len(self.call.missing):
+            raise self._differs(f"{len(self.call.missing)} tensors", f"{self.saved}")
         self.outputs = list(tensors_in(output))
         return output
 
     def _fill(self, t: Tensor) -> Tensor:
         position, self.saved = self.saved, self.saved + 1
-        if position < len(self.call.blanks):
-            blank = self.call.blanks[position]()
-            if blank is not None:
-                if blank.meta != Meta.of(t):
-                    raise self._differs(str(blank.meta), str(Meta.of(t)))
-                blank.value = t.detach()
-        if self.last and self.saved == len(self.call.blanks):
-            raise Enough
+        if position < len(self.call.missing):
+            absent = self.call.missing[position]()
+            if absent is not None:
+                if absent.meta != TensorMeta.of(t):
+                    raise self._differs(str(absent.meta), str(TensorMeta.of(t)))
+                absent.value = t.detach()
+        if self.last and self.saved == len(self.call.missing):
+            raise AllFilled
         return t.detach()
 
     def _differs(self, first: str, second: str) -> ConfigError:
@@ -254,8 +255,44 @@ class Replay:
         )
 
 
+class Recomputed:
+    """Calls a module's forward, drops its interior, and computes that again when the backward needs it."""
+
+    def __init__(self, name: str, module: nn.Module, recorder: Recorder) -> None:
+        self._name, self._module, self._recorder = name, module, recorder
+        self._forward = module.forward
+
+    @property
+    def replaying(self) -> bool:
+        """Whether a recomputation is calling the blocks, with the arguments they had behind their hooks."""
+        return self._recorder.replaying
+
+    @property
+    def every(self) -> int:
+        """How many modules are recomputed together."""
+        return self._recorder.length
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.replaying and not (torch.is_grad_enabled() and self._module.training):
+            return self._forward(*args, **kwargs)
+        args = tuple(self._without_cache(value) for value in args)
+        kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
+        return self._recorder(self._name, self._module, self._forward, args, kwargs)
+
+    def _without_cache(self, value: Any) -> Any:
+        if not hasattr(value, "get_seq_length"):  # what tells a Hugging Face cache
+            return value
+        length = int(value.get_seq_length())
+        if length > 0:
+            raise ConfigError(
+                f"{self._name} was given a cache of {length} keys in training, which recomputation would write to "
+                "twice: pass use_cache=False, or activations=none."
+            )
+        return None
+
+
 class _Keep(torch.autograd.Function):
-    """Keeps tensors for `Call.arguments`; never runs backward (Note 3)."""
+    """Holds tensors for `Call.arguments`; never runs backward (Note 3)."""
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, *tensors: Tensor) -> Tensor:
@@ -265,7 +302,8 @@ class _Keep(torch.autograd.Function):
 
 
 @contextmanager
-def _rng_put_back(calls: list[Call]) -> Iterator[None]:
+def _same_random_state_after(calls: list[Call]) -> Iterator[None]:
+    """Restore the random states of the calls' devices at the end."""
     devices = {call.device for call in calls}
     before = {device: torch_rng(device) for device in devices}
     try:

@@ -1,7 +1,7 @@
 """Export: the weights as a folder that `from_pretrained` loads, gathered unit by unit.
 
     every pipeline stage   gathers its units on its own dp axis; rank 0 of that has the tp ranks' slices joined,
-                           parameter by parameter, and as tp rank 0 writes part-STAGE-0, -1, ...
+                           parameter by parameter, and as tp rank 0 writes stage-STAGE-0, -1, ...
     in turn                persistent buffers that no earlier pipeline stage wrote
     rank 0 of all          gives the files their names, writes index and config
 
@@ -20,23 +20,25 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zero3d.checkpoint.save import Parts, sync, taken_back, write_json, write_tensors
+from zero3d.checkpoint.state import EngineState
+from zero3d.checkpoint.writing import removed_on_failure, sync, write_json, write_tensors
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError, NonFiniteError
-from zero3d.pipeline.split import model_of
+from zero3d.models.chain import model_of
 from zero3d.zero.health import is_finite
 from zero3d.zero.unit import Unit
 
 FILE_BYTES = 4 * 10**9
+Gathered = Callable[[Unit], AbstractContextManager[None]]  # has a unit gathered while it is entered
 
 
-def export(directory: Path, parts: Parts, gathered: Callable[[Unit], AbstractContextManager[None]]) -> Path:
-    """Write the weights in compute dtype as safetensors, with the config of a Hugging Face model.
+def export(directory: Path, engine: EngineState, gathered: Gathered) -> Path:
+    """Write the weights in compute dtype as safetensors, with the config of a Hugging Face model; return the folder.
 
     Gathers one unit at a time; who writes does so into files of at most FILE_BYTES, so that its host memory
     holds one file and never the model. The folder appears whole or not at all.
     """
-    model = model_of(parts.modules[0])
+    model = model_of(engine.modules[0])
     if hasattr(model, "peft_config"):
         raise CheckpointError(
             "export writes whole models, and this one is wrapped by PEFT: use `with engine.full_params(): "
@@ -44,36 +46,34 @@ def export(directory: Path, parts: Parts, gathered: Callable[[Unit], AbstractCon
         )
     directory = directory.resolve()
     temporary = directory.with_name(f".{directory.name}.tmp")
-    everyone, place = parts.everyone, parts.degrees.place(parts.everyone.rank)
-    writer = _ExportWriter(temporary, place.pp)
+    world, coordinates = engine.world, engine.degrees.place(engine.world.rank)
+    writer = _ExportWriter(temporary, coordinates.pp)
 
     def on(chosen: bool, action: Callable[[], None]) -> None:
-        agree(everyone, action if chosen else lambda: None)
+        agree(world, action if chosen else lambda: None)
 
-    on(everyone.rank == 0, partial(_prepare_export, directory, temporary))
-    with taken_back(temporary, everyone):
-        agree(everyone, partial(_add_units, writer, parts, model, gathered))
-        for stage in range(parts.degrees.pp):
-            on(place == (stage, 0, 0), partial(_finish_stage, writer, parts, model))
-        on(everyone.rank == 0, partial(_finish_export, temporary, directory, model, parts.degrees.pp))
+    on(world.rank == 0, partial(_prepare_export, directory, temporary))
+    with removed_on_failure(temporary, world):
+        agree(world, partial(_add_units, writer, engine, model, gathered))
+        for stage in range(engine.degrees.pp):
+            on(coordinates == (stage, 0, 0), partial(_finish_stage, writer, engine, model))
+        on(world.rank == 0, partial(_finish_export, temporary, directory, model, engine.degrees.pp))
     return directory
 
 
-def _add_units(
-    writer: _ExportWriter, parts: Parts, model: nn.Module, gathered: Callable[[Unit], AbstractContextManager[None]]
-) -> None:
+def _add_units(writer: _ExportWriter, engine: EngineState, model: nn.Module, gathered: Gathered) -> None:
     """Gather this pipeline stage's units, of which each has its own number."""
-    for unit in parts.owned_units:
+    for unit in engine.owned_units:
         with gathered(unit):
-            add = partial(_add, writer, parts, model, unit) if parts.comm.rank == 0 else lambda: None
-            agree(parts.tp, partial(agree, parts.comm, add))
+            add = partial(_add, writer, engine, model, unit) if engine.dp.rank == 0 else lambda: None
+            agree(engine.tp, partial(agree, engine.dp, add))
 
 
-def _add(writer: _ExportWriter, parts: Parts, model: nn.Module, unit: Unit) -> None:
+def _add(writer: _ExportWriter, engine: EngineState, model: nn.Module, unit: Unit) -> None:
     """Write a gathered unit on tp rank 0; the others only take part in joining it."""
     tensors = zip(unit.layout.slots, unit.weights.params, strict=True)
-    named = {slot.name: _joined(parts, slot.name, p.detach()) for slot, p in tensors}
-    if parts.tp.rank == 0:
+    named = {slot.name: _joined(engine, slot.name, p.detach()) for slot, p in tensors}
+    if engine.tp.rank == 0:
         _refuse_nonfinite(named)
         writer.add(_named_as_saved(model, named))
 
@@ -99,17 +99,17 @@ def _refuse_nan(buffers: Mapping[str, Tensor]) -> None:
         )
 
 
-def _joined(parts: Parts, name: str, local: Tensor) -> Tensor:
-    """A parameter as it is saved: on tp rank 0 joined from all slices, in host memory.
+def _joined(engine: EngineState, name: str, local: Tensor) -> Tensor:
+    """Return a parameter as it is saved: on tp rank 0 joined from all slices, in host memory.
 
     For a cut one every tp rank holds the whole for a moment, and receives (tp-1)/tp of it.
     """
-    cut = parts.cut(name)
+    cut = engine.cut(name)
     if cut is None:
         return local
-    slices = local.new_empty(parts.tp.size, *local.shape)
-    parts.tp.all_gather(slices.view(-1), local.reshape(-1), name).wait()
-    return cut.join(slices.cpu().unbind()) if parts.tp.rank == 0 else local
+    slices = local.new_empty(engine.tp.size, *local.shape)
+    engine.tp.all_gather(slices.view(-1), local.reshape(-1), name).wait()
+    return cut.join(slices.cpu().unbind()) if engine.tp.rank == 0 else local
 
 
 def _prepare_export(directory: Path, temporary: Path) -> None:
@@ -122,7 +122,7 @@ def _prepare_export(directory: Path, temporary: Path) -> None:
 
 
 def _named_as_saved(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Host copies under the names of the model's published checkpoints."""
+    """Return host copies under the names of the model's published checkpoints."""
     host = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
     if not hasattr(module, "save_pretrained"):
         return host
@@ -141,63 +141,64 @@ class _ExportWriter:
         self._files: list[dict[str, int]] = []
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take tensors; write a file once it would grow beyond FILE_BYTES."""
         for name, tensor in tensors.items():
             if self._open and sum(map(_nbytes, self._open.values())) + _nbytes(tensor) > FILE_BYTES:
                 self._flush()
             self._open[name] = tensor
 
     def _flush(self) -> None:
-        path = self._directory / f"part-{self._stage}-{len(self._files)}"
+        path = self._directory / f"stage-{self._stage}-{len(self._files)}"
         write_tensors(path, self._open, format="pt", writer="zero3d")  # a run replaces only what says so
         self._files.append({name: _nbytes(tensor) for name, tensor in self._open.items()})
         self._open = {}
 
     def earlier(self) -> set[str]:
-        """Names that earlier pipeline stages have written."""
-        listed = [self._directory / f"parts-{stage}.json" for stage in range(self._stage)]
+        """Return the names that earlier pipeline stages have written."""
+        listed = [self._directory / f"stage-{stage}.json" for stage in range(self._stage)]
         return {name for path in listed for file in json.loads(path.read_text()) for name in file}
 
     def finish(self) -> None:
         """Write the last file, and what each of them holds for whoever joins them."""
         self._flush()
-        write_json(self._directory / f"parts-{self._stage}.json", self._files)
+        write_json(self._directory / f"stage-{self._stage}.json", self._files)
 
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _finish_stage(writer: _ExportWriter, parts: Parts, model: nn.Module) -> None:
-    """Add the persistent buffers that no earlier pipeline stage has."""
-    names = parts.persistent
-    buffers = _named_as_saved(model, {name: each[0] for name, each in parts.buffers.items() if name in names})
+def _finish_stage(writer: _ExportWriter, engine: EngineState, model: nn.Module) -> None:
+    """Add the persistent buffers that no earlier pipeline stage has, and finish this stage's files."""
+    names = engine.persistent_buffers
+    buffers = _named_as_saved(model, {name: same[0] for name, same in engine.buffers.items() if name in names})
     _refuse_nan(buffers)
-    there = writer.earlier()
-    writer.add({name: tensor for name, tensor in buffers.items() if name not in there})
+    written = writer.earlier()
+    writer.add({name: tensor for name, tensor in buffers.items() if name not in written})
     writer.finish()
 
 
 def _join(temporary: Path, stages: int) -> None:
     """Give the files their final names and write the index if there are several."""
-    held: list[tuple[Path, dict[str, int]]] = []
+    files: list[tuple[Path, dict[str, int]]] = []
     for stage in range(stages):
-        listed = temporary / f"parts-{stage}.json"
-        held += [(temporary / f"part-{stage}-{i}", file) for i, file in enumerate(json.loads(listed.read_text()))]
+        listed = temporary / f"stage-{stage}.json"
+        files += [(temporary / f"stage-{stage}-{i}", file) for i, file in enumerate(json.loads(listed.read_text()))]
         listed.unlink()
-    count = len(held)
-    where: dict[str, str] = {}
-    for i, (path, file) in enumerate(held):
+    count = len(files)
+    weight_map: dict[str, str] = {}
+    for i, (path, file) in enumerate(files):
         name = "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
         path.rename(temporary / name)
-        where |= dict.fromkeys(file, name)
+        weight_map |= dict.fromkeys(file, name)
     if count > 1:
-        total = sum(size for _, file in held for size in file.values())
-        index = {"metadata": {"total_size": total}, "weight_map": where}
+        total = sum(size for _, file in files for size in file.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(temporary / "model.safetensors.index.json", index)
 
 
 def _save_generation(generation: Any, folder: Path) -> None:
-    """As the model has it: published ones have settings that transformers loads and refuses to save."""
+    """Save a generation config as the model has it: transformers refuses to save settings that it loads."""
     try:
         generation.save_pretrained(folder)
     except ValueError:

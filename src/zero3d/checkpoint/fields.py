@@ -1,59 +1,61 @@
 """Values out of a JSON file, each taken by name, type and range: whatever is wrong names file and field.
 
-JSON itself is read strictly: UTF-8, no key twice, no nesting or number that Python would refuse.
+JSON itself is read strictly (`reading.parse_json`): no key comes twice.
 """
 
 from __future__ import annotations
 
-import json
 from math import inf, isfinite
 from typing import Any, NamedTuple, NoReturn
 
-from zero3d.errors import CheckpointError
+from zero3d.errors import SHOWN, CheckpointError, short
+from zero3d.reading import Unreadable, parse_json
 
 LARGEST = 1 << 53  # whole numbers up to here survive any JSON reader
-SHOWN = 60  # characters of a value or name in a message
 USE_ANOTHER = "The checkpoint is damaged: use another step-N."
 
 
 class Field(NamedTuple):
-    """A value and where it stands: `file`, and in it `name`, such as optimizer.groups[0].lr."""
+    """Holds a value and where it stands: `file`, and in it `name`, such as optimizer.groups[0].lr.
+
+    What a method returns has the type that it names; anything else raises CheckpointError with file and name.
+    """
 
     file: str
     name: str
     value: Any
 
-    def wrong(self, wanted: str) -> NoReturn:
-        """Raise CheckpointError: it is not what was `wanted`."""
+    def refuse(self, expected: str) -> NoReturn:
+        """Raise CheckpointError: the value is not what is `expected`."""
         name = (self.name or "all of it") if len(self.name) <= 4 * SHOWN else f"{self.name[: 4 * SHOWN]}..."
-        raise CheckpointError(f"{self.file}: {name} is {shown(self.value)}, and should be {wanted}. {USE_ANOTHER}")
+        raise CheckpointError(f"{self.file}: {name} is {quote(self.value)}, and should be {expected}. {USE_ANOTHER}")
 
     def has(self, key: str) -> bool:
-        """Whether there is such an entry, and it is not null."""
+        """Say whether there is such an entry, and it is not null."""
         return self.entries().get(key) is not None
 
     def entries(self) -> dict[str, Any]:
-        """It as a mapping."""
+        """Return the value as a mapping."""
         if not isinstance(self.value, dict):
-            self.wrong("a mapping")
+            self.refuse("a mapping")
         return self.value
 
     def entry(self, key: str) -> Field:
-        """One entry of a mapping that must have it."""
+        """Return one entry of a mapping, which must have it."""
         entries = self.entries()
         if key not in entries:
             where = f"{self.name} has" if self.name else "there is"
-            raise CheckpointError(f"{self.file}: {where} no {shown(key)}. {USE_ANOTHER}")
-        return Field(self.file, f"{self.name}.{named(key)}".lstrip("."), entries[key])
+            raise CheckpointError(f"{self.file}: {where} no {quote(key)}. {USE_ANOTHER}")
+        return Field(self.file, f"{self.name}.{quote_name(key)}".lstrip("."), entries[key])
 
     def items(self) -> list[tuple[str, Field]]:
-        """All entries of a mapping."""
+        """Return all entries of a mapping."""
         return [(key, self.entry(key)) for key in self.entries()]
 
     def rows(self, length: int | None = None) -> list[Field]:
-        """The entries of a list, of which there must be `length`."""
+        """Return the entries of a list, of which there must be `length`."""
         if not isinstance(self.value, list):
-            self.wrong("a list")
+            self.refuse("a list")
         if length is not None and len(self.value) != length:
             raise CheckpointError(
                 f"{self.file}: {self.name} has {len(self.value)} entries, and should have {length}. {USE_ANOTHER}"
@@ -61,72 +63,59 @@ class Field(NamedTuple):
         return [Field(self.file, f"{self.name}[{i}]", value) for i, value in enumerate(self.value)]
 
     def integer(self, least: int = 0, most: int = LARGEST) -> int:
-        """A whole number."""
+        """Return a whole number of this range."""
         value = self.value
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            self.wrong(f"a whole number from {least}{f' to {most}' if most != LARGEST else ''}")
+            self.refuse(f"a whole number from {least}{f' to {most}' if most != LARGEST else ''}")
         return value
 
     def number(self, least: float = -inf) -> float:
-        """A finite number."""
+        """Return a finite number from `least`."""
         value = self.value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not _finite(value) or value < least:
-            self.wrong(f"a finite number{f' from {least:g}' if least != -inf else ''}")
+            self.refuse(f"a finite number{f' from {least:g}' if least != -inf else ''}")
         return float(value)
 
     def text(self) -> str:
-        """A text."""
+        """Return a text."""
         if not isinstance(self.value, str):
-            self.wrong("a text")
+            self.refuse("a text")
         return self.value
 
     def flag(self) -> bool:
-        """True or false."""
+        """Return true or false."""
         if not isinstance(self.value, bool):
-            self.wrong("true or false")
+            self.refuse("true or false")
         return self.value
 
     def one_of(self, *allowed: Any) -> Any:
-        """One of these values, of the same type."""
-        if not any(type(self.value) is type(each) and self.value == each for each in allowed):
-            self.wrong(" or ".join(map(shown, allowed[:3])) + (" or another of its kind" if allowed[3:] else ""))
+        """Return one of these values, of the same type."""
+        if not any(type(self.value) is type(value) and self.value == value for value in allowed):
+            self.refuse(" or ".join(map(quote, allowed[:3])) + (" or another of its kind" if allowed[3:] else ""))
         return self.value
 
 
-def parse(text: bytes, file: str) -> Field:
-    """What a JSON file says. Raises CheckpointError."""
+def parse_fields(text: bytes, file: str) -> Field:
+    """Return the value of a JSON file. Raises CheckpointError."""
     try:
-        return Field(file, "", json.loads(text.decode(), object_pairs_hook=_once))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON ({_said(error)}). {USE_ANOTHER}") from None
+        return Field(file, "", parse_json(text, unique_keys=True))
+    except Unreadable as error:
+        raise CheckpointError(f"{file} {error}. {USE_ANOTHER}") from None
 
 
-def shown(value: Any) -> str:
-    """A value in a message: on one line and short, whatever it holds."""
+def quote(value: Any) -> str:
+    """Return a value as messages quote it: on one line and short, whatever it holds."""
     if isinstance(value, (dict, list)):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > LARGEST:
         return f"a number of {value.bit_length()} bits"
-    text = ascii(value) if isinstance(value, str) else str(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {shown(next(name for name in names if names.count(name) > 1))} comes twice")
-    return entries
+    return short(ascii(value) if isinstance(value, str) else value)
 
 
 def _finite(value: float) -> bool:
     return isfinite(value) if isinstance(value, float) else abs(value) <= 10**300
 
 
-def named(key: str) -> str:
-    """A name in a message: without quotes where it is an ordinary one."""
-    return key if key.isascii() and key.isprintable() and len(key) <= SHOWN else shown(key)
-
-
-def _said(error: Exception) -> str:
-    return "it is nested too deep" if isinstance(error, RecursionError) else shown(str(error)).strip("'\"")
+def quote_name(key: str) -> str:
+    """Return a name as messages quote it: without quotes where it is an ordinary one."""
+    return key if key.isascii() and key.isprintable() and len(key) <= SHOWN else quote(key)

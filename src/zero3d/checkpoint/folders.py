@@ -17,14 +17,14 @@ from pathlib import Path
 
 from zero3d.errors import CheckpointError
 
-MANIFEST, SEAL = "manifest.json", "manifest.sha256"
+MANIFEST, CHECKSUM = "manifest.json", "manifest.sha256"
 _STEP = re.compile(r"step-([0-9]+)")
 _ASIDE = re.compile(r"\.step-([0-9]+)\.old")
 _UNFINISHED = re.compile(r"\.step-([0-9]+)\.tmp")
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether it is a folder, no link to one, with a manifest, which is written last."""
+    """Say whether it is a folder, no link to one, with a manifest, which is written last."""
     try:
         return stat.S_ISDIR(folder.lstat().st_mode) and stat.S_ISREG((folder / MANIFEST).lstat().st_mode)
     except OSError:
@@ -32,45 +32,45 @@ def is_complete(folder: Path) -> bool:
 
 
 def complete_steps(directory: Path) -> list[int]:
-    """Steps of the complete checkpoints that are named as we name them, in order."""
-    found = ((_number(_STEP, entry.name), entry) for entry in _entries(directory))
-    return sorted(n for n, entry in found if n is not None and entry.name == f"step-{n}" and is_complete(entry))
+    """Return the steps of complete checkpoints that are named as we name them, in order."""
+    numbered = ((_number(_STEP, entry.name), entry) for entry in _entries(directory))
+    return sorted(n for n, entry in numbered if n is not None and entry.name == f"step-{n}" and is_complete(entry))
 
 
 def checkpoints(directory: Path) -> dict[int, Path]:
-    """What may be gone on from, by step, oldest first; one without a manifest is among them: it lost that."""
-    found: dict[int, Path] = {}
+    """Return the folders to resume from by step, oldest first; one that lost its manifest is among them."""
+    folders: dict[int, Path] = {}
     for entry in _entries(directory):
         number = _number(_STEP, entry.name)
-        if number is not None and _is_folder(entry) and (number not in found or entry.name == f"step-{number}"):
-            found[number] = entry
+        if number is not None and _is_folder(entry) and (number not in folders or entry.name == f"step-{number}"):
+            folders[number] = entry
     for entry in _entries(directory):
         number = _number(_ASIDE, entry.name)
-        if number is not None and number not in found and is_complete(entry):
-            found[number] = entry
-    return dict(sorted(found.items()))
+        if number is not None and number not in folders and is_complete(entry):
+            folders[number] = entry
+    return dict(sorted(folders.items()))
 
 
 def find(directory: Path) -> Path:
-    """The checkpoint itself, or the newest one in a directory of them. Raises CheckpointError."""
+    """Return the checkpoint itself, or the newest one in a directory of them. Raises CheckpointError."""
     if is_checkpoint(directory):
         return directory
-    found = checkpoints(directory)
-    if not found:
+    folders = checkpoints(directory)
+    if not folders:
         raise CheckpointError(
             f"no checkpoint in {directory}: it has no step-N folder with a {MANIFEST}. Check the path."
         )
-    return found[max(found)]
+    return folders[max(folders)]
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether a folder is one by its name or its manifest, rather than a directory of them."""
+    """Say whether a folder is a checkpoint by its name or its manifest, rather than a directory of them."""
     named = any(_number(pattern, directory.name) is not None for pattern in (_STEP, _ASIDE))
     return (directory / MANIFEST).is_file() or (named and directory.is_dir() and not checkpoints(directory))
 
 
-def settled(checkpoint: Path) -> Path:
-    """Where a checkpoint is after `tidy`."""
+def tidied_path(checkpoint: Path) -> Path:
+    """Return where a checkpoint is after `tidy`."""
     number = _number(_ASIDE, checkpoint.name)
     return checkpoint if number is None or checkpoint.exists() else checkpoint.with_name(f"step-{number}")
 
@@ -93,18 +93,18 @@ def tidy(directory: Path) -> None:
 
 def discard(directory: Path, step: int) -> None:
     """Remove a checkpoint under another name, so that a process that dies over it leaves no half of one."""
-    going = directory / f".step-{step}.tmp"
-    shutil.rmtree(going, ignore_errors=True)
+    doomed = directory / f".step-{step}.tmp"
+    shutil.rmtree(doomed, ignore_errors=True)
     try:
-        (directory / f"step-{step}").rename(going)
+        (directory / f"step-{step}").rename(doomed)
     except OSError as error:
         _warn(directory / f"step-{step}", error)
     else:
-        remove(going)
+        remove(doomed)
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder; where that cannot be, say so and go on."""
+    """Remove a folder; where that cannot be, warn and go on."""
     try:
         shutil.rmtree(folder)
     except OSError as error:
@@ -128,7 +128,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _entries(directory: Path) -> Iterator[Path]:
-    """In order; none where there is no such directory. Raises CheckpointError where it cannot be read."""
+    """Yield a directory's entries in order; none where there is no such directory. Raises CheckpointError."""
     try:
         yield from sorted(directory.iterdir()) if directory.is_dir() else ()
     except OSError as error:

@@ -25,26 +25,29 @@ EXACT = {"leaves": "micro-batches of a step over all ranks"}
 FREE = ("dp", "stage", "reduce")  # named where they differ and change no bit
 
 
-def promise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """One line that begins with "bitwise" or "not bitwise". Both: `checkpoint.Parts.about`."""
-    was, is_ = (facts.get("leaves") is not None for facts in (saved, now))
+def resume_guarantee(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str:
+    """Return one line that begins with "bitwise" or "not bitwise". Both arguments: `state.EngineState.about`."""
+    was, is_ = (about.get("leaves") is not None for about in (saved, live))
     if was != is_:
         return f"not bitwise: exact was {was} when it was saved, and is {is_} now"
-    looked_at = ALWAYS | (EXACT if was else PLAIN | dict(_moments(saved, now)))
-    changed = [_change(name, saved, now, why) for name, why in looked_at.items() if saved.get(name) != now[name]]
+    compared = ALWAYS | (EXACT if was else PLAIN | dict(_moments(saved, live)))
+    changed = [_change(name, saved, live, why) for name, why in compared.items() if saved.get(name) != live[name]]
     if changed:
         return f"not bitwise: {'; '.join(changed)}"
-    moved = [_change(name, saved, now) for name in FREE if saved.get(name) != now[name]]
-    told = "".join(f", {each}" for each in moved)
-    return f"{BITWISE}: as if it had not been interrupted{told}, in batches and micro-batches of the same size"
+    moved = [_change(name, saved, live) for name in FREE if saved.get(name) != live[name]]
+    changes = "".join(f", {change}" for change in moved)
+    return f"{BITWISE}: as if it had not been interrupted{changes}, in batches and micro-batches of the same size"
 
 
-def _moments(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """With one micro-batch a step there is one moment of reduction only. Older checkpoints do not say how many."""
-    counts = saved.get("accumulate"), now["accumulate"]
+def _moments(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the moment of reduction and why it matters: with one micro-batch a step there is one moment only.
+
+    Older checkpoints do not say how many there were.
+    """
+    counts = saved.get("accumulate"), live["accumulate"]
     if counts != (1, 1):
         yield "reduce", f"{counts[0] or 'several'} micro-batches a step are summed in another order"
 
 
-def _change(name: str, saved: Mapping[str, Any], now: Mapping[str, Any], why: str = "") -> str:
-    return f"{name} {saved.get(name, 'unknown')} -> {now[name]}{f' ({why})' if why else ''}"
+def _change(name: str, saved: Mapping[str, Any], live: Mapping[str, Any], why: str = "") -> str:
+    return f"{name} {saved.get(name, 'unknown')} -> {live[name]}{f' ({why})' if why else ''}"

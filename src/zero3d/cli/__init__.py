@@ -1,1 +1,17 @@
-"""The command line: one small file per verb, each imported only when it is typed."""
+"""The command line: one small file per verb, each imported only when it is typed.
+
+main               reads the command line, maps errors to exit codes
+train              a run, on workers of this machine or as one of a launcher's
+compare            several runs, one after another: what they are, checked before the first
+compare_runs       started, watched, written and shown
+plan               plans for a cluster; plan_explain one of them, plan_theory the paper's figures, plan_options
+calibrate          this machine, measured for the planner
+simulate           a step without its ranks
+config             what a run would use, what keys mean
+launch             what starts a run on a cluster
+preflight          what is refused before workers start
+rank_environment   whether this process is a launcher's worker, and which
+workers            this machine's workers as their launcher sees them
+worker             a worker: its work, its exception, its exit
+oom                what the system says about a worker that was killed
+"""

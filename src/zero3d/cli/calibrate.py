@@ -7,9 +7,10 @@ import json
 import os
 from pathlib import Path
 
-from zero3d.cli.cluster import join_environment
+from zero3d.cli.rank_environment import join_environment
 from zero3d.cli.train import check_ranks
-from zero3d.cli.workers import as_worker, launch, quiet_environment, ranks_here
+from zero3d.cli.worker import as_worker, quiet_environment
+from zero3d.cli.workers import launch, ranks_here
 from zero3d.errors import ConfigError
 from zero3d.plan.spec import ClusterSpec
 
@@ -17,7 +18,7 @@ DEFAULT = "cluster.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
+    """Declare the options of the verb."""
     parser.add_argument("--ranks", type=int, help="processes to start on this machine (default: one per GPU; CPU: 2)")
     parser.add_argument("--out", metavar="FILE", default=DEFAULT, help="what is written (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print what was written")
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """One rank's part."""
+    """Do one rank's part."""
     from zero3d.distributed.mesh import Mesh
     from zero3d.plan.calibrate import calibrate
     from zero3d.plan.spec_json import to_json
@@ -52,9 +53,9 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def lines(spec: ClusterSpec, path: Path) -> list[str]:
-    """What was measured, and how to use it."""
+    """Say what was measured, and how to use it."""
     gpu = spec.gpu
-    said = [
+    text = [
         f"{spec.gpus} x {gpu.name}, {spec.nodes} node{'s' if spec.nodes > 1 else ''} of {spec.per_node}, all at once:",
         f"   products in bf16    {gpu.flops * (gpu.matrix or 0) / 1e12:.3g} TFLOP/s",
         f"   attention in bf16   {gpu.flops * (gpu.flash or 0) / 1e12:.3g} TFLOP/s",
@@ -63,6 +64,6 @@ def lines(spec: ClusterSpec, path: Path) -> list[str]:
         f"   disk                {spec.disk / 1e9:.3g} GB/s",
     ]
     for name, link in (("inside a node", spec.inside), ("between nodes", spec.across)):
-        told = spec.provenance.get(name.split()[0] if name.startswith("inside") else "across", "datasheet")
-        said.append(f"   {name:<20}{link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.3g} us ({told})")
-    return [*said, f"written: {path}    use: zero3d plan MODEL --cluster {path} --gpus {spec.gpus}"]
+        source = spec.provenance.get(name.split()[0] if name.startswith("inside") else "across", "datasheet")
+        text.append(f"   {name:<20}{link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.3g} us ({source})")
+    return [*text, f"written: {path}    use: zero3d plan MODEL --cluster {path} --gpus {spec.gpus}"]

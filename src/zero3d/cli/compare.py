@@ -6,79 +6,29 @@ OUTPUT/
   compare.json        figures and results of the runs that are done, why others failed; written after each
   compare.png
 
-A run that fails is a row that says so, and the exit code is 1 at the end. Bad input of a run before any is done
-ends the comparison: the others would hardly fare better.
+Everything is checked here, before the first run; `compare_runs.py` runs them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
-from zero3d.cli.cluster import join_environment
+from zero3d.cli.compare_runs import ComparisonPlan, compare
 from zero3d.cli.preflight import check_positions, check_transformers, check_world
-from zero3d.cli.train import check_ranks, named, quiet_libraries
-from zero3d.cli.workers import DIED, ranks_here
+from zero3d.cli.rank_environment import join_environment
+from zero3d.cli.train import check_ranks, config_source, quiet_libraries
+from zero3d.cli.workers import ranks_here
 from zero3d.config import Config, split_words
-from zero3d.errors import ConfigError, MeshError, Zero3dError
-from zero3d.train.compare import as_json, rows
-from zero3d.train.compare_plot import draw
-from zero3d.train.compare_table import failure, show
+from zero3d.errors import ConfigError, MeshError
 from zero3d.train.folder import Folder, first_free, numbered
-from zero3d.train.hold import Hold, check_free
-from zero3d.train.stop import StopRequest
-from zero3d.train.variants import QUIET, Axis, Variant, check_variants, split_axes, variants
-
-POLL = 0.1  # seconds between two looks at a run
-SPINNER = 3  # columns before the words of a live line
-WIDTH = 100  # of tables in a file or pipe, at least
-LAST_LINES, LAST_BYTES = 20, 8192  # looked at in a run's log
-BAD_INPUT = 2  # a run's exit code
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is compared. common: the overrides of every run."""
-
-    name: str
-    file: str | None
-    axes: tuple[Axis, ...]
-    variants: Sequence[Variant]
-    common: Sequence[str]
-    ranks: int | None
-    output: Path
-
-    def command(self, variant: Variant) -> list[str]:
-        """What runs a variant."""
-        options = ["--json"] if self.ranks is None else ["--json", f"--ranks={self.ranks}"]
-        file = [] if self.file is None else [self.file]
-        words = [*file, *self.common, *variant.words, f"output={self.output / variant.folder}"]
-        return [sys.executable, "-P", "-m", "zero3d.cli.main", "train", *options, *words]
-
-
-@dataclass
-class Ended:
-    """What came of the runs so far: a result, or why not, in one line."""
-
-    results: dict[Variant, dict[str, Any]] = field(default_factory=dict)
-    failed: dict[Variant, str] = field(default_factory=dict)
+from zero3d.train.lock import FolderLock, check_free
+from zero3d.train.variants import QUIET, Variant, check_variants, split_axes, variants
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
+    """Declare the options of the verb."""
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG KEY=A,B",
         help="a YAML file (default: the demo), a key with several values for each axis, overrides of all runs",
@@ -91,54 +41,27 @@ def run(arguments: argparse.Namespace) -> int:
     """Check all variants, then run them."""
     if join_environment():
         raise ConfigError("zero3d compare starts its runs itself, on this machine: call it without torchrun or srun.")
-    with Hold() as hold:
-        return compare(read(arguments, hold), arguments.json)
+    with FolderLock() as lock:
+        return compare(read(arguments, lock), arguments.json)
 
 
-def compare(plan: Plan, as_object: bool) -> int:
-    """Run all variants, print what was found."""
-    console = Console(stderr=as_object)
-    if not console.is_terminal:
-        console.width = max(console.width, WIDTH)
-    axes = " ".join(f"{axis.key}={','.join(axis.values)}" for axis in plan.axes)
-    _say(console, f"zero3d compare: {len(plan.variants)} runs of {plan.name}: {axes}; writing to {plan.output}")
-    ended = Ended()
-    with StopRequest() as request:
-        for variant in plan.variants:
-            code, text = run_variant(plan, variant, request, console)
-            if request.asked is not None or (code == BAD_INPUT and not ended.results):
-                return unfinished(plan, variant, request.asked)
-            if code:
-                ended.failed[variant] = reason(plan, variant, code)
-                line = failure(variant, ended.failed[variant])
-            else:
-                ended.results[variant] = json.loads(text)
-                line = done(variant, ended.results[variant])
-            console.print(line, soft_wrap=True)
-            write(plan, ended)
-    conclude(plan, ended, console)
-    if as_object:
-        print(json.dumps(told(plan, ended)))
-    return 1 if ended.failed else 0
-
-
-def read(arguments: argparse.Namespace, hold: Hold) -> Plan:
-    """Everything is checked here, before the first run; `hold` has the output then. Raises ConfigError."""
+def read(arguments: argparse.Namespace, lock: FolderLock) -> ComparisonPlan:
+    """Check everything before the first run, and lock the output. Raises ConfigError."""
     check_ranks(arguments.ranks)
     file, overrides = split_words(arguments.words)
     axes, common = split_axes(overrides)
-    name = named(file, common)[0]
+    name = config_source(file, common)[0]
     if any(axis.key == "output" for axis in axes):
         raise ConfigError("output takes one folder here: each run gets one in it, named after its values.")
-    found, common = variants(axes), [*QUIET, *common]
-    configs = check_variants(found, common, lambda words: named(file, words)[1])
-    check_runs(found, configs, arguments.ranks)
+    runs, common = variants(axes), [*QUIET, *common]
+    configs = check_variants(runs, common, lambda words: config_source(file, words)[1])
+    check_runs(runs, configs, arguments.ranks)
     kept = [word for word in common if word.partition("=")[0].strip() != "output"]
-    output = claim(configs[0].output, f"zero3d-compare-{name}", len(kept) < len(common), hold)
-    return Plan(name, file, axes, found, kept, arguments.ranks, output)
+    output = claim(configs[0].output, f"zero3d-compare-{name}", len(kept) < len(common), lock)
+    return ComparisonPlan(name, file, axes, runs, kept, arguments.ranks, output)
 
 
-def check_runs(found: Sequence[Variant], configs: Sequence[Config], ranks: int | None) -> None:
+def check_runs(runs: Sequence[Variant], configs: Sequence[Config], ranks: int | None) -> None:
     """Refuse now what would fail when its turn comes, after hours of others. Raises ConfigError.
 
     What all runs share needs no look here: the first one looks at once.
@@ -146,7 +69,7 @@ def check_runs(found: Sequence[Variant], configs: Sequence[Config], ranks: int |
     differ = len({(config.model, config.data.length) for config in configs}) > 1
     if differ:
         quiet_libraries()  # the model's config is read
-    for variant, config in zip(found, configs, strict=True):
+    for variant, config in zip(runs, configs, strict=True):
         mesh = config.mesh
         try:
             check_world(config, ranks_here(mesh.dp, mesh.tp, mesh.pp) if ranks is None else ranks)
@@ -157,140 +80,14 @@ def check_runs(found: Sequence[Variant], configs: Sequence[Config], ranks: int |
             raise ConfigError(f"{variant.label}: {error}") from error
 
 
-def claim(output: str | None, default: str, asked: bool, hold: Hold) -> Path:
-    """OUTPUT: what was typed, unused; else the first free one beside the file's output, or of the default name."""
-    if output is None or not asked:
+def claim(output: str | None, default: str, typed: bool, lock: FolderLock) -> Path:
+    """Claim the output: what was typed, unused; else the first free one beside the file's, or of the default name."""
+    if output is None or not typed:
         stem = default if output is None else f"{output}-compare"
         output = str(numbered(stem, first_free(stem)))
     folder = Folder(Path(output))
     check_free(folder.root)
     if folder.used:
         raise ConfigError(f"output {output} is used already: write elsewhere with output=FOLDER, or remove it.")
-    folder.claim(hold, None, overwrite=False)
+    folder.claim(lock, None, overwrite=False)
     return folder.root
-
-
-# --- a run --------------------------------------------------------------------------------------
-
-
-def run_variant(plan: Plan, variant: Variant, request: StopRequest, console: Console) -> tuple[int, str]:
-    """Its exit code and its stdout. A request to stop is passed on, and again for a second Ctrl-C."""
-    log = _log(plan, variant)
-    place = f"{variant.label} ({plan.variants.index(variant) + 1} of {len(plan.variants)})"
-    told = False
-    with TemporaryFile("w+") as out, log.open("wb") as err, console.status(place) as status:
-        process = subprocess.Popen(plan.command(variant), stdout=out, stderr=err, start_new_session=True)
-        while True:
-            try:
-                if process.poll() is not None:
-                    break
-                if request.asked is not None and not told:
-                    told = True
-                    process.send_signal(request.asked)
-                status.update(Text(f"{place}  {_last_step(log)}"[: console.width - SPINNER]))
-                time.sleep(POLL)
-            except KeyboardInterrupt:
-                process.send_signal(signal.SIGINT)
-        out.seek(0)
-        return process.returncode, out.read()
-
-
-def unfinished(plan: Plan, variant: Variant, asked: int | None) -> int:
-    """Say on stderr why there is no table; the exit code: of the signal that asked to stop, else of bad input."""
-    kept = plan.output / "compare.json"
-    before = f"; the runs before it are in {kept}" if kept.exists() else ""
-    if asked is not None:
-        print(f"stopped by {signal.Signals(asked).name} in {variant.label}{before}", file=sys.stderr)
-        return 128 + asked
-    print(reason(plan, variant, BAD_INPUT), file=sys.stderr)
-    print(f"{variant.label} failed{before}; all it said: {_log(plan, variant)}", file=sys.stderr)
-    return BAD_INPUT
-
-
-def reason(plan: Plan, variant: Variant, code: int) -> str:
-    """Why it failed, in one line: how a rank died, else the last line it said, else its exit code."""
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    lines = [line.strip() for line in _tail(_log(plan, variant)) if line.strip()]
-    died = [line for line in lines if DIED in line]
-    return (died or lines or [f"exit code {code}"])[-1]
-
-
-def done(variant: Variant, result: dict[str, Any]) -> Text:
-    """One line."""
-    loss = "not finite" if result["losses"][-1] is None else f"{result['losses'][-1]:.6f}"
-    return Text(f"{variant.label}: {result['steps']:,} steps, loss {loss}, {result['step_seconds']:.3f} s a step")
-
-
-def _log(plan: Plan, variant: Variant) -> Path:
-    return plan.output / f"{variant.folder}.log"
-
-
-def _tail(log: Path) -> list[str]:
-    """Its last lines."""
-    with log.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
-        return file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
-
-
-def _last_step(log: Path) -> str:
-    """The last line that tells of a step."""
-    return next((line for line in reversed(_tail(log)) if line.startswith("step ")), "")
-
-
-# --- the end ------------------------------------------------------------------------------------
-
-
-def told(plan: Plan, ended: Ended) -> dict[str, Any]:
-    """What compare.json holds and --json prints."""
-    picture = plan.output / "compare.png"
-    return {
-        "name": plan.name,
-        "axes": {axis.key: list(axis.values) for axis in plan.axes},
-        "overrides": list(plan.common),
-        "runs": as_json(list(ended.results), list(ended.results.values())),
-        "failed": [
-            {"variant": each.label, "overrides": each.words, "why": why, "log": str(_log(plan, each).resolve())}
-            for each, why in ended.failed.items()
-        ],
-        "paths": {
-            "folder": str(plan.output.resolve()),
-            "picture": str(picture.resolve()) if picture.exists() else None,
-        },
-    }
-
-
-def write(plan: Plan, ended: Ended) -> None:
-    """compare.json, whole or not at all. Raises Zero3dError when the disk does not take it."""
-    file, fresh = plan.output / "compare.json", plan.output / "compare.json.tmp"
-    try:
-        fresh.write_text(json.dumps(told(plan, ended)))
-        fresh.replace(file)
-    except OSError as error:
-        raise Zero3dError(
-            f"cannot write {file} ({error.strerror}): make room, or choose another output with output=FOLDER; each "
-            "run's own folder is kept."
-        ) from error
-
-
-def conclude(plan: Plan, ended: Ended, console: Console) -> None:
-    """Tables and picture, unless all runs failed."""
-    if not ended.results:
-        return
-    results = list(ended.results.values())
-    found = rows(list(ended.results), results)
-    show(plan.axes, found, ended.failed, console)
-    picture = plan.output / "compare.png"
-    try:
-        draw(found, results, f"{plan.name}: {', '.join(axis.key for axis in plan.axes)}", picture)
-        line = f"picture: {picture}"
-    except ImportError:
-        line = "no picture: matplotlib is missing, type pip install 'zero3d[plot]'"
-    except OSError as error:
-        line = f"no picture: {picture} cannot be written ({error.strerror})"
-    write(plan, ended)  # now with the picture's path
-    _say(console, f"{line}    figures: {plan.output / 'compare.json'}")
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(Text(line), soft_wrap=True)

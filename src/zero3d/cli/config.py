@@ -6,14 +6,14 @@ import argparse
 import json
 from typing import Any
 
-from zero3d.cli.train import named
+from zero3d.cli.train import config_source
 from zero3d.config import explain, load, schema, split_words, to_dict, to_yaml
 from zero3d.config.describe import key_schema
 from zero3d.config.keys import KEYS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The three actions and their words."""
+    """Declare the three actions and their words."""
     actions = parser.add_subparsers(dest="action", metavar="show|explain|schema", required=True)
     show = _action(actions, "show", "the resolved configuration as YAML; what differs from the defaults is marked")
     show.add_argument("words", nargs="*", metavar="CONFIG, KEY=VALUE", help="a YAML file, then overrides")
@@ -29,7 +29,7 @@ def _action(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what is asked for."""
+    """Print what the action says."""
     if arguments.action == "schema":
         print(json.dumps(schema(), indent=2))
     elif arguments.action == "explain":
@@ -37,16 +37,16 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(_as_json(arguments.key), indent=2) if arguments.json else text)
     else:
         file, overrides = split_words(arguments.words)
-        config = load(named(file, overrides)[1], overrides)
+        config = load(config_source(file, overrides)[1], overrides)
         print(json.dumps(to_dict(config), indent=2) if arguments.json else to_yaml(config, mark=True), end="")
         print(end="\n" if arguments.json else "")
     return 0
 
 
-def _as_json(asked: str | None) -> dict[str, Any]:
-    """The schema of the asked key, of each key of a section, or of all, by dotted name."""
+def _as_json(name: str | None) -> dict[str, Any]:
+    """Return the schema of one key, of each key of a section, or of all, by dotted name."""
     return {
-        name: key_schema(key)
-        for name, key in KEYS.items()
-        if asked is None or name == asked or name.startswith(f"{asked}.")
+        dotted: key_schema(key)
+        for dotted, key in KEYS.items()
+        if name is None or dotted == name or dotted.startswith(f"{name}.")
     }

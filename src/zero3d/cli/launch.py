@@ -33,7 +33,7 @@ GRACE = 300  # seconds between SIGTERM and SIGKILL, for the step at hand and its
 
 @dataclass(frozen=True)
 class Job:
-    """What is started, and on how much."""
+    """Describes what is started, and on how much."""
 
     config: str
     overrides: tuple[str, ...]
@@ -52,7 +52,7 @@ class Job:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
+    """Declare the options of the verb."""
     parser.add_argument("target", metavar="TARGET", help="slurm, k8s or torchrun")
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG KEY=VALUE", help="the YAML file that `zero3d train` takes, overrides"
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_target(name: str) -> str:
-    """The target's name. Raises ConfigError with the nearest one."""
+    """Return the target's name. Raises ConfigError with the nearest one."""
     if name not in TARGETS:
         near = get_close_matches(name, TARGETS, 1, cutoff=0.4)
         meant = f" Did you mean {near[0]}?" if near else ""
@@ -105,7 +105,7 @@ def check(job: Job) -> None:
 
 
 def slurm(job: Job) -> str:
-    """A script for sbatch."""
+    """Return a script for sbatch."""
     return f"""\
 #!/bin/bash
 #SBATCH --job-name={job.name}
@@ -124,7 +124,7 @@ srun --kill-on-bad-exit=1 {job.command}
 
 
 def torchrun(job: Job) -> str:
-    """A shell command."""
+    """Return a shell command."""
     if job.nodes == 1:
         options = f"--standalone --nproc-per-node={job.gpus} --max-restarts={RESTARTS}"
         return f"torchrun {options} --no-python {job.command}\n"
@@ -136,7 +136,7 @@ torchrun --nnodes={job.nodes} --nproc-per-node={job.gpus} --rdzv-backend=c10d --
 
 
 def k8s(job: Job) -> str:
-    """A manifest for kubectl apply."""
+    """Return a manifest for kubectl apply."""
     comment = """\
 # Set the image (with zero3d and CONFIG's folder as working directory) and the claim of a volume that
 # all pods can write; CONFIG's output belongs on that volume, /data.
@@ -145,7 +145,7 @@ def k8s(job: Job) -> str:
 
 
 def service(job: Job) -> dict[str, object]:
-    """The headless Service by which pods find the first one."""
+    """Return the headless Service by which pods find the first one."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -160,7 +160,7 @@ def service(job: Job) -> dict[str, object]:
 
 
 def indexed_job(job: Job) -> dict[str, object]:
-    """The Job: pod i has the host name NAME-i in the Service's domain; a pod that fails is started again."""
+    """Return the Job: pod i has host name NAME-i in the Service's domain; a pod that fails is started again."""
     script = (
         f"exec torchrun --nnodes={job.nodes} --nproc-per-node={job.gpus} --node-rank=$JOB_COMPLETION_INDEX "
         f"--master-addr={job.name}-0.{job.name} --master-port={PORT} --no-python {job.command}"

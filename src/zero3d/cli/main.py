@@ -28,7 +28,7 @@ VERBS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are one line, like all others, and name what was probably meant.
+    """Parses like argparse; its errors are one line, like all others, and name what was probably meant.
 
     The arguments it makes say which parser that was: the innermost one, of the verb or of its action.
     """
@@ -38,36 +38,36 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(parser=self)
 
     def error(self, message: str) -> NoReturn:
-        found = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
-        wrong, choices = found.groups() if found else ("", "")
+        match = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        wrong, choices = match.groups() if match else ("", "")
         self.refuse(message, wrong, re.findall(r"[\w-]+", choices))
 
     def refuse_option(self, word: str) -> NoReturn:
-        """Raises ConfigError with the nearest of the options."""
+        """Raise ConfigError with the nearest of the options."""
         known = re.findall(r"--[a-z][\w-]*", self.format_help())
         self.refuse(f"unrecognized arguments: {word}", word.partition("=")[0], known)
 
     def refuse(self, message: str, wrong: str, known: Sequence[str]) -> NoReturn:
-        """Raises ConfigError with the known word nearest to the wrong one."""
+        """Raise ConfigError with the known word nearest to the wrong one."""
         near = get_close_matches(short(wrong), known, 1)
         message = re.sub(r"\S{61,}", lambda long: short(long[0]), message)
         meant = f" Did you mean {near[0]}?" if near else ""
         raise ConfigError(f"{message}.{meant} See what it takes: {self.prog} --help")
 
 
-def build_parser(asked: str | None) -> Parser:
-    """The parser of all verbs; only the one that is asked for is imported."""
+def build_parser(typed: str | None) -> Parser:
+    """Make the parser of all verbs; only the module of the verb that is typed is imported."""
     parser = Parser(prog="zero3d", description="ZeRO as the data axis of 3D parallelism.", allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, summary in VERBS.items():
         verb = verbs.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        if name == asked:
+        if name == typed:
             import_module(f"zero3d.cli.{name}").add_arguments(verb)
     return parser
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Options and KEY=VALUE words in any order; argparse alone refuses words after an option after words."""
+    """Parse options and KEY=VALUE words in any order; argparse alone refuses words after an option after words."""
     parser = build_parser(next((word for word in words if word in VERBS), None))
     arguments, late = parser.parse_known_args(words)
     wrong = late if not hasattr(arguments, "words") else [word for word in late if word.startswith("-")]
@@ -79,7 +79,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; the exit code."""
+    """Run one verb; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

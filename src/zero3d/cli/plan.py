@@ -23,7 +23,7 @@ from zero3d.page.plan_page import plan_page
 from zero3d.plan.emit import deepspeed_config, train_config
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.ladder import ladder
-from zero3d.plan.search import GOALS, Asked, Row, resized, search, what_if
+from zero3d.plan.search import GOALS, Row, Target, resized, search, what_if
 from zero3d.plan.spec import ClusterSpec, ModelSpec
 
 USAGE = "zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory --params 7.5e9 --gpus 64"
@@ -33,7 +33,7 @@ LARGER = 64  # times the cluster, up to which one that fits is looked for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
+    """Declare the options of the verb."""
     parser.add_argument(
         "words", nargs="*", metavar="MODEL",
         help="a folder, config.json, preset or module:function; or: explain CONFIG KEY=VALUE ...",
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Theory, one plan explained, or a search."""
+    """Show theory, explain one plan, or search."""
     words = arguments.words
     if arguments.html and (arguments.theory or words[:1] == ["explain"]):
         raise ConfigError(f"--html writes what a search finds, and this is none. Type {USAGE.partition(', or')[0]}")
@@ -89,18 +89,18 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * place.gpu.memory
     tokens = number(arguments.tokens, "--tokens")
     model = open_model(arguments, path)
-    asked = Asked(_sequences(arguments, model, place), limit, arguments.goal)
-    found = search(model, place, asked, evaluate)
-    if not found.rows:
+    target = Target(_sequences(arguments, model, place), limit, arguments.goal)
+    result = search(model, place, target, evaluate)
+    if not result.rows:
         if arguments.assert_fits:
-            print(plan_text.nothing_fits(model, place, asked, found, None))
+            print(plan_text.nothing_fits(model, place, target, result, None))
             return 1
-        raise ConfigError(plan_text.nothing_fits(model, place, asked, found, _larger(model, place, asked)))
-    best = found.rows[0]
+        raise ConfigError(plan_text.nothing_fits(model, place, target, result, _larger(model, place, target)))
+    best = result.rows[0]
     here = resized(place, best.plan.world)
-    rungs = ladder(model, here, asked.sequences, asked.limit, evaluate)
+    rungs = ladder(model, here, target.sequences, target.limit, evaluate)
     knobs = what_if(best, model, here, evaluate)
-    answer = plan_text.Answer(model, here, asked, found, rungs, knobs, tokens, arguments.price)
+    answer = plan_text.Answer(model, here, target, result, rungs, knobs, tokens, arguments.price)
     _write(arguments, answer, path)
     print(
         json.dumps(plan_text.as_json(answer), indent=2) if arguments.json else plan_text.as_text(answer, arguments.top)
@@ -109,7 +109,7 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
 
 
 def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
-    """Traced where there is a model, else of a typical shape with that many parameters. Raises ConfigError."""
+    """Trace a model where there is one, else take a typical shape of that many parameters. Raises ConfigError."""
     length = None if arguments.seq is None else int(number(arguments.seq, "--seq") or 0)
     if length is not None and length < 2:
         raise ConfigError(f"--seq {arguments.seq}: a sequence has 2 tokens or more.")
@@ -144,22 +144,22 @@ def _typical_batch(model: ModelSpec, place: ClusterSpec) -> int:
     return max(1, round(TOKENS / model.length / place.gpus)) * place.gpus
 
 
-def _larger(model: ModelSpec, place: ClusterSpec, asked: Asked) -> tuple[int, Row] | None:
+def _larger(model: ModelSpec, place: ClusterSpec, target: Target) -> tuple[int, Row] | None:
     """The smallest power-of-two multiple of this cluster that can do it, and its best plan."""
     times = 2
     while times <= LARGER:
         bigger = resized(place, place.gpus * times)
-        sequences = -(-asked.sequences // bigger.gpus) * bigger.gpus
-        found = search(model, bigger, asked._replace(sequences=sequences, goal="fastest"), evaluate)
-        if found.rows:
-            return bigger.gpus, found.rows[0]
+        sequences = -(-target.sequences // bigger.gpus) * bigger.gpus
+        result = search(model, bigger, target._replace(sequences=sequences, goal="fastest"), evaluate)
+        if result.rows:
+            return bigger.gpus, result.rows[0]
         times *= 2
     return None
 
 
 def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | None) -> None:
     """The files that --emit, --emit-deepspeed and --html ask for. Raises ConfigError before anything is written."""
-    rows = answer.found.rows
+    rows = answer.result.rows
     texts: dict[str, str] = {}
     if arguments.emit:
         if path is None or arguments.lora:
@@ -191,5 +191,5 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
 
 
 def _tokenizer(path: str) -> str | None:
-    """bytes for a model that comes without a tokenizer."""
+    """Return the tokenizer to write down: "bytes" for a model that comes without one."""
     return None if Path(path).is_dir() and any(Path(path).glob("tokenizer*")) else "bytes"

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from zero3d.cli.plan_options import USABLE, open_cluster, parse_size
-from zero3d.cli.train import named
+from zero3d.cli.train import config_source
 from zero3d.config import load, split_words
 from zero3d.errors import ConfigError
 from zero3d.page import plan_text
@@ -20,41 +20,41 @@ from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 
 
 def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
-    """Print the terms; 1 if --assert-fits says a size and it needs more."""
+    """Print the terms; return 1 if --assert-fits gives a size and the plan needs more."""
     from zero3d.sim.trace import open_spec
 
     path, overrides = split_words(list(words))
     if path is None and not overrides:
         raise ConfigError("zero3d plan explain takes the file of a run: zero3d plan explain train.yaml --gpu a100-80")
-    config = load(named(path, overrides)[1], overrides)
-    place = open_cluster(arguments)
-    plan = plan_of(config, place.gpus if arguments.gpus or arguments.nodes or arguments.cluster else None)
+    config = load(config_source(path, overrides)[1], overrides)
+    cluster = open_cluster(arguments)
+    plan = plan_of(config, cluster.gpus if arguments.gpus or arguments.nodes or arguments.cluster else None)
     model = open_spec(
         config.model.path, config.data.length, config.model.attn, arguments.lora, packed=config.data.packing
     )
-    check(model, plan, place)
-    place = resized(place, plan.world)
-    row = Row(plan, evaluate(model, place, plan))
-    limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * place.gpu.memory
+    check(model, plan, cluster)
+    cluster = resized(cluster, plan.world)
+    row = Row(plan, evaluate(model, cluster, plan))
+    limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * cluster.gpu.memory
     if arguments.json:
         print(json.dumps(plan_text.row_json(row), indent=2))
     else:
-        print("\n".join(_lines(model, place, row, limit, what_if(row, model, place, evaluate))))
+        print("\n".join(_lines(model, cluster, row, limit, what_if(row, model, cluster, evaluate))))
     return int(bool(arguments.assert_fits) and row.estimate.memory.device > limit)
 
 
-def check(model: ModelSpec, plan: ParallelPlan, place: ClusterSpec) -> None:
+def check(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> None:
     """Raise ConfigError for degrees that do not divide the model."""
-    why = tp_refused(model, plan.tp, max(place.per_node, plan.tp))
+    why = tp_refused(model, plan.tp, max(cluster.per_node, plan.tp))
     if why is not None:
         raise ConfigError(f"mesh.tp={plan.tp} cannot be: {why}. Pass another mesh.tp.")
     if plan.pp > 1:
         Schedule.of(plan.schedule).check_blocks(len(model.blocks), plan.pp, model.name)
 
 
-def _lines(model: ModelSpec, place: ClusterSpec, row: Row, limit: float, knobs: Sequence[WhatIf]) -> Iterator[str]:
+def _lines(model: ModelSpec, cluster: ClusterSpec, row: Row, limit: float, knobs: Sequence[WhatIf]) -> Iterator[str]:
     plan, estimate = row.plan, row.estimate
-    yield from plan_text.heading(model, place, plan.micro_batch * plan.accumulate * plan.dp)
+    yield from plan_text.heading(model, cluster, plan.micro_batch * plan.accumulate * plan.dp)
     yield plan_text.short(plan)
     yield ""
     yield from plan_text.memory_lines(estimate.memory)

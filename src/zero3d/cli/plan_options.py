@@ -15,21 +15,21 @@ UNITS = {"GB": 1e9, "GIB": 2**30, "MB": 1e6, "MIB": 2**20, "TB": 1e12}
 
 
 def open_cluster(arguments: argparse.Namespace) -> ClusterSpec:
-    """What --gpu, --gpus, --nodes and --cluster say; a file of calibrate says all of it. Raises ConfigError."""
+    """Return the cluster of --gpu, --gpus, --nodes and --cluster; a calibrated file says all. Raises ConfigError."""
     gpus = parse_gpus(arguments.gpus) if arguments.gpus else None
     nodes = parse_gpus(arguments.nodes, "--nodes") if arguments.nodes else None
-    told = read_file(arguments.cluster) if arguments.cluster else {}
-    name = arguments.gpu or base_of(told) or GPU
-    if gpus is None and nodes is None and "per_node" in told:
-        nodes = int(told.get("nodes", 1))
-        gpus = nodes * int(told["per_node"])
+    known = read_file(arguments.cluster) if arguments.cluster else {}
+    name = arguments.gpu or base_of(known) or GPU
+    if gpus is None and nodes is None and "per_node" in known:
+        nodes = int(known.get("nodes", 1))
+        gpus = nodes * int(known["per_node"])
     if gpus is None:
         gpus = GPUS if nodes is None else nodes * card(name).per_node
     return cluster(name, gpus, nodes, arguments.cluster)
 
 
 def number(text: str | None, option: str) -> float | None:
-    """4096, 4e6, 4M -> a number. Raises ConfigError."""
+    """Return the number that 4096, 4e6 or 4M is. Raises ConfigError."""
     if text is None:
         return None
     try:
@@ -39,7 +39,7 @@ def number(text: str | None, option: str) -> float | None:
 
 
 def parse_size(text: str) -> float:
-    """78GB, 80GiB -> bytes. Raises ConfigError."""
+    """Return the bytes that 78GB or 80GiB is. Raises ConfigError."""
     digits = text.strip().rstrip("GMTBIgmtbi")
     unit = text.strip()[len(digits) :].upper()
     try:

@@ -31,7 +31,7 @@ def show(params: str, gpus: str, as_object: bool) -> None:
 
 
 def parse_params(text: str) -> int:
-    """7.5e9, 7.5B, 1500M -> a whole number of parameters. Raises ConfigError."""
+    """Return the parameters that 7.5e9, 7.5B or 1500M is. Raises ConfigError."""
     digits, scale = text.strip(), 1
     if digits[-1:].upper() in SUFFIXES:
         digits, scale = digits[:-1], SUFFIXES[digits[-1].upper()]
@@ -45,11 +45,11 @@ def parse_params(text: str) -> int:
 
 
 def parse_gpus(text: str, option: str = "--gpus") -> int:
-    """A positive whole number. Raises ConfigError."""
+    """Return a positive whole number. Raises ConfigError."""
     if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS and int(text) > 0):
-        what = option.removeprefix("--").replace("gpus", "GPUs")
+        unit = option.removeprefix("--").replace("gpus", "GPUs")
         raise ConfigError(
-            f"{option} {short(text)!r} is no number of {what}: type a whole number from 1, such as {option} 64."
+            f"{option} {short(text)!r} is no number of {unit}: type a whole number from 1, such as {option} 64."
         )
     return int(text)
 
@@ -58,7 +58,7 @@ def parse_gpus(text: str, option: str = "--gpus") -> int:
 
 
 def as_json(params: int, gpus: int, stages: Sequence[StageTheory]) -> dict[str, Any]:
-    """All figures as plain numbers, whole ones as int."""
+    """Return all figures as plain numbers, whole ones as int."""
     return {
         "params": params,
         "gpus": gpus,
@@ -95,7 +95,7 @@ def _breakdown_json(parts: Breakdown) -> dict[str, int]:
 
 
 def number(value: Fraction | int) -> int | float:
-    """An int when whole."""
+    """Return a number as an int when it is whole."""
     return int(value) if value == int(value) else float(value)
 
 
@@ -103,7 +103,7 @@ def number(value: Fraction | int) -> int | float:
 
 
 def as_text(params: int, gpus: int, stages: Sequence[StageTheory]) -> str:
-    """Three tables and what they mean."""
+    """Return three tables and what they mean."""
     cluster = f"N = {gpus} GPU{'s' if gpus > 1 else ''}"
     head = f"Psi = {count(params)} parameters, {cluster}, K = {K} optimizer bytes per parameter (Adam, mixed precision)"
     return "\n".join([head, "", *_states(stages), "", *_mixed(params), "", *_traffic(stages, gpus)])
@@ -114,9 +114,18 @@ def _states(stages: Sequence[StageTheory]) -> Iterator[str]:
     rows = [("stage", "paper", "", "of stage 0", "engine", "")]
     for row in stages:
         percent = 100 * row.paper.total / stages[0].paper.total
-        formula, own = FORMULAS[row.stage]
+        paper_formula, engine_formula = FORMULAS[row.stage]
         label = f"{row.stage} {row.name}"
-        rows.append((label, size(row.paper.total), formula, f"{float(percent):.3g} %", size(row.engine.total), own))
+        rows.append(
+            (
+                label,
+                size(row.paper.total),
+                paper_formula,
+                f"{float(percent):.3g} %",
+                size(row.engine.total),
+                engine_formula,
+            )
+        )
     yield from columns(rows, "<><>><")
     yield "   The engine sums gradients over ranks in fp32, 4 bytes where the paper counts 2; from stage 1 on only in"
     yield "   shards. Padding and the units gathered for the moment come on top."
@@ -125,7 +134,7 @@ def _states(stages: Sequence[StageTheory]) -> Iterator[str]:
 def _mixed(params: int) -> Iterator[str]:
     yield f"2. Where {breakdown(1).total} bytes per parameter come from (mixed precision with Adam, nothing sharded)"
     cases = {count(params): breakdown(params)} | {label: breakdown(psi) for label, psi in EXAMPLES}
-    each, rows = breakdown(1), [("", "bytes", *cases)]
+    per_parameter, rows = breakdown(1), [("", "bytes", *cases)]
     for label, field in (
         ("fp16 weights", "weights"),
         ("fp16 gradients", "gradients"),
@@ -134,7 +143,9 @@ def _mixed(params: int) -> Iterator[str]:
         ("fp32 v (Adam)", "v"),
         ("together", "total"),
     ):
-        rows.append((label, f"{getattr(each, field)} Psi", *(size(getattr(case, field)) for case in cases.values())))
+        rows.append(
+            (label, f"{getattr(per_parameter, field)} Psi", *(size(getattr(case, field)) for case in cases.values()))
+        )
     yield from columns(rows, "<" + ">" * (1 + len(cases)))
     (large, large_psi), (small, small_psi) = EXAMPLES
     big, gpt2 = breakdown(large_psi), breakdown(small_psi)

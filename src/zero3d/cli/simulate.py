@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero3d.cli.preflight import check_transformers
-from zero3d.cli.train import check_ranks, named, quiet_libraries
-from zero3d.cli.workers import quiet_environment, ranks_here
+from zero3d.cli.train import check_ranks, config_source, quiet_libraries
+from zero3d.cli.worker import quiet_environment
+from zero3d.cli.workers import ranks_here
 from zero3d.config import load, split_words
 from zero3d.errors import ConfigError
 from zero3d.page.text import columns, count, size
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
+    """Declare the options of the verb."""
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG KEY=VALUE", help="a YAML file (default: the demo), overrides"
     )
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulate, then print."""
     quiet_environment()
     file, overrides = split_words(arguments.words)
-    config = load(named(file, overrides)[1], overrides)
+    config = load(config_source(file, overrides)[1], overrides)
     check_ranks(arguments.ranks)
     check_transformers(config.model)
     quiet_libraries()
@@ -51,15 +52,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     world = arguments.ranks or ranks_here(config.mesh.dp, config.mesh.tp, config.mesh.pp)
 
-    def said(rank: RankResult) -> None:
+    def report(rank: RankResult) -> None:
         print(f"rank {rank.rank} of {world}: {rank.seconds:.1f} s", file=sys.stderr, flush=True)
 
-    found = simulate(config, world, arguments.rank, arguments.backend, arguments.every_micro_batch, said)
+    simulation = simulate(config, world, arguments.rank, arguments.backend, arguments.every_micro_batch, report)
     if arguments.trace is not None:
-        write("--trace", arguments.trace, json.dumps(chrome_trace(found)))
+        write("--trace", arguments.trace, json.dumps(chrome_trace(simulation)))
     if arguments.html is not None:
-        write("--html", arguments.html, simulation_page(found))
-    print(json.dumps(to_json(found)) if arguments.json else "\n".join(as_text(found)))
+        write("--html", arguments.html, simulation_page(simulation))
+    print(json.dumps(to_json(simulation)) if arguments.json else "\n".join(as_text(simulation)))
     return 0
 
 
@@ -71,37 +72,37 @@ def write(option: str, file: str, text: str) -> None:
         raise ConfigError(f"{option} {file}: cannot be written ({error.strerror}).") from error
 
 
-def as_text(found: Simulation) -> Iterator[str]:
+def as_text(simulation: Simulation) -> Iterator[str]:
     """Tables: ranks, states, the peaks, traffic, FLOPs, the pipeline."""
     from zero3d.sim.gantt import gantt
 
     yield (
-        f"{found.model}, stage {found.stage}, {found.precision}: pp {found.pp} x dp {found.dp} x tp {found.tp} = "
-        f"{found.pp * found.dp * found.tp} ranks with {found.backend}, none of which is there"
+        f"{simulation.model}, stage {simulation.stage}, {simulation.precision}: {simulation.mesh} = "
+        f"{simulation.world} ranks with {simulation.backend}, none of which is there"
     )
     yield (
-        f"a step: batch {found.batch} = micro_batch {found.micro_batch} x accumulate {found.accumulate} x dp "
-        f"{found.dp}, sequences of {found.length:,} tokens"
+        f"a step: batch {simulation.batch} = micro_batch {simulation.micro_batch} x accumulate "
+        f"{simulation.accumulate} x dp {simulation.dp}, sequences of {simulation.length:,} tokens"
     )
-    yield from found.notes
+    yield from simulation.notes
     yield from ("", "1. What each class of ranks holds (states: the arena's account, which equals the formula)")
-    yield from columns([*_ranks(found)], "<>>>>>>>")
-    for rank in found.ranks:
+    yield from columns([*_ranks(simulation)], "<>>>>>>>")
+    for rank in simulation.ranks:
         yield from ("", *_peak(rank))
     yield from ("", "3. What a rank sends in a step, and receives")
-    yield from columns([*_traffic(found)], "<<<>>>")
+    yield from columns([*_traffic(simulation)], "<<<>>>")
     yield from ("", "4. Multiplications and additions in matrix products and attention, per rank and step")
-    yield from columns([*_flops(found)], "<>>>>")
-    if (chart := gantt(found)) is not None:
+    yield from columns([*_flops(simulation)], "<>>>>")
+    if (chart := gantt(simulation)) is not None:
         yield from (
             "",
-            f"5. The pipeline: {found.schedule}, idle {float(chart.bubble):.1%} of the work (in {chart.unit})",
+            f"5. The pipeline: {simulation.schedule}, idle {float(chart.bubble):.1%} of the work (in {chart.unit})",
         )
 
 
-def _ranks(found: Simulation) -> Iterator[tuple[str, ...]]:
+def _ranks(simulation: Simulation) -> Iterator[tuple[str, ...]]:
     yield "rank (stands for)", "elements", "parameters", "gradients", "optimizer", "padding", "by formula", "peak alive"
-    for rank in found.ranks:
+    for rank in simulation.ranks:
         held = {state.category: state.held for state in rank.states}
         equal = "equal" if all(state.held == state.formula for state in rank.states) else "DIFFERS"
         name = f"{rank.rank}: pp {rank.pp} dp {rank.dp} ({rank.stands_for})"
@@ -115,30 +116,34 @@ def _peak(rank: RankResult) -> Iterator[str]:
     yield "   " + ", ".join(f"{category} {size(nbytes)}" for nbytes, category in parts)
     rows = [("largest tensors", "", "", "made")]
     rows += [
-        (size(each.nbytes), each.category, f"{each.dtype} {list(each.shape)}", _where(each.made))
-        for each in peak.largest
+        (size(tensor.nbytes), tensor.category, f"{tensor.dtype} {list(tensor.shape)}", _where(tensor.made))
+        for tensor in peak.largest
     ]
     yield from columns(rows, "<<<<")
 
 
 def _where(at: Instant) -> str:
-    place = f" of micro-batch {at.micro_batch}" if at.micro_batch >= 0 else ""
-    return f"{at.phase}{place}{' in ' if at.phase else 'for '}{at.module}" if at.module else f"{at.phase}{place}"
+    micro_batch = f" of micro-batch {at.micro_batch}" if at.micro_batch >= 0 else ""
+    return (
+        f"{at.phase}{micro_batch}{' in ' if at.phase else 'for '}{at.module}"
+        if at.module
+        else f"{at.phase}{micro_batch}"
+    )
 
 
-def _traffic(found: Simulation) -> Iterator[tuple[str, ...]]:
+def _traffic(simulation: Simulation) -> Iterator[tuple[str, ...]]:
     yield "rank", "axis", "operation", "calls", "elements", "bytes"
-    for rank in found.ranks:
+    for rank in simulation.ranks:
         rows: dict[tuple[str, str], list[int]] = {}
-        for sent in rank.sent:
-            row = rows.setdefault((sent.axis, sent.op), [0, 0, 0])
-            row[:] = row[0] + sent.calls, row[1] + sent.elements, row[2] + sent.nbytes
+        for entry in rank.traffic:
+            row = rows.setdefault((entry.axis, entry.op), [0, 0, 0])
+            row[:] = row[0] + entry.calls, row[1] + entry.elements, row[2] + entry.nbytes
         for (axis, op), (calls, elements, nbytes) in sorted(rows.items()):
             yield str(rank.rank), axis, op, f"{calls:,}", count(elements), size(nbytes)
 
 
-def _flops(found: Simulation) -> Iterator[tuple[str, ...]]:
+def _flops(simulation: Simulation) -> Iterator[tuple[str, ...]]:
     yield "rank", "forward", "backward", "recomputed", "together"
-    for rank in found.ranks:
+    for rank in simulation.ranks:
         parts = [rank.flops(phase) for phase in ("forward", "backward", "recomputed")]
         yield str(rank.rank), *(f"{flops:.4g}" for flops in (*parts, sum(parts)))

@@ -13,12 +13,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
-from zero3d.cli.cluster import join_environment
 from zero3d.cli.preflight import check_paths, check_transformers, check_world
-from zero3d.cli.workers import as_worker, launch, quiet_environment, ranks_here, tell_output
+from zero3d.cli.rank_environment import join_environment
+from zero3d.cli.worker import as_worker, quiet_environment, report_output
+from zero3d.cli.workers import launch, ranks_here
 from zero3d.config import Config, load, split_words
 from zero3d.errors import ConfigError, Zero3dError
-from zero3d.train.hold import Hold
+from zero3d.train.lock import FolderLock
 from zero3d.train.start import Start, check_start
 
 DEMO = "demo"  # the configuration, and the preset in it
@@ -27,7 +28,7 @@ SHORT = {"stage": "zero.stage", "steps": "train.steps", "precision": "precision"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
+    """Declare the options of the verb."""
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG KEY=VALUE", help="a YAML file (default: the demo), overrides"
     )
@@ -67,17 +68,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read(arguments: argparse.Namespace) -> tuple[str, Config]:
-    """The run's name and its configuration: the demo's where no file is given. Raises ConfigError."""
+    """Return the run's name and its configuration: the demo's where no file is given. Raises ConfigError."""
     file, overrides = split_words(arguments.words)
     overrides += [
         f"{key}={value}" for option, key in SHORT.items() if (value := getattr(arguments, option)) is not None
     ]
-    name, source = named(file, overrides)
+    name, source = config_source(file, overrides)
     return name, load(source, overrides)
 
 
-def named(file: str | None, overrides: Sequence[str]) -> tuple[str, Path | None]:
-    """A configuration's name and the file below the overrides, None where that is the defaults.
+def config_source(file: str | None, overrides: Sequence[str]) -> tuple[str, Path | None]:
+    """Return a configuration's name and the file below the overrides, None where that is the defaults.
 
     file given                     that file
     no file, model.path of one's   the defaults: the demo's values are of its model and its data
@@ -93,7 +94,7 @@ def named(file: str | None, overrides: Sequence[str]) -> tuple[str, Path | None]
 
 
 def as_words(arguments: argparse.Namespace) -> list[str]:
-    """The command line of a worker."""
+    """Return the command line of a worker."""
     words = list(arguments.words)
     for option in ("ranks", *SHORT, "resume"):
         value = getattr(arguments, option)
@@ -112,41 +113,41 @@ def check(arguments: argparse.Namespace, config: Config, world: int | None) -> N
 
 
 def check_ranks(ranks: int | None) -> None:
-    """Raises ConfigError."""
+    """Refuse a number of ranks below 1. Raises ConfigError."""
     if ranks is not None and ranks < 1:
         raise ConfigError(f"--ranks {ranks}: type a whole number from 1.")
 
 
 def work(arguments: argparse.Namespace, name: str, config: Config) -> None:
-    """One rank's part; rank 0 prints."""
+    """Do one rank's part; rank 0 prints."""
     from rich.console import Console
 
     from zero3d.train.progress import Progress
     from zero3d.train.report import as_json, show
     from zero3d.train.run import run as run_training
 
-    out = own_stdout() if arguments.json else sys.stdout
+    stdout = own_stdout() if arguments.json else sys.stdout
     quiet_libraries()
     first = os.environ["RANK"] == "0"
     console = Console(stderr=arguments.json, quiet=not first)
-    start = Start(name, arguments.resume, arguments.overwrite, tell_output)
-    with Hold() as hold:
-        result = run_training(config, start, Progress(console, config.log.every), hold)
+    start = Start(name, arguments.resume, arguments.overwrite, report_output)
+    with FolderLock() as lock:
+        result = run_training(config, start, Progress(console, config.log.every), lock)
         if first:
             show(result, console)
             if arguments.json:
-                print(json.dumps(as_json(result)), file=out, flush=True)
+                print(json.dumps(as_json(result)), file=stdout, flush=True)
 
 
 def own_stdout() -> TextIO:
-    """This process's stdout for one result alone: what models and libraries print goes to stderr from now on."""
-    own = os.fdopen(os.dup(1), "w")
+    """Keep this process's stdout for one result: what models and libraries print goes to stderr from now on."""
+    stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    return own
+    return stdout
 
 
 def quiet_libraries() -> None:
-    """No bars and notes of others between ours, and no attempt to reach a hub."""
+    """Keep bars and notes of libraries off the terminal, and have none of them reach for a hub."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if find_spec("transformers") is not None:

@@ -1,9 +1,9 @@
-"""Workers of this machine: started, stopped, waited for, and a worker's failure told once.
+"""Workers of this machine as their launcher sees them: started, waited for, stopped, a failure reported once.
 
 launcher    starts --ranks workers (this same command with RANK set) and hosts their store
 worker 0    owns the terminal; the other workers' output goes to files that die with the run
-failure     a worker leaves its exception in its error file and exits with 2 for a Zero3dError,
-            else with 1; the launcher ends the others, which cannot go on without it
+failure     a worker leaves its exception in its error file (`worker.py`); the launcher ends the others, which cannot
+            go on without it
 stop        SIGTERM, Ctrl-C or a hang-up at the launcher: one SIGTERM to each worker, which takes
             the time it needs to save and exits with 128 + 15; Ctrl-C again kills them
 
@@ -12,8 +12,6 @@ Why not torch's elastic agent: docs/decisions/0009-our-own-workers.md.
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import json
 import os
 import shlex
@@ -21,46 +19,32 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from zero3d.cli.killed import killed, oom_kills
-from zero3d.errors import Zero3dError
-from zero3d.train.stop import SIGNALS, Stopped, StopRequest
+from zero3d.cli.oom import describe_kill, oom_kills
+from zero3d.cli.worker import ERROR_FILE, LAST_WORDS, LAUNCHED, OUTPUT
+from zero3d.train.stop import SIGNALS, StopRequest
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-LAUNCHED = "ZERO3D_LAUNCHED"  # set for workers whose launcher tells their failure
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the name by which torchrun passes it, too
 RANKS = 2  # workers of a machine without accelerators
 POLL = 0.05  # seconds between two looks at the workers
-LAST_WORDS = 1.0  # seconds in which workers may end on their own, and say why, after one has failed
 DIED = "died without an exception"
-OUTPUT = "output-folder"  # the file in which worker 0 names it
 LAUNCH_OPTIONS = ("--ranks", "--json")  # of a command line, what says nothing about the training
 BACKLOG = 2048  # workers that may connect at once, as torch has it
 LAST_LINES = 20  # shown of a worker that died without an exception
 STOPPED = frozenset(128 + number for number in SIGNALS)  # exit codes of workers that saved and left
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc malloc.h
-MMAP_BYTES, TRIM_BYTES = 32 << 20, 1 << 30  # 32 MiB is the most that glibc accepts for mmap
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def quiet_environment() -> None:
-    """Keep notes of torch's C++ side off the terminal; call before torch is imported."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def ranks_here(dp: int | None, tp: int | None, pp: int | None) -> int:
-    """How many workers a bare machine gets: the mesh's product where dp is given, else one per accelerator, else 2.
+    """Count workers for a bare machine: the mesh's product where dp is given, else one per accelerator, else 2.
 
     Without accelerators as many as pipeline and tensor parallelism need, if that is more.
     """
@@ -71,12 +55,9 @@ def ranks_here(dp: int | None, tp: int | None, pp: int | None) -> int:
     return torch.accelerator.device_count() or max(RANKS, (tp or 1) * (pp or 1))
 
 
-# --- the launcher -------------------------------------------------------------------------------
-
-
 @dataclass
 class Worker:
-    """One process and the folder of what it leaves behind."""
+    """Holds one process and the folder of what it leaves behind."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -101,16 +82,16 @@ def launch(words: Sequence[str], ranks: int, *, module: str = "zero3d.cli.main")
     with StopRequest() as request, TemporaryDirectory(prefix="zero3d-") as folder:
         command = [sys.executable, "-P", "-m", module, *words]  # no file here takes the place of a module
         try:
-            with started(command, environment(ranks, store.port), Path(folder)) as workers:
+            with running_workers(command, environment(ranks, store.port), Path(folder)) as workers:
                 failed = supervise(workers, request)
         except KeyboardInterrupt:
             print("killed by a second Ctrl-C; what was saved before is still there", file=sys.stderr)
             return 128 + signal.SIGINT
-        return conclude(workers, failed, request.asked, words, kills)
+        return conclude(workers, failed, request.signal, words, kills)
 
 
 def loopback_store() -> TCPStore:
-    """The store in which workers find each other, reachable from this machine alone.
+    """Open the store in which workers find each other, reachable from this machine alone.
 
     TCPStore("127.0.0.1") listens on all interfaces, and whoever reaches it may write to it: it is given a socket.
     """
@@ -122,7 +103,7 @@ def loopback_store() -> TCPStore:
 
 
 def environment(ranks: int, port: int) -> dict[str, str]:
-    """What all workers share; the store is the launcher's, so no port can be taken in between."""
+    """Return the variables that all workers share; the store is the launcher's, so no port is taken in between."""
     shared = {
         **os.environ,
         LAUNCHED: "1",
@@ -140,12 +121,12 @@ def environment(ranks: int, port: int) -> dict[str, str]:
 
 
 @contextmanager
-def started(command: Sequence[str], shared: dict[str, str], folder: Path) -> Iterator[list[Worker]]:
-    """The workers; whatever happens, none of them is left running."""
+def running_workers(command: Sequence[str], shared: dict[str, str], folder: Path) -> Iterator[list[Worker]]:
+    """Start the workers; whatever happens, none of them is left running."""
     workers: list[Worker] = []
     try:
         for rank in range(int(shared["WORLD_SIZE"])):
-            workers.append(start(rank, command, shared, folder / str(rank)))
+            workers.append(start_worker(rank, command, shared, folder / str(rank)))
         yield workers
     finally:
         for worker in workers:
@@ -155,24 +136,26 @@ def started(command: Sequence[str], shared: dict[str, str], folder: Path) -> Ite
             worker.process.wait()
 
 
-def start(rank: int, command: Sequence[str], shared: dict[str, str], folder: Path) -> Worker:
-    """One worker in a session of its own: what the terminal sends is for the launcher alone."""
+def start_worker(rank: int, command: Sequence[str], shared: dict[str, str], folder: Path) -> Worker:
+    """Start one worker in a session of its own: what the terminal sends is for the launcher alone."""
     folder.mkdir()
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(folder / "error.json")}
+    of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(folder / "error.json")}
     if rank == 0:
-        process = subprocess.Popen(command, env=shared | own, start_new_session=True)
+        process = subprocess.Popen(command, env=shared | of_rank, start_new_session=True)
     else:
         with (folder / "output").open("wb") as output:
-            process = subprocess.Popen(command, env=shared | own, start_new_session=True, stdout=output, stderr=output)
+            process = subprocess.Popen(
+                command, env=shared | of_rank, start_new_session=True, stdout=output, stderr=output
+            )
     return Worker(rank, process, folder)
 
 
 def supervise(workers: Sequence[Worker], request: StopRequest) -> list[Worker]:
-    """Wait for all workers, pass a request to stop on to each once; those that failed."""
-    told = False
+    """Wait for all workers, pass a request to stop on to each once; return those that failed."""
+    stopping = False
     while any(worker.code is None for worker in workers) and not any(worker.failed for worker in workers):
-        if request.asked is not None and not told:
-            told = True
+        if request.signal is not None and not stopping:
+            stopping = True
             for worker in workers:
                 worker.process.terminate()
         time.sleep(POLL)
@@ -184,29 +167,31 @@ def supervise(workers: Sequence[Worker], request: StopRequest) -> list[Worker]:
 
 
 def conclude(
-    workers: Sequence[Worker], failed: Sequence[Worker], asked: int | None, words: Sequence[str],
+    workers: Sequence[Worker], failed: Sequence[Worker], stop_signal: int | None, words: Sequence[str],
     kills: int | None = None,
 ) -> int:  # fmt: skip
-    """Say on stderr how the run ended, unless it is done; the exit code. kills: `oom_kills` when it began."""
-    again = resume_line(words, output_of(workers[0]))
+    """Say on stderr how the run ended, unless it is done; return the exit code. kills: `oom_kills` when it began."""
+    command = resume_command(words, chosen_output(workers[0]))
     stopped = any(worker.code in STOPPED for worker in workers)
-    asked = signal.SIGTERM if asked is None and stopped else asked  # or somebody signalled the workers themselves
-    if asked is not None and any(worker.code == -signal.SIGTERM for worker in failed):
+    stop_signal = (
+        signal.SIGTERM if stop_signal is None and stopped else stop_signal
+    )  # or somebody signalled the workers themselves
+    if stop_signal is not None and any(worker.code == -signal.SIGTERM for worker in failed):
         print(
-            f"stopped by {signal.Signals(asked).name} outside of training; what was saved before is still there",
+            f"stopped by {signal.Signals(stop_signal).name} outside of training; what was saved before is still there",
             file=sys.stderr,
         )
-        return 128 + asked
+        return 128 + stop_signal
     if failed:
-        return tell(failed, again if words[0] == "train" else "", kills)
-    if asked is None or not stopped:
+        return report_failure(failed, command if words[0] == "train" else "", kills)
+    if stop_signal is None or not stopped:
         return 0
-    print(f"stopped by {signal.Signals(asked).name}; resume with: {again}", file=sys.stderr)
-    return 128 + asked
+    print(f"stopped by {signal.Signals(stop_signal).name}; resume with: {command}", file=sys.stderr)
+    return 128 + stop_signal
 
 
-def resume_line(words: Sequence[str], chosen: str = "") -> str:
-    """The command that continues the run of `zero3d WORDS`. chosen: the folder it chose, where WORDS name none."""
+def resume_command(words: Sequence[str], chosen: str = "") -> str:
+    """Return the command that continues `zero3d WORDS`. chosen: the folder it chose, where WORDS name none."""
     kept, rest = [], iter(words)
     for word in rest:
         if word == "--resume":
@@ -218,139 +203,34 @@ def resume_line(words: Sequence[str], chosen: str = "") -> str:
     return shlex.join(["zero3d", *kept, "--resume", "auto"])
 
 
-def output_of(worker: Worker) -> str:
-    """The output folder that a run chose for itself (`tell_output`); nothing where it was given one."""
+def chosen_output(worker: Worker) -> str:
+    """Return the output folder that a run chose for itself (`report_output`); nothing where it was given one."""
     file = worker.folder / OUTPUT
     return file.read_text() if file.is_file() else ""
 
 
-def tell(failed: Sequence[Worker], again: str = "", kills: int | None = None) -> int:
-    """Print the first failure on stderr, and for a worker that died the command that goes on; the exit code."""
-    first = min(failed, key=_moment)
+def report_failure(failed: Sequence[Worker], command: str = "", kills: int | None = None) -> int:
+    """Print the first failure on stderr, for a worker that died also how to go on; return the exit code."""
+    first = min(failed, key=_cause_first)
     error = first.folder / "error.json"
     if error.is_file():
-        told = json.loads(error.read_text())["message"]
-        callstack = told["extraInfo"]["py_callstack"].rstrip()
-        print(f"rank {first.rank} failed:\n{callstack}" if callstack else told["message"], file=sys.stderr)
+        report = json.loads(error.read_text())["message"]
+        callstack = report["extraInfo"]["py_callstack"].rstrip()
+        print(f"rank {first.rank} failed:\n{callstack}" if callstack else report["message"], file=sys.stderr)
         return 2 if first.code == 2 else 1
     assert first.code is not None
-    how = f"exit code {first.code}" if first.code > 0 else killed(-first.code, kills)
+    how = f"exit code {first.code}" if first.code > 0 else describe_kill(-first.code, kills)
     print(f"rank {first.rank} {DIED}: {how}", file=sys.stderr)
     if first.rank > 0:
         for line in (first.folder / "output").read_text(errors="replace").splitlines()[-LAST_LINES:]:
             print(line, file=sys.stderr)
-    if again:
-        print(f"go on from the last checkpoint with: {again}", file=sys.stderr)
+    if command:
+        print(f"go on from the last checkpoint with: {command}", file=sys.stderr)
     return 1
 
 
-def _moment(worker: Worker) -> tuple[bool, float]:
-    """Sorts the cause before its consequences: deaths by a signal, then exceptions by time."""
+def _cause_first(worker: Worker) -> tuple[bool, float]:
+    """Sort the cause before its consequences: deaths by a signal, then exceptions by time."""
     file = worker.folder / "error.json"
     killed = worker.code is not None and worker.code < 0
     return not killed, file.stat().st_mtime if file.is_file() else float("inf")
-
-
-# --- a worker -----------------------------------------------------------------------------------
-
-
-def as_worker(action: Callable[[], None]) -> NoReturn:
-    """Run one rank's work, leave its exception where its launcher looks for it, and exit.
-
-    The exit runs no destructors: they would wait for peers that may be gone, and a gloo thread that
-    drops a tensor while the interpreter shuts down aborts the process.
-    """
-    if LAUNCHED in os.environ:
-        follow_launcher()
-    faulthandler.enable()
-    raise_malloc_thresholds()
-    try:
-        action()
-        code = 0
-    except Stopped as stop:
-        for number in SIGNALS:  # the peers leave, too, and launchers then signal those that remain
-            signal.signal(number, signal.SIG_IGN)
-        code = 128 + stop.signal
-        if os.environ.get("RANK", "0") == "0":
-            print(describe(stop), file=sys.stderr)
-    except BaseException as error:  # noqa: BLE001 (told here or by the launcher)
-        code = leave_exception(error)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads any more
-            stream.flush()
-    os._exit(code)
-
-
-def tell_output(folder: Path) -> None:
-    """Let our launcher know the output folder that the run has chosen, for the command that goes on."""
-    if LAUNCHED in os.environ:
-        with suppress(OSError):  # the disk may be what is full
-            (Path(os.environ[ERROR_FILE]).parent / OUTPUT).write_text(str(folder))
-
-
-def describe(stop: Stopped) -> str:
-    """What is kept; our launcher says the rest."""
-    if LAUNCHED in os.environ:
-        return str(stop)
-    return f"stopped by {signal.Signals(stop.signal).name}: {stop}; --resume auto continues"
-
-
-def leave_exception(error: BaseException) -> int:
-    """Write it in the error file, or for want of our launcher on stderr as well; the exit code.
-
-    An error on purpose is one line, any other a callstack with 1. What another rank raised is told there. Peers that
-    lose this rank find the reason, and the code, in the note that it leaves.
-    """
-    clear = isinstance(error, Zero3dError)
-    code = 130 if isinstance(error, KeyboardInterrupt) else 1
-    if isinstance(error, Zero3dError):
-        code = error.exit_code
-        if error.from_rank is not None:
-            return code
-    summary, callstack = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
-    if ERROR_FILE in os.environ:
-        extra = {"py_callstack": "" if clear else callstack, "timestamp": str(int(time.time()))}
-        told = json.dumps({"message": {"message": summary, "extraInfo": extra}})
-        with suppress(OSError):  # the disk may be what is full
-            _write_whole(Path(os.environ[ERROR_FILE]), told)
-    if LAUNCHED not in os.environ and code != 130:
-        print(summary if clear else callstack, file=sys.stderr)
-    if "torch" in sys.modules and code != 130:
-        tell_peers(summary, code)
-    return code
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Whole or not at all: torchrun reads it as soon as it is there, and dies of half of one."""
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.write_text(text)
-    fresh.replace(path)
-
-
-def tell_peers(summary: str, code: int) -> None:
-    """Leave the note that peers quote when they lose this rank. A store whose host has vanished may never answer."""
-    from zero3d.distributed.axis import leave_note
-
-    telling = threading.Thread(target=leave_note, args=(summary, code), daemon=True)
-    telling.start()
-    telling.join(LAST_WORDS)
-
-
-def follow_launcher() -> None:
-    """Leave Ctrl-C to the launcher, and stop as if asked to when it is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def raise_malloc_thresholds() -> None:
-    """Let glibc keep freed unit storages instead of giving their pages back and faulting them in again.
-
-    Affects storages of up to 32 MiB on the CPU; without glibc it does nothing.
-    """
-    if sys.platform != "linux":
-        return
-    library = ctypes.CDLL(None)
-    if hasattr(library, "gnu_get_libc_version"):
-        library.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
-        library.mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)

@@ -22,7 +22,7 @@ from zero3d.errors import ConfigError
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences per step over all ranks, per rank and forward, forwards per rank and step, ranks."""
+    """Counts sequences per step over all ranks, per rank and forward, forwards per rank and step, ranks."""
 
     batch: int
     micro_batch: int
@@ -53,27 +53,29 @@ def resolve_batch(train: Train, dp: int) -> Batch:
     return Batch(batch, micro, accumulate, dp)
 
 
-def _divide(batch: int, name: str, given: int, dp: int) -> int:
-    """batch / (given x dp). Raises ConfigError when it is not whole."""
-    portion = given * dp
+def _divide(batch: int, name: str, factor: int, dp: int) -> int:
+    """Return batch / (factor x dp). Raises ConfigError when it is not whole."""
+    portion = factor * dp
     if batch % portion == 0:
         return batch // portion
     low = batch // portion * portion
     ways = [f"train.batch={near}" for near in (low, low + portion) if near]
     if batch % dp == 0:
-        ways += [f"train.{name}={near}" for near in _divisors_around(batch // dp, given)]
-    shown = f"{name} {given} x dp {dp}" if given > 1 or name == "micro_batch" else f"dp {dp}"
+        ways += [f"train.{name}={near}" for near in _divisors_around(batch // dp, factor)]
+    shown = f"{name} {factor} x dp {dp}" if factor > 1 or name == "micro_batch" else f"dp {dp}"
     raise ConfigError(
         f"train.batch {batch} is not a multiple of {shown} = {portion}: {batch} / {portion} = {batch / portion:.4g}. "
         f"Type {' or '.join(ways)}."
     )
 
 
-def _divisors_around(number: int, given: int) -> list[int]:
-    """The nearest divisors of `number` below and above `given`."""
-    small = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
-    divisors = sorted({*small, *(number // each for each in small)})
-    return [each for each in divisors if each < given][-1:] + [each for each in divisors if each > given][:1]
+def _divisors_around(number: int, factor: int) -> list[int]:
+    """Return the nearest divisors of `number` below and above `factor`."""
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    divisors = sorted({*small, *(number // divisor for divisor in small)})
+    below = [divisor for divisor in divisors if divisor < factor]
+    above = [divisor for divisor in divisors if divisor > factor]
+    return below[-1:] + above[:1]
 
 
 def _unequal(batch: int, micro: int, accumulate: int, dp: int) -> str:

@@ -16,34 +16,34 @@ from zero3d.errors import ConfigError
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Nested plain values in declared order; tuples become lists."""
+    """Return nested plain values in declared order; tuples become lists."""
     tree: dict[str, Any] = {}
     for name in KEYS:
-        section, _, leaf = name.rpartition(".")
+        section, _, field = name.rpartition(".")
         branch = tree.setdefault(section, {}) if section else tree
-        branch[leaf] = _plain(value_of(config, name))
+        branch[field] = _plain(value_of(config, name))
     return tree
 
 
 def to_yaml(config: Config, *, mark: bool = False) -> str:
-    """YAML text that loads back to an equal Config.
+    """Return YAML text that loads back to an equal Config.
 
     mark    put `# default: VALUE` behind what differs from its default
     """
     lines, last = [], ""
     for name, key in KEYS.items():
-        section, _, leaf = name.rpartition(".")
+        section, _, field = name.rpartition(".")
         if section != last:
             lines.append(f"{section}:")
             last = section
         value = value_of(config, name)
         note = f"  # default: {scalar(key.default)}" if mark and value != key.default else ""
-        lines.append(f"{'  ' if section else ''}{leaf}: {scalar(value)}{note}")
+        lines.append(f"{'  ' if section else ''}{field}: {scalar(value)}{note}")
     return "\n".join(lines) + "\n"
 
 
 def scalar(value: Any) -> str:
-    """One value as YAML on one line, quoted where it must be."""
+    """Return one value as YAML on one line, quoted where it must be."""
     texts = value if isinstance(value, tuple) else (value,)
     quoted = any(isinstance(text, str) and not text.isprintable() for text in texts)
     style = '"' if quoted else None  # the other styles fold lines
@@ -61,7 +61,7 @@ def _plain(value: Any) -> Any:
 
 
 def explain(name: str | None = None) -> str:
-    """A key, the keys of a section, or with None all of them, as text. Raises ConfigError for an unknown name."""
+    """Return a key, a section's keys, or with None all, as text. Raises ConfigError for an unknown name."""
     if name is None:
         return "\n".join(_lines(""))
     if name in KEYS:
@@ -72,11 +72,11 @@ def explain(name: str | None = None) -> str:
 
 
 def _key_text(key: Key) -> Iterator[str]:
-    section, _, leaf = key.name.rpartition(".")
+    section, _, field = key.name.rpartition(".")
     yield f"{key.name}: {key.text}"
     yield f"  takes    {key.wants}"
     yield f"  default  {scalar(key.default)}"
-    yield f"  in YAML  {section}: {{{leaf}: VALUE}}" if section else f"  in YAML  {leaf}: VALUE"
+    yield f"  in YAML  {section}: {{{field}: VALUE}}" if section else f"  in YAML  {field}: VALUE"
     yield f"  typed    {key.name}=VALUE"
 
 
@@ -93,7 +93,7 @@ def _about(section: str) -> str:
 
 
 def as_markdown() -> str:
-    """Tables of all keys, one per section: docs/config.md holds them."""
+    """Return tables of all keys, one per section: docs/config.md holds them."""
     lines: list[str] = []
     for section in ("", *SECTIONS):
         about = _about(section) if section else "Of the whole run."
@@ -110,15 +110,15 @@ def as_markdown() -> str:
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of the file, for editors."""
+    """Return the JSON Schema (draft 2020-12) of the file, for editors."""
     tree = _object("What a zero3d run is.")
     tree = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "zero3d configuration", **tree}
     for name, key in KEYS.items():
-        section, _, leaf = name.rpartition(".")
+        section, _, field = name.rpartition(".")
         properties = tree["properties"]
         if section:
             properties = properties.setdefault(section, _object(_about(section)))["properties"]
-        properties[leaf] = key_schema(key)
+        properties[field] = key_schema(key)
     return tree
 
 
@@ -127,21 +127,21 @@ def _object(description: str) -> dict[str, Any]:
 
 
 def key_schema(key: Key) -> dict[str, Any]:
-    """The JSON Schema of one key."""
-    forms = [_form(key, each) for each in key.types]
+    """Return the JSON Schema of one key."""
+    forms = [_form(key, kind) for kind in key.types]
     form = forms[0] if len(forms) == 1 else {"anyOf": forms}
     return {"description": key.text, "default": _plain(key.default), **form}
 
 
-def _form(key: Key, each: Any) -> dict[str, Any]:
-    if each is NoneType:
+def _form(key: Key, kind: Any) -> dict[str, Any]:
+    if kind is NoneType:
         return {"type": "null"}
-    form = dict(KINDS[each].schema)
-    if each is str and key.choices:
+    form = dict(KINDS[kind].schema)
+    if kind is str and key.choices:
         templates = any(":K" in choice for choice in key.choices)
         return form | ({"pattern": f"^({key.pattern})$"} if templates else {"enum": list(key.choices)})
     names = {"minimum": key.least, "maximum": key.most, "exclusiveMinimum": key.above, "exclusiveMaximum": key.below}
     bounds = {name: bound for name, bound in names.items() if bound is not None}
-    if each in (int, float):
+    if kind in (int, float):
         return form | bounds
-    return form | {"items": form["items"] | bounds} if each == tuple[float, float] else form
+    return form | {"items": form["items"] | bounds} if kind == tuple[float, float] else form

@@ -63,20 +63,20 @@ FOREIGN: Mapping[str, str] = MappingProxyType(  # names in DeepSpeed, Hugging Fa
 
 
 def nearest(word: str, known: Collection[str], cutoff: float = LIKE_CHOICE) -> str | None:
-    """The known word most like this one, if any is."""
+    """Return the known word most like this one, if any is."""
     close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=cutoff) if len(word) <= LONGEST else []
     return close[0] if close else None
 
 
 def unknown(name: str, keys: Collection[str], sections: Collection[str]) -> str:
-    """The message for a dotted key that does not exist."""
+    """Return the message for a dotted key that does not exist."""
     if len(name) > LONGEST:
         return f"{short(name)} is no key. See all keys: zero3d config explain"
     if name in keys:  # written with its dot inside a file
-        section, _, leaf = name.partition(".")
-        return f"{name} is written as two levels in a file: {section}: {{{leaf}: ...}}"
-    parent, _, leaf = name.rpartition(".")
-    other = FOREIGN.get(name) or FOREIGN.get(leaf.lower().replace("-", "_"))
+        section, _, field = name.partition(".")
+        return f"{name} is written as two levels in a file: {section}: {{{field}: ...}}"
+    parent, _, field = name.rpartition(".")
+    other = FOREIGN.get(name) or FOREIGN.get(field.lower().replace("-", "_"))
     if other:
         return f"{name} is no key. Here it is {other}."
     if parent in keys:
@@ -88,16 +88,16 @@ def unknown(name: str, keys: Collection[str], sections: Collection[str]) -> str:
 
 
 def candidates(name: str, keys: Collection[str], sections: Collection[str]) -> list[str]:
-    """Up to three keys or sections: those of that last name wherever they are, else the nearest one."""
-    parent, _, leaf = name.lower().rpartition(".")
+    """Return up to three keys or sections: those of that last name wherever they are, else the nearest one."""
+    parent, _, field = name.lower().rpartition(".")
 
     def score(known: str) -> tuple[float, float]:
         above, _, last = known.rpartition(".")
         flat = _like(name, known.replace(".", "_"))  # log_every
-        return max(flat, _like(leaf, last)), _like(parent, above)
+        return max(flat, _like(field, last)), _like(parent, above)
 
     everything = [*keys, *sections]
-    same = [known for known in everything if known.rpartition(".")[2] == leaf]
+    same = [known for known in everything if known.rpartition(".")[2] == field]
     if same:
         return sorted(same, key=lambda known: -score(known)[1])[:3]
     likely = [known for known in everything if score(known)[0] >= LIKE]

@@ -11,7 +11,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from zero3d.config.hints import nearest
-from zero3d.config.kinds import KINDS, NULLS, convert, found, number_meant
+from zero3d.config.kinds import KINDS, NULLS, convert, describe_value, number_meant
 from zero3d.config.sections import Config
 
 NUMBERS = (int, float, tuple[float, float])  # what bounds are about
@@ -19,7 +19,7 @@ NUMBERS = (int, float, tuple[float, float])  # what bounds are about
 
 @dataclass(frozen=True)
 class Key:
-    """One setting."""
+    """Describes one setting."""
 
     name: str  # dotted: zero.stage
     types: tuple[Any, ...]  # the members of its union, rows of KINDS or NoneType
@@ -34,13 +34,13 @@ class Key:
     @property
     def wants(self) -> str:
         """What it takes, in words: a whole number from 0 to 3."""
-        return ", or ".join("null" if each is NoneType else self._words(each) for each in self.types)
+        return ", or ".join("null" if kind is NoneType else self._words(kind) for kind in self.types)
 
-    def _words(self, each: Any) -> str:
+    def _words(self, kind: Any) -> str:
         if self.choices:
             unit = " (K a whole number from 1)" if any(":K" in choice for choice in self.choices) else ""
             return f"{', '.join(self.choices[:-1])} or {self.choices[-1]}{unit}"
-        return KINDS[each].words + (self._range() if each in NUMBERS else "")
+        return KINDS[kind].words + (self._range() if kind in NUMBERS else "")
 
     def _range(self) -> str:
         bounds = ((" from", self.least), (" above", self.above), (" to", self.most), (" and below", self.below))
@@ -51,7 +51,7 @@ class Key:
         )
 
     def read(self, value: Any) -> Any:
-        """The value converted to the key's type and checked. Raises ValueError with the whole message."""
+        """Return the value converted to the key's type and checked. Raises ValueError with the whole message."""
         try:
             read = convert(value, self.types)
         except ValueError:
@@ -89,7 +89,7 @@ class Key:
             hint = (
                 f" Put it in quotes, for YAML reads it as a {'truth value' if isinstance(value, bool) else 'number'}."
             )
-        return f"{self.name} takes {self.wants}; found {found(value)}.{hint}"
+        return f"{self.name} takes {self.wants}; found {describe_value(value)}.{hint}"
 
 
 def _keys() -> Iterator[Key]:
@@ -113,15 +113,15 @@ KEYS: Mapping[str, Key] = MappingProxyType({key.name: key for key in _keys()})
 
 
 def takes_list(key: Key) -> bool:
-    """Whether commas in an override of it make a list."""
-    return any(get_origin(each) is tuple for each in key.types)
+    """Say whether commas in an override of it make a list."""
+    return any(get_origin(kind) is tuple for kind in key.types)
 
 
 def takes_table(key: Key) -> bool:
-    """Whether braces in an override of it make a mapping."""
+    """Say whether braces in an override of it make a mapping."""
     return Mapping[str, str] in key.types
 
 
 def value_of(config: Config, name: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     return attrgetter(name)(config)

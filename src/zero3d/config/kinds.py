@@ -35,7 +35,7 @@ PARTED = re.compile(r"[-+]?[0-9][0-9_]*_[0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?|[-
 
 
 class Kind(NamedTuple):
-    """A type as people, Python and JSON Schema see it."""
+    """Describes a type as people, Python and JSON Schema see it."""
 
     words: str
     convert: Callable[[Any], Any]  # raises ValueError, TypeError or OverflowError
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
 
 
 def number_meant(text: str) -> str | None:
-    """What to type for a number that readers of YAML 1.1 and 1.2 take for different ones; None for all other text."""
+    """Say what to type for a number that YAML 1.1 and 1.2 read as different ones; None for all other text."""
     digits = text.replace("_", "")
     if len(text) > MOST:
         return None if DECIMAL.fullmatch(text) or not LONG.fullmatch(text) else "type a decimal number"
@@ -76,7 +76,7 @@ def _number(value: Any) -> float:
 
 
 def _decimal(value: Any) -> Any:
-    """A number that was typed as text; all else as it is."""
+    """Return the number that a text is; all else as it is."""
     if not isinstance(value, str):
         return value
     if not DECIMAL.fullmatch(text := value.strip()):
@@ -96,7 +96,7 @@ def _switch(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Text that files and their names can hold: UTF-8 without the character that ends a name."""
+    """Return text that files and their names can hold: UTF-8 without the character that ends a name."""
     if not isinstance(value, str) or "\0" in value:
         raise ValueError
     value.encode()  # raises for half a surrogate pair
@@ -120,7 +120,7 @@ def _pair(value: Any) -> tuple[float, float]:
 def _table(value: Any) -> Mapping[str, str]:
     if not isinstance(value, Mapping) or not value:
         raise ValueError
-    return {_text(key): _text(each) for key, each in value.items()}
+    return {_text(key): _text(item) for key, item in value.items()}
 
 
 KINDS: Mapping[Any, Kind] = MappingProxyType(
@@ -147,10 +147,10 @@ KINDS: Mapping[Any, Kind] = MappingProxyType(
 
 
 def convert(value: Any, types: tuple[Any, ...]) -> Any:
-    """The value as the first of `types` that fits; NoneType among them allows null. Raises ValueError."""
+    """Return the value as the first of `types` that fits; NoneType among them allows null. Raises ValueError."""
     if NoneType in types and (value is None or (isinstance(value, str) and value.strip().lower() in NULLS)):
         return None
-    for kind in (KINDS[each] for each in types if each is not NoneType):
+    for kind in (KINDS[member] for member in types if member is not NoneType):
         try:
             return kind.convert(value)
         except (ValueError, TypeError, OverflowError):
@@ -158,8 +158,8 @@ def convert(value: Any, types: tuple[Any, ...]) -> Any:
     raise ValueError
 
 
-def found(value: Any) -> str:
-    """The value in an error message: short, and with its type where that is the mistake."""
+def describe_value(value: Any) -> str:
+    """Return a value as error messages show it: short, and with its type where that is the mistake."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):

@@ -21,7 +21,7 @@ import yaml
 
 from zero3d.config.hints import unknown
 from zero3d.config.keys import KEYS, SECTIONS, takes_list, takes_table, value_of
-from zero3d.config.kinds import found
+from zero3d.config.kinds import describe_value
 from zero3d.config.sections import Config
 from zero3d.config.yaml_file import parse_yaml, read_yaml
 from zero3d.errors import ConfigError, short
@@ -31,19 +31,19 @@ EITHER = {"train.steps": "train.epochs", "train.epochs": "train.steps"}  # say t
 
 
 class Problem(NamedTuple):
-    """What is wrong with one key. text: None for one that does not exist."""
+    """Says what is wrong with one key. text: None for one that does not exist."""
 
     key: str
     where: str
     text: str | None = None
 
-    def told(self) -> str:
-        """Looks for the nearest key only here, for the one problem that is told."""
+    def message(self) -> str:
+        """Return its message. The nearest key is looked for only here, for the one problem that is shown."""
         return self.where + (unknown(self.key, KEYS, SECTIONS) if self.text is None else self.text)
 
 
-class Given(NamedTuple):
-    """A value as it was written, and where."""
+class Setting(NamedTuple):
+    """Holds a value as it was written, and where."""
 
     value: Any
     where: str  # put before a message about it
@@ -58,22 +58,22 @@ def load(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str]
                  they win over the source, and the last one of a key wins; train.steps displaces the
                  source's train.epochs, and the other way round
     """
-    given: dict[str, Given] = {}
+    settings: dict[str, Setting] = {}
     problems: list[Problem] = []
     if source is not None:
         tree = source if isinstance(source, Mapping) else read_yaml(Path(source))
         where = "" if isinstance(source, Mapping) else f"{source}: "
-        problems += _flatten(tree, where, given)
+        problems += _flatten(tree, where, settings)
     for override in overrides:
-        problems += _override(override, given)
+        problems += _override(override, settings)
     values: dict[str, Any] = {}
-    for name, (value, where, _) in given.items():
+    for name, (value, where, _) in settings.items():
         try:
             values[name] = KEYS[name].read(value)
         except ValueError as error:
             problems.append(Problem(name, where, str(error)))
     config = _build(values)
-    problems += [problem._replace(where=given[problem.key].where) for problem in _across(config)]
+    problems += [problem._replace(where=settings[problem.key].where) for problem in _across(config)]
     _raise(problems)
     return config
 
@@ -93,7 +93,7 @@ def check(config: Config) -> None:
 
 
 def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The words of a command line, [CONFIG] [overrides...], apart. Raises ConfigError."""
+    """Split the words of a command line into [CONFIG] and [overrides...]. Raises ConfigError."""
     first, rest = (words[0], list(words[1:])) if words else (None, [])
     if first is not None and "=" in first and not os.path.isfile(first):  # a Path's own raises for long words
         first, rest = None, list(words)
@@ -103,24 +103,24 @@ def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
     return first, rest
 
 
-def _flatten(tree: Mapping[Any, Any], where: str, given: dict[str, Given]) -> Iterator[Problem]:
-    """Fill `given` from nested mappings; what is no key is yielded."""
+def _flatten(tree: Mapping[Any, Any], where: str, settings: dict[str, Setting]) -> Iterator[Problem]:
+    """Fill `settings` from nested mappings; what is no key is yielded."""
     for name, value in tree.items():
         if name in KEYS and "." in name:
             yield Problem(name, where)
         elif name not in SECTIONS:
-            yield from _take(str(name), value, where, given)
+            yield from _take(str(name), value, where, settings)
         elif isinstance(value, Mapping):
-            for leaf, inner in value.items():
-                yield from _take(f"{name}.{leaf}", inner, where, given)
+            for field, inner in value.items():
+                yield from _take(f"{name}.{field}", inner, where, settings)
         elif value is not None:  # a section whose keys are all commented out is null
             example = next(key for key in KEYS if key.startswith(f"{name}."))
             text = f"{name} is a section: write keys under it, such as {example}. All: zero3d config explain {name}"
             yield Problem(name, where, text)
 
 
-def _override(word: str, given: dict[str, Given]) -> Iterator[Problem]:
-    """Fill `given` from one dotted override."""
+def _override(word: str, settings: dict[str, Setting]) -> Iterator[Problem]:
+    """Fill `settings` from one dotted override."""
     name, equals, text = (part.strip() for part in word.partition("="))
     where = f"override {_typed(word)}: "
     if not equals or not name:
@@ -129,10 +129,10 @@ def _override(word: str, given: dict[str, Given]) -> Iterator[Problem]:
         example = next(key for key in KEYS if key.startswith(f"{name}."))
         yield Problem(name, where, f"{name} is a section: type one of its keys, such as {example}=VALUE.")
     else:
-        other = given.get(EITHER.get(name, ""))
+        other = settings.get(EITHER.get(name, ""))
         if other is not None and not other.override and text.lower() not in ("", "null", "none", "~"):
-            del given[EITHER[name]]
-        yield from _take(name, _listed(name, text), where, given, override=True)
+            del settings[EITHER[name]]
+        yield from _take(name, _listed(name, text), where, settings, override=True)
 
 
 def _not_a_pair(word: str) -> str:
@@ -142,11 +142,11 @@ def _not_a_pair(word: str) -> str:
 
 
 def _typed(word: str) -> str:
-    return found(word).removeprefix("the text ")
+    return describe_value(word).removeprefix("the text ")
 
 
 def _listed(name: str, text: str) -> Any:
-    """Commas and brackets make lists, braces mappings, where the key takes one; all else is for its type to read."""
+    """Return lists of commas and brackets, mappings of braces, where the key takes one; else the text."""
     if name not in KEYS or not (takes_list(KEYS[name]) or takes_table(KEYS[name])):
         return text
     if text.startswith("[{"[takes_table(KEYS[name])]):
@@ -157,24 +157,24 @@ def _listed(name: str, text: str) -> Any:
     return [part.strip() for part in text.split(",")] if "," in text and takes_list(KEYS[name]) else text
 
 
-def _take(name: str, value: Any, where: str, given: dict[str, Given], override: bool = False) -> Iterator[Problem]:
+def _take(name: str, value: Any, where: str, settings: dict[str, Setting], override: bool = False) -> Iterator[Problem]:
     if name in KEYS:
-        given[name] = Given(value, where, override)
+        settings[name] = Setting(value, where, override)
     else:
         yield Problem(name, where)
 
 
 def _build(values: Mapping[str, Any]) -> Config:
-    """The Config of checked values by dotted name."""
+    """Return the Config of checked values by dotted name."""
     top = {name: value for name, value in values.items() if "." not in name}
     for section, kind in SECTIONS.items():
-        own = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{section}.")}
-        top[section] = kind(**own)
+        fields = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{section}.")}
+        top[section] = kind(**fields)
     return Config(**top)
 
 
 def _across(config: Config) -> Iterator[Problem]:
-    """What no key shows alone; the key of each problem is one that was given."""
+    """Yield problems that no key shows alone; the key of each is one that was given."""
     if config.train.steps is not None and config.train.epochs is not None:
         steps, epochs = config.train.steps, config.train.epochs
         text = f"train.steps {steps} and train.epochs {epochs:g} both say how long: leave one out, or set it to null."
@@ -187,7 +187,7 @@ def _across(config: Config) -> Iterator[Problem]:
 def _raise(problems: Sequence[Problem]) -> None:
     if not problems:
         return
-    others = list(dict.fromkeys(problem.key for problem in problems[1:]))
-    named = ", ".join(map(short, others[:NAMED])) + ", ..." * (len(others) > NAMED)
-    more = f" And {len(others)} more problem{'s' * (len(others) > 1)}: {named}." if others else ""
-    raise ConfigError(problems[0].told() + more)
+    keys = list(dict.fromkeys(problem.key for problem in problems[1:]))
+    listed = ", ".join(map(short, keys[:NAMED])) + ", ..." * (len(keys) > NAMED)
+    more = f" And {len(keys)} more problem{'s' * (len(keys) > 1)}: {listed}." if keys else ""
+    raise ConfigError(problems[0].message() + more)

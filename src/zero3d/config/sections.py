@@ -32,7 +32,7 @@ def key(
     above: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A field: its default, what it means, and what is allowed.
+    """Declare a field: its default, what it means, and what is allowed.
 
     least, most     closed bounds
     above, below    open bounds

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from zero3d.config.hints import nearest
-from zero3d.config.kinds import found, number_meant
+from zero3d.config.kinds import describe_value, number_meant
 from zero3d.errors import ConfigError, short
 from zero3d.reading import Unreadable, read_text
 
@@ -26,7 +26,7 @@ NODES, CHARACTERS = 20_000, 4 * BYTES  # with every alias written out
 
 
 class Loader(yaml.SafeLoader):
-    """A SafeLoader that refuses bombs, tags and numbers that are read in two ways, when it comes to them."""
+    """Refuses bombs, tags and numbers that are read in two ways, when it comes to them; else a SafeLoader."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (the form that PyYAML has)
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
@@ -39,7 +39,7 @@ class Loader(yaml.SafeLoader):
         self._sizes: dict[yaml.Node, tuple[int, int]] = {}  # nodes and characters below each that is complete
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """The node that comes next. Raises MarkedYAMLError for one that nobody needs."""
+        """Compose the node that comes next. Raises MarkedYAMLError for one that nobody needs."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         nodes, characters = self._nodes, self._characters
         self._check(event)
@@ -81,7 +81,7 @@ def _at(event: Any, problem: str) -> yaml.MarkedYAMLError:
 
 
 def read_yaml(path: Path, example: str = "zero: {stage: 2}") -> Mapping[Any, Any]:
-    """The top mapping of a YAML (or JSON) file; an empty file is an empty mapping. Raises ConfigError."""
+    """Return the top mapping of a YAML (or JSON) file; an empty file is an empty one. Raises ConfigError."""
     try:
         tree = parse_yaml(read_text(path, BYTES))
     except FileNotFoundError:
@@ -101,12 +101,12 @@ def read_yaml(path: Path, example: str = "zero: {stage: 2}") -> Mapping[Any, Any
     if tree is None:
         return {}
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{path} holds {found(tree)}; expected fields, such as {example}.")
+        raise ConfigError(f"{path} holds {describe_value(tree)}; expected fields, such as {example}.")
     return tree
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text. Raises YAMLError and ValueError."""
+    """Return the value of a YAML text. Raises YAMLError and ValueError."""
     loader = Loader(text)
     try:
         node = loader.get_single_node()
@@ -119,13 +119,13 @@ def parse_yaml(text: str) -> Any:
 
 
 def _refuse_twice(node: yaml.Node | None, section: str = "") -> None:
-    """No key twice in one mapping, where PyYAML would keep the last one in silence; two levels are all there are."""
+    """Refuse a key twice in a mapping, where PyYAML would keep the last in silence; there are two levels only."""
     first: dict[str, int] = {}
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         if isinstance(key, yaml.ScalarNode):
             if key.value in first:
-                told = f"{section}{short(key.value)} is written twice, first in line {first[key.value]}: delete one"
-                raise yaml.MarkedYAMLError(problem=told, problem_mark=key.start_mark)
+                problem = f"{section}{short(key.value)} is written twice, first in line {first[key.value]}: delete one"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             first[key.value] = key.start_mark.line + 1
             if not section:
                 _refuse_twice(value, f"{short(key.value)}.")
@@ -138,9 +138,9 @@ def _missing(path: Path) -> str:
 
 
 def _hint(folder: Path, name: str) -> str:
-    """The file that was probably meant."""
+    """Name the file that was probably meant."""
     names: list[str] = []
     with suppress(OSError):  # a folder that may be entered but not listed
         names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
-    near = nearest(name, names) or next((each for each in names if each.endswith((".yaml", ".yml"))), None)
+    near = nearest(name, names) or next((other for other in names if other.endswith((".yaml", ".yml"))), None)
     return f" Did you mean {folder / near}?" if near else ""

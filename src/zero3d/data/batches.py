@@ -32,7 +32,7 @@ DATA = "data.train, data.validation and tokenizer"
 
 
 class Order:
-    """The endless stream of sequence indices."""
+    """The endless stream of sequence indices, an epoch after another."""
 
     def __init__(self, count: int, seed: int, shuffle: bool) -> None:
         self.count = count
@@ -41,19 +41,21 @@ class Order:
         self._epochs: dict[int, NDArray[Any]] = {}
 
     def samples(self, start: int, stop: int) -> list[int]:
-        """Those at these places of the stream."""
+        """Return the indices at these places of the stream."""
         return [int(self._epoch(place // self.count)[place % self.count]) for place in range(start, stop)]
 
     def _epoch(self, epoch: int) -> NDArray[Any]:
         if epoch not in self._epochs:
             generator = numpy.random.default_rng([self.seed, epoch])
             order = generator.permutation(self.count) if self.shuffle else numpy.arange(self.count)
-            self._epochs = {old: kept for old, kept in self._epochs.items() if old == epoch - 1} | {epoch: order}
+            self._epochs = {number: indices for number, indices in self._epochs.items() if number == epoch - 1} | {
+                epoch: order
+            }
         return self._epochs[epoch]
 
 
 class BatchStream:
-    """Iterate: each step this rank's `accumulate` micro-batches [micro_batch, length]. It never ends.
+    """An endless iterator: for each step this rank's `accumulate` micro-batches [micro_batch, length].
 
     `workers` processes read ahead; the batches are the same with any number. Call `close` at the end.
     `dealt`: rank r's k-th micro-batch is number k x dp + r of the batch's, as exact mode numbers them.
@@ -93,9 +95,9 @@ class BatchStream:
         return step
 
     def _micro_batches(self, taken: int) -> Iterator[list[int]]:
-        """This rank's, as indices of sequences, from a place of the stream on."""
-        own, size = self.portions.batch // self.portions.dp, self.portions.micro_batch
-        start, step = (size, size * self.portions.dp) if self._dealt else (own, size)
+        """Yield this rank's micro-batches, as indices of sequences, from a place of the stream on."""
+        share, size = self.portions.batch // self.portions.dp, self.portions.micro_batch
+        start, step = (size, size * self.portions.dp) if self._dealt else (share, size)
         while True:
             first_of_all = taken + self._rank * start
             for first in range(first_of_all, first_of_all + step * self.portions.accumulate, step):
@@ -103,7 +105,7 @@ class BatchStream:
             taken += self.portions.batch
 
     def state(self) -> dict[str, int | str]:
-        """The place after the last batch handed out, whatever workers have read ahead, and what the order depends on.
+        """Return the place after the last batch handed out, whatever workers have read ahead, and what the order needs.
 
         The same on all ranks.
         """
@@ -113,12 +115,12 @@ class BatchStream:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on at a saved place. Raises DataError where the order is not the one that was saved."""
-        now = self.state()
-        for name in [name for name in now if name not in ("epoch", "index")]:
-            if state.get(name, now[name]) != now[name]:
+        present = self.state()
+        for name in [name for name in present if name not in ("epoch", "index")]:
+            if state.get(name, present[name]) != present[name]:
                 raise DataError(
                     f"the data are not those of the checkpoint: {name} was {_shown(state[name])} and is now "
-                    f"{_shown(now[name])}. Give the same {TYPED.get(name, DATA)}, or start a new run."
+                    f"{_shown(present[name])}. Give the same {TYPED.get(name, DATA)}, or start a new run."
                 )
         self.close()
         self._taken = state["epoch"] * self._order.count + state["index"]
@@ -134,7 +136,9 @@ class BatchStream:
         self._batches = None  # a loader's iterator ends its workers when it goes
 
 
-class _Rows(Dataset[Sample]):
+class _Samples(Dataset[Sample]):
+    """Sequences as torch's map-style data set."""
+
     def __init__(self, sequences: Sequences) -> None:
         self._sequences = sequences
 
@@ -159,7 +163,7 @@ def _load(sequences: Sequences, batches: Iterator[list[int]], workers: int) -> I
     private: DataLoader draws a number from it, and the global one belongs to dropout.
     """
     loader: DataLoader[Any] = DataLoader(
-        _Rows(sequences),
+        _Samples(sequences),
         batch_sampler=_Endless(batches),  # it has no length, and needs none
         collate_fn=sequences.stack,
         num_workers=workers,
@@ -171,7 +175,7 @@ def _load(sequences: Sequences, batches: Iterator[list[int]], workers: int) -> I
 
 
 def _start_worker(_: int) -> None:
-    """Signals to the process group are for the rank, which saves a checkpoint and then closes its workers."""
+    """Ignore signals to the process group: they are for the rank, which saves a checkpoint and closes its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -180,7 +184,7 @@ def validation_batches(
     sequences: Sequences, micro_batch: int, *, dp: int = 1, rank: int = 0, limit: int | None = None,
     together: bool = False,
 ) -> Iterator[Batch]:  # fmt: skip
-    """This rank's micro-batches over all sequences, or `limit` of them at most: as many on every rank.
+    """Yield this rank's micro-batches over all sequences, or `limit` of them at most: as many on every rank.
 
     together: `limit` is of all ranks, so that they see the same sequences at every dp.
     Missing rows are padding whose labels are all -100. Weigh each micro-batch's mean with its targets,
@@ -196,7 +200,7 @@ def validation_batches(
 
 
 def steps_of(epochs: float, sequences: int, batch: int, taken: int = 0) -> int:
-    """Steps of `batch` sequences that make so many passes, `taken` sequences of which are done.
+    """Return how many steps of `batch` sequences make so many passes, `taken` sequences of which are done.
 
     The last one may reach into the next pass.
     """

@@ -38,7 +38,7 @@ class ChatTemplate:
         self._marked = bool(GENERATION.search(tokenizer.inner.get_chat_template()))
 
     def encode(self, messages: Sequence[dict[str, Any]]) -> Tokens:
-        """Ids and targets of one conversation. Raises ValueError where the template refuses it."""
+        """Return ids and targets of one conversation. Raises ValueError where the template refuses it."""
         from jinja2 import TemplateError
 
         try:
@@ -47,8 +47,8 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses it: {error}") from error
 
     def _by_marks(self, messages: Sequence[dict[str, Any]]) -> Tokens:
-        found = self._inner.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        return list(found["input_ids"]), list(found["assistant_masks"])
+        encoded = self._inner.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 
     def _by_prefixes(self, messages: Sequence[dict[str, Any]]) -> Tokens:
         whole = self._render(messages)
@@ -67,9 +67,9 @@ class ChatTemplate:
                     "{% endgeneration %} around the answer in the template."
                 )
             answers.append((len(prompt), len(answered)))
-        found = self._inner(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        targets = [int(any(a <= start < b for a, b in answers)) for start, _ in found["offset_mapping"]]
-        return list(found["input_ids"]), targets
+        encoded = self._inner(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        targets = [int(any(a <= start < b for a, b in answers)) for start, _ in encoded["offset_mapping"]]
+        return list(encoded["input_ids"]), targets
 
     def _render(self, messages: Sequence[dict[str, Any]], **options: bool) -> str:
         return str(self._inner.apply_chat_template(messages, tokenize=False, **options))

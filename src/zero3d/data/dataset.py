@@ -26,7 +26,7 @@ class DataSet:
 
 
 def needs_tokenizer(data: Data) -> bool:
-    """Whether any file is something else than arrays of token ids."""
+    """Return whether any file is something else than arrays of token ids."""
     return any(source.format != "npy" for source in _sources(data))
 
 
@@ -43,26 +43,26 @@ def open_data(
         check_vocabulary(tokenizer, vocabulary)
     store = _store(data, data.train, tokenizer, vocabulary, verify)
     documents, notes = store.documents(), [store.note]
-    held: tuple[TokenStore, Documents] | None = None
+    held_out: tuple[TokenStore, Documents] | None = None
     if isinstance(data.validation, tuple):
         other = _store(data, data.validation, tokenizer, vocabulary, verify)
-        held = other, other.documents()
+        held_out = other, other.documents()
         notes.append(other.note)
     elif data.validation:
         documents, end, note = hold_out(documents, data.validation)
-        held = store, end
+        held_out = store, end
         notes.append(note)
     train = _sequences(data, store, documents, tokenizer, multiple)
-    validation = _sequences(data, *held, tokenizer, multiple) if held else None
+    validation = _sequences(data, *held_out, tokenizer, multiple) if held_out else None
     lines = [*_describe("training", train, store), *(note for note in notes if note is not None)]
-    if held and validation:
-        lines += _describe("validation", validation, held[0] if held[0] is not store else None)
+    if held_out and validation:
+        lines += _describe("validation", validation, held_out[0] if held_out[0] is not store else None)
     return DataSet(train, validation, tokenizer, lines)
 
 
 def _sources(data: Data) -> list[Source]:
-    listed = data.train + (data.validation if isinstance(data.validation, tuple) else ())
-    return find_sources(listed, data.format)
+    paths = data.train + (data.validation if isinstance(data.validation, tuple) else ())
+    return find_sources(paths, data.format)
 
 
 def _store(
@@ -92,7 +92,10 @@ def _sequences(
 
 
 def _describe(name: str, sequences: Sequences, store: TokenStore | None) -> Iterator[str]:
-    """What there is, then what is missing. `store` where its counts were not told yet."""
+    """Yield a line on what there is, then one on what is missing.
+
+    store   whose counts are told, too; None where another line has them
+    """
     tokens, targets = sequences.count()
     files = f"{_number(store.meta.files, 'file')}, " if store else ""
     full = f" ({tokens / (len(sequences) * sequences.length):.1%} full)" if sequences.packing else ""
@@ -106,9 +109,9 @@ def _describe(name: str, sequences: Sequences, store: TokenStore | None) -> Iter
         (sequences.truncated, "example", f"truncated to {sequences.length} tokens"),
         (sequences.dropped, "sample", "without a target dropped"),
     ]
-    told = [f"{_number(count, noun)} {fate}" for count, noun, fate in missing if count]
-    if told:
-        yield f"{name}: {'; '.join(told)}"
+    losses = [f"{_number(count, noun)} {fate}" for count, noun, fate in missing if count]
+    if losses:
+        yield f"{name}: {'; '.join(losses)}"
 
 
 def _number(count: int, noun: str) -> str:

@@ -27,7 +27,7 @@ class Encoded(NamedTuple):
 
     ids      [n]   token ids
     targets  [n]   1 where a token is learnt; None where all are
-    example  it is to be kept whole, not cut into sequences
+    example  whether it is kept whole, not cut into sequences
     """
 
     ids: NDArray[Any]
@@ -46,17 +46,17 @@ class Encoder:
         self._template: ChatTemplate | None = None
 
     def documents(self, records: Iterable[Record]) -> Iterator[Encoded]:
-        """In the records' order."""
+        """Yield the records' documents, in their order."""
         for batch in _batches(records):
             texts = iter(self._encode((text for text, starts in _texts(batch) if starts), starts=True))
-            others = iter(self._encode((text for text, starts in _texts(batch) if not starts), starts=False))
+            rest = iter(self._encode((text for text, starts in _texts(batch) if not starts), starts=False))
             for record in batch:
                 match record:
                     case Text():
-                        ids = next(texts if record.first else others) + (self._end() if record.last else [])
+                        ids = next(texts if record.first else rest) + (self._end() if record.last else [])
                         yield Encoded(_ids(ids), None, example=False, last=record.last)
                     case Completion():
-                        yield _completion(next(texts), next(others) + self._end())
+                        yield _completion(next(texts), next(rest) + self._end())
                     case Row():
                         yield Encoded(record.ids, None, example=not record.stream, last=record.last)
                     case Chat():
@@ -65,8 +65,8 @@ class Encoder:
                         self._leave_out(record)
 
     def _encode(self, texts: Iterable[str], starts: bool) -> list[list[int]]:
-        listed = list(texts)
-        return self._tokenizer.encode(listed, starts) if listed else []
+        batch = list(texts)
+        return self._tokenizer.encode(batch, starts) if batch else []
 
     @property
     def _tokenizer(self) -> Tokenizer:
@@ -112,7 +112,7 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 
 def _texts(batch: Iterable[Record]) -> Iterator[tuple[str, bool]]:
-    """What is tokenized, and whether it starts a document."""
+    """Yield each text that is tokenized, and whether it starts a document."""
     for record in batch:
         if isinstance(record, Text):
             yield record.text, record.first

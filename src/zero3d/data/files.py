@@ -41,7 +41,7 @@ class Source(NamedTuple):
 
 
 def find_sources(paths: Sequence[str], format: str = "auto") -> list[Source]:
-    """All files behind `paths`, each folder's sorted. Raises DataError where there are none."""
+    """Return all files behind `paths`, each folder's sorted. Raises DataError where there are none."""
     if not paths:
         raise DataError("no data: give data.train files or folders.")
     return [source for path in paths for source in _find(path, format)]
@@ -59,21 +59,21 @@ def _find(path: str, format: str) -> list[Source]:
     place = _place(path)
     if _is_folder(place):
         return _in_folder(place, format)
-    found = format if format != "auto" else _format_of(place)
-    if found is None:
+    known_format = format if format != "auto" else _format_of(place)
+    if known_format is None:
         known = " ".join(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
         raise DataError(
             f"{path}: the suffix {place.suffix or '(none)'} is none of {known}: "
             f"set data.format to {', '.join(SUFFIXES)}."
         )
-    return [Source(place.resolve(), found)]
+    return [Source(place.resolve(), known_format)]
 
 
 def _in_folder(folder: Path, format: str) -> list[Source]:
     files = list(_visible_files(folder))
     if format == "auto":
-        sources = [Source(file.resolve(), found) for file in files if (found := _format_of(file))]
-    elif format == "text":  # asked for by name: any file
+        sources = [Source(file.resolve(), known) for file in files if (known := _format_of(file))]
+    elif format == "text":  # named: any file
         sources = [Source(file.resolve(), format) for file in files]
     else:
         sources = [Source(file.resolve(), format) for file in files if _format_of(file) == format]
@@ -109,7 +109,7 @@ def _place(path: str) -> Path:
 
 
 def _is_folder(place: Path) -> bool:
-    """Whether it is one, and else a regular file. Raises DataError for all that is neither."""
+    """Return whether it is a folder, and not a regular file. Raises DataError for all that is neither."""
     try:
         check_regular(place)
     except IsADirectoryError:
@@ -124,7 +124,7 @@ def _is_folder(place: Path) -> bool:
 
 
 def _missing(place: Path) -> str:
-    """What is not there: the end of a link, the folder, or the file, with the name that was probably meant."""
+    """Say what is missing: the target of a link, the folder, or the file, with the name that was probably meant."""
     if place.is_symlink():
         return f"{place} is a link to {place.readlink()}, which does not exist: make the link anew, or name the file."
     if not place.parent.is_dir():

@@ -1,4 +1,4 @@
-"""Which tokens make which sequence: a table of segments, made with numpy. No torch.
+"""Which tokens make which sequence: a table of spans, made with numpy. No torch.
 
     text, packed      documents one after another, cut every `length` tokens; nothing is lost
                       | A A A A A B B B | B B C C C C D D | D D D . . . . . |
@@ -6,7 +6,7 @@
                       longer ones are truncated
     not packed        one document, or piece of one, per sequence
 
-A segment is tokens of one document that see only each other. It starts without its past, so its first
+A span is tokens of one document that see only each other. It starts without its past, so its first
 token is no target; sequences in which nothing is left to learn are dropped (their loss would be 0/0).
 """
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from zero3d.errors import ConfigError
 
 Ints = NDArray[numpy.int64]
-COUNTED = 1 << 12  # segments whose targets are counted at once: their tokens are in memory
+COUNTED = 1 << 12  # spans whose targets are counted at once: their tokens are in memory
 
 
 class Documents(NamedTuple):
@@ -32,14 +32,14 @@ class Documents(NamedTuple):
     examples: NDArray[numpy.bool_]
 
     def some(self, chosen: NDArray[Any]) -> Documents:
-        """Those at these indices, or where this mask is true."""
+        """Return the documents at these indices, or where this mask is true."""
         return Documents(self.starts[chosen], self.stops[chosen], self.examples[chosen])
 
 
 class Plan(NamedTuple):
-    """Sequence i is the segments [pointers[i], pointers[i + 1])."""
+    """The table of spans: sequence i is the spans [pointers[i], pointers[i + 1])."""
 
-    segments: Ints  # [R, 2] start and stop
+    spans: Ints  # [R, 2] start and stop
     pointers: Ints  # [S + 1]
     truncated: int  # examples longer than a sequence
     dropped: int  # sequences, or examples, without a target
@@ -73,34 +73,34 @@ def _hold_out_end(documents: Documents, fraction: float) -> tuple[Documents, Doc
 
 
 def plan(documents: Documents, length: int, packing: bool, targets: NDArray[numpy.uint8] | None) -> Plan:
-    """The segment table. `targets` marks what is learnt, None if all is."""
+    """Return the table of spans. `targets` marks what is learnt, None if all is."""
     if packing and not documents.examples.any():
         return _stream(documents, length)
-    segments, truncated = _pieces(documents, length)
-    kept = count_targets(segments, targets) > 0
+    spans, truncated = _pieces(documents, length)
+    kept = count_targets(spans, targets) > 0
     dropped = int(len(kept) - kept.sum())
-    segments = segments[kept]
+    spans = spans[kept]
     if not packing:
-        return Plan(segments, numpy.arange(len(segments) + 1), truncated, dropped)
-    order, pointers = best_fit(segments[:, 1] - segments[:, 0], length)
-    return Plan(segments[order], pointers, truncated, dropped)
+        return Plan(spans, numpy.arange(len(spans) + 1), truncated, dropped)
+    order, pointers = best_fit(spans[:, 1] - spans[:, 0], length)
+    return Plan(spans[order], pointers, truncated, dropped)
 
 
 def _stream(documents: Documents, length: int) -> Plan:
-    """Documents one after another, cut every `length` tokens."""
+    """Put documents one after another and cut them every `length` tokens."""
     ends = numpy.cumsum(documents.stops - documents.starts)
     begins = ends - (documents.stops - documents.starts)
     owner, starts, stops = _cut(begins, ends, length)
     sequence = starts // length
-    targets = numpy.bincount(sequence, weights=stops - starts - 1)  # every token but the first of a segment
+    targets = numpy.bincount(sequence, weights=stops - starts - 1)  # every token but the first of a span
     kept = targets > 0
     moved = (documents.starts - begins)[owner]  # from a place in the concatenation to one in the store
-    segments = numpy.stack([starts + moved, stops + moved], axis=1)[kept[sequence]]
-    return Plan(segments, _pointers(numpy.bincount(sequence)[kept]), 0, int(len(kept) - kept.sum()))
+    spans = numpy.stack([starts + moved, stops + moved], axis=1)[kept[sequence]]
+    return Plan(spans, _pointers(numpy.bincount(sequence)[kept]), 0, int(len(kept) - kept.sum()))
 
 
 def _pieces(documents: Documents, length: int) -> tuple[Ints, int]:
-    """Segments of at most `length` tokens: texts cut, examples truncated; and how many of these."""
+    """Return spans of at most `length` tokens (texts cut, examples truncated), and how many were truncated."""
     sizes = documents.stops - documents.starts
     used = numpy.where(documents.examples, numpy.minimum(sizes, length), sizes)
     owner, starts, stops = _cut(numpy.zeros_like(used), used, length)
@@ -117,13 +117,13 @@ def _cut(begins: Ints, ends: Ints, length: int) -> tuple[Ints, Ints, Ints]:
     return owner, numpy.maximum(begins[owner], cell * length), numpy.minimum(ends[owner], (cell + 1) * length)
 
 
-def count_targets(segments: Ints, targets: NDArray[numpy.uint8] | None) -> Ints:
-    """Targets of each segment, the first token not counted. Segments ascend."""
+def count_targets(spans: Ints, targets: NDArray[numpy.uint8] | None) -> Ints:
+    """Count the targets of each span, the first token left out. Spans ascend."""
     if targets is None:
-        return segments[:, 1] - segments[:, 0] - 1
-    counts = numpy.zeros(len(segments), numpy.int64)
-    for first in range(0, len(segments), COUNTED):
-        part = segments[first : first + COUNTED]
+        return spans[:, 1] - spans[:, 0] - 1
+    counts = numpy.zeros(len(spans), numpy.int64)
+    for first in range(0, len(spans), COUNTED):
+        part = spans[first : first + COUNTED]
         low, high = int(part[0, 0]), int(part[-1, 1])
         sums = numpy.concatenate([[0], numpy.cumsum(targets[low:high], dtype=numpy.int64)])
         counts[first : first + COUNTED] = sums[part[:, 1] - low] - sums[part[:, 0] + 1 - low]
@@ -156,13 +156,13 @@ def best_fit(sizes: Ints, length: int) -> tuple[Ints, Ints]:
             else:
                 room = known.pop(at)
                 group = numpy.concatenate(rooms.pop(room))
-            each = room // size
-            used = min(len(group), -(-len(items) // each))
-            placed = min(used * each, len(items))
-            bin_of[items[:placed]] = numpy.repeat(group[:used], each)[:placed]
-            full = placed // each  # the last bin used may have got fewer
-            left = [(room - each * size, group[:full]), (room, group[used:])]
-            left.append((room - (placed - full * each) * size, group[full:used]))
+            per_bin = room // size
+            used = min(len(group), -(-len(items) // per_bin))
+            placed = min(used * per_bin, len(items))
+            bin_of[items[:placed]] = numpy.repeat(group[:used], per_bin)[:placed]
+            full = placed // per_bin  # the last bin used may have got fewer
+            left = [(room - per_bin * size, group[:full]), (room, group[used:])]
+            left.append((room - (placed - full * per_bin) * size, group[full:used]))
             for rest, some in left:
                 if len(some) and rest:
                     if rest not in rooms:
@@ -173,7 +173,7 @@ def best_fit(sizes: Ints, length: int) -> tuple[Ints, Ints]:
 
 
 def _in_order(bin_of: Ints, bins: int) -> tuple[Ints, Ints]:
-    """Items sorted by bin, bins by their first item."""
+    """Sort items by bin, bins by their first item."""
     order = numpy.argsort(bin_of, kind="stable")
     counts = numpy.bincount(bin_of, minlength=bins)
     pointers = _pointers(counts)

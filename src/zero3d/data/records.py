@@ -40,12 +40,16 @@ class Text(NamedTuple):
 
 
 class Completion(NamedTuple):
+    """A prompt and what is learnt to follow it."""
+
     prompt: str
     completion: str
     place: str
 
 
 class Chat(NamedTuple):
+    """A conversation of {role, content} messages."""
+
     messages: list[dict[str, Any]]
     place: str
 
@@ -60,7 +64,7 @@ class Row(NamedTuple):
 
 
 class BadRecord(NamedTuple):
-    """Why this one cannot be used."""
+    """A record that cannot be used, and why."""
 
     why: str
     place: str
@@ -70,7 +74,7 @@ Record = Text | Completion | Chat | Row | BadRecord
 
 
 def read(source: Source) -> Iterator[Record]:
-    """The records of one file. Raises DataError for what no line is to blame for."""
+    """Yield the records of one file. Raises DataError for what no line is to blame for."""
     reader = {"text": _text, "jsonl": _lines, "npy": _array, "parquet": _parquet}[source.format]
     try:
         yield from reader(source.path)
@@ -79,7 +83,7 @@ def read(source: Source) -> Iterator[Record]:
 
 
 def _text(path: Path) -> Iterator[Record]:
-    """A file is a document. Long ones come in pieces that end with a line."""
+    """Yield a file as one document, a long one in pieces that end with a line."""
     with path.open(encoding="utf-8", newline="") as file:
         try:
             piece, first = file.read(PIECE) + file.readline(PIECE), True
@@ -171,7 +175,7 @@ def _open_array(path: Path) -> NDArray[Any]:
 
 
 def check_rows(sources: Sequence[Source], length: int) -> None:
-    """Refuse arrays whose rows are longer than a sequence: nobody cut them to be cut again."""
+    """Refuse arrays whose rows are longer than a sequence: they were cut already. Raises DataError."""
     for source in sources:
         if source.format == "npy":
             shape = _open_array(source.path).shape
@@ -183,8 +187,8 @@ def check_rows(sources: Sequence[Source], length: int) -> None:
 
 
 def record_of(value: Mapping[str, Any], place: str) -> Record:
-    """The record in an object with known keys; keys that are null do not count."""
-    value = {key: found for key, found in value.items() if found is not None}
+    """Return the record in an object with known keys; keys that are null do not count."""
+    value = {key: entry for key, entry in value.items() if entry is not None}
     if "messages" in value:
         why = _bad_messages(value["messages"])
         return BadRecord(why, place) if why else Chat(value["messages"], place)
@@ -200,8 +204,8 @@ def record_of(value: Mapping[str, Any], place: str) -> Record:
 
 
 def _wanted(keys: Any) -> str:
-    listed = ", ".join(map(short, list(keys)[:SHOWN])) or "none"
-    return f"the keys are {listed}; wanted is text, or prompt and completion, or messages."
+    names = ", ".join(map(short, list(keys)[:SHOWN])) or "none"
+    return f"the keys are {names}; wanted is text, or prompt and completion, or messages."
 
 
 def _bad_text(value: Any) -> str | None:

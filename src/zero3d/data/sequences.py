@@ -2,13 +2,13 @@
 
     tokens           A A A A B B | B C C . .     two sequences of 6, packed
     input_ids        a b c d e f | g h i p p p
-    position_ids     0 1 2 3 0 1 | 0 0 1 0 1 2   start again in every segment, and in the padding
-    labels           - b c d - f | - - i - - -   - is -100: a segment's first token would be predicted
+    position_ids     0 1 2 3 0 1 | 0 0 1 0 1 2   start again in every span, and in the padding
+    labels           - b c d - f | - - i - - -   - is -100: a span's first token would be predicted
                                                  from another document; padding; what is no target
 
 Labels stand where their token stands: Hugging Face models shift them. Without packing there is one
-segment per sequence, no position_ids, and a micro-batch is padded on the right to its longest: causal
-attention never looks right, so padding needs no attention mask. Ranks that each take a chunk of every
+span per sequence, no position_ids, and a micro-batch is padded on the right to its longest: causal
+attention never looks right, so padding needs no attention mask. Ranks that each take a slice of every
 sequence need lengths that are a `multiple` of their number.
 """
 
@@ -39,10 +39,10 @@ class Sequences:
         self.documents = len(documents.starts)
         self._store = store
         self._pad = pad
-        made = plan(documents, length, packing, store.targets)
-        self._segments, self._pointers = made.segments, made.pointers
-        self.truncated = made.truncated
-        self.dropped = made.dropped
+        table = plan(documents, length, packing, store.targets)
+        self._spans, self._pointers = table.spans, table.pointers
+        self.truncated = table.truncated
+        self.dropped = table.dropped
 
     def __len__(self) -> int:
         return len(self._pointers) - 1
@@ -56,24 +56,24 @@ class Sequences:
         }  # fmt: skip
 
     def count(self) -> tuple[int, int]:
-        """Tokens and targets of all sequences."""
-        ascending = self._segments[numpy.argsort(self._segments[:, 0])]
+        """Count tokens and targets of all sequences."""
+        ascending = self._spans[numpy.argsort(self._spans[:, 0])]
         tokens = int((ascending[:, 1] - ascending[:, 0]).sum())
         return tokens, int(count_targets(ascending, self._store.targets).sum())
 
     def __getitem__(self, index: int) -> Sample:
-        """input_ids, labels and, when packing, position_ids: [length] when packing, else as long as the document.
+        """Return input_ids, labels and, when packing, position_ids: [length] if packing, else of the document's length.
 
         Index len(self) is a sequence of padding, which has no target.
         """
-        segments = self._segments[self._pointers[index] : self._pointers[index + 1]] if index < len(self) else ()
-        used = sum(int(stop - start) for start, stop in segments)
+        spans = self._spans[self._pointers[index] : self._pointers[index + 1]] if index < len(self) else ()
+        used = sum(int(stop - start) for start, stop in spans)
         size = self.length if self.packing else max(used, 1)
         ids = numpy.full(size, self._pad, numpy.int64)
         labels = numpy.full(size, IGNORED, numpy.int64)
         positions = numpy.arange(size)
         at = 0
-        for start, stop in segments:
+        for start, stop in spans:
             end = at + int(stop - start)
             ids[at:end] = self._store.tokens[start:stop]
             labels[at + 1 : end] = ids[at + 1 : end]
@@ -86,7 +86,7 @@ class Sequences:
         return sample | {"position_ids": torch.from_numpy(positions)} if self.packing else sample
 
     def stack(self, samples: Listed[Sample]) -> Batch:
-        """A micro-batch, padded on the right to its longest sample, and from there to a multiple of `multiple`."""
+        """Stack samples to a micro-batch, padded on the right to the longest one and to a multiple of `multiple`."""
         longest = max(len(sample["input_ids"]) for sample in samples)
         longest += -longest % self._multiple
         fill = {"input_ids": self._pad, "labels": IGNORED, "position_ids": 0}

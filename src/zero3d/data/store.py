@@ -11,8 +11,8 @@ The key is a hash of the files (path, size, time), the tokenizer and the setting
 tokenized again. A folder is written under a name of its own (`*.tmp`) and renamed when complete: a
 killed build blocks nobody, and of two builders one wins. Building streams: memory does not grow with the data.
 
-What is found is read once more before it is used: a folder whose digest is another one is damaged, is no loss, and is
-made again.
+A folder that is there is read once more before it is used: one whose digest differs is damaged, is no loss,
+and is made again.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Meta:
     seal: str = ""
 
     def sealed(self) -> str:
-        """What `seal` is where nobody has changed anything."""
+        """Return what `seal` is where nobody has changed anything."""
         return hashlib.sha256(json.dumps(asdict(replace(self, seal=""))).encode()).hexdigest()[:16]
 
 
@@ -86,18 +86,18 @@ class TokenStore:
         return TokenStore, (self.folder,)
 
     def documents(self) -> Documents:
-        """Where each document lies."""
+        """Return where each document lies."""
         offsets = _map(self.folder / "offsets", "int64", self.meta.documents + 1)
         examples = _map(self.folder / "examples", "uint8", self.meta.documents)
         return Documents(numpy.asarray(offsets[:-1]), numpy.asarray(offsets[1:]), examples.astype(bool))
 
 
 def _read_meta(path: Path) -> Meta:
-    """Raises ValueError for one that is not as it was written."""
-    told = read_object(path)
-    if set(told) != {field.name for field in fields(Meta)}:
+    """Read a store's counts. Raises ValueError for a file that is not as it was written."""
+    entries = read_object(path)
+    if set(entries) != {field.name for field in fields(Meta)}:
         raise Unreadable("holds other fields than a store has")
-    meta = Meta(**told)
+    meta = Meta(**entries)
     if meta.seal != meta.sealed():
         raise Unreadable("is not as it was written")
     return meta
@@ -116,10 +116,10 @@ def prepare(
     vocabulary: int | None = None,
     verify: bool = True,
 ) -> TokenStore:
-    """The tokens of `sources`: found in the cache, or made. Every call with the same data finds the same folder.
+    """Return the tokens of `sources`: found in the cache, or made. Every call with the same data finds the same folder.
 
-    `vocabulary` (else the tokenizer's size) says how wide a token is. `verify` reads all of what is found; without it
-    somebody else has. Raises DataError.
+    `vocabulary` (else the tokenizer's size) says how wide a token is. `verify` reads all of a folder that is
+    there already; without it somebody else has. Raises DataError.
     """
     root = Path(cache or CACHE).expanduser()
     size = max(vocabulary or 0, tokenizer.size if tokenizer else 0) or 1 << 32
@@ -154,7 +154,10 @@ def _key(sources: Sequence[Source], tokenizer: Tokenizer | None, dtype: str, ski
 
 
 def _open(folder: Path, verify: bool = True) -> TokenStore | None:
-    """The store, unless it is absent or its files are not what they were when it was complete, or at least as long."""
+    """Return the store; None if it is absent, or its files are not what they were when it was complete.
+
+    Without `verify` files only have to be long enough.
+    """
     try:
         store = TokenStore(folder)
         store.documents()
@@ -226,7 +229,7 @@ class _Writer:
         return self._files.enter_context((self._folder / name).open("wb"))
 
     def add(self, document: Encoded, path: Path) -> None:
-        """Append a document, or the next piece of one. Raises DataError for an id that is none."""
+        """Append a document, or the next piece of one. Raises DataError for a number that is no token id."""
         ids, meta = document.ids, self.meta
         if len(ids):
             low, high = int(ids.min()), int(ids.max())
@@ -270,7 +273,7 @@ class _Writer:
 
 
 def _digest(folder: Path) -> str:
-    """A hash of all files but meta.json, in which it is."""
+    """Hash all files but meta.json, which has the result."""
     whole = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.name != "meta.json":

@@ -32,16 +32,19 @@ class ByteTokenizer:
     fingerprint = BYTES
 
     def encode(self, texts: Sequence[str], start: bool = True) -> list[list[int]]:
-        """Ids of each text. There is no token that starts one."""
+        """Return the ids of each text. There is no token that starts one."""
         return [list(text.encode()) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Printable text; what cannot be shown becomes a replacement character."""
+        """Return printable text; what cannot be shown becomes a replacement character."""
         text = bytes(token for token in ids if 0 < token < self.size).decode(errors="replace")
         return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
     def save(self, folder: Path) -> str | None:
-        """Write the same ids as a fast tokenizer; why AutoTokenizer gives others, if it does. Raises ImportError."""
+        """Write a fast tokenizer with the same ids. Return why AutoTokenizer gives others, if it does.
+
+        Raises ImportError.
+        """
         from tokenizers import AddedToken, Tokenizer as Fast, decoders, models, pre_tokenizers
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -54,24 +57,24 @@ class ByteTokenizer:
             tokenizer_object=fast, eos_token=end, pad_token=end, clean_up_tokenization_spaces=False
         ).save_pretrained(folder)
         with no_foreign_code():
-            found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if found(SAMPLE)["input_ids"] == list(SAMPLE.encode()):
+            loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if loaded(SAMPLE)["input_ids"] == list(SAMPLE.encode()):
             return None
         return (
-            f"AutoTokenizer takes {type(found).__name__} for this kind of model, whose ids are no bytes: load the "
+            f"AutoTokenizer takes {type(loaded).__name__} for this kind of model, whose ids are no bytes: load the "
             "export's tokenizer with transformers.PreTrainedTokenizerFast"
         )
 
 
 def _shown_bytes() -> list[str]:
-    """How a byte-level tokenizer writes each byte: as its character where one can be seen, else as one from 256 on."""
-    seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in seen else next(others)) for byte in range(256)]
+    """Return how a byte-level tokenizer writes each byte: as its visible character, else as one from 256 on."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    substitutes = iter(range(256, 512))
+    return [chr(byte if byte in visible else next(substitutes)) for byte in range(256)]
 
 
 class HfTokenizer:
-    """A Hugging Face tokenizer, `inner`."""
+    """Wraps a Hugging Face tokenizer, `inner`."""
 
     def __init__(self, inner: Any, name: str, fingerprint: str) -> None:
         self.inner = inner
@@ -82,37 +85,37 @@ class HfTokenizer:
         self.size = len(inner)
 
     def encode(self, texts: Sequence[str], start: bool = True) -> list[list[int]]:
-        """Ids of each text, with the special tokens that the tokenizer itself adds if `start`; never EOS at the end."""
-        found = self.inner(list(texts), add_special_tokens=start, verbose=False)["input_ids"]
+        """Return the ids of each text; if `start`, with the tokenizer's special tokens, but never EOS at the end."""
+        encoded = self.inner(list(texts), add_special_tokens=start, verbose=False)["input_ids"]
         if not start or self.eos is None:
-            return list(found)
-        return [ids[:-1] if ids and ids[-1] == self.eos else ids for ids in found]
+            return list(encoded)
+        return [ids[:-1] if ids and ids[-1] == self.eos else ids for ids in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens."""
+        """Return text without special tokens."""
         return str(self.inner.decode(list(ids), skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
-        """The tokenizer's files, so that the folder loads with AutoTokenizer."""
+        """Write the tokenizer's files, so that the folder loads with AutoTokenizer."""
         self.inner.save_pretrained(folder)
 
 
 Tokenizer = ByteTokenizer | HfTokenizer
 
 
-def load_tokenizer(asked: str | None, model: str | None = None) -> Tokenizer:
-    """The tokenizer `asked` for (bytes or a folder), else that of the model's folder.
+def load_tokenizer(name: str | None, model: str | None = None) -> Tokenizer:
+    """Load the tokenizer of this `name` (bytes or a folder), else that of the model's folder.
 
     Raises ConfigError where there is none: nothing is downloaded.
     """
-    if asked == BYTES:
+    if name == BYTES:
         return ByteTokenizer()
-    folder = _folder(asked, model)
+    folder = _folder(name, model)
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerBase
     except ImportError:
         raise ConfigError(
-            f"{_key(asked, model)}: a tokenizer needs transformers: type pip install 'zero3d[hf]'."
+            f"{_key(name, model)}: a tokenizer needs transformers: type pip install 'zero3d[hf]'."
         ) from None
     refuse_code_in(folder)
     try:
@@ -126,29 +129,29 @@ def load_tokenizer(asked: str | None, model: str | None = None) -> Tokenizer:
     return HfTokenizer(inner, str(folder), _fingerprint(folder))
 
 
-def check_tokenizer(asked: str | None) -> None:
-    """Refuse a tokenizer that is asked for and not there. Raises ConfigError."""
-    if asked not in (None, BYTES):
-        _folder(asked, None)
+def check_tokenizer(name: str | None) -> None:
+    """Refuse a tokenizer that is named and not there. Raises ConfigError."""
+    if name not in (None, BYTES):
+        _folder(name, None)
 
 
-def _folder(asked: str | None, model: str | None) -> Path:
-    name = asked if asked is not None else model
-    folder = os.path.expanduser(name) if name is not None else ""
+def _folder(name: str | None, model: str | None) -> Path:
+    place = name if name is not None else model
+    folder = os.path.expanduser(place) if place is not None else ""
     if not os.path.isdir(folder):
         raise ConfigError(
-            f"{_key(asked, model)}: no folder of that name, and zero3d does not download: "
+            f"{_key(name, model)}: no folder of that name, and zero3d does not download: "
             "set data.tokenizer to a folder with tokenizer.json, or to bytes."
         )
     return Path(folder)
 
 
-def _key(asked: str | None, model: str | None) -> str:
-    return f"data.tokenizer={short(asked)}" if asked is not None else f"the model {model} brings no tokenizer"
+def _key(name: str | None, model: str | None) -> str:
+    return f"data.tokenizer={short(name)}" if name is not None else f"the model {model} brings no tokenizer"
 
 
 def _fingerprint(folder: Path) -> str:
-    """A hash of the tokenizer's files."""
+    """Hash the tokenizer's files."""
     digest = hashlib.sha256()
     for path in sorted(path for pattern in FILES for path in folder.glob(pattern) if path.is_file()):
         digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())

@@ -1,1 +1,11 @@
-"""Ranks and what they say to each other: mesh, axes, collectives, the ledger of traffic, agreement on errors."""
+"""Ranks, and what passes between them.
+
+degrees       sizes of the axes to ranks and back (no torch)
+mesh          the ranks of a run on their axes; starts torch.distributed
+rendezvous    how the ranks of a run find each other in a store
+axis          one axis: its process groups, messages between its ranks, errors that say where
+algorithms    how collectives are done: natively, or by messages between every two ranks
+collectives   the collectives of the core over one axis, and the one choice of algorithm
+ledger        the traffic of every operation, by axis and unit (no torch)
+agreement     all ranks go on, or all raise the same error
+"""

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def agree(comm: Comm, action: Callable[[], T]) -> T:
-    """Run on every rank; if any fails, all raise the first failure, so that none goes on alone.
+    """Run `action` on every rank; if any fails, all raise the first failure, so that none goes on alone.
 
     raised on purpose    the failing rank raises it as it is, the others one of its class
     OSError              a CheckpointError on all ranks: a disk or a right that is missing is nobody's bug
@@ -35,8 +35,8 @@ def agree(comm: Comm, action: Callable[[], T]) -> T:
     if not failed:
         return result
     raised = None if failure is None else _raised(failure, comm.rank)
-    said = json.dumps([type(raised).__name__, str(raised)[:_TEXT], getattr(raised, "exit_code", FAULT)])
-    name, message, code = json.loads(exchange_texts(comm, said)[failed[0]])
+    text = json.dumps([type(raised).__name__, str(raised)[:_TEXT], getattr(raised, "exit_code", FAULT)])
+    name, message, code = json.loads(exchange_texts(comm, text)[failed[0]])
     if raised is not None and comm.rank == failed[0]:
         raise raised
     kind: Any = getattr(errors, name, None)
@@ -47,7 +47,7 @@ def agree(comm: Comm, action: Callable[[], T]) -> T:
 
 
 def _raised(failure: Exception, rank: int) -> Exception:
-    """What the failing rank raises: an error of the system becomes one of ours."""
+    """Return what the failing rank raises: an error of the system becomes a CheckpointError."""
     if not isinstance(failure, OSError):
         return failure
     error = CheckpointError(f"rank {rank} failed: {type(failure).__name__}: {failure}")
@@ -56,7 +56,7 @@ def _raised(failure: Exception, rank: int) -> Exception:
 
 
 def exchange_texts(comm: Comm, text: str) -> list[str]:
-    """Every rank's text, by rank; as numbers in tensors, since no message of ours is a pickle.
+    """Return every rank's text, by rank; they travel as numbers in tensors, since no message is a pickle.
 
     Moves 8 bytes per rank and 8 for each byte of the longest text.
     """

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,35 +57,33 @@ class Axis:
             raise lost from error
 
 
-def swap(
-    axis: Axis, group: dist.ProcessGroup | None, op: str, unit: str, sends: list[Tensor], receives: list[Tensor]
-) -> Callable[[], None]:
-    """Send slot i of `sends` to rank i and receive slot i of `receives` from it; the result waits for all.
+class Pending:
+    """A collective under way. `wait()` completes it once; later calls do nothing."""
 
-    Messages carry a tag made of (operation, unit): ranks that disagree time out, where untagged
-    ones of equal size would be taken for each other.
-    """
-    tag = zlib.crc32(f"{op} {unit}".encode()) & 0x3FFFFFFF
-    targets = receives
-    if receives[0].device.type != "cpu":  # gloo's point-to-point operations take host memory only
-        sends = [part.cpu() for part in sends]
-        targets = [torch.empty_like(part, device="cpu") for part in receives]
-    works = []
-    for step in range(1, axis.size):  # start with the next rank, so that no rank is everyone's first
-        source, peer = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
-        receive = partial(dist.irecv, targets[source], group=group, group_src=source, tag=tag)
-        send = partial(dist.isend, sends[peer], group=group, group_dst=peer, tag=tag)
-        works += [axis.call(op, unit, receive), axis.call(op, unit, send)]
+    def __init__(self, finish: Callable[[], object]) -> None:
+        self._finish: Callable[[], object] | None = finish
 
-    def wait() -> None:
-        for work in works:
-            axis.call(op, unit, work.wait)
-        for peer, (part, host) in enumerate(zip(receives, targets, strict=True)):
-            if host is not part and peer != axis.rank:
-                part.copy_(host)
-        sends.clear()  # what travels must live until here
+    def wait(self) -> None:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
 
-    return wait
+
+DONE = Pending(lambda: None)
+Take = Callable[[list[Tensor]], object]  # is given what has come from the ranks, in their order
+
+
+class Call(NamedTuple):
+    """One operation on one unit, over one of an axis' groups."""
+
+    axis: Axis
+    group: dist.ProcessGroup | None
+    op: str
+    unit: str
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Run a torch.distributed call; a timeout or a lost peer becomes an error that says where."""
+        return self.axis.call(self.op, self.unit, call)
 
 
 def messages(axis: Axis, op: str, unit: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
@@ -108,7 +104,7 @@ def messages(axis: Axis, op: str, unit: str, sends: Mapping[int, Tensor], receiv
 
 
 def leave_note(text: str, code: int = FAULT) -> None:
-    """Say why this rank goes away and its exit code, where its peers' errors find it; the first to fail has the word.
+    """Leave why this rank goes away, and its exit code, where its peers' errors find it; only the first one's stays.
 
     A store that is gone reaches nobody.
     """
@@ -119,7 +115,7 @@ def leave_note(text: str, code: int = FAULT) -> None:
 
 
 def read_note() -> str:
-    """What the first rank that failed said; nothing if none did."""
+    """Return what the first rank that failed left; nothing if none did."""
     return _note()[0]
 
 
@@ -133,7 +129,7 @@ def _note() -> tuple[str, int]:
 
 
 def forget_note(axis: Axis) -> None:
-    """Begin anew on all ranks of the axis: none of them quotes what failed before."""
+    """Remove the note on all ranks of the axis, so that none quotes what failed before."""
     if axis.size == 1:
         return
     for turn in range(2):  # all have left what failed; none can fail again before the note is gone
@@ -143,10 +139,10 @@ def forget_note(axis: Axis) -> None:
                 _get_default_store().delete_key(_NOTE)
 
 
-def _lost(where: str, said: str) -> Zero3dError | None:
-    """The error of a rank whose peer did not answer: first why, if that one said so; None for other errors of torch."""
-    late = any(word in said.lower() for word in ("timed out", "timeout"))
-    if not late and not any(word in said.lower() for word in ("connection", "closed", "peer", "reset")):
+def _lost(where: str, message: str) -> Zero3dError | None:
+    """Return the error of a rank whose peer went away, with its note if it left one; None for other errors of torch."""
+    late = any(word in message.lower() for word in ("timed out", "timeout"))
+    if not late and not any(word in message.lower() for word in ("connection", "closed", "peer", "reset")):
         return None
     note, code = _note()
     if note:
@@ -158,5 +154,5 @@ def _lost(where: str, said: str) -> Zero3dError | None:
             f"{where} and no peer came: ranks used units in different orders or numbers, or a peer is stuck. "
             "At stage 3 all ranks must run the same units in the same order; look at what the other ranks say."
         )
-    shown = " ".join(said.split())[:_SHOWN]
+    shown = " ".join(message.split())[:_SHOWN]
     return Zero3dError(f"{where} when a peer went away: look at the first rank that failed. ({shown})")

@@ -7,8 +7,8 @@
     pp 0    0-1     2-3
     pp 1    4-5     6-7
 
-A column is a replica of the model: all its ranks train on the same part of the batch, 1/DP of it. A
-row holds the same layers; a cell holds the same parameters of them, split over tp.
+A column is a model-parallel group: its ranks hold one copy of the model together and train on the same part of the
+batch, 1/DP of it. A row holds the same layers; a cell holds the same parameters of them, split over tp.
 """
 
 from __future__ import annotations
@@ -69,26 +69,26 @@ class Degrees(NamedTuple):
         return self.pp * self.dp * self.tp
 
     def place(self, rank: int) -> Place:
-        """Where a rank stands."""
+        """Return a rank's coordinates."""
         return Place(rank // (self.dp * self.tp), rank // self.tp % self.dp, rank % self.tp)
 
     def rank(self, place: Place) -> int:
-        """Who stands there."""
+        """Return the rank at these coordinates."""
         return (place.pp * self.dp + place.dp) * self.tp + place.tp
 
     def along(self, axis: str, rank: int) -> list[int]:
-        """The ranks that differ from `rank` on this axis only, itself included, in the axis' order."""
+        """Return the ranks that differ from `rank` on this axis only, itself included, in the axis' order."""
         here = self.place(rank)
         size = self[AXES.index(axis)]
         return [self.rank(here._replace(**{axis: position})) for position in range(size)]
 
-    def replica(self, rank: int) -> list[int]:
-        """The ranks that train on the same part of the batch as `rank`, in their order."""
+    def model_parallel(self, rank: int) -> list[int]:
+        """Return the ranks that hold one copy of the model together with `rank`, in their order."""
         here = self.place(rank)
         return [other for other in range(self.world) if self.place(other).dp == here.dp]
 
     def table(self) -> str:
-        """The rank map, as in this module's head."""
+        """Return the rank map as text, as in this module's head."""
         cells = [[f"pp {p}"] + [self._cell(p, d) for d in range(self.dp)] for p in range(self.pp)]
         rows = [["", *(f"dp {d}" for d in range(self.dp))], *cells]
         widths = [max(len(row[i]) for row in rows) for i in range(self.dp + 1)]
@@ -104,16 +104,16 @@ class Degrees(NamedTuple):
 
 
 def _does_not_multiply(world: int, given: Mapping[str, int]) -> str:
-    """Why not, in terms of what was given, and of dp."""
-    product, replica = prod(given.values()), prod(degree for name, degree in given.items() if name != "dp")
+    """Return why degrees and ranks do not multiply, in terms of what was given, and of dp."""
+    product, group = prod(given.values()), prod(degree for name, degree in given.items() if name != "dp")
     ranks = "1 rank" if world == 1 else f"{world} ranks"
-    said = f"{ranks} cannot form {' x '.join(f'{name}={degree}' for name, degree in given.items())}"
-    division = f"{world} / {replica} = {world / replica:g}" if replica > 1 else f"{world}"
+    failure = f"{ranks} cannot form {' x '.join(f'{name}={degree}' for name, degree in given.items())}"
+    division = f"{world} / {group} = {world / group:g}" if group > 1 else f"{world}"
     if "dp" not in given:
         return (
-            f"{said}: dp would be {division}, no whole number. Start a multiple of {product} ranks, or pass degrees "
+            f"{failure}: dp would be {division}, no whole number. Start a multiple of {product} ranks, or pass degrees "
             f"that divide {world}."
         )
-    if world % replica:
-        return f"{said} (= {product} ranks), nor with another dp, {division}: start {product} ranks."
-    return f"{said} (= {product} ranks): leave dp out and it is {division}, or start {product} ranks."
+    if world % group:
+        return f"{failure} (= {product} ranks), nor with another dp, {division}: start {product} ranks."
+    return f"{failure} (= {product} ranks): leave dp out and it is {division}, or start {product} ranks."

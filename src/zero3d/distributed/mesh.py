@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -23,12 +23,13 @@ from zero3d.distributed.axis import Axis
 from zero3d.distributed.degrees import AXES, Degrees, Place
 from zero3d.distributed.rendezvous import shared_store
 from zero3d.errors import MeshError
+from zero3d.memory.arena import Arena
 
 PATIENCE, GLOO_PATIENCE = timedelta(minutes=10), timedelta(minutes=30)  # torch's own defaults
 
 
 class Mesh:
-    """The ranks of a run, arranged by degree. Starts torch.distributed when nobody has.
+    """The ranks of a run, arranged by degree; starts torch.distributed when nobody has.
 
     dp, tp, pp  degrees, whose product must equal the world; one may be left out (dp: or with others, which are 1)
     device      where this rank computes (default: its accelerator, else cpu)
@@ -52,10 +53,12 @@ class Mesh:
         self.pp, self.dp, self.tp = self.degrees
         self.device = torch.device(device) if device is not None else default_device()
         self.debug = debug
+        self.make_arena: Callable[[torch.device], Arena] = Arena  # an observer passes one that tells it of buffers
         self._axes: dict[str, Axis] = {}
 
     @property
     def rank(self) -> int:
+        """This rank's number in the world."""
         return dist.get_rank()
 
     @property
@@ -74,22 +77,23 @@ class Mesh:
         return self.axis("dp" if self.dp == self.world else "world")
 
     @property
-    def replica(self) -> Axis:
-        """The ranks that share one replica of the model with this one: pipeline stages, each with its tp ranks."""
+    def model_parallel(self) -> Axis:
+        """The ranks that hold one copy of the model together with this one: pipeline stages, each with its tp ranks."""
         return self.axis("pp" if self.tp == 1 else "tp" if self.pp == 1 else "replica")
 
     def axis(self, name: str) -> Axis:
-        """One of pp, dp, tp (or world, replica) as this rank sees it; its groups are made on first use."""
+        """Return one of pp, dp, tp, world, replica (the model-parallel group); its groups are made on first use."""
         if name not in self._axes:
-            self._axes[name] = axis = self._open(name)
+            self._axes[name] = axis = self.open_axis(name)
             if axis.size > 1:
                 atexit.register(_close, weakref.ref(axis))
         return self._axes[name]
 
-    def _open(self, name: str) -> Axis:
+    def open_axis(self, name: str) -> Axis:
+        """Make an axis and its groups. All its ranks call it; a dry run has axes of its own."""
         if name == "world":
             return Axis(name, self.rank, self.world, dist.group.WORLD, dist.group.WORLD)
-        ranks = self.degrees.replica(self.rank) if name == "replica" else self.degrees.along(name, self.rank)
+        ranks = self.degrees.model_parallel(self.rank) if name == "replica" else self.degrees.along(name, self.rank)
         position = ranks.index(self.rank)
         if len(ranks) == 1:
             return Axis(name, 0, 1)
@@ -122,12 +126,12 @@ class Mesh:
     @property
     def local_world(self) -> int | None:
         """How many ranks this machine has; None where no launcher says so."""
-        said = os.environ.get("LOCAL_WORLD_SIZE", "")
-        return int(said) if said.isdecimal() and int(said) > 0 else None
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+        return int(ranks) if ranks.isdecimal() and int(ranks) > 0 else None
 
     @contextmanager
     def waiting_room(self) -> Iterator[Axis]:
-        """All ranks, on the host, with a day's patience: for work that one rank does while the others wait."""
+        """Give an axis of all ranks, on the host, with a day's patience: one rank works while the others wait."""
         if self.world == 1:
             yield Axis("world", 0, 1)
             return
@@ -140,7 +144,7 @@ class Mesh:
 
 
 def default_device() -> torch.device:
-    """This rank's accelerator (by LOCAL_RANK), else the cpu."""
+    """Return this rank's accelerator (by LOCAL_RANK), else the cpu."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return torch.device("cpu")
@@ -168,32 +172,32 @@ def start_distributed() -> None:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """gloo listens even where there is nobody to talk to: let no other machine reach that."""
-    name, asked = "GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME")
-    if asked is None and sys.platform == "linux":
+    """Let gloo listen on the loopback only, inside: one process has nobody to talk to."""
+    name, given = "GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME")
+    if given is None and sys.platform == "linux":
         os.environ[name] = "lo"
     try:
         yield
     finally:
-        if asked is None:
+        if given is None:
             os.environ.pop(name, None)
 
 
 def _close(axis: weakref.ref[Axis]) -> None:
-    """At exit, before `_end`: an engine's references would keep a destroyed group's threads running."""
+    """Close an axis at exit, before `_end`: an engine's references would keep a destroyed group's threads running."""
     alive = axis()
     if alive is not None:
         alive.close()
 
 
 def _end() -> None:
-    """At exit: what `start_distributed` began."""
+    """End at exit what `start_distributed` began."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _timeout(device: torch.device) -> timedelta:
-    """The default group's timeout, for groups made beside it."""
+    """Return the default group's timeout, for groups made beside it."""
     group = dist.group.WORLD
     options = getattr(group._get_backend(device), "options", None) if group is not None else None
     return getattr(options, "_timeout", None) or timedelta(minutes=10)

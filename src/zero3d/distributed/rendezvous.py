@@ -29,8 +29,10 @@ _KEY = "zero3d/attempt"
 
 
 def shared_store(environment: Mapping[str, str], patience: timedelta) -> tuple[Store, int, int]:
-    """The store of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, this rank and the world; under torchrun's agent,
-    this attempt's part of it. Raises Zero3dError when ranks do not come."""
+    """Open the store of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; return it, this rank and the world.
+
+    Under torchrun's agent it is this attempt's part of the store. Raises Zero3dError when ranks do not come.
+    """
     store, rank, world = next(rendezvous("env://", timeout=patience))
     restarts = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "TORCHELASTIC_RESTART_COUNT" in environment
     if restarts and world > 1:
@@ -39,16 +41,16 @@ def shared_store(environment: Mapping[str, str], patience: timedelta) -> tuple[S
 
 
 def attempt(store: Store, rank: int, world: int, patience: float) -> str:
-    """A name that the living ranks of this attempt agree on, and no earlier attempt had. Raises Zero3dError."""
-    mine = uuid.uuid4().hex
+    """Return a name that the living ranks of this attempt agree on, and no earlier one had. Raises Zero3dError."""
+    token = uuid.uuid4().hex
     try:
         if rank == 0:
-            store.set(f"{_KEY}/session", mine)
+            store.set(f"{_KEY}/session", token)
             for peer in range(1, world):
-                _wait(store, f"{_KEY}/hello/{mine}/{peer}", patience)
-                store.set(f"{_KEY}/welcome/{store.get(f'{_KEY}/hello/{mine}/{peer}').decode()}", mine)
-            return mine
-        return _welcome(store, rank, mine, patience)
+                _wait(store, f"{_KEY}/hello/{token}/{peer}", patience)
+                store.set(f"{_KEY}/welcome/{store.get(f'{_KEY}/hello/{token}/{peer}').decode()}", token)
+            return token
+        return _welcome(store, rank, token, patience)
     except DistStoreError as error:
         raise Zero3dError(
             f"rank {rank} of {world} waited {patience:.0f} s at the start for a rank that never came: look at what the "
@@ -56,19 +58,19 @@ def attempt(store: Store, rank: int, world: int, patience: float) -> str:
         ) from error
 
 
-def _welcome(store: Store, rank: int, mine: str, patience: float) -> str:
+def _welcome(store: Store, rank: int, token: str, patience: float) -> str:
     end = time.monotonic() + patience
     while True:
         _wait(store, f"{_KEY}/session", patience)
         session = store.get(f"{_KEY}/session").decode()
-        store.set(f"{_KEY}/hello/{session}/{rank}", mine)
+        store.set(f"{_KEY}/hello/{session}/{rank}", token)
         try:
-            _wait(store, f"{_KEY}/welcome/{mine}", LOOK)
+            _wait(store, f"{_KEY}/welcome/{token}", LOOK)
         except DistStoreError:
             if time.monotonic() > end:
                 raise
         else:
-            return store.get(f"{_KEY}/welcome/{mine}").decode()
+            return store.get(f"{_KEY}/welcome/{token}").decode()
 
 
 def _wait(store: Store, key: str, seconds: float) -> None:

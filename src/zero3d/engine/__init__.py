@@ -1,1 +1,19 @@
-"""The public class, and what it is made of."""
+"""The public class, and what it is made of.
+
+engine.py            `Engine`: forward, backward, step, train_batch, evaluate, generate, full_params, save, load, export
+options.py           its keywords as records, and what they mean for a model on a mesh
+checks.py            what is refused before anything is allocated
+assembly.py          its parts, built in the order in which they need each other
+foundation.py        axes, this rank's share of the model, the order of sums
+division.py          the model over pp and tp
+runtime.py           units over dp, with what gathers, reduces and updates them
+summation.py         the order of sums: by ranks, or exact
+execution.py         the way through the model: direct, or through pipeline stages
+step.py              when a step is due, and what follows from it
+losses.py            what a batch gives the model, and what the output weighs
+whole_parameters.py  full_params, export, a pipeline's weight phase
+state.py             what checkpoints take
+accounting.py        bytes and traffic by formula
+generation.py        tokens one after another
+guards.py            copies of weights that are not there are refused
+"""

@@ -1,6 +1,6 @@
 """Tokens one after another, for models without a generate of their own and for pipelines.
 
-    prefix -> logits of the next token (on the rank of the last part) -> token -> all ranks -> longer prefix
+    prefix -> logits of the next token (on the rank of the last model chunk) -> token -> all ranks -> longer prefix
 
 The prefix is computed again for every token: there is no cache.
 """
@@ -60,7 +60,7 @@ class Ending(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module, early: bool = True) -> Ending:
-        """What a Hugging Face model's generation_config says; a module without one never ends."""
+        """Return what a Hugging Face model's generation_config says; a module without one never ends."""
         config = getattr(model, "generation_config", None)
         eos = getattr(config, "eos_token_id", None)
         if eos is None:
@@ -71,12 +71,12 @@ class Ending(NamedTuple):
 
 
 def next_logits(output: Any) -> Tensor:
-    """[batch, vocabulary] fp32 of the token after the last, from what a model returns for [batch, length]."""
+    """Return [batch, vocabulary] fp32 of the token after the last, from what a model returns for [batch, length]."""
     return next(tensors_in(getattr(output, "logits", output)))[:, -1].float()
 
 
 def last_only(model: nn.Module) -> dict[str, int]:
-    """What a forward is told that shall make logits of the last position alone, where it takes that."""
+    """Return the option that has a forward make logits of the last position alone, where it takes one."""
     return {LAST: 1} if LAST in inspect.signature(inner_model(model).forward).parameters else {}
 
 
@@ -113,7 +113,7 @@ def generate(
 
 
 def _pick(logits: Tensor, do_sample: bool, temperature: float, top_k: int | None) -> Tensor:
-    """[batch, vocabulary] -> [batch]."""
+    """Choose tokens [batch] by logits [batch, vocabulary]."""
     if not do_sample:
         return logits.argmax(-1)
     logits = logits / temperature

@@ -14,19 +14,21 @@ from typing import Any, NoReturn
 from torch import nn
 
 from zero3d.errors import ReleasedParameterError
-from zero3d.zero.unit import State, Unit, placeholder
+from zero3d.zero.policy import State
+from zero3d.zero.unit import Unit
+from zero3d.zero.weights import placeholder
 
 MARK = "__reduce_ex__"
 
 
 def is_guarded(model: nn.Module) -> bool:
-    """Whether an engine already owns this model or a part of it."""
+    """Return whether an engine already owns this model or a part of it."""
     placeholders = (p.numel() > 1 and not any(p.stride()) for p in model.parameters())
     return any(MARK in vars(module) for module in model.modules()) or any(placeholders)
 
 
 def guard(model: nn.Module, unit_of: Mapping[nn.Parameter, Unit], opened: Callable[[Unit], bool]) -> None:
-    """Install the refusals on every module of the model. `opened`: inside full_params()."""
+    """Install the refusals on every module of the model. `opened` says whether a unit is inside full_params()."""
 
     def refuse_read(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         for name, p in module.named_parameters(prefix.rstrip("."), recurse=False):
@@ -61,19 +63,19 @@ def guard(model: nn.Module, unit_of: Mapping[nn.Parameter, Unit], opened: Callab
 
 
 def guard_rest(model: nn.Module, own: Set[nn.Parameter]) -> None:
-    """Of a model that was cut for a pipeline: free what is not on this rank, and refuse to use the model as a whole.
+    """Free what a pipeline's rank does not have of a model, and refuse to use the model as a whole.
 
-    own   parameters of this rank's parts, which share them with the model
+    own   parameters of this rank's chunks, which share them with the model
     """
 
     def refuse(*_: Any) -> NoReturn:
         raise ReleasedParameterError(
             f"this {type(model).__name__} was cut into pipeline stages, and this rank has some of its layers: call "
             "engine.train_batch, engine.evaluate or engine.generate, use engine.export(directory) for the weights of "
-            "the whole model, and engine.module for the parts that are here."
+            "the whole model, and engine.module for the chunks that are here."
         )
 
-    model.register_forward_pre_hook(refuse)  # its modules' own forwards may be wrapped into those of the parts
+    model.register_forward_pre_hook(refuse)  # its modules' own forwards may be wrapped into those of the chunks
     for module in model.modules():
         module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]

@@ -1,1 +1,4 @@
-"""Where bytes are held: every buffer of the engine, by category and place."""
+"""Where bytes are held.
+
+arena   allocates every buffer of the engine, by category and place, and reads every device value
+"""

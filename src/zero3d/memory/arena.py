@@ -13,6 +13,7 @@ A dry run sees all memory here, and no value-dependent branch but through `host_
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 STATES = ("parameters", "gradients", "optimizer", "padding")
 TRANSIENT = ("gathered", "bucket", "wire", "received")
+
+Number = TypeVar("Number", int, float)
 
 
 class Arena:
@@ -43,7 +46,7 @@ class Arena:
         self._peak[category] = max(self._peak.get(category, Fraction(0)), live)
 
     def allocate(self, category: str, elements: int, used: Fraction | int, dtype: torch.dtype) -> Tensor:
-        """A zeroed flat buffer for model states, `used` of its `elements` standing for parameters."""
+        """Return a zeroed flat buffer for model states, `used` of its `elements` standing for parameters."""
         self._account(category, used * dtype.itemsize)
         self._account("padding", (elements - used) * dtype.itemsize)
         return torch.zeros(elements, dtype=dtype, device=self.device)
@@ -54,7 +57,7 @@ class Arena:
         self._account("padding", -(buffer.numel() - used) * buffer.dtype.itemsize)
 
     def borrow(self, category: str, elements: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialised transient buffer, to be given back."""
+        """Return an uninitialised transient buffer, to be given back."""
         self._account(category, elements * dtype.itemsize)
         return torch.empty(elements, dtype=dtype, device=self.device)
 
@@ -87,11 +90,11 @@ class Arena:
             buffer.untyped_storage().resize_(0)
 
     def live(self, category: str) -> Fraction:
-        """Bytes held now."""
+        """Return the bytes held now."""
         return self._live.get(category, Fraction(0))
 
     def peak(self, category: str) -> Fraction:
-        """Most bytes held at any instant since the last `reset_peaks`."""
+        """Return the most bytes held at any instant since the last `reset_peaks`."""
         return self._peak.get(category, Fraction(0))
 
     def reset_peaks(self) -> None:
@@ -99,11 +102,11 @@ class Arena:
         self._peak = dict(self._live)
 
 
-def host_value(values: Tensor, assumed: list[float]) -> list[float]:
+def host_value(values: Tensor, assumed: list[Number]) -> list[Number]:
     """Read a small device vector on the host: the only place that waits for the device.
 
     In a dry run, where values do not exist, `assumed` stands in for them.
     """
     if isinstance(values, FakeTensor):
         return assumed
-    return [float(value) for value in values.tolist()]
+    return list(values.tolist())

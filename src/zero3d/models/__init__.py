@@ -1,1 +1,13 @@
-"""Hugging Face and plain models: found blocks, built without weights, loaded by slices, chains for pipelines."""
+"""Hugging Face and plain models: opened, built without weights, loaded by slices, searched for blocks.
+
+open.py          model.path -> a module and its weights
+presets.py       configs of well-known models, by name
+build.py         a config -> a module without weights; new weights
+load.py          weights of a folder, by slices
+foreign_code.py  no code of a model's folder runs
+blocks.py        the repeated blocks, and which parameters form a unit
+chain.py         whether a model is a chain: what pipelines can cut
+placeholders.py  what stands for the modules of other model chunks
+masking.py       whether a model keeps packed documents apart; what training passes to it
+experts.py       how experts are computed
+"""

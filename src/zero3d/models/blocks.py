@@ -20,19 +20,18 @@ import torch
 from torch import nn
 
 from zero3d.errors import ConfigError
-from zero3d.models.placeholders import Elsewhere, kind_of
+from zero3d.models.placeholders import Placeholder, kind_of
 from zero3d.precision import NAMES
-
-ROOT = "root"
+from zero3d.zero.layout import ROOT
 
 
 @dataclass
 class UnitSpec:
-    """One unit to be built.
+    """One unit that is to be built.
 
     params    name -> parameter, in model order; one dtype after the cast, all trainable or all frozen
     users     modules whose forward needs them
-    deferred  gradients may come in parts: the root unit and units with tied parameters
+    deferred  whether gradients may come one by one: the root unit and units with tied parameters
     """
 
     name: str
@@ -43,29 +42,29 @@ class UnitSpec:
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Children of every list of two or more modules that are akin, by name; lists inside blocks do not count.
+    """Find the children of every list of two or more modules that are akin, by name.
 
-    Of a pipeline stage's list, the blocks that are here; those elsewhere count only towards the two.
+    Lists inside blocks are left out. Placeholders in a model chunk's list count towards the two, but are no blocks.
     """
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if any(name.startswith(block + ".") for block in found):
+        if any(name.startswith(block + ".") for block in blocks):
             continue
         children = list(module.named_children())
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(children) < 2:
             continue
-        here = [(key, child) for key, child in children if not isinstance(child, Elsewhere)]
-        has_parts = all(next(child.children(), None) is not None and owns(child) for _, child in here)
-        if has_parts and _are_akin(module, [child for _, child in children]):
-            found |= dict(part for key, child in here for part in _called(f"{name}.{key}".lstrip("."), child))
-    return found
+        present = [(key, child) for key, child in children if not isinstance(child, Placeholder)]
+        composed = all(next(child.children(), None) is not None and owns(child) for _, child in present)
+        if composed and _are_akin(module, [child for _, child in children]):
+            blocks |= dict(item for key, child in present for item in _unwrapped(f"{name}.{key}".lstrip("."), child))
+    return blocks
 
 
 def _are_akin(holder: nn.Module, children: Sequence[nn.Module]) -> bool:
-    """Whether a list's modules are blocks: of one class, or layers of a hybrid.
+    """Return whether a list's modules are blocks: of one class, or the layers of a hybrid.
 
-    Of a hybrid's layers some class comes again, or all have an ancestor beside nn.Module, and each has a matrix, which
-    convolutions of images and sounds have not. What is made of blocks, as an encoder and a decoder are, is none.
+    Layers of a hybrid: some class comes again, or all have an ancestor beside nn.Module; and each has a matrix, which
+    convolutions of images and sounds lack. Modules that are made of blocks, such as encoder and decoder, are none.
     """
     kinds = [kind_of(child) for child in children]
     if len(set(kinds)) == 1:
@@ -77,7 +76,7 @@ def _are_akin(holder: nn.Module, children: Sequence[nn.Module]) -> bool:
 
 def _has_matrix(module: nn.Module) -> bool:
     inside = [m for m in module.modules() if not isinstance(m, nn.Embedding)]
-    return isinstance(module, Elsewhere) or any(p.dim() == 2 for m in inside for p in m.parameters(recurse=False))
+    return isinstance(module, Placeholder) or any(p.dim() == 2 for m in inside for p in m.parameters(recurse=False))
 
 
 def _are_made_of_blocks(modules: Sequence[nn.Module]) -> bool:
@@ -89,20 +88,20 @@ def _numel(modules: Iterable[nn.Module]) -> int:
     return sum(p.numel() for module in modules for p in module.parameters())
 
 
-def _called(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The module itself, or what a mere container holds: the forward of a container never runs."""
+def _unwrapped(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the module, or where it is a mere container its modules: the forward of a container never runs."""
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return [(name, module)] if owns(module) else []
-    return [part for key, child in module.named_children() for part in _called(f"{name}.{key}", child)]
+    return [item for key, child in module.named_children() for item in _unwrapped(f"{name}.{key}", child)]
 
 
 def owns(module: nn.Module) -> bool:
-    """Whether it has parameters."""
+    """Return whether a module has parameters."""
     return next(module.parameters(), None) is not None
 
 
 def find_owners(model: nn.Module, units: Sequence[type[nn.Module] | str] | None) -> dict[str, nn.Module]:
-    """Modules that own a unit of their own, by name. `units`: module classes or name patterns."""
+    """Return the modules that get a unit of their own, by name. `units`: module classes or name patterns."""
     if units is None:
         blocks = find_blocks(model)
         if not blocks:
@@ -121,7 +120,7 @@ def find_owners(model: nn.Module, units: Sequence[type[nn.Module] | str] | None)
     for name, module in named.items():
         inside = any(name.startswith(owner + ".") for owner in owners)
         if name and not inside and any(_matches(unit, name, module) for unit in units):
-            owners |= dict(_called(name, module))
+            owners |= dict(_unwrapped(name, module))
     for unit in units:
         if not any(name and _matches(unit, name, module) for name, module in named.items()):
             raise ConfigError(
@@ -139,7 +138,10 @@ def _matches(unit: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
 def partition(
     model: nn.Module, units: Sequence[type[nn.Module] | str] | None, dtype: torch.dtype
 ) -> tuple[list[UnitSpec], dict[nn.Module, list[str]]]:
-    """All parameters in units, in model order, and for each user module the names of the units it needs."""
+    """Divide all parameters into units, in model order.
+
+    Returns the units, and by module that uses parameters the names of the units it needs.
+    """
     owners = find_owners(model, units)
     keep = _kept_in_fp32(model) if dtype in (torch.bfloat16, torch.float16) else ()
     specs: dict[tuple[str, bool, torch.dtype], UnitSpec] = {}
@@ -151,15 +153,15 @@ def partition(
             name = f"{module_name}.{local}" if module_name else local
             tied = p in spec_of
             if not tied:
-                wanted = _cast_of(name, p, dtype, keep)
-                spec_of[p] = specs.setdefault((owner, p.requires_grad, wanted), UnitSpec(owner, wanted))
+                cast = _cast_of(name, p, dtype, keep)
+                spec_of[p] = specs.setdefault((owner, p.requires_grad, cast), UnitSpec(owner, cast))
                 spec_of[p].params[name] = p
             spec = spec_of[p]
             spec.deferred |= tied or owner == ROOT
             for user in [owners.get(owner, module)] + ([model] if spec.name == ROOT else []):
                 if spec not in uses.setdefault(user, []):
                     uses[user].append(spec)
-    _name(specs)
+    _rename(specs)
     order = list(specs.values())
     return order, {user: [s.name for s in sorted(needed, key=order.index)] for user, needed in uses.items()}
 
@@ -167,18 +169,18 @@ def partition(
 def partition_all(
     roots: Iterable[nn.Module], units: Sequence[type[nn.Module] | str] | None, dtype: torch.dtype
 ) -> tuple[list[UnitSpec], dict[nn.Module, list[str]]]:
-    """`partition` of every pipeline part of this rank, together."""
+    """Divide the parameters of all model chunks of this rank into units, as `partition` does for each."""
     specs: list[UnitSpec] = []
     uses: dict[nn.Module, list[str]] = {}
     for root in roots:
-        more, its = partition(root, units, dtype)
-        specs += more
-        uses |= its
+        root_specs, root_uses = partition(root, units, dtype)
+        specs += root_specs
+        uses |= root_uses
     return specs, uses
 
 
-def _name(specs: Mapping[tuple[str, bool, torch.dtype], UnitSpec]) -> None:
-    """Tell units of one owner apart by what makes them differ."""
+def _rename(specs: Mapping[tuple[str, bool, torch.dtype], UnitSpec]) -> None:
+    """Name units of one owner by what they differ in: trainable or frozen, and the dtype."""
     for (owner, trainable, dtype), spec in specs.items():
         siblings = [key for key in specs if key[0] == owner]
         if len(siblings) > 1:

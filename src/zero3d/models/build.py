@@ -1,7 +1,7 @@
 """A Hugging Face model without its weights, and new weights for it.
 
-build         the module of a config: parameters on the meta device, buffers real
-RandomWeights a `Source` of freshly initialised parameters, the same for every dp degree
+build          the module of a config: parameters on the meta device, buffers real
+RandomWeights  a `Source` of freshly initialised parameters, the same for every dp degree
 """
 
 from __future__ import annotations
@@ -29,31 +29,30 @@ CHECK = re.compile(r"^\[enforce fail at [^]]*\] .*?\. (.*?\.)( .*)?$")
 
 
 def build(config: Any, attn: str | None = None, file: Path | None = None) -> nn.Module:
-    """The language model of a transformers config, with its vision tower where it has one: parameters on meta, tied
-    as the config says.
+    """Build the language model of a transformers config, with its vision tower where it has one.
 
-    Buffers are computed by the model's own constructor. Costs no memory to speak of and no download. `file` is the
-    config's, to be named in an error. Raises ConfigError.
+    Parameters are on meta, and tied as the config says; buffers are computed by the model's own constructor. Costs
+    next to no memory and no download. `file` is the config's, for errors to name. Raises ConfigError.
     """
     options = {} if attn is None else {"attn_implementation": attn}
     try:
         with parameters_on_meta(), no_foreign_code():
             model: nn.Module = _auto_class(config).from_config(config, trust_remote_code=False, **options)
-    except Exception as error:  # any error of the model's own, told with its text
-        what = f"{type(config).__name__}{'' if file is None else f' of {file}'}"
-        asked = "" if attn is None else f" with attn={short(repr(attn))}"
-        raise ConfigError(f"{what} cannot be built{asked}: {_said(error)}") from error
+    except Exception as error:  # any error of the model's own, quoted
+        name = f"{type(config).__name__}{'' if file is None else f' of {file}'}"
+        attention = "" if attn is None else f" with attn={short(repr(attn))}"
+        raise ConfigError(f"{name} cannot be built{attention}: {_first_line(error)}") from error
     return model
 
 
-def _said(error: Exception) -> str:
-    """The first line of an error; of one of torch's checks the sentence behind the place and the condition."""
+def _first_line(error: Exception) -> str:
+    """Return the first line of an error; of one of torch's checks the sentence behind place and condition."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return CHECK.sub(r"\1", line)[:300]
 
 
 def _auto_class(config: Any) -> Any:
-    """The one that builds language models, or for configs that are of images and text only, such as LLaVA's, that."""
+    """Return the class that builds language models, or that of image and text models for configs only it knows."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -63,7 +62,7 @@ def _auto_class(config: Any) -> Any:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Parameters lose their data when a module registers them; initialisers then have nothing to do."""
+    """Drop the data of parameters when a module registers them; initialisers then have nothing to do."""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -80,7 +79,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 class _NoFills(TorchFunctionMode):
-    """Initialising a tensor without data changes nothing, and would take three quarters of a build's time."""
+    """Skips the initialisation of tensors without data, which would take three quarters of a build's time."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -103,16 +102,16 @@ class RandomWeights:
         blocks = find_blocks(model)
         self._owner = {}
         for name, _ in model.named_parameters():
-            inside = (block for block in blocks if name.startswith(block + "."))
-            self._owner[name] = next(inside, name.rpartition(".")[0])
-        self._made: tuple[str | None, dict[str, Tensor]] = (None, {})
+            around = (block for block in blocks if name.startswith(block + "."))
+            self._owner[name] = next(around, name.rpartition(".")[0])
+        self._latest: tuple[str | None, dict[str, Tensor]] = (None, {})  # owner and its weights
 
     def __call__(self, name: str, box: Box) -> Tensor:
-        """The values in a box of the parameter."""
+        """Return the values in a box of the parameter."""
         owner = self._owner[name]
-        if self._made[0] != owner:
-            self._made = (owner, self._make(owner))
-        return self._made[1][name][slices(box)]
+        if self._latest[0] != owner:
+            self._latest = (owner, self._make(owner))
+        return self._latest[1][name][slices(box)]
 
     def _make(self, owner: str) -> dict[str, Tensor]:
         module = copy.deepcopy(self._model.get_submodule(owner)).to_empty(device="cpu")
@@ -123,7 +122,7 @@ class RandomWeights:
         return {f"{owner}.{name}" if owner else name: p.detach() for name, p in module.named_parameters()}
 
     def _initialiser(self, owner: str) -> Callable[[nn.Module], None]:
-        """`_init_weights` of the nearest model around `owner`."""
+        """Return `_init_weights` of the nearest model around `owner`."""
         path = owner.split(".") if owner else []
         for depth in range(len(path), -1, -1):
             around = self._model.get_submodule(".".join(path[:depth]))

@@ -1,4 +1,4 @@
-"""Is a model a chain, embedding - blocks - norm and head? Found by running it once without weights or blocks.
+"""Whether a model is a chain, embedding - blocks - norm and head: it is run once without weights and blocks.
 
     before      modules with parameters that run before the first block: embeddings
     blocks      one list; each takes the hidden state that the one before it returned, untouched
@@ -24,7 +24,7 @@ from zero3d.errors import ConfigError
 from zero3d.memory.arena import host_value
 from zero3d.models.blocks import find_blocks, owns
 from zero3d.models.masking import forward_options, inner_model
-from zero3d.models.placeholders import Blank, Elsewhere, Relay, first_argument
+from zero3d.models.placeholders import ChunkTensors, Placeholder, SkippedModule, first_argument
 from zero3d.nested import tensors_in
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -32,7 +32,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 @dataclass(frozen=True)
 class Chain:
-    """The parts of a model by module name.
+    """A model's modules in the order in which a chain runs them, by name.
 
     blocks     name of the list of blocks; `length` of them
     before     modules that only the first pipeline stage needs
@@ -50,12 +50,12 @@ class Chain:
 
 
 def find_chain(model: nn.Module, blocks: str | None = None) -> Chain:
-    """The chain that `model` is, with the list of blocks called `blocks` (found if left out).
+    """Return the chain that `model` is, with the list of blocks called `blocks` (found if left out).
 
     Errors: no list or several, parameters that belong to no module of their own, a forward that is
     no chain or cannot run on token ids (ConfigError).
     """
-    names = _block_lists(model, blocks)
+    names = block_lists(model, blocks)
     if len(names) > 1:
         raise ConfigError(_several(model, names))
     _refuse_layer_drop(model)
@@ -63,44 +63,50 @@ def find_chain(model: nn.Module, blocks: str | None = None) -> Chain:
 
 
 def _chain_of(model: nn.Module, name: str) -> Chain:
-    """The chain whose blocks are in the list of this name. Raises ConfigError."""
-    rooms = _rooms(model, name)
+    """Return the chain whose blocks are in the list of this name. Raises ConfigError."""
+    outside = _outside(model, name)
     refusals = []
     for tuples in (False, True):
         try:
-            calls = _trial(model, name, rooms, tuples)
-            chain = _sorted(model, name, rooms, calls, tuples)
+            calls = _trial(model, name, outside, tuples)
+            chain = _sorted(model, name, outside, calls, tuples)
         except ConfigError as error:
             refusals.append(error)
         else:
-            _enter_later(model, chain, rooms, calls)
+            _check_later_stage(model, chain, outside, calls)
             return chain
     raise refusals[0]
 
 
 def copy_with(model: nn.Module, replaced: Mapping[nn.Module | Tensor, object]) -> Any:
-    """A copy of the modules that shares all tensors; what `replaced` names has something else in its place."""
+    """Copy the modules of a model, but for those `replaced` by something else; tensors are shared."""
     memo: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     memo |= {id(old): new for old, new in replaced.items()}
     return copy.deepcopy(model, memo)
 
 
 def base_of(model: Any) -> Any:
-    """The Hugging Face model below the head, which takes inputs_embeds; None for any other module."""
+    """Return the Hugging Face model below the head, which takes inputs_embeds; None for any other module."""
     inner = inner_model(model)
     return inner.base_model if hasattr(inner, "base_model_prefix") and hasattr(inner, "config") else None
 
 
-def _block_lists(model: nn.Module, asked: str | None) -> list[str]:
-    """Names of the lists of blocks, at least one."""
+def model_of(module: nn.Module) -> nn.Module:
+    """Return the model that a pipeline's chunk was cut from, with its class and methods; any other module itself."""
+    model: nn.Module = vars(module).get("_model", module)
+    return model
+
+
+def block_lists(model: nn.Module, name: str | None) -> list[str]:
+    """Return the names of the lists of blocks, or `name` where it is one's: at least one. Raises ConfigError."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))}
-    if asked is not None:
-        if asked in lists and len(lists[asked]) > 0:
-            return [asked]
-        raise ConfigError(f"blocks={asked!r} names no list of modules of {type(model).__name__}. {_listed(lists)}")
-    found = {block.rpartition(".")[0] for block in find_blocks(model)} & set(lists)
-    if found:
-        return sorted(found)
+    if name is not None:
+        if name in lists and len(lists[name]) > 0:
+            return [name]
+        raise ConfigError(f"blocks={name!r} names no list of modules of {type(model).__name__}. {_listed(lists)}")
+    of_blocks = {block.rpartition(".")[0] for block in find_blocks(model)} & set(lists)
+    if of_blocks:
+        return sorted(of_blocks)
     single = _lists_of_one(lists)
     if len(single) == 1:
         return single
@@ -110,8 +116,8 @@ def _block_lists(model: nn.Module, asked: str | None) -> list[str]:
 
 
 def _several(model: nn.Module, names: Sequence[str]) -> str:
-    """What to type where there are several lists of blocks: one of which the model is a chain, if there is."""
-    said = f"{type(model).__name__} has {len(names)} lists of blocks: {', '.join(names)}."
+    """Say what to type where there are several lists of blocks: the one of which the model is a chain, if any."""
+    listed = f"{type(model).__name__} has {len(names)} lists of blocks: {', '.join(names)}."
     refused = ""
     for name in sorted(names, key=lambda name: -sum(p.numel() for p in model.get_submodule(name).parameters())):
         try:
@@ -119,12 +125,12 @@ def _several(model: nn.Module, names: Sequence[str]) -> str:
         except ConfigError as error:
             refused = refused or f"with blocks={name!r} {error}"
         else:
-            return f"{said} Name the one to cut into pipeline stages: blocks={name!r} (mesh.blocks in a file)."
-    return f"{said} None of them can be cut alone; {refused}"
+            return f"{listed} Name the one to cut into pipeline stages: blocks={name!r} (mesh.blocks in a file)."
+    return f"{listed} None of them can be cut alone; {refused}"
 
 
 def _refuse_layer_drop(model: nn.Module) -> None:
-    """Stages would skip other blocks than their neighbours think. Raises ConfigError."""
+    """Refuse models that skip blocks at random, for each stage would skip others. Raises ConfigError."""
     config: Any = getattr(inner_model(model), "config", None)
     for name in ("layerdrop", "decoder_layerdrop"):
         if (getattr(config, name, None) or 0) > 0:
@@ -135,27 +141,30 @@ def _refuse_layer_drop(model: nn.Module) -> None:
 
 
 def _listed(lists: Mapping[str, nn.Module]) -> str:
-    """The lists there are, and what to type."""
+    """Say which lists there are, and what to type."""
     sizes = {name: len(list(module.children())) for name, module in lists.items() if name}
-    found = ", ".join(f"{name} ({size})" for name, size in list(sizes.items())[:8]) or "none"
+    names = ", ".join(f"{name} ({size})" for name, size in list(sizes.items())[:8]) or "none"
     if max(sizes.values(), default=0) < 2:
-        return f"Its lists: {found}. Put its blocks in an nn.ModuleList, or pass pp=1."
-    return f"Its lists: {found}. Pass blocks='NAME' of an nn.ModuleList (mesh.blocks=NAME in a file), or pp=1."
+        return f"Its lists: {names}. Put its blocks in an nn.ModuleList, or pass pp=1."
+    return f"Its lists: {names}. Pass blocks='NAME' of an nn.ModuleList (mesh.blocks=NAME in a file), or pp=1."
 
 
 def _lists_of_one(lists: Mapping[str, nn.Module]) -> list[str]:
-    """Outermost nn.ModuleLists of one module that has parameters and modules of its own, as a block does."""
-    found: list[str] = []
+    """Return the outermost nn.ModuleLists of a single module with parameters and modules of its own, as a block has."""
+    names: list[str] = []
     for name, module in lists.items():
         if isinstance(module, nn.ModuleList) and len(module) == 1 and owns(module):
-            inside = any(name.startswith(outer + ".") for outer in found)
-            found += [name] if name and not inside and any(True for _ in module[0].children()) else []
-    return found
+            inside = any(name.startswith(outer + ".") for outer in names)
+            names += [name] if name and not inside and any(True for _ in module[0].children()) else []
+    return names
 
 
-def _rooms(model: nn.Module, blocks: str) -> dict[str, nn.Module]:
-    """Outermost modules beside the list of blocks that have parameters, or draw random numbers; by name."""
-    rooms: dict[str, nn.Module] = {}
+def _outside(model: nn.Module, blocks: str) -> dict[str, nn.Module]:
+    """Return the outermost modules outside the list of blocks that have parameters or draw random numbers, by name.
+
+    Raises ConfigError for parameters that lie beside these.
+    """
+    outside: dict[str, nn.Module] = {}
     path = blocks.split(".")
     for depth in range(len(path)):
         around = ".".join(path[:depth])
@@ -167,26 +176,27 @@ def _rooms(model: nn.Module, blocks: str) -> dict[str, nn.Module]:
             )
         for name, child in holder.named_children():
             if name != path[depth] and (owns(child) or isinstance(child, DROPOUTS)):
-                rooms[f"{around}.{name}".lstrip(".")] = child
-    return rooms
+                outside[f"{around}.{name}".lstrip(".")] = child
+    return outside
 
 
 @dataclass
 class _Calls:
-    """What ran in a trial, in order: names of rooms, and indices of blocks.
+    """What ran in a trial.
 
-    left   the hidden state that the latest block returned
-    beside what each block was given beside its hidden state
+    order   names of modules outside the blocks, and indices of blocks, as they were called
+    latest  the hidden state that the latest block returned
+    beside  tensors that each block was given beside its hidden state
     """
 
     ids: Tensor
     order: list[str | int] = field(default_factory=list)
-    left: Tensor | None = None
+    latest: Tensor | None = None
     beside: list[list[Tensor]] = field(default_factory=list)
 
 
-class _StandIn(Elsewhere):
-    """A block of a trial: returns a fresh hidden state, and checks what it is given."""
+class _TrialBlock(Placeholder):
+    """Stands for a block in a trial: checks what it is given, and returns a new hidden state."""
 
     def __init__(self, module: nn.Module, index: int, calls: _Calls, tuples: bool) -> None:
         super().__init__(module)
@@ -195,7 +205,7 @@ class _StandIn(Elsewhere):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         calls, index = self._calls, self._index
         hidden = first_argument(args, kwargs)
-        if calls.left is not None and hidden is not calls.left:
+        if calls.latest is not None and hidden is not calls.latest:
             raise ConfigError(f"something happens to the hidden state between blocks {index - 1} and {index}")
         for value in tensors_in([args, kwargs]):
             if value is calls.ids:
@@ -204,16 +214,16 @@ class _StandIn(Elsewhere):
                 raise ConfigError(f"block {index} takes a second tensor with a gradient, {list(value.shape)}")
         calls.order.append(index)
         calls.beside.append([value for value in tensors_in([args, kwargs]) if value is not hidden])
-        calls.left = torch.zeros_like(hidden).requires_grad_()
-        return (calls.left,) if self._tuples else calls.left
+        calls.latest = torch.zeros_like(hidden).requires_grad_()
+        return (calls.latest,) if self._tuples else calls.latest
 
 
-def _trial(model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], tuples: bool) -> _Calls:
+def _trial(model: nn.Module, blocks: str, outside: Mapping[str, nn.Module], tuples: bool) -> _Calls:
     """Run a copy on two sequences of three tokens and return what was called."""
     calls = _Calls(torch.zeros(2, 3, dtype=torch.long, device="cpu"))
-    trial = _hollow_copy(model, blocks, calls, tuples, {})
+    trial = _copy_without_weights(model, blocks, calls, tuples, {})
     base = base_of(trial)
-    for name in rooms:
+    for name in outside:
         trial.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: calls.order.append(name))
     run = trial if base is None else base
     try:
@@ -221,40 +231,41 @@ def _trial(model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], tuples
             run(calls.ids, **forward_options(run))
     except ConfigError as error:
         raise ConfigError(f"{_refusal(model)}: {error}. Pass pp=1.") from error
-    except Exception as error:  # any error of its own, told with its text
-        said = (str(error).strip().splitlines() or [""])[0]
+    except Exception as error:  # any error of its own, quoted
+        line = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(
-            f"{_refusal(model)}: called with token ids [2, 3] it says {type(error).__name__}: {said}. Pass pp=1."
+            f"{_refusal(model)}: called with token ids [2, 3] it says {type(error).__name__}: {line}. Pass pp=1."
         ) from error
     return calls
 
 
-def _hollow_copy(
+def _copy_without_weights(
     model: nn.Module, blocks: str, calls: _Calls, tuples: bool, others: dict[nn.Module | Tensor, object]
 ) -> Any:
-    """A copy in eval mode without weights, with stand-ins for its blocks and for `others`."""
+    """Copy a model in eval mode without weights, with trial blocks and with `others` replaced."""
     children = list(model.get_submodule(blocks).children())
     replaced: dict[nn.Module | Tensor, object] = {t: _weightless(t) for t in (*model.parameters(), *model.buffers())}
-    replaced |= {block: _StandIn(block, index, calls, tuples) for index, block in enumerate(children)}
+    replaced |= {block: _TrialBlock(block, index, calls, tuples) for index, block in enumerate(children)}
     return copy_with(model, replaced | others).eval()
 
 
-def _enter_later(model: nn.Module, chain: Chain, rooms: Mapping[str, nn.Module], first: _Calls) -> None:
+def _check_later_stage(model: nn.Module, chain: Chain, outside: Mapping[str, nn.Module], first: _Calls) -> None:
     """Run a copy as a later pipeline stage does, which has no token ids. Raises ConfigError."""
-    if base_of(model) is None or first.left is None:
+    if base_of(model) is None or first.latest is None:
         return
     calls = _Calls(first.ids)
-    hidden = torch.zeros_like(first.left)
-    blanks: dict[nn.Module | Tensor, object] = {room: Blank(room, Relay(received=hidden)) for room in rooms.values()}
-    base = base_of(_hollow_copy(model, chain.blocks, calls, chain.tuples, blanks))
+    hidden = torch.zeros_like(first.latest)
+    tensors = ChunkTensors(received=hidden)
+    skipped: dict[nn.Module | Tensor, object] = {m: SkippedModule(m, tensors) for m in outside.values()}
+    base = base_of(_copy_without_weights(model, chain.blocks, calls, chain.tuples, skipped))
     try:
         with torch.no_grad(), torch.device("cpu"):
             base(inputs_embeds=hidden, **forward_options(base))
-    except Exception as error:  # any error of its own, told with its text
-        said = (str(error).strip().splitlines() or [""])[0]
+    except Exception as error:  # any error of its own, quoted
+        line = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(
             f"{_refusal(model)}: called with inputs_embeds [2, 3, {chain.width}] in the place of token ids, as later "
-            f"stages are, it says {type(error).__name__}: {said}. Pass pp=1."
+            f"stages are, it says {type(error).__name__}: {line}. Pass pp=1."
         ) from error
     if hidden._version > 0:
         raise ConfigError(
@@ -269,15 +280,18 @@ def _enter_later(model: nn.Module, chain: Chain, rooms: Mapping[str, nn.Module],
         )
 
 
-def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether these are the same tensors; in a dry run, where values do not exist, whether their shapes are."""
-    if [t.shape for t in some] != [t.shape for t in others]:
+def _equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    """Return whether these are the same tensors; in a dry run, where values do not exist, whether their shapes are."""
+    if [t.shape for t in first] != [t.shape for t in second]:
         return False
-    return all(host_value((a == b).all().view(1), [1.0]) == [1.0] for a, b in zip(some, others, strict=True))
+    return all(host_value((a == b).all().view(1), [1.0]) == [1.0] for a, b in zip(first, second, strict=True))
 
 
 def _weightless(t: Tensor) -> Tensor:
-    """Zeros of this shape and dtype on the CPU; a parameter in the memory of one element (buffers get written)."""
+    """Return zeros of this shape and dtype on the CPU; for a parameter in the memory of one element.
+
+    Buffers have memory of their own, since forwards write to them.
+    """
     if not isinstance(t, nn.Parameter):
         return torch.zeros(t.shape, dtype=t.dtype)
     return torch.zeros((), dtype=t.dtype).expand(t.shape).requires_grad_(t.is_floating_point())
@@ -287,8 +301,11 @@ def _refusal(model: nn.Module) -> str:
     return f"{type(model).__name__} cannot be cut into pipeline stages"
 
 
-def _sorted(model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], seen: _Calls, tuples: bool) -> Chain:
-    """Tell what runs before the blocks from what runs after. A Hugging Face head lies around the trial's model."""
+def _sorted(model: nn.Module, blocks: str, outside: Mapping[str, nn.Module], seen: _Calls, tuples: bool) -> Chain:
+    """Sort modules outside the blocks into those that run before and those that run after.
+
+    A Hugging Face head lies around the model that a trial runs: it comes after.
+    """
     calls = seen.order
     length = len(list(model.get_submodule(blocks).children()))
     ran = [index for index in calls if isinstance(index, int)]
@@ -297,18 +314,18 @@ def _sorted(model: nn.Module, blocks: str, rooms: Mapping[str, nn.Module], seen:
     start, stop = calls.index(0), calls.index(length - 1)
     base = base_of(model)
     head = set() if base is None else set(model.modules()) - set(base.modules())
-    after = set(calls[stop + 1 :]) | {name for name, room in rooms.items() if room in head}
+    after = set(calls[stop + 1 :]) | {name for name, module in outside.items() if module in head}
     early = set(calls[:start])
     before: list[str] = []
     later: list[str] = []
-    for name, room in rooms.items():
+    for name, module in outside.items():
         where = [name in early, name in calls[start:stop], name in after]
         if where == [True, False, False]:
             before.append(name)
         elif where == [False, False, True]:
             later.append(name)
-        elif owns(room):
-            said = "runs between blocks" if where[1] else "runs at both ends" if any(where) else "never runs"
-            raise ConfigError(f"{_refusal(model)}: called with token ids [2, 3], {name} {said}. Pass pp=1.")
-    assert seen.left is not None
-    return Chain(blocks, length, tuple(before), tuple(later), tuples, seen.left.shape[-1])
+        elif owns(module):
+            fault = "runs between blocks" if where[1] else "runs at both ends" if any(where) else "never runs"
+            raise ConfigError(f"{_refusal(model)}: called with token ids [2, 3], {name} {fault}. Pass pp=1.")
+    assert seen.latest is not None
+    return Chain(blocks, length, tuple(before), tuple(later), tuples, seen.latest.shape[-1])

@@ -7,7 +7,7 @@
 
 Every call into transformers says `trust_remote_code=False` as well, which alone would ignore the first kind where
 transformers has a class of that name, and train something else than the folder means. Some of its classes drop that
-word on their way to others: the calls are made inside `no_foreign_code`, where nobody is asked and nothing imported.
+argument on its way to others: the calls are made inside `no_foreign_code`, where nothing is asked or imported.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def refuse_code(*files: Path) -> None:
     """Raise ConfigError where one of the JSON files, as far as they exist, names code to run or cannot be read."""
     for file in files:
         if os.path.lexists(file):
-            named = list(dict.fromkeys(_named(_read(file), file.parent)))
-            if named:
+            entries = list(dict.fromkeys(_code_entries(_read(file), file.parent)))
+            if entries:
                 raise ConfigError(
-                    f"{file} names code of its own ({', '.join(named[:SHOWN])}), and zero3d runs no code from a "
+                    f"{file} names code of its own ({', '.join(entries[:SHOWN])}), and zero3d runs no code from a "
                     "folder: where transformers has that class itself, take the entry out of the file; else install "
                     "code that you have read as a package (a model's by model.path=module:function)."
                 )
@@ -47,15 +47,15 @@ def refuse_code(*files: Path) -> None:
 
 @contextmanager
 def no_foreign_code() -> Iterator[None]:
-    """A lock for calls into transformers: there is no stdin to answer its questions, and no import of foreign files."""
-    from transformers import dynamic_module_utils as door
+    """Keep calls into transformers from running code of a folder: no stdin answers questions, no file is imported."""
+    from transformers import dynamic_module_utils
 
-    answers, imports = sys.stdin, door.get_class_in_module
-    sys.stdin, door.get_class_in_module = None, _refuse_import
+    stdin, importer = sys.stdin, dynamic_module_utils.get_class_in_module
+    sys.stdin, dynamic_module_utils.get_class_in_module = None, _refuse_import
     try:
         yield
     finally:
-        sys.stdin, door.get_class_in_module = answers, imports
+        sys.stdin, dynamic_module_utils.get_class_in_module = stdin, importer
 
 
 def _refuse_import(class_name: str, module_path: object, **_: object) -> NoReturn:
@@ -69,8 +69,8 @@ def _read(file: Path) -> Any:
         raise ConfigError(f"{file} {error}: correct it, or remove it.") from error
 
 
-def _named(tree: Any, folder: Path) -> Iterator[str]:
-    """What a tree of JSON names as code, at any depth."""
+def _code_entries(tree: Any, folder: Path) -> Iterator[str]:
+    """Yield the entries of a tree of JSON that name code, at any depth."""
     trees = [tree]
     while trees:
         tree = trees.pop()
@@ -80,39 +80,43 @@ def _named(tree: Any, folder: Path) -> Iterator[str]:
             continue
         for key, value in tree.items():
             if key == "auto_map" and value:
-                yield from (f"auto_map: {each}" for each in _texts(value))
+                yield from (f"auto_map: {text}" for text in _texts(value))
             elif key.endswith("attn_implementation"):
-                yield from (f"{key}: {each}" for each in _texts(value) if "/" in each)
-            elif key == "tokenizer_class" and isinstance(value, str) and (_defined(value, folder) or _other(value)):
+                yield from (f"{key}: {text}" for text in _texts(value) if "/" in text)
+            elif (
+                key == "tokenizer_class"
+                and isinstance(value, str)
+                and (_is_defined(value, folder) or _is_no_tokenizer(value))
+            ):
                 yield f"tokenizer_class: {value}"
             else:
                 trees.append(value)
 
 
 def _texts(value: Any) -> list[str]:
-    """A text, or those in a list or mapping; a value of another kind as it is written."""
+    """Return a text, or those in a list or mapping; a value of another kind as it is written."""
     values = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
-    inner = [each for entry in values for each in (entry if isinstance(entry, list) else [entry])]
-    return [str(each) for each in inner if each is not None]
+    inner = [item for entry in values for item in (entry if isinstance(entry, list) else [entry])]
+    return [str(item) for item in inner if item is not None]
 
 
-def _defined(name: str, folder: Path) -> bool:
-    """Whether a .py file of the folder defines the class."""
+def _is_defined(name: str, folder: Path) -> bool:
+    """Return whether a .py file of the folder defines the class."""
     line = re.compile(rf"^\s*class\s+{re.escape(name)}\b", re.MULTILINE)
     return any(line.search(file.read_text(errors="replace")) for file in sorted(folder.glob("*.py")) if file.is_file())
 
 
-def _other(name: str) -> bool:
-    """Whether transformers has the class, by a name with "Fast" or without, and it is no tokenizer."""
+def _is_no_tokenizer(name: str) -> bool:
+    """Return whether transformers has the class, by a name with "Fast" or without, and it is no tokenizer."""
     import transformers
 
     plain = re.sub("(Fast)+$", "", name)
-    found = [getattr(transformers, each, None) for each in (plain, plain + "Fast")]
-    return plain.startswith("Auto") or not all(each is None or _is_tokenizer(each) for each in found)
+    classes = [getattr(transformers, alias, None) for alias in (plain, plain + "Fast")]
+    return plain.startswith("Auto") or not all(kind is None or _is_tokenizer(kind) for kind in classes)
 
 
-def _is_tokenizer(found: Any) -> bool:
-    """Whether an attribute of transformers is a tokenizer, or stands for one whose package is missing."""
+def _is_tokenizer(kind: Any) -> bool:
+    """Return whether an attribute of transformers is a tokenizer, or stands for one whose package is missing."""
     from transformers import PreTrainedTokenizerBase
 
-    return getattr(found, "is_dummy", False) or (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase))
+    return getattr(kind, "is_dummy", False) or (isinstance(kind, type) and issubclass(kind, PreTrainedTokenizerBase))

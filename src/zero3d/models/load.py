@@ -28,8 +28,8 @@ from zero3d.shards.boxes import Box, slices, whole
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 REOPEN_BYTES = 32 << 20  # pages of a mapped file count as this process's memory until it is closed
 SHOWN = 3
-FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them; what is narrower needs scales beside it
-SAID = 300  # characters of an error of safetensors
+FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them; narrower ones need scales beside them
+LONGEST = 300  # characters of an error of safetensors
 Rows = tuple[int, int | None]
 
 
@@ -45,7 +45,7 @@ class Recipe:
 
 
 class FileWeights:
-    """Parameters of `model` (as `build` gives it) out of the safetensors of `folder`.
+    """Reads parameters of `model` (as `build` gives it) from the safetensors of `folder`.
 
     Checks names and shapes at once, reading headers only; persistent buffers are filled in. Raises
     ConfigError with the differences. `unused` are the files' tensors that the model has no place for.
@@ -56,7 +56,7 @@ class FileWeights:
         self._file_of = _index(folder)
         self._open: tuple[str, Any] = ("", None)
         self._read = 0
-        self._made: tuple[Recipe | None, Rows, dict[str, Tensor]] = (None, (0, None), {})
+        self._latest: tuple[Recipe | None, Rows, dict[str, Tensor]] = (None, (0, None), {})  # what it was converted to
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
         self._recipes, self.unused = self._match(self._shapes)
         self._alias = _aliases(model)
@@ -65,7 +65,7 @@ class FileWeights:
         self._fill_buffers()
 
     def __call__(self, name: str, box: Box) -> Tensor:
-        """The values in a box of the parameter."""
+        """Return the values in a box of the parameter."""
         name = next(alias for alias in self._alias.get(name, [name]) if alias in self._recipes)
         recipe = self._recipes[name]
         if recipe.converter is None:
@@ -73,10 +73,10 @@ class FileWeights:
         rows: Rows = (0, None)
         if _keeps_rows(recipe.converter, self._shapes[name], len(recipe.sources)):
             rows, box = box[0], ((0, box[0][1] - box[0][0]), *box[1:])
-        if self._made[0] is not recipe or self._made[1] != rows:
-            self._made = (None, rows, {})  # what was made before is not held any longer
-            self._made = (recipe, rows, self._convert(recipe, name, *rows))
-        return self._made[2][name][slices(box)]
+        if self._latest[0] is not recipe or self._latest[1] != rows:
+            self._latest = (None, rows, {})  # frees what was converted before
+            self._latest = (recipe, rows, self._convert(recipe, name, *rows))
+        return self._latest[2][name][slices(box)]
 
     # --- reading ------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class FileWeights:
         return tensor
 
     def _convert(self, recipe: Recipe, name: str, first: int = 0, last: int | None = None) -> dict[str, Tensor]:
-        """The converter's results; with `first` and `last` only from those tensors of each pattern."""
+        """Return the converter's results; with `first` and `last` only from those tensors of each pattern."""
         chosen = [pair for group in _by_pattern(recipe.sources).values() for pair in group[first:last]]
         return self._run(recipe, name, [(pattern, key, self._tensor(key)) for pattern, key in chosen])
 
@@ -109,13 +109,13 @@ class FileWeights:
         converter = copy.deepcopy(recipe.converter)
         for pattern, key, tensor in tensors:
             converter.add_tensor(name, key, pattern, tensor)
-        made = converter.convert(name, model=self._model, config=getattr(self._model, "config", None))
-        return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
+        results = converter.convert(name, model=self._model, config=getattr(self._model, "config", None))
+        return {target: value[0] if isinstance(value, list) else value for target, value in results.items()}
 
     # --- names and shapes ---------------------------------------------------------------------------
 
     def _match(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Recipe], list[str]]:
-        """Recipes by the model's names, and the keys nobody wants."""
+        """Return recipes by the model's names, and the keys that the model has no place for."""
         recipes: dict[str, Recipe] = {}
         unused = []
         rename = _renaming(self._model, shapes)
@@ -140,21 +140,21 @@ class FileWeights:
     def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         missing = [n for n in shapes if not any(alias in self._recipes for alias in self._alias.get(n, [n]))]
         wrong = [
-            f"{name}: file {found}, model {shape}"
+            f"{name}: file {stored}, model {shape}"
             for name, shape in shapes.items()
-            if (found := self._found_shape(name)) is not None and found != shape
+            if (stored := self._stored_shape(name)) is not None and stored != shape
         ]
         if missing or wrong:
-            some = wrong + [f"{name} is in no file" for name in missing]
-            more = f"; and {len(some) - SHOWN} more" if len(some) > SHOWN else ""
+            faults = wrong + [f"{name} is in no file" for name in missing]
+            more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
             raise ConfigError(
                 f"{self._folder} holds other weights than its config.json describes ({len(self._file_of)} tensors, "
-                f"{len(shapes)} wanted): {'; '.join(some[:SHOWN])}{more}. Use the config.json they were saved with, "
+                f"{len(shapes)} wanted): {'; '.join(faults[:SHOWN])}{more}. Use the config.json they were saved with, "
                 "or model.init=random for new weights."
             )
 
     def _check_dtypes(self) -> None:
-        """Integers and quantised values mean nothing as weights. Raises ConfigError."""
+        """Refuse integers and quantised values, which mean nothing as weights. Raises ConfigError."""
         dtypes = {name: t.dtype for name, t in self._model.state_dict(keep_vars=True).items()}
         keys = {key: None for name, recipe in self._recipes.items() if dtypes[name].is_floating_point
                 for _, key in recipe.sources}  # fmt: skip
@@ -172,7 +172,7 @@ class FileWeights:
         dtype: str = self._handle(key).get_slice(key).get_dtype()
         return dtype
 
-    def _found_shape(self, name: str) -> tuple[int, ...] | None:
+    def _stored_shape(self, name: str) -> tuple[int, ...] | None:
         recipe = self._recipes.get(name)
         if recipe is None:
             return None
@@ -188,49 +188,50 @@ class FileWeights:
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """File of every tensor. Raises ConfigError when there is none."""
+    """Return the file of every tensor. Raises ConfigError when there is none."""
     if (folder / INDEX).is_file():
-        where = _weight_map(folder / INDEX)
+        listed = _weight_map(folder / INDEX)
     elif (folder / ONE_FILE).is_file():
-        where = {}
+        listed = {}
     else:
-        found = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors"))
-        has = f"it has {', '.join(found[:SHOWN])}, and only {ONE_FILE} or its index is read" if found else "it has none"
+        files = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors"))
+        has = f"it has {', '.join(files[:SHOWN])}, and only {ONE_FILE} or its index is read" if files else "it has none"
         raise ConfigError(
             f"{folder} has no weights ({has}): save it with save_pretrained, or start from new ones with "
             "model.init=random."
         )
     keys: dict[str, str] = {}
-    for file in sorted(set(where.values())) or [ONE_FILE]:
+    for file in sorted(set(listed.values())) or [ONE_FILE]:
         try:
             check_regular(folder / file)
             with safe_open(folder / file, framework="pt") as stored:
                 keys |= dict.fromkeys(stored.keys(), file)
         except (OSError, SafetensorError, Unreadable) as error:
-            said = f"{folder / short(file)} cannot be read as safetensors ({str(error)[:SAID]}): copy it again."
-            raise ConfigError(said) from error
-    lost = sorted(set(where) - set(keys))
+            raise ConfigError(
+                f"{folder / short(file)} cannot be read as safetensors ({str(error)[:LONGEST]}): copy it again."
+            ) from error
+    lost = sorted(set(listed) - set(keys))
     if lost:
         raise ConfigError(f"{folder / INDEX} names {len(lost)} tensors that no file holds, first {short(lost[0])!r}.")
     return keys
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Files in the index's folder by tensor. Raises ConfigError."""
+    """Read which file of the index's folder holds each tensor. Raises ConfigError."""
     try:
-        where = read_object(index).get("weight_map")
+        listed = read_object(index).get("weight_map")
     except Unreadable as error:
         raise ConfigError(f"{index} is no index of safetensors files: it {error}.") from error
-    if not isinstance(where, dict) or not where:
+    if not isinstance(listed, dict) or not listed:
         raise ConfigError(f"{index} is no index of safetensors files: it has no weight_map of names.")
-    for file in where.values():
+    for file in listed.values():
         if not isinstance(file, str) or not file or Path(file).name != file or "\0" in file:
             raise ConfigError(f"{index} names {short(repr(file))}, which is no file in its own folder.")
-    return where
+    return listed
 
 
 def _renaming(model: nn.Module, shapes: Mapping[str, Any]) -> Any:
-    """key -> (name in the model, converter or None, its pattern), by Hugging Face's tables for this model."""
+    """Return a function: key -> (name in the model, converter or None, its pattern), by Hugging Face's tables."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -250,7 +251,7 @@ def _renaming(model: nn.Module, shapes: Mapping[str, Any]) -> Any:
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """All names of every tied parameter, under each of them."""
+    """Return all names of every tied parameter, under each of them."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
@@ -265,7 +266,7 @@ def _by_pattern(sources: Sequence[tuple[str, str]]) -> dict[str, list[tuple[str,
 
 
 def _keeps_rows(converter: Any, shape: tuple[int, ...], sources: int) -> bool:
-    """Whether row i of the result is made of the i-th tensor of every pattern: experts stacked, then joined inside."""
+    """Return whether row i of the result is made of the i-th tensors: experts stacked, then joined inside."""
     first, *rest = converter.operations
     return (
         type(first).__name__ == "MergeModulelist"
@@ -276,5 +277,5 @@ def _keeps_rows(converter: Any, shape: tuple[int, ...], sources: int) -> bool:
 
 
 def _natural(key: str) -> list[tuple[int, str]]:
-    """Sorts layers.2 before layers.10."""
+    """Return a sort key that puts layers.2 before layers.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in key.split(".")]

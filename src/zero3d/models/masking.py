@@ -1,4 +1,4 @@
-"""Does a model keep packed documents apart? Refused where it does not, because nobody would notice.
+"""Whether a model keeps packed documents apart: refused where it does not, because nobody would notice.
 
 Hugging Face (masking_utils, transformers 5.17-5.23) makes the mask from position_ids alone, wherever
 they do not rise by one, if all of this holds:
@@ -38,7 +38,7 @@ def check_packing(model: nn.Module, micro_batch: int) -> None:
 
 
 def forward_options(model: nn.Module) -> dict[str, Any]:
-    """What training must pass to `model` beside the batch: no cache, where it has one."""
+    """Return what training must pass to `model` beside the batch: no cache, where it has one."""
     inner = inner_model(model)
     parameters = inspect.signature(inner.forward).parameters
     passed_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -47,6 +47,7 @@ def forward_options(model: nn.Module) -> dict[str, Any]:
 
 
 def _leak(model: nn.Module, micro_batch: int) -> str | None:
+    """Say why documents would see each other; None where they do not."""
     name = type(inner_model(model)).__name__
     if "position_ids" not in _parameters(model):
         return f"{name}.forward takes no position_ids, from which documents are told apart"
@@ -57,17 +58,18 @@ def _leak(model: nn.Module, micro_batch: int) -> str | None:
     attention = text._attn_implementation
     if attention not in MASKED and micro_batch > 1:
         return f"attention {attention} keeps documents apart only with train.micro_batch=1, and it is {micro_batch}"
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION))
-    if others or any(isinstance(module, nn.Conv1d) for module in model.modules()):
-        return f"{name} has layers that run across documents ({', '.join(others) or 'convolutions'})"
-    verdicts = [found for kind in {type(module) for module in model.modules()} if (found := _masks(kind)) is not None]
+    recurrent = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION))
+    if recurrent or any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return f"{name} has layers that run across documents ({', '.join(recurrent) or 'convolutions'})"
+    kinds = {type(module) for module in model.modules()}
+    verdicts = [verdict for kind in kinds if (verdict := _masks_by_position(kind)) is not None]
     if not verdicts or not all(verdicts):
         return f"{name} does not make its attention mask from position_ids"
     return None
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The model inside a PEFT wrapper, whose own forward says nothing."""
+    """Return the model inside a PEFT wrapper, whose own forward takes anything; any other module itself."""
     inner: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     return inner
 
@@ -76,8 +78,8 @@ def _parameters(model: nn.Module) -> set[str]:
     return set(inspect.signature(inner_model(model).forward).parameters)
 
 
-def _masks(kind: type[nn.Module]) -> bool | None:
-    """Whether all masks that this class's forward makes get position_ids; None if it makes none."""
+def _masks_by_position(kind: type[nn.Module]) -> bool | None:
+    """Return whether all masks that this class's forward makes get position_ids; None if it makes none."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
     except (OSError, TypeError, SyntaxError):
@@ -106,5 +108,5 @@ def _called(tree: ast.AST) -> set[str]:
 
 
 def _passes_positions(call: ast.Call, collected: bool) -> bool:
-    """By name, or in `**options` that were put together before."""
+    """Return whether a call passes position_ids: by name, or in `**options` that were put together before."""
     return any(word.arg == "position_ids" or (word.arg is None and collected) for word in call.keywords)

@@ -1,4 +1,4 @@
-"""From what `model.path` says to a module and its weights.
+"""From `model.path` to a module and its weights.
 
 a folder with config.json     weights by slices out of its safetensors (models/load.py), or new ones
 a config.json, a preset       new weights (models/build.py)
@@ -28,14 +28,14 @@ from zero3d.models.presets import PRESETS, no_model
 from zero3d.reading import Unreadable, read_object
 from zero3d.zero.initial_weights import Source
 
-LAYERS = re.compile(r"(^|_)(layer|block|depth)s?$")  # how names end that say how many of them are built
+LAYERS = re.compile(r"(^|_)(layer|block|depth)s?$")  # how keys end that hold numbers of layers
 MOST_LAYERS = 10_000
 LONGEST = 300  # characters of an error of transformers
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A module to be trained.
+    """A module that is to be trained.
 
     weights  values of its parameters, which are on meta; None if it has its own
     folder   where it came from, when that may hold a tokenizer
@@ -71,34 +71,34 @@ def open_model(model: Model, seed: int = 0) -> Opened:
 
 
 def positions(model: Model) -> int | None:
-    """The longest sequence by the model's config; None without a limit, or where there is only a function to ask.
+    """Return the longest sequence by the model's config; None without a limit, or where a function makes the model.
 
     Raises ConfigError.
     """
     path = Path(model.path)
-    there = os.path.exists(path)
-    if not there and model.path not in PRESETS:
+    exists = os.path.exists(path)
+    if not exists and model.path not in PRESETS:
         return None
-    config = read_config(path) if there else preset(model.path)
+    config = read_config(path) if exists else preset(model.path)
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def preset(name: str) -> Any:
-    """The transformers config of a preset."""
+    """Return the transformers config of a preset."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**PRESETS[name])
 
 
 def read_config(path: Path) -> Any:
-    """The transformers config of a folder or a config.json. Raises ConfigError."""
+    """Read the transformers config of a folder or a config.json. Raises ConfigError."""
     from transformers import AutoConfig
 
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        inside = sorted(entry.name for entry in path.iterdir())[:5]
+        names = sorted(entry.name for entry in path.iterdir())[:5]
         raise ConfigError(
-            f"{path} has no config.json (it has {', '.join(inside) or 'nothing'}): give a folder written by "
+            f"{path} has no config.json (it has {', '.join(names) or 'nothing'}): give a folder written by "
             "save_pretrained."
         )
     try:
@@ -110,18 +110,18 @@ def read_config(path: Path) -> Any:
         with no_foreign_code():
             return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # odd values fail wherever they are first used
-        raise ConfigError(f"{file} is no config that transformers knows: {_said(error)}") from error
+        raise ConfigError(f"{file} is no config that transformers knows: {_in_one_line(error)}") from error
 
 
-def _check_sizes(told: Mapping[str, Any], file: Path) -> None:
+def _check_sizes(config: Mapping[str, Any], file: Path) -> None:
     """Refuse numbers of layers with which a model would be built for ever. Raises ConfigError."""
-    entries: list[tuple[str, Any]] = list(told.items())
+    entries: list[tuple[str, Any]] = list(config.items())
     while entries:
         key, value = entries.pop()
         if isinstance(value, Mapping):  # of text, of vision
             entries += value.items()
         elif isinstance(value, list):  # of stages
-            entries += [(key, each) for each in value]
+            entries += [(key, item) for item in value]
         elif isinstance(value, int) and value > MOST_LAYERS and LAYERS.search(key):
             raise ConfigError(f"{file}: {key} is {short(value)}, and at most {MOST_LAYERS:,} layers are built.")
 
@@ -138,41 +138,41 @@ def _read_generation_config(folder: Path, module: nn.Module) -> None:
             module.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # odd values fail wherever they are first used
         raise ConfigError(
-            f"{file} is none that transformers knows: {_said(error)}. Correct it, or remove it."
+            f"{file} is none that transformers knows: {_in_one_line(error)}. Correct it, or remove it."
         ) from error
 
 
-def _said(error: Exception) -> str:
-    """What an error of transformers says, in one line of bounded length."""
-    said = str(error).strip().splitlines()[0] if isinstance(error, OSError) else " ".join(str(error).split())
-    return f"{type(error).__name__}: {said[:LONGEST]}"
+def _in_one_line(error: Exception) -> str:
+    """Return the text of an error of transformers, in one line of bounded length."""
+    line = str(error).strip().splitlines()[0] if isinstance(error, OSError) else " ".join(str(error).split())
+    return f"{type(error).__name__}: {line[:LONGEST]}"
 
 
 def call(path: str) -> nn.Module:
-    """The module that `module:function` returns; the current directory is searched, too. Raises ConfigError."""
+    """Call `module:function` for a module; the current directory is searched, too. Raises ConfigError."""
     name, _, function = path.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    directory = str(Path.cwd())
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
     try:
-        found = getattr(import_module(name), function)
+        attribute = getattr(import_module(name), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"model.path {short(path)!r} cannot be imported from {here}: {str(error)[:LONGEST]}"
+            f"model.path {short(path)!r} cannot be imported from {directory}: {str(error)[:LONGEST]}"
         ) from error
     try:
-        module = found() if callable(found) else found
+        module = attribute() if callable(attribute) else attribute
     except Zero3dError:
         raise
     except Exception as error:
-        raise ConfigError(f"model.path {short(path)!r}: {function}() raised {_told(error)}") from error
+        raise ConfigError(f"model.path {short(path)!r}: {function}() raised {_with_place(error)}") from error
     if not isinstance(module, nn.Module):
         raise ConfigError(f"{path} returned {type(module).__name__}: it must return a torch.nn.Module.")
     return module
 
 
-def _told(error: Exception) -> str:
-    """An error of somebody else's code in one line, with the place where it was raised."""
+def _with_place(error: Exception) -> str:
+    """Return an error of somebody else's code in one line, with the place where it was raised."""
     frames = extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""  # else in the call itself
     return f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}{place}"

@@ -1,12 +1,13 @@
-"""What stands in a pipeline stage's part of a model where modules of other parts were.
+"""What stands in a pipeline rank's model chunk for the modules of other chunks.
 
-    Pass     a block: returns what it is given
-    Entry    the block before the part's first: returns the hidden state that was received
-    Exit     the block after the part's last: keeps the hidden state to be sent
-    Blank    an embedding, norm or head: zeros of an embedding's shape, or the hidden state it is given
+    class            stands for                          its forward returns
+    SkippedBlock     any other block                     the hidden state it is given
+    ReceivingBlock   the block before the chunk's first  the hidden state that was received
+    SendingBlock     the block after the chunk's last    the hidden state it is given, and keeps it to be sent
+    SkippedModule    an embedding, norm or head          zeros of an embedding's shape, or the hidden state it is given
 
-None has parameters. Each keeps its place in its list and the plain attributes of what was there, which
-some models read (`layer.attention_type`).
+All are Placeholders: none has parameters, and each keeps its place in its list and the plain attributes of the module
+it stands for, which some models read (`layer.attention_type`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from torch import Tensor, nn
 from zero3d.nested import tensors_in
 
 
-class Elsewhere(nn.Module):
-    """Stands where a module of another pipeline stage was: its plain attributes, none of its parameters.
+class Placeholder(nn.Module):
+    """Stands for a module that is in another model chunk: has its plain attributes, none of its parameters.
 
-    kind   class of the module that was here, so that a list of blocks is still one of one class
+    kind   class of the module it stands for, so that a list of blocks is still one of one class
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -34,79 +35,84 @@ class Elsewhere(nn.Module):
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
-    """Class of a module, or of the one that was in its place."""
-    return module.kind if isinstance(module, Elsewhere) else type(module)
+    """Return the class of a module, or of the one that a placeholder stands for."""
+    return module.kind if isinstance(module, Placeholder) else type(module)
 
 
 @dataclass
-class Relay:
-    """Tensors on their way through one forward of a part."""
+class ChunkTensors:
+    """What goes through one forward of a model chunk beside its arguments.
+
+    received  the hidden state of the chunk before; None on the first
+    routed    router logits of the chunks before, if any
+    sent      the hidden state for the chunk after, once the last block here has run
+    """
 
     received: Tensor | None = None
     routed: Tensor | None = None
     sent: Tensor | None = None
 
 
-class Pass(Elsewhere):
-    """A block of another part: returns its hidden state, in the form in which blocks here return theirs."""
+class SkippedBlock(Placeholder):
+    """Stands for a block of another chunk: returns its hidden state, in the form in which blocks here return theirs."""
 
-    def __init__(self, block: nn.Module, tuples: bool, relay: Relay) -> None:
+    def __init__(self, block: nn.Module, tuples: bool, tensors: ChunkTensors) -> None:
         super().__init__(block)
-        self._tuples, self._relay = tuples, relay
+        self._tuples, self._tensors = tuples, tensors
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = self._taken(first_argument(args, kwargs))
+        hidden = self._next(first_argument(args, kwargs))
         return (hidden,) if self._tuples else hidden
 
-    def _taken(self, hidden: Any) -> Any:
+    def _next(self, hidden: Any) -> Any:
         return hidden
 
 
-class Entry(Pass):
-    """The block before the part's first: here the received hidden state enters."""
+class ReceivingBlock(SkippedBlock):
+    """Stands for the block before the chunk's first: returns the received hidden state instead of its own."""
 
-    def _taken(self, hidden: Any) -> Any:
-        return self._relay.received
+    def _next(self, hidden: Any) -> Any:
+        return self._tensors.received
 
 
-class Exit(Pass):
-    """The block after the part's last: keeps what is sent. A plain model's forward ends here."""
+class SendingBlock(SkippedBlock):
+    """Stands for the block after the chunk's last: keeps what is sent. A plain model's forward ends here."""
 
-    def __init__(self, block: nn.Module, tuples: bool, relay: Relay, ends: bool) -> None:
-        super().__init__(block, tuples, relay)
+    def __init__(self, block: nn.Module, tuples: bool, tensors: ChunkTensors, ends: bool) -> None:
+        super().__init__(block, tuples, tensors)
         self._ends = ends
 
-    def _taken(self, hidden: Any) -> Any:
-        self._relay.sent = hidden
+    def _next(self, hidden: Any) -> Any:
+        self._tensors.sent = hidden
         if self._ends:
-            raise Left
+            raise ChunkDone
         return hidden
 
 
-class Left(Exception):
-    """The part's blocks have run, and nothing of a plain model's forward is needed any more."""
+class ChunkDone(Exception):
+    """The chunk's blocks have run, and nothing of a plain model's forward is needed any more."""
 
 
-class Blank(Elsewhere):
-    """An embedding, norm or head of another part: zeros of the width of an embedding, or what it is given.
+class SkippedModule(Placeholder):
+    """Stands for an embedding, norm or head: returns zeros of the width of an embedding, or what it is given.
 
     A module around several embeddings is given inputs_embeds where it would get token ids: the hidden state, among
     numbers of positions and types, is what has fractions.
     """
 
-    def __init__(self, module: nn.Module, relay: Relay) -> None:
+    def __init__(self, module: nn.Module, tensors: ChunkTensors) -> None:
         super().__init__(module)
-        self._width, self._relay = (module.embedding_dim if isinstance(module, nn.Embedding) else None), relay
+        self._width, self._tensors = (module.embedding_dim if isinstance(module, nn.Embedding) else None), tensors
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        tensors, like = list(tensors_in([args, kwargs])), self._relay.received
-        hidden = next((t for t in tensors if t.is_floating_point()), None)
+        arguments, like = list(tensors_in([args, kwargs])), self._tensors.received
+        hidden = next((t for t in arguments if t.is_floating_point()), None)
         if like is None or (self._width is None and hidden is not None):
             return hidden if hidden is not None else first_argument(args, kwargs)
         width = like.shape[-1] if self._width is None else self._width
-        return like.new_zeros(()).expand(*tensors[0].shape, width)
+        return like.new_zeros(()).expand(*arguments[0].shape, width)
 
 
 def first_argument(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a block is called with first: its hidden state."""
+    """Return what a block is called with first: its hidden state."""
     return args[0] if args else next(iter(kwargs.values()))

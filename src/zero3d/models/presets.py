@@ -64,13 +64,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def check_model_path(path: str) -> None:
-    """Refuse a model.path of which nothing is there; a module is only imported by those that train it."""
+    """Refuse a model.path that names nothing; a module is only imported by those that train it. Raises ConfigError."""
     if not (os.path.isdir(path) or os.path.isfile(path) or path in PRESETS or ":" in path):
         raise no_model(path)
 
 
 def no_model(path: str) -> ConfigError:
-    """What is told of a path that is nothing."""
+    """Return the error for a path that names nothing."""
     near = nearest(path, PRESETS)
     hint = f" Did you mean {near!r}?" if near else ""
     return ConfigError(

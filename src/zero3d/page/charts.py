@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from zero3d.page.markup import Markup, join, tag
+from markupsafe import Markup
+
+from zero3d.page.markup import join, tag
 from zero3d.page.svg import LETTER, WIDTH, Scale, colour, drawing, label, line, shorten, x_axis, y_axis
 
 BAR, ROW = 18.0, 44.0  # height of a bar, and of its row with the label above it
@@ -28,7 +30,7 @@ class Bar(NamedTuple):
 
 
 def bars(name: str, title: str, rows: Sequence[Bar], series: Sequence[str], unit: str, limit: float = 0.0) -> Markup:
-    """Horizontal stacked bars, each below its label. limit: a line across all of them."""
+    """Draw horizontal stacked bars, each below its label. limit: a line across all of them."""
     high = max(limit, *(sum(row.parts.values()) for row in rows)) * 1.02 or 1.0
     scale = Scale(0, high, 4, WIDTH - RIGHT)
     top = 26.0 if limit else 4.0
@@ -43,8 +45,8 @@ def bars(name: str, title: str, rows: Sequence[Bar], series: Sequence[str], unit
             body.append(line(scale(limit), y + 20, scale(limit), y + 26 + BAR, "limit"))
     if limit:
         body.append(label(scale(limit), top - 6, f"limit {limit:.4g} {unit}", "end", "dim"))
-    told = "; ".join(f"{row.label}: {row.total}" for row in rows)
-    return drawing(name, title, told, bottom + BOTTOM, body)
+    description = "; ".join(f"{row.label}: {row.total}" for row in rows)
+    return drawing(name, title, description, bottom + BOTTOM, body)
 
 
 def _bar(row: Bar, series: Sequence[str], scale: Scale, y: float, unit: str) -> Iterator[Markup]:
@@ -53,8 +55,8 @@ def _bar(row: Bar, series: Sequence[str], scale: Scale, y: float, unit: str) -> 
         value = row.parts.get(part, 0.0)
         if value > 0:
             x = scale(done)
-            told = tag("title", f"{part}: {value:.3g} {unit}")
-            yield tag("rect", told, x=x, y=y, width=scale(done + value) - x, height=BAR, class_=f"{colour(i)} part")
+            hint = tag("title", f"{part}: {value:.3g} {unit}")
+            yield tag("rect", hint, x=x, y=y, width=scale(done + value) - x, height=BAR, class_=f"{colour(i)} part")
             done += value
 
 
@@ -79,7 +81,7 @@ class Axis(NamedTuple):
 def scatter(
     name: str, title: str, groups: Mapping[str, Sequence[tuple[float, float]]], front: Sequence[Dot], x: Axis, y: Axis
 ) -> Markup:
-    """Points in one colour per group, and the line of those that none beats on both axes. Points in one place: one."""
+    """Draw points, a colour per group, and the front: those that none beats on both axes. Points in a place: one."""
     points = [point for group in groups.values() for point in group]
     across = _range([p[0] for p in points] + [x.limit] * bool(x.limit), LEFT, WIDTH - RIGHT)
     up = _range([p[1] for p in points], HEIGHT - BOTTOM, TOP)
@@ -104,7 +106,7 @@ def scatter(
 
 
 def _range(values: Sequence[float], start: float, end: float) -> Scale:
-    """With some air; logarithmic for more than a factor of ten."""
+    """Return an axis with some air; logarithmic for more than a factor of ten."""
     low, high = min(values), max(values)
     if high > 10 * low > 0:
         return Scale(low / 1.15, high * 1.15, start, end, log=True)
@@ -126,7 +128,7 @@ def areas(
     name: str, title: str, times: Sequence[float], rows: Sequence[Sequence[float]], stretches: Sequence[Stretch],
     phases: Sequence[str], unit: str,
 ) -> Markup:  # fmt: skip
-    """Series on top of each other, each value held until the next time; the highest sum marked; phases below.
+    """Draw series on top of each other, each value kept until the next time; the highest sum marked; phases below.
 
     rows: per time a value per series
     """
@@ -156,7 +158,7 @@ def areas(
 
 
 def _steps(xs: Sequence[float], ys: Sequence[float], back: bool = False) -> str:
-    """A path that holds every value until the next one: xs has one more. Equal neighbours are one step."""
+    """Write a path that keeps every value until the next one: xs has one more. Equal neighbours are one step."""
     corners = [i for i in range(len(ys)) if i == 0 or round(ys[i], 1) != round(ys[i - 1], 1)]
     ends = [*corners[1:], len(ys)]
     if back:
@@ -167,7 +169,7 @@ def _steps(xs: Sequence[float], ys: Sequence[float], back: bool = False) -> str:
 
 
 def _phases(stretches: Sequence[Stretch], phases: Sequence[str], across: Scale) -> Iterator[Markup]:
-    """A strip below the areas; phases that are too short to be seen are left out."""
+    """Draw a strip below the areas; phases that are too short to be seen are left out."""
     y, paths = HEIGHT - BOTTOM + 4, dict.fromkeys(phases, "")
     ends = [*(stretch.start for stretch in stretches[1:]), across.high]
     for stretch, end in zip(stretches, ends, strict=True):
@@ -193,7 +195,7 @@ class Slot(NamedTuple):
 
 
 def lanes(name: str, title: str, rows: Mapping[str, Sequence[Slot]], end: float, unit: str) -> Markup:
-    """A lane per row, time to the right, one path per kind and shade. unit: what the time axis counts."""
+    """Draw a lane per row, time to the right, one path per kind and shade. unit: what the time axis counts."""
     left = 18 + LETTER * max(map(len, rows))
     scale = Scale(0, end, left, WIDE - RIGHT)
     height, top = 24.0, 6.0

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
-from zero3d.page.markup import Markup, join, tag
+from markupsafe import Markup
+
+from zero3d.page.markup import join, tag
 from zero3d.page.svg import colour
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def page(title: str, *body: Markup) -> str:
-    """The whole file."""
+    """Write the whole file."""
     style = Markup((files("zero3d.page") / "style.css").read_text(encoding="utf-8"))
     head = tag(
         "head",
@@ -27,31 +29,31 @@ def page(title: str, *body: Markup) -> str:
 
 
 def card(title: object, *inside: object) -> Markup:
-    """A part of the page with its heading."""
+    """Make a section with its heading."""
     return tag("section", tag("h2", title), *inside, class_="card")
 
 
 def pair(*cards: Markup) -> Markup:
-    """Cards beside each other where there is room."""
+    """Put cards beside each other where there is room."""
     return tag("div", *cards, class_="pair")
 
 
 def paragraph(words: object, class_: str | None = None) -> Markup:
-    """One; class_ dim for a remark."""
+    """Make a paragraph; class_ dim for a remark."""
     return tag("p", words, class_=class_)
 
 
 def tiles(figures: Iterable[tuple[str, str, str]]) -> Markup:
-    """Key figures: what, how much, a remark."""
+    """List key figures: what, how much, a remark."""
     return tag("dl", *(tag("div", tag("dt", a), tag("dd", b, tag("small", c))) for a, b, c in figures), class_="tiles")
 
 
 def table(name: str, head: Sequence[str], rows: Iterable[Sequence[object]], columns: str, low: bool = False) -> Markup:
-    """A table that scrolls in its own box. columns: < text, > number, = text that wraps, one per column.
+    """Make a table that scrolls in its own box. columns: < text, > number, = text that wraps, one per column.
 
     low: the box has the height of a chart
     """
-    classes = [{"<": None, ">": "number", "=": "wrap"}[each] for each in columns]
+    classes = [{"<": None, ">": "number", "=": "wrap"}[side] for side in columns]
     titles = (tag("th", words, scope="col", class_=class_) for words, class_ in zip(head, classes, strict=True))
     lines = (
         tag("tr", *(tag("td", cell, class_=class_) for cell, class_ in zip(row, classes, strict=True))) for row in rows
@@ -61,17 +63,17 @@ def table(name: str, head: Sequence[str], rows: Iterable[Sequence[object]], colu
 
 
 def wide(drawing: Markup, name: str) -> Markup:
-    """A drawing that scrolls in its own box where the screen is narrow."""
+    """Put a drawing into a box of its own that scrolls where the screen is narrow."""
     return tag("div", drawing, class_="scroll wide", tabindex="0", role="region", aria_label=name)
 
 
 def more(summary: str, *inside: Markup, shown: bool = False) -> Markup:
-    """What is there on a click."""
+    """Hide what is there on a click."""
     return tag("details", tag("summary", summary), *inside, open="open" if shown else None)
 
 
 def legend(names: Sequence[str], classes: Sequence[str] | None = None) -> Markup:
-    """Which colour is which; without classes those of the series."""
+    """List which colour is which; without classes those of the series."""
     classes = classes or [colour(i) for i in range(len(names))]
     items = (tag("li", tag("i", "", class_=class_), words) for words, class_ in zip(names, classes, strict=True))
     return tag("ul", join(items), class_="legend")

@@ -1,4 +1,4 @@
-"""`zero3d plan --html FILE`: what a search found, as a page.
+"""`zero3d plan --html FILE`: the answer of a search as a page.
 
 key figures of the best plan | ranked table | memory against time of all that fits | memory and step by parts of the
 first plans | the ladder | what if | what was left out | costs
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from markupsafe import Markup
+
 from zero3d.page import frame
 from zero3d.page.charts import Axis, Bar, Dot, bars, scatter
-from zero3d.page.markup import Markup, tag
+from zero3d.page.markup import tag
 from zero3d.page.plan_text import Answer, costs, distinct, gpu_hours, heading, knob_rows, mesh, settings, short
 from zero3d.page.text import size
 from zero3d.plan.ladder import RULE, differs
@@ -23,12 +25,12 @@ BEYOND = "allocator and contexts"  # what a device holds beyond what is allocate
 
 
 def plan_page(answer: Answer, top: int) -> str:
-    """The page, with `top` plans in its table."""
-    shown = distinct(answer.found.rows)[:top]
+    """Write the page, with `top` plans in its table."""
+    shown = distinct(answer.result.rows)[:top]
     return frame.page(
         f"{answer.model.name} on {answer.cluster.gpus} x {answer.cluster.gpu.name}",
         tag("h1", f"How to train {answer.model.name} on {answer.cluster.gpus} x {answer.cluster.gpu.name}"),
-        *(frame.paragraph(line, "dim") for line in heading(answer.model, answer.cluster, answer.asked.sequences)),
+        *(frame.paragraph(line, "dim") for line in heading(answer.model, answer.cluster, answer.target.sequences)),
         frame.tiles(_figures(answer)),
         _ranked(answer, shown),
         _pareto(answer),
@@ -45,17 +47,17 @@ def _figures(answer: Answer) -> Iterator[tuple[str, str, str]]:
     more = f"ZeRO stage {best.plan.stage}, micro-batch {best.plan.micro_batch}, {settings(best.plan)}"
     yield "Best plan", mesh(best.plan), more.removesuffix(", -")
     yield "Step", f"{_digits(seconds.mid)} s", f"{_between(seconds)} s"
-    allowed = f"of {size(int(answer.asked.limit))} allowed, {size(int(cluster.gpu.memory))} there"
+    allowed = f"of {size(int(answer.target.limit))} allowed, {size(int(cluster.gpu.memory))} there"
     yield "Memory of a GPU", f"{memory.device / GB:.1f} GB", allowed
     yield "Memory of a host", f"{memory.host / GB:,.0f} GB", f"of {cluster.host_memory / GB:,.0f} GB"
     useful = f"{rate / 1e12:.0f} TFLOP/s, {100 * rate / cluster.gpu.flops:.0f} % of its peak"
     yield "Tokens per second and GPU", f"{best.estimate.tokens / seconds.mid / world:,.0f}", useful
     yield "GPU-hours", f"{gpu_hours(best.estimate, cluster, 1e9):,.0f}", "per billion tokens"
-    yield "Plans that fit", f"{len(answer.found.rows):,}", f"of {answer.found.tried:,} tried"
+    yield "Plans that fit", f"{len(answer.result.rows):,}", f"of {answer.result.tried:,} tried"
 
 
 def _digits(value: float) -> str:
-    """Three of them, and all before the point."""
+    """Write three digits, and all before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 
@@ -64,7 +66,7 @@ def _between(seconds: Seconds) -> str:
 
 
 def _ranked(answer: Answer, rows: Sequence[Row]) -> Markup:
-    title = f"Plans that fit {size(int(answer.asked.limit))} of a GPU, {answer.asked.goal} first"
+    title = f"Plans that fit {size(int(answer.target.limit))} of a GPU, {answer.target.goal} first"
     head = ("", "Mesh", "ZeRO", "Micro x accum", "Settings", "GPU GB", "Host GB", "Step s", "Tokens/s per GPU", "Why")
     remark = "The best plan of each mesh, ZeRO stage and schedule."
     return frame.card(title, frame.paragraph(remark, "dim"), frame.table(title, head, _cells(rows), "><><=>>>>="))
@@ -84,21 +86,21 @@ def _cells(rows: Sequence[Row]) -> Iterator[tuple[object, ...]]:
 
 
 def front(rows: Iterable[Row]) -> list[Row]:
-    """Those that no other beats on both memory and time, from the least memory on."""
-    found: list[Row] = []
+    """Return the rows that no other beats on both memory and time, from the least memory on."""
+    line: list[Row] = []
     for row in sorted(rows, key=lambda row: (row.estimate.memory.device, row.estimate.seconds.mid)):
-        if not found or row.estimate.seconds.mid < found[-1].estimate.seconds.mid:
-            found.append(row)
-    return found
+        if not line or row.estimate.seconds.mid < line[-1].estimate.seconds.mid:
+            line.append(row)
+    return line
 
 
 def _pareto(answer: Answer) -> Markup:
     groups: dict[str, list[tuple[float, float]]] = {}
-    for row in sorted(answer.found.rows, key=lambda row: row.plan.stage):
+    for row in sorted(answer.result.rows, key=lambda row: row.plan.stage):
         groups.setdefault(f"ZeRO stage {row.plan.stage}", []).append(_place(row.estimate))
-    best = front(answer.found.rows)
-    dots = [Dot(*_place(row.estimate), f"{_said(row)} with {short(row.plan)}") for row in best]
-    across = Axis("memory of a GPU (GB)", answer.asked.limit / GB)
+    best = front(answer.result.rows)
+    dots = [Dot(*_place(row.estimate), f"{_figures_of(row)} with {short(row.plan)}") for row in best]
+    across = Axis("memory of a GPU (GB)", answer.target.limit / GB)
     chart = scatter("pareto", "Memory against time of all plans that fit", groups, dots, across, Axis("step (s)"))
     head = ("GPU GB", "Step s", "Plan")
     rows = [
@@ -118,7 +120,7 @@ def _place(estimate: Estimate) -> tuple[float, float]:
     return estimate.memory.device / GB, estimate.seconds.mid
 
 
-def _said(row: Row) -> str:
+def _figures_of(row: Row) -> str:
     return f"{row.estimate.memory.device / GB:.1f} GB, {_digits(row.estimate.seconds.mid)} s"
 
 
@@ -126,7 +128,7 @@ def _said(row: Row) -> str:
 
 
 def _memory(answer: Answer, rows: Sequence[Row]) -> Markup:
-    """Parts at the peak, and what the device holds beyond them."""
+    """Draw the parts at the peak, and what the device holds beyond them."""
 
     def parts(estimate: Estimate) -> Mapping[str, float]:
         memory = estimate.memory
@@ -140,7 +142,7 @@ def _memory(answer: Answer, rows: Sequence[Row]) -> Markup:
     ]
     series = _series(drawn)
     title = "Memory of the fullest GPU at its peak"
-    chart = bars("memory", title, drawn, series, "GB", answer.asked.limit / GB)
+    chart = bars("memory", title, drawn, series, "GB", answer.target.limit / GB)
     return frame.card(title, frame.legend(series), chart)
 
 
@@ -164,7 +166,7 @@ def _name(place: int, row: Row) -> str:
 
 
 def _series(rows: Sequence[Bar]) -> list[str]:
-    """Parts that can be seen somewhere, as they first come; what is beyond all of them last."""
+    """Return the parts that can be seen somewhere, as they first come; what is beyond all of them last."""
     most = max(sum(row.parts.values()) for row in rows)
     seen = dict.fromkeys(name for row in rows for name, value in row.parts.items() if value > 5e-4 * most)
     return sorted(seen, key=lambda name: name == BEYOND)
@@ -184,36 +186,36 @@ def _ladder(answer: Answer) -> Markup:
     ]  # fmt: skip
     head = ("ZeRO stage", "States GB", "GPU GB", "Host GB", "Step s", "Fits")
     title = f"The ladder for N = {answer.ladder[0].plan.dp} data-parallel ranks, blocks recomputed"
-    told = differs(answer.ladder) or f"The rule of thumb ({', '.join(RULE)}) holds here"
+    verdict = differs(answer.ladder) or f"The rule of thumb ({', '.join(RULE)}) holds here"
     return frame.card(
         title,
         frame.paragraph("From the most bytes of states on the GPU to the fewest.", "dim"),
         frame.table(title, head, rows, "<>>>><"),
-        frame.paragraph(f"{told[0].upper()}{told[1:]}."),
+        frame.paragraph(f"{verdict[0].upper()}{verdict[1:]}."),
         frame.paragraph("Offload is priced, but not built yet: no plan above uses it.", "dim"),
     )
 
 
 def _what_if(answer: Answer) -> Markup:
-    rows = knob_rows(answer.knobs, answer.best, answer.asked.limit)
+    rows = knob_rows(answer.knobs, answer.best, answer.target.limit)
     title = "What if one setting of the best plan changed"
-    told = frame.paragraph("Those that free the most memory per second of a step come first.", "dim")
+    remark = frame.paragraph("Those that free the most memory per second of a step come first.", "dim")
     head = ("Setting", "Memory", "Step", "")
     return frame.card(
-        title, told, frame.table(title, head, rows, "<>><") if rows else frame.paragraph("Nothing to change.")
+        title, remark, frame.table(title, head, rows, "<>><") if rows else frame.paragraph("Nothing to change.")
     )
 
 
 def _left_out(answer: Answer) -> Markup:
     rows = [
         (
-            f"{each.plans:,}",
-            each.reason,
-            f"+{size(int(each.excess))} with {short(each.nearest)}" if each.nearest else "-",
+            f"{rejection.plans:,}",
+            rejection.reason,
+            f"+{size(int(rejection.excess))} with {short(rejection.nearest)}" if rejection.nearest else "-",
         )
-        for each in answer.found.rejected
+        for rejection in answer.result.rejected
     ]
-    title = f"What was left out of {answer.found.tried:,} plans"
+    title = f"What was left out of {answer.result.tried:,} plans"
     if not rows:
         return frame.card(title, frame.paragraph("Nothing: all of them fit."))
     return frame.card(title, frame.table(title, ("Plans", "Why", "Nearest"), rows, ">=="))

@@ -1,4 +1,4 @@
-"""What `zero3d plan` found, as tables for people and as plain numbers."""
+"""The answer of `zero3d plan` as tables for people (`as_text`) and as plain numbers (`as_json`)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 from zero3d.page.text import columns, count, size
 from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.plan.ladder import Rung, differs
-from zero3d.plan.search import Asked, Found, Rejected, Row, WhatIf
+from zero3d.plan.search import Rejection, Row, SearchResult, Target, WhatIf
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
 
 KNOBS = 5  # what-if lines
 
 
 class Answer(NamedTuple):
-    """A search that found something. tokens: of the whole training; price: of a GPU-hour."""
+    """A search with at least one plan, and what was asked. tokens: of the whole training; price: of a GPU-hour."""
 
     model: ModelSpec
     cluster: ClusterSpec
-    asked: Asked
-    found: Found
+    target: Target
+    result: SearchResult
     ladder: Sequence[Rung]
     knobs: Sequence[WhatIf]
     tokens: float | None = None
@@ -28,23 +28,24 @@ class Answer(NamedTuple):
 
     @property
     def best(self) -> Row:
-        return self.found.rows[0]
+        """Return the first plan."""
+        return self.result.rows[0]
 
 
 # --- text ---------------------------------------------------------------------------------------
 
 
 def as_text(answer: Answer, top: int) -> str:
-    """Everything, the ranked table first."""
-    shown = distinct(answer.found.rows)[:top]
-    lines = [*heading(answer.model, answer.cluster, answer.asked.sequences), ""]
-    lines += _ranked(shown, answer.asked)
-    lines += ["", *_rejected(answer.found), "", *_what_if(answer), "", *_ladder(answer), "", *costs(answer)]
+    """Write everything, the ranked table first."""
+    shown = distinct(answer.result.rows)[:top]
+    lines = [*heading(answer.model, answer.cluster, answer.target.sequences), ""]
+    lines += _ranked(shown, answer.target)
+    lines += ["", *_rejected(answer.result), "", *_what_if(answer), "", *_ladder(answer), "", *costs(answer)]
     return "\n".join(lines)
 
 
 def heading(model: ModelSpec, cluster: ClusterSpec, sequences: int) -> Iterator[str]:
-    """What is trained, where, in which portions."""
+    """Yield lines: what is trained, where, in which portions."""
     trainable = "" if model.trainable == model.params else f" ({count(model.trainable)} of them trainable)"
     yield (
         f"{model.name}: {count(model.params)} parameters{trainable}, {len(model.blocks)} blocks of {model.hidden:,}, "
@@ -59,12 +60,12 @@ def heading(model: ModelSpec, cluster: ClusterSpec, sequences: int) -> Iterator[
 
 
 def mesh(plan: ParallelPlan) -> str:
-    """pp 8 x dp 2 x tp 8"""
+    """Name the degrees: pp 8 x dp 2 x tp 8."""
     return f"pp {plan.pp} x dp {plan.dp} x tp {plan.tp}"
 
 
 def settings(plan: ParallelPlan) -> str:
-    """What else a plan says, in few words."""
+    """Name what a plan says beside degrees, stage and micro-batch, in few words."""
     words = [plan.schedule] if plan.pp > 1 else []
     words += [] if plan.activations == "none" else [f"recompute {plan.activations}"]
     words += ["sequence parallel"] if plan.sequence_parallel else []
@@ -73,12 +74,12 @@ def settings(plan: ParallelPlan) -> str:
 
 
 def short(plan: ParallelPlan) -> str:
-    """A plan in a sentence."""
+    """Describe a plan in a sentence."""
     return f"{mesh(plan)}, stage {plan.stage}, micro-batch {plan.micro_batch}, {settings(plan)}".removesuffix(", -")
 
 
 def distinct(rows: Sequence[Row]) -> list[Row]:
-    """The best row of each mesh, ZeRO stage and schedule."""
+    """Return the best row of each mesh, ZeRO stage and schedule."""
     kept: dict[tuple[object, ...], Row] = {}
     for row in rows:
         plan = row.plan
@@ -86,8 +87,8 @@ def distinct(rows: Sequence[Row]) -> list[Row]:
     return list(kept.values())
 
 
-def _ranked(rows: Sequence[Row], asked: Asked) -> Iterator[str]:
-    yield f"Plans that fit {size(int(asked.limit))} of a GPU, {asked.goal} first:"
+def _ranked(rows: Sequence[Row], target: Target) -> Iterator[str]:
+    yield f"Plans that fit {size(int(target.limit))} of a GPU, {target.goal} first:"
     table = [("", "mesh", "ZeRO", "micro x accum", "settings", "GPU GB", "host GB", "step s", "tokens/s/GPU", "why")]
     for place, row in enumerate(rows, 1):
         plan, memory, seconds = row.plan, row.estimate.memory, row.estimate.seconds
@@ -104,26 +105,26 @@ def _seconds(seconds: Seconds) -> str:
 
 
 def figure(value: float) -> str:
-    """Three digits, or all of a whole number."""
+    """Write three digits, or all of a whole number."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _rejected(found: Found) -> Iterator[str]:
-    yield f"{found.tried:,} plans: {len(found.rows):,} fit; left out were"
-    for each in found.rejected:
-        near = f"; nearest: +{size(int(each.excess))} with {short(each.nearest)}" if each.nearest else ""
-        yield f"   {each.plans:,}: {each.reason}{near}"
+def _rejected(result: SearchResult) -> Iterator[str]:
+    yield f"{result.tried:,} plans: {len(result.rows):,} fit; left out were"
+    for rejection in result.rejected:
+        near = f"; nearest: +{size(int(rejection.excess))} with {short(rejection.nearest)}" if rejection.nearest else ""
+        yield f"   {rejection.plans:,}: {rejection.reason}{near}"
 
 
 def _what_if(answer: Answer) -> Iterator[str]:
     best = answer.best
     yield "What if, from the first plan, one setting changed (memory of the fullest GPU, time of a step):"
-    rows = knob_rows(answer.knobs[:KNOBS], best, answer.asked.limit)
+    rows = knob_rows(answer.knobs[:KNOBS], best, answer.target.limit)
     yield from columns(rows, "<>><") if rows else ["   nothing to change"]
 
 
 def knob_rows(knobs: Sequence[WhatIf], row: Row, limit: float) -> list[tuple[str, ...]]:
-    """Change, memory, time of a step, and whether that still fits."""
+    """Return rows of a table: change, memory, time of a step, and whether that still fits."""
     mid = row.estimate.seconds.mid
     return [
         (
@@ -151,7 +152,7 @@ def _ladder(answer: Answer) -> Iterator[str]:
 
 
 def costs(answer: Answer) -> Iterator[str]:
-    """GPU-hours, how often to save, and what must be known of these figures."""
+    """Yield lines on host memory, GPU-hours, how often to save, and what must be known of these figures."""
     estimate, cluster = answer.best.estimate, answer.cluster
     processes = min(cluster.per_node, answer.best.plan.world)
     whole = size(4 * processes * answer.model.params)
@@ -178,7 +179,7 @@ def costs(answer: Answer) -> Iterator[str]:
 
 
 def gpu_hours(estimate: Estimate, cluster: ClusterSpec, tokens: float) -> float:
-    """Of all GPUs together."""
+    """Return the hours of all GPUs together for so many tokens."""
     return tokens / estimate.tokens * estimate.seconds.mid * cluster.gpus / 3600
 
 
@@ -194,7 +195,7 @@ def _duration(seconds: float) -> str:
 
 
 def head(answer: Answer) -> str:
-    """The comment at the top of an emitted file."""
+    """Write the comment at the top of an emitted file."""
     plan, estimate = answer.best.plan, answer.best.estimate
     nodes = f" --nodes {answer.cluster.nodes}" if answer.cluster.nodes > 1 else ""
     return (
@@ -210,46 +211,46 @@ def head(answer: Answer) -> str:
 
 
 def nothing_fits(
-    model: ModelSpec, cluster: ClusterSpec, asked: Asked, found: Found, larger: tuple[int, Row] | None
+    model: ModelSpec, cluster: ClusterSpec, target: Target, result: SearchResult, larger: tuple[int, Row] | None
 ) -> str:
-    """One line: the nearest, and what would make it fit."""
-    said = (
+    """Write one line: the nearest plan, and what would make it fit."""
+    outcome = (
         f"{model.name} ({count(model.params)} parameters, {model.length:,} tokens) fits no plan on {cluster.gpus} x "
-        f"{cluster.gpu.name} within {size(int(asked.limit))}: {found.tried:,} plans tried"
+        f"{cluster.gpu.name} within {size(int(target.limit))}: {result.tried:,} plans tried"
     )
-    nearest = min((each for each in found.rejected if each.nearest), key=lambda each: each.excess, default=None)
+    nearest = min((r for r in result.rejected if r.nearest), key=lambda rejection: rejection.excess, default=None)
     if nearest is None:
-        return f"{said}, {_reasons(found.rejected)}. {_other_batch(model, cluster, asked)}"
-    what = f"{said}. Nearest: {nearest.reason} is short by {size(int(nearest.excess))} with {_named(nearest)}"
+        return f"{outcome}, {_reasons(result.rejected)}. {_other_batch(model, cluster, target)}"
+    miss = f"{outcome}. Nearest: {nearest.reason} is short by {size(int(nearest.excess))} with {_named(nearest)}"
     if larger is None:
         if "host" in nearest.reason:
-            return f"{what}. Pass more --nodes, or a --cluster file with more host_memory."
-        return f"{what}. Pass a larger --gpu, a shorter --seq, or --lora."
-    return f"{what}. It fits on --gpus {larger[0]}: {short(larger[1].plan)}."
+            return f"{miss}. Pass more --nodes, or a --cluster file with more host_memory."
+        return f"{miss}. Pass a larger --gpu, a shorter --seq, or --lora."
+    return f"{miss}. It fits on --gpus {larger[0]}: {short(larger[1].plan)}."
 
 
-def _other_batch(model: ModelSpec, cluster: ClusterSpec, asked: Asked) -> str:
-    """What to pass where no plan was left to price: mostly sequences that dp does not divide."""
-    whole = -(-asked.sequences // cluster.gpus) * cluster.gpus
-    if whole == asked.sequences:
+def _other_batch(model: ModelSpec, cluster: ClusterSpec, target: Target) -> str:
+    """Say what to pass where no plan was left to price: mostly sequences that dp does not divide."""
+    whole = -(-target.sequences // cluster.gpus) * cluster.gpus
+    if whole == target.sequences:
         return "Pass other --gpus."
     tokens = whole * model.length
     return f"Pass --tokens-per-batch {tokens} ({whole} sequences of {model.length:,} for {cluster.gpus} GPUs)."
 
 
-def _named(rejected: Rejected) -> str:
+def _named(rejected: Rejection) -> str:
     return short(rejected.nearest) if rejected.nearest else "no plan"
 
 
-def _reasons(rejected: Sequence[Rejected]) -> str:
-    return ", ".join(f"{each.plans:,}: {each.reason}" for each in rejected)
+def _reasons(rejected: Sequence[Rejection]) -> str:
+    return ", ".join(f"{rejection.plans:,}: {rejection.reason}" for rejection in rejected)
 
 
 # --- one plan -----------------------------------------------------------------------------------
 
 
 def terms(parts: Mapping[str, float], total: float, scale: float, unit: str) -> Iterator[str]:
-    """A breakdown with shares, the largest first; what is below 0.05 % is left out."""
+    """Yield lines of a breakdown with shares, the largest first; what is below 0.05 % is left out."""
     rows = [
         (name, f"{figure(value / scale)} {unit}", f"{100 * value / total:.1f} %")
         for name, value in sorted(parts.items(), key=lambda item: -abs(item[1]))
@@ -259,7 +260,7 @@ def terms(parts: Mapping[str, float], total: float, scale: float, unit: str) -> 
 
 
 def memory_lines(memory: Memory) -> Iterator[str]:
-    """The four meanings of memory, and what is there at the peak."""
+    """Yield lines: the four meanings of memory, and what is there at the peak."""
     yield f"Memory of the fullest GPU: {memory.device / 1e9:.2f} GB as a device monitor shows it"
     yield from columns(
         [
@@ -275,7 +276,7 @@ def memory_lines(memory: Memory) -> Iterator[str]:
 
 
 def time_lines(estimate: Estimate, world: int) -> Iterator[str]:
-    """A step's seconds and what they go into."""
+    """Yield lines: a step's seconds, what they go into, and what a rank sends."""
     seconds = estimate.seconds
     rate = estimate.tokens / seconds.mid
     yield (
@@ -293,7 +294,7 @@ def time_lines(estimate: Estimate, world: int) -> Iterator[str]:
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
-    """Plain numbers; bytes and seconds."""
+    """Return the answer as plain values; bytes and seconds."""
     good = goodput(answer.model, answer.cluster)
     return {
         "model": {
@@ -302,15 +303,15 @@ def as_json(answer: Answer) -> dict[str, Any]:
         },
         "gpus": answer.cluster.gpus,
         "gpu": answer.cluster.gpu.name,
-        "sequences": answer.asked.sequences,
-        "goal": answer.asked.goal,
-        "limit_bytes": answer.asked.limit,
-        "tried": answer.found.tried,
-        "plans": [row_json(row) for row in distinct(answer.found.rows)],
+        "sequences": answer.target.sequences,
+        "goal": answer.target.goal,
+        "limit_bytes": answer.target.limit,
+        "tried": answer.result.tried,
+        "plans": [row_json(row) for row in distinct(answer.result.rows)],
         "rejected": [
             {"reason": r.reason, "plans": r.plans, "excess_bytes": r.excess,
              "nearest": None if r.nearest is None else plan_json(r.nearest)}
-            for r in answer.found.rejected
+            for r in answer.result.rejected
         ],
         "what_if": [
             {"change": k.change, "memory_bytes": k.memory, "seconds": k.seconds} for k in answer.knobs
@@ -322,15 +323,16 @@ def as_json(answer: Answer) -> dict[str, Any]:
 
 
 def row_json(row: Row) -> dict[str, Any]:
-    """A ranked row."""
+    """Return a ranked row as plain values."""
     return {"plan": plan_json(row.plan), "why": row.reason, **estimate_json(row.estimate)}
 
 
 def plan_json(plan: ParallelPlan) -> dict[str, Any]:
-    """All settings by name."""
+    """Return all settings of a plan by name."""
     return dict(vars(plan))
 
 
 def estimate_json(estimate: Estimate) -> dict[str, Any]:
-    """All figures by name."""
+    """Return all figures of an estimate by name."""
+
     return estimate.as_dict()

@@ -14,7 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
 
-from zero3d.page.markup import Markup, tag
+from markupsafe import Markup
+
+from zero3d.page.markup import tag
 
 WIDTH = 480.0
 LETTER = 7.2  # units of an average letter at the size of a chart's text
@@ -43,15 +45,15 @@ class Scale:
         if self.log:
             powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
             digits = (1, 2, 5) if self.high < 200 * self.low else (1,)
-            found = [digit * 10.0**power for power in powers for digit in digits]
+            ticks = [digit * 10.0**power for power in powers for digit in digits]
         else:
             step = round_step((self.high - self.low) / about)
-            found = [i * step for i in range(ceil(self.low / step), floor(self.high / step + 1e-9) + 1)]
-        return [each for each in found if self.low <= each <= self.high * (1 + 1e-9)]
+            ticks = [i * step for i in range(ceil(self.low / step), floor(self.high / step + 1e-9) + 1)]
+        return [tick for tick in ticks if self.low <= tick <= self.high * (1 + 1e-9)]
 
 
 def round_step(rough: float) -> float:
-    """The next of 1, 2, 5, 10 times a power of ten."""
+    """Return the next of 1, 2, 5, 10 times a power of ten."""
     power = 10.0 ** floor(log10(rough))
     return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= rough * (1 - 1e-9))
 
@@ -59,7 +61,7 @@ def round_step(rough: float) -> float:
 def drawing(
     name: str, title: str, description: str, height: float, body: Sequence[Markup], width: float = WIDTH
 ) -> Markup:
-    """An image with a title and a description for those who do not see it. name: one of its own on the page."""
+    """Make an image with a title and a description for those who do not see it. name: one of its own on the page."""
     return tag(
         "svg",
         tag("title", title, id=f"{name}-title"),
@@ -71,23 +73,23 @@ def drawing(
 
 
 def label(x: float, y: float, words: object, anchor: str = "start", class_: str | None = None) -> Markup:
-    """Text; anchor: start, middle or end of it lies at x."""
+    """Write text; anchor: start, middle or end of it lies at x."""
     return tag("text", words, x=x, y=y, text_anchor=None if anchor == "start" else anchor, class_=class_)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
-    """A straight one."""
+    """Draw a straight line."""
     return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
 
 
 def shorten(words: str, width: float) -> str:
-    """As much of a text as fits into so many units."""
+    """Return as much of a text as fits into so many units."""
     letters = max(1, int(width / LETTER))
     return words if len(words) <= letters else words[: letters - 1].rstrip() + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def x_axis(scale: Scale, top: float, bottom: float, title: str) -> Iterator[Markup]:
-    """Grid lines with their values below, and a title below those."""
+    """Draw grid lines with their values below, and a title below those."""
     for tick in scale.ticks():
         x = scale(tick)
         yield line(x, top, x, bottom, "grid")
@@ -96,7 +98,7 @@ def x_axis(scale: Scale, top: float, bottom: float, title: str) -> Iterator[Mark
 
 
 def y_axis(scale: Scale, left: float, right: float, title: str) -> Iterator[Markup]:
-    """Grid lines with their values on the left, and a title above."""
+    """Draw grid lines with their values on the left, and a title above."""
     for tick in scale.ticks():
         y = scale(tick)
         yield line(left, y, right, y, "grid")
@@ -105,5 +107,5 @@ def y_axis(scale: Scale, left: float, right: float, title: str) -> Iterator[Mark
 
 
 def colour(i: int) -> str:
-    """The class of the i-th series."""
+    """Return the class of the i-th series."""
     return f"c{i % COLOURS}"

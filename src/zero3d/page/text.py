@@ -9,28 +9,32 @@ SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def columns(rows: Sequence[Sequence[str]], align: str) -> Iterator[str]:
-    """Lines of a table, every column as wide as its widest cell; `align` has one of < > per column."""
+    """Yield lines of a table, columns as wide as their widest cells; `align` has one of < > per column."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(align))]
     for row in rows:
         cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True))
         yield ("   " + "  ".join(cells)).rstrip()
 
 
-def size(nbytes: Fraction | int) -> str:
-    """Decimal GB, MB, kB or B with one digit, as the paper prints them."""
+def size(nbytes: Fraction | int, keep_zero: bool = False) -> str:
+    """Write bytes as decimal GB, MB, kB or B with one digit after the point, as the paper prints them.
+
+    keep_zero  12.0 MB, as figures that change from line to line are printed; else 12 MB
+    """
     for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if nbytes >= scale:
-            return f"{trim(float(nbytes) / scale)} {unit}"
+            value = float(nbytes) / scale
+            return f"{f'{value:.1f}' if keep_zero else trim(value)} {unit}"
     return f"{trim(float(nbytes))} B"
 
 
 def trim(value: float) -> str:
-    """One digit after the point, none when it is zero."""
+    """Write one digit after the point, none when it is zero."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 def count(params: float) -> str:
-    """7500000000 -> 7.5B."""
+    """Write a number of parameters in short: 7500000000 -> 7.5B."""
     for unit, scale in reversed(SUFFIXES.items()):
         if params >= scale:
             return f"{params / scale:.4g}{unit}"

@@ -1,9 +1,10 @@
-"""When a pipeline rank can know that a gradient it has sent has arrived, from what all ranks do in order. No torch.
+"""When a pipeline rank knows that a gradient it sent has arrived, from what all ranks do in order. No torch.
 
-    rank r    ... I of part p on k: sends its gradient ....... begins b: the message of a has come, so has the gradient
-    rank r'   ........ I of part p - 1 on k: uses it; .. a: the first action from there on that sends to r
+    sender     I of chunk p on k: sends its gradient ............... begins b, for which m has come: so the gradient has
+    receiver   ........... I of chunk p - 1 on k: uses it ... sends m, the first message to the sender from there on
 
-A hidden state that was sent has arrived once its own gradient comes back.
+So m acknowledges the gradient, and b is where the sender may let go of it. A hidden state that was sent has
+arrived once its own gradient comes back.
 """
 
 from __future__ import annotations
@@ -17,37 +18,37 @@ BACKWARDS = "BI"  # kinds that send a gradient
 
 
 class Work(NamedTuple):
-    """A forward, or a backward that gives gradients of inputs, of a part on a micro-batch."""
+    """A forward, or a backward that gives gradients of inputs, of a chunk on a micro-batch."""
 
     backward: bool
-    part: int
+    chunk: int
     micro_batch: int
 
 
 def work_of(action: Action) -> Work | None:
-    """None for a backward of weights."""
-    return None if action.kind == "W" else Work(action.kind in BACKWARDS, action.part, action.micro_batch)
+    """Return an action's work; None for a backward of weights, which needs and sends no message."""
+    return None if action.kind == "W" else Work(action.kind in BACKWARDS, action.chunk, action.micro_batch)
 
 
-def answers(order: Mapping[int, Sequence[Action]], rank: int, owners: Sequence[int]) -> dict[Work, Work]:
-    """By backward of `rank` that sends a gradient: its work at whose beginning that has arrived.
+def acknowledgements(order: Mapping[int, Sequence[Action]], rank: int, owners: Sequence[int]) -> dict[Work, Work]:
+    """Return, by backward of `rank` that sends a gradient, the work of `rank` at whose beginning it has arrived.
 
-    order   of the ranks that it sends to, at least; without an entry nothing is known before the end of the step
-    owners  the rank of every part
+    order   actions of the ranks that it sends to, at least; of others nothing is known before the end of the step
+    owners  the rank of every chunk
     """
-    found = {}
-    for other, actions in order.items():
-        if other == rank:
+    acknowledged = {}
+    for peer, actions in order.items():
+        if peer == rank:
             continue
-        first: Work | None = None  # of what `other` sends to `rank` from an action on
+        needs_message: Work | None = None  # work of `rank` for which `peer` sends next, from an action on
         for action in reversed(actions):
             work = work_of(action)
             if work is None:
                 continue
-            to = work.part - 1 if work.backward else work.part + 1
-            if 0 <= to < len(owners) and owners[to] == rank:
-                first = work._replace(part=to)
-            after = work.part + 1
-            if work.backward and first is not None and after < len(owners) and owners[after] == rank:
-                found[work._replace(part=after)] = first
-    return found
+            receiver = work.chunk - 1 if work.backward else work.chunk + 1
+            if 0 <= receiver < len(owners) and owners[receiver] == rank:
+                needs_message = work._replace(chunk=receiver)
+            sender = work.chunk + 1
+            if work.backward and needs_message is not None and sender < len(owners) and owners[sender] == rank:
+                acknowledged[work._replace(chunk=sender)] = needs_message
+    return acknowledged

@@ -1,7 +1,7 @@
-"""Where to cut a chain of blocks into pipeline stages: balanced by bytes and FLOPs. No torch.
+"""Where to cut a chain of blocks into model chunks: balanced by bytes and FLOPs. No torch.
 
     before | block 0 ... | block k ... | ... block L-1 | after
-    the first pipeline stage has `before` (embedding), the last has `after` (norm, head, logits)
+    the first chunk has `before` (embedding), the last has `after` (norm, head, logits)
 
                 FLOPs of a step              bytes at the peak
     ----------  ---------------------------  ----------------------------------------------
@@ -9,7 +9,7 @@
     block       6 x active x tokens          16 parameters + 34 x tokens x hidden
     head        6 x hidden x vocab x tokens  16 parameters + 10 x tokens x vocab
 
-`active`: parameters a token meets, fewer than all with experts. The cost of a part is its share of
+`active`: parameters a token meets, fewer than all with experts. The cost of a chunk is its share of
 all FLOPs plus its share of all bytes, in whole numbers:
 
     cost = FLOPs x (all bytes) + bytes x (all FLOPs)
@@ -39,13 +39,14 @@ LOGIT_BYTES = 10  # per token and word: logits in bf16, their fp32 copy, its log
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters of a block, an embedding or a head. active: those that one token meets, all if None."""
+    """Parameters of a block. active: those that one token meets, all if None."""
 
     parameters: int
     active: int | None = None
 
     @property
     def met(self) -> int:
+        """Parameters that one token meets."""
         return self.parameters if self.active is None else self.active
 
 
@@ -60,71 +61,73 @@ class ChainCosts(NamedTuple):
 def chain_costs(
     embedding: int, blocks: Sequence[Weights], head: int, tokens: int, hidden: int, vocab: int
 ) -> ChainCosts:
-    """The table above for a micro-batch of `tokens`. embedding, head: parameters.
+    """Return the costs of the table above for a micro-batch of `tokens`. embedding, head: parameters.
 
     A tied head counts all the same: the last pipeline stage holds a copy of its weight.
     """
     flops = [0, *(TRAINING_FLOPS * b.met * tokens for b in blocks), TRAINING_FLOPS * hidden * vocab * tokens]
-    held = [STATE_BYTES * n for n in (embedding, *(b.parameters for b in blocks), head)]
-    kept = [0, *(BLOCK_BYTES * tokens * hidden for _ in blocks), LOGIT_BYTES * tokens * vocab]
-    memory = [h + k for h, k in zip(held, kept, strict=True)]
+    states = [STATE_BYTES * n for n in (embedding, *(b.parameters for b in blocks), head)]
+    activations = [0, *(BLOCK_BYTES * tokens * hidden for _ in blocks), LOGIT_BYTES * tokens * vocab]
+    memory = [s + a for s, a in zip(states, activations, strict=True)]
     costs = [f * sum(memory) + m * sum(flops) for f, m in zip(flops, memory, strict=True)]
     return ChainCosts(costs[0], costs[1:-1], costs[-1])
 
 
-def cut(costs: Sequence[int], parts: int, before: int = 0, after: int = 0) -> list[int]:
-    """How many consecutive blocks each of `parts` groups gets, so that the dearest group costs least.
+def cut(costs: Sequence[int], chunks: int, before: int = 0, after: int = 0) -> list[int]:
+    """Return how many consecutive blocks each of `chunks` groups gets, so that the dearest group costs least.
 
     costs          of each block, in order
     before, after  added to the first and to the last group
     Exact. Among equals the sum of squares is least, and then earlier groups have more blocks.
-    Time: parts x blocks^2. Errors: fewer blocks than parts, parts below 1 (ConfigError).
+    Time: chunks x blocks^2. Errors: fewer blocks than chunks, chunks below 1 (ConfigError).
     """
-    if not 1 <= parts <= len(costs):
-        raise ConfigError(f"{len(costs)} blocks cannot make {parts} parts: pass parts=1 to {len(costs)}.")
+    if not 1 <= chunks <= len(costs):
+        raise ConfigError(f"{len(costs)} blocks cannot make {chunks} chunks: pass chunks=1 to {len(costs)}.")
     sums = list(accumulate(costs, initial=0))
-    groups = _Groups(sums, parts, before, after)
+    groups = _Groups(sums, chunks, before, after)
     limit = _solve(groups, squares=False)[0]
     bounds = _solve(groups, squares=True, limit=limit)[1]
     return [stop - start for start, stop in pairwise(bounds)]
 
 
 class _Groups(NamedTuple):
-    """sums[i]: cost of the first i blocks."""
+    """A chain of blocks to be dealt out to `chunks` groups. sums[i]: cost of the first i blocks."""
 
     sums: list[int]
-    parts: int
+    chunks: int
     before: int
     after: int
 
-    def cost(self, part: int, start: int, stop: int) -> int:
-        ends = self.before * (part == 0) + self.after * (part == self.parts - 1)
+    def cost(self, chunk: int, start: int, stop: int) -> int:
+        """Return the cost of a group of the blocks from `start` to before `stop`."""
+        ends = self.before * (chunk == 0) + self.after * (chunk == self.chunks - 1)
         return self.sums[stop] - self.sums[start] + ends
 
 
 def _solve(groups: _Groups, squares: bool, limit: int | None = None) -> tuple[int, list[int]]:
-    """Least value of all groupings and its bounds: of the dearest group, or the sum of squares up to `limit`.
+    """Return the least value of all groupings and its bounds: of the dearest group, or the sum of squares.
 
-    best[start]: value and bounds of blocks start ... L-1 in the groups from `part` on.
+    limit   no group may cost more
     """
     total = len(groups.sums) - 1
+    # best[start]: value and bounds of blocks start ... L-1 in the groups from `chunk` on
     best: dict[int, tuple[int, list[int]]] = {total: (0, [total])}
-    for part in reversed(range(groups.parts)):
-        starts = [0] if part == 0 else range(part, total)
-        best = {start: found for start in starts if (found := _first(groups, part, start, best, squares, limit))}
+    for chunk in reversed(range(groups.chunks)):
+        starts = [0] if chunk == 0 else range(chunk, total)
+        best = {start: first for start in starts if (first := _best_group(groups, chunk, start, best, squares, limit))}
     return best[0]
 
 
-def _first(
-    groups: _Groups, part: int, start: int, best: dict[int, tuple[int, list[int]]], squares: bool, limit: int | None
+def _best_group(
+    groups: _Groups, chunk: int, start: int, best: dict[int, tuple[int, list[int]]], squares: bool, limit: int | None
 ) -> tuple[int, list[int]] | None:
-    """The best first group of the blocks from `start` on, the longest among equals; None if none is allowed."""
-    found = None
+    """Return the best first group of the blocks from `start` on, the longest among equals; None if none is allowed."""
+    first = None
     for stop in sorted(best, reverse=True):
-        cost = groups.cost(part, start, stop) if stop > start else None
+        cost = groups.cost(chunk, start, stop) if stop > start else None
         if cost is None or (limit is not None and cost > limit):
             continue
         value = best[stop][0] + cost * cost if squares else max(best[stop][0], cost)
-        if found is None or value < found[0]:
-            found = value, [start, *best[stop][1]]
-    return found
+        if first is None or value < first[0]:
+            first = value, [start, *best[stop][1]]
+    return first

@@ -1,11 +1,11 @@
-"""What follows when a rank of a pipeline fails: who says what, and that none goes on.
+"""What follows when a rank of a pipeline fails: all ranks raise the error of the chunk, and none goes on.
 
-    the part's rank   the error itself if raised on purpose, else "part 1 of 2 ..., failed: ValueError: ..."
-    its peers         lose it, or wait in vain: their error quotes the note that it left (transport.py)
+    the chunk's rank  the error itself if raised on purpose, else "model chunk 1 of 2 ..., failed: ValueError: ..."
+    its peers         lose it, or wait in vain: their error quotes the note that it left (distributed/axis.py)
     all that saw it   raise at once from then on: messages of the failed step may still be under way, and
                       the next step would take them for its own
 
-Outside of the parts a ConfigError is no failure, raised on all ranks alike before anything is sent, nor is a
+Outside of the chunks a ConfigError is no failure, raised on all ranks alike before anything is sent, nor is a
 NonFiniteError, after everything has arrived.
 """
 
@@ -18,14 +18,14 @@ from contextlib import contextmanager
 from zero3d.distributed.axis import Axis, leave_note, read_note
 from zero3d.errors import FAULT, ConfigError, NonFiniteError, Zero3dError
 
-_LOG = logging.getLogger("torch.distributed.pipelining.schedules")  # prints whole schedules after an error
+_LOG = logging.getLogger("torch.distributed.pipelining.schedules")  # writes whole schedules after an error
 
 
-class Faults:
-    """Failures of one pipeline of `parts` parts, as this rank sees them."""
+class Failures:
+    """The first failure of a pipeline of `chunks` model chunks, as this rank sees it."""
 
-    def __init__(self, axis: Axis, parts: int) -> None:
-        self._axis, self._parts = axis, parts
+    def __init__(self, axis: Axis, chunks: int) -> None:
+        self._axis, self._chunks = axis, chunks
         self._first: Exception | None = None
         self.check()
 
@@ -38,34 +38,37 @@ class Faults:
             )
 
     @contextmanager
-    def running(self, part: int) -> Iterator[None]:
-        """What fails inside fails in this part. The first to fail tells its peers, which then lose it."""
+    def in_chunk(self, chunk: int) -> Iterator[None]:
+        """Name this chunk in what fails inside; peers, which then lose this rank, quote the first failure."""
         try:
             yield
         except Exception as error:
             if self._first is None:
-                where = f"part {part} of {self._parts} of the pipeline, on rank {self._axis.rank} of axis pp, failed"
-                text = f"{where}: {type(error).__name__}: {error}"
+                where = f"model chunk {chunk} of {self._chunks} of the pipeline, on rank {self._axis.rank} of axis pp"
+                text = f"{where}, failed: {type(error).__name__}: {error}"
                 leave_note(text, getattr(error, "exit_code", FAULT))
                 self._first = error if isinstance(error, Zero3dError) else Zero3dError(text)
             raise
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Around all that ranks do together. Raises what failed in a part instead of what torch makes of it."""
+    def guard(self) -> Iterator[None]:
+        """Guard what the ranks do together inside: after a failure the pipeline is broken, and `check` raises.
+
+        Raises what failed in a chunk instead of what torch makes of it.
+        """
         self.check()
-        before = _LOG.disabled
+        was_disabled = _LOG.disabled
         _LOG.disabled = True
         try:
             yield
         except BaseException as error:
             if isinstance(error, (ConfigError, NonFiniteError)) and self._first is None:
                 raise
-            said = f"rank {self._axis.rank} of axis pp failed: {type(error).__name__}: {error}"
-            leave_note(said, getattr(error, "exit_code", FAULT))
-            self._axis.broken = read_note() or said
+            text = f"rank {self._axis.rank} of axis pp failed: {type(error).__name__}: {error}"
+            leave_note(text, getattr(error, "exit_code", FAULT))
+            self._axis.broken = read_note() or text
             if self._first is None or self._first is error:
                 raise
             raise self._first from error
         finally:
-            _LOG.disabled = before
+            _LOG.disabled = was_disabled

@@ -1,19 +1,18 @@
-"""One micro-batch forward through all parts of a pipeline, one after another and without a schedule.
+"""One micro-batch forward through all chunks of a pipeline, one after another and without a schedule.
 
-    rank 0   part 0 -> send            part 2 -> send
-    rank 1        receive -> part 1 -> send  receive -> part 3 -> output
+    rank 0   chunk 0 -> send              chunk 2 -> send
+    rank 1         receive -> chunk 1 -> send  receive -> chunk 3 -> output
 
 For evaluation and generation, which have no backward to make room for. Ranks go on with the next micro-batch
-as soon as they have sent, so that a pipeline of one part per rank fills up by itself.
+as soon as they have sent, so that a pipeline of one chunk per rank fills up by itself.
 
 Router logits (mixtures of experts with `output_router_logits`) travel behind the hidden state, after a
-header of three numbers: layers so far (0: none yet), experts, dtype. Schedules, which must know shapes
-beforehand, learn them here: `learned`.
+header of three numbers: layers so far (0: none yet), experts, dtype. Their shapes are noted in `ChunkOutputs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,70 +20,65 @@ from torch import Tensor
 
 from zero3d.distributed.axis import Axis, messages
 from zero3d.distributed.ledger import Ledger
+from zero3d.pipeline.chunks import Chunks
+from zero3d.pipeline.shapes import ChunkOutputs, RouterLogits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class InTurn:
-    """owners: the rank of each part.
-
-    call     (part, tensors that enter, batch) -> what the part returns
-    hidden   shape of token ids -> an empty hidden state
-    routes   router logits travel, too
-    learned  part -> (layers, experts, dtype) of the router logits that leave it, None where there are none yet
-    """
+class ForwardOnly:
+    """Runs this rank's chunks in turn with those of the other ranks. owners: the rank of each chunk."""
 
     def __init__(
-        self, owners: Sequence[int], axis: Axis, ledger: Ledger, call: Callable[..., Any],
-        hidden: Callable[[Sequence[int]], Tensor], routes: bool,
-    ) -> None:  # fmt: skip
+        self, owners: Sequence[int], axis: Axis, ledger: Ledger, chunks: Chunks, outputs: ChunkOutputs
+    ) -> None:
         self._owners, self._axis, self._ledger = owners, axis, ledger
-        self._call, self._hidden, self.routes = call, hidden, routes
-        self.learned: dict[int, tuple[int, int, torch.dtype] | None] = {}
+        self._chunks, self._outputs = chunks, outputs
 
-    def __call__(self, ids: Tensor, batch: Mapping[str, Any]) -> Any:
-        """The model's output on the rank of the last part, None on others; sends 1 hidden state per cut."""
-        passed: tuple[Tensor, ...] = (ids,)
-        last = len(self._owners) - 1
-        for part, owner in enumerate(self._owners):
-            output = self._call(part, passed, batch) if owner == self._axis.rank else None
-            if part == last:
+    def __call__(self, ids: Tensor, inputs: Mapping[str, Any]) -> Any:
+        """Return the model's output on the rank of the last chunk, None on others; sends 1 hidden state per cut."""
+        passed: tuple[Any, ...] = (ids,)
+        for chunk, owner in enumerate(self._owners):
+            output = self._chunks.run(chunk, passed, inputs) if owner == self._axis.rank else None
+            if chunk == self._chunks.last:
                 return output
-            passed = self._pass_on(part, output if isinstance(output, tuple) else (output,), ids.shape)
+            passed = self._pass_on(chunk, output if isinstance(output, tuple) else (output,), ids.shape)
         return None
 
-    def _pass_on(self, part: int, tensors: tuple[Any, ...], shape: Sequence[int]) -> tuple[Any, ...]:
-        source, target, here = self._owners[part], self._owners[part + 1], self._axis.rank
+    def _pass_on(self, chunk: int, tensors: tuple[Any, ...], shape: Sequence[int]) -> tuple[Any, ...]:
+        """Return what enters the next chunk, if that is on this rank; `tensors` left `chunk`, if that is."""
+        source, target, here = self._owners[chunk], self._owners[chunk + 1], self._axis.rank
         if here == source:
             routed = tensors[1] if len(tensors) > 1 else None
-            self.learned[part] = None if routed is None else (len(routed), routed.shape[-1], routed.dtype)
+            shapes = None if routed is None else RouterLogits(len(routed), routed.shape[-1], routed.dtype)
+            self._outputs.router_logits[chunk] = shapes
             if target != here:
-                self._send(target, [*self._header(part), *tensors])
+                self._send(target, [*self._header(chunk), *tensors])
         elif here == target:
-            return self._receive(part, source, shape)
+            return self._receive(chunk, source, shape)
         return tensors
 
-    def _header(self, part: int) -> list[Tensor]:
-        if not self.routes:
+    def _header(self, chunk: int) -> list[Tensor]:
+        if not self._chunks.routes:
             return []
-        layers, experts, dtype = self.learned[part] or (0, 0, DTYPES[0])
-        return [torch.tensor([layers, experts, DTYPES.index(dtype)], device=self._hidden((1,)).device)]
+        layers, experts, dtype = self._outputs.router_logits[chunk] or (0, 0, DTYPES[0])
+        return [torch.tensor([layers, experts, DTYPES.index(dtype)], device=self._outputs.device)]
 
     def _send(self, target: int, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             self._ledger.record("send", self._axis.name, "hidden", tensor.numel(), tensor.dtype.itemsize)
             messages(self._axis, "send", "hidden", {target: tensor.contiguous()}, {})
 
-    def _receive(self, part: int, source: int, shape: Sequence[int]) -> tuple[Tensor, ...]:
-        hidden = self._hidden(shape)
-        if not self.routes:
+    def _receive(self, chunk: int, source: int, shape: Sequence[int]) -> tuple[Tensor, ...]:
+        hidden = self._outputs.hidden(shape)
+        if not self._chunks.routes:
             messages(self._axis, "receive", "hidden", {}, {source: hidden})
             return (hidden,)
         header = torch.zeros(3, dtype=torch.int64, device=hidden.device)
         for into in (header, hidden):
             messages(self._axis, "receive", "hidden", {}, {source: into})
         layers, experts, dtype = (int(value) for value in header)
-        self.learned[part] = (layers, experts, DTYPES[dtype]) if layers else None
+        self._outputs.router_logits[chunk] = RouterLogits(layers, experts, DTYPES[dtype]) if layers else None
         if not layers:
             return (hidden,)
         routed = torch.empty(layers, hidden.shape[:-1].numel(), experts, dtype=DTYPES[dtype], device=hidden.device)

@@ -1,29 +1,23 @@
-"""Micro-batches through the pipeline stages of one replica, by the schedules of torch.distributed.pipelining.
+"""Training steps, evaluation and generation through the pipeline stages of a model-parallel group.
 
-    part 0 (embedding, blocks)  -> hidden states ->  part 1 (blocks)  ->  part 2 (blocks, norm, head, loss)
-    rank pp=0                                        rank pp=1            rank pp=2        one part per rank
-    rank 0: parts 0, P    rank 1: parts 1, P+1                            looped: interleaved, zero-bubble
-    rank 0: parts 0, 2P-1    rank 1: parts 1, 2P-2                        a V: zbv
+    chunk 0 (embedding, blocks)  -> hidden states ->  chunk 1 (blocks)  ->  chunk 2 (blocks, norm, head, loss)
+    rank pp=0                                         rank pp=1             rank pp=2  one chunk per rank
+    rank 0: chunks 0, P                               rank 1: chunks 1, P+1            looped (interleaved, zero-bubble)
+    rank 0: chunks 0, 2P-1                            rank 1: chunks 1, 2P-2           a V (zbv)
 
-The schedules cut tensors along the batch. Ours are given the numbers of the micro-batches instead, and
-each part looks its micro-batch up: whatever a batch holds reaches every part, and nothing is copied.
-
-Note 1, split backward. A zero-bubble schedule takes gradients of inputs and of weights apart, by
-`autograd.grad`; the latter writes `.grad` without any hook. `Stage` hands what it finds there on. No hook
-tells either that recomputed blocks and saved weights are read again, so the part's units are gathered first.
+Training runs one of torch.distributed.pipelining's schedules. Those cut tensors along the batch. Ours are given the
+numbers of the micro-batches instead, and each chunk looks its micro-batch up (step.py): whatever a batch holds
+reaches every chunk, and nothing is copied.
 """
 
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from zero3d.distributed.agreement import exchange_texts
@@ -32,294 +26,156 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
-from zero3d.pipeline.acknowledgements import answers
+from zero3d.pipeline.acknowledgements import acknowledgements
 from zero3d.pipeline.actions import Action, actions_of
-from zero3d.pipeline.balance import TOKENS
-from zero3d.pipeline.failures import Faults
-from zero3d.pipeline.forward_only import InTurn
+from zero3d.pipeline.chunks import Chunks, SumAndWeight
+from zero3d.pipeline.failures import Failures
+from zero3d.pipeline.forward_only import ForwardOnly
 from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.sends import Sends
-from zero3d.pipeline.split import balance, split
-from zero3d.pipeline.stage import Part, Stage
+from zero3d.pipeline.shapes import ChunkOutputs
+from zero3d.pipeline.stage import ScheduledChunk, Stage
+from zero3d.pipeline.step import Callbacks, Step
 from zero3d.pipeline.traffic import pipeline_traffic
-from zero3d.zero.accumulation import Boundary, Driven
-from zero3d.zero.model_group import Tied
 from zero3d.zero.traffic import Moved
-from zero3d.zero.unit import Unit
 
 
-def take_parts(model: nn.Module, axis: Axis, schedule: Schedule, blocks: str | None) -> dict[int, nn.Module]:
-    """This rank's parts of the model by number; without pipeline the model itself."""
-    if axis.size == 1:
-        return {0: model}
-    counts = balance(model, axis.size, TOKENS, blocks, schedule.name)
-    if schedule.splits_backward and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
-        warnings.warn(
-            f"schedule {schedule.name!r} takes gradients of inputs and of each group of weights apart, and torch's "
-            "checkpoint, which this model's gradient_checkpointing uses, runs a block's forward again for every one: "
-            "right, but several times the compute. zero3d.activations.recompute(model, 'full') runs it again once.",
-            stacklevel=4,
-        )
-    return {part: split(model, counts, part, blocks) for part in schedule.parts_of(axis.rank, axis.size)}
+class StepShape(NamedTuple):
+    """What a schedule is made for: how many micro-batches, and the shape of their token ids."""
+
+    micro_batches: int
+    ids: tuple[int, ...]
 
 
-def names_of_copies(parts: Mapping[int, nn.Module]) -> dict[str, str]:
-    """Copies of tied parameters: the name of each on its part -> the name of its owner."""
-    return {tie.other_name: tie.name for part in parts.values() for tie in getattr(part, "tied", ())}
+class MadeSchedule(NamedTuple):
+    """One of torch's schedules, this rank's stages in it, and what they have sent."""
 
-
-def find_ties(parts: Mapping[int, nn.Module], units: Sequence[Unit], schedule: Schedule, ranks: int) -> list[Tied]:
-    """The parameters of this rank that another pipeline stage holds, too. Raises ConfigError."""
-    ties = {tie for part in parts.values() for tie in getattr(part, "tied", ())}
-    found = []
-    for tie in sorted(ties):
-        ends = [(tie.name, tie.part, tie.other_part), (tie.other_name, tie.other_part, tie.part)]
-        here = {name: _unit_of(name, units) for name, part, _ in ends if part in parts}
-        for name, part, other in ends:
-            if part in parts:
-                there = next((unit for key, unit in here.items() if key != name), None)
-                found.append(Tied(here[name], schedule.rank_of(other, ranks), there, copy=name == tie.other_name))
-    return found
-
-
-def _unit_of(name: str, units: Sequence[Unit]) -> Unit:
-    unit = next(unit for unit in units if any(slot.name == name for slot in unit.layout.slots))
-    if len(unit.layout.slots) > 1:
-        raise ConfigError(
-            f"{name} is tied across pipeline stages and shares unit {unit.name!r} with {len(unit.layout.slots) - 1} "
-            "other parameters: give it a module of its own, untie it, or pass pp=1."
-        )
-    return unit
-
-
-class Around(NamedTuple):
-    """What the engine does around a schedule's backwards (Note 1).
-
-    boundary  counts micro-batches
-    sweep     hands on gradients that no hook saw
-    begin     a forward comes next, of a micro-batch through a part, by their numbers
-    done      all gradients of a part and a micro-batch are there
-    gathered  a part's units, whole inside the block
-    arena     lends what is received into
-    """
-
-    boundary: Boundary
-    sweep: Callable[[], None]
-    begin: Callable[[int, int], None]
-    done: Callable[[nn.Module], None]
-    gathered: Callable[[nn.Module], AbstractContextManager[None]]
-    arena: Arena
+    schedule: Any
+    stages: list[Stage]
+    sends: Sends
 
 
 class Pipeline:
-    """This rank's parts, and a schedule for the latest number and shape of micro-batches.
+    """This rank's chunks of the model, and a schedule for the latest number and shape of micro-batches.
 
-    parts   part number -> module, forward(hidden states or nothing, **micro-batch)
-    sum_and_weight  (output, micro-batch) -> (sum of losses, weight), of the last part's output
+    chunks  number -> module, forward(token ids or hidden states, **micro-batch)
+    loss    (output, micro-batch) -> (sum of losses, weight), of the last chunk's output
     takes   entries of a micro-batch that the model takes, None for all; the others are for the loss
 
-    Micro-batches are on the engine's device. `faults.telling()` is around every call.
+    Micro-batches are on the engine's device. The caller puts `failures.guard()` around every call.
     """
 
     def __init__(
-        self, parts: Mapping[int, Any], schedule: Schedule, axis: Axis, ledger: Ledger, around: Around,
-        sum_and_weight: Callable[[Any, Any], tuple[Tensor, float | Tensor]], takes: frozenset[str] | None,
+        self, chunks: Mapping[int, Any], schedule: Schedule, axis: Axis, ledger: Ledger, callbacks: Callbacks,
+        loss: Callable[[Any, Any], SumAndWeight], takes: frozenset[str] | None,
     ) -> None:  # fmt: skip
-        self._parts, self._schedule, self._axis, self._ledger = parts, schedule, axis, ledger
-        self._around, self._sum_and_weight, self._takes = around, sum_and_weight, takes
-        self.arena = around.arena
-        self._total = schedule.parts_per_rank * axis.size
-        self.faults = Faults(axis, self._total)
-        self._key: tuple[int, tuple[int, ...]] | None = None  # micro-batches and their shape in the last step
-        self._made: Any = None
-        self._stages: list[Stage] = []
-        self._sends = Sends({})
-        self._like = next(p for part in parts.values() for p in part.parameters() if p.is_floating_point())
-        self._wide = torch.float64 if self._like.dtype == torch.float64 else torch.float32
-        self._width = next(iter(parts.values())).width
-        config = getattr(next(iter(parts.values())), "config", None)
-        self._owners = [schedule.rank_of(part, axis.size) for part in range(self._total)]
-        self._in_turn = InTurn(
-            self._owners, axis, ledger, self.call, self._hidden, bool(getattr(config, "output_router_logits", False))
-        )
-        self.batches: Sequence[Any] = ()
-        self._seen: list[tuple[Tensor, float | Tensor]] = []
-        self._scale = 1.0
-        self.recorded: list[Action] = []
+        total = schedule.chunks_per_rank * axis.size
+        self.failures = Failures(axis, total)
+        self._schedule, self._axis = schedule, axis
+        self._owners = [schedule.rank_of(chunk, axis.size) for chunk in range(total)]
+        self._chunks = Chunks(chunks, total - 1, self.failures, loss, takes)
+        self._outputs = ChunkOutputs(chunks.values())
+        self._forward_only = ForwardOnly(self._owners, axis, ledger, self._chunks, self._outputs)
+        self._step = Step(self._chunks, self.failures, callbacks, ledger, axis.name, self._outputs.loss_dtype)
+        self._shape: StepShape | None = None  # of the last step
+        self._made: MadeSchedule | None = None
 
-    def run(self, batches: Sequence[Any], scale: float) -> list[tuple[Tensor, float | Tensor]]:
-        """Forward and backward of all micro-batches; (sum, weight) of each, on the rank of the last part only."""
-        schedule = self._schedule_for(batches)
-        self.batches, self._seen, self._scale, self.recorded = batches, [], scale, []
+    # --- running --------------------------------------------------------------------------------
+
+    def run(self, batches: Sequence[Any], scale: float) -> list[SumAndWeight]:
+        """Run forward and backward of all micro-batches; (sum, weight) of each, on the rank of the last chunk only."""
+        made = self._schedule_for(StepShape(len(batches), self._chunks.ids_shape(batches)))
         numbers = torch.arange(len(batches))
-        first = (numbers,) if 0 in self._parts else ()
-        step = partial(schedule.step, *first, target=numbers, losses=[], return_outputs=False)
-        try:
-            self._axis.call("a step", "pipeline", step)
-            self._axis.call("a step", "pipeline", self._sends.finish)
-        finally:
-            self._sends.forget()
-            self.batches = ()
-        self._around.boundary.finish(len(batches), [weight for _, weight in self._seen])
-        return self._seen
+        first = (numbers,) if 0 in self._chunks.modules else ()
+        step = partial(made.schedule.step, *first, target=numbers, losses=[], return_outputs=False)
+        with self._step.over(batches, scale):
+            try:
+                self._axis.call("a step", "pipeline", step)
+                self._axis.call("a step", "pipeline", made.sends.finish)
+            finally:
+                made.sends.forget()
+        self._step.finish(len(batches))
+        return self._step.losses
 
-    def evaluate(self, batches: Iterable[Any]) -> list[tuple[Tensor, float | Tensor]]:
-        """Forward only: (sum, weight) of each micro-batch, on the rank of the last part only."""
-        found = []
+    def evaluate(self, batches: Iterable[Any]) -> list[SumAndWeight]:
+        """Run forward only; (sum, weight) of each micro-batch, on the rank of the last chunk only."""
+        losses = []
         for batch in batches:
             output = self.output(batch)
-            if self._total - 1 in self._parts:
-                with self.faults.running(self._total - 1):
-                    found.append(self._sum_and_weight(output, batch))
-        return found
-
-    def learn(self) -> None:
-        """How many router logits leave each part, which schedules must know beforehand: a forward of two tokens."""
-        if self._in_turn.routes:
-            self.output({"input_ids": torch.zeros(1, 2, dtype=torch.long, device=self._like.device)})
+            if self._chunks.last in self._chunks.modules:
+                losses.append(self._chunks.loss(output, batch))
+        return losses
 
     def output(self, batch: Any) -> Any:
-        """Forward only: the model's output for one micro-batch on the rank of the last part, None on others."""
-        return self._in_turn(*self.split_batch(batch))
+        """Return the model's output for one micro-batch on the rank of the last chunk, None on others."""
+        return self._forward_only(*self._chunks.split_batch(batch))
 
-    def call(self, number: int, entering: tuple[Any, ...], batch: Mapping[str, Any]) -> Any:
-        """A part's forward."""
-        with self.faults.running(number):
-            return self._parts[number](*entering, **batch)
+    def learn_shapes(self) -> None:
+        """Learn how many router logits leave each chunk, which schedules must know, by a forward of two tokens."""
+        if self._chunks.routes:
+            self.output({"input_ids": torch.zeros(1, 2, dtype=torch.long, device=self._outputs.device)})
+
+    # --- what was done --------------------------------------------------------------------------
+
+    @property
+    def recorded(self) -> list[Action]:
+        """What this rank did in the last step, in order."""
+        return self._step.actions
+
+    def recorded_order(self) -> dict[int, list[Action]]:
+        """Return what every rank of the axis did in the last step, in order. All ranks call it."""
+        comm = Comm(self._axis, Arena(self._outputs.device), Ledger())
+        texts = exchange_texts(comm, json.dumps(self.recorded))
+        return {rank: [Action(*action) for action in json.loads(text)] for rank, text in enumerate(texts)}
+
+    def planned_order(self, micro_batches: int) -> Mapping[int, Sequence[Action]]:
+        """Return what torch has every rank do in a step of so many micro-batches, of the last step's shape."""
+        assert self._shape is not None, "there was a step"
+        return _order(self._make(self._shape._replace(micro_batches=micro_batches)).schedule)
 
     def traffic(self, micro_batches: int) -> dict[tuple[str, str], Moved]:
-        """What this rank sends in a step of so many micro-batches, of the last step's shape, by formula."""
-        if self._key is None:
+        """Return what this rank sends in a step of so many micro-batches, of the last step's shape, by formula."""
+        if self._shape is None:
             raise ConfigError("traffic() is that of the last step's shape, and there was no step: train_batch first.")
-        leaving = [self._leaving(part, self._key[1]) for part in range(self._total - 1)]
-        cuts = [[(tensor.numel(), tensor.itemsize) for tensor in tensors] for tensors in leaving]
-        return pipeline_traffic(list(self._parts), micro_batches, cuts)
+        cuts = [self._outputs.sizes(chunk, self._shape.ids) for chunk in range(self._chunks.last)]
+        return pipeline_traffic(list(self._chunks.modules), micro_batches, cuts)
 
     @property
     def vocabulary(self) -> int | None:
-        """How many tokens there are; None where neither a config nor an embedding says."""
-        part = next(iter(self._parts.values()))
-        config: Any = getattr(part, "config", None)
-        if hasattr(config, "get_text_config"):
-            config = config.get_text_config()
-        tables = [(m.num_embeddings * m.embedding_dim, m.num_embeddings) for m in part.modules()
-                  if hasattr(m, "num_embeddings")]  # fmt: skip
-        found: int | None = getattr(config, "vocab_size", max(tables, default=(0, None))[1])
-        return found
+        """How many tokens there are; None where nothing says."""
+        return self._chunks.vocabulary
 
-    def sent(self, op: str, part: str, tensor: Tensor) -> None:
-        """A part sends a tensor to another rank."""
-        self._ledger.record(op, self._axis.name, part, tensor.numel(), tensor.element_size())
+    # --- torch's schedule -----------------------------------------------------------------------
 
-    def order(self) -> dict[int, list[Action]]:
-        """What every rank of the axis did in the last step, in order, as it was recorded. All ranks call it."""
-        comm = Comm(self._axis, Arena(self._like.device), Ledger())
-        told = exchange_texts(comm, json.dumps(self.recorded))
-        return {rank: [Action(*each) for each in json.loads(text)] for rank, text in enumerate(told)}
-
-    def torch_plan(self, micro_batches: int) -> Mapping[int, Sequence[Action]]:
-        """What torch has every rank do in a step of so many micro-batches like those of the last one."""
-        assert self._key is not None, "there was a step"
-        stages, sends = self._stages, self._sends
-        made = self._make(micro_batches, self._key[1])
-        self._stages, self._sends = stages, sends
-        return _order(made)
-
-    @contextmanager
-    def backward(self, number: int) -> Iterator[None]:
-        """Around every backward of a schedule (Note 1)."""
-        with self.faults.running(number), self._around.boundary.driving(Driven(0.0, last=False)):
-            yield
-            self._around.sweep()
-
-    def begin(self, number: int, micro_batch: int) -> None:
-        """Before the forward of a part in training."""
-        self._around.begin(micro_batch, number)
-
-    def done(self, number: int) -> None:
-        """A micro-batch's backward through a part is over, of weights too."""
-        self._around.done(self._parts[number])
-
-    def weights(self, number: int) -> AbstractContextManager[None]:
-        """Around the weight phase of a split backward (Note 1)."""
-        return self._around.gathered(self._parts[number])
-
-    def split_batch(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Token ids, and what else the model takes. Raises ConfigError."""
-        if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
-            raise ConfigError(
-                f"a pipeline takes micro-batches that are mappings with 'input_ids', and got a {type(batch).__name__}: "
-                "pass {'input_ids': ids, ...} with the names of the model's forward, or pp=1."
-            )
-        rest = {key: value for key, value in batch.items() if self._takes is None or key in self._takes}
-        routes = rest.get("output_router_logits")
-        if routes is not None and bool(routes) != self._in_turn.routes:
-            raise ConfigError(
-                f"a micro-batch says output_router_logits={routes}, and the pipeline was built for "
-                f"{self._in_turn.routes}: set model.config.output_router_logits = {bool(routes)} before zero3d.Engine, "
-                "and leave it out of the batches."
-            )
-        return rest.pop("input_ids"), rest
-
-    def _schedule_for(self, batches: Sequence[Any]) -> Any:
-        shapes = {tuple(self.split_batch(batch)[0].shape) for batch in batches}
-        if len(shapes) != 1:
-            raise ConfigError(
-                f"micro-batches of a pipeline step must have one shape, and have {sorted(shapes)}: pad them alike, or "
-                "leave the last, smaller one out (drop_last)."
-                if shapes
-                else "a pipeline step needs micro-batches, and got none: pass a list of at least one."
-            )
-        key = (len(batches), shapes.pop())
-        if key != self._key:
-            self._schedule.check(len(batches), self._axis.size)
-            for stage in self._stages:
+    def _schedule_for(self, shape: StepShape) -> MadeSchedule:
+        """Return the schedule of the step before if its shape was the same, else a new one. Raises ConfigError."""
+        if self._made is None or shape != self._shape:
+            self._schedule.check(shape.micro_batches, self._axis.size)
+            for stage in [] if self._made is None else self._made.stages:
                 stage.free()
-            self._key = key
-            self._made = self._make(*key)
+            self._shape, self._made = shape, self._make(shape)
         return self._made
 
-    def _make(self, count: int, shape: tuple[int, ...]) -> Any:
-        self._stages = [self._stage(number, part, shape) for number, part in self._parts.items()]
+    def _make(self, shape: StepShape) -> MadeSchedule:
+        stages = [self._stage(number, shape.ids) for number in self._chunks.modules]
         kind = get_schedule_class(self._schedule.torch)
-        what = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
-        made = kind(what, n_microbatches=count, loss_fn=lambda loss, _: loss, scale_grads=False)
-        self._sends = Sends(answers(_order(made), self._axis.rank, self._owners))
-        for stage in self._stages:
-            stage.sends = self._sends
-            stage.alone = self._axis.size - 1 - self._axis.rank if self._schedule.name == "1f1b" else None
-        return made
+        driven = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+        made = kind(driven, n_microbatches=shape.micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
+        sends = Sends(acknowledgements(_order(made), self._axis.rank, self._owners))
+        for stage in stages:
+            stage.sends = sends
+            stage.warmup = self._axis.size - 1 - self._axis.rank if self._schedule.name == "1f1b" else None
+        return MadeSchedule(made, stages, sends)
 
-    def _hidden(self, shape: Sequence[int]) -> Tensor:
-        return torch.empty((*shape, self._width), dtype=self._like.dtype, device=self._like.device)
-
-    def _leaving(self, part: int, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """What a part hands on, on the meta device."""
-        hidden = self._hidden(shape).to("meta").requires_grad_()
-        learned = self._in_turn.learned.get(part)
-        if learned is None:
-            return (hidden,)
-        layers, experts, dtype = learned
-        tokens = hidden.shape[:-1].numel()
-        return hidden, torch.empty((layers, tokens, experts), dtype=dtype, device="meta", requires_grad=True)
-
-    def _stage(self, number: int, part: Any, shape: tuple[int, ...]) -> Stage:
-        last = number == self._total - 1
+    def _stage(self, number: int, ids: tuple[int, ...]) -> Stage:
         index = torch.empty(1, dtype=torch.int64, device="meta")
-        loss = torch.empty((), dtype=self._wide, device="meta", requires_grad=True)
-        takes = (index,) if number == 0 else self._leaving(number - 1, shape)
-        gives = (loss,) if last else self._leaving(number, shape)
-        return Stage(Part(part, self, number, last), number, self._total, self._like.device, takes, gives,
-                      group=self._axis.gathers)  # fmt: skip
-
-    def loss_of(self, output: Any, batch: Any) -> Tensor:
-        """The scaled sum of a micro-batch's losses, kept for the caller; in the dtype that `_stage` announced."""
-        total, weight = self._sum_and_weight(output, batch)
-        self._seen.append((total.detach(), weight))
-        loss = total.to(self._wide)
-        return loss * self._scale if self._scale != 1.0 else loss
+        loss = torch.empty((), dtype=self._outputs.loss_dtype, device="meta", requires_grad=True)
+        takes = self._outputs.leaving(number - 1, ids) if number else (index,)
+        gives = (loss,) if number == self._chunks.last else self._outputs.leaving(number, ids)
+        chunk = ScheduledChunk(self._chunks.modules[number], self._step, number)
+        return Stage(chunk, number, self._chunks.last + 1, self._outputs.device, takes, gives, group=self._axis.gathers)
 
 
 def _order(made: Any) -> dict[int, list[Action]]:
-    """What every rank does, of a schedule that plans it; empty of one of torch's simple ones."""
+    """Return what every rank does in a schedule that plans it; nothing of one of torch's simple ones."""
     return {rank: actions_of(row) for rank, row in getattr(made, "pipeline_order", {}).items()}

@@ -1,6 +1,6 @@
-"""The schedules of torch.distributed.pipelining: which rank has which parts, and what fits them.
+"""The schedules of torch.distributed.pipelining: which rank has which model chunks, and what fits them. No torch.
 
-name         torch's                 parts per rank   laid out   micro-batches M of P ranks
+name         torch's                 chunks per rank  laid out   micro-batches M of P ranks
 -----------  ----------------------  ---------------  ---------  -----------------------------
 gpipe        GPipe                   1                           any
 1f1b         1F1B                    1                           M >= P
@@ -28,66 +28,73 @@ IN_A_FILE = "micro-batches (in a file train.accumulate = train.batch / (train.mi
 
 
 def pipeline_policies(pp: int, release: str, reduce: str) -> tuple[str, str]:
-    """In a pipeline parameters are held and gradients summed for the whole schedule, unless asked otherwise."""
+    """Return `release` and `reduce` with what "auto" means in a pipeline: both every step.
+
+    Parameters then stay gathered, and gradients are summed, for the whole schedule.
+    """
     if pp == 1:
         return release, reduce
     return "every_step" if release == "auto" else release, "every_step" if reduce == "auto" else reduce
 
 
 class Schedule(NamedTuple):
-    """A schedule of torch: how many parts a rank has, and whether they are laid out in a V."""
+    """One of torch's schedules: how many model chunks a rank has, and whether they are laid out in a V."""
 
     name: str
     torch: str
-    parts_per_rank: int
+    chunks_per_rank: int
     in_a_v: bool
 
     @classmethod
     def of(cls, name: str | None = None) -> Schedule:
-        """By our name, 1f1b for None. Raises ConfigError."""
+        """Return the schedule of this name, 1f1b for None. Raises ConfigError."""
         name = DEFAULT if name is None else name
         if name not in SCHEDULES:
             raise ConfigError(f"schedule {name!r} is unknown: pass one of {', '.join(SCHEDULES)}.")
         return cls(name, *SCHEDULES[name])
 
     @classmethod
-    def asked(cls, pp: int, name: str | None, blocks: str | None) -> Schedule:
-        """The schedule of an Engine. Raises ConfigError for what only a pipeline has where there is none."""
-        given = {"schedule": name, "blocks": blocks}
-        if pp == 1 and any(value is not None for value in given.values()):
-            words = ", ".join(f"{key}={value!r}" for key, value in given.items() if value is not None)
+    def requested(cls, pp: int, name: str | None, blocks: str | None) -> Schedule:
+        """Return the schedule of an Engine. Raises ConfigError for what only a pipeline has where there is none."""
+        options = {"schedule": name, "blocks": blocks}
+        passed = [f"{key}={value!r}" for key, value in options.items() if value is not None]
+        if pp == 1 and passed:
             raise ConfigError(
-                f"{words} {'is' if words.count('=') == 1 else 'are'} of a pipeline, and pp is 1: pass "
+                f"{', '.join(passed)} {'is' if len(passed) == 1 else 'are'} of a pipeline, and pp is 1: pass "
                 "mesh=zero3d.Mesh(pp=2) or more (mesh.pp in a file), or leave it out."
             )
         return cls.of(name)
 
     @property
     def splits_backward(self) -> bool:
-        """Takes gradients of inputs and of weights apart."""
+        """Whether it takes gradients of inputs and of weights apart."""
         return "ZeroBubble" in self.torch
 
-    def rank_of(self, part: int, ranks: int) -> int:
-        """Who has a part."""
-        return next(rank for rank in range(ranks) if part in self.parts_of(rank, ranks))
+    def rank_of(self, chunk: int, ranks: int) -> int:
+        """Return the rank that has a chunk."""
+        return next(rank for rank in range(ranks) if chunk in self.chunks_of(rank, ranks))
 
     def check_blocks(self, blocks: int, ranks: int, name: str) -> None:
-        """Raise ConfigError where the list called `name` has fewer blocks than there are parts."""
-        each = self.parts_per_rank
-        if blocks >= ranks * each:
+        """Raise ConfigError where the list called `name` has fewer blocks than there are chunks."""
+        if blocks >= ranks * self.chunks_per_rank:
             return
-        ways = [_at_most(blocks // each)] if blocks >= 2 * each else []
-        if each == 1:
-            said, keys = f"pp={ranks} pipeline stages need a block each, and {name} has {blocks}", "mesh.pp"
+        if self.chunks_per_rank == 1:
+            problem, keys = f"pp={ranks} pipeline stages need a block each, and {name} has {blocks}", "mesh.pp"
         else:
             keys = "mesh.pp, mesh.schedule"
-            said = (
-                f"schedule {self.name!r} puts {each} parts on each of {ranks} pipeline stages = {ranks * each} parts, "
-                f"and {name} has {blocks} block{'s' if blocks > 1 else ''}"
+            problem = (
+                f"schedule {self.name!r} puts {self.chunks_per_rank} model chunks on each of {ranks} pipeline stages "
+                f"= {ranks * self.chunks_per_rank} chunks, and {name} has {blocks} block{'s' if blocks > 1 else ''}"
             )
+        raise ConfigError(f"{problem}: pass {', or '.join(self._alternatives(blocks, ranks))} ({keys} in a file).")
+
+    def _alternatives(self, blocks: int, ranks: int) -> list[str]:
+        """Return settings that so few blocks allow: fewer pipeline stages, another schedule, or no pipeline."""
+        settings = [_at_most(blocks // self.chunks_per_rank)] if blocks >= 2 * self.chunks_per_rank else []
+        if self.chunks_per_rank > 1 and blocks > 1:
             fewer = "" if blocks >= ranks else f"{_at_most(blocks)} with "
-            ways += [f"{fewer}schedule='{DEFAULT}'"] if blocks > 1 else []
-        raise ConfigError(f"{said}: pass {', or '.join(ways or ['pp=1'])} ({keys} in a file).")
+            settings.append(f"{fewer}schedule='{DEFAULT}'")
+        return settings or ["pp=1"]
 
     def check(self, micro_batches: int, ranks: int) -> None:
         """Raise ConfigError for a number of micro-batches that torch's schedule cannot take."""
@@ -108,11 +115,11 @@ class Schedule(NamedTuple):
                 f"{micro_batches}: pass {below} or {above} {IN_A_FILE}, or schedule='1f1b' (mesh.schedule)."
             )
 
-    def parts_of(self, rank: int, ranks: int) -> list[int]:
-        """The parts of one rank."""
+    def chunks_of(self, rank: int, ranks: int) -> list[int]:
+        """Return the chunks of one rank."""
         if self.in_a_v:
             return [rank, 2 * ranks - 1 - rank]
-        return [rank + turn * ranks for turn in range(self.parts_per_rank)]
+        return [rank + turn * ranks for turn in range(self.chunks_per_rank)]
 
 
 def _at_most(pp: int) -> str:

@@ -10,6 +10,7 @@ A message that torch sends together with a receive stays torch's: 1f1b's, but fo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules
@@ -17,34 +18,44 @@ from torch.distributed.pipelining import schedules
 from zero3d.pipeline.acknowledgements import Work
 
 
-class Sends:
-    """Messages under way. over: by backward that sends a gradient, the work at whose beginning that has arrived."""
+class Message(NamedTuple):
+    """What was started together: handles to wait for, and the operations, whose tensors must live until then."""
 
-    def __init__(self, over: Mapping[Work, Work]) -> None:
-        self._over = over
-        self._held: dict[Work | None, list[tuple[list[dist.Work], list[dist.P2POp]]]] = {}  # None: to the end
+    handles: list[dist.Work]
+    operations: list[dist.P2POp]
+
+
+class Sends:
+    """Messages under way, by the work at whose beginning they are known to have arrived.
+
+    acknowledgements   by backward that sends a gradient, the work at whose beginning that gradient has arrived
+    """
+
+    def __init__(self, acknowledgements: Mapping[Work, Work]) -> None:
+        self._acknowledgements = acknowledgements
+        self._under_way: dict[Work | None, list[Message]] = {}  # None: known at the end of the step only
 
     def send(self, work: Work, operations: list[dist.P2POp]) -> None:
         """Start what `work` sends."""
         if operations:
-            until = self._over.get(work) if work.backward else work._replace(backward=True)
-            started = schedules._batch_p2p(operations)  # torch's own way: both ends must take the same communicator
-            self._held.setdefault(until, []).append((started, operations))
+            until = self._acknowledgements.get(work) if work.backward else work._replace(backward=True)
+            handles = schedules._batch_p2p(operations)  # torch's own way: both ends must take the same communicator
+            self._under_way.setdefault(until, []).append(Message(handles, operations))
 
     def begin(self, work: Work) -> None:
-        """This rank has what `work` needs; let go of what has arrived by that."""
+        """Let go of what has arrived once this rank has what `work` needs."""
         self._wait(work)
 
     def finish(self) -> None:
-        """Let go of everything when it has arrived."""
-        for until in list(self._held):
+        """Wait until everything has arrived."""
+        for until in list(self._under_way):
             self._wait(until)
 
     def forget(self) -> None:
-        """A step has failed."""
-        self._held.clear()
+        """Let go of everything without waiting, after a step that failed."""
+        self._under_way.clear()
 
     def _wait(self, until: Work | None) -> None:
-        for started, _ in self._held.pop(until, ()):
-            for each in started:
-                each.wait()
+        for message in self._under_way.pop(until, ()):
+            for handle in message.handles:
+                handle.wait()

@@ -1,81 +1,81 @@
-"""One pipeline stage's part of a causal language model, with the model's own forward and parameter names.
+"""One model chunk of a causal language model, with the model's own forward and parameter names.
 
-    part 0       embedding   block   block   Exit     pass     head elsewhere      -> hidden state
-    part 1       blank       Entry   pass*   block    block    norm, head          -> what the model returns
+    model     embedding      block 0       block 1         block 2       block 3       norm, head
+    chunk 0   embedding      block 0       block 1         SendingBlock  SkippedBlock  SkippedModule   -> hidden state
+    chunk 1   SkippedModule  SkippedBlock  ReceivingBlock  block 2       block 3       norm, head      -> output
 
-    (pass*: blocks of other parts return what they are given; the last of them before the part's own is
-    Entry, the first one after is Exit)
-
-Entry gives the part's first block exactly the hidden state that was received, so whatever the model does
-before its blocks (positions, scaling, dropout) happens on the first part only. Exit keeps what the last
-block returned, so norm and head happen on the last part only. In between the model's own forward makes
-masks and rotary embeddings, in every part from the same micro-batch: `layer_types[i]`, `layer_idx` and
+ReceivingBlock gives the chunk's first block exactly the hidden state that was received, so whatever the model does
+before its blocks (positions, scaling, dropout) happens on the first chunk only. SendingBlock keeps what the last
+block returned, so norm and head happen on the last chunk only. In between the model's own forward makes
+masks and rotary embeddings, in every chunk from the same micro-batch: `layer_types[i]`, `layer_idx` and
 packed documents are as in the full model, because the list of blocks keeps its length.
 
 Router logits (mixtures of experts) travel as one more tensor, [layers so far, tokens, experts], and
-the last part's model computes its auxiliary loss of all of them.
-No torch.distributed here: part k is called on what part k-1 returned.
+the last chunk's model computes its auxiliary loss of all of them.
+No torch.distributed here: chunk k is called on what chunk k-1 returned.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zero3d.distributed.axis import Axis
 from zero3d.errors import ConfigError
 from zero3d.models.chain import Chain, base_of, copy_with, find_chain
 from zero3d.models.masking import forward_options, inner_model
-from zero3d.models.placeholders import Blank, Entry, Exit, Left, Pass, Relay
-from zero3d.pipeline.balance import Weights, chain_costs, cut
+from zero3d.models.placeholders import (
+    ChunkDone,
+    ChunkTensors,
+    ReceivingBlock,
+    SendingBlock,
+    SkippedBlock,
+    SkippedModule,
+)
+from zero3d.pipeline.balance import TOKENS, Weights, chain_costs, cut
 from zero3d.pipeline.schedules import Schedule
+from zero3d.pipeline.ties import Tie, ties_and_copies
 
 OF_THE_HEAD = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
 
 
-class Tie(NamedTuple):
-    """One parameter that two parts hold, each a copy under its own name; `name` is the full model's.
+class ModelChunk(nn.Module):
+    """One chunk of a model: the modules that it holds, run by the model's own forward. `split` makes it.
 
-    Their gradients have to be summed, and the parameter counted once in the norm and in checkpoints.
-    """
-
-    name: str
-    part: int
-    other_name: str
-    other_part: int
-
-
-class PipelinePart(nn.Module):
-    """What one part of a pipeline holds and runs of a model; `split` makes it.
-
-    part, parts   which part of how many; `is_first`, `is_last`
-    tied          ties of the whole model, on every part the same list
-    width         of the hidden state
+    chunk, chunks   which chunk of how many; `is_first`, `is_last`
+    tied            ties of the whole model, on every chunk the same list
+    width           of the hidden state
 
     Parameters keep the full model's names. Attributes it lacks (config, ...) are the model's.
     """
 
-    def __init__(self, model: nn.Module, part: int, parts: int, tied: Sequence[Tie], relay: Relay, width: int) -> None:
+    def __init__(
+        self, model: nn.Module, chunk: int, chunks: int, tied: Sequence[Tie], tensors: ChunkTensors, width: int
+    ) -> None:
         super().__init__()
         # The model's own dicts: one set of modules under two roots, so that names get no prefix.
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.__dict__["_model"] = model  # not registered as a child
-        self.part, self.parts, self.tied, self.width, self._relay = part, parts, list(tied), width, relay
+        self.chunk, self.chunks, self.tied, self.width, self._tensors = chunk, chunks, list(tied), width, tensors
         if base_of(model) is not None and self.is_last:
-            base_of(model).register_forward_hook(partial(_add_routed, relay))
+            base_of(model).register_forward_hook(partial(_add_routed, tensors))
         self.train(model.training)
 
     @property
     def is_first(self) -> bool:
-        return self.part == 0
+        """Whether it takes token ids."""
+        return self.chunk == 0
 
     @property
     def is_last(self) -> bool:
-        return self.part == self.parts - 1
+        """Whether it returns what the model returns."""
+        return self.chunk == self.chunks - 1
 
     def __getattr__(self, name: str) -> Any:
         if name == "_model":  # asked for by copy before there is one
@@ -86,22 +86,22 @@ class PipelinePart(nn.Module):
             return getattr(self._model, name)
 
     def forward(self, entering: Tensor, routed: Tensor | None = None, **batch: Any) -> Any:
-        """Run this part.
+        """Run this chunk.
 
-        entering  token ids [batch, length] on the first part, else the hidden state [batch, length, hidden]
-        routed    router logits [layers so far, tokens, experts] that the part before returned, if any
+        entering  token ids [batch, length] on the first chunk, else the hidden state [batch, length, hidden]
+        routed    router logits [layers so far, tokens, experts] that the chunk before returned, if any
         batch     what the model's forward takes beside token ids (position_ids, attention_mask, labels, ...):
-                  the same for all parts. There is never a cache.
-        Returns what the full model returns on the last part, before it the hidden state, or (hidden
+                  the same for all chunks. There is never a cache.
+        Returns what the full model returns on the last chunk, before it the hidden state, or (hidden
         state, router logits) where layers so far have routers and `output_router_logits` is on.
         """
-        relay = self._relay
+        tensors = self._tensors
         self._model.training = self.training
-        relay.received, relay.routed = (None if self.is_first else entering), routed
+        tensors.received, tensors.routed = (None if self.is_first else entering), routed
         try:
             return self._run(entering, batch)
         finally:
-            relay.received = relay.routed = relay.sent = None
+            tensors.received = tensors.routed = tensors.sent = None
 
     def _run(self, entering: Tensor, batch: dict[str, Any]) -> Any:
         model: Any = inner_model(self._model)
@@ -114,48 +114,42 @@ class PipelinePart(nn.Module):
             return model(**start, **batch | forward_options(model))
         batch = {key: value for key, value in batch.items() if key not in OF_THE_HEAD}
         output = base(**start, **batch | forward_options(base) | {"return_dict": True})
-        routed = _joined(self._relay.routed, getattr(output, "router_logits", None))
-        return self._relay.sent if routed is None else (self._relay.sent, routed)
+        routed = _join_routed(self._tensors.routed, getattr(output, "router_logits", None))
+        return self._tensors.sent if routed is None else (self._tensors.sent, routed)
 
     def _run_plain(self, model: nn.Module, entering: Tensor, batch: dict[str, Any]) -> Any:
         ids = entering if self.is_first else torch.zeros(entering.shape[:-1], dtype=torch.long, device=entering.device)
         try:
             return model(ids, **batch)
-        except Left:
-            return self._relay.sent
+        except ChunkDone:
+            return self._tensors.sent
 
 
-def model_of(module: nn.Module) -> nn.Module:
-    """The model that a part is of, with its class and methods; any other module is its own."""
-    model: nn.Module = vars(module).get("_model", module)
-    return model
+def split(model: nn.Module, counts: Sequence[int], chunk: int, blocks: str | None = None) -> ModelChunk:
+    """Return chunk number `chunk` of a model whose blocks are dealt out as `counts` says.
 
-
-def split(model: nn.Module, counts: Sequence[int], part: int, blocks: str | None = None) -> PipelinePart:
-    """Part number `part` of a model whose blocks are dealt out as `counts` says.
-
-    counts   blocks of each part, such as [3, 2] (`balance` finds them)
+    counts   blocks of each chunk, such as [3, 2] (`balance` finds them)
     blocks   name of the list of blocks, such as "model.layers"; found if left out
-    The model stays as it is and shares its tensors with the part, but for the later copies of tied
+    The model stays as it is and shares its tensors with the chunk, but for the later copies of tied
     parameters. Real or meta parameters; no weights are read. Recomputation and compilation of blocks
     may come before or after, the engine after.
     Errors: a model that is no chain, counts that are not its blocks (ConfigError).
     """
     chain = find_chain(model, blocks)
-    _check(chain, counts, part)
-    ties, own = _ties(model, chain, counts, part)
-    relay = Relay()
-    replaced = _others(model, chain, counts, part, relay) | own
-    return PipelinePart(copy_with(model, replaced), part, len(counts), ties, relay, chain.width)
+    _check(chain, counts, chunk)
+    ties, copies = ties_and_copies(model, chain, counts, chunk)
+    tensors = ChunkTensors()
+    replaced = _placeholders(model, chain, counts, chunk, tensors) | copies
+    return ModelChunk(copy_with(model, replaced), chunk, len(counts), ties, tensors, chain.width)
 
 
 def balance(
     model: nn.Module, stages: int, tokens: int, blocks: str | None = None, schedule: str | None = None
 ) -> list[int]:
-    """How many blocks each part of `stages` pipeline stages should get, for micro-batches of `tokens`.
+    """Return how many blocks each chunk of `stages` pipeline stages should get, for micro-batches of `tokens`.
 
     `pipeline/balance.py` has the costs. Width and vocabulary are those of the largest embedding.
-    Errors: a model that is no chain, fewer blocks than parts of this schedule (ConfigError).
+    Errors: a model that is no chain, fewer blocks than chunks of this schedule (ConfigError).
     """
     chain = find_chain(model, blocks)
     order = Schedule.of(schedule)
@@ -171,11 +165,26 @@ def balance(
         active_weights(block, getattr(model, "config", None)) for block in model.get_submodule(chain.blocks).children()
     ]
     costs = chain_costs(before, weights, after, tokens, hidden, vocab)
-    return cut(costs.blocks, stages * order.parts_per_rank, costs.before, costs.after)
+    return cut(costs.blocks, stages * order.chunks_per_rank, costs.before, costs.after)
+
+
+def take_chunks(model: nn.Module, axis: Axis, schedule: Schedule, blocks: str | None) -> dict[int, nn.Module]:
+    """Return this rank's chunks of the model by number; without pipeline the model itself."""
+    if axis.size == 1:
+        return {0: model}
+    counts = balance(model, axis.size, TOKENS, blocks, schedule.name)
+    if schedule.splits_backward and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+        warnings.warn(
+            f"schedule {schedule.name!r} takes gradients of inputs and of each group of weights apart, and torch's "
+            "checkpoint, which this model's gradient_checkpointing uses, runs a block's forward again for every one: "
+            "right, but several times the compute. zero3d.activations.recompute(model, 'full') runs it again once.",
+            stacklevel=4,
+        )
+    return {chunk: split(model, counts, chunk, blocks) for chunk in schedule.chunks_of(axis.rank, axis.size)}
 
 
 def active_weights(block: nn.Module, config: Any) -> Weights:
-    """A block's parameters; of fused experts [experts, ., .] a token meets `num_experts_per_tok`."""
+    """Return a block's parameters, and of them those that a token meets: `num_experts_per_tok` of fused experts."""
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     met = getattr(config, "num_experts_per_tok", None)
     total = sum(p.numel() for p in block.parameters())
@@ -185,67 +194,43 @@ def active_weights(block: nn.Module, config: Any) -> Weights:
     return Weights(total, total - fused + fused * met // experts)
 
 
-def _check(chain: Chain, counts: Sequence[int], part: int) -> None:
+def _check(chain: Chain, counts: Sequence[int], chunk: int) -> None:
+    """Raise ConfigError where `counts` do not deal out all blocks, or there is no such chunk."""
     if sum(counts) != chain.length or min(counts) < 1:
         raise ConfigError(
             f"counts={list(counts)} must be whole numbers from 1 that sum to the {chain.length} blocks of "
             f"{chain.blocks}, and sum to {sum(counts)}: pass balance(model, {len(counts)}, tokens)."
         )
-    if not 0 <= part < len(counts):
-        raise ConfigError(f"part={part} is none of {len(counts)} parts: pass 0 to {len(counts) - 1}.")
+    if not 0 <= chunk < len(counts):
+        raise ConfigError(f"chunk={chunk} is none of {len(counts)} chunks: pass 0 to {len(counts) - 1}.")
 
 
-def _part_of(name: str, chain: Chain, counts: Sequence[int]) -> int:
-    """The part that a parameter of this name is on."""
-    if name.startswith(chain.blocks + "."):
-        index = int(name[len(chain.blocks) + 1 :].partition(".")[0])
-        return next(part for part in range(len(counts)) if index < sum(counts[: part + 1]))
-    return 0 if any(name.startswith(room + ".") for room in chain.before) else len(counts) - 1
-
-
-def _ties(
-    model: nn.Module, chain: Chain, counts: Sequence[int], part: int
-) -> tuple[list[Tie], dict[nn.Module | Tensor, object]]:
-    """Ties across parts, and the copies that `part` gets of parameters which another part owns."""
-    names: dict[nn.Parameter, dict[int, str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(p, {}).setdefault(_part_of(name, chain, counts), name)
-    ties: list[Tie] = []
-    own: dict[nn.Module | Tensor, object] = {}
-    for p, places in names.items():
-        owner, *others = places
-        ties += [Tie(places[owner], owner, places[other], other) for other in others]
-        if part in others:
-            own[p] = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
-    return ties, own
-
-
-def _others(
-    model: nn.Module, chain: Chain, counts: Sequence[int], part: int, relay: Relay
+def _placeholders(
+    model: nn.Module, chain: Chain, counts: Sequence[int], chunk: int, tensors: ChunkTensors
 ) -> dict[nn.Module | Tensor, object]:
-    """What stands in the part where modules of other parts were."""
-    first, stop, ends = sum(counts[:part]), sum(counts[: part + 1]), base_of(model) is None
+    """Return what stands in the chunk where modules of other chunks were, by the module."""
+    first, stop, ends = sum(counts[:chunk]), sum(counts[: chunk + 1]), base_of(model) is None
     replaced: dict[nn.Module | Tensor, object] = {}
     for index, block in enumerate(model.get_submodule(chain.blocks).children()):
         if index == first - 1:
-            replaced[block] = Entry(block, chain.tuples, relay)
+            replaced[block] = ReceivingBlock(block, chain.tuples, tensors)
         elif index == stop:
-            replaced[block] = Exit(block, chain.tuples, relay, ends)
+            replaced[block] = SendingBlock(block, chain.tuples, tensors, ends)
         elif not first <= index < stop:
-            replaced[block] = Pass(block, chain.tuples, relay)
-    rooms = (chain.before if part > 0 else ()) + (chain.after if part < len(counts) - 1 else ())
-    replaced |= {model.get_submodule(name): Blank(model.get_submodule(name), relay) for name in rooms}
+            replaced[block] = SkippedBlock(block, chain.tuples, tensors)
+    rooms = (chain.before if chunk > 0 else ()) + (chain.after if chunk < len(counts) - 1 else ())
+    replaced |= {model.get_submodule(name): SkippedModule(model.get_submodule(name), tensors) for name in rooms}
     return replaced
 
 
-def _joined(routed: Tensor | None, own: Sequence[Tensor] | None) -> Tensor | None:
-    """Router logits of earlier parts and of this one, [layers, tokens, experts]."""
+def _join_routed(routed: Tensor | None, own: Sequence[Tensor] | None) -> Tensor | None:
+    """Return router logits of earlier chunks and of this one, [layers, tokens, experts]."""
     stacks = [] if routed is None else [routed]
     stacks += [torch.stack(tuple(own))] if own else []
     return torch.cat(stacks) if stacks else None
 
 
-def _add_routed(relay: Relay, base: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook of the last part's base model: the head finds the router logits of all layers."""
-    if relay.routed is not None:
-        output["router_logits"] = (*relay.routed.unbind(), *(output.get("router_logits") or ()))
+def _add_routed(tensors: ChunkTensors, base: nn.Module, args: Any, output: Any) -> None:
+    """Give the head the router logits of all layers: a forward hook of the last chunk's base model."""
+    if tensors.routed is not None:
+        output["router_logits"] = (*tensors.routed.unbind(), *(output.get("router_logits") or ()))

@@ -1,189 +1,129 @@
-"""A part of a pipeline as torch's schedules drive it: called by number, with every action recorded.
+"""A model chunk as torch's schedules drive it: called by number, with every action recorded.
 
-schedule -> Stage (forward, backward, weights, sends) -> Part (looks its micro-batch up) -> Pipeline.call
+schedule -> Stage (forward, backward, weights, sends) -> ScheduledChunk (knows the micro-batch) -> Step
 
-torch makes a buffer to receive into for every micro-batch of a step and keeps them all. Here there is one from the
-moment something is received until that micro-batch's backward is over: as many as are in flight.
+What torch's names call a chunk is a micro-batch; in ours a chunk is always a model chunk.
 """
 
 from __future__ import annotations
 
-import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from zero3d.memory.arena import Arena
 from zero3d.pipeline.acknowledgements import Work, work_of
 from zero3d.pipeline.actions import Action
+from zero3d.pipeline.receives import ReceiveBuffers
 from zero3d.pipeline.sends import Sends
-
-if TYPE_CHECKING:
-    from zero3d.pipeline.runner import Pipeline
-
-RECEIVED = "received"
-Table = dict[int, tuple[Any, ...]]  # torch's, by micro-batch
+from zero3d.pipeline.step import Step
 
 
-class Part(nn.Module):
-    """A part as schedules call it. `micro_batch`: the number of the one to run, as its Stage says."""
+class ScheduledChunk(nn.Module):
+    """A chunk as schedules call it. `micro_batch`: the number of the one to run, which its Stage sets."""
 
-    def __init__(self, part: nn.Module, pipeline: Pipeline, number: int, last: bool) -> None:
+    def __init__(self, chunk: nn.Module, step: Step, number: int) -> None:
         super().__init__()
-        self.part, self.pipeline = part, pipeline
-        self.number, self._last = number, last
+        self.chunk, self.step, self.number = chunk, step, number
         self.micro_batch = 0
 
     def forward(self, *entering: Tensor) -> Any:
-        batch = self.pipeline.batches[self.micro_batch]
-        ids, rest = self.pipeline.split_batch(batch)
-        self.pipeline.begin(self.number, self.micro_batch)
-        output = self.pipeline.call(self.number, entering if self.number else (ids,), rest)
-        if not self._last:
-            return output
-        with self.pipeline.faults.running(self.number):
-            return self.pipeline.loss_of(output, batch)
-
-
-class Rooms:
-    """The buffers that a part receives into: for each entry of torch's tables one, while it is needed.
-
-    Two tables: activations that come from the part before (args_recv_info), gradients from the part after.
-    """
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self._empty: dict[tuple[int, int, int], Tensor] = {}  # what stands in the tables meanwhile, without memory
-        self._lent: dict[tuple[int, int, int], Tensor] = {}
-
-    def open(self, table: Table, micro_batches: int) -> None:
-        """Entries for all micro-batches, like those of the first, whose buffers have no memory."""
-        first = table[0]
-        for number in range(micro_batches):
-            table[number] = tuple(map(copy.copy, first))
-            for place, info in enumerate(table[number]):
-                if (buffer := getattr(info, "buffer", None)) is not None:
-                    info.buffer = torch.empty_like(buffer).requires_grad_(buffer.requires_grad)  # torch 2.11 asks it
-                    info.buffer.untyped_storage().resize_(0)
-                    self._empty[id(table), number, place] = info.buffer
-
-    def furnish(self, table: Table, number: int) -> None:
-        """Something is about to arrive for a micro-batch."""
-        for place, info in enumerate(table.get(number, ())):
-            key = id(table), number, place
-            if key in self._empty:
-                like = self._empty[key]
-                self._lent[key] = self._arena.borrow(RECEIVED, like.numel(), like.dtype)
-                info.buffer = self._lent[key].view(like.shape).requires_grad_(like.requires_grad)
-
-    def close(self, number: int, activations: Table, gradients: Table) -> None:
-        """A micro-batch is through. Where a V turns, torch has put the neighbour's own tensors in the tables.
-
-        Graphs that wait for the garbage collector hold activations; a gradient may be on its way to the next part.
-        """
-        for table in (activations, gradients):
-            for place, info in enumerate(table.get(number, ())):
-                key = id(table), number, place
-                if key in self._empty:
-                    info.buffer = self._empty[key]
-                if (lent := self._lent.pop(key, None)) is not None:
-                    self._arena.give_back(RECEIVED, lent)
-                    if table is activations:
-                        lent.untyped_storage().resize_(0)
-
-    def free(self) -> None:
-        """Give back all memory, whoever still holds a reference."""
-        while self._lent:
-            _, lent = self._lent.popitem()
-            self._arena.give_back(RECEIVED, lent)
-            lent.untyped_storage().resize_(0)
+        return self.step.forward(self.number, self.micro_batch, entering)
 
 
 class Stage(PipelineStage):
-    """Tells the engine about backwards (Note 1 of pipeline.py)."""
+    """One of torch's stages that tells the step what it does, and keeps messages no longer than they are needed.
 
-    submod: Part
+    warmup   in 1f1b, forwards before the first backward; all other messages torch sends together with a receive.
+             None: torch sends every message by itself
+    """
+
+    submod: ScheduledChunk
 
     sends: Sends
-    alone: int | None = None  # micro-batches whose forwards torch sends by themselves, and no backwards; None: all
+    warmup: int | None = None
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._note("F", fwd_chunk_id)
+        self._record("F", fwd_chunk_id)
         self.submod.micro_batch = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        self._note("B" if full_backward else "I", bwd_chunk_id)
-        with self.submod.pipeline.backward(self.stage_index):
+        self._record("B" if full_backward else "I", bwd_chunk_id)
+        with self.submod.step.backward(self.stage_index):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
-            self.submod.pipeline.done(self.stage_index)
-            self._rooms.close(bwd_chunk_id, self.args_recv_info, self.grad_recv_info)
+            self._end(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        self._note("W", bwd_chunk_id)
-        pipeline, number = self.submod.pipeline, self.stage_index
-        with pipeline.backward(number), pipeline.weights(number):
+        self._record("W", bwd_chunk_id)
+        step, number = self.submod.step, self.stage_index
+        with step.backward(number), step.weights(number):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        pipeline.done(number)
-        self._rooms.close(bwd_chunk_id, self.args_recv_info, self.grad_recv_info)
+        self._end(bwd_chunk_id)
+
+    def _record(self, kind: str, micro_batch: int) -> None:
+        action = Action(kind, self.stage_index, micro_batch)
+        self.submod.step.actions.append(action)
+        if (work := work_of(action)) is not None:
+            self.sends.begin(work)
+
+    def _end(self, micro_batch: int) -> None:
+        """End a micro-batch's backward, of weights too: what it received is needed no more."""
+        self.submod.step.done(self.stage_index)
+        self._buffers.give_back(micro_batch, self.args_recv_info, self.grad_recv_info)
 
     # --- what is received -----------------------------------------------------------------------
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        self._rooms = Rooms(self.submod.pipeline.arena)
-        found = super()._prepare_forward_infra(1, *args, **kwargs)
-        self._rooms.open(self.args_recv_info, num_microbatches)
-        return found
+        self._buffers = ReceiveBuffers(self.submod.step.arena)
+        outputs = super()._prepare_forward_infra(1, *args, **kwargs)
+        self._buffers.empty(self.args_recv_info, num_microbatches)
+        return outputs
 
     def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        found = super()._prepare_backward_infra(1, *args, **kwargs)
-        self.chunks = num_microbatches
-        self._rooms.open(self.grad_recv_info, num_microbatches)
-        return found
+        prepared = super()._prepare_backward_infra(1, *args, **kwargs)
+        self.chunks = num_microbatches  # torch's
+        self._buffers.empty(self.grad_recv_info, num_microbatches)
+        return prepared
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._rooms.furnish(self.args_recv_info, fwd_chunk_id)
+        self._buffers.lend(self.args_recv_info, fwd_chunk_id)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self._rooms.furnish(self.grad_recv_info, bwd_chunk_id)
+        self._buffers.lend(self.grad_recv_info, bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Torch 2.11 greets neighbours before the first step, itself too where a V turns, which gloo refuses."""
+        """Return torch 2.11's greetings of neighbours, but none to this rank itself, which gloo refuses: a V's turn."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        sends = self._sent("send_forward", super().get_fwd_send_ops(fwd_chunk_id))
-        if self.alone is not None and fwd_chunk_id >= self.alone:
-            return sends
-        self.sends.send(Work(False, self.stage_index, fwd_chunk_id), sends)
-        return []
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        sends = self._sent("send_backward", super().get_bwd_send_ops(bwd_chunk_id))
-        if self.alone is not None:
-            return sends
-        self.sends.send(Work(True, self.stage_index, bwd_chunk_id), sends)
-        return []
 
     def free(self) -> None:
         """Give back the memory of what was received: graphs that wait for the garbage collector still hold it."""
-        self._rooms.free()
+        self._buffers.free()
 
-    def _sent(self, op: str, sends: list[dist.P2POp]) -> list[dist.P2POp]:
-        for send in sends:
-            self.submod.pipeline.sent(op, f"part {self.stage_index}", send.tensor)
-        return sends
+    # --- what is sent ---------------------------------------------------------------------------
 
-    def _note(self, kind: str, micro_batch: int) -> None:
-        action = Action(kind, self.stage_index, micro_batch)
-        self.submod.pipeline.recorded.append(action)
-        if (work := work_of(action)) is not None:
-            self.sends.begin(work)
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        operations = self._counted("send_forward", super().get_fwd_send_ops(fwd_chunk_id))
+        if self.warmup is not None and fwd_chunk_id >= self.warmup:
+            return operations
+        self.sends.send(Work(False, self.stage_index, fwd_chunk_id), operations)
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        operations = self._counted("send_backward", super().get_bwd_send_ops(bwd_chunk_id))
+        if self.warmup is not None:
+            return operations
+        self.sends.send(Work(True, self.stage_index, bwd_chunk_id), operations)
+        return []
+
+    def _counted(self, name: str, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Return messages that are about to be sent, written into the ledger."""
+        for operation in operations:
+            self.submod.step.count_message(name, self.stage_index, operation.tensor)
+        return operations

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline sends and gathers in a step, by formula, from its schedule's action list. No torch."""
+"""What a rank of a pipeline sends and gathers in a step: formulas over its schedule's action list. No torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from zero3d.pipeline.actions import Action
 from zero3d.zero.traffic import Moved, TokenEvent, backward_tokens, count_gathers, forward_tokens
 
 
-class PartUnits(NamedTuple):
-    """The units of a pipeline's part, as `token_order` takes them."""
+class ChunkUnits(NamedTuple):
+    """The units of one model chunk, as `zero.traffic.token_order` takes them."""
 
     forward: Sequence[str]
     root: str | None = None
@@ -19,36 +19,37 @@ class PartUnits(NamedTuple):
 
     @property
     def names(self) -> list[str]:
+        """Names of the units, each once."""
         return list(dict.fromkeys([*self.forward, *filter(None, [self.root])]))
 
 
-def pipeline_tokens(actions: Iterable[Action], parts: Mapping[int, PartUnits]) -> list[TokenEvent]:
-    """The tokens of one rank's step in a pipeline, from the actions it ran; nothing recomputed.
+def pipeline_tokens(actions: Iterable[Action], chunks: Mapping[int, ChunkUnits]) -> list[TokenEvent]:
+    """Return the token events of one rank's step, from the actions it ran; nothing recomputed.
 
-    action   uses                                                     gathers of a unit in M micro-batches, at most
-    -------  -------------------------------------------------------  ---------------------------------------------
-    F        every unit                                               M
-    B, I     every unit but embeddings, in reverse; I of part 0 none  M
-    W        every unit: no hook tells which weights are read         M
+    action   uses                                                      gathers of a unit in M micro-batches, at most
+    -------  --------------------------------------------------------  ---------------------------------------------
+    F        every unit                                                M
+    B, I     every unit but embeddings, in reverse; I of chunk 0 none  M
+    W        every unit: no hook tells which weights are read          M
 
     So 2M with whole backwards (gpipe, 1f1b, interleaved) and 3M with split ones (zero-bubble, zbv); embeddings M
-    and 2M, part 0 2M in both: nothing enters it, so torch leaves its whole backward to W.
+    and 2M, chunk 0 2M in both: nothing enters it, so torch leaves its whole backward to W.
 
     Uses merge in one place: what a forward used last, and its root unit, stay gathered until the next F, or the
-    end of the next backward, of whatever part this rank runs. If that backward is its own part's (of any
-    micro-batch), it finds them gathered. So the last part under 1f1b (F0 B0 F1 B1 ...) gathers its head M times,
+    end of the next backward, of whatever chunk this rank runs. If that backward is its own chunk's (of any
+    micro-batch), it finds them gathered. So the last chunk under 1f1b (F0 B0 F1 B1 ...) gathers its head M times,
     under gpipe (F0 .. F3 B0 .. B3) 2M - 1 times.
     """
     events: list[TokenEvent] = []
-    kept: list[TokenEvent] = []  # gives back what the last forward left gathered
-    for kind, part, _ in actions:
-        forward, root, no_backward = units = parts[part]
+    kept: list[TokenEvent] = []  # events that give back what the last forward left gathered
+    for kind, chunk, _ in actions:
+        forward, root, no_backward = units = chunks[chunk]
         if kind == "F":
             events += kept + forward_tokens(forward, root)
             kept = [TokenEvent(forward[-1], "turn", False)]
             kept += [TokenEvent(root, "root turn", False)] if root else []
             continue
-        if kind == "I" and part == 0:
+        if kind == "I" and chunk == 0:
             continue
         whole = units.names if kind == "W" else []
         events += [TokenEvent(unit, "whole", True) for unit in whole]
@@ -58,30 +59,31 @@ def pipeline_tokens(actions: Iterable[Action], parts: Mapping[int, PartUnits]) -
     return events
 
 
-def pipeline_gathers(actions: Iterable[Action], parts: Mapping[int, PartUnits], release: str) -> Counter[str]:
-    """Gathers per unit in one rank's step at stage 3: Psi elements in all if held for the step, else per use.
+def pipeline_gathers(actions: Iterable[Action], chunks: Mapping[int, ChunkUnits], release: str) -> Counter[str]:
+    """Return gathers per unit in one rank's step at stage 3: one each where `release` is every_step, else per use.
 
     True from the second step of so many micro-batches on: one whose order differs from the step's before it
-    may gather up to WINDOW units more, ahead of a use that does not come (zero/prefetch.py).
+    may gather up to WINDOW units more, ahead of a use that does not come (zero/gathers.py).
     """
-    gathers = count_gathers(pipeline_tokens(actions, parts))
+    gathers = count_gathers(pipeline_tokens(actions, chunks))
     return Counter(dict.fromkeys(gathers, 1)) if release == "every_step" else gathers
 
 
 def pipeline_traffic(
-    mine: Sequence[int], micro_batches: int, cuts: Sequence[Sequence[tuple[int, int]]]
+    chunks: Sequence[int], micro_batches: int, cuts: Sequence[Sequence[tuple[int, int]]]
 ) -> dict[tuple[str, str], Moved]:
-    """What passes between parts, and its gradients, that a rank sends in one step, by (operation, part).
+    """Return the hidden states and gradients that a rank sends in one step, by (operation, "part NUMBER").
 
-    mine  the parts of this rank; between neighbours on one rank nothing is sent
-    cuts  what of one micro-batch passes from part i to part i+1: (elements, bytes of each) of every tensor,
-          the hidden state and, behind layers whose router logits the loss needs, those
+    chunks  this rank's; between neighbours on one rank nothing is sent
+    cuts    what of one micro-batch passes from chunk i to chunk i+1: (elements, bytes of each) of every tensor,
+            the hidden state and, behind layers whose router logits the loss needs, those
     """
-    sent: dict[tuple[str, str], Moved] = {}
-    for part in mine:
-        for operation, cut, neighbour in (("send_forward", part, part + 1), ("send_backward", part - 1, part - 1)):
-            if 0 <= cut < len(cuts) and neighbour not in mine:
-                elements, size = (sum(each) for each in zip(*((n, n * width) for n, width in cuts[cut]), strict=True))
+    traffic: dict[tuple[str, str], Moved] = {}
+    for chunk in chunks:
+        for operation, cut, neighbour in (("send_forward", chunk, chunk + 1), ("send_backward", chunk - 1, chunk - 1)):
+            if 0 <= cut < len(cuts) and neighbour not in chunks:
+                elements = sum(numel for numel, _ in cuts[cut])
+                size = sum(numel * itemsize for numel, itemsize in cuts[cut])
                 moved = len(cuts[cut]), elements, size
-                sent[operation, f"part {part}"] = Moved(*(micro_batches * figure for figure in moved))
-    return sent
+                traffic[operation, f"part {chunk}"] = Moved(*(micro_batches * figure for figure in moved))
+    return traffic

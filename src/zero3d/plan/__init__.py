@@ -1,7 +1,23 @@
-"""The planner: pure arithmetic about memory, traffic and time. Imports no torch.
+"""The planner: what a plan needs and how long its step takes, by arithmetic, and the search for the best one.
 
-    evaluate(model, cluster, plan, system="zero3d") -> Estimate        what a plan needs and how long its step takes
-    ModelSpec, ClusterSpec, ParallelPlan                               its inputs, as data (spec.py)
+    evaluate(model, cluster, plan, system="zero3d") -> Estimate
+    ModelSpec, ClusterSpec, ParallelPlan                               its inputs, as data
+
+spec, spec_json             models, clusters, plans, estimates as data; JSON there and back
+shapes, hardware            models by closed formulas; the GPU catalogue and cluster files
+rank_model, states          a rank's chunks and units of a model, and the bytes of their states, exactly
+footprint, windows,         activations of a part; buffers that come and go with units; micro-batches in flight
+in_flight, memory           when a backward begins; the fullest instant of all
+traffic                     what a rank sends
+kernels, network, timeline  seconds of a part, of a collective, of a pipeline; `time`: of a step
+profiles, profile_memory    other systems' ways with time and memory
+estimate                    `evaluate`: all of these together
+search, ladder, goodput     every plan that fits; ZeRO stages by bytes; how often to save
+emit                        a plan as a configuration, and a configuration as a plan
+corrected                   a cluster as a measured step says it is
+constants                   every constant, with the rows that it was fitted on
+formulas, theory            published formulas; the ZeRO paper's tables
+calibrate                   the rates of this machine, measured on real ranks: the one file here that imports torch
 
 Names are loaded when first used: `zero3d plan --theory` needs none of them.
 """
@@ -19,9 +35,9 @@ __all__ = ["ClusterSpec", "Estimate", "ModelSpec", "ParallelPlan", "evaluate"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is asked for, once."""
+    """Load a public name when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module 'zero3d.plan' has no attribute {name!r}")
-    found = getattr(import_module("zero3d.plan.estimate"), name)
-    globals()[name] = found
-    return found
+    value = getattr(import_module("zero3d.plan.estimate"), name)
+    globals()[name] = value
+    return value

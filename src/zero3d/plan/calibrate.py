@@ -1,4 +1,4 @@
-"""What this machine's devices, links and disk really do: a cluster file for the planner, within a minute.
+"""Measure what this machine's devices, links and disk really do: a cluster file for the planner, within a minute.
 
     figure                  measured as
     ----------------------  -----------------------------------------------------------------------
@@ -45,7 +45,7 @@ MEASURED = "measured"
 
 
 class Sizes(NamedTuple):
-    """Of what is measured, at most: side of a matrix and length of a sequence; bytes copied, on disk, of messages."""
+    """The largest of what is measured: side of a matrix, length of a sequence; bytes copied, on disk, of messages."""
 
     side: int = 16384
     copied: int = 64 << 20
@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Of one rank: operations per second of products and of attention, bytes per second of copies."""
+    """Rates of one rank: operations per second of products and attention, bytes per second of copies."""
 
     matrix: float
     flash: float
@@ -63,7 +63,7 @@ class Rates(NamedTuple):
 
 
 def calibrate(mesh: Mesh, folder: Path, sizes: Sizes = Sizes()) -> ClusterSpec:  # noqa: B008 (cannot be changed)
-    """Measure on every rank of `mesh` together; `folder` is on the disk that is meant. The same answer on all ranks."""
+    """Measure on every rank of `mesh` together, the same answer on all; `folder` is on the disk that is meant."""
     device = mesh.device
     mesh.everyone  # noqa: B018 (its groups are made by all ranks together)
     sweeps = (_products, _attention, _copies, _host_copies)
@@ -78,11 +78,11 @@ def _spec(mesh: Mesh, rates: Rates, local: int, inside: Link | None, across: Lin
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     name = named(device)
     base = cluster(name or "a100-80", mesh.world, mesh.world // local)
-    told = base.provenance if name else dict.fromkeys(base.provenance, "assumed as of an a100-80")
+    sources = base.provenance if name else dict.fromkeys(base.provenance, "assumed as of an a100-80")
     peak = base.gpu.flops if name not in (None, "cpu") else rates.matrix
     host = float(psutil.virtual_memory().total)
     memory = host / local if mesh.device.type == "cpu" else float(torch.cuda.mem_get_info(mesh.device)[1])
-    provenance = {**told, **dict.fromkeys(
+    provenance = {**sources, **dict.fromkeys(
         ("gpu.matrix", "gpu.flash", "gpu.bandwidth", "gpu.memory", "host_memory", "host_link", "disk"), MEASURED
     )}  # fmt: skip
     provenance |= {key: MEASURED for key, link in (("inside", inside), ("across", across)) if link is not None}
@@ -99,17 +99,17 @@ def _spec(mesh: Mesh, rates: Rates, local: int, inside: Link | None, across: Lin
 
 
 def _with_all(mesh: Mesh, sweep: Callable[[], float]) -> float:
-    """Run a measurement on all ranks at once; rank 0's figure, on all."""
+    """Run a measurement on all ranks at once, and return rank 0's figure on all."""
     if mesh.world > 1:
         dist.barrier()
-    found = torch.tensor([sweep()], dtype=torch.float64, device=mesh.device)
+    figure = torch.tensor([sweep()], dtype=torch.float64, device=mesh.device)
     if mesh.world > 1:
-        dist.broadcast(found, 0)
-    return float(found)
+        dist.broadcast(figure, 0)
+    return float(figure)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """The median of some calls after one to warm up."""
+    """Return the median seconds of some calls after one to warm up."""
     times = []
     for _ in range(REPEATS + 1):
         begun = time.perf_counter()
@@ -123,7 +123,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _best(work: Callable[[int], tuple[Callable[[], object], float]], device: torch.device, largest: int) -> float:
-    """The best rate over sizes 256, 512, ... up to `largest`, or to the first call that takes long."""
+    """Return the best rate over sizes 256, 512, ... up to `largest`, or to the first call that takes long."""
     rate, size = 0.0, 256
     while size <= largest:
         call, amount = work(size)
@@ -164,7 +164,7 @@ def _host_copies(device: torch.device, sizes: Sizes) -> float:
 
 
 def _disk(folder: Path, nbytes: int) -> float:
-    """The slower of writing (synced) and reading a file; 0 where it cannot be written."""
+    """Return the slower rate of writing (synced) and reading a file. Raises ConfigError where it cannot be written."""
     block = os.urandom(1 << 20) * (nbytes >> 20)
     try:
         with NamedTemporaryFile(dir=folder, prefix=".zero3d-calibrate-") as file:
@@ -187,7 +187,7 @@ def _disk(folder: Path, nbytes: int) -> float:
 
 
 def _links(mesh: Mesh, local: int, messages: Sequence[int]) -> tuple[Link | None, Link | None]:
-    """Inside a node, between nodes; None where there is no such pair of ranks."""
+    """Measure links inside a node and between nodes; None where there is no such pair of ranks."""
     nodes = mesh.world // local
     here = [mesh.rank // local * local + i for i in range(local)]
     peers = [mesh.rank % local + i * local for i in range(nodes)]
@@ -195,7 +195,7 @@ def _links(mesh: Mesh, local: int, messages: Sequence[int]) -> tuple[Link | None
 
 
 def _link(mesh: Mesh, ranks: Sequence[int], messages: Sequence[int]) -> Link | None:
-    """Of these ranks, every rank of the mesh being in one such group."""
+    """Measure the link between these ranks; every rank of the mesh is in one such group."""
     if len(ranks) == 1:
         return None
     group = dist.new_group(list(ranks), use_local_synchronization=True)
@@ -214,7 +214,7 @@ def _link(mesh: Mesh, ranks: Sequence[int], messages: Sequence[int]) -> Link | N
 
 
 def fit(n: int, sizes: Sequence[int], seconds: Sequence[float]) -> Link:
-    """latency and bandwidth of a ring all-reduce over n ranks: seconds = 2 (n-1) latency + 2 (n-1)/n bytes / bandwidth.
+    """Fit a ring all-reduce over n ranks: seconds = 2 (n-1) latency + 2 (n-1)/n bytes / bandwidth.
 
     Least squares of relative errors, so that small messages count as much as large ones.
     """

@@ -47,23 +47,23 @@ class Constant:
 
     @property
     def key(self) -> Key:
-        """What it is looked up by."""
+        """Return what it is looked up by."""
         return self.system, self.name
 
 
 def fitted(system: str, name: str, value: float, unit: str, default: float, *rows: Rows) -> Constant:
-    """A constant with rows."""
+    """Make a constant that was fitted on rows."""
     return Constant(system, name, value, unit, rows, default)
 
 
 def assumed(system: str, name: str, value: float, unit: str, source: str) -> Constant:
-    """A constant without."""
+    """Make a constant that no row tells."""
     return Constant(system, name, value, unit, source=source)
 
 
-def lent(own: Constant, system: str) -> Constant:
-    """Another system's constant, for one that has no rows for it."""
-    return replace(own, system=system, lender=own.system)
+def lent(original: Constant, system: str) -> Constant:
+    """Take another system's constant for one that has no rows for it."""
+    return replace(original, system=system, lender=original.system)
 
 
 AZURE, BLOOM, BLOOM_MEMORY = (
@@ -184,10 +184,10 @@ VALUES: Values = {each.key: each.value for each in CONSTANTS}
 
 
 def constant(system: str, name: str) -> float:
-    """A constant's value."""
+    """Look up a constant's value."""
     return VALUES[system, name]
 
 
 def of_system(system: str, values: Values = VALUES) -> dict[str, float]:
-    """All values of one system, by name."""
+    """Return all values of one system, by name."""
     return {name: number for (whose, name), number in values.items() if whose == system}

@@ -1,4 +1,4 @@
-"""What a measured step says of a cluster's rates: matrix and flash scaled until the plan's step takes as long.
+"""A cluster corrected by a measured step: rates of products scaled until the plan's step takes as long.
 
 step seconds
   | \\                   matrices and attention shrink with the rates; links, memory and the rest do not
@@ -26,7 +26,7 @@ LEAST, MOST, HALVINGS = 1e-4, 1e4, 40
 
 
 def corrected(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, seconds: float) -> ClusterSpec:
-    """The cluster on which the plan's step takes `seconds`. Raises ConfigError where no rate of products does that."""
+    """Return the cluster on which the plan's step takes `seconds`. Raises ConfigError if no rate of products does."""
     low, high = LEAST, MOST
     slowest, fastest = (evaluate(model, scaled(cluster, factor), plan).seconds.mid for factor in (low, high))
     if not fastest < seconds < slowest:
@@ -42,28 +42,28 @@ def corrected(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, second
 
 
 def scaled(cluster: ClusterSpec, factor: float) -> ClusterSpec:
-    """With what products and attention reach of the peak times `factor`.
+    """Return the cluster with what products and attention reach of the peak times `factor`.
 
-    A card's rates of its own go with what its memory really moves (`Kernels.reached`), so that is filled in, too.
+    A card's rates of its own go with what its memory really moves (`Kernels.rates_of`), so that is filled in, too.
     """
-    gpu, got = cluster.gpu, KERNELS.reached(cluster.gpu)
-    own = replace(
-        gpu, bandwidth=got.memory * gpu.bandwidth, matrix=factor * got.matrix, flash=factor * got.flash
+    gpu, rates = cluster.gpu, KERNELS.rates_of(cluster.gpu)
+    gpu_rates = replace(
+        gpu, bandwidth=rates.memory * gpu.bandwidth, matrix=factor * rates.matrix, flash=factor * rates.flash
     )  # a second time memory's part is 1
-    return replace(cluster, gpu=own)
+    return replace(cluster, gpu=gpu_rates)
 
 
 def write_rates(file: Path | str, gpu: Gpu, bandwidth_from: str) -> None:
     """Put a card's rates into a cluster file; all else in it stays. Raises ConfigError.
 
-    bandwidth_from  where the bandwidth comes from, as it was told before
+    bandwidth_from  the provenance of the bandwidth
     """
     tree, path = read_file(file), Path(file)
     rates = {"bandwidth": gpu.bandwidth, "matrix": gpu.matrix, "flash": gpu.flash}
-    told = {"gpu.bandwidth": bandwidth_from, "gpu.matrix": "measured", "gpu.flash": "measured"}
-    gpu_told = tree.get("gpu") or {}
-    tree["gpu"] = {**({"name": base_of(tree)} if isinstance(gpu_told, str) else gpu_told), **rates}
-    tree["provenance"] = {**(tree.get("provenance") or {}), **told}
+    provenance = {"gpu.bandwidth": bandwidth_from, "gpu.matrix": "measured", "gpu.flash": "measured"}
+    card = tree.get("gpu") or {}
+    tree["gpu"] = {**({"name": base_of(tree)} if isinstance(card, str) else card), **rates}
+    tree["provenance"] = {**(tree.get("provenance") or {}), **provenance}
     as_json = path.suffix == ".json"
     text = json.dumps(tree, indent=2) + "\n" if as_json else yaml.safe_dump(tree, sort_keys=False)
     try:

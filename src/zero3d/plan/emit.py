@@ -23,7 +23,7 @@ from zero3d.plan.spec import ModelSpec, ParallelPlan
 
 
 def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str | None) -> dict[str, Any]:
-    """The tree of a file for `zero3d train`. tokenizer: of data.tokenizer, None for the model's own.
+    """Return the tree of a file for `zero3d train`. tokenizer: of data.tokenizer, None for the model's own.
 
     Raises ConfigError for a plan that the engine cannot run.
     """
@@ -34,7 +34,7 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
         mesh["schedule"] = plan.schedule
     if plan.tp > 1 and plan.sequence_parallel:
         mesh["sequence_parallel"] = True
-    asked = {key: value for key in ("release", "reduce") if (value := getattr(plan, key)) != "auto"}
+    policies = {key: value for key in ("release", "reduce") if (value := getattr(plan, key)) != "auto"}
     exact = {"exact": True} if plan.exact else {}
     sequences = plan.micro_batch * plan.accumulate * plan.dp
     return {
@@ -42,31 +42,31 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
         "data": {"length": model.length} | ({"tokenizer": tokenizer} if tokenizer else {}),
         "train": {"batch": sequences, "micro_batch": plan.micro_batch, "accumulate": plan.accumulate},
         "mesh": mesh,
-        "zero": {"stage": plan.stage, "reduce_dtype": plan.reduce_dtype} | asked | exact,
+        "zero": {"stage": plan.stage, "reduce_dtype": plan.reduce_dtype} | policies | exact,
         "precision": plan.precision,
         "activations": plan.activations,
     }
 
 
 def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
-    """What a configuration means on `gpus` ranks (None: as many as its mesh says). Raises ConfigError, MeshError."""
-    asked = config.mesh
-    world = gpus or (asked.dp or 1) * (asked.tp or 1) * (asked.pp or 1)
-    degrees = Degrees.resolve(world, asked.dp, asked.tp, asked.pp)
+    """Return a configuration's plan on `gpus` ranks (None: as many as its mesh says). Raises ConfigError, MeshError."""
+    mesh = config.mesh
+    world = gpus or (mesh.dp or 1) * (mesh.tp or 1) * (mesh.pp or 1)
+    degrees = Degrees.resolve(world, mesh.dp, mesh.tp, mesh.pp)
     batch = resolve_batch(config.train, degrees.dp)
-    schedule = Schedule.of(asked.schedule)
+    schedule = Schedule.of(mesh.schedule)
     if degrees.pp > 1:
         schedule.check(batch.accumulate, degrees.pp)
     return ParallelPlan(
         degrees.dp, degrees.tp, degrees.pp, config.zero.stage, batch.micro_batch, batch.accumulate,
-        config.activations, asked.sequence_parallel and degrees.tp > 1, schedule.name,
-        schedule.parts_per_rank if degrees.pp > 1 else 1, config.precision, config.zero.reduce_dtype,
+        config.activations, mesh.sequence_parallel and degrees.tp > 1, schedule.name,
+        schedule.chunks_per_rank if degrees.pp > 1 else 1, config.precision, config.zero.reduce_dtype,
         config.zero.release, config.zero.reduce, exact=config.zero.exact,
     )  # fmt: skip
 
 
 def deepspeed_config(plan: ParallelPlan) -> dict[str, Any]:
-    """The JSON of a run without pipelines. Raises ConfigError."""
+    """Return DeepSpeed's JSON of a run without pipelines. Raises ConfigError."""
     if plan.pp > 1 or plan.sequence_parallel:
         raise ConfigError(
             f"--emit-deepspeed: DeepSpeed's JSON cannot say pp={plan.pp}"

@@ -10,9 +10,9 @@ from zero3d.plan.kernels import digest
 from zero3d.plan.memory import memory as engine_memory
 from zero3d.plan.profile_memory import profile_memory
 from zero3d.plan.profiles import Profile, profile
-from zero3d.plan.sent import sent
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.time import step_seconds
+from zero3d.plan.traffic import busiest_traffic
 
 EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
 TEXT = "text alone was traced: an image adds its tokens to the sequence, and the forward of the tower that reads it"
@@ -20,18 +20,18 @@ UNPACKED = "one document a sequence: data.packing=true keeps more in every block
 
 
 def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system: str | Profile = "zero3d") -> Estimate:
-    """Memory of the fullest rank class and seconds of a step. Raises ConfigError for what cannot be.
+    """Estimate the memory of the fullest rank class and the seconds of a step. Raises ConfigError for what cannot be.
 
     system  zero3d: memory by the engine's own arithmetic (memory.py); or the profile of megatron, megatron-core,
             deepspeed, megatron-deepspeed, deepspeed-0.3, torchtitan, torchtitan-async-tp, nanotron, or one of yours
     """
-    found = profile(system) if isinstance(system, str) else system
-    own = found.pace.own
-    if own:  # its schedules are torch's: the parts per rank follow
-        plan = replace(plan, virtual=Schedule.of(plan.schedule).parts_per_rank)
+    chosen = profile(system) if isinstance(system, str) else system
+    as_zero3d = chosen.pace.as_zero3d
+    if as_zero3d:  # its schedules are torch's: the chunks per rank follow
+        plan = replace(plan, virtual=Schedule.of(plan.schedule).chunks_per_rank)
     check(model, cluster, plan)
-    memory = engine_memory(model, plan, cluster) if own else profile_memory(model, plan, cluster, found)
-    seconds = step_seconds(model, plan, cluster, found.pace)
+    memory = engine_memory(model, plan, cluster) if as_zero3d else profile_memory(model, plan, cluster, chosen)
+    seconds = step_seconds(model, plan, cluster, chosen.pace)
     tokens = plan.dp * plan.accumulate * plan.micro_batch * model.length
     per_token = sum(part.operations.matrices + part.operations.scores for part in model.parts)
     known = digest(model)
@@ -39,7 +39,7 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
     return Estimate(
         memory,
         seconds,
-        sent(model, plan) if own else {},
+        busiest_traffic(model, plan) if as_zero3d else {},
         tokens,
         trained * tokens * per_token,
         _notes(model, cluster, memory),

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zero3d.activations.policy import Policy
-from zero3d.plan.held import itemsize
+from zero3d.plan.rank_model import itemsize
 from zero3d.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part
 from zero3d.zero.stages import WIDTHS
 
@@ -39,7 +39,7 @@ class Footprint(NamedTuple):
 
 
 def footprints(model: ModelSpec, plan: ParallelPlan) -> dict[Part, Footprint]:
-    """Of one micro-batch of `plan` in every part of the model."""
+    """Return the footprint of one micro-batch of `plan` in every part of the model."""
     return _footprints(
         model, plan.tp, plan.sequence_parallel, plan.activations, plan.precision, plan.micro_batch, plan.pp == 1
     )
@@ -49,28 +49,28 @@ def footprints(model: ModelSpec, plan: ParallelPlan) -> dict[Part, Footprint]:
 def _footprints(
     model: ModelSpec, tp: int, sequence_parallel: bool, activations: str, precision: str, micro_batch: int, whole: bool
 ) -> dict[Part, Footprint]:
-    """whole: no pipeline cuts the model."""
+    """Return the footprints by part. whole: no pipeline cuts the model."""
     run = _Run(model, tp, sequence_parallel, Policy.of(activations), precision, micro_batch * model.length)
     waiting = tied_bytes(model, tp, precision) if whole else 0.0
     alike: dict[tuple[int, float], Footprint] = {}  # blocks share their operations
-    found = {}
+    by_part = {}
     for part in model.parts:
         outputs = _outputs(part, tp, sequence_parallel)
         key = id(part.operations), outputs
         if key not in alike:
             alike[key] = run.footprint(part, outputs, waiting)
-        found[part] = alike[key]
-    return found
+        by_part[part] = alike[key]
+    return by_part
 
 
 def tied_bytes(model: ModelSpec, tp: int, precision: str) -> float:
-    """Autograd sums a tied parameter's gradients at the embedding: those of the head wait for it."""
+    """Return the bytes of tied parameters' gradients of the head, which wait to be summed at the embedding."""
     weights = (w for part in model.parts for unit in part.units if unit.copy_of for w in unit.weights)
     return float(sum(w.numel // tp * itemsize(w, precision) for w in weights if w.trainable))
 
 
 class _Run(NamedTuple):
-    """What a part's bytes hang on."""
+    """A model and the settings that a part's bytes depend on."""
 
     model: ModelSpec
     tp: int
@@ -81,10 +81,11 @@ class _Run(NamedTuple):
 
     @property
     def width(self) -> float:
-        """Figures are of a 2-byte run."""
+        """Return the factor to figures, which are of a 2-byte run."""
         return max(1.0, WIDTHS[self.precision].weight / 2)
 
     def footprint(self, part: Part, outputs: float, waiting: float) -> Footprint:
+        """Compute a part's footprint. outputs: of `_outputs`; waiting: of `tied_bytes`."""
         interior, kept = self._interior(part), self._kept(part)
         recomputed = part.kind == "block" and self.policy.kind != "none"
         # whole blocks run again beside their kept input, which autograd saves none of
@@ -99,15 +100,15 @@ class _Run(NamedTuple):
         )  # fmt: skip
 
     def _divided(self, cut: float, whole: float) -> float:
-        """Bytes of one micro-batch's tokens on this rank."""
+        """Return the bytes of one micro-batch's tokens on this rank."""
         return self.tokens * (cut / self.tp + whole / (self.tp if self.sequence_parallel else 1))
 
     def _operations(self, part: Part) -> Operations:
-        own = part.operations
-        return own.over_tp if self.tp > 1 and own.over_tp is not None else own
+        operations = part.operations
+        return operations.over_tp if self.tp > 1 and operations.over_tp is not None else operations
 
     def _interior(self, part: Part) -> float:
-        """All that a part keeps where nothing is recomputed."""
+        """Return all that a part keeps where nothing is recomputed."""
         operations = self._operations(part)
         if part.kind != "block":
             return self._divided(operations.kept_cut, operations.kept_whole)
@@ -125,26 +126,29 @@ class _Run(NamedTuple):
         return self.width * self._divided(0.0, operations.input) / (self.policy.every or 1)
 
     def _transients(self, part: Part, waiting: float) -> tuple[float, ...]:
-        """Whole sequences even under sequence parallelism: they are gathered inside."""
+        """Return the bytes beyond what is kept, at the instants that may be the fullest.
+
+        Of whole sequences even under sequence parallelism: they are gathered inside.
+        """
         operations = self._operations(part)
         scale = self.width if part.kind == "block" else 1.0
         instants = operations.instants or (Instant(operations.transient, 0.0),)
-        held = waiting * {"head": 0, "block": 1, "embedding": 2}[part.kind]
+        tied = waiting * {"head": 0, "block": 1, "embedding": 2}[part.kind]
         return tuple(
-            scale * self.tokens * (at.cut / self.tp + at.whole) + at.gradients * self.width / self.tp + held
+            scale * self.tokens * (at.cut / self.tp + at.whole) + at.gradients * self.width / self.tp + tied
             for at in instants
         )
 
 
 @lru_cache(maxsize=4096)
 def _outputs(part: Part, tp: int, sequence_parallel: bool) -> float:
-    """Elements that a token has behind a part's trained weights, biases left out."""
-    found = 0.0
+    """Count the elements that a token has behind a part's trained weights, biases left out."""
+    elements = 0.0
     for weight in (weight for unit in part.units for weight in unit.weights if weight.trainable):
         if weight.name.endswith("bias"):
             continue
         rows = float(weight.local(tp)[0])
         if len(weight.shape) > 2:  # experts: those that a token meets
             rows *= weight.local(tp)[1] * (part.active or part.numel) / part.numel
-        found += rows / (tp if sequence_parallel and len(weight.shape) == 1 else 1)
-    return found
+        elements += rows / (tp if sequence_parallel and len(weight.shape) == 1 else 1)
+    return elements

@@ -21,16 +21,15 @@ from zero3d.errors import ConfigError
 ZERO_FACTOR = 12  # activation elements per token, layer and hidden unit: ZeRO's footnote on GPT-2
 MEGATRON_BYTES = 18  # per parameter: fp16 weight 2, fp32 gradient 4, master 4, m 4, v 4
 INFINITY_BYTES = 20  # ... and an fp16 gradient of 2 that is kept beside the fp32 one
-LORA_FLOPS, FULL_FLOPS = 4, 6  # per parameter and token: weight gradients of a frozen model are not computed
 
 
 def parameters(layers: int, h: int, vocab: int, s: int) -> int:
-    """12 l h^2 (1 + 13/12h + (V + s)/12lh), a whole number."""
+    """Count parameters: 12 l h^2 (1 + 13/12h + (V + s)/12lh), a whole number."""
     return 12 * layers * h * h + 13 * layers * h + (vocab + s) * h
 
 
 def step_flops(batch: int, s: int, layers: int, h: int, vocab: int, recompute: bool) -> int:
-    """Floating-point operations of a step over `batch` sequences: forward and backward, and a second forward if asked.
+    """Count the operations of a step over `batch` sequences: forward, backward, a second forward if `recompute`.
 
     recomputed  96 B s l h^2 (1 + s/6h + V/16lh)
     else        72 B s l h^2 (1 + s/6h + V/12lh)
@@ -39,18 +38,13 @@ def step_flops(batch: int, s: int, layers: int, h: int, vocab: int, recompute: b
     return blocks + blocks * s // (6 * h) + 6 * batch * s * h * vocab
 
 
-def token_flops(params: int, lora: bool = False) -> int:
-    """6 N per token, 4 N where all but low-rank adapters is frozen."""
-    return (LORA_FLOPS if lora else FULL_FLOPS) * params
-
-
 # --- activations --------------------------------------------------------------------------------
 
 TECHNIQUES = ("TP baseline", "TP+SP", "TP+selective", "TP+SP+selective", "full recompute")
 
 
 def layer_activations(technique: str, s: int, b: int, h: int, a: int, t: int) -> Fraction:
-    """Bytes one layer keeps on one rank (Korthikanti table 2). Raises ConfigError for an unknown technique."""
+    """Return the bytes one layer keeps on one rank (Korthikanti table 2). Raises ConfigError for unknown techniques."""
     scores = Fraction(5 * a * s, h)
     whole, cut = Fraction(10), Fraction(24)
     per_element = {
@@ -66,47 +60,43 @@ def layer_activations(technique: str, s: int, b: int, h: int, a: int, t: int) ->
 
 
 def interleave_factor(p: int, v: int) -> Fraction:
-    """Layers alive on the first stage over its layers: 1 + (p - 1)/(p v) with v > 1 parts per rank, else 1."""
+    """Return layers alive on the first stage over its layers: 1 + (p - 1)/(p v) with v > 1 chunks per rank, else 1."""
     return 1 + Fraction(p - 1, p * v) if v > 1 else Fraction(1)
 
 
 def model_activations(layer: Fraction, layers: int, p: int, v: int) -> Fraction:
-    """Bytes of the first pipeline stage under 1F1B, of one layer's: p micro-batches of layers/p layers."""
+    """Return the bytes of the first pipeline stage under 1F1B, of one layer's: p micro-batches of layers/p layers."""
     return layers * interleave_factor(p, v) * layer
 
 
 def megatron_states(layers: int, h: int, t: int, p: int) -> Fraction:
-    """Parameters and optimizer of a pipeline stage's layers: 18 B x 12 h^2 l/(p t), as in figure 1."""
+    """Return the bytes of parameters and optimizer of a pipeline stage's layers: 18 B x 12 h^2 l/(p t) (figure 1)."""
     return Fraction(MEGATRON_BYTES * 12 * h * h * layers, p * t)
 
 
-def distributed_bytes(d: int) -> Fraction:
-    """Megatron's bytes per parameter with the optimizer cut over d ranks: 6 + 12/d."""
-    return 6 + Fraction(12, d)
-
-
 def zero_activations(layers: int, h: int, s: int, b: int) -> int:
-    """12 b s h l elements of 2 bytes: ZeRO's count. Without the 12, the checkpoints alone are left."""
+    """Return 12 b s h l elements of 2 bytes: ZeRO's count. Without the 12, the checkpoints alone are left."""
     return ZERO_FACTOR * b * s * h * layers * 2
 
 
 def checkpoints(layers: int, h: int, s: int, b: int, every: int = 1) -> int:
-    """Bytes of the inputs that are kept, one for each `every` layers."""
+    """Return the bytes of the inputs that are kept, one for each `every` layers."""
     return b * s * h * 2 * -(-layers // every)
 
 
-class Recomputed(NamedTuple):
+class RecomputationPeaks(NamedTuple):
     """Bytes at the peak: inputs kept and one segment's interior, for segments of one layer and of sqrt(l)."""
 
     per_layer: int
     sqrt: int
 
 
-def recomputed(layers: int, h: int, s: int, b: int) -> Recomputed:
-    """GPT-2 1.5B at s 1K, b 32: 6.3 GB and 9.5 GB, between which the paper's "about 8 GB" lies."""
+def recomputed(layers: int, h: int, s: int, b: int) -> RecomputationPeaks:
+    """Return both peaks. GPT-2 1.5B at s 1K, b 32: 6.3 and 9.5 GB; the paper's "about 8 GB" lies between."""
     every = round(sqrt(layers))
     interior = zero_activations(1, h, s, b)
-    return Recomputed(checkpoints(layers, h, s, b) + interior, checkpoints(layers, h, s, b, every) + every * interior)
+    per_layer = checkpoints(layers, h, s, b) + interior
+    return RecomputationPeaks(per_layer, checkpoints(layers, h, s, b, every) + every * interior)
 
 
 # --- ZeRO-Infinity ------------------------------------------------------------------------------
@@ -123,7 +113,7 @@ class InfinityMemory(NamedTuple):
 
 
 def infinity_memory(layers: int, h: int, a: int, s: int = 1024, batch: int = 32, on_gpu: int = 4) -> InfinityMemory:
-    """12 l h^2 parameters of 20 B; b s l (16 h + 2 a s); one checkpoint per layer; the largest matrix, h x 4h.
+    """Compute 12 l h^2 parameters of 20 B; b s l (16 h + 2 a s); a checkpoint per layer; the largest matrix, h x 4h.
 
     The figure counts the working memory of activations in bytes where it counts all activations as 2-byte elements.
     """
@@ -138,6 +128,6 @@ def infinity_memory(layers: int, h: int, a: int, s: int = 1024, batch: int = 32,
 
 
 def infinity_efficiency(intensity: float, bandwidth: float, peak: float) -> float:
-    """Fraction of the peak that compute reaches: ait x bw / (ait x bw + peak), nothing overlapped."""
+    """Return the fraction of the peak that compute reaches: ait x bw / (ait x bw + peak), nothing overlapped."""
     reached = intensity * bandwidth
     return reached / (reached + peak)

@@ -30,7 +30,7 @@ class Goodput(NamedTuple):
 
 
 def goodput(model: ModelSpec, cluster: ClusterSpec) -> Goodput:
-    """All nodes write their part at `cluster.disk` bytes per second each."""
+    """Compute how often to save; all nodes write their part at `cluster.disk` bytes per second each."""
     save = SAVED_BYTES * model.trainable / (cluster.disk * cluster.nodes)
     mtbf = GPU_HOURS_BETWEEN_FAILURES * 3600 / cluster.gpus
     every = sqrt(2 * save * mtbf)

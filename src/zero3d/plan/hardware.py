@@ -67,7 +67,7 @@ ALIASES = {"v100": "v100-32", "a100": "a100-80", "h100-80": "h100", "rtx4090": "
 
 
 def cluster(name: str, gpus: int, nodes: int | None = None, file: Path | str | None = None) -> ClusterSpec:
-    """`gpus` cards of the catalogue on `nodes` nodes (None: nodes as such cards usually come), a file's fields on top.
+    """Return `gpus` cards on `nodes` nodes (None: as such cards usually come), a file's fields on top.
 
     Raises ConfigError for an unknown card, GPUs that do not divide over the nodes, and misfit files.
     """
@@ -85,7 +85,7 @@ def cluster(name: str, gpus: int, nodes: int | None = None, file: Path | str | N
 
 
 def named(device: str) -> str | None:
-    """The catalogue's name of a device as its driver calls it, None for one that is not there.
+    """Return the catalogue's name of a device as its driver calls it, None for one that is not there.
 
     "NVIDIA A100-SXM4-80GB" -> a100-80, "NVIDIA GeForce RTX 4090" -> rtx-4090
     """
@@ -98,9 +98,9 @@ def named(device: str) -> str | None:
     return None
 
 
-def base_of(told: Mapping[str, Any]) -> str | None:
-    """The catalogue's card that a cluster file is about (`gpu: h100`, or gpu.name), None where it names none of it."""
-    gpu = told.get("gpu")
+def base_of(tree: Mapping[str, Any]) -> str | None:
+    """Return the card that a cluster file is about (`gpu: h100`, or gpu.name), None if it names none."""
+    gpu = tree.get("gpu")
     if isinstance(gpu, str):
         card(gpu)
         return _key(gpu)
@@ -114,7 +114,7 @@ def _key(name: str) -> str:
 
 
 def card(name: str) -> Card:
-    """A row of the catalogue. Raises ConfigError with the nearest."""
+    """Look up a row of the catalogue. Raises ConfigError with the nearest."""
     key = _key(name)
     if key in CATALOGUE:
         return CATALOGUE[key]
@@ -143,7 +143,7 @@ def _link(gb: float, where: str) -> Link:
 
 
 def _override(spec: ClusterSpec, file: Path | str) -> ClusterSpec:
-    """The spec with a file's fields in place of its own; their provenance is "user" if the file names none.
+    """Return the spec with a file's fields in place of its own; their provenance is "user" if the file names none.
 
     How many GPUs and nodes there are is the caller's to say.
     """
@@ -151,14 +151,14 @@ def _override(spec: ClusterSpec, file: Path | str) -> ClusterSpec:
     if isinstance(given.get("gpu"), str):  # `cluster` has begun with that card
         del given["gpu"]
     named = dict(given.get("provenance") or {})
-    leaves = _leaves({key: value for key, value in given.items() if key != "provenance"})
-    told = {field: str(named.get(field, named.get(field.partition(".")[0], "user"))) for field in leaves}
-    tree = _merge(to_json(spec), {**given, "provenance": {**spec.provenance, **named, **told}})
+    dotted = _dotted_names({key: value for key, value in given.items() if key != "provenance"})
+    sources = {field: str(named.get(field, named.get(field.partition(".")[0], "user"))) for field in dotted}
+    tree = _merge(to_json(spec), {**given, "provenance": {**spec.provenance, **named, **sources}})
     return replace(from_json(ClusterSpec, tree), nodes=spec.nodes, per_node=spec.per_node)
 
 
 def read_file(file: Path | str) -> dict[str, Any]:
-    """A cluster file's fields, each of which is known, of its type and possible. Raises ConfigError."""
+    """Read a cluster file's fields, each of which is known, of its type and possible. Raises ConfigError."""
     path = Path(file)
     try:
         tree = read_yaml(path, "across: {bandwidth: 12.5e9}")
@@ -180,18 +180,18 @@ def _check(given: Mapping[str, Any]) -> None:
     base = _datasheet("cpu", CATALOGUE["cpu"], 1, 1)
     whole = _merge(to_json(base), fields)
     from_json(ClusterSpec, whole)
-    told = fields.pop("provenance", None) or {}
-    known = {name for leaf in _leaves(to_json(base)) for name in (leaf, leaf.partition(".")[0])}
-    for name in told:
+    sources = fields.pop("provenance", None) or {}
+    known = {name for dotted in _dotted_names(to_json(base)) for name in (dotted, dotted.partition(".")[0])}
+    for name in sources:
         if name not in known:
             near = nearest(str(name), known)
             raise ConfigError(f"provenance names {short(name)}, no field.{f' Did you mean {near}?' if near else ''}")
-    for name in _leaves(fields):
+    for name in _dotted_names(fields):
         _check_number(name, fields)
 
 
 def _check_number(name: str, fields: Mapping[str, Any]) -> None:
-    """A link's latency and half may be 0, nothing else."""
+    """Refuse a number that no machine has: a link's latency and half may be 0, nothing else."""
     value: Any = fields
     for key in name.split("."):
         value = value[key]
@@ -201,12 +201,12 @@ def _check_number(name: str, fields: Mapping[str, Any]) -> None:
         raise ConfigError(f"{name} is {value:g}: give a number above 0, or leave it out.")
 
 
-def _leaves(tree: Mapping[str, Any], path: str = "") -> list[str]:
-    """Dotted names of a tree's values."""
-    found = []
+def _dotted_names(tree: Mapping[str, Any], path: str = "") -> list[str]:
+    """Return the dotted names of a tree's values."""
+    names = []
     for key, value in tree.items():
-        found += _leaves(value, f"{path}{key}.") if isinstance(value, Mapping) else [f"{path}{key}"]
-    return found
+        names += _dotted_names(value, f"{path}{key}.") if isinstance(value, Mapping) else [f"{path}{key}"]
+    return names
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(tree: Any) -> Any:
-    """YAML 1.1 reads 12.5e9 (no sign in the exponent) as text: make numbers of it again."""
+    """Make numbers of text such as 12.5e9 again: YAML 1.1 wants a sign in the exponent."""
     if isinstance(tree, Mapping):
         return {key: _numbers(value) for key, value in tree.items()}
     if isinstance(tree, str):

@@ -1,14 +1,14 @@
-"""What a pipeline rank holds of its micro-batches when a backward begins. No torch.
+"""The micro-batches that a pipeline rank has in flight when a backward begins. No torch.
 
     gpipe         F F F .. | B B B ..
     1f1b          p - 1 - s forwards on stage s of p, then F B in turn, then the backwards left
-    interleaved   (v - 1) r + 2 (p - 1 - s) forwards of v parts, r = M / rounds of each in a row; then as 1f1b
+    interleaved   (v - 1) r + 2 (p - 1 - s) forwards of v chunks, r = M / rounds of each in a row; then as 1f1b
     zero-bubble   (v - 1) r + p - 1 - s forwards; then F I in turn, W as many behind I as the stage's number
-    zbv           a V: 2 (p - s) - 1 forwards of its first part, then of both; W right behind I until forwards run out
+    zbv           a V: 2 (p - s) - 1 forwards of its first chunk, then of both; W right behind I until forwards run out
 
 As the schedules of torch.distributed.pipelining run them (torch 2.13). B is a whole backward, I that of inputs, W that
-of weights: a micro-batch is held until B or W, and after I gradients are held for its W as well. A gradient that was
-sent is held until something tells that it has arrived (answers.py); in gpipe nothing does, in 1f1b the next B.
+of weights: a micro-batch is in flight until B or W, and after I gradients wait for its W as well. A gradient that was
+sent lives until something acknowledges it (pipeline/acknowledgements.py); in gpipe nothing does, in 1f1b the next B.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from zero3d.pipeline.acknowledgements import Work, answers, work_of
+from zero3d.pipeline.acknowledgements import Work, acknowledgements, work_of
 from zero3d.pipeline.actions import Action
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ParallelPlan
@@ -28,39 +28,33 @@ NEVER = Work(True, -1, -1)  # what no rank does
 
 
 class Moment(NamedTuple):
-    """A backward begins. By part of the rank, in their order:
+    """The beginning of a backward.
 
-    part     the one that runs
-    kind     B, I or W
-    held     micro-batches whose activations are held, the running one among them
-    waiting  of these, the others that wait for their W
-    sent     gradients that may be on their way
-    final    it is the part's last of this kind: gradients of a step are reduced in it
+    chunk      the one that runs
+    kind       B, I or W
+    in_flight  by chunk of the rank, in their order: micro-batches whose activations are kept, the running among them
+    waiting    of these, the others that wait for their W
+    under_way  gradients that may be on their way to another rank
+    final      it is the chunk's last of this kind: gradients of a step are reduced in it
     """
 
-    part: int
+    chunk: int
     kind: str
-    held: tuple[int, ...]
+    in_flight: tuple[int, ...]
     waiting: tuple[int, ...]
-    sent: int
+    under_way: int
     final: bool
 
 
 def moments(plan: ParallelPlan, pp_stage: int) -> tuple[Moment, ...]:
-    """The backwards of a step that may be the fullest: none holds less of everything than another one alike."""
+    """Return the backwards of a step that may be the fullest: none has less of everything than another one alike."""
     if plan.pp == 1:
         return (Moment(0, WHOLE, (1,), (0,), 0, final=True),)
     return _moments(plan.schedule, plan.pp, _enough(plan), pp_stage)
 
 
-def in_flight(plan: ParallelPlan, pp_stage: int) -> dict[int, int]:
-    """The most micro-batches whose activations a rank holds, by pipeline part."""
-    parts = [0] if plan.pp == 1 else Schedule.of(plan.schedule).parts_of(pp_stage, plan.pp)
-    return dict(zip(parts, map(max, zip(*(each.held for each in moments(plan, pp_stage)), strict=True)), strict=True))
-
-
 def _enough(plan: ParallelPlan) -> int:
-    """Micro-batches after which a step repeats itself (sim/repeats.py)."""
+    """Return the micro-batches after which a step repeats itself (sim/repeats.py)."""
     count, pp = plan.accumulate, plan.pp
     if plan.schedule == "1f1b":
         return min(count, pp + 2)
@@ -72,80 +66,85 @@ def _enough(plan: ParallelPlan) -> int:
 @lru_cache(maxsize=4096)
 def _moments(name: str, pp: int, count: int, stage: int) -> tuple[Moment, ...]:
     schedule = Schedule.of(name)
-    parts = schedule.parts_of(stage, pp)
-    sent = _sent(schedule, pp, count, stage)
+    parts = schedule.chunks_of(stage, pp)
+    under_way = _under_way(schedule, pp, count, stage)
     done: Counter[tuple[str, int]] = Counter()
     ends = WEIGHTS if schedule.splits_backward else WHOLE
-    found: dict[Moment, None] = {}
+    starts: dict[Moment, None] = {}
     turns = range(len(parts))
-    for action in _order(name, pp, count, stage):
-        kind, turn = action.kind, parts.index(action.part)
+    for action in _actions(name, pp, count, stage):
+        kind, turn = action.kind, parts.index(action.chunk)
         done[kind, turn] += 1
         if kind != "F":
-            held = tuple(done["F", i] - done[ends, i] + (kind == ends and i == turn) for i in turns)
+            alive = tuple(done["F", i] - done[ends, i] + (kind == ends and i == turn) for i in turns)
             waits = tuple(done[INPUTS, i] - done[WEIGHTS, i] - (kind == INPUTS and i == turn) for i in turns)
             waits = waits if schedule.splits_backward else (0,) * len(parts)
-            found[Moment(action.part, kind, held, waits, sent[action], done[kind, turn] == count)] = None
+            final = done[kind, turn] == count
+            starts[Moment(action.chunk, kind, alive, waits, under_way[action], final)] = None
     fullest: dict[tuple[int, str, bool], list[Moment]] = {}
-    for each in found:
-        rivals = fullest.setdefault((each.part, each.kind, each.final), [])
-        if not any(_no_more(each, other) for other in rivals):
-            rivals[:] = [other for other in rivals if not _no_more(other, each)] + [each]
+    for start in starts:
+        rivals = fullest.setdefault((start.chunk, start.kind, start.final), [])
+        if not any(_no_more(start, other) for other in rivals):
+            rivals[:] = [other for other in rivals if not _no_more(other, start)] + [start]
     return tuple(moment for rivals in fullest.values() for moment in rivals)
 
 
 def _no_more(one: Moment, other: Moment) -> bool:
-    """It has no more of anything."""
-    mine, theirs = (*one.held, *one.waiting, one.sent), (*other.held, *other.waiting, other.sent)
-    return all(a <= b for a, b in zip(mine, theirs, strict=True))
+    """Say whether one has no more of anything than the other."""
+    first, second = ((*moment.in_flight, *moment.waiting, moment.under_way) for moment in (one, other))
+    return all(a <= b for a, b in zip(first, second, strict=True))
 
 
-def _sent(schedule: Schedule, pp: int, count: int, stage: int) -> dict[Action, int]:
-    """By action of a rank: gradients that may be on their way as it begins."""
-    actions = _order(schedule.name, pp, count, stage)
-    owners = [schedule.rank_of(part, pp) for part in range(pp * schedule.parts_per_rank)]
+def _under_way(schedule: Schedule, pp: int, count: int, stage: int) -> dict[Action, int]:
+    """Return, by action of a rank, the gradients that may be on their way as it begins."""
+    actions = _actions(schedule.name, pp, count, stage)
+    owners = [schedule.rank_of(part, pp) for part in range(pp * schedule.chunks_per_rank)]
     near = {(stage - 1) % pp, (stage + 1) % pp}
-    looped = schedule.parts_per_rank > 1
-    over = answers({rank: _order(schedule.name, pp, count, rank) for rank in near}, stage, owners) if looped else {}
+    looped = schedule.chunks_per_rank > 1
+    over = (
+        acknowledgements({rank: _actions(schedule.name, pp, count, rank) for rank in near}, stage, owners)
+        if looped
+        else {}
+    )
     under_way: Counter[Work] = Counter()
-    found = {}
+    by_action = {}
     for action in actions:
         work = work_of(action)
         if work is not None:
             del under_way[work]
-        found[action] = under_way.total()
-        if work is not None and work.backward and work.part > 0 and owners[work.part - 1] != stage:
+        by_action[action] = under_way.total()
+        if work is not None and work.backward and work.chunk > 0 and owners[work.chunk - 1] != stage:
             if schedule.name == "1f1b":  # torch forgets the one before
                 under_way.clear()
             under_way[over.get(work, NEVER)] += 1
-    return found
+    return by_action
 
 
 @lru_cache(maxsize=1024)
-def _order(name: str, pp: int, count: int, stage: int) -> tuple[Action, ...]:
-    """What a rank does, in order."""
+def _actions(name: str, pp: int, count: int, stage: int) -> tuple[Action, ...]:
+    """Return the actions of a rank, in order."""
     schedule = Schedule.of(name)
-    parts = schedule.parts_of(stage, pp)
+    parts = schedule.chunks_of(stage, pp)
     done: Counter[tuple[str, int]] = Counter()
-    found = []
-    for kind, turn in _zbv(stage, pp, count) if schedule.in_a_v else _in_turn(schedule, stage, pp, count):
+    actions = []
+    for kind, turn in _zbv(stage, pp, count) if schedule.in_a_v else _alternating(schedule, stage, pp, count):
         if done[kind, turn] < count:
-            found.append(Action(kind, parts[turn], done[kind, turn]))
+            actions.append(Action(kind, parts[turn], done[kind, turn]))
             done[kind, turn] += 1
-    return tuple(found)
+    return tuple(actions)
 
 
-def _in_turn(schedule: Schedule, stage: int, pp: int, count: int) -> Iterator[tuple[str, int]]:
-    """(kind, which of the rank's parts) of all schedules but zbv."""
-    own = schedule.parts_per_rank
-    row, total, behind = count // max(1, count // pp), own * count, pp - 1 - stage
+def _alternating(schedule: Schedule, stage: int, pp: int, count: int) -> Iterator[tuple[str, int]]:
+    """Yield (kind, which of the rank's chunks) of all schedules but zbv."""
+    chunks = schedule.chunks_per_rank
+    row, total, behind = count // max(1, count // pp), chunks * count, pp - 1 - stage
     ahead = {
-        "gpipe": total, "1f1b": behind, "interleaved": (own - 1) * row + 2 * behind,
-        "zero-bubble": (own - 1) * row + behind,
+        "gpipe": total, "1f1b": behind, "interleaved": (chunks - 1) * row + 2 * behind,
+        "zero-bubble": (chunks - 1) * row + behind,
     }[schedule.name]  # fmt: skip
     ahead = min(ahead, total)
-    forwards = [index // row % own for index in range(total)]
-    backwards = [own - 1 - turn for turn in forwards]
+    forwards = [index // row % chunks for index in range(total)]
+    backwards = [chunks - 1 - turn for turn in forwards]
     yield from (("F", turn) for turn in forwards[:ahead])
     for i, turn in enumerate(backwards):
         if ahead + i < total:
@@ -158,7 +157,8 @@ def _in_turn(schedule: Schedule, stage: int, pp: int, count: int) -> Iterator[tu
 
 
 def _zbv(stage: int, pp: int, count: int) -> Iterator[tuple[str, int]]:
-    """The same of zbv, for `count` micro-batches or a few more."""
+    """Yield the same of zbv, for `count` micro-batches or a few more."""
+
     left, number = pp - stage, max(2 * pp - 1, count)
     through = [(INPUTS, 1), (WEIGHTS, 1)]
     yield from [("F", 0)] * (2 * left - 1)

@@ -24,8 +24,8 @@ OTHER_CARDS = "other cards"
 
 
 @dataclass(frozen=True)
-class Reached:
-    """What kernels get of a card: fractions of its peak (matrix products, flash attention) and of its bandwidth."""
+class CardRates:
+    """Rates that kernels reach: fractions of a card's peak (matrix products, flash attention) and of its bandwidth."""
 
     matrix: float
     flash: float
@@ -34,7 +34,7 @@ class Reached:
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """What kernels take. Equal to itself alone: a key of caches.
+    """The constants of kernels' time. Equal to itself alone: a key of caches.
 
     eager_passes    over kept scores, in eager attention
     rest_passes     over what is kept for the backward
@@ -42,7 +42,7 @@ class Kernels:
     launch          seconds per kernel, where the device waits for the host
     fp8             matrix products in 8 bits over those in 16, quantising included
     odd_head        eager attention whose heads are no multiple of 8 misses the tensor cores
-    cards           what is reached, by the start of a card's name
+    cards           rates by the start of a card's name
     """
 
     eager_passes: float
@@ -51,18 +51,18 @@ class Kernels:
     launch: float
     fp8: float
     odd_head: float
-    cards: Mapping[str, Reached]
+    cards: Mapping[str, CardRates]
 
     @classmethod
     def of(cls, values: Values = VALUES) -> Kernels:
-        """Of the constants."""
-        cards = {name: Reached(**of_system(name, values)) for name in (*CARDS, OTHER_CARDS)}
+        """Read the constants."""
+        cards = {name: CardRates(**of_system(name, values)) for name in (*CARDS, OTHER_CARDS)}
         return cls(cards=cards, **of_system("kernels", values))
 
-    def reached(self, gpu: Gpu) -> Reached:
-        """A card's, or what `zero3d calibrate` measured (its bandwidth is a measured one)."""
+    def rates_of(self, gpu: Gpu) -> CardRates:
+        """Return a card's rates, or those that `zero3d calibrate` measured (its bandwidth is a measured one)."""
         if gpu.matrix is not None and gpu.flash is not None:
-            return Reached(gpu.matrix, gpu.flash, 1.0)
+            return CardRates(gpu.matrix, gpu.flash, 1.0)
         return self.cards[next((name for name in CARDS if gpu.name.startswith(name)), OTHER_CARDS)]
 
 
@@ -77,7 +77,7 @@ class Work(NamedTuple):
 
 
 class PartWork(NamedTuple):
-    """One micro-batch through a part on one rank."""
+    """Seconds of one micro-batch through a part on one rank, by kind of kernel."""
 
     matrices: Work
     attention: Work
@@ -85,12 +85,12 @@ class PartWork(NamedTuple):
 
     @property
     def forward(self) -> float:
-        """Seconds of the forward."""
+        """Return the seconds of the forward."""
         return sum(work.forward for work in self)
 
     @property
     def backward(self) -> float:
-        """Seconds of the backward, nothing recomputed."""
+        """Return the seconds of the backward, nothing recomputed."""
         return sum(work.backward for work in self)
 
 
@@ -104,7 +104,7 @@ class Matrix(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What of a part its time hangs on."""
+    """All of a part that its time depends on."""
 
     kind: str
     matrices: tuple[Matrix, ...]
@@ -123,7 +123,7 @@ class Digest(NamedTuple):
 
 @lru_cache(maxsize=8)
 def digest(model: ModelSpec) -> Digest:
-    """Of a model's parts, alike ones as one object."""
+    """Digest a model's parts, alike ones as one object."""
     alike: dict[Shape, Shape] = {}
     listed = [_shape(part, model.hidden // model.heads) for part in model.parts]
     shapes = tuple(alike.setdefault(shape, shape) for shape in listed)
@@ -132,13 +132,13 @@ def digest(model: ModelSpec) -> Digest:
 
 
 def _shape(part: Part, head: int) -> Shape:
-    found: dict[tuple[tuple[int, int], int | None, bool], int] = {}
+    counts: dict[tuple[tuple[int, int], int | None, bool], int] = {}
     for unit in part.units if part.kind != "embedding" else ():
         for weight in unit.weights:
             if len(weight.shape) == 2:
                 key = (weight.shape[0], weight.shape[1]), weight.cut, weight.trainable
-                found[key] = found.get(key, 0) + 1
-    return Shape(part.kind, tuple(Matrix(*key, many) for key, many in found.items()), part.operations, head)
+                counts[key] = counts.get(key, 0) + 1
+    return Shape(part.kind, tuple(Matrix(*key, many) for key, many in counts.items()), part.operations, head)
 
 
 def part_work(
@@ -149,7 +149,7 @@ def part_work(
     speed: float = 1.0,
     kernels: Kernels = KERNELS,
 ) -> PartWork:
-    """Seconds of one micro-batch. speed: what a system's kernels reach of the card's rates."""
+    """Return the seconds of one micro-batch. speed: what a system's kernels reach of the card's rates."""
     narrow = kernels.fp8 if plan.precision == "fp8" else 1.0
     tokens = plan.micro_batch * model.length
     return _part_work(shape, tokens, plan.tp, plan.sequence_parallel, cluster.gpu, speed, narrow, kernels)
@@ -159,8 +159,8 @@ def part_work(
 def _part_work(
     shape: Shape, tokens: int, tp: int, sequence_parallel: bool, gpu: Gpu, speed: float, narrow: float, kernels: Kernels
 ) -> PartWork:
-    got, operations = kernels.reached(gpu), shape.operations
-    bandwidth, peak = got.memory * gpu.bandwidth, got.matrix * speed * gpu.flops
+    rates, operations = kernels.rates_of(gpu), shape.operations
+    bandwidth, peak = rates.memory * gpu.bandwidth, rates.matrix * speed * gpu.flops
     matrices = _matrices(shape, tokens, tp, narrow * peak, bandwidth, kernels.launch)
     flops = operations.scores * tokens / tp
     if operations.eager:
@@ -168,7 +168,7 @@ def _part_work(
         scores = 2 * flops / peak * slow + kernels.eager_passes * operations.attention * tokens / tp / bandwidth
         attention = Work(scores, 2 * scores)
     else:
-        flash = flops / (got.flash * speed * gpu.flops)
+        flash = flops / (rates.flash * speed * gpu.flops)
         attention = Work(flash, kernels.flash_backward * flash)
     whole = operations.kept_whole / (tp if sequence_parallel else 1)
     kept = (operations.kept_cut - operations.attention) / tp + whole
@@ -177,7 +177,7 @@ def _part_work(
 
 
 def _matrices(shape: Shape, tokens: int, tp: int, peak: float, bandwidth: float, launch: float) -> Work:
-    """All products with weights; operations beyond the weights' own (routed experts, convolutions) at the same rate."""
+    """Time all products with weights; operations beyond these (routed experts, convolutions) run at the same rate."""
     forward = backward = counted = 0.0
     for (rows, columns), cut, trainable, many in shape.matrices:
         n, k = rows // (tp if cut == 0 else 1), columns // (tp if cut == 1 else 1)
@@ -192,6 +192,6 @@ def _matrices(shape: Shape, tokens: int, tp: int, peak: float, bandwidth: float,
 
 
 def total(works: Iterable[PartWork]) -> PartWork:
-    """Parts one after the other."""
+    """Sum parts that run one after the other."""
     listed = list(works)
     return PartWork(*(Work(sum(w[i].forward for w in listed), sum(w[i].backward for w in listed)) for i in range(3)))

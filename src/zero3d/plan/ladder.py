@@ -37,19 +37,19 @@ class Rung(NamedTuple):
 
 
 def ladder(model: ModelSpec, cluster: ClusterSpec, sequences: int, limit: float, evaluate: Evaluate) -> list[Rung]:
-    """All rungs with every GPU on the data axis, blocks recomputed, from the most bytes of states to the fewest."""
+    """Price all rungs, every GPU on the data axis, blocks recomputed, from the most bytes of states to the fewest."""
     plan = ParallelPlan(dp=cluster.gpus, accumulate=max(1, sequences // cluster.gpus), activations="full")
     rungs = []
     for name, (stage, offload) in RUNGS.items():
-        each = replace(plan, stage=stage, offload=offload)
-        estimate = evaluate(model, cluster, each)
+        rung_plan = replace(plan, stage=stage, offload=offload)
+        estimate = evaluate(model, cluster, rung_plan)
         fits = estimate.memory.device <= limit and estimate.memory.host <= cluster.host_memory
-        rungs.append(Rung(name, each, estimate, fits))
+        rungs.append(Rung(name, rung_plan, estimate, fits))
     return sorted(rungs, key=lambda rung: -rung.estimate.memory.states)
 
 
 def differs(rungs: Sequence[Rung]) -> str | None:
-    """Where the computed order is not the rule's, None where it is."""
+    """Say where the computed order is not the rule's, None where it is."""
     order = [rung.name for rung in rungs]
     if order == list(RULE):
         return None

@@ -7,7 +7,7 @@
     the same, recomputed                      inputs; one segment's interiors and transient      the same
     the embedding's backward                  its gradient                                       what is reduced last
     the end of a backward of inputs           all kept, of the running one too; gradients for W  the same
-    the end of a backward of weights          the same                                           the part's gradients
+    the end of a backward of weights          the same                                           the chunk's gradients
     optimizer step                            none                                               largest cast
 
 A peak is the maximum over these, never a sum of categories' maxima; `parts` are the bytes at that instant. Bytes of
@@ -27,12 +27,12 @@ from zero3d.activations.policy import Policy
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.constants import constant
 from zero3d.plan.footprint import Footprint, footprints
-from zero3d.plan.held import rank_of
 from zero3d.plan.in_flight import INPUTS, WEIGHTS, Moment, moments
+from zero3d.plan.rank_model import rank_model
 from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import States, policies, states
-from zero3d.plan.windows import WINDOW, Windows, backwards
-from zero3d.zero.stages import WIDTHS
+from zero3d.plan.windows import Windows, backwards
+from zero3d.zero.stages import WIDTHS, WINDOW
 
 RESERVED = constant("zero3d", "reserved")
 NORM = constant("zero3d", "norm")
@@ -54,49 +54,56 @@ class Peak(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of them."""
-        return self.activations + self.temporary + self.passed + self.gathered + self.bucket + self.wire
+        """Return the sum of all of them."""
+        return sum(self[1:])
 
 
 def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = None) -> Memory:
-    """Bytes of the fullest rank (of dp ranks the first, which is never less full than the others).
+    """Compute the bytes of the fullest rank (of dp ranks the first, which is never less full than the others).
 
     Raises ConfigError for what the engine refuses.
     """
     ranks = [_Rank(model, plan, stage) for stage in _stages(model, plan)]
-    fullest = [(rank, max(rank.peaks(), key=lambda peak: peak.total)) for rank in ranks]
-    rank, peak = max(fullest, key=lambda found: sum(found[0].base.values()) + found[1].total)
+    peaks = [(rank, max(rank.peaks(), key=lambda peak: peak.total)) for rank in ranks]
+    rank, peak = max(peaks, key=lambda pair: sum(pair[0].base.values()) + pair[1].total)
     parts = rank.base | {name: getattr(peak, name) for name in Peak._fields[1:]}
     allocated = sum(parts.values())
     reserved = RESERVED * allocated
     device = reserved + CONTEXT + (COMMUNICATORS if plan.world > 1 else 0)
     on_node = min(plan.world, cluster.per_node if cluster is not None else plan.world)
     largest = max((unit.largest for units in rank.units.values() for unit in units), default=0)
-    offloaded = float(rank.held.states.optimizer) if plan.offload == "host" else 0.0
+    offloaded = float(rank.shard.states.optimizer) if plan.offload == "host" else 0.0
     host = on_node * (PROCESS + 4 * largest + offloaded)
     return Memory(
-        float(rank.held.states.total) - offloaded, allocated, reserved, device, host,
+        float(rank.shard.states.total) - offloaded, allocated, reserved, device, host,
         {name: size for name, size in parts.items() if size}, peak.instant + rank.name,
     )  # fmt: skip
 
 
 def _stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
-    """Pipeline stages that may be the fullest: where backwards are whole, a later one like its neighbour holds less."""
-    shapes = [rank_of(model, plan, stage).shape for stage in range(plan.pp)]
+    """Return the pipeline stages that may be the fullest.
+
+    Where backwards are whole, a stage whose chunks are like those of the one before holds less than that.
+    """
+    signatures = [rank_model(model, plan, stage).signature for stage in range(plan.pp)]
     splits = plan.pp > 1 and Schedule.of(plan.schedule).splits_backward
-    return [stage for stage in range(plan.pp) if splits or stage == 0 or shapes[stage] != shapes[stage - 1]]
+    return [stage for stage in range(plan.pp) if splits or stage == 0 or signatures[stage] != signatures[stage - 1]]
 
 
 class _Rank:
-    """One rank of the pp axis. base: bytes that are there all the time."""
+    """A rank of the pp axis, with what its instants are made of.
+
+    shard   its model states
+    base    bytes that are there all the time
+    """
 
     def __init__(self, model: ModelSpec, plan: ParallelPlan, stage: int) -> None:
         self.plan, self.stage = plan, stage
-        self.parts, self.units, _, _ = rank_of(model, plan, stage)
-        self.held: States = states(model, plan, stage)
+        self.chunks, self.units, _, _ = rank_model(model, plan, stage)
+        self.shard: States = states(model, plan, stage)
         self.name = f", pipeline stage {stage} of {plan.pp}" if plan.pp > 1 else ""
-        every = footprints(model, plan)
-        self._prints = {number: [every[part] for part in parts] for number, parts in self.parts.items()}
+        by_part = footprints(model, plan)
+        self._footprints = {number: [by_part[part] for part in parts] for number, parts in self.chunks.items()}
         self._moving = backwards(model, plan, stage)
         self._every_micro_batch = policies(plan)[1] == "every_micro_batch"
         self._splits = plan.pp > 1 and Schedule.of(plan.schedule).splits_backward
@@ -106,118 +113,118 @@ class _Rank:
         self.base = self._base(16.0 * tokens * plan.accumulate)
 
     def _base(self, batch: float) -> dict[str, float]:
-        bytes_ = self.held.states
+        bytes_ = self.shard.states
         return {
             "parameters": float(bytes_.parameters), "gradients": float(bytes_.gradients),
             "optimizer": 0.0 if self.plan.offload == "host" else float(bytes_.optimizer),
-            "padding": float(self.held.padding), "batch": batch,
+            "padding": float(self.shard.padding), "batch": batch,
         }  # fmt: skip
 
     def _between(self, number: int) -> float:
-        """Bytes of a micro-batch of a part between its two backwards; part 0 has but one, that of weights."""
-        prints = self._prints[number]
-        kept = sum(each.kept for each in prints)
+        """Return a micro-batch's bytes between a chunk's two backwards; chunk 0 has but one, that of weights."""
+        footprints = self._footprints[number]
+        kept = sum(footprint.kept for footprint in footprints)
         if number == 0:
             return kept
-        again = sum(each.skipped for each in prints)
-        return kept + again + sum(each.for_weights - each.dropped for each in prints)
+        again = sum(footprint.skipped for footprint in footprints)
+        return kept + again + sum(footprint.for_weights - footprint.dropped for footprint in footprints)
 
     # --- instants -------------------------------------------------------------------------------
 
     def peaks(self) -> Iterator[Peak]:
-        """Instants that may be the fullest."""
-        kept = {number: sum(each.kept for each in prints) for number, prints in self._prints.items()}
-        between = {number: self._between(number) for number in self.parts} if self._splits else kept
+        """Yield the instants that may be the fullest."""
+        kept = {number: sum(f.kept for f in footprints) for number, footprints in self._footprints.items()}
+        between = {number: self._between(number) for number in self.chunks} if self._splits else kept
         states, gradients = self._passes()
-        numbers = list(self.parts)
+        numbers = list(self.chunks)
         fullest: dict[tuple[int, str, bool], tuple[float, float, Moment]] = {}
         for moment in moments(self.plan, self.stage):
-            others, passed = -kept[moment.part], len(numbers) - 1 + gradients[moment.part] + moment.sent
-            for number, held, waiting in zip(numbers, moment.held, moment.waiting, strict=True):
-                others += (held - waiting) * kept[number] + waiting * between[number]
-                passed += held * states[number] + waiting * gradients[number]
-            key, bytes_ = (moment.part, moment.kind, self._reduces(moment)), passed * self._hidden
-            found = others + bytes_, bytes_, moment
-            if key not in fullest or fullest[key][0] < found[0]:
-                fullest[key] = found
+            others, passed = -kept[moment.chunk], len(numbers) - 1 + gradients[moment.chunk] + moment.under_way
+            for number, in_flight, waiting in zip(numbers, moment.in_flight, moment.waiting, strict=True):
+                others += (in_flight - waiting) * kept[number] + waiting * between[number]
+                passed += in_flight * states[number] + waiting * gradients[number]
+            key, bytes_ = (moment.chunk, moment.kind, self._reduces(moment)), passed * self._hidden
+            if key not in fullest or fullest[key][0] < others + bytes_:
+                fullest[key] = others + bytes_, bytes_, moment
         for total, bytes_, moment in fullest.values():
             for peak in self._of(moment, total - bytes_):
                 yield peak._replace(passed=bytes_)
         yield self._step()
 
     def _passes(self) -> tuple[dict[int, int], dict[int, int]]:
-        """By part: hidden states beside what is kept of a micro-batch that is held, and gradients in its backward.
+        """Count, by chunk, hidden states beside what is kept of a micro-batch in flight, and gradients in its backward.
 
         That is what came in from another rank, if it is not the kept input of a recomputed block, and what goes out
         to one. The gradient comes from there, too, in the running backward and where one of inputs is over; of each of
-        a rank's further parts a hidden state is early. Where a V turns, both parts are here and nothing is passed on.
+        a rank's further chunks a hidden state is early. Where a V turns, both chunks are here and nothing is passed on.
         """
-        last = self.plan.pp * len(self.parts) - 1
+        chunks, last = self.chunks, self.plan.pp * len(self.chunks) - 1
         recomputed = Policy.of(self.plan.activations).kind in ("full", "every")
-        came = {number: number > 0 and number - 1 not in self.parts and not recomputed for number in self.parts}
-        goes = {number: number < last and number + 1 not in self.parts for number in self.parts}
-        return {number: came[number] + goes[number] for number in self.parts}, {n: int(goes[n]) for n in self.parts}
+        came = {number: number > 0 and number - 1 not in chunks and not recomputed for number in chunks}
+        goes = {number: number < last and number + 1 not in chunks for number in chunks}
+        return {number: came[number] + goes[number] for number in chunks}, {n: int(goes[n]) for n in chunks}
 
     def _of(self, moment: Moment, others: float) -> Iterator[Peak]:
-        """Part 0 has no backward of inputs, so that of its weights is a whole one."""
-        if moment.part > 0 and moment.kind == INPUTS:
+        """Yield the instants of one backward. Chunk 0 has none of inputs, so that of its weights is a whole one."""
+        if moment.chunk > 0 and moment.kind == INPUTS:
             return self._of_inputs(moment, others)
-        if moment.part > 0 and moment.kind == WEIGHTS:
+        if moment.chunk > 0 and moment.kind == WEIGHTS:
             return self._of_weights(moment, others)
         return iter(()) if moment.kind == INPUTS else self._whole(moment, others)
 
     def _whole(self, moment: Moment, others: float) -> Iterator[Peak]:
-        """Of a backward that lets go of what it has used. others: bytes that other micro-batches keep."""
+        """Yield the instants of a backward that lets go of what it has used. others: what other micro-batches keep."""
         order = self._backwards(moment)
-        alive = others + sum(each.kept for _, each, _ in order)
-        for at, (part, each, moving) in enumerate(order):
+        alive = others + sum(footprint.kept for _, footprint, _ in order)
+        for at, (part, footprint, windows) in enumerate(order):
             inner = WINDOW + 2 < at < len(order) - 1 - WINDOW  # as much moves as one block before
-            if not (inner and part.kind == "block" and each == order[at - 1][1]):  # and less is kept
-                yield from self._backward(part, each, alive, moving)
-            alive -= each.kept
-        held = self._moving[moment.part].end if self._reduces(moment) else NOTHING
-        yield _peak("end of the backward", others, 0.0, held)
+            if not (inner and part.kind == "block" and footprint == order[at - 1][1]):  # and less is kept
+                yield from self._backward(part, footprint, alive, windows)
+            alive -= footprint.kept
+        windows = self._moving[moment.chunk].end if self._reduces(moment) else NOTHING
+        yield _peak("end of the backward", others, 0.0, windows)
 
     def _of_inputs(self, moment: Moment, others: float) -> Iterator[Peak]:
-        """Of a backward that keeps all, and gradients for that of weights besides."""
+        """Yield the instants of a backward that keeps all, and gradients for that of weights besides."""
         order = self._backwards(moment)
-        alive = others + sum(each.kept for _, each, _ in order)
-        for at, (part, each, moving) in enumerate(order):
+        alive = others + sum(footprint.kept for _, footprint, _ in order)
+        for at, (part, footprint, windows) in enumerate(order):
             if part.kind == "head" or at + 1 == len(order):
-                yield from self._backward(part, each, alive, moving)
-            alive += each.skipped + each.for_weights - each.dropped
+                yield from self._backward(part, footprint, alive, windows)
+            alive += footprint.skipped + footprint.for_weights - footprint.dropped
         yield _peak("end of the backward of inputs", alive, self._norm, NOTHING)
 
     def _of_weights(self, moment: Moment, others: float) -> Iterator[Peak]:
-        """Its gradients pile up, and are handed on at its end; what they are made of goes."""
+        """Yield the fullest of a backward of weights: gradients pile up till its end, what they are made of goes."""
         order = self._backwards(moment)
-        given = sum(each.for_weights for _, each, _ in order)
-        grads = sum(u.layout.numel * u.itemsize for u in self.units[moment.part] if u.trainable)
-        alive = others + self._between(moment.part) - given
+        given = sum(footprint.for_weights for _, footprint, _ in order)
+        grads = sum(u.layout.numel * u.itemsize for u in self.units[moment.chunk] if u.trainable)
+        alive = others + self._between(moment.chunk) - given
         yield _peak("backward of weights", alive, max(given, grads), order[0][2])
 
     def _backwards(self, moment: Moment) -> list[tuple[Part, Footprint, Windows]]:
-        """Parts of the model in the order of backwards, with what moves.
+        """Return a chunk's parts in the order of backwards, with the buffers of units that move.
 
         Nothing is reduced before the last micro-batch where gradients are summed here.
         """
-        parts, prints = self.parts[moment.part][::-1], self._prints[moment.part][::-1]
-        moving: Sequence[Windows] = self._moving[moment.part].turns
+        parts, footprints = self.chunks[moment.chunk][::-1], self._footprints[moment.chunk][::-1]
+        turns: Sequence[Windows] = self._moving[moment.chunk].turns
         if not self._reduces(moment):
-            moving = [held._replace(wire=0.0) for held in moving]
-        return list(zip(parts, prints, moving, strict=True))
+            turns = [windows._replace(wire=0.0) for windows in turns]
+        return list(zip(parts, footprints, turns, strict=True))
 
     def _reduces(self, moment: Moment) -> bool:
         return moment.final or self._every_micro_batch
 
-    def _backward(self, part: Part, each: Footprint, alive: float, held: Windows) -> Iterator[Peak]:
+    def _backward(self, part: Part, footprint: Footprint, alive: float, windows: Windows) -> Iterator[Peak]:
+        """Yield the fullest instant of a part's backward. alive: bytes of activations that are kept as it begins."""
         names = {"embedding": "backward of the embedding", "head": "logits and loss"}
-        again = " after its recomputation" if each.again else ""
+        again = " after its recomputation" if footprint.again else ""
         name = names.get(part.kind) or f"backward of {part.units[0].name if part.units else 'a block'}{again}"
-        yield _peak(name, alive + each.again, max(each.transients), held)
+        yield _peak(name, alive + footprint.again, max(footprint.transients), windows)
 
     def _step(self) -> Peak:
-        """Masters are cast to weights, the largest unit at once."""
+        """Return the instant in which masters are cast to weights, the largest unit at once."""
         width = WIDTHS[self.plan.precision].weight
         units = [unit for units in self.units.values() for unit in units if unit.trainable]
         share = self.plan.dp if self.plan.stage > 0 else 1
@@ -226,5 +233,5 @@ class _Rank:
         return _peak("optimizer step", 0.0, scratch, NOTHING)
 
 
-def _peak(instant: str, kept: float, transient: float, held: Windows) -> Peak:
-    return Peak(instant, kept, transient, 0.0, *held)
+def _peak(instant: str, kept: float, transient: float, windows: Windows) -> Peak:
+    return Peak(instant, kept, transient, 0.0, *windows)

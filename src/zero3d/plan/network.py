@@ -29,7 +29,7 @@ class Group:
 
     @property
     def nodes(self) -> int:
-        """Nodes it touches."""
+        """Count the nodes it touches."""
         return -(-self.size // self.local)
 
 
@@ -43,19 +43,19 @@ class Groups:
 
     @classmethod
     def of(cls, plan: ParallelPlan, cluster: ClusterSpec) -> Groups:
-        """Where a plan's ranks lie."""
+        """Place a plan's ranks on the nodes."""
         tp = Group(plan.tp, min(plan.tp, cluster.per_node))
         dp = Group(plan.dp, max(1, min(plan.dp, cluster.per_node // plan.tp)))
         return cls(tp, dp, plan.tp * plan.dp < cluster.per_node)
 
 
 def send_seconds(size: float, link: Link) -> float:
-    """A message between two ranks."""
+    """Time a message between two ranks."""
     return link.latency + _wire(size, link) if size else 0.0
 
 
 def gather_seconds(size: float, group: Group, cluster: ClusterSpec) -> float:
-    """An all-gather of `size` bytes in all, or a reduce-scatter of as many."""
+    """Time an all-gather of `size` bytes in all, or a reduce-scatter of as many."""
     if group.size == 1 or not size:
         return 0.0
     inside, across = cluster.inside, cluster.across
@@ -66,7 +66,7 @@ def gather_seconds(size: float, group: Group, cluster: ClusterSpec) -> float:
 
 
 def reduce_seconds(size: float, group: Group, cluster: ClusterSpec) -> float:
-    """An all-reduce of `size` bytes: the better of ring and tree."""
+    """Time an all-reduce of `size` bytes: the better of ring and tree."""
     if group.size == 1 or not size:
         return 0.0
     ring = 2 * gather_seconds(size, group, cluster)
@@ -77,5 +77,5 @@ def reduce_seconds(size: float, group: Group, cluster: ClusterSpec) -> float:
 
 
 def _wire(size: float, link: Link) -> float:
-    """size / B(size) = (size + half) / B_inf."""
+    """Return size / B(size) = (size + half) / B_inf."""
     return (size + link.half) / (REACHED * link.bandwidth) if size else 0.0

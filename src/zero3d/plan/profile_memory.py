@@ -22,7 +22,7 @@ from zero3d.plan.time import part_indices
 
 
 def profile_memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, system: Profile) -> Memory:
-    """Of the fullest pipeline rank."""
+    """Compute the bytes of the fullest pipeline rank."""
     cut = part_indices(model, plan.pp, plan.virtual)
     ranks = [[i for part in cut[rank :: plan.pp] for i in part] for rank in range(plan.pp)]
     classes = {rank: _rank_bytes(model, plan, system, inside, rank) for rank, inside in enumerate(ranks)}
@@ -47,13 +47,13 @@ def _rank_bytes(
 ) -> Mapping[str, float]:
     known = digest(model)
     parts = [model.parts[i] for i in inside]
-    held = sum(known.numels[i] for i in inside) / plan.tp
+    numel = sum(known.numels[i] for i in inside) / plan.tp
     if plan.pp > 1 and rank == plan.pp - 1:  # a tied head has the embedding's weight once more
         copies = {unit.copy_of for part in parts for unit in part.units if unit.copy_of}
-        held += sum(w.numel for p in model.parts for u in p.units if u.name in copies for w in u.weights) / plan.tp
-    trainable = held * known.trainable / known.params
+        numel += sum(w.numel for p in model.parts for u in p.units if u.name in copies for w in u.weights) / plan.tp
+    trainable = numel * known.trainable / known.params
     weight, gradient, optimizer = system.rates(plan)
-    states = held * weight + trainable * (gradient + (optimizer if plan.offload == "none" else 0.0))
+    states = numel * weight + trainable * (gradient + (optimizer if plan.offload == "none" else 0.0))
     blocks = [part for part in parts if part.kind == "block"]
     tokens = plan.micro_batch * model.length
     flight = float(min(plan.accumulate, plan.pp - rank) if plan.schedule != "gpipe" else plan.accumulate)
@@ -61,20 +61,20 @@ def _rank_bytes(
         flight = min(float(plan.accumulate), flight * float(interleave_factor(plan.pp, plan.virtual)))
     gathered = system.units * 2.0 * max(known.numels) / plan.tp if plan.stage == 3 else 0.0
     if plan.stage == 3 and plan.pp > 1 and system.keeps_in_pipelines:
-        gathered = held * system.weight + trainable * system.gradient
-    found = {"states": states, "gathered": gathered, "buffers": system.buffers}
+        gathered = numel * system.weight + trainable * system.gradient
+    nbytes = {"states": states, "gathered": gathered, "buffers": system.buffers}
     if blocks:
-        found["activations"] = tokens * _kept(blocks[0].operations, len(blocks), flight, plan, system)
-        found["transient"] = tokens * blocks[0].operations.transient / plan.tp
+        nbytes["activations"] = tokens * _kept(blocks[0].operations, len(blocks), flight, plan, system)
+        nbytes["transient"] = tokens * blocks[0].operations.transient / plan.tp
     heads = [part.operations for part in parts if part.kind == "head"]
     if heads:
-        found["logits"] = tokens * sum((head.kept_cut + head.transient) / plan.tp for head in heads)
-        found["transient"] = 0.0
-    return found
+        nbytes["logits"] = tokens * sum((head.kept_cut + head.transient) / plan.tp for head in heads)
+        nbytes["transient"] = 0.0
+    return nbytes
 
 
 def _kept(operations: Operations, blocks: int, flight: float, plan: ParallelPlan, system: Profile) -> float:
-    """Bytes per token of a rank's blocks: those in flight, and one that is recomputed now."""
+    """Return the bytes per token of a rank's blocks: those in flight, and one that is recomputed now."""
     whole = operations.kept_whole / (plan.tp if plan.sequence_parallel else 1)
     attention = operations.attention / plan.tp
     interior = system.interior * ((operations.kept_cut - operations.attention) / plan.tp + whole)
@@ -89,7 +89,7 @@ def _kept(operations: Operations, blocks: int, flight: float, plan: ParallelPlan
 
 
 def _host(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, system: Profile) -> float:
-    """Of a node: what each rank loads before it is cut (2 bytes a parameter), offloaded states."""
+    """Return a node's bytes: what each rank loads before it is cut (2 per parameter), offloaded states."""
     ranks = min(plan.world, cluster.per_node)
     known = digest(model)
     offloaded = 0.0 if plan.offload == "none" else system.rates(plan)[2] * known.trainable / (plan.tp * plan.pp)

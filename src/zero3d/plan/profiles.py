@@ -60,7 +60,7 @@ class Profile:
     keeps_in_pipelines: bool = False
 
     def rates(self, plan: ParallelPlan) -> tuple[float, float, float]:
-        """Bytes per parameter on one rank: weight, gradient, optimizer."""
+        """Return the bytes per parameter on one rank: weight, gradient, optimizer."""
         row = stage_row(plan.stage)
         wide = 4.0 if plan.reduce_dtype == "fp32" and self.gradient < 4 else 0.0  # accumulated beside the 2-byte ones
         return (
@@ -72,7 +72,7 @@ class Profile:
 
 PLAIN, WAITS = Pace({}), Pace({}, blocking=True)
 DESIGNS = (
-    Profile("zero3d", 2, 4, 12, Pace({}, own=True)),
+    Profile("zero3d", 2, 4, 12, Pace({}, as_zero3d=True)),
     Profile("megatron", 2, 4, 12, WAITS),
     Profile("megatron-core", 2, 4, 12, PLAIN),
     Profile("deepspeed", 2, 2, 16, PLAIN),
@@ -86,16 +86,17 @@ SPEED = "speed "
 
 
 def profiles(values: Values = VALUES) -> dict[str, Profile]:
-    """All systems, by these constants."""
+    """Make the profiles of all systems from these constants."""
     kernels = Kernels.of(values)
     return {design.name: _fitted(design, of_system(design.name, values), kernels) for design in DESIGNS}
 
 
-def _fitted(design: Profile, own: dict[str, Any], kernels: Kernels) -> Profile:
-    """A design with its system's constants in the fields of their names; "speed a100" is one entry of speed."""
-    speed = {name.removeprefix(SPEED): number for name, number in own.items() if name.startswith(SPEED)}
+def _fitted(design: Profile, values: dict[str, Any], kernels: Kernels) -> Profile:
+    """Put a system's constants into its design's fields of their names; "speed a100" is one entry of speed."""
+    speed = {name.removeprefix(SPEED): number for name, number in values.items() if name.startswith(SPEED)}
     pace, bytes_ = (
-        {field.name: own[field.name] for field in fields(part) if field.name in own} for part in (design.pace, design)
+        {field.name: values[field.name] for field in fields(part) if field.name in values}
+        for part in (design.pace, design)
     )
     return replace(design, pace=replace(design.pace, speed=speed, kernels=kernels, **pace), **bytes_)
 
@@ -105,7 +106,7 @@ SYSTEMS = tuple(PROFILES)
 
 
 def profile(system: str) -> Profile:
-    """By name. Raises ConfigError with the nearest."""
+    """Look up a profile by name. Raises ConfigError with the nearest."""
     if system in PROFILES:
         return PROFILES[system]
     near = difflib.get_close_matches(system, SYSTEMS, n=1, cutoff=0.3)

@@ -1,9 +1,9 @@
-"""Every way to train a model on a cluster that the planner prices, the best of them first.
+"""The plan search: every way to train a model on a cluster that the planner prices, the best of them first.
 
     dimension          values                                                          left out where
     -----------------  --------------------------------------------------------------  -------------------------
     tp                 numbers that divide heads, key-value heads and every cut size   more than a node has
-    pp                 divisors of ranks / tp                                          more parts than blocks, no chain
+    pp                 divisors of ranks / tp                                          more chunks than blocks, no chain
     dp                 ranks / (tp x pp)                                               it divides no batch
     ZeRO stage         0, 1, 2, 3                                                      dp = 1: all are stage 0
     micro-batch        powers of two that divide a rank's sequences                    above one that does not fit
@@ -40,7 +40,7 @@ class Row(NamedTuple):
     reason: str = ""
 
 
-class Rejected(NamedTuple):
+class Rejection(NamedTuple):
     """Plans that were left out for one reason. nearest: the one that missed by the least, `excess` bytes."""
 
     reason: str
@@ -49,42 +49,42 @@ class Rejected(NamedTuple):
     excess: float = 0.0
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """The outcome of a search: ranked rows, and all that was rejected. tried: plans looked at."""
 
     rows: list[Row]
-    rejected: list[Rejected]
+    rejected: list[Rejection]
     tried: int
 
 
-class Asked(NamedTuple):
-    """What is looked for. sequences: per step over all ranks; limit: bytes of a GPU that may be used."""
+class Target(NamedTuple):
+    """What a plan must do. sequences: of a step over all ranks; limit: bytes of a GPU that may be used."""
 
     sequences: int
     limit: float
     goal: str = "fastest"
 
 
-def search(model: ModelSpec, cluster: ClusterSpec, asked: Asked, evaluate: Evaluate) -> Found:
-    """All plans of the table that fit, ranked by the goal. Raises ConfigError for an unknown goal."""
-    if asked.goal not in GOALS:
-        raise ConfigError(f"--goal {asked.goal!r} is unknown: pass one of {', '.join(GOALS)}.")
-    account = _Account(asked.limit)
+def search(model: ModelSpec, cluster: ClusterSpec, target: Target, evaluate: Evaluate) -> SearchResult:
+    """Return all plans of the table that fit, ranked by the goal. Raises ConfigError for an unknown goal."""
+    if target.goal not in GOALS:
+        raise ConfigError(f"--goal {target.goal!r} is unknown: pass one of {', '.join(GOALS)}.")
+    account = _Account(target.limit)
     rows: list[Row] = []
-    for gpus in _sizes(cluster) if asked.goal == "fewest-gpus" else [cluster.gpus]:
+    for gpus in _sizes(cluster) if target.goal == "fewest-gpus" else [cluster.gpus]:
         here = resized(cluster, gpus)
         rows += [
             row
-            for group in _groups(model, here, asked, account)
+            for group in _groups(model, here, target, account)
             for row in _fitting(group, model, here, evaluate, account)
         ]
         if rows:
             break
-    return Found(_explained(sorted(rows, key=_KEYS[asked.goal])), account.rejected(), account.tried)
+    return SearchResult(_explained(sorted(rows, key=_KEYS[target.goal])), account.rejected(), account.tried)
 
 
 def resized(cluster: ClusterSpec, gpus: int) -> ClusterSpec:
-    """The same machines, fewer or more of them; less than a node is one node with fewer GPUs."""
+    """Return the same machines, fewer or more of them; less than a node is one node with fewer GPUs."""
     per_node = min(gpus, cluster.per_node)
     if gpus % per_node:
         raise ConfigError(f"{gpus} GPUs are no whole number of nodes of {per_node}.")
@@ -92,7 +92,7 @@ def resized(cluster: ClusterSpec, gpus: int) -> ClusterSpec:
 
 
 def _sizes(cluster: ClusterSpec) -> Iterator[int]:
-    """1, 2, 4, ... GPUs of one node, then whole nodes in powers of two, up to the cluster."""
+    """Count 1, 2, 4, ... GPUs of one node, then whole nodes in powers of two, up to the cluster."""
     gpus = 1
     while gpus < cluster.gpus:
         if gpus <= cluster.per_node or gpus % cluster.per_node == 0:
@@ -117,41 +117,43 @@ class _Account:
         self._nearest: dict[str, tuple[float, ParallelPlan]] = {}
 
     def reject(self, reason: str, count: int = 1, plan: ParallelPlan | None = None, excess: float = 0.0) -> None:
+        """Count plans that were left out; `plan` missed by `excess` bytes."""
         self.tried += count
         self._count[reason] = self._count.get(reason, 0) + count
         if plan is not None and (reason not in self._nearest or excess < self._nearest[reason][0]):
             self._nearest[reason] = excess, plan
 
-    def rejected(self) -> list[Rejected]:
-        found = []
+    def rejected(self) -> list[Rejection]:
+        """Return the reasons, the most frequent first."""
+        rejections = []
         for reason, count in self._count.items():
             excess, plan = self._nearest.get(reason, (0.0, None))
-            found.append(Rejected(reason, count, plan, excess))
-        return sorted(found, key=lambda each: -each.plans)
+            rejections.append(Rejection(reason, count, plan, excess))
+        return sorted(rejections, key=lambda rejection: -rejection.plans)
 
 
 # --- enumeration --------------------------------------------------------------------------------
 
 
-def _groups(model: ModelSpec, cluster: ClusterSpec, asked: Asked, account: _Account) -> Iterator[list[ParallelPlan]]:
-    """Plans that differ in the micro-batch alone, smallest first."""
-    for pp, dp, tp in _degrees(model, cluster, asked.sequences, account):
-        each = asked.sequences // dp
+def _groups(model: ModelSpec, cluster: ClusterSpec, target: Target, account: _Account) -> Iterator[list[ParallelPlan]]:
+    """Yield groups of plans that differ in the micro-batch alone, the smallest first."""
+    for pp, dp, tp in _degrees(model, cluster, target.sequences, account):
+        sequences = target.sequences // dp
         for stage in (0, 1, 2, 3) if dp > 1 else (0,):
             for schedule in PIPELINES if pp > 1 else ("1f1b",):
                 for activations in ACTIVATIONS:
                     for sequence_parallel in (False, True) if tp > 1 and model.length % tp == 0 else (False,):
-                        virtual = Schedule.of(schedule).parts_per_rank
+                        virtual = Schedule.of(schedule).chunks_per_rank
                         plan = ParallelPlan(
                             dp, tp, pp, stage, activations=activations, sequence_parallel=sequence_parallel,
                             schedule=schedule, virtual=virtual,
                         )  # fmt: skip
                         plan = replace(plan, **_policies(stage, pp))
-                        yield list(_micro_batches(plan, each, len(model.blocks), account))
+                        yield list(_micro_batches(plan, sequences, len(model.blocks), account))
 
 
 def _policies(stage: int, pp: int) -> dict[str, Any]:
-    """In a pipeline: by default stages 2 and 3 hold what stage 1 holds, and would be no choice of their own."""
+    """Return what stages 2 and 3 say in a pipeline, where by default they hold what stage 1 holds."""
     if pp == 1 or stage < 2:
         return {}
     return {"reduce": "every_micro_batch"} | ({"release": "every_use"} if stage == 3 else {})
@@ -160,7 +162,7 @@ def _policies(stage: int, pp: int) -> dict[str, Any]:
 def _degrees(
     model: ModelSpec, cluster: ClusterSpec, sequences: int, account: _Account
 ) -> Iterator[tuple[int, int, int]]:
-    """(pp, dp, tp) of all ranks."""
+    """Yield (pp, dp, tp) that multiply to all ranks; the others are counted as rejected."""
     world = cluster.gpus
     for tp in divisors(world):
         why = tp_refused(model, tp, cluster.per_node)
@@ -179,7 +181,7 @@ def _degrees(
 
 
 def tp_refused(model: ModelSpec, tp: int, per_node: int) -> str | None:
-    """Why a tp degree cannot be, None where it can."""
+    """Say why a tp degree cannot be, None where it can."""
     if tp > per_node:
         return f"tp beyond the {per_node} GPUs of a node"
     for what, heads in (("heads", model.heads), ("key-value heads", model.kv_heads)):
@@ -197,7 +199,7 @@ def tp_refused(model: ModelSpec, tp: int, per_node: int) -> str | None:
 
 
 def _micro_batches(plan: ParallelPlan, sequences: int, blocks: int, account: _Account) -> Iterator[ParallelPlan]:
-    """The micro-batches that a rank's sequences can be made of, and that the schedule takes."""
+    """Yield the plan with each micro-batch that divides a rank's sequences and that the schedule takes."""
     schedule, micro = Schedule.of(plan.schedule), 1
     while sequences % micro == 0:
         candidate = replace(plan, micro_batch=micro, accumulate=sequences // micro)
@@ -213,9 +215,9 @@ def _micro_batches(plan: ParallelPlan, sequences: int, blocks: int, account: _Ac
 
 
 def divisors(number: int) -> list[int]:
-    """In ascending order."""
-    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
-    return sorted({*small, *(number // each for each in small)})
+    """Return the divisors of a number in ascending order."""
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 # --- judgement ----------------------------------------------------------------------------------
@@ -224,7 +226,7 @@ def divisors(number: int) -> list[int]:
 def _fitting(
     group: list[ParallelPlan], model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate, account: _Account
 ) -> Iterator[Row]:
-    """Those that fit, up to the first that does not: more sequences at a time need more memory."""
+    """Yield the plans that fit, up to the first that does not: more sequences at a time need more memory."""
     for i, plan in enumerate(group):
         estimate = evaluate(model, cluster, plan)
         excess = estimate.memory.device - account.limit
@@ -238,7 +240,7 @@ def _fitting(
 
 
 def _explained(rows: list[Row]) -> list[Row]:
-    """Each with what sets it apart from the first."""
+    """Return the rows, each with what sets it apart from the first."""
     return [row._replace(reason=_why(row, rows[0]) if i else _strength(row)) for i, row in enumerate(rows)]
 
 
@@ -249,15 +251,15 @@ def _strength(row: Row) -> str:
 
 
 def _why(row: Row, best: Row) -> str:
-    """The parts of the step that take longer than in the best plan, the greatest first."""
+    """Name the parts of the step that take longer than in the best plan, the greatest first."""
     ours, theirs = row.estimate.seconds, best.estimate.seconds
     more = {name: value - theirs.parts.get(name, 0.0) for name, value in ours.parts.items()}
-    worst = [(name, each) for name, each in sorted(more.items(), key=lambda item: -item[1]) if each > 0][:2]
-    told = [f"{name} {_signed_seconds(each)}" for name, each in worst if each > 0.002 * theirs.mid]
+    worst = [(name, excess) for name, excess in sorted(more.items(), key=lambda item: -item[1]) if excess > 0][:2]
+    reasons = [f"{name} {_signed_seconds(excess)}" for name, excess in worst if excess > 0.002 * theirs.mid]
     saved = best.estimate.memory.allocated - row.estimate.memory.allocated
     if saved > 0.02 * best.estimate.memory.allocated:
-        told.append(f"saves {saved / 1e9:.1f} GB")
-    return ", ".join(told) or "as fast"
+        reasons.append(f"saves {saved / 1e9:.1f} GB")
+    return ", ".join(reasons) or "as fast"
 
 
 def _signed_seconds(value: float) -> str:
@@ -278,24 +280,26 @@ class WhatIf(NamedTuple):
 
 
 def what_if(row: Row, model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate) -> list[WhatIf]:
-    """Every single knob of a plan turned once; those that buy the most memory per second first."""
-    found = []
+    """Turn every single knob of a plan once; those that buy the most memory per second come first."""
+    changes = []
     for change, plan in _neighbours(row.plan, model):
         estimate = evaluate(model, cluster, plan)
         memory = estimate.memory.allocated - row.estimate.memory.allocated
         seconds = estimate.seconds.mid - row.estimate.seconds.mid
-        found.append(WhatIf(change, plan, memory, seconds, estimate.memory.device))
-    return sorted(found, key=lambda each: each.memory / max(each.seconds / row.estimate.seconds.mid, 1e-3))
+        changes.append(WhatIf(change, plan, memory, seconds, estimate.memory.device))
+    return sorted(changes, key=lambda knob: knob.memory / max(knob.seconds / row.estimate.seconds.mid, 1e-3))
 
 
 def _neighbours(plan: ParallelPlan, model: ModelSpec) -> Iterable[tuple[str, ParallelPlan]]:
+    """Yield the plans that differ from `plan` in one knob, each with what changed as a configuration says it."""
     for activations in ACTIVATIONS:
         if activations != plan.activations:
             yield f"activations: {activations}", replace(plan, activations=activations)
     for stage in (plan.stage - 1, plan.stage + 1):
         if stage in (0, 1, 2, 3) and plan.dp > 1:
-            asked = {"release": "auto", "reduce": "auto", **_policies(stage, plan.pp)}
-            yield f"zero.stage: {stage}", replace(plan, stage=stage, **asked)
+            moments = {"release": "auto", "reduce": "auto", **_policies(stage, plan.pp)}
+            yield f"zero.stage: {stage}", replace(plan, stage=stage, **moments)
+
     for micro, accumulate in ((plan.micro_batch * 2, plan.accumulate / 2), (plan.micro_batch / 2, plan.accumulate * 2)):
         if micro == int(micro) and accumulate == int(accumulate) and (plan.pp == 1 or accumulate >= plan.pp):
             changed = replace(plan, micro_batch=int(micro), accumulate=int(accumulate))

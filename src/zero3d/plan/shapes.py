@@ -30,7 +30,7 @@ FUSED_NORMS = constant("Llama's closed form", "fused norms")  # in one kernel
 def gpt(
     layers: int, hidden: int, heads: int, vocab: int, length: int, ffn: int | None = None, flash: bool = True
 ) -> ModelSpec:
-    """GPT-2's shape, head tied to the embedding. flash: attention keeps no scores. Raises ConfigError."""
+    """Make GPT-2's shape, head tied to the embedding. flash: attention keeps no scores. Raises ConfigError."""
     _check(layers, hidden, heads, heads, vocab, length)
     f = ffn if ffn is not None else 4 * hidden
     scores = 0 if flash else 5 * heads * length
@@ -58,7 +58,7 @@ def gpt(
 def llama(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, length: int, tied: bool = False
 ) -> ModelSpec:
-    """Llama's shape: gated MLP, grouped keys, no biases; activations of eager mode (see `fused`)."""
+    """Make Llama's shape: gated MLP, grouped keys, no biases; activations of eager mode (see `fused`)."""
     _check(layers, hidden, heads, kv_heads, vocab, length)
     kv = hidden // heads * kv_heads
     operations = Operations(
@@ -83,7 +83,7 @@ def llama(
 
 
 def fused(model: ModelSpec) -> ModelSpec:
-    """A Llama of `llama` with norms and attention in one kernel each, as trainers run it."""
+    """Give a model of `llama` norms and attention in one kernel each, as trainers run it."""
     old = model.blocks[0].operations
     cut, whole = old.kept_cut - EAGER_COPIES * model.hidden, FUSED_NORMS * model.hidden
     new = replace(old, kept_cut=cut, kept_whole=whole)
@@ -91,7 +91,7 @@ def fused(model: ModelSpec) -> ModelSpec:
 
 
 def of_params(psi: int, length: int) -> ModelSpec:
-    """A GPT of about `psi` parameters: heads of 128 (64 below 1B), h/l near 100 as in published models.
+    """Make a GPT of about `psi` parameters: heads of 128 (64 below 1B), h/l near 100 as in published models.
 
     The shape is in the model's name and provenance. Raises ConfigError below a million parameters.
     """
@@ -100,12 +100,12 @@ def of_params(psi: int, length: int) -> ModelSpec:
     layers, hidden = min(_candidates(psi), key=lambda shape: _badness(shape, psi, length))
     head = TYPICAL_HEAD if hidden % TYPICAL_HEAD == 0 and hidden >= 2048 else 64
     model = gpt(layers, hidden, hidden // head, GPT_VOCAB, length)
-    told = f"assumed: {model.name}, {model.params:,} parameters for {psi:,} asked"
-    return replace(model, provenance=told)
+    provenance = f"assumed: {model.name}, {model.params:,} parameters for {psi:,} asked"
+    return replace(model, provenance=provenance)
 
 
 def _candidates(psi: int) -> list[tuple[int, int]]:
-    """(layers, hidden) around h = (100 psi/12)^(1/3), hidden in steps that leave heads for tp to divide."""
+    """List (layers, hidden) around h = (100 psi/12)^(1/3), hidden in steps that leave heads for tp to divide."""
     middle = (100 * psi / 12) ** (1 / 3)
     step = 1024 if middle >= 7000 else 512 if middle >= 3000 else 128 if middle >= 2048 else 64  # heads that tp divides
     near = range(max(step, int(middle * 0.6) // step * step), int(middle * 1.5) + step, step)
@@ -118,14 +118,14 @@ def _layers(psi: int, hidden: int) -> list[int]:
 
 
 def _badness(shape: tuple[int, int], psi: int, length: int) -> float:
-    """Relative miss, and a little for an odd aspect: 1 % of parameters weighs as much as h/l of 150 instead of 100."""
+    """Score the relative miss, and a little an odd aspect: 1 % of parameters counts as h/l of 150 instead of 100."""
     layers, hidden = shape
     miss = abs(parameters(layers, hidden, GPT_VOCAB, length) / psi - 1)
     return miss + 0.02 * abs(hidden / layers / 100 - 1)
 
 
 def _head(hidden: int, vocab: int) -> Operations:
-    """Norm, product and loss, which keeps logits (2 V) and their fp32 copy (4 V); transient: its gradient (4 V)."""
+    """Count norm, product and loss, which keeps logits (2 V) and an fp32 copy (4 V); transient: its gradient (4 V)."""
     return Operations(
         2.0 * hidden * vocab, kept_cut=6 * vocab, kept_whole=4 * hidden, input=2 * hidden, transient=4 * vocab
     )

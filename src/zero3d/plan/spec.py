@@ -43,11 +43,11 @@ class Weight:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Count the elements of the whole."""
         return prod(self.shape)
 
     def local(self, tp: int) -> tuple[int, ...]:
-        """Shape on one of `tp` ranks."""
+        """Return the shape on one of `tp` ranks."""
         return tuple(size // tp if i == self.cut else size for i, size in enumerate(self.shape))
 
 
@@ -66,7 +66,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Instant:
-    """What is alive at one instant beyond what was kept.
+    """Bytes alive at one instant beyond what was kept.
 
     cut, whole  bytes per token that tp divides, and that are on every tp rank
     gradients   bytes of parameters' gradients that autograd holds; tp divides them
@@ -117,7 +117,7 @@ class Part:
     active: int | None = None
 
     def __hash__(self) -> int:
-        """Computed once."""
+        """Return the hash, computed once."""
         return self._hash
 
     @cached_property
@@ -126,7 +126,7 @@ class Part:
 
     @cached_property
     def numel(self) -> int:
-        """Parameters, copies apart."""
+        """Count the parameters, copies left out."""
         return sum(weight.numel for unit in self.units if unit.copy_of is None for weight in unit.weights)
 
 
@@ -150,7 +150,7 @@ class ModelSpec:
     chain: bool = True
 
     def __hash__(self) -> int:
-        """Computed once: plans by the thousand are priced for one model."""
+        """Return the hash, computed once: plans by the thousand are priced for one model."""
         return self._hash
 
     @cached_property
@@ -159,12 +159,12 @@ class ModelSpec:
 
     @cached_property
     def params(self) -> int:
-        """Psi: all parameters, tied ones once."""
+        """Count all parameters (Psi), tied ones once."""
         return sum(part.numel for part in self.parts)
 
     @cached_property
     def trainable(self) -> int:
-        """Parameters that get gradients."""
+        """Count the parameters that get gradients."""
         return sum(
             weight.numel
             for part in self.parts
@@ -176,7 +176,7 @@ class ModelSpec:
 
     @cached_property
     def blocks(self) -> tuple[Part, ...]:
-        """The repeated parts."""
+        """Return the repeated parts."""
         return tuple(part for part in self.parts if part.kind == "block")
 
 
@@ -204,7 +204,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """What one GPU can send over a link, one way: latency + bytes / bandwidth, half of it at `half` bytes."""
+    """A link, as one GPU can use it one way: latency + bytes / bandwidth, half of the bandwidth at `half` bytes."""
 
     bandwidth: float
     latency: float = 5e-6
@@ -234,7 +234,7 @@ class ClusterSpec:
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """Count all GPUs."""
         return self.nodes * self.per_node
 
 
@@ -243,11 +243,11 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How a model is trained. Ranks = dp x tp x pp; sequences per step = micro_batch x accumulate x dp.
+    """A way to train a model. Ranks = dp x tp x pp; sequences per step = micro_batch x accumulate x dp.
 
     activations    none, full, every:K, selective
     schedule       of a pipeline: gpipe, 1f1b, interleaved, zero-bubble, zbv
-    virtual        pipeline parts per rank
+    virtual        model chunks per rank of a pipeline
     offload        none, host (optimizer states and their update on the host)
     exact          gradients are summed in one tree at any dp
     """
@@ -271,7 +271,7 @@ class ParallelPlan:
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """Count the ranks."""
         return self.dp * self.tp * self.pp
 
 
@@ -312,7 +312,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a plan needs and how long a step takes.
+    """The memory a plan needs and the time of a step.
 
     traffic  bytes that the busiest rank sends per step, by operation and axis: of zero3d, empty for other systems
     tokens   of a step, over all ranks
@@ -328,5 +328,5 @@ class Estimate:
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return plain values for JSON."""
         return asdict(self)

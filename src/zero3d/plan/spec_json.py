@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 def to_json(value: Any) -> dict[str, Any]:
-    """A dataclass of `plan.spec` as a tree that `json.dump` takes."""
+    """Return a dataclass of `plan.spec` as a tree that `json.dump` takes."""
     tree = _plain(asdict(value))
     assert isinstance(tree, dict)
     return tree
 
 
 def from_json(cls: type[T], tree: Any) -> T:
-    """The dataclass `cls` of a tree. Raises ConfigError for unknown, missing and misfit entries, with their path."""
+    """Build the dataclass `cls` of a tree. Raises ConfigError for unknown, missing and misfit entries, with paths."""
     built = _build(cls, tree, cls.__name__)
     assert isinstance(built, cls)
     return built
@@ -76,7 +76,7 @@ def _build_dataclass(kind: type, value: Any, path: str) -> Any:
 
 
 def _expect(value: Any, kinds: tuple[Any, ...], path: str, words: str) -> Any:
-    """The value, or a ConfigError. True and False are no numbers."""
+    """Return the value, or raise ConfigError. True and False are no numbers."""
     if isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)):
         return value
     raise ConfigError(f"{path}={short(repr(value))}: expected {words}.")

@@ -15,12 +15,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
-from zero3d.plan.held import Held, rank_of
+from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
-from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
+from zero3d.zero.stages import NO_BYTES, WIDTHS, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
 
 NAMES = {2: "bf16", 4: "fp32", 8: "fp64"}
-WIDE = {"fp64": 8}  # of masters and reduced gradients; else 4
 
 
 class States(NamedTuple):
@@ -31,19 +30,19 @@ class States(NamedTuple):
 
     @property
     def total(self) -> Fraction:
-        """All that the arena holds for the engine's life."""
+        """Return all that the arena holds for the engine's life."""
         return self.states.total + self.padding
 
 
 def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int = 0) -> States:
-    """What an engine holds on rank `dp_rank` of pipeline stage `pp_stage`. Raises ConfigError for what it refuses."""
+    """Return what an engine holds on rank `dp_rank` of stage `pp_stage`. Raises ConfigError for what it refuses."""
     if plan.pp > 1:
         Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
-    return _states(model, alike(plan), pp_stage, dp_rank)
+    return _states(model, states_key(plan), pp_stage, dp_rank)
 
 
-def alike(plan: ParallelPlan) -> ParallelPlan:
-    """The same for plans whose states and buffers are the same: a key to what is computed once for all of them."""
+def states_key(plan: ParallelPlan) -> ParallelPlan:
+    """Return one plan for all whose states and buffers are the same: the key under which these are computed once."""
     many = plan.accumulate if plan.exact else 1 if plan.accumulate == 1 else max(2, plan.pp)
     return replace(plan, micro_batch=1, accumulate=many, activations="none", sequence_parallel=False, offload="none")
 
@@ -51,39 +50,45 @@ def alike(plan: ParallelPlan) -> ParallelPlan:
 @lru_cache(maxsize=4096)
 def _states(model: ModelSpec, plan: ParallelPlan, pp_stage: int, dp_rank: int) -> States:
     total = States(NO_BYTES, Fraction(0))
-    every: dict[tuple[bool, int, bool], StateBytes] = {}
-    for unit in (unit for units in rank_of(model, plan, pp_stage).units.values() for unit in units):
+    rates: dict[tuple[bool, int, bool], StateBytes] = {}  # per parameter: the same for most units
+    for unit in (unit for units in rank_model(model, plan, pp_stage).units.values() for unit in units):
         owns = plan.stage == 0 or dp_rank * unit.layout.shard < unit.used
-        each = every.setdefault((unit.trainable, unit.itemsize, owns), per_parameter(unit, plan, dp_rank))
-        total = States(total.states + each.times(unit.layout.numel), total.padding + each.total * unit.layout.padding)
+        rate = rates.setdefault((unit.trainable, unit.itemsize, owns), per_parameter(unit, plan, dp_rank))
+        total = States(total.states + rate.times(unit.layout.numel), total.padding + rate.total * unit.layout.padding)
     return total
 
 
 def policies(plan: ParallelPlan) -> tuple[str, str]:
-    """Release and reduce as the engine resolves them."""
+    """Return `release` and `reduce` as the engine resolves them."""
     return resolve_policies(stage_row(plan.stage), *pipeline_policies(plan.pp, plan.release, plan.reduce))
 
 
 def reduced_width(plan: ParallelPlan, narrow: float = 2.0) -> float:
-    """Bytes of a gradient on its way to the reduction; in exact mode one that is of a single micro-batch is narrow."""
+    """Return a gradient's bytes on its way to the reduction; in exact mode that of a single micro-batch is narrow."""
     alone = plan.exact and (plan.accumulate == 1 or policies(plan)[1] == "every_micro_batch")
     return narrow if alone or plan.reduce_dtype != "fp32" else 4.0
 
 
-def leaves_of_rank(plan: ParallelPlan) -> int:
-    """Micro-batches for which memory is held: in exact pipelines the first is summed before the last is known."""
+def wire_width(plan: ParallelPlan, itemsize: int) -> int:
+    """Return the bytes in which gradients of weights of `itemsize` travel: as asked, unless that would round them."""
+    requested = WIDTHS[plan.reduce_dtype].weight if plan.precision != "fp64" else 8
+    return requested if requested >= itemsize else WIDTHS[plan.precision].reduced
+
+
+def summands_of_rank(plan: ParallelPlan) -> int:
+    """Return how many micro-batches sums are kept for: exact pipelines sum the first before they know the last."""
     return max(2, plan.accumulate) if plan.exact and plan.pp > 1 else plan.accumulate
 
 
-def per_parameter(unit: Held, plan: ParallelPlan, dp_rank: int = 0) -> StateBytes:
-    """Bytes per parameter (and per element of padding) of one unit on one rank."""
+def per_parameter(unit: RankUnit, plan: ParallelPlan, dp_rank: int = 0) -> StateBytes:
+    """Return the bytes per parameter (and per element of padding) of one unit on one rank."""
     release, reduce = policies(plan)
     if not unit.trainable:
         return frozen_bytes(plan.stage, plan.dp, unit.itemsize, release)
-    wide = WIDE.get(plan.precision, 4)
+    wide = WIDTHS[plan.precision].reduced
     master = 0 if unit.itemsize == wide else wide
     owns = plan.stage == 0 or dp_rank * unit.layout.shard < unit.used
     return engine_bytes(
-        plan.stage, plan.dp, NAMES[unit.itemsize], release, reduce, leaves_of_rank(plan),
+        plan.stage, plan.dp, NAMES[unit.itemsize], release, reduce, summands_of_rank(plan),
         optimizer=master + 2 * wide * owns, exact=plan.exact,
     )  # fmt: skip

@@ -64,18 +64,18 @@ class StageTheory(NamedTuple):
 
     @property
     def multiples(self) -> tuple[int, int]:
-        """Reduce-scatters and all-gathers of Psi (N-1)/N elements."""
+        """Return reduce-scatters and all-gathers as multiples of Psi (N-1)/N elements."""
         unit = traffic_elements(self.stage, params=2, n=2)  # Psi (N-1)/N = 1
         return int(unit["reduce_scatter"]), int(unit["all_gather"])
 
 
 def breakdown(params: int) -> Breakdown:
-    """(2 + 2 + K) Psi, term by term."""
+    """Return (2 + 2 + K) Psi, term by term."""
     return Breakdown(HALF * params, HALF * params, FULL * params, FULL * params, FULL * params)
 
 
 def stage_theory(stage: int, params: int, gpus: int) -> StageTheory:
-    """Everything the formulas say about one stage."""
+    """Compute everything the formulas say about one stage."""
     moved = traffic_elements(stage, params, gpus)
     reduced, gathered = moved["reduce_scatter"], moved["all_gather"]
     gathered_width = FULL if stage == 0 else HALF  # stage 0 gathers reduced gradients, the others weights
@@ -92,5 +92,5 @@ def stage_theory(stage: int, params: int, gpus: int) -> StageTheory:
 
 
 def all_stages(params: int, gpus: int) -> list[StageTheory]:
-    """The rows of the paper's figure 1, in order of stage."""
+    """Return the rows of the paper's figure 1, in order of stage."""
     return [stage_theory(row.number, params, gpus) for row in STAGES]

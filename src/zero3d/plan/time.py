@@ -31,7 +31,7 @@ UNCERTAIN = constant("step", "low"), constant("step", "high")  # of mid
 
 @dataclass(frozen=True)
 class Pace:
-    """A system's way with time.
+    """The constants of a system's time.
 
     speed      of its kernels, of the card's rates; 1 unless fitted. By the start of a card's name
     hide_dp    fraction of the data axis' communication that computation hides, if there is as much of it
@@ -42,7 +42,7 @@ class Pace:
     blocking   ranks wait while they pass activations on, so that a hop is part of every forward and backward
     again      of the blocks' forward, what "selective" runs again; None: attention alone
     fixed      seconds per step
-    own        as zero3d does: in pipelines, gathered parameters and unreduced gradients stay for the step
+    as_zero3d  in pipelines, gathered parameters and unreduced gradients stay for the step
                (`states.policies`), every tp rank passes whole hidden states on, and recomputation ends before a
                block's last all-reduce
     kernels    what kernels take
@@ -57,16 +57,16 @@ class Pace:
     blocking: bool = False
     again: float | None = None
     fixed: float = constant("step", "fixed")
-    own: bool = False
+    as_zero3d: bool = False
     kernels: Kernels = KERNELS
 
     def speed_on(self, gpu: str) -> float:
-        """Of a card."""
+        """Return the speed on a card."""
         return next((speed for name, speed in self.speed.items() if gpu.startswith(name)), 1.0)
 
 
 def part_indices(model: ModelSpec, ranks: int, virtual: int = 1) -> list[list[int]]:
-    """Parts of the model per pipeline part: blocks evenly, the first ones longer; embedding first, head last."""
+    """Return the model's parts per chunk: blocks evenly, the first chunks longer; embedding first, head last."""
     blocks = [i for i, part in enumerate(model.parts) if part.kind == "block"]
     first = [i for i, part in enumerate(model.parts) if part.kind == "embedding"]
     last = [i for i, part in enumerate(model.parts) if part.kind == "head"]
@@ -80,7 +80,7 @@ def part_indices(model: ModelSpec, ranks: int, virtual: int = 1) -> list[list[in
 
 @dataclass(frozen=True)
 class _Step:
-    """What all terms share."""
+    """A plan on a cluster, as all terms of its step need it."""
 
     model: ModelSpec
     plan: ParallelPlan
@@ -90,17 +90,18 @@ class _Step:
 
     @property
     def tokens(self) -> int:
+        """Count the tokens of a micro-batch."""
         return self.plan.micro_batch * self.model.length
 
 
 def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pace: Pace) -> Seconds:
-    """A step of `accumulate` micro-batches on each of dp replicas, low to high."""
+    """Time a step of `accumulate` micro-batches on each of dp model-parallel groups, low to high."""
     step = _Step(model, plan, cluster, pace, Groups.of(plan, cluster))
     known, speed = digest(model), pace.speed_on(cluster.gpu.name)
     alike = {id(shape): shape for shape in known.shapes}
     works = {key: part_work(shape, model, plan, cluster, speed, pace.kernels) for key, shape in alike.items()}
     cut = part_indices(model, plan.pp, plan.virtual)
-    terms = [_part_terms(step, [(shape := known.shapes[i], works[id(shape)]) for i in part]) for part in cut]
+    terms = [_part_terms(step, [(shape := known.shapes[i], works[id(shape)]) for i in chunk]) for chunk in cut]
     forward, backward = [t["forward"] for t in terms], [t["backward"] for t in terms]
     hop = _hop(step) if plan.pp > 1 else 0.0
     waits, hop = (hop, 0.0) if pace.blocking else (0.0, hop)
@@ -109,22 +110,22 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
     rank = max(range(plan.pp), key=lambda r: sum(forward[r :: plan.pp]) + sum(backward[r :: plan.pp]))
     parts = {name: plan.accumulate * sum(term[name] for term in terms[rank :: plan.pp]) for name in WORKING}
     parts["bubble"] = end - sum(parts.values())
-    held = [sum(known.numels[i] for part in cut[r :: plan.pp] for i in part) / plan.tp for r in range(plan.pp)]
-    parts["dp"] = _data(step, max(held), end, plan.accumulate * sum(backward[rank :: plan.pp]))
-    parts |= _update(step, max(held) * known.trainable / known.params)
+    numel = max(sum(known.numels[i] for chunk in cut[r :: plan.pp] for i in chunk) / plan.tp for r in range(plan.pp))
+    parts["dp"] = _data(step, numel, end, plan.accumulate * sum(backward[rank :: plan.pp]))
+    parts |= _update(step, numel * known.trainable / known.params)
     parts["fixed"] = pace.fixed
     mid = sum(parts.values())
     return Seconds(UNCERTAIN[0] * mid, mid, UNCERTAIN[1] * mid, parts)
 
 
 def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[str, float]:
-    """Seconds of one micro-batch through a pipeline part."""
+    """Time one micro-batch through a model chunk."""
     work = total(w for _, w in inside)
     kinds = [shape.kind for shape, _ in inside]
     policy = Policy.of(step.plan.activations)
     recompute = sum(_again(policy.kind, shape, w, step.pace) for shape, w in inside if shape.kind == "block")
     tp = reduce_seconds(2.0 * step.tokens * step.model.hidden, step.groups.tp, step.cluster) * (1 - step.pace.hide_tp)
-    again = 0.5 if step.pace.own else 1.0
+    again = 0.5 if step.pace.as_zero3d else 1.0
     passes = 2 + again if policy.kind in ("full", "every") else 2
     exposed = 2 * kinds.count("block") * tp
     ends = tp * (len(kinds) - kinds.count("block"))
@@ -144,7 +145,7 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
 
 
 def _again(kind: str, shape: Shape, work: PartWork, pace: Pace) -> float:
-    """Seconds of a block's forward that a policy runs again."""
+    """Return the seconds of a block's forward that a policy runs again."""
     if kind == "none":
         return 0.0
     if kind != "selective":
@@ -157,19 +158,19 @@ def _again(kind: str, shape: Shape, work: PartWork, pace: Pace) -> float:
 
 
 def _hop(step: _Step) -> float:
-    """Activations of a micro-batch from one pipeline stage to the next."""
+    """Return the seconds of a micro-batch's activations from one pipeline stage to the next."""
     link = step.cluster.inside if step.groups.hop_inside else step.cluster.across
-    share = 1 if step.pace.own else step.plan.tp
+    share = 1 if step.pace.as_zero3d else step.plan.tp
     return send_seconds(2.0 * step.tokens * step.model.hidden / share, link)
 
 
 def _data(step: _Step, numel: float, end: float, backward: float) -> float:
-    """What the data axis adds: communication that the computation does not hide."""
+    """Return what the data axis adds: communication that the computation does not hide."""
     plan, group, pace = step.plan, step.groups.dp, step.pace
     if group.size == 1:
         return 0.0
     row = stage_row(plan.stage)
-    resolve = policies if pace.own else lambda asked: resolve_policies(row, asked.release, asked.reduce)
+    resolve = policies if pace.as_zero3d else lambda other: resolve_policies(row, other.release, other.reduce)
     release, reduce = resolve(plan)
     known = digest(step.model)
     trained = numel * known.trainable / known.params
@@ -177,9 +178,9 @@ def _data(step: _Step, numel: float, end: float, backward: float) -> float:
     units = max(1.0, len(step.model.blocks) / plan.pp)
 
     def collective(elements: float, width: float) -> float:
-        each = gather_seconds(elements * width / units, group, step.cluster)
+        seconds = gather_seconds(elements * width / units, group, step.cluster)
         hops = (group.size - 1) * step.cluster.across.latency if group.nodes > 1 else 0.0
-        return units * (each / pace.network + (pace.unit_hops - 1) * hops)
+        return units * (seconds / pace.network + (pace.unit_hops - 1) * hops)
 
     reducing = reductions * collective(trained, reduced_width(plan))
     if row.shards_parameters:
@@ -190,16 +191,16 @@ def _data(step: _Step, numel: float, end: float, backward: float) -> float:
 
 
 def _exposed(communication: float, computation: float, hide: float) -> float:
-    """Seconds of communication that are seen: what cannot hide, and what finds nothing to hide behind."""
+    """Return the seconds of communication that are seen: what cannot hide, and what finds nothing to hide behind."""
     return (1 - hide) * communication + max(0.0, hide * communication - computation)
 
 
 def _update(step: _Step, trained: float) -> dict[str, float]:
-    """Optimizer and offload. Adam reads gradient, master, m, v and writes master, m, v and the weight: 30 bytes."""
+    """Time optimizer and offload. Adam reads gradient, master, m, v, writes master, m, v, weight: 30 bytes."""
     plan, cluster, kernels = step.plan, step.cluster, step.pace.kernels
     share = trained / (plan.dp if stage_row(plan.stage).shards_optimizer else 1)
     if plan.offload == "none":
-        bandwidth = kernels.reached(cluster.gpu).memory * cluster.gpu.bandwidth
+        bandwidth = kernels.rates_of(cluster.gpu).memory * cluster.gpu.bandwidth
         return {"optimizer": 30 * share / bandwidth + 100 * kernels.launch}
     return {
         "optimizer": 30 * share / (HOST_BANDWIDTH / cluster.per_node),

@@ -2,10 +2,10 @@
 
     gpipe        F F F F . . . B B B B         all forwards, then all backwards
     1f1b         F F F B F B F B B B           p - 1 - rank warm-up forwards, then one of each
-    interleaved  as 1f1b over v parts per rank, in rounds of p micro-batches (Narayanan et al. 2021, section 2.2)
+    interleaved  as 1f1b over v chunks per rank, in rounds of p micro-batches (Narayanan et al. 2021, section 2.2)
 
 Bubble over ideal time: (p - 1)/m, interleaved (p - 1)/(v m). Split backwards (zero-bubble, zbv) fill the bubble with
-weight gradients: a third of a part's forward and backward is left of each wait, zbv none (Qi et al. 2023, table 1).
+weight gradients: a third of a chunk's forward and backward is left of each wait, zbv none (Qi et al. 2023, table 1).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from zero3d.plan.constants import constant
 SIMULATED = 2048  # actions above which the closed form is taken: it differs by less than 3 % there
 SPLIT = {"zero-bubble": constant("schedules", "zero-bubble"), "zbv": constant("schedules", "zbv")}  # of the bubble
 
-Event = tuple[str, int, int]  # F or B, the part, the micro-batch
+Event = tuple[str, int, int]  # F or B, the chunk, the micro-batch
 
 
 @lru_cache(maxsize=256)
 def order(schedule: str, rank: int, ranks: int, micro_batches: int, virtual: int = 1) -> tuple[Event, ...]:
-    """A rank's actions in order. `virtual` parts per rank, part v x ranks + rank; interleaved: m in whole rounds."""
+    """Return a rank's actions in order: `virtual` chunks v x ranks + rank each; interleaved: m in whole rounds."""
     total = micro_batches * virtual
     forwards = [_event("F", i, rank, ranks, virtual) for i in range(total)]
     backwards = [_event("B", i, rank, ranks, virtual) for i in range(total)]
@@ -48,25 +48,25 @@ def _event(kind: str, i: int, rank: int, ranks: int, virtual: int) -> Event:
 def simulate(
     orders: Sequence[Sequence[Event]], forward: Sequence[float], backward: Sequence[float], hop: float = 0.0
 ) -> float:
-    """Seconds until the last action ends; forward and backward per part, `hop` for what passes between two parts."""
-    parts, micro_batches = len(forward), 1 + max(event[2] for event in orders[0])
-    done = {kind: [[-1.0] * micro_batches for _ in range(parts)] for kind in "FB"}
+    """Return the seconds until the last action ends; forward and backward per chunk, `hop` between two chunks."""
+    chunks, micro_batches = len(forward), 1 + max(event[2] for event in orders[0])
+    done = {kind: [[-1.0] * micro_batches for _ in range(chunks)] for kind in "FB"}
     clock, position = [0.0] * len(orders), [0] * len(orders)
     active = list(range(len(orders)))
     while active:
         for rank in active:
             actions, now = orders[rank], clock[rank]
             for at in range(position[rank], len(actions)):
-                kind, part, i = actions[at]
+                kind, chunk, i = actions[at]
                 if kind == "F":
-                    ready = done["F"][part - 1][i] if part else 0.0
+                    ready = done["F"][chunk - 1][i] if chunk else 0.0
                 else:
-                    ready = done["B"][part + 1][i] if part + 1 < parts else 0.0
+                    ready = done["B"][chunk + 1][i] if chunk + 1 < chunks else 0.0
                 if ready < 0:
                     position[rank] = at
                     break
-                now = max(now, ready + hop if ready else 0.0) + (forward if kind == "F" else backward)[part]
-                done[kind][part][i] = now
+                now = max(now, ready + hop if ready else 0.0) + (forward if kind == "F" else backward)[chunk]
+                done[kind][chunk][i] = now
             else:
                 position[rank] = len(actions)
             clock[rank] = now
@@ -77,7 +77,7 @@ def simulate(
 def pipeline_seconds(
     schedule: str, forward: Sequence[float], backward: Sequence[float], micro_batches: int, ranks: int, hop: float = 0.0
 ) -> float:
-    """Seconds of a step's forwards and backwards over `ranks` ranks; one entry of forward and backward per part."""
+    """Time a step's forwards and backwards over `ranks` ranks; one entry of forward and backward per chunk."""
     virtual = len(forward) // ranks
     uneven = virtual > 1 and micro_batches % ranks
     if schedule not in SPLIT and not uneven and 2 * len(forward) * micro_batches <= SIMULATED:
@@ -90,7 +90,7 @@ def pipeline_seconds(
 def closed_form(
     schedule: str, forward: Sequence[float], backward: Sequence[float], micro_batches: int, ranks: int, hop: float = 0.0
 ) -> float:
-    """One micro-batch's way there and back, and the period of all others.
+    """Sum one micro-batch's way there and back, and the period of all others.
 
     period  the slowest rank's work; under 1f1b also any r last ranks', which have r micro-batches in flight:
             the mean of their work and of 2 (r - 1) hops

@@ -1,11 +1,11 @@
-"""Buffers that come and go with units, as the engine holds them in one backward. No torch.
+"""Transient buffers of units, as the engine has them in one backward. No torch.
 
     gathered   stage 3, released after every use: the root, the unit in use, and WINDOW gathered ahead of it
     bucket     stages 2 and 3, in exact mode all of them: local gradients of the unit in its backward, of WINDOW being
                reduced, of those that are reduced last (root and tied units)
     wire       WINDOW reductions: the gradients as they travel, if that is another dtype, and the shard that arrives
 
-The order is that of the second micro-batch on: head, last block, .. first block. `zero/prefetch.py` has the engine's.
+The order is that of the second micro-batch on: head, last block, .. first block. `zero/gathers.py` has the engine's.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from zero3d.plan.held import Held, rank_of
+from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
-from zero3d.plan.states import WIDE, alike, policies
+from zero3d.plan.states import policies, states_key, wire_width
+from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import WIDTHS
 
 WINDOW = 2  # zero/prefetch.py's
-ROOT = "root"
 
 
 class Windows(NamedTuple):
@@ -32,31 +32,33 @@ class Windows(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Of one pipeline part. turns: in the backward of each of its model's parts, in the order of backwards."""
+    """Buffers of one model chunk's backward. turns: in that of each of its parts, in the order of backwards."""
 
     turns: tuple[Windows, ...]
     end: Windows
 
 
 def backwards(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[int, Backward]:
-    """Of the pipeline parts of one rank, by number."""
-    return _backwards(model, alike(plan), pp_stage)
+    """Return the buffers of each of a rank's model chunks, by number."""
+    return _backwards(model, states_key(plan), pp_stage)
 
 
 @lru_cache(maxsize=4096)
 def _backwards(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[int, Backward]:
     copies = {unit.copy_of for part in model.parts for unit in part.units} - {None}
     tied = frozenset(str(name).partition("/")[0] for name in copies) if plan.pp == 1 else frozenset()
-    found = {}
-    for number, own in rank_of(model, plan, pp_stage).own.items():
-        order = own[::-1]
+    by_chunk = {}
+    for number, part_units in rank_model(model, plan, pp_stage).part_units.items():
+        order = part_units[::-1]
         turns = tuple(windows(order, at, tied, plan) for at in range(len(order)))
-        found[number] = Backward(turns, flush(order, tied, plan))
-    return found
+        by_chunk[number] = Backward(turns, flush(order, tied, plan))
+    return by_chunk
 
 
-def windows(order: Sequence[Sequence[Held]], at: int, tied: frozenset[str], plan: ParallelPlan) -> Windows:
-    """While part number `at` is in its backward. Part 0's bucket opens after its fullest instant, the logits'.
+def windows(order: Sequence[Sequence[RankUnit]], at: int, tied: frozenset[str], plan: ParallelPlan) -> Windows:
+    """Return the buffers while part number `at` is in its backward.
+
+    Part 0's bucket opens after its fullest instant, the logits'.
 
     order  units by part, in the order of backwards; the root's are in any of them
     tied   owners whose units the first and the last part use
@@ -69,46 +71,45 @@ def windows(order: Sequence[Sequence[Held]], at: int, tied: frozenset[str], plan
     if plan.stage == 3 and release != "every_step":
         using = late if at == 0 else roots
         ahead = turns[at : at + 1 + WINDOW]
-        gathered = sum(map(_whole, (*using, *(unit for units in ahead for unit in units))))
+        gathered = sum(map(_full_bytes, (*using, *(unit for units in ahead for unit in units))))
     moving = [unit for units in turns[:at] for unit in units if unit.trainable][-WINDOW:]
     if (reduce == "every_micro_batch" or plan.exact) and at > 0:
         filling = late if at == len(order) - 1 else roots
-        bucket = sum(_whole(unit) for unit in (*moving, *turns[at], *filling) if unit.trainable)
-    return Windows(gathered, bucket, sum(_wire(unit, plan, reduce) for unit in moving))
+        bucket = sum(_full_bytes(unit) for unit in (*moving, *turns[at], *filling) if unit.trainable)
+    return Windows(gathered, bucket, sum(_wire_bytes(unit, plan, reduce) for unit in moving))
 
 
-def flush(order: Sequence[Sequence[Held]], tied: frozenset[str], plan: ParallelPlan) -> Windows:
-    """At the end of a backward, when what is left is reduced."""
+def flush(order: Sequence[Sequence[RankUnit]], tied: frozenset[str], plan: ParallelPlan) -> Windows:
+    """Return the buffers at the end of a backward, when what is left is reduced."""
     _, reduce = policies(plan)
     late = [unit for unit in _late(order, tied) if unit.trainable]
     early = [unit for units in order for unit in units if unit.trainable and unit not in late]
     moving = (early + late)[-WINDOW:]
     buckets = reduce == "every_micro_batch" or plan.exact
-    bucket = sum(map(_whole, dict.fromkeys((*moving, *late)))) if buckets else 0.0
-    return Windows(0.0, bucket, sum(_wire(unit, plan, reduce) for unit in moving))
+    bucket = sum(map(_full_bytes, dict.fromkeys((*moving, *late)))) if buckets else 0.0
+    return Windows(0.0, bucket, sum(_wire_bytes(unit, plan, reduce) for unit in moving))
 
 
-def _late(order: Sequence[Sequence[Held]], tied: frozenset[str]) -> list[Held]:
-    """Units that are reduced last, each once: a root unit belongs to several parts."""
-    found = (unit for units in order for unit in units if unit.owner == ROOT or unit.owner in tied)
-    return list(dict.fromkeys(found))
+def _late(order: Sequence[Sequence[RankUnit]], tied: frozenset[str]) -> list[RankUnit]:
+    """Return the units that are reduced last, each once: a root unit belongs to several parts."""
+    late = (unit for units in order for unit in units if unit.owner == ROOT or unit.owner in tied)
+    return list(dict.fromkeys(late))
 
 
-def _whole(unit: Held) -> int:
+def _full_bytes(unit: RankUnit) -> int:
     return unit.layout.total * unit.itemsize
 
 
-def _wire(unit: Held, plan: ParallelPlan, reduce: str) -> float:
-    """One reduction under way."""
+def _wire_bytes(unit: RankUnit, plan: ParallelPlan, reduce: str) -> float:
+    """Return the bytes of one reduction under way."""
     if plan.dp == 1:
         return 0.0
-    wide = WIDE.get(plan.precision, 4)
+    wide = WIDTHS[plan.precision].reduced
     if plan.exact:  # what arrives, and shards of sums in the tree
         sums = reduce == "every_step" and plan.accumulate > 1
         arrives = (unit.layout.total - unit.layout.shard) * (wide if sums else unit.itemsize)
         return arrives + unit.layout.shard * wide * plan.dp.bit_length() / WINDOW
-    asked = WIDTHS[plan.reduce_dtype].weight if plan.precision != "fp64" else 8
-    travels = asked if asked >= unit.itemsize else wide
+    travels = wire_width(plan, unit.itemsize)
     kept_wide = reduce == "every_step" and (plan.accumulate > 1 or plan.stage == 0)
     local = wide if kept_wide else unit.itemsize
     cast = 0 if travels == local else unit.layout.total * travels

@@ -1,1 +1,5 @@
-"""Which part of a tensor a rank holds: boxes of flat ranges, cuts over the tp axis. No torch where boxes are enough."""
+"""Which part of a tensor a rank holds.
+
+boxes   flat ranges as n-dimensional boxes of a tensor (no torch)
+cuts    how the tp axis divides a parameter: shapes, values and boxes
+"""

@@ -41,22 +41,22 @@ def _row_boxes(shape: Shape, row: int, start: int, stop: int) -> list[Box]:
 
 
 def box_shape(box: Box) -> Shape:
-    """Sizes of a box."""
+    """Return the sizes of a box."""
     return tuple(stop - start for start, stop in box)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common box, or None."""
+    """Return the common box of two, or None."""
     common = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
     return None if any(start >= stop for start, stop in common) else common
 
 
 def slices(box: Box, inside: Box | None = None) -> tuple[slice, ...]:
-    """The index that takes a box out of its tensor, or out of a tensor that holds the box `inside`."""
+    """Return the index that takes a box out of its tensor, or out of a tensor that holds the box `inside`."""
     origin = [start for start, _ in inside] if inside is not None else [0] * len(box)
     return tuple(slice(start - o, stop - o) for (start, stop), o in zip(box, origin, strict=True))
 
 
 def whole(shape: Shape) -> Box:
-    """The box that is all of a tensor."""
+    """Return the box that is all of a tensor."""
     return tuple((0, size) for size in shape)

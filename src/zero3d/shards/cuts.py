@@ -11,6 +11,7 @@ ranges of local tensors (units, checkpoints, loading) never sees which rank of w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ class Cut(NamedTuple):
     blocks: int = 1
 
     def local_shape(self, shape: Shape) -> Shape:
-        """Of a logical tensor's shape. Raises ConfigError where it cannot be cut equally."""
+        """Return the local shape of a logical tensor's. Raises ConfigError where it cannot be cut equally."""
         if self.dim >= len(shape):
             raise ConfigError(
                 f"a tensor of shape {shape} has {len(shape)} dimensions, and dimension {self.dim} of it should be cut "
@@ -44,36 +45,36 @@ class Cut(NamedTuple):
         return (*shape[: self.dim], length // self.size, *shape[self.dim + 1 :])
 
     def logical_shape(self, local: Shape) -> Shape:
-        """The whole parameter's shape."""
+        """Return the logical shape of a local tensor's."""
         return (*local[: self.dim], local[self.dim] * self.size, *local[self.dim + 1 :])
 
     def take(self, logical: Tensor) -> Tensor:
-        """This rank's part of a logical tensor, as a contiguous tensor of its own, detached. Raises ConfigError."""
+        """Return a copy of this rank's part of a logical tensor, contiguous and detached. Raises ConfigError."""
         local = self.local_shape(tuple(logical.shape))
         before, chunk, after = local[: self.dim], local[self.dim] // self.blocks, local[self.dim + 1 :]
         chunks = logical.detach().reshape(*before, self.blocks, self.size, chunk, *after)
-        mine = chunks.select(self.dim + 1, self.rank)
-        return mine.clone(memory_format=torch.contiguous_format).view(local)
+        chunk_of_rank = chunks.select(self.dim + 1, self.rank)
+        return chunk_of_rank.clone(memory_format=torch.contiguous_format).view(local)
 
     def join(self, locals: Sequence[Tensor]) -> Tensor:
-        """The logical tensor of all ranks' local ones, in rank order."""
+        """Return the logical tensor of all ranks' local ones, in rank order."""
         local = tuple(locals[0].shape)
         before, chunk, after = local[: self.dim], local[self.dim] // self.blocks, local[self.dim + 1 :]
-        parts = [each.reshape(*before, self.blocks, chunk, *after) for each in locals]
+        parts = [t.reshape(*before, self.blocks, chunk, *after) for t in locals]
         return torch.stack(parts, self.dim + 1).view(self.logical_shape(local))
 
     def boxes(self, local_box: Box, local_shape: Shape) -> list[tuple[Box, Box]]:
-        """What a box of the local tensor is of the logical one: (box there, its part of the local box), in order."""
+        """Return a local box as boxes of the logical tensor: (logical box, its part of the local box), in order."""
         chunk = local_shape[self.dim] // self.blocks
-        found = []
+        pairs = []
         for block in range(self.blocks):
             here = (*local_box[: self.dim], (block * chunk, (block + 1) * chunk), *local_box[self.dim + 1 :])
             part = intersect(local_box, here)
             if part is not None:
                 away = (block * (self.size - 1) + self.rank) * chunk  # from local to logical
                 start, stop = part[self.dim]
-                found.append(((*part[: self.dim], (start + away, stop + away), *part[self.dim + 1 :]), part))
-        return found
+                pairs.append(((*part[: self.dim], (start + away, stop + away), *part[self.dim + 1 :]), part))
+        return pairs
 
     def _does_not_divide(self, shape: Shape) -> str:
         length = shape[self.dim]
@@ -83,17 +84,17 @@ class Cut(NamedTuple):
                 f"{length} is not divisible by blocks {self.blocks} ({where}): give this parameter a style with "
                 "fewer blocks in the tensor parallel plan."
             )
-        asked = f"tp {self.size}" if self.blocks == 1 else f"blocks {self.blocks} x tp {self.size}"
+        requested = f"tp {self.size}" if self.blocks == 1 else f"blocks {self.blocks} x tp {self.size}"
         product = "" if self.blocks == 1 else f" = {self.blocks * self.size}"
         works = next(tp for tp in range(self.size, 0, -1) if length // self.blocks % tp == 0)
         return (
-            f"{length} is not divisible by {asked}{product} ({where}): pass tp={works}, or leave this parameter "
+            f"{length} is not divisible by {requested}{product} ({where}): pass tp={works}, or leave this parameter "
             "whole in the tensor parallel plan."
         )
 
 
 def cover(shape: Shape, start: int, values: Tensor, cut: Cut | None = None) -> Iterator[tuple[Box, Tensor]]:
-    """A flat range of a parameter in boxes of the logical tensor, in order, each with a view of its values.
+    """Yield a flat range of a parameter as boxes of the logical tensor, in order, each with a view of its values.
 
     shape   of the parameter as this rank has it: local where there is a cut
     start   of the range, in elements; `values` [n] are those from there on
@@ -101,11 +102,7 @@ def cover(shape: Shape, start: int, values: Tensor, cut: Cut | None = None) -> I
     offset = 0
     for local_box in boxes(shape, start, start + values.numel()):
         size = box_shape(local_box)
-        inside = values[offset : offset + _numel(size)].view(size)
+        inside = values[offset : offset + prod(size)].view(size)
         offset += inside.numel()
         for box, part in cut.boxes(local_box, shape) if cut is not None else [(local_box, local_box)]:
             yield box, inside[slices(part, local_box)]
-
-
-def _numel(shape: Shape) -> int:
-    return torch.Size(shape).numel()

@@ -1,11 +1,11 @@
-"""What one forward and backward of each kind of part keeps and needs, by running it without data.
+"""Bytes and operations of one forward and backward of each kind of part, by running it without data.
 
     embedding | block of kind A | (alike: skipped) | block of kind B | (skipped) | norm, head, loss
               ^ forward begins, ends; its output's gradient comes, its input's gradient is done
 
 Blocks of one class with the same parameters are alike, and one of them runs; the others hand on what they are
 given. Bytes are those of storages that live at an instant (`live.py`), so that whatever autograd, a
-module or a collective keeps is counted, once. Gradients of parameters are told apart: an engine moves them
+module or a collective keeps is counted, once. Gradients of parameters are counted apart: an engine moves them
 into its buckets at once, and their size does not follow the tokens. Those of a tied parameter wait from the
 head's backward for the embedding's if both are on one rank, and are left out here.
 """
@@ -23,18 +23,18 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zero3d.activations.recomputation import attentions_in
+from zero3d.activations.targets import attentions_in
 from zero3d.distributed.ledger import Ledger
 from zero3d.models.chain import copy_with
 from zero3d.models.masking import forward_options, inner_model
-from zero3d.models.placeholders import Elsewhere, first_argument
+from zero3d.models.placeholders import Placeholder, first_argument
 from zero3d.nested import tensors_out
 from zero3d.precision import at_least_fp32
-from zero3d.setup.build import next_token_loss
-from zero3d.sim.live import Live
+from zero3d.setup.losses import next_token_loss
+from zero3d.sim.live import StorageTracker
 from zero3d.sim.patches import without_values
-from zero3d.sim.pretend import Silent, fake_like
-from zero3d.sim.units import RUN, Rooms
+from zero3d.sim.stand_ins import SilentAxis, empty_like
+from zero3d.sim.units import RUN, PartNames
 from zero3d.tensor_parallel.parallelize import parallelize
 
 EMBEDDING, HEAD = "embedding", "head"
@@ -43,7 +43,7 @@ Curve = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one part, for one micro-batch: bytes and operations.
+    """Bytes and operations of one part, for one micro-batch.
 
     kept       alive after its forward because of it
     attention  of these, what recomputing attention alone frees
@@ -60,92 +60,92 @@ class Figures:
     scores: float
 
 
-class Forms(dict[int, bool]):
-    """Kind of block -> whether it returns a tuple. One for all copies of a model."""
+class OutputForms(dict[int, bool]):
+    """Kind of block -> whether it returns a tuple. All copies of a model share one."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Forms:
+    def __deepcopy__(self, memo: dict[int, Any]) -> OutputForms:
         return self
 
 
-class Skip(Elsewhere):
-    """A block like one that has run: hands on its hidden state in the form in which that one did."""
+class SkippedBlock(Placeholder):
+    """In the place of a block like one that has run: hands on its hidden state in the form in which that one did."""
 
-    def __init__(self, block: nn.Module, forms: Forms, kind: int) -> None:
+    def __init__(self, block: nn.Module, forms: OutputForms, kind: int) -> None:
         super().__init__(block)
         self._forms, self._kind = forms, kind
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The hidden state it is given."""
+        """Return the hidden state it is given."""
         hidden = first_argument(args, kwargs)
         return (hidden,) if self._forms[self._kind] else hidden
 
 
-def kinds_of(model: nn.Module, rooms: Rooms) -> list[int]:
-    """The kind of every block: those of one class with the same parameters are alike."""
+def kinds_of(model: nn.Module, part_names: PartNames) -> list[int]:
+    """Return the kind of every block: those of one class with the same parameters are alike."""
     seen: dict[Any, int] = {}
     kinds = []
-    for name in rooms.blocks:
+    for name in part_names.blocks:
         block = model.get_submodule(name)
-        what = type(block), *((n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters())
-        kinds.append(seen.setdefault(what, len(seen)))
+        signature = type(block), *((n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters())
+        kinds.append(seen.setdefault(signature, len(seen)))
     return kinds
 
 
 @dataclass
-class Reduced:
+class ReducedModel:
     """A copy of a model with one block of each kind. ran: kind -> name of the block that runs."""
 
     module: nn.Module
     ran: dict[int, str]
-    forms: Forms
+    forms: OutputForms
 
 
-def reduce_model(model: nn.Module, rooms: Rooms) -> Reduced:
-    """The copy shares all tensors with the model."""
+def reduce_model(model: nn.Module, part_names: PartNames) -> ReducedModel:
+    """Return a copy that runs one block of each kind; it shares all tensors with the model."""
     ran: dict[int, str] = {}
-    forms = Forms()
+    forms = OutputForms()
     replaced: dict[nn.Module | Tensor, object] = {}
-    for name, kind in zip(rooms.blocks, kinds_of(model, rooms), strict=True):
+    for name, kind in zip(part_names.blocks, kinds_of(model, part_names), strict=True):
         if ran.setdefault(kind, name) != name:
             block = model.get_submodule(name)
-            replaced[block] = Skip(block, forms, kind)
-    return Reduced(copy_with(model, replaced), ran, forms)
+            replaced[block] = SkippedBlock(block, forms, kind)
+    return ReducedModel(copy_with(model, replaced), ran, forms)
 
 
 def measure(
-    model: nn.Module, rooms: Rooms, length: int, tp: int, batch: int = 1, packed: bool = False
+    model: nn.Module, part_names: PartNames, length: int, tp: int, batch: int = 1, packed: bool = False
 ) -> dict[Any, Figures]:
-    """Figures of the embedding, of every kind of block and of the head, for `batch` sequences of `length` tokens.
+    """Return figures of the embedding, every kind of block and the head, for `batch` sequences of `length` tokens.
 
     tp      1, or a degree that divides the model. The model stays as it is
     packed  every sequence is of several documents, which attention keeps apart by a mask
     """
-    reduced = reduce_model(model, rooms)
+    reduced = reduce_model(model, part_names)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, without_values(packed):
         tensors = [*reduced.module.parameters(), *reduced.module.buffers()]
-        copies: dict[nn.Module | Tensor, object] = {t: fake_like(t, _dtype(t)) for t in dict.fromkeys(tensors)}
+        copies: dict[nn.Module | Tensor, object] = {t: empty_like(t, _dtype(t)) for t in dict.fromkeys(tensors)}
         run = copy_with(reduced.module, copies).train()
         _without_loops(run)
         if tp > 1:
-            parallelize(run, Silent("tp", 0, tp), Ledger(), local_logits=takes_labels(model))
-        live = Live()
-        live.know(*run.parameters(), *run.buffers())
-        watch = _Watch(live, reduced)
-        watch.install(run)
+            parallelize(run, SilentAxis("tp", 0, tp), Ledger(), local_logits=takes_labels(model))
+        live = StorageTracker()
+        live.leave_out(*run.parameters(), *run.buffers())
+        recorder = _Recorder(live, reduced)
+        recorder.install(run)
         ids = torch.zeros(batch, length, dtype=torch.int64)
         labels = ids.clone()
-        live.know(ids, labels)
+        live.leave_out(ids, labels)
         options = forward_options(model)
         if packed and "position_ids" in inspect.signature(inner_model(model).forward).parameters:
             options["position_ids"] = ids.clone()
-            live.know(options["position_ids"])
+            live.leave_out(options["position_ids"])
         with fake, live:
             _step(run, ids, labels, options, live)
-    return {part: watch.figures(part) for part in (EMBEDDING, *reduced.ran, HEAD)}
+    return {part: recorder.figures(part) for part in (EMBEDDING, *reduced.ran, HEAD)}
 
 
 def _without_loops(model: nn.Module) -> None:
-    """A loop over the experts that tokens were sent to cannot run without values; one product of all can."""
+    """Run experts as one product of all: a loop over those that tokens were sent to cannot run without values."""
     inner: Any = inner_model(model)
     experts = any(name.endswith(".experts") for name, _ in inner.named_modules())
     if experts and hasattr(inner, "set_experts_implementation"):
@@ -156,8 +156,8 @@ def _dtype(t: Tensor) -> torch.dtype:
     return RUN if isinstance(t, nn.Parameter) and t.is_floating_point() else t.dtype
 
 
-def _step(model: nn.Module, ids: Tensor, labels: Tensor, options: dict[str, Any], live: Live) -> None:
-    """One micro-batch as `Engine.train_batch` runs it."""
+def _step(model: nn.Module, ids: Tensor, labels: Tensor, options: dict[str, Any], live: StorageTracker) -> None:
+    """Run one micro-batch as `Engine.train_batch` does."""
     loss = _loss(model, ids, labels, options)
     live.mark(("F", HEAD, "end"))
     live.mark(("B", HEAD, "begin"))
@@ -166,7 +166,7 @@ def _step(model: nn.Module, ids: Tensor, labels: Tensor, options: dict[str, Any]
 
 
 def _loss(model: nn.Module, ids: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
-    """The sum of losses, of the model's own or of next tokens."""
+    """Return the sum of losses, of the model's own or of next tokens."""
     if takes_labels(model):
         loss = model(input_ids=ids, labels=labels, **options).loss
         return at_least_fp32(loss) * (labels[..., 1:] != -100).sum()
@@ -174,14 +174,14 @@ def _loss(model: nn.Module, ids: Tensor, labels: Tensor, options: dict[str, Any]
 
 
 def takes_labels(model: nn.Module) -> bool:
-    """Whether a model computes its own loss."""
+    """Say whether a model computes its own loss."""
     return "labels" in inspect.signature(inner_model(model).forward).parameters
 
 
-class _Watch:
+class _Recorder:
     """Marks instants of a run, and reads figures off the log."""
 
-    def __init__(self, live: Live, reduced: Reduced) -> None:
+    def __init__(self, live: StorageTracker, reduced: ReducedModel) -> None:
         self._live, self._ran, self._forms = live, reduced.ran, reduced.forms
         self._kinds = list(reduced.ran)
         self._outputs: set[int] = set()  # storages of attention's outputs
@@ -190,7 +190,7 @@ class _Watch:
         self._tied: set[tuple[int, ...]] = set()  # shapes of tied parameters
 
     def install(self, model: nn.Module) -> None:
-        """Hooks on the blocks that run, their attention, and parameters."""
+        """Put hooks on the blocks that run, their attention, and parameters."""
         for kind, name in self._ran.items():
             block = model.get_submodule(name)
             block.register_forward_pre_hook(partial(self._begins, kind), with_kwargs=True)
@@ -231,7 +231,7 @@ class _Watch:
     # --- figures --------------------------------------------------------------------------------
 
     def figures(self, part: Any) -> Figures:
-        """Of a kind of block, or of the ends."""
+        """Return the figures of a kind of block, or of the embedding or head."""
         begin, end = self._forward_of(part)
         over = self._live.marks["F", HEAD, "end"]  # what a caller lets go a moment later was not kept
         kept = self._alive(begin, end, over)
@@ -255,7 +255,7 @@ class _Watch:
         return marks["F", part, "begin"], marks["F", part, "end"]
 
     def _alive(self, begin: int, end: int, at: int) -> dict[int, int]:
-        """Storages born between two instants that live at a third: number -> bytes."""
+        """Return the storages born between two instants that live at a third: number -> bytes."""
         alive: dict[int, int] = {}
         for i, (change, number) in enumerate(self._live.events[:at]):
             if change < 0:
@@ -265,7 +265,7 @@ class _Watch:
         return alive
 
     def _windows(self, part: Any) -> list[tuple[float, float]]:
-        """The curve of a part's backward, the head's with that of its forward."""
+        """Return the curve of a part's backward, the head's with that of its forward."""
         marks, over = self._live.marks, self._live.marks["end",]
         begin, end = (marks.get(("B", part, edge), over) for edge in ("begin", "end"))
         curve: list[tuple[float, float]] = []
@@ -278,7 +278,7 @@ class _Watch:
         return curve + list(self._curve(begin, end))
 
     def _curve(self, begin: int, end: int) -> Iterator[tuple[float, float]]:
-        """(bytes that follow the tokens, bytes of gradients) beyond what forwards had kept, over a window."""
+        """Yield (bytes that follow the tokens, bytes of gradients) beyond what forwards had kept, over a window."""
         forward = self._live.marks["F", HEAD, "end"]
         waiting = self._waiting()
         alive = self._alive(min(begin, forward), begin, begin)
@@ -291,7 +291,8 @@ class _Watch:
             yield tokens, gradients
 
     def _waiting(self) -> set[int]:
-        """Gradients of tied parameters that wait for the embedding's, or are summed there."""
+        """Return the gradients of tied parameters that wait for the embedding's, or are summed there."""
+
         marks = self._live.marks
         forward, last = marks["F", HEAD, "end"], marks.get(("B", self._kinds[0], "end"), len(self._live.events))
         born = set(self._alive(forward, last, last)) | {n for n in self._live.shapes if n >= last}

@@ -1,4 +1,4 @@
-"""Multiplications and additions of matrix products and attention, by phase and by part of the model.
+"""Multiplications and additions of matrix products and attention, by phase and by model chunk.
 
 torch's own formulas (torch.utils.flop_counter); it has none for attention on the CPU, which a dry run stands on,
 and which is the same product: 2 b h s t (d + e) forward, 2.5 times that backward.
@@ -13,28 +13,29 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from zero3d.sim.where import Where
+from zero3d.sim.position import PositionTracker
 
 Formula = Callable[..., int]
 
 
-class Flops:
-    """Counts while it hears operations: (phase, a pipeline's action or "", part) -> multiplications and additions."""
+class FlopCounter:
+    """Counts while it hears operations: (phase, a pipeline's action or "", chunk) -> multiplications and additions."""
 
-    def __init__(self, where: Where) -> None:
-        self._where = where
+    def __init__(self, position: PositionTracker) -> None:
+        self._position = position
         self.counted: Counter[tuple[str, str, int]] = Counter()
 
     def __call__(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """An operation has run."""
+        """Count an operation that has run."""
         formula = FORMULAS.get(func._overloadpacket)
         if formula is not None:
-            phase, _, part, _ = self._where.now()
-            kind = "" if self._where.action is None else self._where.action.kind
-            self.counted[phase, kind, part] += int(formula(*args, **kwargs, out_val=out))
+            phase, _, chunk, _ = self._position.now()
+            kind = "" if self._position.action is None else self._position.action.kind
+            self.counted[phase, kind, chunk] += int(formula(*args, **kwargs, out_val=out))
 
     def reset(self) -> None:
-        """Forget all."""
+        """Forget all counts."""
+
         self.counted.clear()
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from zero3d.distributed.axis import Axis
+from zero3d.distributed.mesh import Mesh
 from zero3d.errors import ConfigError
 
 
 @contextmanager
 def fake_group(rank: int, world: int) -> Iterator[None]:
-    """torch.distributed as `rank` of `world` sees it. A step there leaves a process unfit for a second engine.
+    """Run torch.distributed as `rank` of `world` sees it. A step there leaves a process unfit for a second engine.
 
     Raises ConfigError where torch.distributed runs already.
     """
@@ -24,3 +27,28 @@ def fake_group(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@dataclass
+class FakeAxis(Axis):
+    """An axis on the fake group that gives the name of another backend, from which algorithms and buffers follow."""
+
+    stands_for: str = "nccl"
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend that a real run would use; "none" for degree 1."""
+        return "none" if self.gathers is None else self.stands_for
+
+
+class FakeMesh(Mesh):
+    """A mesh on the fake group, on the CPU, whose axes stand for those of `backend`."""
+
+    def __init__(self, dp: int | None, tp: int | None, pp: int | None, backend: str) -> None:
+        super().__init__(dp, tp, pp, device="cpu")
+        self._backend = backend
+
+    def open_axis(self, name: str) -> Axis:
+        """Make an axis over groups that send nothing."""
+        axis = super().open_axis(name)
+        return FakeAxis(axis.name, axis.rank, axis.size, axis.gathers, axis.reductions, stands_for=self._backend)

@@ -1,6 +1,6 @@
 """Live bytes over time: every storage that operators make, from its birth to its death.
 
-with Live() as live:                  inside FakeTensorMode no data is ever there
+with StorageTracker() as live:        inside FakeTensorMode no data is ever there
     live.mark("block 0 begins")       instants, to be told apart later
     ...
 live.events                           (bytes, storage) in order; negative bytes are a death
@@ -21,7 +21,7 @@ from zero3d.sim.flops import FORMULAS
 SCORES = ("attention", "bmm")  # in the names of operators whose factors are both activations
 
 
-class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows storages and counts floating-point operations.
 
     events    (change in bytes, number of the storage), in order
@@ -39,18 +39,19 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._numbers: dict[int, int] = {}
         self._refs: dict[int, Any] = {}
 
-    def know(self, *tensors: Tensor) -> None:
-        """These were there before: they are never born."""
+    def leave_out(self, *tensors: Tensor) -> None:
+        """Never count these: they were there before."""
         for t in tensors:
             self._numbers[t.untyped_storage()._cdata] = -1
             self._refs[t.untyped_storage()._cdata] = t.untyped_storage()
 
-    def mark(self, what: Any) -> None:
-        """Remember this instant, the first of its name."""
-        self.marks.setdefault(what, len(self.events))
+    def mark(self, name: Any) -> None:
+        """Remember this instant, if it is the first of its name."""
+        self.marks.setdefault(name, len(self.events))
 
     def number_of(self, t: Tensor) -> int:
-        """The storage's number, -1 where it is not followed."""
+        """Return the number of a tensor's storage, -1 where it is not followed."""
+
         return self._numbers.get(t.untyped_storage()._cdata, -1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -31,9 +31,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zero3d.memory.arena import STATES, TRANSIENT
-from zero3d.sim.patches import listening
-from zero3d.sim.where import NOWHERE, Place, Where
+from zero3d.memory.arena import STATES, TRANSIENT, Arena
+from zero3d.sim.patches import hear_resizes
+from zero3d.sim.position import NOWHERE, Position, PositionTracker
 
 BUFFERS, INPUTS, ACTIVATIONS, TEMPORARY = "buffers", "inputs", "activations", "temporary"
 PADDING = "padding"
@@ -50,42 +50,42 @@ class Storage:
     category: str
     shape: tuple[int, ...]
     dtype: str
-    born: Place
+    born: Position
     padding: Fraction = NONE
 
 
 @dataclass
 class Log:
-    """What happened to whom: `changes[i]` bytes of storage `who[i]`; `marks`: (event, what began there).
+    """The events of storages: event i changed storage `who[i]` by `changes[i]` bytes; `marks`: (event, its position).
 
-    peak         the most bytes alive, reached by event `peak_event`, at `peak_place`
+    peak         the most bytes alive, reached by event `peak_event`, at `peak_position`
     """
 
     storages: list[Storage]
     who: array[int]
     changes: array[int]
-    marks: list[tuple[int, Place]]
+    marks: list[tuple[int, Position]]
     peak: int = 0
     peak_event: int = -1
-    peak_place: Place = NOWHERE
+    peak_position: Position = NOWHERE
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """As FakeTensorMode answers of its tensors."""
+    """Return a tensor's device as FakeTensorMode answers of its tensors."""
     if not isinstance(tensor, FakeTensor):
         return tensor.device
     return META if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
 
 
-class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the log while `watching()`; `restart()` forgets all but what is alive.
 
-    heard   called after each operation with (operation, arguments, keywords, result)
+    hear    called after each operation with (operation, arguments, keywords, result)
     """
 
-    def __init__(self, where: Where, heard: Callable[[Any, Any, Any, Any], None] = lambda *_: None) -> None:
+    def __init__(self, position: PositionTracker, hear: Callable[[Any, Any, Any, Any], None] = lambda *_: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._where, self._heard = where, heard
+        self._position, self._hear = position, hear
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # by id
         self._alive: dict[int, Storage] = {}  # by place in log.storages
         self.live = 0
@@ -101,54 +101,54 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "prim":  # questions: most are on which device, and FakeTensorMode is slow to answer
             return device_of(args[0]) if func is DEVICE else func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.see(leaf)
-        self._heard(func, args, kwargs or {}, out)
+        for value in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(value, Tensor):
+                self.see(value)
+        self._hear(func, args, kwargs or {}, out)
         return out
 
     def see(self, tensor: Tensor, category: str = TEMPORARY) -> Storage | None:
-        """A tensor exists; None for one that takes no memory."""
+        """Return a tensor's storage, newly logged if it was not known; None for one that takes no memory."""
         storage = tensor.untyped_storage()
         number = self._number(storage)
         if number is None:
             if tensor.device.type == "meta":
                 return None
-            place, number = self._where.now(), len(self.log.storages)
+            position, number = self._position.now(), len(self.log.storages)
             dtype, nbytes = str(tensor.dtype).removeprefix("torch."), storage.nbytes()
-            self._alive[number] = Storage(nbytes, category, tuple(tensor.shape), dtype, place)
+            self._alive[number] = Storage(nbytes, category, tuple(tensor.shape), dtype, position)
             self.log.storages.append(self._alive[number])
             self._follow(storage, number)
-            self._mark(place)
-            self._change(number, nbytes, place)
+            self._mark(position)
+            self._change(number, nbytes, position)
         return self._alive[number]
 
     def lent(self, category: str, buffer: Tensor, used: Fraction | int | None = None) -> None:
-        """The arena has lent a buffer, of whose elements so many are used (None: all)."""
-        found = self.see(buffer, category)
-        if found is not None:
-            found.category = category
-            found.padding = NONE if used is None else found.nbytes - Fraction(used * buffer.dtype.itemsize)
+        """Label a buffer that the arena has lent, of whose elements so many are used (None: all)."""
+        entry = self.see(buffer, category)
+        if entry is not None:
+            entry.category = category
+            entry.padding = NONE if used is None else entry.nbytes - Fraction(used * buffer.dtype.itemsize)
 
     def name(self, tensor: Tensor, module: str) -> None:
-        """A tensor was made for this module."""
-        found = self.see(tensor)
-        if found is not None:
-            found.born = found.born._replace(module=module)
+        """Write at a tensor's storage that it was made for this module."""
+        entry = self.see(tensor)
+        if entry is not None:
+            entry.born = entry.born._replace(module=module)
 
-    def saved(self, tensor: Tensor) -> Tensor:
-        """Autograd keeps a tensor; not itself, for an operation's output would hold the operation that holds it."""
-        found = self.see(tensor)
-        if found is not None and found.category == TEMPORARY:
-            found.category = ACTIVATIONS
+    def keep_saved(self, tensor: Tensor) -> Tensor:
+        """Label what autograd saves, and return it detached: an output would hold the operation that holds it."""
+        entry = self.see(tensor)
+        if entry is not None and entry.category == TEMPORARY:
+            entry.category = ACTIVATIONS
         return tensor.detach()
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage has been freed or filled in place."""
+        """Log that a storage has been freed or filled in place."""
         number = self._number(storage)
         if number is not None:
-            found = self._alive[number]
-            change, found.nbytes = storage.nbytes() - found.nbytes, storage.nbytes()
+            entry = self._alive[number]
+            change, entry.nbytes = storage.nbytes() - entry.nbytes, storage.nbytes()
             self._change(number, change)
 
     def _dead(self, key: int, number: int) -> None:
@@ -165,7 +165,7 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # --- the log --------------------------------------------------------------------------------
 
-    def _change(self, number: int, change: int, place: Place | None = None) -> None:
+    def _change(self, number: int, change: int, position: Position | None = None) -> None:
         log = self.log
         if change == 0:
             return
@@ -174,12 +174,12 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live += change
         if self.live > log.peak:
             log.peak, log.peak_event = self.live, len(log.who) - 1
-            log.peak_place = place or self._where.now()
+            log.peak_position = position or self._position.now()
 
-    def _mark(self, place: Place) -> None:
+    def _mark(self, position: Position) -> None:
         marks = self.log.marks
-        if not marks or marks[-1][1][:3] != place[:3]:
-            marks.append((len(self.log.who), place))
+        if not marks or marks[-1][1][:3] != position[:3]:
+            marks.append((len(self.log.who), position))
 
     def restart(self) -> None:
         """Begin a new log with what is alive now."""
@@ -192,11 +192,31 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage is not None:
                 self._follow(storage, moved[number])
         self.live = 0
-        for number, each in self._alive.items():
-            self._change(number, each.nbytes)
+        for number, living in self._alive.items():
+            self._change(number, living.nbytes)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, every storage is seen; afterwards all is as before."""
-        with listening(self), saved_tensors_hooks(self.saved, lambda tensor: tensor), self:
+        """Log every storage inside the block; afterwards all is as before."""
+        with hear_resizes(self.resized), saved_tensors_hooks(self.keep_saved, lambda tensor: tensor), self:
             yield
+
+
+class ObservedArena(Arena):
+    """An engine's account of buffers that tells a log of what it lends."""
+
+    def __init__(self, log: MemoryTracker, device: torch.device) -> None:
+        super().__init__(device)
+        self._log = log
+
+    def allocate(self, category: str, elements: int, used: Fraction | int, dtype: torch.dtype) -> Tensor:
+        """Allocate a buffer for model states, and label its storage."""
+        buffer = super().allocate(category, elements, used, dtype)
+        self._log.lent(category, buffer, used)
+        return buffer
+
+    def borrow(self, category: str, elements: int, dtype: torch.dtype) -> Tensor:
+        """Lend a transient buffer, and label its storage."""
+        buffer = super().borrow(category, elements, dtype)
+        self._log.lent(category, buffer)
+        return buffer

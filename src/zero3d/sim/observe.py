@@ -1,9 +1,9 @@
-"""One step of an engine under the microscope; the engine may be a real one or a dry run's.
+"""One watched step of an engine: its memory, traffic, FLOPs and actions. The engine may be a real one or a dry run's.
 
-The step that is measured is a later one: in the first, orders are recorded and norms are placed. At stage 3, where
-gathers follow the recorded order, that first step is a whole one. Below, an empty one does, as long as gradients are
-complete in the order that the engine expects; else the step is measured again in the order that was seen.
-Python's own garbage collector waits meanwhile, so that what dies when does not depend on chance.
+The watched step is not the first: in that one orders of gathers are recorded, and ranks learn whose norms come where.
+At stage 3, where gathers follow the recorded order, the first step is a whole one. Below stage 3 an empty step does, as
+long as gradients are complete in the order that the engine expects; else the step is made again in the order that was
+seen. Python's garbage collector is off meanwhile, so that what dies when does not depend on chance.
 """
 
 from __future__ import annotations
@@ -12,77 +12,84 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.memory.arena import STATES
 from zero3d.nested import tensors_in
-from zero3d.sim.flops import Flops
-from zero3d.sim.memory import BUFFERS, INPUTS, Log, Memory
+from zero3d.sim.flops import FlopCounter
+from zero3d.sim.memory import BUFFERS, INPUTS, Log, MemoryTracker, ObservedArena
 from zero3d.sim.patches import around
-from zero3d.sim.result import Did, Sent, States, Work
-from zero3d.sim.where import Where
+from zero3d.sim.position import PositionTracker
+from zero3d.sim.result import FlopCount, PipelineAction, StateEntry, TrafficEntry
 
 Batches = Sequence[Mapping[str, Any]]
 
 
 @dataclass
-class Observed:
-    """An engine after a step, and what that was."""
+class Observation:
+    """An engine after a watched step, and the records of that step. first: traffic of the step before."""
 
     engine: Engine
     log: Log
     flops: Mapping[tuple[str, str, int], int]
-    first: tuple[Sent, ...]  # traffic of the step before
+    first: tuple[TrafficEntry, ...]
 
     @property
-    def states(self) -> tuple[States, ...]:
-        """Model states and padding."""
+    def states(self) -> tuple[StateEntry, ...]:
+        """Return the bytes of model states and padding."""
         held = {entry.category: entry for entry in self.engine.memory}
-        return tuple(States(name, held[name].measured, held[name].planned or 0) for name in STATES)
+        return tuple(StateEntry(name, held[name].measured, held[name].planned or 0) for name in STATES)
 
     @property
-    def sent(self) -> tuple[Sent, ...]:
-        """The ledger."""
-        return tuple(Sent(*entry) for entry in self.engine.traffic)
+    def traffic(self) -> tuple[TrafficEntry, ...]:
+        """Return the ledger of the step."""
+        return tuple(TrafficEntry(*entry) for entry in self.engine.traffic)
 
     @property
-    def work(self) -> tuple[Work, ...]:
-        """FLOPs."""
-        return tuple(Work(*key, count) for key, count in sorted(self.flops.items()))
+    def work(self) -> tuple[FlopCount, ...]:
+        """Return the FLOPs of the step."""
+        return tuple(FlopCount(*key, count) for key, count in sorted(self.flops.items()))
 
     @property
-    def did(self) -> tuple[Did, ...]:
-        """This rank's actions in the pipeline."""
+    def actions(self) -> tuple[PipelineAction, ...]:
+        """Return this rank's actions in the pipeline."""
         pipeline = self.engine.pipeline
-        return () if pipeline is None else tuple(Did(*action) for action in pipeline.recorded)
+        return () if pipeline is None else tuple(PipelineAction(*action) for action in pipeline.recorded)
 
     @property
     def elements(self) -> int:
-        """Parameters of this rank's units."""
+        """Count the parameters of this rank's units."""
         return sum(unit.layout.numel for unit in self.engine.units)
 
     def alike(self, dp: int) -> tuple[int, ...]:
-        """The dp ranks that update parts of the same units as rank `dp`: of others, shards are all padding."""
+        """Return the dp ranks that update pieces of the same units as rank `dp`: of others, shards are all padding."""
         units = [unit for unit in self.engine.units if unit.grads is not None and not unit.weights.updates_all]
-        mine = [bool(unit.layout.pieces(dp)) for unit in units]
-        ranks = range(self.engine.comm.size)
-        return tuple(rank for rank in ranks if [bool(unit.layout.pieces(rank)) for unit in units] == mine)
+
+        def updates(rank: int) -> list[bool]:
+            return [bool(unit.layout.pieces(rank)) for unit in units]
+
+        return tuple(rank for rank in range(self.engine.dp.size) if updates(rank) == updates(dp))
 
 
-def observe(build: Callable[[], Engine], give: Callable[[], Batches], run: tuple[int, int] | None = None) -> Observed:
-    """Build an engine and watch a step over the micro-batches that `give` returns.
+def observe(
+    mesh: Mesh, build: Callable[[], Engine], give: Callable[[], Batches], run: tuple[int, int] | None = None
+) -> Observation:
+    """Build an engine on `mesh` and watch a step over the micro-batches that `give` returns.
 
     run   of these, how many the first step and the one that is watched take (None: all)
     """
-    where = Where()
-    flops = Flops(where)
-    memory = Memory(where, flops)
-    with where.watching(), memory.watching(), _garbage_kept():
+    position = PositionTracker()
+    flops = FlopCounter(position)
+    memory = MemoryTracker(position, flops)
+    mesh.make_arena = partial(ObservedArena, memory)
+    with position.watching(), memory.watching(), _garbage_kept():
         engine = build()
-        where.follow(engine)
+        position.follow(engine)
         for buffer in engine.module.buffers():
             memory.lent(BUFFERS, buffer)
         _name_states(engine, memory)
@@ -90,16 +97,16 @@ def observe(build: Callable[[], Engine], give: Callable[[], Batches], run: tuple
         warm, taken = run or (len(batches), len(batches))
         for tensor in (t for batch in batches for t in tensors_in(dict(batch))):
             memory.lent(INPUTS, tensor)
-        with around(engine, "step", where.step):
+        with around(engine, "step", position.step):
             if warm:
                 engine.train_batch(batches[:warm])
             else:
                 _empty_step(engine)
-            first = tuple(Sent(*entry) for entry in engine.traffic)
+            first = tuple(TrafficEntry(*entry) for entry in engine.traffic)
 
             def measure() -> list[int]:
                 gc.collect()
-                where.restart()
+                position.restart()
                 memory.restart()
                 flops.reset()
                 engine.traffic.reset()
@@ -109,20 +116,20 @@ def observe(build: Callable[[], Engine], give: Callable[[], Batches], run: tuple
             if not warm and order != sorted(order):
                 engine.reductions.adopt(order)
                 measure()
-        return Observed(engine, memory.log, dict(flops.counted), first)
+        return Observation(engine, memory.log, dict(flops.counted), first)
 
 
 def _empty_step(engine: Engine) -> None:
-    """A step over no micro-batch, all gradients zero. The order in which they will be reduced is the engine's own."""
+    """Make a step over no micro-batch, all gradients zero. They are reduced in the engine's own order from then on."""
     engine.reductions.due = True
     engine.reductions.flush()
-    engine.boundary.finish(1, [0.0])
+    engine.accumulation.finish(1, [0.0])
     engine.last_step = engine.step()
     engine.reductions.adopted = True
 
 
 def _step(engine: Engine, batches: Batches) -> list[int]:
-    """A step; the order in which gradients were complete, as positions in the one in which they were reduced."""
+    """Make a step, and return in which order gradients were complete, as positions in the order of reductions."""
     order: list[int] = []
 
     @contextmanager
@@ -135,8 +142,8 @@ def _step(engine: Engine, batches: Batches) -> list[int]:
     return order
 
 
-def _name_states(engine: Engine, memory: Memory) -> None:
-    """What the arena lent for a unit was made for it."""
+def _name_states(engine: Engine, memory: MemoryTracker) -> None:
+    """Write at the buffers of each unit's states that they were made for it."""
     for unit in engine.units:
         grads = [] if unit.grads is None else unit.grads.buffers
         for tensor in (unit.weights.full, unit.weights.shard, unit.weights.master, *grads):
@@ -148,6 +155,7 @@ def _name_states(engine: Engine, memory: Memory) -> None:
 
 @contextmanager
 def _garbage_kept() -> Iterator[None]:
+    """Keep Python's garbage collector off inside the block."""
     was = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -159,7 +167,7 @@ def _garbage_kept() -> Iterator[None]:
 
 
 def blank_batches(count: int, shape: tuple[int, int], packed: bool, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Micro-batches as `zero3d train` would read them: ids and labels [micro_batch, length], positions if packed."""
+    """Return micro-batches as `zero3d train` reads them: ids and labels [micro_batch, length], positions if packed."""
 
     def one() -> dict[str, Any]:
         names = ["input_ids", "labels"] + ["position_ids"] * packed

@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,72 +30,77 @@ from zero3d.models.masking import check_packing, forward_options
 from zero3d.models.open import Opened, open_model
 from zero3d.pipeline.schedules import Schedule
 from zero3d.precision import DTYPES
-from zero3d.setup.build import build_engine, of_config
+from zero3d.setup.build import build_engine
+from zero3d.setup.model_config import config_number
 from zero3d.shards.boxes import Box
-from zero3d.sim.group import fake_group
-from zero3d.sim.observe import Observed, blank_batches, observe
+from zero3d.sim.group import FakeMesh, fake_group
+from zero3d.sim.observe import Observation, blank_batches, observe
 from zero3d.sim.orders import orders
 from zero3d.sim.patches import standing_in
-from zero3d.sim.peers import norms_of_replica, told
-from zero3d.sim.repeats import enough, sent_by_all, work_of_all
+from zero3d.sim.peers import AbsentPeers, norms_of_group
+from zero3d.sim.repeats import enough, traffic_of_all, work_of_all
 from zero3d.sim.replay import peak_of, timeline_of
 from zero3d.sim.request import Request
-from zero3d.sim.result import RankResult
+from zero3d.sim.result import RankResult, to_json
 
 STEPS = 1000  # of the learning rate's schedule, where the configuration counts epochs
 
 
 def dry_run(config: Config, rank: int, world: int, backend: str = "nccl", whole: bool = False) -> RankResult:
-    """Build this rank's engine and step twice. Once in a process. Raises ConfigError, MeshError.
+    """Build this rank's engine and return its second step. Once in a process. Raises ConfigError, MeshError.
 
     whole   run every micro-batch, though some repeat others (repeats.py)
     """
     begun = time.monotonic()
     with fake_group(rank, world), standing_in(backend, config.data.packing):
-        mesh = Mesh(config.mesh.dp, config.mesh.tp, config.mesh.pp, device="cpu")
+        mesh = FakeMesh(config.mesh.dp, config.mesh.tp, config.mesh.pp, backend)
         place, m = mesh.place, resolve_batch(config.train, mesh.dp).accumulate
         schedule = Schedule.of(config.mesh.schedule)
         if mesh.pp > 1:
             schedule.check(m, mesh.pp)
         ran = (m, m) if whole or config.zero.exact else enough(schedule.name, mesh.pp, m, config.zero.stage)
-        seen = _observe(config, mesh, ran)
-        sent = sent_by_all(seen.first, seen.sent, ran, m, seen.engine.policy.reduce)
-        alike = seen.alike(place.dp)
+        step = _observe(config, mesh, ran)
+        traffic = traffic_of_all(step.first, step.traffic, ran, m, step.engine.policy.reduce)
+        alike = step.alike(place.dp)
         return RankResult(
-            rank, *place, alike, len(alike) * mesh.tp, seen.elements, seen.states, peak_of(seen.log),
-            timeline_of(seen.log), sent, work_of_all(seen.work, ran[1], m),
-            seen.did, orders(seen.engine, schedule.name, m),
+            rank, *place, alike, len(alike) * mesh.tp, step.elements, step.states, peak_of(step.log),
+            timeline_of(step.log), traffic, work_of_all(step.work, ran[1], m),
+            step.actions, orders(step.engine, schedule.name, m),
             time.monotonic() - begun, most_resident(),
         )  # fmt: skip
 
 
-def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> Observed:
+def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> Observation:
+    """Build the engine of a configuration without data, and watch a step of `run` micro-batches (observe.py)."""
     batch = resolve_batch(config.train, mesh.dp)
     opened = open_without_weights(config)
-    check_length(config.data.length, of_config(opened.module, "max_position_embeddings"))
+    check_length(config.data.length, config_number(opened.module, "max_position_embeddings"))
     if config.data.packing:
         check_packing(opened.module, batch.micro_batch)
     options = forward_options(opened.module)
     shape = (batch.micro_batch, config.data.length)
     plain = replace(config, train=replace(config.train, compile=False))
 
-    rows, me = norms_of_replica(config, mesh, opened.module), mesh.place.pp * mesh.tp + mesh.place.tp
-    with told(rows, me), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    rows, me = norms_of_group(config, mesh, opened.module), mesh.place.pp * mesh.tp + mesh.place.tp
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         _forget_buffers(opened.module, fake)
-        held = [opened]
+        models = [opened]
         del opened  # of a pipeline's model, what is not on this rank
 
         def build() -> Engine:
-            return build_engine(plain, held.pop(), mesh, batch.accumulate, config.train.steps or STEPS)
+            engine = build_engine(plain, models.pop(), mesh, batch.accumulate, config.train.steps or STEPS)
+            if rows:
+                engine.model_group.peers = AbsentPeers(engine.model_group.peers, rows, me)
+            return engine
 
         def give() -> list[dict[str, Any]]:
             return blank_batches(batch.accumulate, shape, config.data.packing, options)
 
-        return observe(build, give, run)
+        return observe(mesh, build, give, run)
 
 
 def open_without_weights(config: Config) -> Opened:
-    """The module on the meta device; nothing but a config is read. Raises ConfigError."""
+    """Build the module on the meta device; nothing but a config is read. Raises ConfigError."""
     with parameters_on_meta():
         module = open_model(replace(config.model, init="random"), config.seed).module
     shapes = {name: p.dtype for name, p in module.named_parameters()}
@@ -108,11 +113,11 @@ def open_without_weights(config: Config) -> Opened:
 
 
 def _forget_buffers(module: nn.Module, fake: FakeTensorMode) -> None:
-    """Buffers keep their shapes only."""
-    for each in module.modules():
-        for name, buffer in each._buffers.items():
+    """Leave buffers their shapes only."""
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
             if buffer is not None:
-                each._buffers[name] = fake.from_tensor(buffer)
+                child._buffers[name] = fake.from_tensor(buffer)
 
 
 def main(lines: Sequence[str]) -> int:
@@ -122,7 +127,7 @@ def main(lines: Sequence[str]) -> int:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what models print is no part of the answer
     try:
-        answer = asdict(dry_run(load(request.config), request.rank, request.world, request.backend, request.whole))
+        answer = to_json(dry_run(load(request.config), request.rank, request.world, request.backend, request.whole))
     except Zero3dError as error:
         answer = {"error": type(error).__name__, "text": str(error)}
     with out:
@@ -131,10 +136,10 @@ def main(lines: Sequence[str]) -> int:
 
 
 def most_resident() -> int:
-    """The most bytes this process has had in memory. getrusage would count what its parent had when it was forked."""
+    """Return the most bytes this process has had in memory. getrusage counts what its parent had when it was forked."""
     try:
-        told = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in told if line.startswith("VmHWM:"))
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
     except (OSError, StopIteration):
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return most if sys.platform == "darwin" else 1024 * most

@@ -1,4 +1,4 @@
-"""How many micro-batches of a step must be run to know all of them.
+"""How many micro-batches of a step a dry run must make to know all of them.
 
 From the second micro-batch on without a pipeline, and once a schedule's warm-up is over, micro-batches repeat each
 other: bytes alive do not depend on how many there are, traffic and FLOPs are linear in them.
@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from zero3d.sim.result import Sent, Work
+from zero3d.sim.result import FlopCount, TrafficEntry
 
 DATA = "dp"  # the axis
 PER_STEP = ("exchange", "trade", "broadcast")  # operations that a step has once, however many micro-batches
 
 
 def enough(schedule: str | None, pp: int, micro_batches: int, stage: int) -> tuple[int, int]:
-    """Micro-batches to run in the first step (observe.py) and in the one that is measured. stage: of ZeRO."""
+    """Return how many micro-batches the first step (observe.py) and the measured one need. stage: of ZeRO."""
     first, second = micro_batches, micro_batches
     if pp == 1:
         first, second = 2, 3
@@ -37,30 +37,30 @@ def enough(schedule: str | None, pp: int, micro_batches: int, stage: int) -> tup
     return (first if stage == 3 else 0), second
 
 
-def sent_by_all(
-    first: Iterable[Sent], second: Iterable[Sent], ran: tuple[int, int], wanted: int, reduced: str
-) -> tuple[Sent, ...]:
-    """Traffic of `wanted` micro-batches from that of two steps, of `ran` micro-batches each.
+def traffic_of_all(
+    first: Iterable[TrafficEntry], second: Iterable[TrafficEntry], ran: tuple[int, int], wanted: int, reduced: str
+) -> tuple[TrafficEntry, ...]:
+    """Compute the traffic of `wanted` micro-batches from that of two steps, of `ran` micro-batches each.
 
     After a step of none, all is in proportion but for what data parallelism does once per step: it gathers, and
     reduces if `reduced` (Policy.reduce) says so.
     """
-    before = {(s.op, s.axis, s.unit): (s.calls, s.elements, s.nbytes) for s in first}
+    before = {(entry.op, entry.axis, entry.unit): (entry.calls, entry.elements, entry.nbytes) for entry in first}
     once = {("all_gather", DATA)} if reduced != "every_step" else {("all_gather", DATA), ("reduce_scatter", DATA)}
-    found = []
-    for s in second:
-        key, now = (s.op, s.axis, s.unit), [s.calls, s.elements, s.nbytes]
-        if s.op not in PER_STEP and (ran[0] or (s.op, s.axis) not in once):
+    traffic = []
+    for entry in second:
+        key, now = (entry.op, entry.axis, entry.unit), [entry.calls, entry.elements, entry.nbytes]
+        if entry.op not in PER_STEP and (ran[0] or (entry.op, entry.axis) not in once):
             more, left = ran[1] - ran[0], wanted - ran[1]
             was = before[key] if ran[0] else (0, 0, 0)
             now = [b + (b - a) * left // more if left else b for a, b in zip(was, now, strict=True)]
-        found.append(Sent(*key, *now))
-    return tuple(found)
+        traffic.append(TrafficEntry(*key, *now))
+    return tuple(traffic)
 
 
-def work_of_all(work: Iterable[Work], ran: int, wanted: int) -> tuple[Work, ...]:
-    """FLOPs of `wanted` micro-batches from those of `ran`."""
-    found: Counter[tuple[str, str, int]] = Counter()
-    for each in work:
-        found[each.phase, each.kind, each.part] += each.flops * wanted // ran
-    return tuple(Work(*key, flops) for key, flops in sorted(found.items()))
+def work_of_all(work: Iterable[FlopCount], ran: int, wanted: int) -> tuple[FlopCount, ...]:
+    """Compute the FLOPs of `wanted` micro-batches from those of `ran`."""
+    flops: Counter[tuple[str, str, int]] = Counter()
+    for count in work:
+        flops[count.phase, count.kind, count.chunk] += count.flops * wanted // ran
+    return tuple(FlopCount(*key, number) for key, number in sorted(flops.items()))

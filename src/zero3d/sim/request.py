@@ -1,4 +1,4 @@
-"""What a process that simulates a rank is asked."""
+"""The input of a process that simulates one rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Request:
-    """Which rank of how many of which configuration (config.to_dict), with whose collectives: nccl or gloo.
+    """A rank of a world under a configuration (config.to_dict), with the collectives of a backend: nccl or gloo.
 
     whole   run every micro-batch, though some repeat others
     """

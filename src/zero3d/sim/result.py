@@ -1,7 +1,9 @@
-"""What a simulation finds out, as plain data; `to_json` and `from_json` are inverse.
+"""The outcome of a simulation as plain data; `to_json` and `from_json` are inverse.
 
 Simulation     a configuration, its degrees and batch, the pipeline's orders; one RankResult per class of ranks
 RankResult     states, the peak and its instant, a timeline, traffic and FLOPs of one rank in one step
+
+The keys of the JSON are the fields' names but for those of KEYS, which files and scripts know by another name.
 """
 
 from __future__ import annotations
@@ -11,25 +13,26 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+KEYS = {"traffic": "sent", "actions": "did", "chunk": "part"}  # field -> key
 
 
 @dataclass(frozen=True)
 class Instant:
-    """Where a step is.
+    """A position in a step.
 
     phase        forward | backward | recomputed | step; empty before the first one
     micro_batch  from 0; -1 in the step
-    part         of the pipeline; 0 without one
+    chunk        of the pipeline; 0 without one
     """
 
     phase: str
     micro_batch: int
-    part: int
+    chunk: int
     module: str
 
 
 @dataclass(frozen=True)
-class Alive:
+class LiveTensor:
     """A tensor: its bytes at the instant in question, and where it was made."""
 
     nbytes: int
@@ -47,12 +50,12 @@ class Peak:
     event: int
     at: Instant
     categories: Mapping[str, int]
-    largest: tuple[Alive, ...]
+    largest: tuple[LiveTensor, ...]
 
 
 @dataclass(frozen=True)
 class Mark:
-    """From this event on the step is there."""
+    """The event from which on a step is at an instant."""
 
     event: int
     at: Instant
@@ -74,7 +77,7 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class States:
+class StateEntry:
     """Bytes of one category: held by the arena, and by formula (stages.engine_bytes; padding from the layouts)."""
 
     category: str
@@ -83,8 +86,8 @@ class States:
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What this rank sends in a step, which is what it receives."""
+class TrafficEntry:
+    """A row of the ledger of a step: what this rank sends, which is what it receives."""
 
     op: str
     axis: str
@@ -95,21 +98,21 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Work:
-    """Multiplications and additions of a step: in `phase`, in a pipeline's actions of a kind, of a part."""
+class FlopCount:
+    """Multiplications and additions of a step: in `phase`, in a pipeline's actions of a kind, of a model chunk."""
 
     phase: str
     kind: str
-    part: int
+    chunk: int
     flops: int
 
 
 @dataclass(frozen=True)
-class Did:
+class PipelineAction:
     """One action of a pipeline: kind F, B, I or W (pipeline/actions.py)."""
 
     kind: str
-    part: int
+    chunk: int
     micro_batch: int
 
 
@@ -130,18 +133,18 @@ class RankResult:
     alike: tuple[int, ...]
     stands_for: int
     elements: int
-    states: tuple[States, ...]
+    states: tuple[StateEntry, ...]
     peak: Peak
     timeline: Timeline
-    sent: tuple[Sent, ...]
-    work: tuple[Work, ...]
-    did: tuple[Did, ...]
-    orders: tuple[tuple[Did, ...], ...]
+    traffic: tuple[TrafficEntry, ...]
+    work: tuple[FlopCount, ...]
+    actions: tuple[PipelineAction, ...]
+    orders: tuple[tuple[PipelineAction, ...], ...]
     seconds: float
     resident: int
 
     def flops(self, phase: str) -> int:
-        """Of a phase: forward, backward or recomputed."""
+        """Return the FLOPs of a phase: forward, backward or recomputed."""
         return sum(work.flops for work in self.work if work.phase == phase)
 
 
@@ -168,22 +171,38 @@ class Simulation:
     ranks: tuple[RankResult, ...]
     notes: tuple[str, ...]
 
+    @property
+    def world(self) -> int:
+        """Count the ranks."""
+        return self.pp * self.dp * self.tp
+
+    @property
+    def mesh(self) -> str:
+        """Name the degrees: pp 2 x dp 4 x tp 8."""
+        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}"
+
 
 def to_json(value: Any) -> dict[str, Any]:
-    """A result as plain values."""
-    return asdict(value)
+    """Return a result as plain values."""
+    return asdict(value, dict_factory=_object)
+
+
+def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {KEYS.get(name, name): value for name, value in fields}
 
 
 def from_json(kind: type[T], tree: Any) -> T:
-    """A result of this kind from what `to_json` gave."""
-    made: T = _read(kind, tree)
-    return made
+    """Return the result of this kind from what `to_json` gave."""
+    result: T = _read(kind, tree)
+    return result
 
 
 def _read(kind: Any, tree: Any) -> Any:
     if is_dataclass(kind):
         hints = get_type_hints(kind)
-        return kind(**{field.name: _read(hints[field.name], tree[field.name]) for field in fields(kind)})  # type: ignore[operator]
+        trees = {field.name: tree[KEYS.get(field.name, field.name)] for field in fields(kind)}
+        return kind(**{name: _read(hints[name], value) for name, value in trees.items()})  # type: ignore[operator]
+
     if get_origin(kind) is tuple:
-        return tuple(_read(get_args(kind)[0], each) for each in tree)
+        return tuple(_read(get_args(kind)[0], value) for value in tree)
     return tree

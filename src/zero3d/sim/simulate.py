@@ -1,4 +1,4 @@
-"""A configuration on a mesh that is not there: one rank of each class, each in a process of its own.
+"""A dry run of a configuration on a mesh that is not there: one rank of each class, each in a process of its own.
 
 Ranks of one class hold and do the same:
 
@@ -29,16 +29,17 @@ from zero3d.sim.result import RankResult, Simulation, from_json
 BACKENDS = ("nccl", "gloo")
 AT_ONCE = 2  # processes of about 0.5 GB
 
-Said = Callable[[RankResult], None]
+Report = Callable[[RankResult], None]
 
 
 def simulate(
     config: Config, world: int, rank: int | None = None, backend: str = "nccl", whole: bool = False,
-    said: Said = lambda _: None,
+    report: Report = lambda _: None,
 ) -> Simulation:  # fmt: skip
-    """One step of one rank per class (or of `rank` alone). `said`: called with each result as it comes;
-    `whole`: run every micro-batch, though some repeat others (repeats.py).
+    """Simulate one step of one rank per class (or of `rank` alone).
 
+    whole   run every micro-batch, though some repeat others (repeats.py)
+    report  called with each result as it comes
     Raises ConfigError and MeshError for what `train` could not run, and for a rank that is not there.
     """
     degrees = Degrees.resolve(world, config.mesh.dp, config.mesh.tp, config.mesh.pp)
@@ -48,43 +49,43 @@ def simulate(
     if backend not in BACKENDS:
         raise ConfigError(f"backend {backend!r} is unknown: pass one of {', '.join(BACKENDS)}.")
 
-    def run(each: int) -> RankResult:
-        found = in_own_process(Request(to_dict(config), each, world, backend, whole))
-        said(found)
-        return found
+    def run(number: int) -> RankResult:
+        result = in_own_process(Request(to_dict(config), number, world, backend, whole))
+        report(result)
+        return result
 
-    found = [run(rank)] if rank is not None else _of_all_classes(degrees, run)
+    results = [run(rank)] if rank is not None else _of_all_classes(degrees, run)
     schedule = Schedule.of(config.mesh.schedule).name if degrees.pp > 1 else ""
     notes = ["train.compile is left out: what a compiler fuses, it alone knows."] * config.train.compile
     return Simulation(
         config.model.path, config.zero.stage, config.precision, *degrees, schedule, batch.batch, batch.micro_batch,
-        batch.accumulate, config.data.length, backend, tuple(found), tuple(notes),
+        batch.accumulate, config.data.length, backend, tuple(results), tuple(notes),
     )  # fmt: skip
 
 
 def representatives(degrees: Degrees) -> list[int]:
-    """A first rank of every pipeline stage."""
+    """Return the first rank of every pipeline stage."""
     return [degrees.rank(Place(pp, 0, 0)) for pp in range(degrees.pp)]
 
 
 def _of_all_classes(degrees: Degrees, run: Callable[[int], RankResult]) -> list[RankResult]:
-    """The first dp rank of every pipeline stage, and the last one where it is not like it."""
+    """Run the first dp rank of every pipeline stage, and the last one where it is not like it."""
     last = degrees.dp - 1
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        first = list(pool.map(run, representatives(degrees)))
-        unlike = [degrees.rank(Place(each.pp, last, 0)) for each in first if last not in each.alike]
-        other = {each.pp: each for each in pool.map(run, unlike)}
-    known: list[RankResult] = []
-    for each in first:
-        apart = set(other[each.pp].alike) if each.pp in other else set()
+        firsts = list(pool.map(run, representatives(degrees)))
+        unlike = [degrees.rank(Place(first.pp, last, 0)) for first in firsts if last not in first.alike]
+        other = {result.pp: result for result in pool.map(run, unlike)}
+    classes: list[RankResult] = []
+    for first in firsts:
+        apart = set(other[first.pp].alike) if first.pp in other else set()
         alike = tuple(dp for dp in range(degrees.dp) if dp not in apart)
-        known.append(replace(each, alike=alike, stands_for=len(alike) * degrees.tp))
-        known += [other[each.pp]] if apart else []
-    return known
+        classes.append(replace(first, alike=alike, stands_for=len(alike) * degrees.tp))
+        classes += [other[first.pp]] if apart else []
+    return classes
 
 
 def in_own_process(request: Request) -> RankResult:
-    """What `python -m zero3d.sim.rank` answers. Raises its Zero3dError; RuntimeError with its last words if it died."""
+    """Return what `python -m zero3d.sim.rank` answers. Raises its Zero3dError; RuntimeError if the process died."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", "zero3d.sim.rank"],
         input=json.dumps(asdict(request)), capture_output=True, text=True,

@@ -1,4 +1,4 @@
-"""A real model as the planner's data, found by running one block of each kind without data.
+"""A real model as the planner's data (`ModelSpec`), by running one block of each kind without data.
 
     parameters   sim/units.py     parts, units, what tp cuts: exact
     a token      sim/figures.py   bytes and operations at tp = 1 and at two larger degrees
@@ -19,60 +19,61 @@ from typing import Any
 
 from torch import nn
 
-from zero3d.activations.recomputation import attentions_in
+from zero3d.activations.targets import attentions_in
 from zero3d.config import Model
 from zero3d.errors import ConfigError
 from zero3d.models.open import open_model
 from zero3d.pipeline.split import active_weights
 from zero3d.plan.spec import Instant, ModelSpec, Operations, Part
-from zero3d.setup.build import of_config
+from zero3d.setup.model_config import config_number
 from zero3d.shards.cuts import Cut
 from zero3d.sim.figures import EMBEDDING, HEAD, Curve, Figures, kinds_of, measure, reduce_model
-from zero3d.sim.units import Rooms, config_of, find_cuts, find_rooms, units_by_part
+from zero3d.sim.units import PartNames, config_of, find_cuts, find_part_names, units_by_part
 
 DEGREES = (2, 3, 4, 5, 6, 7, 8)
 LENGTH, MOST = 2048, 4096
 
 
 def trace(model: nn.Module, length: int, name: str = "", packed: bool = False) -> ModelSpec:
-    """The spec of a model for sequences of `length` tokens.
+    """Make the spec of a model for sequences of `length` tokens.
 
     model    parameters on meta or real ones, frozen ones and adapters as they will be trained; it stays as it is
     packed   sequences are of several documents each (data.packing)
     Errors: no repeated blocks, a forward that cannot run without data (ConfigError).
     """
-    rooms = find_rooms(model)
-    spec = _outline(model, rooms, length, name)
-    figures = _figures(model, rooms, length, spec, packed)
-    names: list[Any] = [EMBEDDING, *kinds_of(model, rooms), HEAD]
+    part_names = find_part_names(model)
+    spec = _outline(model, part_names, length, name)
+    figures = _figures(model, part_names, length, spec, packed)
+    names: list[Any] = [EMBEDDING, *kinds_of(model, part_names), HEAD]
     parts = [
         replace(part, operations=_operations(key, figures, length)) for key, part in zip(names, spec.parts, strict=True)
     ]
     eager = getattr(config_of(model), "_attn_implementation", None) == "eager"
-    for i, block in enumerate(rooms.blocks, 1):
+    for i, block in enumerate(part_names.blocks, 1):
         attention = [p for _, module in attentions_in(model.get_submodule(block)) for p in module.parameters()]
         again = 2.0 * sum(p.numel() for p in attention if p.dim() == 2)
         parts[i] = replace(parts[i], operations=replace(parts[i].operations, eager=eager, again=again))
     sees = getattr(getattr(model, "config", None), "vision_config", None) is not None
-    said = ["traced"] + ["packed"] * packed + ["text alone"] * sees
-    return replace(spec, parts=tuple(parts), provenance=", ".join(said))
+    provenance = ["traced"] + ["packed"] * packed + ["text alone"] * sees
+    return replace(spec, parts=tuple(parts), provenance=", ".join(provenance))
 
 
 def outline(model: nn.Module, length: int, name: str = "", blocks: str | None = None) -> ModelSpec:
-    """The same without running anything: parameters are exact, operations zero. Raises ConfigError.
+    """Make the spec without running anything: parameters are exact, operations zero. Raises ConfigError.
 
     blocks   name of the list of blocks, where a model has several
     """
-    return _outline(model, find_rooms(model, blocks), length, name)
+    return _outline(model, find_part_names(model, blocks), length, name)
 
 
-def _outline(model: nn.Module, rooms: Rooms, length: int, name: str) -> ModelSpec:
+def _outline(model: nn.Module, part_names: PartNames, length: int, name: str) -> ModelSpec:
     config = config_of(model)
-    units = units_by_part(model, rooms, _cuts(model, rooms))
-    met = [None, *(active_weights(model.get_submodule(block), config).active for block in rooms.blocks), None]
-    kinds = ["embedding", *("block" for _ in rooms.blocks), "head"]
+    units = units_by_part(model, part_names, _cuts(model, part_names))
+    blocks = [active_weights(model.get_submodule(block), config).active for block in part_names.blocks]
+    kinds = ["embedding", *("block" for _ in blocks), "head"]
     parts = tuple(
-        Part(kind, held, Operations(0.0), active) for kind, held, active in zip(kinds, units, met, strict=True)
+        Part(kind, part_units, Operations(0.0), active)
+        for kind, part_units, active in zip(kinds, units, [None, *blocks, None], strict=True)
     )
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     table = max(tables, key=lambda m: m.weight.numel(), default=None)
@@ -82,19 +83,19 @@ def _outline(model: nn.Module, rooms: Rooms, length: int, name: str) -> ModelSpe
         name or type(model).__name__, parts, length, hidden, vocab, heads,
         kv_heads=_setting(config, "num_key_value_heads") or heads,
         experts=_setting(config, "num_experts") or _setting(config, "num_local_experts"),
-        provenance="outline", chain=rooms.chain,
+        provenance="outline", chain=part_names.chain,
     )  # fmt: skip
 
 
 def _setting(config: Any, name: str) -> int:
-    """A number of a configuration, 0 where there is none."""
+    """Return a number of a configuration, 0 where there is none."""
     return int(getattr(config, name, None) or 0)
 
 
 def open_spec(
     path: str, length: int | None = LENGTH, attn: str | None = None, lora: str | None = None, packed: bool = False
 ) -> ModelSpec:
-    """The spec of a preset, a config.json, a folder with one, or module:function.
+    """Make the spec of a preset, a config.json, a folder with one, or module:function.
 
     length None: the model's positions, at most MOST
     attn   attention implementation, as `model.attn` of a configuration
@@ -104,7 +105,7 @@ def open_spec(
     (ConfigError).
     """
     model = open_model(Model(path=path, init="random", attn=attn)).module
-    positions = of_config(model, "max_position_embeddings")
+    positions = config_number(model, "max_position_embeddings")
     length = min(MOST, positions or MOST) if length is None else length
     if positions is not None and length > positions:
         raise ConfigError(
@@ -115,37 +116,38 @@ def open_spec(
 
 
 def adapt(model: nn.Module, lora: str) -> nn.Module:
-    """PEFT's LoRA on all linear layers of the language model's blocks; all else is frozen. Raises ConfigError."""
+    """Put PEFT's LoRA on all linear layers of the language model's blocks; all else is frozen. Raises ConfigError."""
     from peft import LoraConfig, get_peft_model
 
     key, _, rank = lora.partition("=")
     if key != "r" or not rank.isdecimal() or int(rank) < 1:
         raise ConfigError(f"--lora {lora!r} is unknown: pass the rank of the adapters, such as --lora r=128.")
-    rooms = find_rooms(model)
-    found = [
+    part_names = find_part_names(model)
+    linears = [
         f"{block}.{name}"
-        for block in rooms.blocks
+        for block in part_names.blocks
         for name, module in model.get_submodule(block).named_modules()
         if type(module).__name__ in ("Linear", "Conv1D")
     ]
-    if not found:
+    if not linears:
         raise ConfigError(f"lora={lora}: the blocks of {type(model).__name__} have no linear layers.")
-    options = LoraConfig(r=int(rank), lora_alpha=2 * int(rank), target_modules=found, lora_dropout=0.05)
+    options = LoraConfig(r=int(rank), lora_alpha=2 * int(rank), target_modules=linears, lora_dropout=0.05)
     with warnings.catch_warnings():  # transformers' to PEFT
         warnings.simplefilter("ignore", FutureWarning)
-        adapted: nn.Module = get_peft_model(model, options)
+        adapted: nn.Module = get_peft_model(model, options, low_cpu_mem_usage=True)  # adapters without values
     return adapted
 
 
 # --- tensor parallelism -------------------------------------------------------------------------
 
 
-def _cuts(model: nn.Module, rooms: Rooms) -> dict[str, Cut]:
-    """How tp would cut each parameter, by name: read off one block of each kind."""
-    reduced = reduce_model(model, rooms)
-    found = find_cuts(reduced.module)
-    cuts = {name: found[p] for name, p in model.named_parameters(remove_duplicate=False) if p in found}
-    for block, kind in zip(rooms.blocks, kinds_of(model, rooms), strict=True):
+def _cuts(model: nn.Module, part_names: PartNames) -> dict[str, Cut]:
+    """Return how tp would cut each parameter, by name: read off one block of each kind."""
+    reduced = reduce_model(model, part_names)
+    by_parameter = find_cuts(reduced.module)
+    named = model.named_parameters(remove_duplicate=False)
+    cuts = {name: by_parameter[p] for name, p in named if p in by_parameter}
+    for block, kind in zip(part_names.blocks, kinds_of(model, part_names), strict=True):
         alike = reduced.ran[kind]
         for name, _ in model.get_submodule(block).named_parameters():
             if f"{alike}.{name}" in cuts:
@@ -154,26 +156,26 @@ def _cuts(model: nn.Module, rooms: Rooms) -> dict[str, Cut]:
 
 
 def _figures(
-    model: nn.Module, rooms: Rooms, length: int, spec: ModelSpec, packed: bool
+    model: nn.Module, part_names: PartNames, length: int, spec: ModelSpec, packed: bool
 ) -> list[tuple[int, dict[Any, Figures]]]:
-    """(tp, figures by part) of tp = 1 and of the two smallest degrees that divide the model, if there are any."""
+    """Return (tp, figures by part) of tp = 1 and of the two smallest degrees that divide the model, if any do."""
     try:
-        found = [(1, measure(model, rooms, length, 1, packed=packed))]
+        by_degree = [(1, measure(model, part_names, length, 1, packed=packed))]
     except Exception as error:  # any error of the model's own, told with its text
-        said = (str(error).strip().splitlines() or [""])[0]
-        raise ConfigError(f"{spec.name} cannot run without data: {type(error).__name__}: {said}") from error
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        raise ConfigError(f"{spec.name} cannot run without data: {type(error).__name__}: {first_line}") from error
     weights = [weight for part in spec.parts for unit in part.units for weight in unit.weights]
     sizes = {weight.shape[weight.cut] // weight.blocks for weight in weights if weight.cut is not None}
     for tp in DEGREES if sizes else ():
-        if len(found) < 3 and not any(size % tp for size in (*sizes, spec.heads, spec.kv_heads)):
+        if len(by_degree) < 3 and not any(size % tp for size in (*sizes, spec.heads, spec.kv_heads)):
             with suppress(RuntimeError):  # kernels refuse slices that are too thin
-                found.append((tp, measure(model, rooms, length, tp, packed=packed)))
-    return found
+                by_degree.append((tp, measure(model, part_names, length, tp, packed=packed)))
+    return by_degree
 
 
 def _operations(part: Any, figures: list[tuple[int, dict[Any, Figures]]], length: int) -> Operations:
-    """Per token, with figures of their own for tp > 1."""
-    by_degree = [(tp, found[part]) for tp, found in figures]
+    """Return a part's operations and bytes per token, with figures of their own for tp > 1."""
+    by_degree = [(tp, by_part[part]) for tp, by_part in figures]
     alone = _solved(by_degree[0], None, length)
     if len(by_degree) == 1:
         return alone
@@ -186,12 +188,12 @@ def _sum(operations: Operations) -> float:
 
 
 def _solved(a: tuple[int, Figures], b: tuple[int, Figures] | None, length: int) -> Operations:
-    """whole + cut / t through the figures of two degrees; without a second one all is whole."""
+    """Solve whole + cut / t for the figures of two degrees; without a second one all is whole."""
     tp, one = a
     scale = 1.0 if b is None else 1 / tp - 1 / b[0]
 
     def solve(x: float, y: float | None) -> tuple[float, float]:
-        """(cut, whole) per token of bytes at the one degree and at the other."""
+        """Return (cut, whole) per token of bytes at the one degree and at the other."""
         cut = 0.0 if y is None else (x - y) / scale / length
         return cut, x / length - cut / tp
 
@@ -208,7 +210,7 @@ def _solved(a: tuple[int, Figures], b: tuple[int, Figures] | None, length: int) 
 def _instants(
     tp: int, one: Figures, other: Figures | None, solve: Callable[[float, float | None], tuple[float, float]]
 ) -> list[Instant]:
-    """Those of a curve that may be the fullest, at any degree of tp and for few or many tokens.
+    """Return the instants of a curve that may be the fullest, at any degree of tp and for few or many tokens.
 
     An instant that the other degree's curve does not have counts as if tp divided it.
     """
@@ -218,20 +220,20 @@ def _instants(
         twin = twins.get(i)
         cut, whole = (tp * solve(x, None)[1], 0.0) if twin is None else solve(x, twin)
         curve.append(Instant(cut, whole, tp * grads))
-    found = dict.fromkeys(
+    fullest = dict.fromkeys(
         max(curve, key=lambda at: (at.cut / t + at.whole) * tokens + at.gradients / t)
         for t in ((tp, 4 * tp, 16 * tp) if twins else (tp,))
         for tokens in (1, 1024, 4096, 65536)
         if curve
     )
-    return list(found)
+    return list(fullest)
 
 
 def _twins(one: Curve, other: Curve) -> dict[int, float]:
-    """By instant of one curve, the bytes at the same one of the other: both run the same operators.
+    """Return, by instant of one curve, the bytes at the same one of the other: both run the same operators.
 
     What they let go of at once or one after the other may differ.
     """
-    mine, theirs = ([b[0] > a[0] for a, b in pairwise(((0.0, 0.0), *curve))] for curve in (one, other))
-    blocks = SequenceMatcher(None, mine, theirs, autojunk=False).get_matching_blocks()
-    return {block.a + i: other[block.b + i][0] for block in blocks for i in range(block.size)}
+    births, others = ([b[0] > a[0] for a, b in pairwise(((0.0, 0.0), *curve))] for curve in (one, other))
+    matches = SequenceMatcher(None, births, others, autojunk=False).get_matching_blocks()
+    return {match.a + i: other[match.b + i][0] for match in matches for i in range(match.size)}

@@ -4,7 +4,7 @@
     model.layers.0, 1 ..    blocks       of a chain; else the longest list of blocks
     model.norm, lm_head     head         what comes after
 
-Units are `hf.blocks.partition`'s for a 16-bit run; `plan/held.py` puts them together again for other runs and
+Units are `models.blocks.partition`'s for a 16-bit run; `plan/rank_model.py` puts them together again for other runs and
 for pipelines. A parameter that lies in two parts is a copy in the later one.
 """
 
@@ -20,24 +20,25 @@ from torch import nn
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
-from zero3d.models.blocks import ROOT, find_blocks, find_owners, partition
-from zero3d.models.chain import find_chain
+from zero3d.models.blocks import find_blocks, find_owners, partition
+from zero3d.models.chain import block_lists, find_chain
 from zero3d.models.masking import inner_model
 from zero3d.plan.spec import Unit, Weight
 from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.parallelize import read_styles
-from zero3d.tensor_parallel.regions import Doors
+from zero3d.tensor_parallel.regions import Regions
 from zero3d.tensor_parallel.sequence import cut_blocks
-from zero3d.tensor_parallel.styles import Work, apply_style
+from zero3d.tensor_parallel.styles import StyleContext, apply_style
 from zero3d.tensor_parallel.vocabulary import Head
+from zero3d.zero.layout import ROOT
 
 RUN = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Rooms:
-    """Where the parts of a model are.
+class PartNames:
+    """Names of modules by the part of a model that they are in.
 
     blocks  names in order
     before  prefixes of what belongs to the embedding part
@@ -49,26 +50,28 @@ class Rooms:
     chain: bool
 
     def part_of(self, name: str) -> int:
-        """Of a parameter: 0 the embedding, 1 .. the blocks, then the head."""
+        """Return a parameter's part: 0 the embedding, 1 .. the blocks, then the head."""
         for index, block in enumerate(self.blocks):
             if name.startswith(block + "."):
                 return index + 1
-        inside = any(name.startswith(room + ".") for room in self.before)
+        inside = any(name.startswith(module + ".") for module in self.before)
         return 0 if inside else len(self.blocks) + 1
 
 
-def find_rooms(model: nn.Module, blocks: str | None = None) -> Rooms:
-    """The parts of a model, with this list of blocks. Raises ConfigError for one without blocks."""
+def find_part_names(model: nn.Module, blocks: str | None = None) -> PartNames:
+    """Find the parts of a model, with this list of blocks. Raises ConfigError for one without blocks."""
     try:
+        if len(block_lists(model, blocks)) > 1:  # no chain without a name; find_chain would run each for its message
+            return _longest_list(model)
         chain = find_chain(model, blocks)
     except ConfigError:
         return _longest_list(model)
     names = [f"{chain.blocks}.{key}" for key, _ in model.get_submodule(chain.blocks).named_children()]
-    return Rooms(tuple(names), chain.before, True)
+    return PartNames(tuple(names), chain.before, True)
 
 
-def _longest_list(model: nn.Module) -> Rooms:
-    """Of a model that is no chain: the blocks with the most parameters, and whatever is registered before them."""
+def _longest_list(model: nn.Module) -> PartNames:
+    """Find the parts of a model that is no chain: the list with the most parameters, and what is registered before."""
     lists: dict[str, list[str]] = {}
     for name in find_blocks(model):
         lists.setdefault(name.rpartition(".")[0], []).append(name)
@@ -81,57 +84,58 @@ def _longest_list(model: nn.Module) -> Rooms:
     names = list(dict(model.named_modules()))
     first = names.index(main)
     before = [n for n in names[1:first] if not main.startswith(n + ".") and n not in lists[main]]
-    return Rooms(tuple(lists[main]), tuple(before), False)
+    return PartNames(tuple(lists[main]), tuple(before), False)
 
 
 def find_cuts(model: nn.Module) -> dict[nn.Parameter, Cut]:
-    """How tp would cut each parameter (of degree 1), none if it cannot. Changes the model's modules: pass a copy."""
-    doors = Doors(Channel(Axis("tp", 0, 1), Ledger()), sequence=False)
+    """Return how tp would cut each parameter (of degree 1), none if it cannot. Changes the modules: pass a copy."""
+    regions = Regions(Channel(Axis("tp", 0, 1), Ledger()), sequence=False)
     try:
         styles = read_styles(model)
-        work = Work(model, doors, frozenset(cut_blocks(model, list(styles))), False)
+        context = StyleContext(model, regions, frozenset(cut_blocks(model, list(styles))), False)
         for name, style in styles.items():
-            apply_style(work, name, style, Head(doors, name))
+            apply_style(context, name, style, Head(regions, name))
     except ConfigError:
         return {}
-    return work.cuts
+    return context.cuts
 
 
-def units_by_part(model: nn.Module, rooms: Rooms, cuts: Mapping[str, Cut]) -> list[tuple[Unit, ...]]:
-    """Units of every part. cuts: by parameter name."""
+def units_by_part(model: nn.Module, part_names: PartNames, cuts: Mapping[str, Cut]) -> list[tuple[Unit, ...]]:
+    """Return the units of every part. cuts: by parameter name."""
     specs, _ = partition(model, None, RUN)
     drops = any(p.dim() < 2 for p in model.parameters())  # those without weight decay are the first group
-    parts: list[dict[tuple[str, str | None], list[Weight]]] = [{} for _ in range(len(rooms.blocks) + 2)]
+    parts: list[dict[tuple[str, str | None], list[Weight]]] = [{} for _ in range(len(part_names.blocks) + 2)]
     unit_of: dict[nn.Parameter, tuple[str, int, Weight]] = {}
     for spec in specs:
         kept = None if spec.dtype == RUN else spec.dtype.itemsize
         for name, p in spec.params.items():
             cut = cuts.get(name)
-            where = (None, 1) if cut is None else (cut.dim, cut.blocks)
+            dim, blocks = (None, 1) if cut is None else (cut.dim, cut.blocks)
             group = int(drops and p.requires_grad and p.dim() >= 2)
-            weight = Weight(name, tuple(p.shape), p.requires_grad, group, where[0], kept, where[1])
-            part = rooms.part_of(name)
+            weight = Weight(name, tuple(p.shape), p.requires_grad, group, dim, kept, blocks)
+            part = part_names.part_of(name)
             unit_of[p] = spec.name, part, weight
             parts[part].setdefault((spec.name, None), []).append(weight)
-    for name, weight, part, unit in _copies(model, rooms, unit_of):
+    for name, weight, part, unit in _copies(model, part_names, unit_of):
         parts[part].setdefault((name, unit), []).append(weight)
-    return [tuple(Unit(name, tuple(found), copy) for (name, copy), found in part.items()) for part in parts]
+    return [tuple(Unit(name, tuple(weights), copy) for (name, copy), weights in part.items()) for part in parts]
 
 
-def _copies(model: nn.Module, rooms: Rooms, unit_of: Mapping[nn.Parameter, tuple[str, int, Weight]]) -> Any:
-    """(unit, weight, part, the owner's unit) of tied parameters in parts that do not own them."""
+def _copies(model: nn.Module, part_names: PartNames, unit_of: Mapping[nn.Parameter, tuple[str, int, Weight]]) -> Any:
+    """Yield (unit, weight, part, the owner's unit) of tied parameters in parts that do not own them."""
     owners = find_owners(model, None)
     seen = set()
     for name, p in model.named_parameters(remove_duplicate=False):
         unit, owned, weight = unit_of[p]
-        part = rooms.part_of(name)
+        part = part_names.part_of(name)
         if part != owned and (p, part) not in seen:
             seen.add((p, part))
-            own = next((o for o in owners if name.startswith(o + ".")), ROOT)
-            yield own, replace(weight, name=name), part, unit
+            owner = next((o for o in owners if name.startswith(o + ".")), ROOT)
+            yield owner, replace(weight, name=name), part, unit
 
 
 def config_of(model: nn.Module) -> Any:
-    """The language model's configuration of a Hugging Face model, None of another."""
+    """Return the language model's configuration of a Hugging Face model, None of another."""
+
     config: Any = getattr(inner_model(model), "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config

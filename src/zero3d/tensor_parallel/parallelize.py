@@ -1,17 +1,4 @@
-"""Tensor parallelism: every matrix of a block is cut, every rank computes with its part, activations are summed.
-
-plan.py        which style each module gets
-shipped.py     plans that transformers lacks
-proposal.py    lines that a message proposes
-styles.py      what a style cuts and hooks
-heads.py       what attention is given for every head
-sequence.py    sequence parallelism and dropout around cut modules
-vocabulary.py  embedding, head and loss
-regions.py     the autograd passages between common and own activations
-channel.py     their collectives
-passages.py    where activations pass between ranks, from the plan alone
-traffic.py     what that sends
-"""
+"""Cut a model over the tp axis: every rank computes with its part of every matrix, and activations are summed."""
 
 from __future__ import annotations
 
@@ -23,43 +10,34 @@ from torch import nn
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
+from zero3d.models.chain import model_of
 from zero3d.models.masking import inner_model
-from zero3d.pipeline.split import model_of
 from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.heads import check_alibi
-from zero3d.tensor_parallel.passages import Looked, find_passages, warn_across_hosts
 from zero3d.tensor_parallel.plan import CUTS, Style, read_plan
-from zero3d.tensor_parallel.regions import Doors
+from zero3d.tensor_parallel.planned_regions import UncutModel, find_regions, warn_across_hosts
+from zero3d.tensor_parallel.regions import Regions
 from zero3d.tensor_parallel.replace import apply_cuts
 from zero3d.tensor_parallel.sequence import cut_blocks, install_random, install_sequence
-from zero3d.tensor_parallel.styles import Work, apply_style
-from zero3d.tensor_parallel.traffic import Passage
-from zero3d.tensor_parallel.vocabulary import Head, cross_entropy, gather_logits, has_causal_loss
+from zero3d.tensor_parallel.styles import StyleContext, apply_style
+from zero3d.tensor_parallel.traffic import Region
+from zero3d.tensor_parallel.vocabulary import Head, has_causal_loss
 
-__all__ = [
-    "Channel",
-    "Cut",
-    "Sharded",
-    "cross_entropy",
-    "gather_logits",
-    "parallelize",
-    "read_styles",
-    "warn_across_hosts",
-]
+__all__ = ["Sharded", "parallelize", "read_styles", "warn_across_hosts"]
 
 
 class Sharded(NamedTuple):
     """What the tp axis did to a model.
 
-    cuts      how parameters are cut, by name
-    partial   names of those whose gradients are parts of a sum over tp
-    passages  what it sends in each micro-batch, for `traffic.tensor_traffic`
+    cuts     how parameters are cut, by name
+    partial  names of those whose gradients are terms of a sum over tp
+    regions  what it sends for each micro-batch, for `traffic.tensor_traffic`
     """
 
     cuts: Mapping[str, Cut]
     partial: frozenset[str]
-    passages: Sequence[Passage] = ()
+    regions: Sequence[Region] = ()
 
 
 def parallelize(
@@ -72,9 +50,9 @@ def parallelize(
 ) -> Sharded:
     """Cut a model's parameters over the tp axis and make its modules communicate, in place.
 
-    model         real parameters (rank 0's values win, one broadcast each) or meta ones; whole, or a pipeline part
+    model         real parameters (rank 0's values win, one broadcast each) or meta ones; whole, or a model chunk
     plan          styles by name pattern, over those of the model's own plan (`plan.py`)
-    sequence      between cut modules activations are chunks of the sequence
+    sequence      between cut modules activations are slices of the sequence
     local_logits  a forward that is given labels returns logits [.., V/N]; else logits are always [.., V]
     Gradients of parameters in `partial` must be summed over tp, once per step, by the caller.
     Errors: no plan, a style or name that is not known, sizes that tp does not divide (ConfigError).
@@ -90,39 +68,39 @@ def parallelize(
     check_sparse(model, styles)
     blocks = frozenset(cut_blocks(model, list(styles)))
     head_name = _head_name(model, inner) if local_logits and has_causal_loss(inner) else None
-    work = Work(model, Doors(Channel(axis, ledger), sequence), blocks, sequence)
+    context = StyleContext(model, Regions(Channel(axis, ledger), sequence), blocks, sequence)
     for name, style in styles.items():
-        head = Head(work.doors, name)
+        head = Head(context.regions, name)
         if name == head_name:
             head.install_loss(inner)
-        apply_style(work, name, style, head)
-    install_random(work, config)
+        apply_style(context, name, style, head)
+    install_random(context, config)
     if sequence:
-        install_sequence(work)
-    passages = find_passages(Looked(model, styles, config, sequence, head_name), axis.size)
-    apply_cuts(work)
-    model.register_forward_hook(lambda *_: work.doors.forget())
+        install_sequence(context)
+    regions = find_regions(UncutModel(model, styles, config, sequence, head_name), axis.size)
+    apply_cuts(context)
+    model.register_forward_hook(lambda *_: context.regions.forget())
     names = dict(model.named_parameters())
-    cuts = {name: work.cuts[p] for name, p in names.items() if p in work.cuts}
-    partial = frozenset(name for name, p in names.items() if p in work.partial and name not in cuts)
-    return Sharded(cuts, partial, passages)
+    cuts = {name: context.cuts[p] for name, p in names.items() if p in context.cuts}
+    partial = frozenset(name for name, p in names.items() if p in context.partial and name not in cuts)
+    return Sharded(cuts, partial, regions)
 
 
 def check_config(config: Any, styles: Mapping[str, Style], size: int) -> None:
-    """Heads must not be cut in two, which shapes do not tell. Raises ConfigError."""
+    """Refuse to cut a head in two, which shapes do not tell. Raises ConfigError."""
     attention = any(("attn" in name or "attention" in name) and style.kind in CUTS for name, style in styles.items())
-    for what in ("num_attention_heads", "num_key_value_heads") if attention else ():
-        heads = getattr(config, what, None)
+    for key in ("num_attention_heads", "num_key_value_heads") if attention else ():
+        heads = getattr(config, key, None)
         if isinstance(heads, int) and heads % size:
-            fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+            divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
             raise ConfigError(
-                f"tp={size} cannot share out {what}={heads}: {heads} / {size} is not whole. Pass a tp that divides it "
-                f"({', '.join(fits)}), or leave attention out of the plan with 'none'."
+                f"tp={size} cannot share out {key}={heads}: {heads} / {size} is not whole. Pass a tp that divides it "
+                f"({', '.join(divisors)}), or leave attention out of the plan with 'none'."
             )
 
 
 def check_sparse(model: nn.Module, styles: Mapping[str, Style]) -> None:
-    """An MLP that keeps its largest gates takes mean and deviation of all of them. Raises ConfigError."""
+    """Refuse to cut an MLP that takes mean and deviation of all its gates, to keep the largest. Raises ConfigError."""
     for name, style in styles.items():
         around = name.rpartition(".")[0]
         if style.kind in CUTS and getattr(model.get_submodule(around), "activation_sparsity", 0.0) > 0:
@@ -134,7 +112,7 @@ def check_sparse(model: nn.Module, styles: Mapping[str, Style]) -> None:
 
 
 def check_vocabulary(model: nn.Module, styles: Mapping[str, Style], size: int) -> None:
-    """A token embedding that is cut must have rows for all ranks alike. Raises ConfigError."""
+    """Refuse to cut a token embedding whose rows the ranks cannot share evenly. Raises ConfigError."""
     for name, style in styles.items():
         table = model.get_submodule(name) if style.kind == "embedding_rowwise" else None
         rows = table.num_embeddings if isinstance(table, nn.Embedding) else 0
@@ -147,24 +125,24 @@ def check_vocabulary(model: nn.Module, styles: Mapping[str, Style], size: int) -
 
 
 def read_styles(model: nn.Module, plan: Mapping[str, str] | None = None) -> dict[str, Style]:
-    """Styles by name. Token embedding and head are always cut unless the plan says otherwise. Raises ConfigError."""
+    """Return styles by name. Token embedding and head are cut unless the plan says otherwise. Raises ConfigError."""
     return read_plan(model, plan, _vocabulary(model, inner_model(model_of(model))))
 
 
 def _vocabulary(model: nn.Module, inner: Any) -> dict[str, Style]:
-    """Embedding and head; none where a third module has a parameter of theirs, as BERT's have the head's bias."""
-    found = {}
+    """Return the styles of embedding and head; none where a third module has a parameter of theirs, as in BERT."""
+    styles = {}
     names = {module: name for name, module in model.named_modules()}
-    for ask, style, kind in (
+    for getter, style, kind in (
         ("get_input_embeddings", "embedding_rowwise", nn.Embedding),
         ("get_output_embeddings", "colwise_gather_output", nn.Linear),
     ):
-        module = getattr(inner, ask)() if hasattr(inner, ask) else None
+        module = getattr(inner, getter)() if hasattr(inner, getter) else None
         if isinstance(module, kind) and module in names:
-            found[names[module]] = Style(style)
-    shared = {p for name in found for p in model.get_submodule(name).parameters()}
-    others = (m for name, m in model.named_modules() if name not in found)
-    return {} if any(p in shared for m in others for p in m.parameters(recurse=False)) else found
+            styles[names[module]] = Style(style)
+    parameters = {p for name in styles for p in model.get_submodule(name).parameters()}
+    rest = (m for name, m in model.named_modules() if name not in styles)
+    return {} if any(p in parameters for m in rest for p in m.parameters(recurse=False)) else styles
 
 
 def _head_name(model: nn.Module, inner: Any) -> str | None:

@@ -1,24 +1,24 @@
-"""Which style each module, parameter or attribute of a model gets: plans as data, and the user's map.
+"""Which style each module, parameter or attribute of a model gets: built-in plans as data, and the user's map.
 
     layers.*.self_attn.q_proj: colwise      a name in which * stands for one part, and a style
     layers.*.mlp.gate_up: packed_colwise:3  how many equal blocks are fused, where not 2
 
-The user's map wins over ours (`shipped.py`), and that over Hugging Face's; "none" takes a name out of it. A name
+The user's map wins over shipped plans (`shipped.py`), and these over Hugging Face's; "none" takes a name out. A name
 may begin at the model, at the model inside a PEFT wrapper, or at the base model below the head.
 
     style                           what is cut                        what its input or output does
-    colwise                         outputs of a Linear or Conv1D      input enters
-    rowwise                         inputs, the bias is not            output leaves, then the bias is added
+    colwise                         outputs of a Linear or Conv1D      input is copied in
+    rowwise                         inputs, the bias is not            output is reduced, then the bias is added
     packed_colwise, packed_rowwise  the same, of fused matrices        (fused experts: [experts, 2 I, H] and so on)
-    colwise_gather_output           as colwise                         and the ranks' outputs are joined
+    colwise_gather_output           as colwise                         and the ranks' outputs are gathered
     rowwise_split_input             as rowwise                         but its input is common
-    embedding_rowwise               the vocabulary of an Embedding     output leaves
+    embedding_rowwise               the vocabulary of an Embedding     output is reduced
     replicated_with_grad_allreduce  nothing: gradients are partial
-    moe_tp_experts                  nothing (its parameters are)       floating inputs enter, output leaves
-    mla_kv_a_proj                   nothing                            the rotary part of its output enters
+    moe_tp_experts                  nothing (its parameters are)       floating inputs are copied in, output is reduced
+    mla_kv_a_proj                   nothing                            the rotary part of its output is copied in
     own_heads:8                     nothing                            ALiBi, masks of 8 heads: this rank's are taken
     added_once                      nothing: a bias that rank 0 adds
-    all_reduce                      nothing                            output leaves
+    all_reduce                      nothing                            output is reduced
     divided                         an integer attribute becomes // tp
     replicate, local_params         nothing
 
@@ -38,7 +38,7 @@ from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks
 from zero3d.models.chain import base_of
 from zero3d.models.masking import inner_model
-from zero3d.models.placeholders import Elsewhere
+from zero3d.models.placeholders import Placeholder
 from zero3d.tensor_parallel.proposal import propose
 from zero3d.tensor_parallel.shipped import shipped_plan
 
@@ -68,48 +68,52 @@ class Style(NamedTuple):
 def read_plan(
     model: nn.Module, given: Mapping[str, str] | None = None, usual: Mapping[str, Style] | None = None
 ) -> dict[str, Style]:
-    """Style by full name of a module, parameter or attribute of `model`: the `usual` ones, then in model order.
+    """Return styles by full name of a module, parameter or attribute of `model`: the `usual` ones, then in model order.
 
     given   the user's map: patterns to styles
-    usual   by full name, of what neither that nor the model's own plan is about
+    usual   by full name, for what neither that nor the model's own plan names
     Errors: no plan at all, an unknown or refused style, a pattern of the user's that names nothing (ConfigError).
     """
-    own, user = _own_plan(model), dict(given or {})
-    if not own and not user:
+    built_in, user = _built_in_plan(model), dict(given or {})
+    if not built_in and not user:
         raise ConfigError(_no_plan(model))
     for pattern, style in user.items():
         parse(pattern, style)
     plan: dict[str, Style] = dict(usual or {})
-    met = set()
-    ours, called = list(shipped_plan(model)), {}
+    matched = set()
+    shipped, called = list(shipped_plan(model)), {}
     for name, aliases in _names(model):
-        for patterns in (user, own):
-            found = next((p for p in patterns if any(_matches(p, alias) for alias in aliases)), None)
-            if found is not None:
-                met.add(found)
-                if found in ours:
-                    called[name] = ours.index(found)
-                plan[name] = parse(found, patterns[found])
+        for patterns in (user, built_in):
+            match = next((p for p in patterns if any(_matches(p, alias) for alias in aliases)), None)
+            if match is not None:
+                matched.add(match)
+                if match in shipped:
+                    called[name] = shipped.index(match)
+                plan[name] = parse(match, patterns[match])
                 break
     for pattern in user:
-        if pattern not in met and not _is_attribute(model, pattern, plan, user[pattern]) and not _away(model, pattern):
+        known = pattern in matched or _add_attributes(model, pattern, plan, user[pattern])
+        if not known and not _in_other_chunk(model, pattern):
             raise ConfigError(
                 f"the tensor-parallel plan gives {pattern!r} a style, and nothing in {type(model).__name__} has that "
                 f"name. {propose(model, _roots(model))}"
             )
-    for pattern in own:
-        if own[pattern] == "divided":
-            _is_attribute(model, pattern, plan, "divided")
+    for pattern in built_in:
+        if built_in[pattern] == "divided":
+            _add_attributes(model, pattern, plan, "divided")
     if not user and not any(name.startswith(f"{block}.") for name in plan for block in find_blocks(model)):
         raise ConfigError(_no_plan(model))  # some models' own plan is about their head alone
-    plan = _as_called(plan, called)
-    away = {name for name, module in model.named_modules() if isinstance(module, Elsewhere)}
-    plan = {name: style for name, style in plan.items() if style.kind != NONE and name not in away}
+    plan = _in_call_order(plan, called)
+    absent = {name for name, module in model.named_modules() if isinstance(module, Placeholder)}
+    plan = {name: style for name, style in plan.items() if style.kind != NONE and name not in absent}
     return {name: style for name, style in plan.items() if not _is_idle(name, style, plan)}
 
 
-def _as_called(plan: Mapping[str, Style], called: Mapping[str, int]) -> dict[str, Style]:
-    """Our plans list a module's matrices as its forward calls them, which may not be how they were registered."""
+def _in_call_order(plan: Mapping[str, Style], called: Mapping[str, int]) -> dict[str, Style]:
+    """Sort the matrices of a module as shipped plans list them: as its forward calls them, not as it registers them.
+
+    called   by name, the place of its pattern in the shipped plans
+    """
     siblings: dict[str, list[str]] = {}
     for name in plan:
         if name in called:
@@ -120,14 +124,14 @@ def _as_called(plan: Mapping[str, Style], called: Mapping[str, int]) -> dict[str
 
 
 def _is_idle(name: str, style: Style, plan: Mapping[str, Style]) -> bool:
-    """Whether a style only helps what is cut in its module, and nothing there is."""
+    """Return whether a style only helps what is cut in its module, and nothing there is."""
     inside = {"own_heads": name, "divided": name.rpartition(".")[0], "mla_kv_a_proj": name.rpartition(".")[0]}
     around = inside.get(style.kind)
-    return around is not None and not any(other.startswith(f"{around}.") and plan[other].kind in CUTS for other in plan)
+    return around is not None and not any(inner.startswith(f"{around}.") and plan[inner].kind in CUTS for inner in plan)
 
 
 def parse(name: str, style: str) -> Style:
-    """A style as it is written. Raises ConfigError for one that is unknown, or refused."""
+    """Parse a style as it is written. Raises ConfigError for one that is unknown, or refused."""
     kind, _, count = style.partition(":") if isinstance(style, str) else (str(style), "", "")
     if kind in REFUSED:
         raise ConfigError(f"{name}: style {kind!r} is not built ({REFUSED[kind]}). Use tp=1.")
@@ -140,27 +144,27 @@ def parse(name: str, style: str) -> Style:
     return Style(OLD_NAMES.get(kind, kind), int(count or 2) if kind in COUNTED else 1)
 
 
-def _own_plan(model: nn.Module) -> dict[str, str]:
-    """What transformers (as data: its functions change) or zero3d knows of this model."""
+def _built_in_plan(model: nn.Module) -> dict[str, str]:
+    """Return the plan that transformers (as data: its functions change) or zero3d has for this model."""
     inner: Any = inner_model(model)
     plan = dict(getattr(inner, "_tp_plan", None) or {})
     config = getattr(inner, "config", None)
     if not plan:  # a base model that was built without the usual ending
         plan = dict(getattr(config, "base_model_tp_plan", None) or {})
-    ours = shipped_plan(model)
-    return ours | {pattern: style for pattern, style in plan.items() if pattern not in ours}
+    shipped = shipped_plan(model)
+    return shipped | {pattern: style for pattern, style in plan.items() if pattern not in shipped}
 
 
 def _roots(model: nn.Module) -> list[str]:
-    """Prefixes at which a pattern may begin."""
+    """Return the prefixes at which a pattern may begin."""
     named = {id(module): name for name, module in model.named_modules()}
     inner = inner_model(model)
-    found = [named.get(id(module)) for module in (inner, base_of(model))]
-    return ["", *(f"{name}." for name in found if name)]
+    names = [named.get(id(module)) for module in (inner, base_of(model))]
+    return ["", *(f"{name}." for name in names if name)]
 
 
 def _names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """Every module's and parameter's full name, and what a pattern may call it."""
+    """Yield every module's and parameter's full name, and the names that a pattern may call it."""
     roots = _roots(model)
     for module_name, module in model.named_modules():
         for local in ("", *dict(module.named_parameters(recurse=False))):
@@ -169,23 +173,23 @@ def _names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Part by part, so that * never stands for two."""
-    wanted, parts = pattern.split("."), name.split(".")
-    return len(wanted) == len(parts) and all(map(fnmatch.fnmatchcase, parts, wanted))
+    """Return whether a pattern fits a name, part by part, so that * never stands for two."""
+    patterns, parts = pattern.split("."), name.split(".")
+    return len(patterns) == len(parts) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
-def _is_attribute(model: nn.Module, pattern: str, plan: dict[str, Style], style: str) -> bool:
-    """Whether a pattern names plain attributes of modules that are to be divided; they join the plan."""
+def _add_attributes(model: nn.Module, pattern: str, plan: dict[str, Style], style: str) -> bool:
+    """Add the plain attributes that a pattern names to the plan, to be divided. Return whether there are any."""
     if style != "divided":
         return False
     owner, _, attribute = pattern.rpartition(".")
-    found = [
+    owners = [
         name
         for name, aliases in _names(model)
         if any(_matches(owner, alias) for alias in aliases) and _has(model, name, attribute)
     ]
-    plan.update({f"{name}.{attribute}".lstrip("."): parse(pattern, style) for name in found})
-    return bool(found)
+    plan.update({f"{name}.{attribute}".lstrip("."): parse(pattern, style) for name in owners})
+    return bool(owners)
 
 
 def _has(model: nn.Module, name: str, attribute: str) -> bool:
@@ -195,11 +199,11 @@ def _has(model: nn.Module, name: str, attribute: str) -> bool:
         return False
 
 
-def _away(model: nn.Module, pattern: str) -> bool:
-    """Whether a pattern names something inside a module that is on another pipeline stage."""
+def _in_other_chunk(model: nn.Module, pattern: str) -> bool:
+    """Return whether a pattern names something inside a module that is in another model chunk."""
     parts, roots = pattern.split("."), _roots(model)
     for name, module in model.named_modules():
-        if isinstance(module, Elsewhere):
+        if isinstance(module, Placeholder):
             aliases = [name[len(root) :] for root in roots if name.startswith(root)]
             if any(_matches(".".join(parts[: alias.count(".") + 1]), alias) for alias in aliases):
                 return True

@@ -31,7 +31,7 @@ MLPS = (
 
 
 def propose(model: nn.Module, roots: Sequence[str]) -> str:
-    """A sentence with a map for every kind of block, in names that begin behind one of `roots`."""
+    """Return a sentence with a map for every kind of block, in names that begin behind one of `roots`."""
     blocks = find_blocks(model)
     if not blocks:
         return f"Its modules are {', '.join(name for name, _ in model.named_children())}."
@@ -48,41 +48,41 @@ def propose(model: nn.Module, roots: Sequence[str]) -> str:
 
 
 def _of_block(block: nn.Module) -> Plan:
-    """Styles by name inside the block, of what is known by its names."""
-    found: Plan = {}
+    """Return styles by name inside the block, of the modules that the tables know."""
+    plan: Plan = {}
     for where, module in block.named_modules():
         for inputs, output in _known(module, ATTENTIONS):
-            found |= whole_attention(where, inputs, output)
+            plan |= whole_attention(where, inputs, output)
         for inputs, output in _known(module, MLPS):
-            if f"{where}.{output}" not in found:
+            if f"{where}.{output}" not in plan:
                 plain = _is_plain(module, inputs) and _fits(module, inputs, output)
                 make = cut if plain else whole_attention
-                found |= make(where, inputs, output)
-    return {name.lstrip("."): style for name, style in found.items()}
+                plan |= make(where, inputs, output)
+    return {name.lstrip("."): style for name, style in plan.items()}
 
 
 def _known(module: nn.Module, table: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """The first row of a table whose names are all matrices in this module."""
+    """Yield the first row of a table whose names are all matrices in this module, if any."""
     matrices = {name for name, m in module.named_modules() if _is_matrix(m)}
     rows = [row for row in table if matrices.issuperset([*row[0].split(), row[1]])]
     yield from rows[:1]
 
 
 def _is_plain(module: nn.Module, inputs: str) -> bool:
-    """Whether nothing beside its matrices has parameters of the width that would be cut."""
-    own = {id(p) for m in module.modules() if _is_matrix(m) for p in m.parameters()}
+    """Return whether nothing beside its matrices has parameters of the width that would be cut."""
+    of_matrices = {id(p) for m in module.modules() if _is_matrix(m) for p in m.parameters()}
     widths = {max(module.get_submodule(name).weight.shape) for name in inputs.split()}  # type: ignore[arg-type]
-    return not any(p.numel() in widths for p in module.parameters() if id(p) not in own)
+    return not any(p.numel() in widths for p in module.parameters() if id(p) not in of_matrices)
 
 
 def _fits(module: nn.Module, inputs: str, output: str) -> bool:
-    """Whether every input matrix gives just the width that the output matrix takes."""
+    """Return whether every input matrix gives just the width that the output matrix takes."""
     taken, _ = _widths(module.get_submodule(output))
     return all(_widths(module.get_submodule(name))[1] == taken for name in inputs.split())
 
 
 def _widths(matrix: nn.Module) -> tuple[int, int]:
-    """What goes in and what comes out; transformers' Conv1D has its weight transposed."""
+    """Return a matrix's widths of input and output; transformers' Conv1D has its weight transposed."""
     shape: torch.Size = matrix.weight.shape  # type: ignore[assignment]
     return (shape[1], shape[0]) if isinstance(matrix, nn.Linear) else (shape[0], shape[1])
 

@@ -1,20 +1,21 @@
-"""Where activations change between the ranks' own and common: one autograd Function, a table of verb pairs.
+"""Regions of cut modules: how activations go in and come out, as one autograd Function and a table of its collectives.
 
-                forward          backward
-    enter       keep             all_reduce         a common input goes into cut modules
-    leave       all_reduce       keep               their partial outputs become a common one
-    gather      all_gather       reduce_scatter     the same two under sequence parallelism, where
-    scatter     reduce_scatter   all_gather         activations outside are chunks of the sequence
-    split       chunk            all_gather         a common tensor becomes chunks, one per rank
-    join        all_gather       chunk              and chunks a common tensor
+                              forward          backward
+    copy_to                   copy             all_reduce       a common input goes into cut modules
+    reduce_from               all_reduce       copy             their partial outputs are summed to a common one
+    gather_from_slices        all_gather       reduce_scatter   the same two under sequence parallelism, where
+    reduce_scatter_to_slices  reduce_scatter   all_gather       activations outside are slices of the sequence
+    scatter_to                slice            all_gather       a common tensor becomes slices, one per rank
+    gather_from               all_gather       slice            slices become a common tensor
 
-Megatron-LM's f is enter and its g is leave (Shoeybi et al. 2019); with sequences Korthikanti et al. 2022.
+The names are Megatron-LM's (its f is copy_to and its g reduce_from, Shoeybi et al. 2019; with sequences Korthikanti et
+al. 2022). A *common* tensor has the same values on all tp ranks.
 
-q, k and v are given one tensor and must enter it once, so that autograd sums their partial gradients
-before one all-reduce: `Doors` remembers what entered until something leaves.
+q, k and v are given one tensor and must copy it once, so that autograd sums their partial gradients
+before one all-reduce: `Regions` remembers the copies until some output is reduced.
 
-Note 1, who keeps the memo's graph alive. A recomputed forward may end before anything leaves; the backward
-of `enter` then makes the memo forget. It never runs between q and k.
+Note 1, who keeps the remembered graph alive. A recomputed forward may end before anything is reduced; the backward
+of `copy_to` then drops what is remembered. It never runs between q and k.
 Note 2, torch.compile sees none of this: identities of tensors would be guards, and a new graph each step.
 """
 
@@ -34,13 +35,13 @@ from zero3d.tensor_parallel.channel import Channel
 F = TypeVar("F", bound=Callable[..., Any])
 RANKS = 1 << 16  # more than there are; a rank's own seed is a common one times this, plus the rank
 SEQUENCE = -2  # dim of [batch, length, hidden]
-VERBS = {
-    "enter": ("keep", "all_reduce"),
-    "leave": ("all_reduce", "keep"),
-    "gather": ("all_gather", "reduce_scatter"),
-    "scatter": ("reduce_scatter", "all_gather"),
-    "split": ("chunk", "all_gather"),
-    "join": ("all_gather", "chunk"),
+COLLECTIVES = {
+    "copy_to": ("copy", "all_reduce"),
+    "reduce_from": ("all_reduce", "copy"),
+    "gather_from_slices": ("all_gather", "reduce_scatter"),
+    "reduce_scatter_to_slices": ("reduce_scatter", "all_gather"),
+    "scatter_to": ("slice", "all_gather"),
+    "gather_from": ("all_gather", "slice"),
 }
 
 
@@ -49,49 +50,52 @@ def eager(function: F) -> F:
     return cast(F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
-class Way(NamedTuple):
-    """One passage: `kind` of VERBS along `dim`, under the module's name. doors: what to forget (Note 1)."""
+class Conversion(NamedTuple):
+    """How a region converts a tensor: `kind` of COLLECTIVES along `dim`, in the ledger under the module's name.
+
+    regions  whose copies its backward drops (Note 1), if any
+    """
 
     kind: str
     dim: int
     name: str
     channel: Channel
-    doors: Doors | None = None
+    regions: Regions | None = None
 
-    def go(self, t: Tensor, backward: bool) -> Tensor:
-        """The forward's verb, or the backward's."""
-        verb = VERBS[self.kind][backward]
-        if verb == "keep":
+    def run(self, t: Tensor, backward: bool) -> Tensor:
+        """Return the result of the forward's collective, or of the backward's."""
+        collective = COLLECTIVES[self.kind][backward]
+        if collective == "copy":
             return t.view_as(t)
-        if verb == "all_reduce":
+        if collective == "all_reduce":
             return self.channel.all_reduce(t, self.name)
-        if verb == "chunk":
-            return self.channel.chunk(t, self.dim)
-        move = self.channel.all_gather if verb == "all_gather" else self.channel.reduce_scatter
+        if collective == "slice":
+            return self.channel.slice_of(t, self.dim)
+        move = self.channel.all_gather if collective == "all_gather" else self.channel.reduce_scatter
         return move(t, self.dim, self.name)
 
 
-class _Cross(torch.autograd.Function):
+class _Convert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, t: Tensor, way: Way) -> Tensor:
-        ctx.way = way
-        return way.go(t, backward=False)
+    def forward(ctx: Any, t: Tensor, conversion: Conversion) -> Tensor:
+        ctx.conversion = conversion
+        return conversion.run(t, backward=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        if ctx.way.doors is not None:
-            ctx.way.doors.forget()
-        return ctx.way.go(grads[0], backward=True), None
+        if ctx.conversion.regions is not None:
+            ctx.conversion.regions.forget()
+        return ctx.conversion.run(grads[0], backward=True), None
 
 
-def cross(t: Tensor, way: Way) -> Tensor:
-    """`t` after the passage, with the gradient's passage back."""
-    out: Tensor = _Cross.apply(t, way)  # type: ignore[no-untyped-call]
+def convert(t: Tensor, conversion: Conversion) -> Tensor:
+    """Return `t` converted; its gradient is converted back."""
+    out: Tensor = _Convert.apply(t, conversion)  # type: ignore[no-untyped-call]
     return out
 
 
-class Entered(NamedTuple):
-    """What became of a tensor: valid while it is alive, unwritten and under the same grad mode."""
+class Copied(NamedTuple):
+    """A tensor's copy in the region: valid while the source is alive, unwritten and under the same grad mode."""
 
     source: weakref.ref[Tensor]
     version: int
@@ -99,64 +103,70 @@ class Entered(NamedTuple):
     result: Tensor
 
 
-class Doors:
-    """Enter and leave of one model. `sequence`: between blocks activations are chunks of the sequence, under grad only.
+class Regions:
+    """Converts one model's activations. `sequence`: between blocks they are slices of the sequence where grad is on.
 
     Without grad nothing is kept for a backward, so there is nothing to save, and generation has any length.
     """
 
     def __init__(self, channel: Channel, sequence: bool) -> None:
         self.channel, self._sequence = channel, sequence
-        self._entered: dict[int, Entered] = {}
+        self._copies: dict[int, Copied] = {}
 
     @property
     def by_sequence(self) -> bool:
-        """Whether activations outside cut modules are chunks of the sequence now."""
+        """Whether activations outside cut modules are slices of the sequence now."""
         return self._sequence and torch.is_grad_enabled()
 
     @eager
-    def enter(self, t: Tensor, name: str, whole: bool = False) -> Tensor:
-        """A common tensor, or (unless it is `whole`) a chunk of the sequence, for cut modules; once per tensor."""
-        known = self._entered.get(id(t))
+    def copy_to(self, t: Tensor, name: str, whole: bool = False) -> Tensor:
+        """Return a common tensor, or (unless it is `whole`) the one of which `t` is a slice, for cut modules.
+
+        One conversion per tensor: the next call with it returns the same result.
+        """
+        known = self._copies.get(id(t))
         version = 0 if t.is_inference() else t._version
         if known is not None and known.source() is t and known[1:3] == (version, torch.is_grad_enabled()):
             return known.result
-        kind = "gather" if self.by_sequence and not whole else "enter"
-        result = cross(t, Way(kind, SEQUENCE, name, self.channel, self))
-        self._entered[id(t)] = Entered(weakref.ref(t), version, torch.is_grad_enabled(), result)
+        kind = "gather_from_slices" if self.by_sequence and not whole else "copy_to"
+        result = convert(t, Conversion(kind, SEQUENCE, name, self.channel, self))
+        self._copies[id(t)] = Copied(weakref.ref(t), version, torch.is_grad_enabled(), result)
         return result
 
     @eager
-    def leave(self, t: Tensor, name: str, whole: bool = False) -> Tensor:
-        """Partial sums -> the sum, or (unless it is to be `whole`) this rank's chunk of it along the sequence."""
+    def reduce_from(self, t: Tensor, name: str, whole: bool = False) -> Tensor:
+        """Return the sum of the ranks' partial ones, or (unless it is to be `whole`) this rank's slice of the sum."""
         self.forget()
-        kind = "scatter" if self.by_sequence and not whole else "leave"
-        return cross(t, Way(kind, SEQUENCE, name, self.channel))
+        kind = "reduce_scatter_to_slices" if self.by_sequence and not whole else "reduce_from"
+        return convert(t, Conversion(kind, SEQUENCE, name, self.channel))
 
     @eager
-    def split(self, t: Tensor, name: str) -> Tensor:
-        """[batch, length, hidden] -> [batch, length / N, hidden]. Raises ConfigError for a length N does not divide."""
+    def scatter_to(self, t: Tensor, name: str) -> Tensor:
+        """Return this rank's slice: [batch, length, hidden] -> [batch, length / N, hidden].
+
+        Raises ConfigError for a length that N does not divide.
+        """
         length, size = t.shape[SEQUENCE], self.channel.size
         if length % size:
             raise ConfigError(
                 f"sequence parallelism cuts sequences over tp {size}, and {length} tokens / {size} is not whole: use "
                 f"sequences of {length - length % size} or {length + -length % size} tokens, or turn it off."
             )
-        return cross(t, Way("split", SEQUENCE, name, self.channel))
+        return convert(t, Conversion("scatter_to", SEQUENCE, name, self.channel))
 
     @eager
-    def join(self, t: Tensor, name: str, dim: int = SEQUENCE) -> Tensor:
-        """The chunks of all ranks along `dim`; all ranks use the result alike, so its gradient is only taken apart."""
-        return cross(t, Way("join", dim, name, self.channel))
+    def gather_from(self, t: Tensor, name: str, dim: int = SEQUENCE) -> Tensor:
+        """Join the ranks' slices along `dim`; all ranks use the result alike, so its gradient is only sliced."""
+        return convert(t, Conversion("gather_from", dim, name, self.channel))
 
     @eager
     def forget(self) -> None:
-        """Drop what entered, and the graphs that hang on it."""
-        self._entered.clear()
+        """Drop the remembered copies, and the graphs that hang on them."""
+        self._copies.clear()
 
 
-class OwnRandom:
-    """Random numbers that differ between tp ranks from `begin` to `end`, and are the same again afterwards.
+class RankRandom:
+    """Makes random numbers differ between tp ranks from `begin` to `end`; afterwards they are alike again.
 
     The seed comes from the device's generator, which stands alike on all ranks, so that a recomputed forward
     that starts from the same state draws the same numbers. A recomputation may stop in between: then `end` is
@@ -166,7 +176,7 @@ class OwnRandom:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._before: tuple[torch.Generator, Tensor] | None = None
-        self._own: tuple[torch.Generator, Tensor] | None = None
+        self._paused: tuple[torch.Generator, Tensor] | None = None
 
     @eager
     def begin(self, device: torch.device, on: bool = True) -> None:
@@ -188,20 +198,20 @@ class OwnRandom:
 
     @eager
     def pause(self, device: torch.device, name: str) -> None:
-        """Among a rank's own numbers: such as all ranks draw, of `name`'s own, until `resume`.
+        """Draw numbers that are alike on all ranks, of `name`'s own, amid a rank's own, until `resume`.
 
         They follow from the seed alone, which a generator keeps, so that a recomputed block finds them, too.
         """
         generator = _generator(device)
-        self._own = generator, generator.get_state()
+        self._paused = generator, generator.get_state()
         generator.manual_seed(zlib.crc32(name.encode(), generator.initial_seed() // RANKS))
 
     @eager
     def resume(self) -> None:
         """Go on with the rank's own numbers, if `pause` was called."""
-        own, self._own = self._own, None
-        if own is not None:
-            own[0].set_state(own[1])
+        paused, self._paused = self._paused, None
+        if paused is not None:
+            paused[0].set_state(paused[1])
 
 
 def _generator(device: torch.device) -> torch.Generator:
@@ -209,5 +219,5 @@ def _generator(device: torch.device) -> torch.Generator:
         return torch.default_generator
     module = torch.get_device_module(device)
     index = device.index if device.index is not None else module.current_device()
-    found: torch.Generator = module.default_generators[index]
-    return found
+    generator: torch.Generator = module.default_generators[index]
+    return generator

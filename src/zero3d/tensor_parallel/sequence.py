@@ -1,14 +1,15 @@
-"""Sequence parallelism, and random numbers of the ranks' own: what happens around cut modules.
+"""Sequence parallelism, and dropout that differs between ranks: hooks around cut modules.
 
-    first block          ... in every block ...                          last block
-    --split--> norm --[gather  q k v | attention | o  scatter]--> + --> norm --[gather  mlp  scatter]--> --join-->
+    first block        ... in every block: gathered and reduced around attention and MLP ...         last block
+    --scatter_to--> norm --[ q k v | attention | o ]--> + --> norm --[ gate up | down ]--> + --gather_from-->
 
-Between split and join a rank's hidden state is its chunk of the sequence, so norms and all other uncut
+Between `scatter_to` and `gather_from` a rank's hidden state is its slice of the sequence, so norms and all other uncut
 parameters there, the biases of rowwise matrices too, get partial gradients.
 
 Dropout: what all ranks hold alike must be dropped alike, what is a rank's own must not be. Without
 sequence parallelism own is what lies between the first colwise matrix of a module and its rowwise one;
-with it, everything between split and join. Inside a colwise module (LoRA) the common input is dropped, alike.
+with it, everything between `scatter_to` and `gather_from`. Inside a colwise module (LoRA) the common
+input is dropped, alike.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zero3d.activations.recomputation import Recomputed
+from zero3d.activations.segments import Recomputed
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks
 from zero3d.nested import map_tensors
-from zero3d.tensor_parallel.regions import Doors, OwnRandom
-from zero3d.tensor_parallel.styles import Work, change_first
+from zero3d.tensor_parallel.regions import RankRandom, Regions
+from zero3d.tensor_parallel.styles import StyleContext, change_first
 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 def cut_blocks(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
-    """The repeated blocks that hold one of the modules named, in order."""
+    """Return the repeated blocks that hold one of the modules named, in order."""
     return {
         name: block
         for name, block in find_blocks(model).items()
@@ -37,54 +38,54 @@ def cut_blocks(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
     }
 
 
-def install_sequence(work: Work) -> None:
-    """Split at the first block, join at the last, and gather around cut matrices.
+def install_sequence(context: StyleContext) -> None:
+    """Scatter sequences at the first block, gather them at the last and around cut matrices.
 
     Errors: no blocks, blocks in two lists, matrices left whole, experts (ConfigError).
     """
-    blocks = cut_blocks(work.model, work.rowwise)
+    blocks = cut_blocks(context.model, context.rowwise)
     if not blocks or len({name.rpartition(".")[0] for name in blocks}) > 1:
         raise ConfigError(
             f"sequence_parallel=True needs one list of blocks, and the tensor-parallel plan cuts {len(blocks)} blocks "
-            f"of {type(work.model).__name__}, not in one list: leave sequence_parallel out."
+            f"of {type(context.model).__name__}, not in one list: leave sequence_parallel out."
         )
-    _check_whole(work, blocks)
-    around = dict.fromkeys(name.rpartition(".")[0] for name in work.colwise if _inside(name, blocks))
+    _check_whole(context, blocks)
+    around = dict.fromkeys(name.rpartition(".")[0] for name in context.colwise if _inside(name, blocks))
     for name in around:
         if name not in blocks:
-            gather = partial(_gather, work.doors, name)
-            work.model.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
+            gather = partial(_gather_first, context.regions, name)
+            context.model.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
     for block in blocks.values():
-        work.partial.update(p for p in block.parameters() if p not in work.cuts)
-    random = OwnRandom(work.doors.channel.rank)
+        context.partial.update(p for p in block.parameters() if p not in context.cuts)
+    random = RankRandom(context.regions.channel.rank)
     (first, start), *_, (last, end) = [*blocks.items(), *blocks.items()]
-    start.register_forward_pre_hook(partial(_split, work.doors, random, first), with_kwargs=True)
-    end.register_forward_hook(partial(_join, work.doors, random, last))
+    start.register_forward_pre_hook(partial(_scatter, context.regions, random, first), with_kwargs=True)
+    end.register_forward_hook(partial(_gather_last, context.regions, random, last))
 
 
-def install_random(work: Work, config: Any) -> None:
-    """Random numbers of the ranks' own from a module's first colwise matrix to its rowwise one, where it drops out."""
-    said = (config, getattr(config, "attn_config", None))  # MPT has a config of its own for attention
-    drops = any((getattr(each, name, None) or 0) > 0 for each in said for name in DROPOUTS)
-    owns: dict[str, OwnRandom] = {}
-    parents = {name.rpartition(".")[0] for name in work.rowwise}
-    for name in work.colwise:
+def install_random(context: StyleContext, config: Any) -> None:
+    """Let ranks draw numbers of their own between a module's colwise and rowwise matrices, where it drops out."""
+    configs = (config, getattr(config, "attn_config", None))  # MPT has a config of its own for attention
+    drops = any((getattr(place, name, None) or 0) > 0 for place in configs for name in DROPOUTS)
+    randoms: dict[str, RankRandom] = {}
+    parents = {name.rpartition(".")[0] for name in context.rowwise}
+    for name in context.colwise:
         parent = name.rpartition(".")[0]
-        if parent not in parents or parent in owns:
+        if parent not in parents or parent in randoms:
             continue
-        if drops or _drops(work.model.get_submodule(parent)):
-            owns[parent] = OwnRandom(work.doors.channel.rank)
-            begin = partial(_begin, work.doors, owns[parent])
-            work.model.get_submodule(name).register_forward_pre_hook(begin)
-    for name in work.rowwise:
+        if drops or _drops(context.model.get_submodule(parent)):
+            randoms[parent] = RankRandom(context.regions.channel.rank)
+            begin = partial(_begin, context.regions, randoms[parent])
+            context.model.get_submodule(name).register_forward_pre_hook(begin)
+    for name in context.rowwise:
         parent = name.rpartition(".")[0]
-        if parent in owns:
-            work.model.get_submodule(name).register_forward_hook(partial(_end, owns[parent]))
-    for name in work.colwise:
-        module, owned = work.model.get_submodule(name), name.rpartition(".")[0] in owns
+        if parent in randoms:
+            context.model.get_submodule(name).register_forward_hook(partial(_end, randoms[parent]))
+    for name in context.colwise:
+        module, owned = context.model.get_submodule(name), name.rpartition(".")[0] in randoms
         if _drops(module):
-            random = OwnRandom(work.doors.channel.rank)
-            module.register_forward_pre_hook(partial(_pause, work.doors, random, name, owned))
+            random = RankRandom(context.regions.channel.rank)
+            module.register_forward_pre_hook(partial(_pause, context.regions, random, name, owned))
             module.register_forward_hook(partial(_resume, random))
 
 
@@ -96,12 +97,12 @@ def _inside(name: str, blocks: dict[str, nn.Module]) -> bool:
     return any(name.startswith(block + ".") for block in blocks)
 
 
-def _check_whole(work: Work, blocks: dict[str, nn.Module]) -> None:
-    """Outside cut modules only what treats tokens one by one is right on chunks: norms, biases, LoRA's halves."""
+def _check_whole(context: StyleContext, blocks: dict[str, nn.Module]) -> None:
+    """Refuse matrices left whole: on slices only what treats tokens one by one is right. Raises ConfigError."""
     listed = next(iter(blocks)).rpartition(".")[0]
-    for name, block in find_blocks(work.model).items():
+    for name, block in find_blocks(context.model).items():
         for local, p in block.named_parameters():
-            if name.rpartition(".")[0] == listed and p.dim() > 1 and p not in work.cuts and p not in work.partial:
+            if name.rpartition(".")[0] == listed and p.dim() > 1 and p not in context.cuts and p not in context.partial:
                 raise ConfigError(
                     f"sequence_parallel=True needs all matrices of the blocks cut, and {name}.{local} "
                     f"{tuple(p.shape)} is whole (a router of experts, or a module that the plan leaves out): leave "
@@ -110,47 +111,47 @@ def _check_whole(work: Work, blocks: dict[str, nn.Module]) -> None:
 
 
 def _replaying(block: nn.Module) -> bool:
-    """Whether a recomputation calls this block: it has recorded what the hook made of its arguments."""
+    """Return whether a recomputation calls this block: it has recorded what the hook made of its arguments."""
     return isinstance(block.forward, Recomputed) and block.forward.replaying
 
 
-def _split(doors: Doors, random: OwnRandom, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
-    if not doors.by_sequence or _replaying(block):
+def _scatter(regions: Regions, random: RankRandom, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
+    if not regions.by_sequence or _replaying(block):
         return None
 
-    def split(t: Tensor) -> Tensor:
-        chunk = doors.split(t, name)
+    def scatter(t: Tensor) -> Tensor:
+        piece = regions.scatter_to(t, name)
         random.begin(t.device, block.training)
-        return chunk
+        return piece
 
-    return change_first(args, kwargs, split)
+    return change_first(args, kwargs, scatter)
 
 
-def _join(doors: Doors, random: OwnRandom, name: str, block: nn.Module, args: Any, output: Any) -> Any:
-    if not doors.by_sequence or _replaying(block):
+def _gather_last(regions: Regions, random: RankRandom, name: str, block: nn.Module, args: Any, output: Any) -> Any:
+    if not regions.by_sequence or _replaying(block):
         return None
     random.end()
     if isinstance(output, tuple):
-        return doors.join(output[0], name), *output[1:]
-    return map_tensors(output, lambda t: doors.join(t, name))
+        return regions.gather_from(output[0], name), *output[1:]
+    return map_tensors(output, lambda t: regions.gather_from(t, name))
 
 
-def _gather(doors: Doors, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return change_first(args, kwargs, lambda t: doors.enter(t, name)) if doors.by_sequence else None
+def _gather_first(regions: Regions, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return change_first(args, kwargs, lambda t: regions.copy_to(t, name)) if regions.by_sequence else None
 
 
-def _begin(doors: Doors, random: OwnRandom, module: nn.Module, args: Any) -> None:
-    random.begin(args[0].device, module.training and not doors.by_sequence)
+def _begin(regions: Regions, random: RankRandom, module: nn.Module, args: Any) -> None:
+    random.begin(args[0].device, module.training and not regions.by_sequence)
 
 
-def _end(random: OwnRandom, module: nn.Module, args: Any, output: Any) -> None:
+def _end(random: RankRandom, module: nn.Module, args: Any, output: Any) -> None:
     random.end()
 
 
-def _pause(doors: Doors, random: OwnRandom, name: str, owned: bool, module: nn.Module, args: Any) -> None:
-    if module.training and (owned or doors.by_sequence):
+def _pause(regions: Regions, random: RankRandom, name: str, owned: bool, module: nn.Module, args: Any) -> None:
+    if module.training and (owned or regions.by_sequence):
         random.pause(args[0].device, name)
 
 
-def _resume(random: OwnRandom, module: nn.Module, args: Any, output: Any) -> None:
+def _resume(random: RankRandom, module: nn.Module, args: Any, output: Any) -> None:
     random.resume()

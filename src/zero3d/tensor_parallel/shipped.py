@@ -27,15 +27,15 @@ PARTIAL = "replicated_with_grad_allreduce"
 
 
 def cut(where: str, colwise: str, rowwise: str, *divided: str) -> Plan:
-    """Names inside the modules `where`: matrices whose outputs are shared out, one that takes these, and numbers."""
-    found = {f"{where}.{name}": "colwise" for name in colwise.split()} | {f"{where}.{rowwise}": "rowwise"}
-    return found | {f"{where}.{name}": "divided" for name in divided}
+    """Return styles by name inside the modules `where`: matrices cut by outputs, one cut by inputs, and numbers."""
+    plan = {f"{where}.{name}": "colwise" for name in colwise.split()} | {f"{where}.{rowwise}": "rowwise"}
+    return plan | {f"{where}.{name}": "divided" for name in divided}
 
 
 def whole_attention(where: str, inputs: str, output: str) -> Plan:
-    """Matrices are cut, and what is between them is computed whole on every rank: right for any attention or MLP."""
-    found = {f"{where}.{name}": "colwise_gather_output" for name in inputs.split()}
-    return found | {f"{where}.{output}": "rowwise_split_input"}
+    """Return styles that cut matrices and leave what is between them whole on every rank: right for any module."""
+    plan = {f"{where}.{name}": "colwise_gather_output" for name in inputs.split()}
+    return plan | {f"{where}.{output}": "rowwise_split_input"}
 
 
 def _attention(where: str = "layers.*.self_attn", *divided: str, output: str = "o_proj") -> Plan:
@@ -47,14 +47,14 @@ def _gated(where: str) -> Plan:
 
 
 def _gemma3n(config: Any) -> Plan:
-    """Where an MLP is sparse its gates' mean and deviation are of all of them."""
+    """Leave sparse MLPs whole between their matrices: they take mean and deviation of all gates."""
     sparse = [i for i, part in enumerate(config.activation_sparsity_pattern or ()) if part > 0]
     plans = [whole_attention(f"layers.{i}.mlp", "gate_proj up_proj", "down_proj") for i in sparse]
     return {name: style for plan in plans for name, style in plan.items()}
 
 
 def _stablelm(config: Any) -> Plan:
-    """qk_layernorm is a list of norms, one for every head."""
+    """Leave attention whole between its matrices under qk_layernorm: a list of norms, one for every head."""
     if config.qk_layernorm:
         attention = whole_attention("layers.*.self_attn", "q_proj k_proj v_proj", "o_proj")
     else:
@@ -63,7 +63,7 @@ def _stablelm(config: Any) -> Plan:
 
 
 def _falcon(config: Any) -> Plan:
-    """Rows of the fused matrix are those of one group of heads after another; one key for all heads lies at the end."""
+    """Cut the fused matrix, whose rows go by groups of heads; a single key for all heads, at its end, cannot be cut."""
     where = "h.*.self_attention"
     mlp = cut("h.*.mlp", "dense_h_to_4h", "dense_4h_to_h")
     if config.multi_query and not config.new_decoder_architecture:
@@ -132,12 +132,12 @@ SHIPPED: Mapping[str, Plan | Callable[[Any], Plan]] = {
 
 
 def shipped_plan(model: nn.Module) -> Plan:
-    """Ours for every model inside `model` whose type has one; a pattern begins with that model's full name."""
-    found: Plan = {}
+    """Return the plans of all models inside `model` whose types have one; patterns begin with their full names."""
+    plan: Plan = {}
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
-        ours = SHIPPED.get(getattr(config, "model_type", ""))
-        if ours is not None and getattr(module, "base_model", None) is module:
-            plan = ours(config) if callable(ours) else ours
-            found |= {f"{name}.{pattern}".lstrip("."): style for pattern, style in plan.items()}
-    return found
+        entry = SHIPPED.get(getattr(config, "model_type", ""))
+        if entry is not None and getattr(module, "base_model", None) is module:
+            own = entry(config) if callable(entry) else entry
+            plan |= {f"{name}.{pattern}".lstrip("."): style for pattern, style in own.items()}
+    return plan

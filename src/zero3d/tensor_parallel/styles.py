@@ -1,6 +1,6 @@
 """What each style does to a module: which parameters it cuts, and which hooks it gets.
 
-    x --enter--> [ colwise ] --own outputs--> ... --own inputs--> [ rowwise ] --leave--> + bias
+    x --copy_to--> [ colwise ] --a rank's own outputs--> ... --its own inputs--> [ rowwise ] --reduce_from--> + bias
 
 Cuts are collected by parameter, tied ones once; `apply_cuts` (replace.py) then replaces them all. Of a LoRA pair
 around a colwise matrix A is common and B is cut as the matrix is; around a rowwise one A is cut and B is
@@ -24,25 +24,26 @@ from torch.nn import functional as F
 from zero3d.errors import ConfigError
 from zero3d.nested import map_tensors
 from zero3d.shards.cuts import Cut
-from zero3d.tensor_parallel.heads import take_own
+from zero3d.tensor_parallel.heads import slice_heads
 from zero3d.tensor_parallel.plan import Style
-from zero3d.tensor_parallel.regions import Doors, Way, cross
+from zero3d.tensor_parallel.regions import Conversion, Regions, convert
 from zero3d.tensor_parallel.vocabulary import Head, LocalEmbedding
 
 
 @dataclass
-class Work:
-    """What the styles of one model share and leave behind.
+class StyleContext:
+    """What the styles of one model share, and what they have decided.
 
     blocks    names of the blocks that hold cut modules
+    sequence  whether sequence parallelism is on
     cuts      by parameter
     handled   modules whose forward knows that their parameters are cut
-    partial   parameters that all ranks have and whose gradients are parts
-    colwise   names of modules whose outputs are the ranks' own, rowwise: whose inputs are
+    partial   parameters that all ranks have and whose gradients are terms of a sum over tp
+    colwise   names of modules whose outputs are cut, rowwise: whose inputs are
     """
 
     model: nn.Module
-    doors: Doors
+    regions: Regions
     blocks: frozenset[str]
     sequence: bool
     cuts: dict[nn.Parameter, Cut] = field(default_factory=dict)
@@ -53,7 +54,7 @@ class Work:
 
     def cut(self, name: str, p: nn.Parameter, dim: int, blocks: int = 1) -> None:
         """Note a cut. Raises ConfigError where two styles disagree or the size does not divide."""
-        channel = self.doors.channel
+        channel = self.regions.channel
         made = Cut(dim % p.dim(), channel.size, channel.rank, blocks)
         if self.cuts.setdefault(p, made) != made:
             raise ConfigError(f"{name}: two tensor-parallel styles cut one tied parameter in two ways.")
@@ -63,72 +64,72 @@ class Work:
             raise ConfigError(f"{name}: {error}") from error
 
     def refuse_sequence(self, name: str, style: Style) -> None:
-        """Raises ConfigError inside blocks under sequence parallelism: outside matrices a rank has a chunk only."""
+        """Refuse a style inside blocks under sequence parallelism: a rank has a slice there. Raises ConfigError."""
         if self.sequence and any(name.startswith(block + ".") for block in self.blocks):
             raise ConfigError(
                 f"{name}: style {style.kind!r} does not go with sequence_parallel=True inside blocks: leave it out."
             )
 
-    def entering(self, name: str) -> bool:
-        """Whether this module lets its input enter, not the module around it (which does under sequence)."""
+    def copies_input(self, name: str) -> bool:
+        """Return whether this module copies its input in, not the module around it (which does under sequence)."""
         return not self.sequence or name.rpartition(".")[0] in self.blocks
 
 
-def apply_style(work: Work, name: str, style: Style, head: Head) -> None:
-    """One entry of a plan. `head` joins the outputs of colwise_gather_output where the model's head is meant."""
+def apply_style(context: StyleContext, name: str, style: Style, head: Head) -> None:
+    """Apply one entry of a plan. `head` gathers the outputs of colwise_gather_output where it is the model's head."""
     if style.kind == "divided":
-        _divide(work, name)
+        _divide(context, name)
     elif style.kind == "replicate":
         return
-    elif _is_parameter(work.model, name):
-        _parameter(work, name, style)
+    elif _is_parameter(context.model, name):
+        _parameter(context, name, style)
     else:
-        APPLY[style.kind](work, name, work.model.get_submodule(name), style, head)
+        APPLY[style.kind](context, name, context.model.get_submodule(name), style, head)
 
 
-def _colwise(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
+def _colwise(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
     base, adapters = _matrix(name, module)
-    work.cut(f"{name}.weight", base.weight, 1 if is_conv(base) else 0, style.blocks)
+    context.cut(f"{name}.weight", base.weight, 1 if is_conv(base) else 0, style.blocks)
     if base.bias is not None:
-        work.cut(f"{name}.bias", base.bias, 0, style.blocks)
+        context.cut(f"{name}.bias", base.bias, 0, style.blocks)
     for a, b in adapters:
-        work.partial.update(a.parameters())
+        context.partial.update(a.parameters())
         for local, p in b.named_parameters():
-            work.cut(f"{name}.{local}", p, 0, style.blocks)
-        work.handled.add(b)
-    work.handled.add(base)
+            context.cut(f"{name}.{local}", p, 0, style.blocks)
+        context.handled.add(b)
+    context.handled.add(base)
     whole = style.kind == "colwise_gather_output"
     if whole:
-        work.refuse_sequence(name, style)
+        context.refuse_sequence(name, style)
         module.register_forward_hook(head.finish)
     else:
-        work.colwise.append(name)
-    if whole or work.entering(name):
-        module.register_forward_pre_hook(partial(_enter_first, work.doors, name, whole), with_kwargs=True)
+        context.colwise.append(name)
+    if whole or context.copies_input(name):
+        module.register_forward_pre_hook(partial(_copy_first, context.regions, name, whole), with_kwargs=True)
 
 
-def _rowwise(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
+def _rowwise(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
     base, adapters = _matrix(name, module)
-    work.cut(f"{name}.weight", base.weight, 0 if is_conv(base) else 1, style.blocks)
+    context.cut(f"{name}.weight", base.weight, 0 if is_conv(base) else 1, style.blocks)
     for a, b in adapters:
         for local, p in a.named_parameters():
-            work.cut(f"{name}.{local}", p, 1, style.blocks)
+            context.cut(f"{name}.{local}", p, 1, style.blocks)
         if any(p.dim() == 1 for p in b.parameters()):
             raise ConfigError(f"{name}: a LoRA bias would be added once per tp rank: pass lora_bias=False.")
-        work.partial.update(b.parameters())
-        work.handled.add(a)
-    work.handled.add(base)
+        context.partial.update(b.parameters())
+        context.handled.add(a)
+    context.handled.add(base)
     if style.kind == "rowwise_split_input":
-        work.refuse_sequence(name, style)
-        module.register_forward_pre_hook(partial(_split_first, work.doors, name), with_kwargs=True)
+        context.refuse_sequence(name, style)
+        module.register_forward_pre_hook(partial(_scatter_first, context.regions, name), with_kwargs=True)
     else:
-        work.rowwise.append(name)
+        context.rowwise.append(name)
     if base.bias is not None:
         base.forward = Unbiased(base)
-    module.register_forward_hook(partial(_leave, work.doors, name, base))
+    module.register_forward_hook(partial(_reduce_output, context.regions, name, base))
 
 
-def _embedding(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
+def _embedding(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
     table: Any = module
     if any(isinstance(m, nn.Embedding) for m in module.modules() if m is not module):
         raise ConfigError(
@@ -138,50 +139,52 @@ def _embedding(work: Work, name: str, module: nn.Module, style: Style, head: Hea
         )
     if not isinstance(module, nn.Embedding):
         raise ConfigError(f"{name}: style {style.kind!r} is for an nn.Embedding, and this is {_kind(module)}.")
-    work.cut(f"{name}.weight", table.weight, 0)
-    work.handled.add(module)
-    table.forward = LocalEmbedding(module, work.doors, name)
+    context.cut(f"{name}.weight", table.weight, 0)
+    context.handled.add(module)
+    table.forward = LocalEmbedding(module, context.regions, name)
 
 
-def _partial(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
-    work.partial.update(module.parameters())
+def _partial(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    context.partial.update(module.parameters())
 
 
-def _experts(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        def one(t: Tensor) -> Tensor:
-            return work.doors.enter(t, name, whole=True) if t.is_floating_point() else t
+def _experts(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    def copy_in(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def copied(t: Tensor) -> Tensor:
+            return context.regions.copy_to(t, name, whole=True) if t.is_floating_point() else t
 
-        return map_tensors(args, one), map_tensors(kwargs, one)
+        return map_tensors(args, copied), map_tensors(kwargs, copied)
 
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    _all_reduce(work, name, module, style, head)
-    work.handled.add(module)
+    module.register_forward_pre_hook(copy_in, with_kwargs=True)
+    _all_reduce(context, name, module, style, head)
+    context.handled.add(module)
 
 
-def _latent(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
-    """A whole first projection of latent attention: its latent goes into a colwise matrix, which it enters there; the
-    rotary part of keys goes to every rank's own heads, and enters here."""
-    work.refuse_sequence(name, style)
-    rotary = work.model.get_submodule(name.rpartition(".")[0]).qk_rope_head_dim
+def _latent(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    """Copy in the rotary part of keys, which goes to every rank's own heads, behind a whole first projection.
+
+    Its other output, the latent, goes into a colwise matrix, which copies it in itself.
+    """
+    context.refuse_sequence(name, style)
+    rotary = context.model.get_submodule(name.rpartition(".")[0]).qk_rope_head_dim
     assert isinstance(rotary, int), "of the attention around it"
 
-    def enter(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def copy_in(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         latent, keys = output[..., :-rotary], output[..., -rotary:]
-        return torch.cat([latent, work.doors.enter(keys, name, whole=True)], -1)
+        return torch.cat([latent, context.regions.copy_to(keys, name, whole=True)], -1)
 
-    module.register_forward_hook(enter)
-
-
-def _heads(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
-    module.register_forward_pre_hook(partial(take_own, work.doors.channel, style.blocks), with_kwargs=True)
+    module.register_forward_hook(copy_in)
 
 
-def _all_reduce(work: Work, name: str, module: nn.Module, style: Style, head: Head) -> None:
-    module.register_forward_hook(partial(_leave, work.doors, name, None))
+def _heads(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    module.register_forward_pre_hook(partial(slice_heads, context.regions.channel, style.blocks), with_kwargs=True)
 
 
-APPLY: Mapping[str, Callable[[Work, str, nn.Module, Style, Head], None]] = {
+def _all_reduce(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    module.register_forward_hook(partial(_reduce_output, context.regions, name, None))
+
+
+APPLY: Mapping[str, Callable[[StyleContext, str, nn.Module, Style, Head], None]] = {
     "colwise": _colwise,
     "packed_colwise": _colwise,
     "colwise_gather_output": _colwise,
@@ -197,16 +200,18 @@ APPLY: Mapping[str, Callable[[Work, str, nn.Module, Style, Head], None]] = {
 }
 
 
-def _parameter(work: Work, name: str, style: Style) -> None:
-    """Of [experts, outputs, inputs] or [experts, inputs, outputs] colwise cuts dim -2, rowwise dim -1; of [experts, .]
-    and of [heads] the last."""
+def _parameter(context: StyleContext, name: str, style: Style) -> None:
+    """Cut a parameter: of [experts, ., .] colwise cuts dim -2 and rowwise dim -1, of [experts, .] and [heads] the last.
+
+    Which of an expert's dims are inputs and which outputs is the plan's business.
+    """
     owner, _, local = name.rpartition(".")
-    module = work.model.get_submodule(owner)
+    module = context.model.get_submodule(owner)
     p = module._parameters[local]
     assert p is not None
     if style.kind == "added_once":
-        work.partial.add(p)
-        module.forward = AddedOnce(module, local, work.doors.channel.rank)
+        context.partial.add(p)
+        module.forward = AddedOnce(module, local, context.regions.channel.rank)
         return
     dims = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
     if style.kind not in dims or p.dim() > 3:
@@ -215,14 +220,14 @@ def _parameter(work: Work, name: str, style: Style) -> None:
             "rowwise, where it is experts' fused matrices [experts, ., .], their biases [experts, .] or a number for "
             "every head; else give its module the style."
         )
-    work.cut(name, p, dims[style.kind] if p.dim() == 3 else -1, style.blocks)
+    context.cut(name, p, dims[style.kind] if p.dim() == 3 else -1, style.blocks)
     if p.dim() == 1:
-        work.handled.add(module)
+        context.handled.add(module)
 
 
-def _divide(work: Work, name: str) -> None:
+def _divide(context: StyleContext, name: str) -> None:
     owner, _, attribute = name.rpartition(".")
-    module, size = work.model.get_submodule(owner), work.doors.channel.size
+    module, size = context.model.get_submodule(owner), context.regions.channel.size
     value = getattr(module, attribute, None)
     if not isinstance(value, int) or value % size:
         raise ConfigError(f"{name}: 'divided' is for whole numbers that tp {size} divides, and this is {value!r}.")
@@ -230,7 +235,7 @@ def _divide(work: Work, name: str) -> None:
 
 
 def _matrix(name: str, module: nn.Module) -> tuple[Any, list[tuple[nn.Module, nn.Module]]]:
-    """The Linear or Conv1D that is cut, and PEFT's LoRA pairs (A, B) around it."""
+    """Return the Linear or Conv1D that is cut, and PEFT's LoRA pairs (A, B) around it. Raises ConfigError."""
     base: Any = getattr(module, "base_layer", module)
     a, b = getattr(module, "lora_A", {}), getattr(module, "lora_B", {})
     if not (isinstance(base, nn.Linear) or is_conv(base)) or not base.weight.is_floating_point():
@@ -246,7 +251,7 @@ def _matrix(name: str, module: nn.Module) -> tuple[Any, list[tuple[nn.Module, nn
 
 
 def is_conv(module: nn.Module) -> bool:
-    """transformers' Conv1D: a linear layer with its weight transposed, [inputs, outputs]."""
+    """Return whether this is transformers' Conv1D: a linear layer with its weight transposed, [inputs, outputs]."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
@@ -260,7 +265,7 @@ def _kind(module: nn.Module) -> str:
 
 
 class Unbiased:
-    """Forward of a Linear or Conv1D without its bias, which must be added once, to the sum over ranks."""
+    """The forward of a Linear or Conv1D without its bias, which must be added once, to the sum over ranks."""
 
     def __init__(self, module: Any) -> None:
         self._module, self._conv = module, is_conv(module)
@@ -271,15 +276,15 @@ class Unbiased:
 
 
 class AddedOnce:
-    """Forward of a module one of whose parameters is added to outputs that will be summed: rank 0 adds it."""
+    """The forward of a module one of whose parameters is added to outputs that will be summed: rank 0 adds it."""
 
     def __init__(self, module: nn.Module, name: str, rank: int) -> None:
-        self._forward, self._module, self._name, self._mine = module.forward, module, name, float(rank == 0)
+        self._forward, self._module, self._name, self._factor = module.forward, module, name, float(rank == 0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         parameters: Any = self._module._parameters
         whole = parameters[self._name]
-        parameters[self._name] = whole * self._mine
+        parameters[self._name] = whole * self._factor
         try:
             return self._forward(*args, **kwargs)
         finally:
@@ -289,21 +294,21 @@ class AddedOnce:
 # --- hooks ------------------------------------------------------------------------------------------
 
 
-def _enter_first(doors: Doors, name: str, whole: bool, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return change_first(args, kwargs, lambda t: doors.enter(t, name, whole))
+def _copy_first(regions: Regions, name: str, whole: bool, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return change_first(args, kwargs, lambda t: regions.copy_to(t, name, whole))
 
 
-def _split_first(doors: Doors, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return change_first(args, kwargs, lambda t: cross(t, Way("split", -1, name, doors.channel)))
+def _scatter_first(regions: Regions, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return change_first(args, kwargs, lambda t: convert(t, Conversion("scatter_to", -1, name, regions.channel)))
 
 
-def _leave(doors: Doors, name: str, base: Any, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    out = doors.leave(output, name)
+def _reduce_output(regions: Regions, name: str, base: Any, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    out = regions.reduce_from(output, name)
     return out if base is None or base.bias is None else out + base.bias
 
 
 def change_first(args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
-    """Arguments of a module with its hidden state changed: that of this name, else the first."""
+    """Return a module's arguments with its hidden state changed: that of this name, else the first."""
     if "hidden_states" in kwargs or not args:
         key = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
         return args, {**kwargs, key: change(kwargs[key])}

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from zero3d.zero.traffic import Moved
 
 
-class Passage(NamedTuple):
-    """Where activations of every micro-batch pass between a tp rank's own and common ones, under a module's name.
+class Region(NamedTuple):
+    """Where activations of every micro-batch pass between tp ranks, under a module's name, and by which collectives.
 
     forward, backward  all_reduce, all_gather, reduce_scatter, or "" where nothing is sent
     width              elements per token of the whole tensor
@@ -26,23 +26,23 @@ class Passage(NamedTuple):
 
 
 def tensor_traffic(
-    passages: Iterable[Passage], tokens: int, micro_batches: int, n: int, width: int
+    regions: Iterable[Region], tokens: int, micro_batches: int, n: int, width: int
 ) -> dict[tuple[str, str], Moved]:
-    """What one of n tp ranks sends in so many micro-batches of `tokens` tokens in all, by (operation, module).
+    """Return what one of n tp ranks sends in so many micro-batches of `tokens` tokens in all, by (operation, module).
 
     width  bytes of the compute dtype
     Of Psi elements an all-gather or a reduce-scatter sends Psi (N-1)/N, an all-reduce twice that. A Llama's layer
-    has four passages: q, k, v and gate, up all-reduce backward, o and down forward (Shoeybi et al. 2019, section 3).
+    has four regions: q, k, v and gate, up all-reduce backward, o and down forward (Shoeybi et al. 2019, section 3).
     """
     moved: dict[tuple[str, str], Moved] = {}
-    for passage in passages:
-        for op, times in ((passage.forward, 1 + passage.again), (passage.backward, 1)):
+    for region in regions:
+        for op, times in ((region.forward, 1 + region.again), (region.backward, 1)):
             if op:
                 hops = (2 if op == "all_reduce" else 1) * (n - 1)
-                elements = times * tokens * passage.width * hops // n
-                size = max(width, passage.least)
-                calls, before, sent = moved.get((op, passage.name), (0, 0, 0))
-                moved[op, passage.name] = Moved(
-                    calls + times * micro_batches, before + elements, sent + elements * size
+                elements = times * tokens * region.width * hops // n
+                size = max(width, region.least)
+                calls, total, nbytes = moved.get((op, region.name), (0, 0, 0))
+                moved[op, region.name] = Moved(
+                    calls + times * micro_batches, total + elements, nbytes + elements * size
                 )
     return moved

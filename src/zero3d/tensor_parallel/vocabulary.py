@@ -1,12 +1,12 @@
-"""Embedding, head and loss with the vocabulary cut over tp: no rank ever holds logits of all tokens' kinds.
+"""Embedding, head and loss with the vocabulary cut over tp: no rank has logits of the whole vocabulary.
 
-    ids -> [ this rank's rows, else 0 ] -> leave -> blocks -> enter -> [ this rank's logits, .. x V/N ] -> loss
+    ids -> [ this rank's rows, else 0 ] -> reduce_from -> blocks -> copy_to -> [ this rank's logits, .. x V/N ] -> loss
 
 The loss of a token needs two numbers of every rank: the logsumexp of its logits, and the label's logit
 if it is there, else 0. They are gathered together, [2, tokens] per rank, and combined in rank order.
 
 Logits stay local in a forward that is given labels, for the model's own loss takes them so. Any other
-forward (generation, losses outside the model) joins them to [.., V] on all ranks.
+forward (generation, losses outside the model) gathers them to [.., V] on all ranks.
 """
 
 from __future__ import annotations
@@ -20,56 +20,56 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zero3d.tensor_parallel.channel import Channel
-from zero3d.tensor_parallel.regions import Doors, Way, cross
+from zero3d.tensor_parallel.regions import Conversion, Regions, convert
 
 IGNORED = -100
 
 
 class LocalEmbedding:
-    """Forward of an nn.Embedding that holds this rank's rows of the vocabulary: token ids -> the whole embedding."""
+    """The forward of an nn.Embedding with this rank's rows of the vocabulary: token ids -> the whole embedding."""
 
-    def __init__(self, module: nn.Embedding, doors: Doors, name: str) -> None:
-        self._forward, self._doors, self._name = module.forward, doors, name
-        self._rows = module.num_embeddings // doors.channel.size
-        self._start = doors.channel.rank * self._rows
+    def __init__(self, module: nn.Embedding, regions: Regions, name: str) -> None:
+        self._forward, self._regions, self._name = module.forward, regions, name
+        self._rows = module.num_embeddings // regions.channel.size
+        self._start = regions.channel.rank * self._rows
         padding = -1 if module.padding_idx is None else module.padding_idx - self._start
         module.padding_idx = padding if 0 <= padding < self._rows else None
 
     def __call__(self, ids: Tensor) -> Tensor:
-        own = ids - self._start
-        elsewhere = (own < 0) | (own >= self._rows)
-        found = self._forward(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
-        return self._doors.leave(found, self._name, whole=True)
+        rows = ids - self._start
+        absent = (rows < 0) | (rows >= self._rows)
+        partial = self._forward(rows.masked_fill(absent, 0)).masked_fill(absent[..., None], 0)
+        return self._regions.reduce_from(partial, self._name, whole=True)
 
 
 class Head:
-    """Whether the model's head joins its logits, and the loss that takes them as they are.
+    """The model's head: whether it gathers its logits, and the loss that takes them as they are.
 
-    local   logits of the forward under way stay this rank's, [.., V/N]
+    local   whether logits of the forward under way stay this rank's, [.., V/N]
     """
 
-    def __init__(self, doors: Doors, name: str) -> None:
-        self._doors, self._name = doors, name
+    def __init__(self, regions: Regions, name: str) -> None:
+        self._regions, self._name = regions, name
         self.local = False
 
     def finish(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """Forward hook of the head."""
-        return output if self.local else gather_logits(output, self._doors.channel, self._name)
+        """Gather the head's output, unless it stays local: its forward hook."""
+        return output if self.local else gather_logits(output, self._regions.channel, self._name)
 
     def install_loss(self, model: Any) -> None:
-        """Let a model that `has_causal_loss` compute it from local logits; other losses get joined ones."""
-        model.loss_function = CausalLoss(self._doors.channel, self._name, model.loss_function)
+        """Let a model that `has_causal_loss` compute it from local logits; other losses get gathered ones."""
+        model.loss_function = CausalLoss(self._regions.channel, self._name, model.loss_function)
         signature = inspect.signature(model.forward)
 
-        def look(module: nn.Module, args: Any, kwargs: Any) -> None:
-            given = signature.bind_partial(*args, **kwargs).arguments
-            self.local = given.get("labels") is not None
+        def set_local(module: nn.Module, args: Any, kwargs: Any) -> None:
+            arguments = signature.bind_partial(*args, **kwargs).arguments
+            self.local = arguments.get("labels") is not None
 
-        model.register_forward_pre_hook(look, with_kwargs=True)
+        model.register_forward_pre_hook(set_local, with_kwargs=True)
 
 
 def has_causal_loss(model: Any) -> bool:
-    """Whether a model's own loss is Hugging Face's of the next token: some have that and compute another one."""
+    """Return whether a model's own loss is Hugging Face's of the next token: some have that and compute another one."""
     if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
         return False
     forwards = (inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind))
@@ -77,7 +77,7 @@ def has_causal_loss(model: Any) -> bool:
 
 
 class CausalLoss:
-    """transformers' ForCausalLMLoss for local logits. `whole` is that function, for logits that were joined."""
+    """Computes transformers' ForCausalLMLoss from local logits. `whole` is that function, for gathered logits."""
 
     def __init__(self, channel: Channel, name: str, whole: Callable[..., Tensor]) -> None:
         self._channel, self._name, self._whole = channel, name, whole
@@ -92,7 +92,7 @@ class CausalLoss:
         shift_labels: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """The next-token loss.
+        """Return the next-token loss.
 
         logits   [batch, length, V/N]
         labels   [batch, length], unshifted; or shift_labels, which are shifted already
@@ -116,7 +116,7 @@ def cross_entropy(
     num_items_in_batch: Tensor | int | None = None,
     name: str = "loss",
 ) -> Tensor:
-    """Cross-entropy of local logits, equal on all ranks: the mean over labels, or their sum / num_items_in_batch.
+    """Return the cross-entropy of local logits, alike on all ranks: the mean over labels, or sum / num_items_in_batch.
 
     logits   [.., V/N], computed with in fp32, or fp64 if they are
     labels   [..], of the whole vocabulary; those equal to ignore_index do not count
@@ -129,8 +129,8 @@ def cross_entropy(
 
 
 def gather_logits(local: Tensor, channel: Channel, name: str = "logits") -> Tensor:
-    """[.., V/N] -> [.., V] on all ranks, for losses that all ranks compute alike."""
-    return cross(local, Way("join", -1, name, channel))
+    """Gather logits, [.., V/N] -> [.., V] on all ranks, for losses that all ranks compute alike."""
+    return convert(local, Conversion("gather_from", -1, name, channel))
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -139,22 +139,22 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, channel: Channel, ignore_index: int, name: str) -> Tensor:
         wide = _wide(logits)
-        own, here = _own_labels(labels, logits.shape[-1], channel.rank)
-        target = wide.gather(1, own[:, None])[:, 0].masked_fill(~here, 0.0)
-        two = torch.stack([wide.logsumexp(1), target])
-        everyone = channel.all_gather(two, 0, name).view(channel.size, 2, -1)
-        total = everyone[:, 0].logsumexp(0)
+        columns, local = _local_labels(labels, logits.shape[-1], channel.rank)
+        target = wide.gather(1, columns[:, None])[:, 0].masked_fill(~local, 0.0)
+        numbers = torch.stack([wide.logsumexp(1), target])
+        gathered = channel.all_gather(numbers, 0, name).view(channel.size, 2, -1)
+        total = gathered[:, 0].logsumexp(0)
         counted = labels != ignore_index
         ctx.save_for_backward(logits, labels, total, counted)
         ctx.rank = channel.rank
-        return (total - everyone[:, 1].sum(0)).where(counted, 0.0)
+        return (total - gathered[:, 1].sum(0)).where(counted, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, labels, total, counted = ctx.saved_tensors
-        own, here = _own_labels(labels, logits.shape[-1], ctx.rank)
+        columns, local = _local_labels(labels, logits.shape[-1], ctx.rank)
         grad = (_wide(logits) - total[:, None]).exp_()
-        grad.scatter_add_(1, own[:, None], -here.to(grad.dtype)[:, None])
+        grad.scatter_add_(1, columns[:, None], -local.to(grad.dtype)[:, None])
         grad *= grads[0].where(counted, 0.0)[:, None]
         return grad.to(logits.dtype), None, None, None, None
 
@@ -163,8 +163,8 @@ def _wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _own_labels(labels: Tensor, rows: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Labels as columns of this rank's logits (0 where they are another rank's), and which are its own."""
-    own = labels - rank * rows
-    here = (own >= 0) & (own < rows)
-    return own.where(here, 0), here
+def _local_labels(labels: Tensor, rows: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Return labels as columns of this rank's logits (0 where they are another rank's), and which are its own."""
+    columns = labels - rank * rows
+    local = (columns >= 0) & (columns < rows)
+    return columns.where(local, 0), local

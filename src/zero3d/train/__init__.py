@@ -1,1 +1,28 @@
-"""Training on top of the engine: data, the embedded demo, and what it measured against the formulas."""
+"""Runs: training on top of the engine, what is written about it, and what it measured against the formulas.
+
+run                a run from start to end, and its result
+start              how a run begins, and what is refused before it does
+folder             the output folder: what lies where, claimed once, pruned
+lock               one run per output folder
+resume             the checkpoint that a run goes on from, loaded into engine and data
+loop               steps, evaluations, checkpoints, stops
+loop_state         how far a run is, as a checkpoint keeps it
+nonfinite          why a run ends whose steps are not finite
+resume_hints       what to type where a run cannot go on as it is
+stop               a signal becomes a request to stop
+metrics            records of steps to metrics.jsonl, TensorBoard, Weights & Biases
+progress           a live bar, or lines
+trace              a profiler's trace of a few steps
+flops              operations of a step, and how many a device could do
+measure            memory measured beside the formulas
+traffic            bytes sent beside the formulas
+plan_check         the planner's figures, checked by the third step
+export             the exported folder: written, put in place, loaded again
+sample             a text that the trained model goes on with
+curve              losses as text and as a PNG
+report             a finished run as tables and as JSON
+variants           the runs of a comparison
+comparison         their figures beside those of the first
+comparison_table   as tables
+comparison_plot    as one picture
+"""

@@ -12,22 +12,22 @@ HALF = 10  # steps to either side of the one whose average is taken
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Average around each step, over as many before it as after it: the mean of the middle third of those values.
+    """Return averages around each step, over as many before it as after it: means of the middle third of those.
 
     Where losses fall it lags behind nothing, and a first or a single high one does not pull it up. Values that are
     not finite are passed over.
     """
-    out = []
+    averages = []
     for i in range(len(values)):
         half = min(HALF, i, len(values) - 1 - i)
         around = sorted(value for value in values[i - half : i + half + 1] if math.isfinite(value))
         third = len(around) // 3
-        out.append(fmean(around[third : len(around) - third]) if around else math.nan)
-    return out
+        averages.append(fmean(around[third : len(around) - third]) if around else math.nan)
+    return averages
 
 
 def as_text(values: Sequence[float], width: int = 64, height: int = 10) -> Iterator[str]:
-    """Lines of a plot of `values` against 1, 2, ...; each character holds 2 x 4 dots."""
+    """Yield lines of a plot of `values` against 1, 2, ...; each character holds 2 x 4 dots."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return

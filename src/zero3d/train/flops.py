@@ -24,7 +24,7 @@ CHOSEN = ("num_experts_per_tok", "top_k")
 
 
 def flops_per_token(model: nn.Module, length: int) -> float:
-    """Useful operations per token; attention counts where the model's config tells its shape."""
+    """Return useful operations per token; attention counts where the model's config tells its shape."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     config: Any = getattr(model, "config", None)
@@ -35,18 +35,18 @@ def flops_per_token(model: nn.Module, length: int) -> float:
 
 
 def _met(p: nn.Parameter, experts: int, chosen: int) -> float:
-    """Elements of a parameter that one token meets: of stacked experts [experts, ., .], those chosen for it."""
+    """Return elements of a parameter that one token meets: of stacked experts [experts, ., .], those chosen for it."""
     stacked = p.dim() == 3 and experts > 0 and p.shape[0] == experts
     return p.numel() * min(chosen / experts, 1.0) if stacked and chosen else p.numel()
 
 
 def _any(config: Any, names: Sequence[str]) -> int:
-    """The first of these settings that the model's config has, else 0."""
+    """Return the first of these settings that a model's config has, else 0."""
     return next((int(value) for name in names if isinstance(value := getattr(config, name, None), int)), 0)
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """What one device could do, or None where it is not known; the table is of bf16 and fp16."""
+    """Return a device's peak in FLOP/s, or None where it is not known; the table is of bf16 and fp16."""
     if precision not in ("bf16", "fp16"):
         return None
     return next((peak for name, peak in PEAKS.items() if name in device_name), None)

@@ -6,7 +6,7 @@ OUTPUT/
   checkpoints/    step-N: the last few and the best; best -> step-N
   hf/             the final weights, for from_pretrained; written as .hf.new, renamed when complete
   loss.png, trace-rank-0.json, tensorboard/
-  .lock           while a run writes (hold.py)
+  .lock           while a run writes (lock.py)
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from zero3d.checkpoint.folders import checkpoints, complete_steps, discard, find
 from zero3d.config import load
 from zero3d.errors import CheckpointError, ConfigError, short
 from zero3d.reading import Unreadable, parse_object
-from zero3d.train.hold import LOCK, Hold
+from zero3d.train.lock import LOCK, FolderLock
 
 WRITTEN = (
     "config.yaml", "metrics.jsonl", "checkpoints", "hf", ".hf.new", ".hf.old", "loss.png", "trace-rank-0.json",
     "tensorboard", "wandb",
 )  # fmt: skip
 AUTO = "auto"
-OTHERS = "has no config.yaml of a run that names it, so no run wrote it"
+FOREIGN = "has no config.yaml of a run that names it, so no run wrote it"
 
 
 @dataclass(frozen=True)
 class Folder:
-    """Paths of one run."""
+    """Holds the paths of a run's output folder; claims it, prunes its checkpoints, publishes its export."""
 
     root: Path
 
@@ -68,10 +68,10 @@ class Folder:
 
     # --- claiming -----------------------------------------------------------------------------------
 
-    def refuse(self, resume: str | None, overwrite: bool, found: Path | None = None) -> None:
-        """Refuse a used folder, with the three choices, and one of others. Touches nothing. Raises ConfigError.
+    def refuse(self, resume: str | None, overwrite: bool, checkpoint: Path | None = None) -> None:
+        """Refuse a used folder, with the three choices, and one that no run wrote. Touches nothing. Raises ConfigError.
 
-        found  the checkpoint that `resume` means: a run goes on in its own folder, or begins a fresh one
+        checkpoint  the one that `resume` means: a run goes on in its own folder, or begins a fresh one
         """
         self._refuse_place()
         if not self.used:
@@ -80,51 +80,51 @@ class Folder:
             raise ConfigError(
                 f"output {self.root} is a file, and a run writes a folder: choose one with output=FOLDER."
             )
-        if overwrite and not self.ours:
-            raise ConfigError(f"--overwrite: {self.root} {OTHERS}: remove it yourself.")
-        goes_on = found is not None and found.resolve().parent == self.checkpoints.resolve()
-        if overwrite or goes_on or (resume == AUTO and self.ours):
+        if overwrite and not self.of_a_run:
+            raise ConfigError(f"--overwrite: {self.root} {FOREIGN}: remove it yourself.")
+        continues = checkpoint is not None and checkpoint.resolve().parent == self.checkpoints.resolve()
+        if overwrite or continues or (resume == AUTO and self.of_a_run):
             return
         used = f"output {self.root} is used already ({', '.join(sorted(self._names())[:4])})"
         if resume == AUTO:
-            raise ConfigError(f"{used}, and it {OTHERS}: write elsewhere with output=FOLDER.")
+            raise ConfigError(f"{used}, and it {FOREIGN}: write elsewhere with output=FOLDER.")
         raise ConfigError(
             f"{used}: go on with --resume auto, write elsewhere with output=FOLDER, or start anew with --overwrite."
         )
 
     def _refuse_place(self) -> None:
         """Refuse a folder that could not be made, or be written to. Raises ConfigError."""
-        why = None
+        problem = None
         try:
             self.root.stat()
-            there = self.root
+            existing = self.root
         except FileNotFoundError:
-            there = next(path for path in self.root.resolve().parents if path.exists())
+            existing = next(path for path in self.root.resolve().parents if path.exists())
         except OSError as error:
-            why = error.strerror
-        if why is None and there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
-            why = os.strerror(EACCES)
-        if why is not None:
+            problem = error.strerror
+        if problem is None and existing.is_dir() and not os.access(existing, os.W_OK | os.X_OK):
+            problem = os.strerror(EACCES)
+        if problem is not None:
             raise ConfigError(
-                f"output {short(self.root.resolve())} cannot be created ({why}): choose another with output=FOLDER."
+                f"output {short(self.root.resolve())} cannot be created ({problem}): choose another with output=FOLDER."
             )
 
-    def claim(self, hold: Hold, resume: str | None, overwrite: bool, found: Path | None = None) -> None:
-        """Make it and hold it, or refuse it as `refuse` does; leftovers of saves are cleaned up. Raises ConfigError."""
+    def claim(self, lock: FolderLock, resume: str | None, overwrite: bool, checkpoint: Path | None = None) -> None:
+        """Make and lock the folder, or refuse it as `refuse` does; clean up leftovers of saves. Raises ConfigError."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"output {self.root.resolve()} cannot be created ({error.strerror}): choose another with output=FOLDER."
             ) from error
-        hold.take(self.root)
-        self.refuse(resume, overwrite, found)  # once more, now that nobody else writes to it
+        lock.acquire(self.root)
+        self.refuse(resume, overwrite, checkpoint)  # once more, now that nobody else writes to it
         if overwrite and self.used:
             self._clear()
         tidy(self.checkpoints)
 
     def write_config(self, text: str) -> None:
-        """config.yaml, the first thing a run writes, whole or not at all: it marks the folder. Raises ConfigError."""
+        """Write config.yaml, the first thing of a run, whole or not at all: it marks the folder. Raises ConfigError."""
         fresh = self.config.with_suffix(".tmp")
         try:
             fresh.write_text(text)
@@ -142,18 +142,18 @@ class Folder:
         return self.root.exists() and (not self.root.is_dir() or any(self._names()))
 
     def _names(self) -> Iterator[str]:
-        """What is in it; a lock is nobody's work."""
+        """Yield the names of the folder's entries; a lock is nobody's work."""
         return (entry.name for entry in self.root.iterdir() if entry.name != LOCK)
 
     @property
-    def ours(self) -> bool:
+    def of_a_run(self) -> bool:
         """Whether a run wrote it: its config.yaml names it, or stands beside checkpoints where it was moved."""
         try:
             named = load(self.config).output
         except ConfigError:
             return False
-        named_so = named is not None and Path(named).resolve().name == self.root.resolve().name
-        return named_so or any(self.checkpoints.glob("*step-*/manifest.json"))
+        is_named = named is not None and Path(named).resolve().name == self.root.resolve().name
+        return is_named or any(self.checkpoints.glob("*step-*/manifest.json"))
 
     def _clear(self) -> None:
         """Remove what a run has written."""
@@ -182,10 +182,10 @@ class Folder:
         self.fresh_export.rename(self.export)
         shutil.rmtree(old, ignore_errors=True)
 
-    # --- going on -----------------------------------------------------------------------------------
+    # --- resuming -----------------------------------------------------------------------------------
 
     def resume_from(self, resume: str | None) -> Path | None:
-        """The checkpoint to go on from: `auto` takes the newest of this folder, if there is one."""
+        """Return the checkpoint to resume from: `auto` is the newest of this folder, if there is one."""
         if resume is None:
             return None
         if resume == AUTO:
@@ -202,12 +202,12 @@ class Folder:
 
         Later ones are of a course that was left: the run went back and on from an older checkpoint.
         """
-        found = complete_steps(self.checkpoints)
-        kept = {*[step for step in found if step <= last][-keep:], best}
-        for step in set(found) - kept:
+        steps = complete_steps(self.checkpoints)
+        kept = {*[step for step in steps if step <= last][-keep:], best}
+        for step in set(steps) - kept:
             discard(self.checkpoints, step)
         try:
-            self._point_at_best(best if best in found else None)
+            self._point_at_best(best if best in steps else None)
         except OSError as error:
             warnings.warn(f"{self.checkpoints / 'best'} could not be set ({error.strerror}).", stacklevel=2)
 
@@ -225,7 +225,7 @@ class Folder:
             link.unlink()
 
     def keep_metrics(self, step: int) -> list[dict[str, float]]:
-        """Drop lines after `step`, which will be written again; what is left."""
+        """Drop lines after `step`, which will be written again; return what is left."""
         lines = self.metrics.read_text(errors="replace").splitlines() if self.metrics.is_file() else []
         kept = [record for record in map(_parse, lines) if record is not None and record["step"] <= step]
         fresh = self.metrics.with_suffix(".tmp")
@@ -235,7 +235,7 @@ class Folder:
 
 
 def _exported(folder: Path) -> bool:
-    """Whether its weights say that zero3d wrote them; an empty folder holds nothing to lose."""
+    """Say whether a folder's weights name zero3d as their writer; an empty folder holds nothing to lose."""
     from safetensors import SafetensorError, safe_open
 
     if not folder.is_dir():
@@ -250,17 +250,17 @@ def _exported(folder: Path) -> bool:
 
 
 def _parse(line: str) -> dict[str, float] | None:
-    """A record, or None for a line that a crash cut off, or that no run has written."""
+    """Return the record of a line, or None where a crash cut it off, or no run has written it."""
     try:
         record = parse_object(line)
     except Unreadable:
         return None
-    plain = all(value is None or isinstance(value, int | float) for value in record.values())
-    return record if plain and isinstance(record.get("step"), int) else None
+    has_numbers = all(value is None or isinstance(value, int | float) for value in record.values())
+    return record if has_numbers and isinstance(record.get("step"), int) else None
 
 
 def first_free(stem: str) -> int:
-    """Make the first free one of STEM, STEM-2, STEM-3, ... ; its number."""
+    """Make the first free one of STEM, STEM-2, STEM-3, ...; return its number."""
     number = 1
     while True:
         try:
@@ -276,5 +276,5 @@ def first_free(stem: str) -> int:
 
 
 def numbered(stem: str, number: int) -> Path:
-    """STEM, STEM-2, ..."""
+    """Return the path with this number: STEM, STEM-2, ..."""
     return Path(stem if number == 1 else f"{stem}-{number}")

@@ -9,7 +9,7 @@ padding            held by the arena                      from the layouts, exac
 temporary buffers  most held at any instant, by kind      an upper bound from unit sizes
 activations        what autograd saved in one forward     none
 
-What ranks sent is in `sent.py`.
+What ranks sent is in `traffic.py`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from zero3d.engine.engine import Engine, MemoryEntry
-from zero3d.models.blocks import ROOT
+from zero3d.engine.accounting import MemoryEntry
+from zero3d.engine.engine import Engine
 from zero3d.precision import NAMES
-from zero3d.zero.prefetch import WINDOW
+from zero3d.zero.layout import ROOT
+from zero3d.zero.stages import WINDOW
 
 
 class MemoryRow(NamedTuple):
-    """Bytes on one rank. formula: None when there is none; at_most: it is an upper bound; agrees: the verdict."""
+    """Holds bytes on one rank. formula: None when there is none; at_most: an upper bound; agrees: the verdict."""
 
     consumer: str
     dtype: str
@@ -44,7 +45,7 @@ class MemoryRow(NamedTuple):
 
 
 class Activations:
-    """Bytes by dtype that the first forward keeps for its backward: distinct storages once, parameters left out.
+    """Counts bytes by dtype that the first forward keeps for its backward: distinct storages, no parameters.
 
     What autograd saves, and the inputs of recomputed blocks. A view of a parameter lies in its
     unit's storage, which keeps its identity for ever.
@@ -54,9 +55,9 @@ class Activations:
         self.bytes: dict[str, int] = defaultdict(int)
         self._seen = {unit.weights.full.untyped_storage()._cdata for unit in engine.units}
         self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        for root in engine.parts.values():
-            mine = [root.register_forward_pre_hook(self._begin)]
-            mine.append(root.register_forward_hook(partial(self._end, mine)))
+        for root in engine.chunks.values():
+            handles = [root.register_forward_pre_hook(self._begin)]
+            handles.append(root.register_forward_hook(partial(self._end, handles)))
 
     def _begin(self, *_: Any) -> None:
         self._hooks.__enter__()
@@ -78,35 +79,35 @@ class Activations:
 
 
 def memory_rows(
-    engine: Engine, held: Iterable[MemoryEntry], activations: Mapping[str, int], micro_batches: int
+    engine: Engine, entries: Iterable[MemoryEntry], activations: Mapping[str, int], micro_batches: int
 ) -> list[MemoryRow]:
-    """ZeRO's five consumers, padding apart. `held` is engine.memory right after training."""
-    entries = {entry.category: entry for entry in held}
+    """Return ZeRO's five consumers, padding apart. `entries` is engine.memory right after training."""
+    by_category = {entry.category: entry for entry in entries}
     dtypes = state_dtypes(engine)
     rows = []
     for category, label in (("parameters", "parameters"), ("gradients", "gradients"),
                             ("optimizer", "optimizer states"), ("padding", "padding")):  # fmt: skip
-        entry = entries[category]
+        entry = by_category[category]
         equal = entry.planned == entry.measured
         rows.append(MemoryRow(label, dtypes[category], entry.planned, False, entry.measured, equal))
     for category, bound in transient_bounds(engine, micro_batches).items():
-        peak = entries[category].peak
+        peak = by_category[category].peak
         rows.append(MemoryRow(f"temporary: {category}", dtypes[category], bound, True, peak, peak <= bound))
     rows.append(MemoryRow("activations", _join(activations), None, False, sum(activations.values()), None))
     return rows
 
 
 def state_dtypes(engine: Engine) -> dict[str, str]:
-    """The dtypes each category of buffers really has."""
+    """Return the dtypes each category of buffers really has."""
     weights = [unit.weights for unit in engine.units]
     grads = [unit.grads for unit in engine.units if unit.grads is not None]
     buffers = [buffer for grad in grads for buffer in grad.buffers]
-    masters = [w.master.dtype for w in weights if w.master is not w.held]
-    states = [s.dtype for each in engine.optimizer.torch.state.values() for s in each.values() if s.dim() == 1]
+    masters = [w.master.dtype for w in weights if w.master is not w.shard_or_full]
+    states = [s.dtype for state in engine.optimizer.torch.state.values() for s in state.values() if s.dim() == 1]
     compute, reduced = {w.full.dtype for w in weights}, {buffer.dtype for buffer in buffers}
     gathered = compute if engine.policy.stage.shards_parameters else ()
-    bucket = compute if engine.policy.reduce == "every_micro_batch" or engine.leaves is not None else ()
-    trainable = [unit for unit in engine.units if unit.grads is not None and engine.comm.size > 1]
+    bucket = compute if engine.policy.reduce == "every_micro_batch" or engine.summands is not None else ()
+    trainable = [unit for unit in engine.units if unit.grads is not None and engine.dp.size > 1]
     wire = {unit.gradients.travels for unit in trainable}
     kinds = {"parameters": compute, "gradients": reduced, "optimizer": {*masters, *states},
              "gathered": gathered, "bucket": bucket, "wire": wire}  # fmt: skip
@@ -114,7 +115,7 @@ def state_dtypes(engine: Engine) -> dict[str, str]:
 
 
 def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
-    """Upper bounds of temporary buffers, in bytes.
+    """Return upper bounds of temporary buffers, in bytes.
 
     gathered  stage 3: the root all the time, two units at a hand-over, WINDOW ahead
     bucket    stages 2, 3: the root's gradients all the time, two units filling, WINDOW being reduced; parts of
@@ -127,8 +128,8 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     sizes = [unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name != ROOT]
     root = sum(unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name == ROOT)
     full = root + (2 + WINDOW) * max(sizes, default=0)
-    policy, n = engine.policy, engine.comm.size
-    moving, shard, tied, exact = 0, 0, 0, engine.leaves is not None
+    policy, n = engine.policy, engine.dp.size
+    moving, shard, tied, exact = 0, 0, 0, engine.summands is not None
     for unit in engine.units:
         if unit.grads is not None:
             travels = unit.gradients.travels

@@ -19,14 +19,14 @@ class Sink(Protocol):
     """Takes one record per step."""
 
     def write(self, record: Record) -> None:
-        """`record` has plain numbers; what is not finite is null."""
+        """Take a record, which has plain numbers; what is not finite is null."""
 
     def close(self) -> None:
-        """No more records."""
+        """Finish: there are no more records."""
 
 
 class JsonLines:
-    """metrics.jsonl, one line per step, flushed."""
+    """Writes metrics.jsonl, one line per step, flushed."""
 
     def __init__(self, folder: Folder) -> None:
         self._file = folder.metrics.open("a")
@@ -40,7 +40,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars by the record's names. Those from step `first` on that an earlier session wrote no longer count."""
+    """Writes scalars by the record's names. Those from step `first` on of an earlier session no longer count."""
 
     def __init__(self, folder: Folder, first: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -57,7 +57,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A Weights & Biases run; offline where WANDB_MODE says so."""
+    """Logs to a Weights & Biases run; offline where WANDB_MODE says so."""
 
     def __init__(self, folder: Folder, project: str, config: Config) -> None:
         import wandb
@@ -72,7 +72,7 @@ class Wandb:
 
 
 class Metrics:
-    """All sinks of a run; none on other ranks than 0. `first` is the session's first step."""
+    """Owns all sinks of a run; none on other ranks than 0. `first` is the session's first step."""
 
     def __init__(self, folder: Folder, config: Config, rank: int, first: int = 1) -> None:
         self._sinks: Sequence[Sink] = ()
@@ -94,11 +94,11 @@ class Metrics:
                 stack.callback(sink.close)
 
     def write(self, record: Record) -> None:
-        """Raises CheckpointError when the disk does not take it."""
-        plain = {k: finite(v) if isinstance(v, float) else v for k, v in record.items()}
+        """Write a record to all sinks. Raises CheckpointError when the disk does not take it."""
+        values = {k: finite(v) if isinstance(v, float) else v for k, v in record.items()}
         try:
             for sink in self._sinks:
-                sink.write(plain)
+                sink.write(values)
         except OSError as error:
             raise CheckpointError(
                 f"cannot write to {self._folder.root} at step {record['step']} ({error.strerror}): make room, then go "
@@ -107,10 +107,10 @@ class Metrics:
 
 
 def finite(value: float) -> float | None:
-    """JSON has no NaN."""
+    """Return the value, or None where it is not finite: JSON has no NaN."""
     return value if math.isfinite(value) else None
 
 
 def losses(history: Sequence[Mapping[str, Any]], name: str = "loss") -> list[float]:
-    """One field of all records; NaN where it is missing."""
+    """Return one field of all records; NaN where it is missing."""
     return [math.nan if record.get(name) is None else float(record[name]) for record in history]

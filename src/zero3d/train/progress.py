@@ -9,13 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress as Bar, TaskID, TextColumn, TimeRemainingColumn
 
+from zero3d.page.text import size
+
 LINES = 20  # printed over a run where there is no terminal
 # Fits 80 columns with the bar; `amounts` stand below it.
 SHORT = "loss {loss:5.3f}  norm {grad_norm:5.3f}  lr {lr:.1e}  {tokens_per_s:6,.0f} tok/s"
 
 
 class Progress:
-    """Says what happens. The console of every rank but the first is quiet.
+    """Shows what happens. The console of every rank but the first is quiet.
 
     every  steps between lines where there is no terminal; None prints about LINES in a run
     clock  seconds
@@ -30,7 +32,7 @@ class Progress:
         self._every = every
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Print one line."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=not self._console.is_terminal)
 
     def track(self, first: int, last: int) -> Iterator[int]:
@@ -51,7 +53,7 @@ class Progress:
         self._bar = None
 
     def show(self, record: Mapping[str, Any]) -> None:
-        """One finished step."""
+        """Show one finished step."""
         step, every = record["step"], self._every or max(self._steps // LINES, 1)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, figures=f"{SHORT.format(**record)}\n{amounts(record)}")
@@ -59,12 +61,12 @@ class Progress:
             self.say(f"step {step:>{len(str(self._steps))}}/{self._steps}  {figures(record)}{self._left(step)}")
 
     def _left(self, step: int) -> str:
-        """How long the rest takes if it takes as long as this session's steps, with all that was between them."""
+        """Say how long the rest takes if it takes as long as this session's steps, with all that was between them."""
         per_step = (self._clock() - self._started) / (step - self._first + 1)
         return f"  {duration(per_step * (self._steps - step))} left" if step < self._steps else ""
 
     def show_held_out(self, record: Mapping[str, Any]) -> None:
-        """An evaluation."""
+        """Print an evaluation."""
         self.say(
             f"step {record['step']}: held-out loss {record['validation_loss']:.6f}, "
             f"perplexity {record['perplexity']:,.3f}"
@@ -72,33 +74,25 @@ class Progress:
 
 
 def figures(record: Mapping[str, Any]) -> str:
-    """Everything that a line tells of a step."""
+    """Return everything that a line says of a step."""
     first = "loss {loss:6.4f}  grad norm {grad_norm:6.3f}  lr {lr:.2e}  {tokens_per_s:8,.0f} tokens/s".format(**record)
     return f"{first}  {amounts(record)}"
 
 
 def amounts(record: Mapping[str, Any]) -> str:
-    """What a step used and sent, and how many have been skipped."""
-    told = [
+    """Return what a step used and sent, and how many have been skipped."""
+    parts = [
         f"MFU {record['mfu']:.1%}" if "mfu" in record else "",
-        f"{size(record['memory_bytes'])} held",
-        f"{size(record['traffic_bytes'])} sent" if record["traffic_bytes"] else "",
+        f"{size(record['memory_bytes'], keep_zero=True)} held",
+        f"{size(record['traffic_bytes'], keep_zero=True)} sent" if record["traffic_bytes"] else "",
         f"{record['skipped']} skipped" if record["skipped"] else "",
     ]
-    return "  ".join(part for part in told if part)
+    return "  ".join(part for part in parts if part)
 
 
 def duration(seconds: float) -> str:
-    """1:05 is a minute and five seconds; 2 d 03:00:00 more than two days."""
+    """Format seconds: 1:05 is a minute and five seconds; 2 d 03:00:00 more than two days."""
     days, rest = divmod(round(seconds), 86400)
     hours, rest = divmod(rest, 3600)
     clock = f"{rest // 60}:{rest % 60:02}" if not (days or hours) else f"{hours:02}:{rest // 60:02}:{rest % 60:02}"
     return f"{days} d {clock}" if days else clock
-
-
-def size(count: int) -> str:
-    """Bytes with the unit that suits them."""
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count} B"

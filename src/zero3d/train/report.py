@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from zero3d.config import to_dict
+from zero3d.page.text import size
 from zero3d.train.curve import as_png, as_text, smooth
 from zero3d.train.metrics import finite, losses
-from zero3d.train.progress import size
 from zero3d.train.run import Result
 
 
@@ -40,7 +40,7 @@ def show(result: Result, console: Console) -> None:
 
 
 def memory_table(result: Result) -> Table:
-    """Bytes on rank 0 by consumer."""
+    """Return bytes on rank 0 by consumer."""
     config = result.config
     title = f"memory of rank 0 of {result.ranks}, stage {config.zero.stage}, {config.precision}, in bytes"
     table = _table(title, ("consumer", "dtype"), ("measured",))
@@ -52,7 +52,7 @@ def memory_table(result: Result) -> Table:
 
 
 def traffic_table(result: Result) -> Table:
-    """What rank 0 sent in the whole session, by operation."""
+    """Return what rank 0 sent in the whole session, by operation."""
     title = f"traffic of rank 0 of {result.ranks} in {len(result.steps)} steps"
     table = _table(title, ("operation",), ("calls", "elements", "bytes"))
     for row in result.traffic:
@@ -63,7 +63,7 @@ def traffic_table(result: Result) -> Table:
 
 
 def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    """Columns of text and of figures, then the verdict and the formula's figure."""
+    """Make a table: columns of text and of figures, then the verdict and the formula's figure."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", title_style="bold")
     for name in left:
         table.add_column(name, no_wrap=True)
@@ -83,8 +83,8 @@ def _verdict(agrees: bool | None, at_most: bool) -> Text:
 
 
 def summary(result: Result) -> Iterator[str]:
-    """The losses and where everything is."""
-    most = size(result.peak_memory)
+    """Yield the losses and where everything is."""
+    most = size(result.peak_memory, keep_zero=True)
     yield f"trained {len(result.steps)} steps in {result.seconds:.1f} s; no rank ever held more than {most}"
     held_out, reloaded = result.held_out_loss, result.reloaded_loss
     if math.isfinite(held_out):
@@ -101,7 +101,7 @@ def summary(result: Result) -> Iterator[str]:
 
 
 def write_png(result: Result) -> str:
-    """Draw loss.png; the line that says so, or what to install."""
+    """Draw loss.png; return the line that says so, or what to install."""
     config = result.config
     held_out = [(r["step"], r["validation_loss"]) for r in result.history if r.get("validation_loss") is not None]
     title = f"{config.model.path}: stage {config.zero.stage}, {config.precision}, {result.ranks} ranks"
@@ -115,7 +115,7 @@ def write_png(result: Result) -> str:
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """One object with all figures; what is not finite is null."""
+    """Return one object with all figures; what is not finite is null."""
     folder, config, steps = result.folder, result.config, result.steps
     settled = steps[1:] or steps  # the first step also allocates
     seconds = statistics.median(record["seconds"] for record in settled) if settled else None

@@ -10,29 +10,29 @@ from zero3d.config import Config
 from zero3d.errors import ConfigError
 from zero3d.plan.hardware import read_file
 from zero3d.train.folder import AUTO, Folder
-from zero3d.train.hold import check_free
+from zero3d.train.lock import check_free
 
 
 @dataclass(frozen=True)
 class Start:
-    """How a run begins.
+    """Says how a run begins.
 
     name       of the output folder where the configuration gives none: zero3d-NAME, zero3d-NAME-2, ...
     resume     a checkpoint, or `auto`: the newest of the output folder, if there is one
     overwrite  remove what an earlier run wrote there
-    chosen     is given the output folder where the configuration names none
+    report_output  is given the output folder where the configuration names none
     """
 
     name: str = "run"
     resume: str | None = None
     overwrite: bool = False
-    chosen: Callable[[Path], None] = lambda _: None
+    report_output: Callable[[Path], None] = lambda _: None
 
 
 def check_start(config: Config, start: Start, alone: bool) -> None:
     """Refuse a folder or checkpoint that cannot be, before anything is read. Raises ConfigError, CheckpointError.
 
-    alone  no process of this run holds the folder yet or is about to: one that is held is another run's
+    alone  no process of this run locks the folder yet or is about to: a lock is another run's
     """
     if start.resume == AUTO and config.output is None:
         raise ConfigError("--resume auto looks in the run's own folder: name it with output=FOLDER.")
@@ -41,8 +41,8 @@ def check_start(config: Config, start: Start, alone: bool) -> None:
     folder = Folder(Path(config.output or "."))
     if alone and config.output is not None:
         check_free(folder.root)
-    found = folder.resume_from(start.resume)
+    checkpoint = folder.resume_from(start.resume)
     if config.output is not None:
-        folder.refuse(start.resume, start.overwrite, found)
+        folder.refuse(start.resume, start.overwrite, checkpoint)
         if config.checkpoint.export:
             folder.refuse_export()

@@ -3,9 +3,9 @@
     with StopRequest() as request:
         for step in ...:
             train(step)
-            if asked_on_any_rank(request.asked):       # ranks agree first: all save, or none
+            if asked_on_any_rank(request.signal):       # ranks agree first: all save, or none
                 save()
-                raise Stopped(request.asked, "step 120 is saved in OUT/checkpoints/step-120")
+                raise Stopped(request.signal, "step 120 is saved in OUT/checkpoints/step-120")
 
 SIGTERM, SIGHUP   a request, however often they come: schedulers send theirs to every process of a
                   job, timeout(1) sends it twice, and launchers pass on what reached the workers too
@@ -24,7 +24,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Stopped(BaseException):
-    """The run ended early because it was asked to, with a checkpoint; the exit code is 128 + `signal`.
+    """Says that the run ended early, with a checkpoint, by a signal; the exit code is 128 + `signal`.
 
     signal  the number of the signal that asked, the same on all ranks
     where   what is kept and where, as one phrase: rank 0 shows it
@@ -38,13 +38,13 @@ class Stopped(BaseException):
 
 
 class StopRequest:
-    """Notes signals while the context is open; `asked` is the first one's number, else None.
+    """Notes signals while the context is open; `signal` is the first one's number, else None.
 
     Enter it on the main thread. Old handlers come back at the end.
     """
 
     def __init__(self) -> None:
-        self.asked: int | None = None
+        self.signal: int | None = None
         self._old: dict[signal.Signals, Any] = {}
         self._process = os.getpid()
 
@@ -65,7 +65,7 @@ class StopRequest:
         if os.getpid() != self._process:  # a forked data worker: it has nothing to save
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        elif self.asked is None:
-            self.asked = number
+        elif self.signal is None:
+            self.signal = number
         elif number == signal.SIGINT:
             raise KeyboardInterrupt

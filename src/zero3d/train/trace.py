@@ -29,7 +29,7 @@ class Tracer:
         self._stop()
 
     def step(self) -> None:
-        """A step is over."""
+        """Count a finished step; start or stop the trace where it is due."""
         self._seen += 1
         if self._seen == self._last:
             self._stop()

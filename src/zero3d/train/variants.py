@@ -29,7 +29,7 @@ QUIET = ("checkpoint.export=false", "checkpoint.verify=false", "evaluate.prompt=
 
 
 class Axis(NamedTuple):
-    """A key and its values as they were typed."""
+    """Holds a key and its values as they were typed."""
 
     key: str
     values: tuple[str, ...]
@@ -37,7 +37,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """One run. values: one of each axis, in the order of the axes."""
+    """Describes one run. values: one of each axis, in the order of the axes."""
 
     axes: tuple[Axis, ...]
     values: tuple[str, ...]
@@ -58,12 +58,12 @@ class Variant:
         return quote(self.label, safe="=,: ")
 
     def beside(self, *keys: str) -> tuple[str, ...]:
-        """Its values on the other axes than `keys`."""
+        """Return its values on the other axes than `keys`."""
         return tuple(value for axis, value in zip(self.axes, self.values, strict=True) if axis.key not in keys)
 
 
 def split_axes(words: Sequence[str]) -> tuple[tuple[Axis, ...], list[str]]:
-    """Axes, and the overrides of every run. Raises ConfigError for an axis whose key is given again."""
+    """Split words into axes and overrides of every run. Raises ConfigError for a key of an axis given again."""
     axes, common = [], []
     first: dict[str, str] = {}
     for word in words:
@@ -81,31 +81,33 @@ def split_axes(words: Sequence[str]) -> tuple[tuple[Axis, ...], list[str]]:
 
 
 def variants(axes: tuple[Axis, ...]) -> list[Variant]:
-    """The product of the axes, the last one fastest. Raises ConfigError when it is none or too many."""
+    """Return the product of the axes, the last one fastest. Raises ConfigError when it is none or too many."""
     if not axes:
         raise ConfigError(
             "zero3d compare compares runs that differ: give a key several values, such as zero.stage=0,1,2,3 or "
             "activations=none,full,every:2."
         )
-    found = [Variant(axes, values) for values in product(*(axis.values for axis in axes))]
-    if len(found) > MOST:
+    runs = [Variant(axes, values) for values in product(*(axis.values for axis in axes))]
+    if len(runs) > MOST:
         factors = " x ".join(f"{len(axis.values)} ({axis.key})" for axis in axes)
-        raise ConfigError(f"{factors} = {len(found)} runs; at most {MOST} are compared: leave out some values.")
-    return found
+        raise ConfigError(f"{factors} = {len(runs)} runs; at most {MOST} are compared: leave out some values.")
+    return runs
 
 
 def check_variants(
-    found: Sequence[Variant], common: Sequence[str], source: Callable[[Sequence[str]], Path | None]
+    runs: Sequence[Variant], common: Sequence[str], source: Callable[[Sequence[str]], Path | None]
 ) -> list[Config]:
-    """The configuration of each run. Raises ConfigError at the first that cannot be, or that is there already.
+    """Return each run's configuration. Raises ConfigError at the first that cannot be, or that is there already.
 
     source  the file below a run's overrides
     """
-    seen: dict[Any, Variant] = {}
-    for variant in found:
+    variant_of: dict[Any, Variant] = {}
+    for variant in runs:
         words = [*common, *variant.words]
         config = load(source(words), words)
-        if config in seen:
-            raise ConfigError(f"{seen[config].label} and {variant.label} are the same run: leave one of them out.")
-        seen[config] = variant
-    return list(seen)
+        if config in variant_of:
+            raise ConfigError(
+                f"{variant_of[config].label} and {variant.label} are the same run: leave one of them out."
+            )
+        variant_of[config] = variant
+    return list(variant_of)

@@ -1,4 +1,12 @@
-"""The core: ZeRO stages 0-3 as one code path. Read the files in this order:
+"""The core: ZeRO stages 0-3 as one code path.
 
-stages, layout, arena, collectives, unit, hooks, prefetch, optimizer.
+stages, layout, traffic            the stage table and its bytes; where parameters lie; what a step sends
+policy, weights, gradients, unit   what units share; the parameters gathered, released and reduced together
+hooks, gathers, reductions         module and autograd events; when units are gathered; when they are reduced
+streams                            the side streams of both
+accumulation, optimizer            when a step is due; the step: norm, clip, update, refresh
+param_groups, initial_weights      what the caller passes: optimizers and groups; the first weights
+model_group                        what the ranks that share one copy of the model agree on in a step
+health, fingerprint                values that are not finite; one hash of all states
+exact                              the same bits at any number of data-parallel ranks
 """

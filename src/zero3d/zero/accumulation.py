@@ -18,14 +18,14 @@ from zero3d.errors import ConfigError
 
 @dataclass(frozen=True)
 class Driven:
-    """A backward run by `engine.backward`, which scales the loss; plain ones have weight 1."""
+    """What `engine.backward` says of its backward; a plain one, which nobody announces, has weight 1."""
 
     weight: float | Tensor = 1.0
     last: bool | None = None
 
 
-class Boundary:
-    """Progress of the current step on this rank.
+class Accumulation:
+    """Owns the progress of the current step on this rank.
 
     count    micro-batches so far
     usual    micro-batches of the last step; `accumulate` before there was one
@@ -45,7 +45,7 @@ class Boundary:
         self.reset()
 
     def reset(self) -> None:
-        """A new step."""
+        """Begin a new step."""
         if self.reached:
             self.usual = self.count
         self.count = 0
@@ -55,11 +55,9 @@ class Boundary:
         self.reached = False
         self._by_default = False  # the last micro-batch was counted by a plain backward
 
-    abandon = reset
-
     @contextmanager
     def driving(self, driven: Driven) -> Iterator[None]:
-        """Around a backward whose weight and place in the step the caller gives."""
+        """Run a backward inside, whose weight and place in the step the caller gives."""
         self._driven, self._counted = driven, False
         try:
             yield
@@ -71,18 +69,18 @@ class Boundary:
             self._driven = None
 
     def finish(self, micro_batches: int, weights: Sequence[float | Tensor]) -> None:
-        """A pipeline has run a whole step's micro-batches; `weights`: of those whose loss was on this rank."""
+        """Count a whole step's micro-batches, which a pipeline ran; `weights`: of those whose loss was on this rank."""
         self.count, self.weight, self.reached = micro_batches, sum(weights, 0.0), True
         self.weights = list(weights) or [0.0] * micro_batches
 
     def forward_begins(self) -> None:
-        """A root forward in training begins: of the next micro-batch, or one more of the same."""
+        """Note that a root forward in training begins: of the next micro-batch, or one more of the same."""
         if self._draw is not None and self._drawn != self.count:
             self._drawn = self.count
             self._draw(self.count)
 
     def backward_begins(self) -> None:
-        """A backward reaches an output of a root forward."""
+        """Note that a backward reaches an output of a root forward. Raises ConfigError for an unscaled one in fp16."""
         if self._scales_loss and self._driven is None:
             raise ConfigError(
                 "precision='fp16' needs a scaled loss, and a plain loss.backward() has none: small gradients would "
@@ -91,7 +89,7 @@ class Boundary:
         self._counted = False
 
     def through_root(self, fresh: bool) -> bool:
-        """The backward goes through a root forward. True if it ends in a reduction."""
+        """Note that it goes through one more root forward, and return whether it ends in a reduction."""
         driven = self._driven or Driven()
         if fresh and not self._counted:
             self._count(driven)

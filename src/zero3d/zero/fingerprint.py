@@ -10,30 +10,30 @@ from torch import Tensor
 
 from zero3d.distributed.collectives import Comm
 from zero3d.zero.layout import CANONICAL
-from zero3d.zero.model_group import Replica
+from zero3d.zero.model_group import ModelGroup
 from zero3d.zero.optimizer import ShardedOptimizer
 
 
-def fingerprint(optimizer: ShardedOptimizer, comm: Comm, replica: Replica) -> str:
-    """SHA-256 of masters and optimizer states, segment by segment, in 16 digits; reads this rank's part of them.
+def fingerprint(optimizer: ShardedOptimizer, comm: Comm, model_group: ModelGroup) -> str:
+    """Return 16 digits of the SHA-256 of masters and optimizer states, cell by cell of the layouts' grid.
 
-    32 bytes per segment to every rank.
+    Reads this rank's part of them; 32 bytes for each of its cells to every rank.
     """
-    own = lcm(CANONICAL, comm.size) // comm.size
-    mine = [hashlib.sha256() for _ in range(own)]
+    cells = lcm(CANONICAL, comm.size) // comm.size  # of this rank
+    hashes = [hashlib.sha256() for _ in range(cells)]
     for owned in optimizer.pieces:
         layout, piece, master = owned.unit.layout, owned.piece, owned.master
         states = optimizer.torch.state.get(master, {})
         flat = {"": master} | {key: value for key, value in states.items() if isinstance(value, Tensor)}
         start = layout.slots[piece.slot].start + piece.start - comm.rank * layout.shard
-        for segment, low, high in layout.segments(start, master.numel()):
-            if 0 <= segment < own:
+        for cell, low, high in layout.grid_cells(start, master.numel()):
+            if 0 <= cell < cells:
                 for key, value in sorted(flat.items()):
                     values = value[low:high] if value.dim() else value[None]
-                    mine[segment].update(f"{owned.name} {key}".encode())
-                    mine[segment].update(values.detach().cpu().contiguous().view(torch.uint8).numpy())
-    over_dp = hashlib.sha256(_bytes(comm.exchange(_numbers(b"".join(each.digest() for each in mine), comm))))
-    return hashlib.sha256(_bytes(replica.exchange(_numbers(over_dp.digest(), comm)))).hexdigest()[:16]
+                    hashes[cell].update(f"{owned.name} {key}".encode())
+                    hashes[cell].update(values.detach().cpu().contiguous().view(torch.uint8).numpy())
+    over_dp = hashlib.sha256(_bytes(comm.exchange(_numbers(b"".join(cell.digest() for cell in hashes), comm))))
+    return hashlib.sha256(_bytes(model_group.exchange(_numbers(over_dp.digest(), comm)))).hexdigest()[:16]
 
 
 def _numbers(raw: bytes, comm: Comm) -> Tensor:

@@ -25,7 +25,7 @@ from zero3d.errors import NonFiniteError, Zero3dError
 from zero3d.memory.arena import host_value
 from zero3d.precision import NAMES, LossScale
 from zero3d.zero.optimizer import APPLIED, OVERFLOW
-from zero3d.zero.prefetch import Reductions
+from zero3d.zero.reductions import Reductions
 from zero3d.zero.unit import Unit
 
 MANY = 5  # non-finite steps in a row after which a loop of somebody's own is warned
@@ -36,64 +36,62 @@ BEYOND = "each rank's own gradients are finite: their sum or its norm is not"
 class Found(NamedTuple):
     """A rank's first gradient that is not finite: the smallest of all ranks' is the first of all.
 
-    part   of the pipeline, negative: backward begins at the last one
+    chunk  the model chunk of a pipeline, negative: backward begins at the last one
     place  among the gradients that came in this step
     """
 
-    part: float
-    place: float
+    chunk: int
+    place: int
     text: str
 
 
-NOTHING = Found(0.0, inf, BEYOND)
+NEVER = 1 << 62  # no gradient's place
+NOTHING = Found(0, NEVER, BEYOND)
 
 
 class Trace:
-    """Of every parameter the place at which its gradient was first not finite; a number on the device."""
+    """Owns of every parameter the place at which its gradient was first not finite; a number on the device."""
 
     def __init__(self) -> None:
         self._came = 0
         self._first: dict[tuple[Unit, int], Tensor] = {}
 
     def look(self, unit: Unit, index: int, grad: Tensor) -> None:
-        """A local gradient has come."""
+        """Look at a local gradient that has come."""
         self._came += 1
         values = grad.coalesce().values() if grad.is_sparse else grad
         if values.numel():
-            place = torch.where(is_finite(values), inf, float(self._came))
+            place = torch.where(is_finite(values), NEVER, self._came)
             known = self._first.get((unit, index))
             self._first[unit, index] = place if known is None else torch.minimum(known, place)
 
-    def first(self, parts: Mapping[int, nn.Module]) -> Found:
-        """The earliest of this rank. Reads the device once."""
+    def first(self, chunks: Mapping[int, nn.Module]) -> Found:
+        """Return the earliest of this rank. Reads the device once."""
         if not self._first:
             return NOTHING
-        places = host_value(torch.stack(list(self._first.values())), [inf] * len(self._first))
-        found = [
-            Found(
-                -float(_part_of(unit, parts)), place, f"unit {unit.name!r}, parameter {unit.layout.slots[index].name}"
-            )
-            for (unit, index), place in zip(self._first, places, strict=True)
-            if place < inf
-        ]
-        return min(found, default=NOTHING)
+        places = host_value(torch.stack(list(self._first.values())), [NEVER] * len(self._first))
+        firsts = [
+            Found(-_chunk_of(unit, chunks), place, f"unit {unit.name!r}, parameter {unit.layout.slots[index].name}")
+            for (unit, index), place in zip(self._first, places, strict=True) if place < NEVER
+        ]  # fmt: skip
+        return min(firsts, default=NOTHING)
 
 
 class Health:
-    """Non-finite steps of an engine.
+    """Counts the non-finite steps of an engine.
 
     in_a_row  of them up to now; a step without targets neither counts nor ends them
     """
 
     def __init__(
-        self, everyone: Comm, reductions: Reductions, scale: LossScale, parts: Mapping[int, nn.Module]
+        self, everyone: Comm, reductions: Reductions, scale: LossScale, chunks: Mapping[int, nn.Module]
     ) -> None:
-        self._everyone, self._reductions, self._scale, self._parts = everyone, reductions, scale, parts
+        self._everyone, self._reductions, self._scale, self._chunks = everyone, reductions, scale, chunks
         self._trace = Trace()
         self.in_a_row = 0
 
     def count(self, reason: str) -> None:
-        """A boundary was reached, and its overflow is not yet known to the loss scale."""
+        """Count a boundary, before the loss scale hears of its overflow."""
         if reason == APPLIED:
             self.in_a_row = 0
         elif reason == OVERFLOW and not self._scale.can_fall:
@@ -101,22 +99,22 @@ class Health:
             self._warn()
 
     def _warn(self) -> None:
-        """A run that never applies a step should not look like one that trains."""
+        """Warn once that no step is applied: such a run should not look like one that trains."""
         if self.in_a_row == MANY and self._everyone.rank == 0:
             warnings.warn(
                 f"{MANY} steps in a row were skipped because the gradient norm was not finite. If the loss is "
                 "NaN from the start at stage 3, a parameter is used outside its module's forward: see "
                 "engine.full_params().",
-                stacklevel=4,
+                stacklevel=5,  # the caller of engine.step
             )
 
     def is_last(self, most: int) -> bool:
-        """Whether the next step, if it is not finite, is the last of `most` in a row, or of fp16's patience."""
+        """Return whether the next step, if it is not finite, is the last of `most` in a row, or of fp16's patience."""
         return not self._scale.can_fall and (self.in_a_row + 1 >= most or self._scale.spent)
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Around a step whose local gradients are looked at; two small kernels for each, and no host read."""
+        """Look at the local gradients of a step run inside; two small kernels for each, and no host read."""
         self._trace = Trace()
         self._reductions.watch = self._trace.look
         try:
@@ -125,31 +123,29 @@ class Health:
             self._reductions.watch = None
 
     def fail(self, what: str, remedy: str) -> None:
-        """Raise NonFiniteError on all ranks, told by the one where the traced step's first such gradient was."""
-        own = self._trace.first(self._parts)
-        rank, world = self._everyone.rank, self._everyone.size
-        mine = torch.tensor(own[:2], dtype=torch.float64, device=self._everyone.device)
-        places = self._everyone.exchange(mine).tolist()
-        where = f" on rank {rank}" if own is not NOTHING else ""
-        error = NonFiniteError(f"{what} First in the last one: {own.text}{where}. {remedy}")
-        first = min(range(world), key=lambda each: (places[each], each))
-        agree(self._everyone, partial(_raise, error) if rank == first else lambda: None)
+        """Raise NonFiniteError on all ranks; it names the parameter whose gradient was the first such one traced."""
+        here, rank = self._trace.first(self._chunks), self._everyone.rank
+        numbers = torch.tensor(here[:2], dtype=torch.int64, device=self._everyone.device)
+        places = self._everyone.exchange(numbers).tolist()
+        where = f" on rank {rank}" if here is not NOTHING else ""
+        error = NonFiniteError(f"{what} First in the last one: {here.text}{where}. {remedy}")
+        agree(self._everyone, partial(_raise, error) if rank == places.index(min(places)) else lambda: None)
 
 
 def _raise(error: Zero3dError) -> None:
     raise error
 
 
-def _part_of(unit: Unit, parts: Mapping[int, nn.Module]) -> int:
+def _chunk_of(unit: Unit, chunks: Mapping[int, nn.Module]) -> int:
     one = unit.weights.params[0]
-    return next(number for number, part in parts.items() if any(p is one for p in part.parameters()))
+    return next(number for number, chunk in chunks.items() if any(p is one for p in chunk.parameters()))
 
 
 # --- weights ----------------------------------------------------------------------------------------
 
 
 def is_finite(values: Tensor) -> Tensor:
-    """Whether all of them are; one number on the device, without a copy of them. Not of an empty tensor."""
+    """Return whether all values are finite, on the device and without a copy of them. Not of an empty tensor."""
     finite: Tensor = torch.linalg.vector_norm(values.detach(), inf).isfinite()
     return finite
 
@@ -157,20 +153,20 @@ def is_finite(values: Tensor) -> Tensor:
 def check_weights(units: Iterable[Unit], dp: Comm, everyone: Comm, error: type[Zero3dError], remedy: str) -> None:
     """Raise `error` on all ranks, with their names, where parameters that ranks hold are not finite."""
     bad = [text for unit in units if unit.dtype.is_floating_point for text in _bad_weights(unit, dp.rank)]
-    told = torch.tensor([float(len(bad))], dtype=torch.float64, device=everyone.device)
-    if any(host_value(everyone.exchange(told).view(-1), [0.0] * everyone.size)):
+    count = torch.tensor([len(bad)], dtype=torch.int64, device=everyone.device)
+    if any(host_value(everyone.exchange(count).view(-1), [0] * everyone.size)):
         some = f"{', '.join(bad[:SHOWN])}{f' and {len(bad) - SHOWN} more' if len(bad) > SHOWN else ''}"
-        said = error(f"weights are NaN or infinite: {some} (as rank {everyone.rank} holds them). {remedy}")
-        agree(everyone, partial(_raise, said) if bad else lambda: None)
+        refusal = error(f"weights are NaN or infinite: {some} (as rank {everyone.rank} holds them). {remedy}")
+        agree(everyone, partial(_raise, refusal) if bad else lambda: None)
 
 
 def _bad_weights(unit: Unit, rank: int) -> list[str]:
-    """Names of a unit's parameters whose values that this rank keeps are not finite in compute dtype."""
+    """Return the names of a unit's parameters of which this rank has values that are not finite in compute dtype."""
     pieces = unit.weights.update_pieces(rank)
     if not pieces:
         return []
-    held = unit.weights.held
-    finite = torch.stack([is_finite(held[p.offset : p.offset + p.stop - p.start]) for p in pieces])
+    values = unit.weights.shard_or_full
+    finite = torch.stack([is_finite(values[p.offset : p.offset + p.stop - p.start]) for p in pieces])
     flags = host_value(finite.double(), [1.0] * len(pieces))
     names = [unit.layout.slots[piece.slot].name for piece in pieces]
     return [

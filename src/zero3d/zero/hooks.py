@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -34,30 +34,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from zero3d.nested import map_tensors, tensors_in, tensors_out
-from zero3d.zero.prefetch import ROOT_TURN, STEP, TURN, Gathers, Reductions
+from zero3d.zero.accumulation import Accumulation
+from zero3d.zero.gathers import STEP, Gathers
+from zero3d.zero.reductions import Reductions
+from zero3d.zero.traffic import ROOT_TURN, TURN
 from zero3d.zero.unit import Unit
 
 KEEP = "keep"  # gathered without grad: stays until the next forward with grad, step or load
 
 
-class Clock(Protocol):
-    """Who counts micro-batches."""
-
-    def forward_begins(self) -> None:
-        """A root forward in training begins."""
-
-    def backward_begins(self) -> None:
-        """A backward reaches an output of a root forward."""
-
-    def through_root(self, fresh: bool) -> bool:
-        """It goes through one more root forward (fresh: for the first time). True if it ends in a reduction."""
-
-    def abandon(self) -> None:
-        """A backward died: its step is forgotten."""
-
-
 class Hooks:
-    """Installs itself on a model.
+    """Hooks of a model and its parameters, installed at construction.
 
     root   the module whose call is a micro-batch's forward
     uses   user module -> the units its forward needs, in layout order
@@ -65,16 +52,11 @@ class Hooks:
     """
 
     def __init__(
-        self,
-        root: nn.Module,
-        uses: Mapping[nn.Module, Sequence[Unit]],
-        gathers: Gathers,
-        reductions: Reductions,
-        clock: Clock,
-        cast: Callable[[Tensor], Tensor],
-    ) -> None:
+        self, root: nn.Module, uses: Mapping[nn.Module, Sequence[Unit]], gathers: Gathers, reductions: Reductions,
+        accumulation: Accumulation, cast: Callable[[Tensor], Tensor],
+    ) -> None:  # fmt: skip
         self.keep_full = True
-        self._gathers, self._reductions, self._clock, self._cast = gathers, reductions, clock, cast
+        self._gathers, self._reductions, self._accumulation, self._cast = gathers, reductions, accumulation, cast
         self._calls = count()
         self._open: dict[nn.Module, list[int]] = {}
         self._mode: str | None = None  # of the root forward under way: "train" | "eval"
@@ -143,10 +125,10 @@ class Hooks:
         return without_grad and self.keep_full
 
     def _taker(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
-        own, its = ref(self), ref(unit)  # the garbage collector does not see what a parameter's hook holds
+        weak_self, weak_unit = ref(self), ref(unit)  # the garbage collector does not see what a parameter's hook holds
 
         def take(p: Tensor) -> None:
-            if (hooks := own()) is not None and (unit := its()) is not None and p.grad is not None:
+            if (hooks := weak_self()) is not None and (unit := weak_unit()) is not None and p.grad is not None:
                 grad, p.grad = p.grad, None
                 hooks._reductions.take(unit, index, grad.detach())
 
@@ -161,7 +143,7 @@ class Hooks:
         if not inside_backward:
             self._mode = "train" if torch.is_grad_enabled() else "eval"
             if self._mode == "train":
-                self._clock.forward_begins()
+                self._accumulation.forward_begins()
                 self._gathers.drop(lambda token: token in (KEEP, TURN, ROOT_TURN))
                 self._gathers.begin()
         for unit in self._persistent:
@@ -187,10 +169,10 @@ class Hooks:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
-            self._clock.backward_begins()
+            self._accumulation.backward_begins()
             self._reductions.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)  # Note 4
-        self._reductions.due = self._clock.through_root(fresh)
+        self._reductions.due = self._accumulation.through_root(fresh)
 
     def _backward_ends(self) -> None:
         self._reductions.flush()
@@ -205,7 +187,7 @@ class Hooks:
         over = (TURN, ROOT_TURN, STEP)
         self._gathers.drop(lambda token: token in over or _is(token, "backward") or _is(token, "forward"))
         self._reductions.reset()
-        self._clock.abandon()
+        self._accumulation.reset()
 
 
 def _is(token: object, kind: str) -> bool:

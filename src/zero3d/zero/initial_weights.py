@@ -26,14 +26,14 @@ Fill = Callable[[Tensor], None]  # writes this rank's slice [total/N], padding a
 
 
 class Source(Protocol):
-    """Values of parameters that are too large to hold, such as those of files."""
+    """Gives values of parameters that are too large to hold, such as those of files."""
 
     def __call__(self, name: str, box: Box) -> Tensor:
-        """The values in a box of the whole parameter `name`, in the box's shape, of any dtype."""
+        """Return the values in a box of the whole parameter `name`, in the box's shape, of any dtype."""
 
 
 def from_module(layout: UnitLayout, params: Mapping[str, nn.Parameter], comm: Comm, wide: torch.dtype) -> Fill:
-    """Broadcasts [total] of `wide` from rank 0."""
+    """Return what fills slices from the module's own parameters: a broadcast of [total] of `wide` from rank 0."""
 
     def fill(out: Tensor) -> None:
         whole = torch.zeros(layout.total, dtype=wide, device=comm.device)
@@ -46,7 +46,7 @@ def from_module(layout: UnitLayout, params: Mapping[str, nn.Parameter], comm: Co
 
 
 def from_source(source: Source, layout: UnitLayout, comm: Comm, wide: torch.dtype, cuts: Mapping[str, Cut]) -> Fill:
-    """Sends nothing; holds one box at a time."""
+    """Return what fills slices from a source: it sends nothing and holds one box at a time."""
 
     def fill(out: Tensor) -> None:
         for piece in layout.pieces(comm.rank):

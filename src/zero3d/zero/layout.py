@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 ALIGN = 256
 CANONICAL = 64
+ROOT = "root"  # the unit of all that no block, embedding or head owns
 
 Shape = tuple[int, ...]
 
@@ -56,7 +57,7 @@ class UnitLayout:
     """
 
     def __init__(self, parameters: Sequence[tuple[str, Shape, int]], n: int) -> None:
-        """`parameters`: (name, shape, optimizer group) in model order; n: data-parallel degree."""
+        """Pack `parameters`, (name, shape, optimizer group) in model order, for n data-parallel ranks."""
         self.n = n
         slots: list[Slot] = []
         cursor = 0
@@ -85,7 +86,7 @@ class UnitLayout:
         return Fraction(self.numel, self.n)
 
     def pieces(self, rank: int) -> list[Piece]:
-        """What rank `rank` owns, in slot order; empty intersections are left out."""
+        """Return the pieces in a rank's shard, in slot order; empty intersections are left out."""
         low, high = rank * self.shard, (rank + 1) * self.shard
         pieces = []
         for index, slot in enumerate(self.slots):
@@ -94,8 +95,8 @@ class UnitLayout:
                 pieces.append(Piece(index, start - slot.start, stop - slot.start, start - low))
         return pieces
 
-    def segments(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
-        """Of a flat range, the parts in the C segments of equal length: (segment, first, stop), from its start."""
+    def grid_cells(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
+        """Cut a flat range at the grid of C equal cells: yield (cell, first, stop), counted from the range's start."""
         length = self.total // lcm(CANONICAL, self.n)
         for segment in range(start // length, -(-(start + numel) // length)):
             yield segment, max(segment * length - start, 0), min((segment + 1) * length - start, numel)

@@ -1,15 +1,15 @@
-"""One replica as one: what the ranks that share a model must agree on in a step.
+"""What the ranks that hold one copy of the model together must agree on in a step.
 
     weight   targets are counted where the loss is, on the last pipeline stage, once for all its tp ranks
-    order    a dp group that ran other units than its peers stops all
+    order    a dp group that ran other units than its peers stops all ranks
     norms    one per parameter, in model order over all pipeline stages: the vector, and so the bits, that one
-             rank with the whole model has. Of a parameter cut over tp one per part; of any other tp rank 0's,
-             and the others' must be alike: else the plan forgot that its gradients are parts
+             rank with the whole model has. Of a parameter cut over tp one per slice; of any other tp rank 0's,
+             and the others' must be alike: else the plan forgot that its gradients are terms of a sum
     ties     a parameter that two pipeline stages hold, each its copy: the gradients are summed, on both alike,
              and the copy's norm is left out; what is written into one is carried to the other
-    partial  a parameter that all tp ranks hold, and whose gradient on each is a part: the parts are summed
+    partial  a parameter that all tp ranks hold, and whose gradient on each is a term of a sum: they are summed
 
-Every dp rank has its own replica; of one rank all of this is the identity and sends nothing.
+Every dp rank has such a group of its own; where the group is one rank all of this is the identity and sends nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from zero3d.distributed.collectives import Comm
 from zero3d.memory.arena import host_value
 from zero3d.zero.unit import Unit
 
-STRIDE = 1 << 24  # more than parameters of a model: a number for (segment, place)
 APART = 0.01  # of a norm: more than an accelerator's order of sums can change
+NONE = -1  # in the place of a parameter's place: there is none
+_PLACES = 1 << 32  # more than parameters of a model
 
 
 class Tied(NamedTuple):
@@ -43,10 +44,10 @@ class Tied(NamedTuple):
     copy: bool
 
 
-class Slices(NamedTuple):
+class TensorCuts(NamedTuple):
     """What the tp axis does to parameters, by name: `cut` ones are other on every rank, the rest is the same.
 
-    partial  of the rest, those whose gradients are parts of a sum over the tp ranks
+    partial  of the rest, those whose gradients on the tp ranks are terms of a sum
     """
 
     tp: Comm
@@ -54,35 +55,97 @@ class Slices(NamedTuple):
     partial: Collection[str] = ()
 
 
-class Places(NamedTuple):
-    """Where the norms of a replica are in [ranks, longest]; known from the first step on.
+class PieceNorm(NamedTuple):
+    """The norm of one piece of a gradient: in a cell of the grid (0 without one), of the parameter at a place."""
 
-    rows, columns  of all of them, by segment and in model order
-    segments       of each of them
+    cell: int
+    place: int
+    name: str
+    norm: Tensor
+
+
+class NormKey(NamedTuple):
+    """What the other ranks must know of a norm. Integers of keys sort as keys do.
+
+    cell, place  as in `PieceNorm`
+    cut          whether tp cuts the parameter
+    """
+
+    cell: int
+    place: int
+    cut: bool
+
+    def to_int(self) -> int:
+        """Return the key as one integer, 8 bytes on the way to the other ranks."""
+        return (self.cell * _PLACES + self.place) * 2 + self.cut
+
+    @classmethod
+    def of_int(cls, number: int) -> NormKey:
+        """Return the key that `to_int` made a number of."""
+        rest, cut = divmod(number, 2)
+        return cls(*divmod(rest, _PLACES), bool(cut))
+
+
+class NormTable(NamedTuple):
+    """Where the norms of a group stand in [ranks, longest]; known from the first step on.
+
+    rows, columns  of all of them, by cell and in model order
+    cells          of each of them
     counted        [ranks, longest] 1.0, or 0.0 where another tp rank's norm of the same parameter counts
-    common         [stages, longest] the parameter's place in the model; -1.0 where parts of it are on tp ranks
+    common         [stages, longest] the parameter's place in the model; NONE where tp ranks hold slices of it
     """
 
     rows: list[int]
     columns: list[int]
-    segments: list[int]
+    cells: list[int]
     counted: Tensor
     common: Tensor
 
 
-class Replica:
-    """The ranks that train one replica with this one.
+class Norms(NamedTuple):
+    """The norms of a group's gradients.
+
+    values  [cells]
+    uneven  the place of a parameter on whose norm tp ranks differ, which they should have alike; NONE
+    """
+
+    values: Tensor
+    uneven: Tensor
+
+
+class Peers:
+    """Asks the ranks of a group, in its first step, which norms they have; a dry run replaces it, being alone."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+
+    def norm_counts(self, count: int) -> list[int]:
+        """Return how many norms every rank has, this one `count`; 8 bytes to each other rank."""
+        return self._exchange([count])
+
+    def norm_keys(self, keys: list[int]) -> list[int]:
+        """Return the keys of every rank, one row after the other; this one's are filled up with NONE to the longest."""
+        return self._exchange(keys)
+
+    def _exchange(self, row: list[int]) -> list[int]:
+        numbers = torch.tensor(row, dtype=torch.int64, device=self.comm.device)
+        return host_value(self.comm.exchange(numbers).view(-1), row * self.comm.size)
+
+
+class ModelGroup:
+    """The ranks that hold one copy of the model together with this one.
 
     comm    all of them: pipeline stage by pipeline stage, each with its tp ranks
     across  the pp axis, which carries ties
     """
 
-    def __init__(self, comm: Comm, across: Comm, slices: Slices, ties: Sequence[Tied] = ()) -> None:
-        self._comm, self._across, self._slices, self._ties = comm, across, slices, ties
+    def __init__(self, comm: Comm, across: Comm, cuts: TensorCuts, ties: Sequence[Tied] = ()) -> None:
+        self._comm, self._across, self._cuts, self._ties = comm, across, cuts, ties
+        self.peers = Peers(comm)
         self.copies = {tied.unit for tied in ties if tied.copy}
         self.tied = {tied.unit for tied in ties}
-        self._places: Places | None = None
-        self.longest = 0  # the most norms that one rank of the replica has; known from the first step on
+        self._table: NormTable | None = None
+        self.longest = 0  # the most norms that one rank of the group has; known from the first step on
         self.summed = 0  # elements of partial gradients that a step sums; likewise
 
     @property
@@ -93,37 +156,37 @@ class Replica:
     @property
     def has_norms(self) -> bool:
         """Whether a step exchanges norms: false where all shards of this dp rank are padding."""
-        return self._places is not None and bool(self._places.rows)
+        return self._table is not None and bool(self._table.rows)
 
     @property
     def alone(self) -> bool:
-        """This rank is the whole replica."""
+        """Whether this rank holds the whole model."""
         return self._comm.size == 1
 
     def exchange(self, values: Tensor) -> Tensor:
-        """[k] -> [ranks, k] float64; 8 k bytes to each other rank."""
+        """Gather [k] of every rank as [ranks, k] float64; 8 k bytes to each other rank."""
         return values[None] if self.alone else self._comm.exchange(values.double())
 
     def sum(self, values: Tensor) -> Tensor:
-        """[k] -> [k] float64, summed over pipeline stages in order; of tp ranks, which agree, the first counts."""
+        """Sum [k] over pipeline stages in order, as float64; of tp ranks, which agree, the first counts."""
         return values if self.alone else self.count_once(self.exchange(values)).sum(0)
 
     def count_once(self, rows: Tensor) -> Tensor:
-        """Of [ranks, ...] those of the first tp rank of each pipeline stage."""
-        return rows[:: self._slices.tp.size]
+        """Return of [ranks, ...] those of the first tp rank of each pipeline stage."""
+        return rows[:: self._cuts.tp.size]
 
     def sum_partial(self, grads: Iterable[tuple[str, Tensor]]) -> None:
         """Add up the reduced gradients of partial parameters, by name; their shards to every other tp rank."""
-        if self._slices.tp.size == 1:
+        if self._cuts.tp.size == 1:
             return
-        parts = [grad for name, grad in grads if name in self._slices.partial]
-        if not parts:
+        terms = [grad for name, grad in grads if name in self._cuts.partial]
+        if not terms:
             return
-        mine = torch.cat(parts)
-        self.summed = mine.numel()
-        total = self._slices.tp.exchange(mine).sum(0)
-        for part, values in zip(parts, torch.split(total, [part.numel() for part in parts]), strict=True):
-            part.copy_(values)
+        flat = torch.cat(terms)
+        self.summed = flat.numel()
+        total = self._cuts.tp.exchange(flat).sum(0)
+        for term, values in zip(terms, torch.split(total, [term.numel() for term in terms]), strict=True):
+            term.copy_(values)
 
     def sum_ties(self) -> None:
         """Add up the reduced gradients of tied parameters; Psi/N elements to the peer for each."""
@@ -145,79 +208,66 @@ class Replica:
         for tied in self._ties:
             master = tied.unit.weights.master
             if tied.there is None:
-                mine = torch.tensor([float(tied.unit in written)], dtype=torch.float64, device=self._across.device)
-                theirs = self._across.trade(mine, tied.peer, tied.unit.name)
-                own, other = float(mine) > 0, float(theirs) > 0
-                if own or other:
+                here = torch.tensor([float(tied.unit in written)], dtype=torch.float64, device=self._across.device)
+                away = self._across.trade(here, tied.peer, tied.unit.name)
+                written_here, written_away = float(here) > 0, float(away) > 0
+                if written_here or written_away:
                     values = self._across.trade(master, tied.peer, tied.unit.name)
-                    if other and (tied.copy or not own):
+                    if written_away and (tied.copy or not written_here):
                         _overwrite(tied.unit, values)
             elif tied.unit in written and not (tied.copy and tied.there in written):
                 _overwrite(tied.there, master)
 
-    def norm(self, parts: Sequence[tuple[int, str, Tensor]], dtype: torch.dtype) -> Tensor:
-        """Of all gradients of the replica; `parts`: (place in the model, name, norm) of this rank's, in model order.
+    def norms(self, pieces: Sequence[PieceNorm], cells: int, dtype: torch.dtype) -> Norms:
+        """Return the norm of the group's gradients in every cell; `pieces`: this rank's, by cell, in model order."""
+        norms = torch.stack([p.norm for p in pieces] or [torch.zeros((), dtype=dtype, device=self._comm.device)])
+        if self._table is None and not self.alone:
+            self._table = self._arrange([NormKey(p.cell, p.place, p.name in self._cuts.cut) for p in pieces])
+        if self._table is None or not self._table.rows:  # alone, or all of this dp rank's shards are padding
+            even = torch.full((), NONE, dtype=torch.int64, device=self._comm.device)
+            return Norms(_norm_by_cell(norms, [piece.cell for piece in pieces], cells), even)
+        row = torch.zeros(self.longest, dtype=torch.float64, device=self._comm.device)
+        row[: len(pieces)] = norms[: len(pieces)].double()
+        rows = self._comm.exchange(row)
+        counted = (rows * self._table.counted)[self._table.rows, self._table.columns]  # what is not finite stays so
+        uneven = find_uneven(rows.view(-1, self._cuts.tp.size, self.longest), self._table.common)
+        return Norms(_norm_by_cell(counted.to(dtype), self._table.cells, cells), uneven)
 
-        -1 - k where tp ranks do not agree on parameter k, which they should have alike.
-        """
-        return self.norms([(0, *part) for part in parts], 1, dtype)[0]
-
-    def norms(self, parts: Sequence[tuple[int, int, str, Tensor]], segments: int, dtype: torch.dtype) -> Tensor:
-        """[segments]: as `norm`, of each segment alone. `parts`: (segment, place, name, norm), in this order."""
-        norms = torch.stack([norm for *_, norm in parts] or [torch.zeros((), dtype=dtype, device=self._comm.device)])
-        if self._places is None and not self.alone:
-            self._places = self._arrange([(segment * STRIDE + place, name) for segment, place, name, _ in parts])
-        if self._places is None or not self._places.rows:  # alone, or all of this dp rank's shards are padding
-            return _lengths(norms, [segment for segment, *_ in parts], segments)
-        mine = torch.zeros(self.longest, dtype=torch.float64, device=self._comm.device)
-        mine[: len(parts)] = norms[: len(parts)].double()
-        seen = self._comm.exchange(mine)
-        counted = (seen * self._places.counted)[self._places.rows, self._places.columns]  # what is not finite stays so
-        uneven = find_uneven(seen.view(-1, self._slices.tp.size, self.longest), self._places.common)
-        lengths = _lengths(counted.to(dtype), self._places.segments, segments)
-        return torch.where(uneven < 0, lengths, -1 - uneven.to(dtype))
-
-    def _arrange(self, parts: Sequence[tuple[int, str]]) -> Places:
-        """Places of all norms, which never change, from those of this rank's."""
-        device, tp = self._comm.device, self._slices.tp.size
-        count = torch.tensor([float(len(parts))], dtype=torch.float64, device=device)
-        counts = host_value(self._comm.exchange(count).view(-1), [float(len(parts))])
-        self.longest = max(int(max(counts)), 1)
-        told = [2.0 * place + (name in self._slices.cut) for place, name in parts]
-        told += [-1.0] * (self.longest - len(parts))
-        mine = torch.tensor(told, dtype=torch.float64, device=device)
-        table = host_value(self._comm.exchange(mine).view(-1), told * self._comm.size)
-        found = [(*divmod(int(value), 2), *divmod(i, self.longest)) for i, value in enumerate(table) if value >= 0]
+    def _arrange(self, keys: Sequence[NormKey]) -> NormTable:
+        """Learn from all ranks which norms they have, which never changes."""
+        tp, device = self._cuts.tp.size, self._comm.device
+        self.longest = max(*self.peers.norm_counts(len(keys)), 1)
+        numbers = self.peers.norm_keys([key.to_int() for key in keys] + [NONE] * (self.longest - len(keys)))
+        places = enumerate(numbers)
+        norms = sorted((NormKey.of_int(number), *divmod(i, self.longest)) for i, number in places if number != NONE)
         counted = [[1.0] * self.longest for _ in range(self._comm.size)]
-        common = [[-1.0] * self.longest for _ in range(self._comm.size // tp)]
-        for place, cut, rank, column in found:
-            if not cut:
+        common = [[NONE] * self.longest for _ in range(self._comm.size // tp)]
+        for key, rank, column in norms:
+            if not key.cut:
                 counted[rank][column] = float(rank % tp == 0)
-                common[rank // tp][column] = float(place % STRIDE)
-        order = sorted((place, rank, column) for place, _, rank, column in found)
-        rows, columns = [rank for _, rank, _ in order], [column for *_, column in order]
-        segments = [place // STRIDE for place, _, _ in order]
-        masks = (torch.tensor(mask, dtype=torch.float64, device=device) for mask in (counted, common))
-        return Places(rows, columns, segments, *masks)
+                common[rank // tp][column] = key.place
+        rows, columns = [rank for _, rank, _ in norms], [column for *_, column in norms]
+        cells, counts = [key.cell for key, *_ in norms], torch.tensor(counted, dtype=torch.float64, device=device)
+        return NormTable(rows, columns, cells, counts, torch.tensor(common, dtype=torch.int64, device=device))
 
 
 def find_uneven(norms: Tensor, common: Tensor) -> Tensor:
-    """The last parameter of which a stage's tp ranks have other norms, or -1.0; one that is not finite is passed over.
+    """Return the last parameter on whose norm a stage's tp ranks differ, or NONE; what is not finite is passed over.
 
     norms   [stages, tp, longest]
-    common  [stages, longest], see `Places`
+    common  [stages, longest], see `NormTable`
     """
     low, high = norms.aminmax(dim=1)
-    return common.where(high - low > APART * high, -1.0).amax()
+    return common.where(high - low > APART * high, NONE).amax()
 
 
-def _lengths(norms: Tensor, segments: Sequence[int], count: int) -> Tensor:
-    """[k] -> [count]: the norm of what has these norms, of each segment alone; `segments`: of each norm, ascending."""
-    if not segments:
+def _norm_by_cell(norms: Tensor, cells: Sequence[int], count: int) -> Tensor:
+    """Return [count], the norm in each cell, of what has these norms [k] in these cells, ascending."""
+    if not cells:
         return norms.new_zeros(count)
-    found = Counter(segments)
-    sizes = [found[segment] for segment in range(count)]
-    return torch.stack([torch.linalg.vector_norm(part) for part in torch.split(norms, sizes)])
+    sizes = Counter(cells)
+    by_cell = torch.split(norms, [sizes[cell] for cell in range(count)])
+    return torch.stack([torch.linalg.vector_norm(norms) for norms in by_cell])
 
 
 def _overwrite(unit: Unit, master: Tensor) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -27,15 +28,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero3d.distributed.collectives import Comm, Pending, same_memory
+from zero3d.distributed.agreement import agree
+from zero3d.distributed.axis import Pending
+from zero3d.distributed.collectives import Comm, same_memory
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena, host_value
 from zero3d.zero.layout import Piece
-from zero3d.zero.model_group import Replica
+from zero3d.zero.model_group import NONE, ModelGroup, Norms, PieceNorm
 from zero3d.zero.param_groups import NOT_ELEMENTWISE, refuse_kind
-from zero3d.zero.prefetch import WINDOW
+from zero3d.zero.stages import WINDOW
 from zero3d.zero.unit import Unit
 
+NO_NORM = -1.0  # no norm is negative
 APPLIED, OVERFLOW, NO_TARGETS, NOT_DUE = "applied", "overflow", "no targets", "not due"
 
 
@@ -57,15 +61,15 @@ class StepResult(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the boundary found out, on the host; `reason` as in `StepResult`."""
+    """What came of a boundary, on the host; `reason` as in `StepResult`."""
 
     reason: str
     norm: Tensor
 
 
 @dataclass(frozen=True)
-class OwnedPiece:
-    """A parameter's part that this rank updates: `master` and all its states are 1-D views."""
+class MasterPiece:
+    """A piece of a parameter that this rank updates: `master` and all its states are 1-D views."""
 
     unit: Unit
     name: str
@@ -84,18 +88,12 @@ class ShardedOptimizer:
     """
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        order: dict[str, int],
-        build: Callable[[list[list[Tensor]]], Optimizer],
-        groups: int,
-        comm: Comm,
-        arena: Arena,
-        clip_norm: float | None,
-        replica: Replica,
-    ) -> None:
+        self, units: Sequence[Unit], order: dict[str, int], build: Callable[[list[list[Tensor]]], Optimizer],
+        groups: int, comm: Comm, arena: Arena, clip_norm: float | None, model_group: ModelGroup,
+    ) -> None:  # fmt: skip
         self._units = [unit for unit in units if unit.grads is not None]
-        self._comm, self._arena, self._clip, self._replica = comm, arena, clip_norm, replica
+        self._comm, self._arena, self._clip, self._model_group = comm, arena, clip_norm, model_group
+        self._wide = self._units[0].weights.master.dtype if self._units else torch.float32  # of norms, too
         self.pieces = sorted(self._own(order), key=lambda piece: piece.order)
         self._names = {place: name for name, place in reversed(order.items())}
         self._flat: dict[tuple[str, str], Tensor] = {}
@@ -104,18 +102,18 @@ class ShardedOptimizer:
             refuse_kind(self.torch)
         self._prefill()
 
-    def _own(self, order: dict[str, int]) -> Iterator[OwnedPiece]:
+    def _own(self, order: dict[str, int]) -> Iterator[MasterPiece]:
         for unit in self._units:
             master = unit.weights.master
             for piece in unit.weights.update_pieces(self._comm.rank):
                 slot = unit.layout.slots[piece.slot]
                 view = master[piece.offset : piece.offset + piece.stop - piece.start]
-                yield OwnedPiece(unit, slot.name, slot.shape, order[slot.name], slot.group, piece, view)
+                yield MasterPiece(unit, slot.name, slot.shape, order[slot.name], slot.group, piece, view)
 
     # --- states ---------------------------------------------------------------------------------
 
     def _prefill(self) -> None:
-        """Adam's states exist from the start, so that memory does not grow at the first step."""
+        """Make Adam's states at the start, so that memory does not grow at the first step."""
         kind = type(self.torch)
         if kind not in (torch.optim.Adam, torch.optim.AdamW) or any(g["amsgrad"] for g in self.torch.param_groups):
             return
@@ -130,8 +128,8 @@ class ShardedOptimizer:
                 "exp_avg_sq": self.state_view(owned, "exp_avg_sq", owned.master.dtype),
             }
 
-    def state_view(self, owned: OwnedPiece, key: str, dtype: torch.dtype) -> Tensor:
-        """The piece's part of the unit's flat buffer for this state; made on first use."""
+    def state_view(self, owned: MasterPiece, key: str, dtype: torch.dtype) -> Tensor:
+        """Return the piece's view of its unit's flat buffer for this state, which is made on first use."""
         master = owned.unit.weights.master
         if (owned.unit.name, key) not in self._flat:
             used = owned.unit.weights.used
@@ -150,9 +148,9 @@ class ShardedOptimizer:
                         state[key] = view.copy_(value)
 
     def state_bytes(self, unit: Unit) -> int:
-        """Optimizer bytes per parameter of a unit: its master (when that is a copy) and its states."""
+        """Return a unit's optimizer bytes per parameter: of its master (when that is a copy) and its states."""
         weights = unit.weights
-        copy = 0 if weights.master is weights.held else weights.master.dtype.itemsize
+        copy = 0 if weights.master is weights.shard_or_full else weights.master.dtype.itemsize
         return copy + sum(flat.dtype.itemsize for (name, _), flat in self._flat.items() if name == unit.name)
 
     # --- the step -------------------------------------------------------------------------------
@@ -163,34 +161,33 @@ class ShardedOptimizer:
         Raises OrderError before the update when ranks used units in different orders.
         """
         total, ordered = self._exchange(weight)
-        self._replica.sum_ties()
-        self._replica.sum_partial((owned.name, grad) for owned, grad in self.shard_grads())
+        self._model_group.sum_ties()
+        self._model_group.sum_partial((owned.name, grad) for owned, grad in self.shard_grads())
         shards = [unit.gradients.shard for unit in self._units]
         multiply(shards, 1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0)
-        norm = self._norm()
+        norms = self._norms()
+        norm, even = self._over_dp(norms)
         clip = torch.clamp(self._clip / (norm + 1e-6), max=1.0) if self._clip is not None else torch.ones_like(norm)
-        seen = torch.stack(
-            [
-                norm.double(),
-                torch.as_tensor(total, dtype=torch.float64, device=norm.device),
-                ordered.to(norm.device),
-                clip.double(),
-            ]
-        )
-        host_norm, host_total, in_order, host_clip = host_value(seen, [1.0, 1.0, 1.0, 1.0])
+        values = norm, torch.as_tensor(total, dtype=torch.float64, device=norm.device), ordered, even, clip
+        at_once = torch.stack([value.to(norm.device, torch.float64) for value in values])
+        host_norm, host_total, in_order, all_even, host_clip = host_value(at_once, [1.0] * 5)
         if not in_order:
             raise self._comm.order_error()
-        if host_norm < 0:
-            raise self._uneven(int(-1 - host_norm))
+        if not all_even:
+            agree(self._comm, partial(self._check_even, norms.uneven))
         reason = NO_TARGETS if not host_total else APPLIED if isfinite(host_norm) else OVERFLOW
         if reason == APPLIED:
             multiply(shards, clip if host_clip != 1.0 else 1.0)
             self._update()
         return Outcome(reason, norm)
 
-    def _uneven(self, place: int) -> ConfigError:
+    def _check_even(self, uneven: Tensor) -> None:
+        """Raise ConfigError where the tp ranks of this model-parallel group differ on a parameter's norm."""
+        place = host_value(uneven[None], [NONE])[0]
+        if place == NONE:
+            return
         name = self._names[place]
-        return ConfigError(
+        raise ConfigError(
             f"{name} is whole on all tp ranks, and its gradients there differ: the model uses it, or what it gives, on "
             "what each rank has for itself, between colwise and rowwise matrices. If it is used there itself, add "
             f"{name.rpartition('.')[0] or name!r}: 'replicated_with_grad_allreduce' to the tensor-parallel plan; else "
@@ -198,19 +195,26 @@ class ShardedOptimizer:
         )
 
     def _exchange(self, weight: float | Tensor) -> tuple[float | Tensor, Tensor]:
-        """Sum of weights over ranks, and whether all ranks used units in one order (1.0 or 0.0)."""
-        if self._comm.size == 1 and self._replica.alone:
-            return weight, torch.ones((), dtype=torch.float64)
-        mine = torch.empty(3, dtype=torch.float64, device=self._arena.device)
-        mine[0] = weight
-        mine[1:] = torch.tensor(self._comm.order_values(), dtype=torch.float64)
-        seen = self._comm.exchange(mine)
-        differ = (seen[:, 1:] != seen[0, 1:]).any()
-        rows = self._replica.exchange(torch.stack([seen[:, 0].sum(), differ.double()]))
-        return self._replica.count_once(rows)[:, 0].sum(), (rows[:, 1].sum() == 0).double()
+        """Return the sum of all ranks' weights, and whether all used units in one order."""
+        if self._comm.size == 1 and self._model_group.alone:
+            return weight, torch.ones((), dtype=torch.bool)
+        return self._sum_weights(torch.as_tensor(weight, dtype=torch.float64, device=self._arena.device).view(1))
 
-    def shard_grads(self) -> Iterator[tuple[OwnedPiece, Tensor]]:
-        """This rank's pieces of the reduced gradients, in model order (also at stage 0)."""
+    def _sum_weights(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum [k] weights of every rank; the hashes of their orders come with them."""
+        orders = torch.tensor(self._comm.order_values(), dtype=torch.float64, device=weights.device)
+        rows = self._comm.exchange(torch.cat([weights, orders]))
+        hashes = rows[:, len(weights) :]
+        total, differ = self._total(rows[:, : len(weights)]), (hashes != hashes[0]).any()
+        stages = self._model_group.exchange(torch.stack([total, differ.double()]))
+        return self._model_group.count_once(stages)[:, 0].sum(), stages[:, 1].sum() == 0
+
+    def _total(self, weights: Tensor) -> Tensor:
+        """Add up [N, k] weights."""
+        return weights.sum()
+
+    def shard_grads(self) -> Iterator[tuple[MasterPiece, Tensor]]:
+        """Yield this rank's pieces of the reduced gradients, in model order (also at stage 0)."""
         parts = []
         owner = {(p.unit.name, p.name): p for p in self.pieces}
         for unit in self._units:
@@ -219,17 +223,21 @@ class ShardedOptimizer:
                 parts.append((owned, unit.gradients.shard[piece.offset : piece.offset + piece.stop - piece.start]))
         yield from sorted(parts, key=lambda part: part[0].order)
 
-    def _norm(self) -> Tensor:
-        """Global gradient norm, the same on all ranks, stages and pipelines; -1 - k: tp ranks differ on parameter k."""
-        grads = ((o, g) for o, g in self.shard_grads() if o.unit not in self._replica.copies)
-        parts = [(o.order, o.name, torch.linalg.vector_norm(g)) for o, g in grads]
-        wide = self._units[0].weights.master.dtype if self._units else torch.float32
-        partial = self._replica.norm(parts, wide)
-        if self._comm.size == 1:
-            return partial
-        partials = self._comm.exchange(partial.double()[None])[:, 0].to(wide)
-        norm: Tensor = torch.linalg.vector_norm(partials)
-        return torch.where(partials.amin() < 0, partials.amin(), norm)
+    def _norms(self) -> Norms:
+        """Return the norm of this dp rank's shards, over its model-parallel group."""
+        grads = ((o, g) for o, g in self.shard_grads() if o.unit not in self._model_group.copies)
+        pieces = [PieceNorm(0, o.order, o.name, torch.linalg.vector_norm(g)) for o, g in grads]
+        return self._model_group.norms(pieces, 1, self._wide)
+
+    def _over_dp(self, norms: Norms) -> tuple[Tensor, Tensor]:
+        """Combine the norms of all dp ranks: the global norm, equal everywhere, and whether every group's are even.
+
+        A rank that has no norm, since its group's are uneven, sends NO_NORM.
+        """
+        even = norms.uneven == NONE
+        partials = self._comm.exchange(torch.where(even, norms.values, NO_NORM).double()).flatten().to(self._wide)
+        norm: Tensor = partials[0] if len(partials) == 1 else torch.linalg.vector_norm(partials)
+        return norm, (partials != NO_NORM).all()
 
     def _update(self) -> None:
         updates_all = any(unit.weights.updates_all for unit in self._units)
@@ -247,7 +255,7 @@ class ShardedOptimizer:
 
 
 def multiply(shards: Sequence[Tensor], factor: float | Tensor) -> None:
-    """In place, and skipped when exactly 1."""
+    """Multiply in place; skipped when the factor is exactly 1."""
     if isinstance(factor, float) and factor == 1.0:
         return
     for shard in shards:

@@ -22,7 +22,7 @@ NOT_ELEMENTWISE = {"Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "SparseAdam"
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """group_of: parameter name -> group; build: pieces per group -> optimizer over them."""
+    """What the caller chose. group_of: parameter name -> group; build: pieces per group -> optimizer over them."""
 
     group_of: dict[str, int]
     groups: int
@@ -30,10 +30,9 @@ class OptimizerChoice:
 
 
 def choose_optimizer(
-    model: nn.Module,
-    optimizer: Callable[..., Optimizer] | Optimizer | None,
+    model: nn.Module, optimizer: Callable[..., Optimizer] | Optimizer | None,
     param_groups: Sequence[Mapping[str, Any]] | None,
-) -> OptimizerChoice:
+) -> OptimizerChoice:  # fmt: skip
     """Resolve the three ways to give an optimizer. Raises ConfigError."""
     if isinstance(optimizer, Optimizer):
         if param_groups is not None:
@@ -68,7 +67,7 @@ def choose_optimizer(
 
 
 def refuse_kind(optimizer: Optimizer) -> NoReturn:
-    """For optimizers that cannot update pieces of parameters."""
+    """Raise ConfigError for an optimizer that cannot update pieces of parameters."""
     raise ConfigError(
         f"{type(optimizer).__name__} is no element-wise optimizer, and ZeRO updates pieces of parameters: "
         "use AdamW, Adam, SGD, RMSprop or another element-wise one."
@@ -76,12 +75,12 @@ def refuse_kind(optimizer: Optimizer) -> NoReturn:
 
 
 def fused_adamw(params: Any) -> Optimizer:
-    """The default: torch's fused AdamW with its default learning rate 1e-3."""
+    """Return the default: torch's fused AdamW with its default learning rate 1e-3."""
     return torch.optim.AdamW(params, fused=True)
 
 
 def _existing(model: nn.Module, optimizer: Optimizer) -> OptimizerChoice:
-    """Its groups keep their options and objects; only their params are replaced, in place."""
+    """Return a ready optimizer as a choice: its groups stay; only their params will be replaced, in place."""
     if optimizer.state:
         raise ConfigError("the optimizer has taken steps already: build the Engine before the first step.")
     group_of_param = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}

@@ -42,10 +42,11 @@ STAGES = (
 
 RELEASES = ("auto", "every_use", "every_step")
 REDUCES = ("auto", "every_micro_batch", "every_step")
+WINDOW = 2  # gathers that run ahead of their use, and reductions in flight: both cost a unit's memory
 
 
 def stage_row(number: int) -> Stage:
-    """The row of the table, or a ConfigError that names the choices."""
+    """Return the row of the table. Raises ConfigError, which names the choices."""
     if type(number) is not int or number not in (0, 1, 2, 3):
         raise ConfigError(f"ZeRO stage {number!r} does not exist: pass stage=0, 1, 2 or 3.")
     return STAGES[number]
@@ -109,7 +110,7 @@ WIDTHS = {"bf16": Widths(2, 4, 12), "fp16": Widths(2, 4, 12), "fp32": Widths(4, 
 
 
 def paper_bytes(stage: int, params: int, n: int, k: int = 12) -> StateBytes:
-    """Bytes per rank by the ZeRO paper (section 5, figure 1): (2 + 2 + K) Psi with shards of 1/N."""
+    """Return bytes per rank by the ZeRO paper (section 5, figure 1): (2 + 2 + K) Psi with shards of 1/N."""
     row = stage_row(stage)
     share = Fraction(1, n)
     return StateBytes(
@@ -120,20 +121,14 @@ def paper_bytes(stage: int, params: int, n: int, k: int = 12) -> StateBytes:
 
 
 def engine_bytes(
-    stage: int,
-    n: int,
-    precision: str = "bf16",
-    release: str = "auto",
-    reduce: str = "auto",
-    accumulate: int = 1,
-    optimizer: int | None = None,
-    exact: bool = False,
-) -> StateBytes:
-    """Bytes per *trainable* parameter that the arena really holds on one rank, padding apart.
+    stage: int, n: int, precision: str = "bf16", release: str = "auto", reduce: str = "auto", accumulate: int = 1,
+    optimizer: int | None = None, exact: bool = False,
+) -> StateBytes:  # fmt: skip
+    """Return bytes per *trainable* parameter that the arena really holds on one rank, padding apart.
 
     `optimizer` replaces k for optimizers other than Adam (master included).
     Local gradients stay in the compute dtype when accumulate is 1, because their cast at the
-    reduction is exact; accumulated ones are kept in the reduced dtype. `exact` keeps sums of leaves instead.
+    reduction is exact; accumulated ones are kept in the reduced dtype. `exact` keeps sums of summands instead.
     """
     row = stage_row(stage)
     release, reduce = resolve_policies(row, release, reduce)
@@ -155,12 +150,12 @@ def engine_bytes(
     return StateBytes(parameters, gradients, k * (share if row.shards_optimizer else Fraction(1)))
 
 
-def counter_buffers(leaves: int) -> int:
-    """Sums in halves that wait for their other half while so many leaves come in turn: ones of a binary counter."""
-    return (leaves + 1).bit_length() - 1
+def counter_buffers(summands: int) -> int:
+    """Return how many sums wait for their other half while so many summands come in turn: a binary counter's ones."""
+    return (summands + 1).bit_length() - 1
 
 
 def frozen_bytes(stage: int, n: int, weight: int, release: str = "auto") -> StateBytes:
-    """Bytes per *frozen* parameter: its weight, a shard of it at stage 3 unless held for a whole step."""
+    """Return bytes per *frozen* parameter: its weight, a shard at stage 3 unless kept gathered for a whole step."""
     sharded = stage_row(stage).shards_parameters and release != "every_step"
     return NO_BYTES._replace(parameters=Fraction(weight, n) if sharded else Fraction(weight))

@@ -14,9 +14,11 @@ from typing import NamedTuple
 from zero3d.zero.layout import CANONICAL
 from zero3d.zero.stages import resolve_policies, stage_row
 
+TURN, ROOT_TURN = "turn", "root turn"  # tokens that the units used last in a forward, and the root, keep
+
 
 def traffic_elements(stage: int, params: int, n: int, micro_batches: int = 1) -> dict[str, Fraction]:
-    """Elements one rank sends (and receives) per step by the paper's section 7, by operation.
+    """Return the elements one rank sends (and receives) per step by the paper's section 7, by operation.
 
     A ring reduce-scatter or all-gather of Psi elements takes N - 1 hops of Psi/N: Psi (N-1)/N
     elements per rank; an all-reduce is one of each, 2 Psi (N-1)/N.
@@ -38,21 +40,21 @@ class TokenEvent(NamedTuple):
 
 
 def count_gathers(events: Iterable[TokenEvent]) -> Counter[str]:
-    """Gathers per unit: how often its set of users goes from empty to non-empty."""
+    """Count gathers per unit: how often its set of users goes from empty to non-empty."""
     users: dict[str, set[object]] = {}
     gathers: Counter[str] = Counter()
     for unit, token, acquire in events:
-        held = users.setdefault(unit, set())
+        holders = users.setdefault(unit, set())
         if acquire:
-            gathers[unit] += not held
-            held.add(token)
+            gathers[unit] += not holders
+            holders.add(token)
         else:
-            held.discard(token)
+            holders.discard(token)
     return gathers
 
 
 def token_order(forward: Sequence[str], root: str | None = None, no_backward: Iterable[str] = ()) -> list[TokenEvent]:
-    """The tokens of one micro-batch in which units are used in the order `forward`.
+    """Return the tokens of one micro-batch in which units are used in the order `forward`.
 
     The root unit is used from its forward to the end of backward. The unit used last keeps
     its turn token, so its backward finds it gathered. Units in `no_backward` (embeddings: their
@@ -62,20 +64,20 @@ def token_order(forward: Sequence[str], root: str | None = None, no_backward: It
 
 
 def forward_tokens(forward: Sequence[str], root: str | None) -> list[TokenEvent]:
-    """The tokens of a forward: what it used last, and the root unit, keep one."""
-    events = [TokenEvent(root, "root turn", True)] if root else []
+    """Return the tokens of a forward: what it used last, and the root unit, keep one."""
+    events = [TokenEvent(root, ROOT_TURN, True)] if root else []
     turn: str | None = None
     for i, unit in enumerate(forward):
         if turn not in (None, unit):
-            events.append(TokenEvent(str(turn), "turn", False))
-        events += [TokenEvent(unit, ("forward", i), True), TokenEvent(unit, "turn", True)]
+            events.append(TokenEvent(str(turn), TURN, False))
+        events += [TokenEvent(unit, ("forward", i), True), TokenEvent(unit, TURN, True)]
         events.append(TokenEvent(unit, ("forward", i), False))
         turn = unit
     return events
 
 
 def backward_tokens(forward: Sequence[str], root: str | None, no_backward: frozenset[str]) -> list[TokenEvent]:
-    """The tokens of a backward, in reverse; the root unit's ends last."""
+    """Return the tokens of a backward, in reverse; the root unit's ends last."""
     events = [TokenEvent(root, "backward", True)] if root else []
     for i, unit in reversed(list(enumerate(forward))):
         if unit not in no_backward:
@@ -109,15 +111,10 @@ EXCHANGES_PER_STEP = (3, 1)  # values per rank: [token weight, gather order, red
 
 
 def step_traffic(
-    stage: int,
-    units: Sequence[UnitTraffic],
-    n: int,
-    gathers: Mapping[str, int],
-    micro_batches: int = 1,
-    reduce: str = "auto",
-    exact: bool = False,
-) -> dict[tuple[str, str], Moved]:
-    """Exact traffic of one applied step, by (operation, unit): the ledger must equal it.
+    stage: int, units: Sequence[UnitTraffic], n: int, gathers: Mapping[str, int], micro_batches: int = 1,
+    reduce: str = "auto", exact: bool = False,
+) -> dict[tuple[str, str], Moved]:  # fmt: skip
+    """Return the exact traffic of one applied step, by (operation, unit): the ledger must equal it.
 
     units    padded sizes, as laid out
     gathers  parameter gathers per unit and *step* at stage 3 (`count_gathers` of the token order)

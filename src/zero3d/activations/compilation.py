@@ -1,0 +1,45 @@
+"""torch.compile of a model's blocks: each one's own forward, inside the module's hooks and inside recomputation.
+
+    block.__call__:  engine's hooks [ recomputation [ torch.compile [ the block's own forward ]]]
+
+So compiled code holds no hook.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero3d.activations.segments import Recomputed
+from zero3d.activations.targets import Blocks, blocks_of
+from zero3d.errors import ConfigError
+
+
+def compile_blocks(model: nn.Module, blocks: Blocks | None = None, **options: Any) -> None:
+    """Compile each block's own forward with torch.compile: blocks of one kind share one graph. Before `recompute`.
+
+    options   of torch.compile, such as backend
+    """
+    for name, block in blocks_of(model, blocks, "compile").items():
+        if isinstance(block.forward, Recomputed):
+            raise ConfigError(f"{name} is recomputed already: call compile_blocks() first, or prepare_blocks().")
+        block.forward = Compiled(block, options)
+
+
+class Compiled:
+    """Calls a module's own forward, compiled."""
+
+    def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:
+        self._module, self._options = module, options
+        self._forward = torch.compile(module.forward, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+        """Compile the copied module's forward: the compiled function would go on calling the original."""
+        return Compiled(copy.deepcopy(self._module, memo), self._options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)

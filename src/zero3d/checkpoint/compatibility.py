@@ -1,0 +1,282 @@
+"""Checks that a checkpoint is one of this engine: its model, optimizer, scheduler, buffers and random states.
+
+`manifest_parser.py` has checked the manifest by itself. Nothing stays changed here; every refusal is a CheckpointError.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from zero3d.checkpoint.fields import USE_ANOTHER, Field, quote, quote_name
+from zero3d.checkpoint.json_values import from_json
+from zero3d.checkpoint.manifest import FLOATING, FROZEN, MASTER, Manifest, TensorSpec
+from zero3d.checkpoint.state import EngineState
+from zero3d.errors import CheckpointError
+
+ADAM = {"exp_avg", "exp_avg_sq"}  # states that the engine gives Adam and AdamW from the start
+COUNTED = 1 << 24  # Adam's own count of steps is an fp32 number, which goes up to here
+COUNTERS = ("last_epoch", "_step_count")  # of torch's schedulers
+PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
+
+
+def check_compatible(manifest: Manifest, engine: EngineState) -> None:
+    """Refuse a checkpoint of another model or optimizer, or with values that these cannot have."""
+    _check_parameters(manifest, engine)
+    _check_trainable(manifest, engine)
+    _check_kind(manifest, engine)
+    _check_groups(manifest, engine)
+    _check_states(manifest, engine)
+    _check_scheduler(manifest, engine)
+
+
+# --- the model ----------------------------------------------------------------------------------
+
+
+def _check_parameters(manifest: Manifest, engine: EngineState) -> None:
+    saved = {name: parameter.shape for name, parameter in manifest.parameters.items()}
+    live = engine.full_model.shapes
+    differences = [
+        f"{quote_name(name)}: checkpoint {saved[name]}, model {live[name]}"
+        for name in saved
+        if name in live and saved[name] != live[name]
+    ]
+    differences += [f"{quote_name(name)} is only in the checkpoint" for name in saved if name not in live]
+    differences += [f"{quote_name(name)} is only in the model" for name in live if name not in saved]
+    if differences:
+        listed = "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
+        raise CheckpointError(
+            f"{manifest.folder} is a checkpoint of another model ({len(saved)} parameters, this model {len(live)}): "
+            f"{listed}. Build the model the checkpoint was saved from."
+        )
+
+
+def _check_trainable(manifest: Manifest, engine: EngineState) -> None:
+    trainable = engine.full_model.trainable
+    changed = [name for name, saved in manifest.parameters.items() if saved.trainable != (name in trainable)]
+    if changed:
+        raise CheckpointError(
+            f"{manifest.folder}: {len(changed)} parameters were frozen in one run and trained in the other, "
+            f"first {changed[0]!r}: set requires_grad as it was when the checkpoint was saved."
+        )
+    for unit in engine.owned_units:
+        for slot in unit.layout.slots if unit.grads is None else ():
+            dtype = manifest.parameters[slot.name].dtype
+            if not convertible(dtype, unit.dtype):
+                raise CheckpointError(
+                    f"{manifest.fields.file}: {slot.name!r} was saved as {dtype}, and the model has it as "
+                    f"{_name(unit.dtype)}: build the model the checkpoint was saved from."
+                )
+
+
+def convertible(saved: str, live: torch.dtype) -> bool:
+    """Say whether a value of one dtype may be read into another: floats as another float, all else as it is."""
+    return saved == _name(live) or (saved in FLOATING and live.is_floating_point)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def buffer_problem(name: str, saved: TensorSpec, live: Tensor) -> str | None:
+    """Return why a saved buffer is not the model's, or None."""
+    if saved.shape == tuple(live.shape) and convertible(saved.dtype, live.dtype):
+        return None
+    return (
+        f"buffer {quote(name)} is {saved.dtype} {saved.shape} in the checkpoint, and {_name(live.dtype)} "
+        f"{tuple(live.shape)} in the model: build the model the checkpoint was saved from."
+    )
+
+
+# --- the optimizer ------------------------------------------------------------------------------
+
+
+def _check_kind(manifest: Manifest, engine: EngineState) -> None:
+    saved, live = manifest.fields.entry("optimizer"), engine.optimizer.torch
+    live_class, saved_class = type(live).__name__, quote(saved.entry("class").value).strip("'")
+    if live_class != saved_class:
+        raise CheckpointError(
+            f"{manifest.folder} holds states of {saved_class}, this engine uses {live_class}: build it with "
+            f"{saved_class}."
+        )
+    groups, saved_groups = len(live.param_groups), len(saved.entry("groups").value)
+    if groups != saved_groups:
+        raise CheckpointError(
+            f"{manifest.folder} has {saved_groups} parameter groups, this engine {groups}: pass "
+            "the param_groups it was saved with."
+        )
+
+
+def _check_groups(manifest: Manifest, engine: EngineState) -> None:
+    """Check options of the groups: all that this torch knows, of the types that they have now."""
+    live = engine.optimizer.torch
+    for group, saved in zip(live.param_groups, manifest.fields.entry("optimizer").entry("groups").rows(), strict=True):
+        if _same_torch(manifest):
+            for name in live.defaults:
+                saved.entry(name)
+        if "params" in saved.entries():
+            saved.refuse("options without params, which are tensors")
+        for name, value in saved.items():
+            if name in group:
+                _check_alike(value, group[name])
+        if saved.entry("lr").number() < 0:
+            saved.entry("lr").refuse("a number from 0")
+
+
+def _check_states(manifest: Manifest, engine: EngineState) -> None:
+    """Check that moments are those of this optimizer: Adam's two, and for others the same in a whole group."""
+    saved = manifest.fields.entry("optimizer")
+    by_name: dict[str, set[str]] = {}
+    for row in manifest.rows:
+        by_name.setdefault(row.name, set()).add(row.state)
+    first: dict[int, tuple[str, set[str]]] = {}
+    adam = type(engine.optimizer.torch) in (torch.optim.Adam, torch.optim.AdamW)
+    for unit in engine.owned_units:
+        for slot in unit.layout.slots if unit.grads is not None else ():
+            if slot.numel == 0:
+                continue
+            states = by_name[slot.name] - {MASTER, FROZEN}
+            if adam and not saved.entry("groups").rows()[slot.group].entries().get("amsgrad"):
+                expected = ADAM
+            else:
+                expected = first.setdefault(slot.group, (slot.name, states))[1]
+            if states != expected:
+                raise CheckpointError(
+                    f"{manifest.fields.file}: tensors have the states {_listed(states)} of {quote(slot.name)}, and "
+                    f"should have {_listed(expected)}. {USE_ANOTHER}"
+                )
+    has_moments = any(by_name[name] & ADAM for name in by_name)
+    if adam and has_moments and manifest.step < COUNTED:
+        saved.entry("scalars").entry("step").one_of(float(manifest.step))
+
+
+def _listed(states: set[str]) -> str:
+    return ", ".join(map(quote, sorted(states))) or "none"
+
+
+def _same_torch(manifest: Manifest) -> bool:
+    """Say whether this torch saved it: another one may have other names of options and states."""
+    return manifest.about.get("torch") == torch.__version__
+
+
+# --- the scheduler ------------------------------------------------------------------------------
+
+
+def _check_scheduler(manifest: Manifest, engine: EngineState) -> None:
+    if engine.scheduler is None:
+        return
+    if manifest.value("scheduler") is None:
+        groups = manifest.fields.entry("optimizer").entry("groups").rows()
+        if any("initial_lr" in group.entries() for group in groups):  # torch's schedulers write it there
+            manifest.fields.entry("scheduler").refuse("the state of the scheduler that set initial_lr")
+        return
+    saved, live = manifest.fields.entry("scheduler"), engine.scheduler.state_dict()
+    if _same_torch(manifest) and saved.entries().keys() != {str(key) for key in live}:
+        raise CheckpointError(
+            f"{saved.file}: scheduler has the entries of another one ({_listed(set(saved.entries()))}; this engine's "
+            f"has {_listed({str(key) for key in live})}): build the engine with the scheduler it was saved with."
+        )
+    for name, value in live.items():
+        if str(name) in saved.entries():
+            entry = saved.entry(str(name))
+            _check_alike(entry, value)
+            if name in COUNTERS:
+                entry.integer(-1)
+            if name in PER_GROUP:
+                entry.rows(len(engine.optimizer.torch.param_groups))
+    _try(manifest, engine.scheduler)
+
+
+def _check_alike(saved: Field, live: Any) -> None:
+    """Check that a saved value may take the place of a live one: of its kind, or null for what may be left out."""
+    if saved.value is None and (live is None or isinstance(live, (bool, dict))):
+        return
+    if live is None:
+        if not isinstance(saved.value, bool):
+            _check_number(saved)
+    elif isinstance(live, bool):
+        saved.flag()
+    elif isinstance(live, (int, float)) or (isinstance(live, Tensor) and live.dim() == 0):
+        _check_number(saved)
+    elif isinstance(live, str):
+        saved.text()
+    elif isinstance(live, tuple):
+        for saved_item, live_item in zip(saved.rows(len(live)), live, strict=True):
+            _check_alike(saved_item, live_item)
+    elif isinstance(live, list):
+        for saved_item, live_item in zip(saved.rows(), live, strict=False):
+            _check_alike(saved_item, live_item)
+    elif isinstance(live, dict):
+        for key, live_item in live.items():
+            if str(key) in saved.entries():
+                _check_alike(saved.entry(str(key)), live_item)
+    elif isinstance(live, Tensor):
+        _check_tensor(saved, tuple(live.shape))
+
+
+def _check_number(saved: Field) -> None:
+    """Check that it is a number; schedulers begin with infinite ones."""
+    value = saved.value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        saved.refuse("a number")
+    if isinstance(value, int):
+        saved.number()  # not larger than a float can be
+
+
+def _check_tensor(saved: Field, shape: tuple[int, ...]) -> None:
+    if not shape:
+        saved.number()
+        return
+    for row in saved.rows(shape[0]):
+        _check_tensor(row, shape[1:])
+
+
+def _try(manifest: Manifest, scheduler: Any) -> None:
+    """Let the scheduler load its state, which is put back: a class of the user's may have rules of its own."""
+    before = deepcopy(scheduler.state_dict())
+    try:
+        scheduler.load_state_dict(from_json(manifest.value("scheduler"), before))
+    except Exception as error:
+        raise CheckpointError(
+            f"{manifest.fields.file}: scheduler is not taken by {type(scheduler).__name__} ({type(error).__name__}: "
+            f"{quote(str(error))}): build the engine with the scheduler it was saved with."
+        ) from error
+    finally:
+        scheduler.load_state_dict(before)
+
+
+# --- random states ------------------------------------------------------------------------------
+
+
+def check_streams(file: str, tensors: Mapping[str, Tensor], python_rng: Field) -> None:
+    """Try random states on generators that nobody uses. Raises CheckpointError."""
+    for name, attempt in _attempts(tensors, python_rng.value):
+        try:
+            attempt()
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(f"{file}: {name} is no random state ({quote(str(error))}). {USE_ANOTHER}") from None
+
+
+def _attempts(tensors: Mapping[str, Tensor], python_rng: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    version, words, cached = python_rng["python"]
+    kind, position, has_cached, gauss = python_rng["numpy"]
+    yield "rng:torch", lambda: torch.Generator().set_state(tensors["torch"])
+    if "accelerator" in tensors and torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        yield "rng:accelerator", lambda: torch.Generator(device).set_state(tensors["accelerator"])
+    yield "python_rng", lambda: random.Random().setstate((version, tuple(words), cached))
+    state = (kind, tensors["numpy"].numpy(), position, has_cached, gauss)
+    yield "rng:numpy", lambda: _try_numpy(state)
+
+
+def _try_numpy(state: tuple[Any, ...]) -> None:
+    words = state[1]
+    if words.min() < 0 or words.max() >= 2**32:
+        raise ValueError("words lie outside of 32 bits")
+    numpy.random.RandomState().set_state((state[0], words.astype(numpy.uint32), *state[2:]))

@@ -1,0 +1,106 @@
+"""Checks that the files of a checkpoint are those that its manifest means: checksums, and what their headers say.
+
+A file that is changed after it was hashed, while ranks read their boxes of it, goes unnoticed: the header is
+held to the manifest and what is read has its shape and dtype, but values are not hashed again. Nobody writes
+into a committed checkpoint, so that this takes a fault of the disk in these seconds, or intent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from zero3d.checkpoint.fields import USE_ANOTHER, quote
+from zero3d.checkpoint.files import digest
+from zero3d.checkpoint.folders import checkpoints
+from zero3d.checkpoint.manifest import BUFFER, CODES, FORMAT, STREAM, Manifest, TensorSpec, allowed_dtypes
+from zero3d.checkpoint.manifest_parser import open_manifest
+from zero3d.errors import CheckpointError
+from zero3d.shards.boxes import box_shape
+
+NAMES = {code: dtype for dtype, code in CODES.items()}
+
+
+def verify(folder: Path) -> Manifest:
+    """Check everything that can be checked without a model. Raises CheckpointError, which names file and field."""
+    manifest = open_manifest(folder)
+    for file in manifest.files:
+        verify_file(manifest, file)
+    return manifest
+
+
+def verify_file(manifest: Manifest, file: str) -> None:
+    """Hash one file and hold its header to the manifest. Raises CheckpointError."""
+    path = manifest.folder / file
+    if digest(path) != manifest.files[file]:
+        raise CheckpointError(f"{path} differs from what was saved: its SHA-256 is not the manifest's. {USE_ANOTHER}")
+    stored = header(path)
+    expected = _expected(manifest, file)
+    if manifest.format == FORMAT and stored.keys() - expected.keys():
+        raise CheckpointError(
+            f"{path} holds {quote(min(stored.keys() - expected.keys()))}, which is not in the manifest. {USE_ANOTHER}"
+        )
+    for key, (shape, dtypes) in expected.items():
+        if key not in stored:
+            raise CheckpointError(f"{path} has no tensor {quote(key)}, and the manifest names it. {USE_ANOTHER}")
+        if stored[key].shape != shape or stored[key].dtype not in dtypes:
+            raise CheckpointError(
+                f"{path}: {quote(key)} is {stored[key].dtype} {stored[key].shape}, and should be "
+                f"{' or '.join(dtypes)} {shape}. {USE_ANOTHER}"
+            )
+
+
+def header(path: Path) -> dict[str, TensorSpec]:
+    """Return shape and dtype of every tensor in a safetensors file. Raises CheckpointError."""
+    try:
+        with safe_open(path, framework="np") as opened:
+            slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+            return {
+                key: TensorSpec(tuple(values.get_shape()), _dtype(values.get_dtype())) for key, values in slices.items()
+            }
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors ({quote(str(error))}). {USE_ANOTHER}") from None
+
+
+def _dtype(code: str) -> str:
+    return NAMES.get(code, code)
+
+
+def _expected(manifest: Manifest, file: str) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Return shape and possible dtypes of every tensor that a file must hold."""
+    expected = {}
+    for row in manifest.rows:
+        if row.file == file:
+            dtypes = (row.dtype,) if row.dtype else allowed_dtypes(row.state, manifest.parameters[row.name])
+            expected[row.key] = box_shape(row.box), dtypes
+    return expected | {key: (shape, (dtype,)) for key, (shape, dtype) in manifest.rank_tensors.get(file, {}).items()}
+
+
+def rank_tensors(manifest: Manifest, file: str) -> Mapping[str, TensorSpec]:
+    """Return a rank's buffers and random states by their keys; format 1 lists them in its files alone."""
+    if manifest.format == FORMAT:
+        return manifest.rank_tensors[file]
+    return {key: spec for key, spec in header(manifest.folder / file).items() if key.startswith((BUFFER, STREAM))}
+
+
+def newest_intact(directory: Path, but: Path) -> Path | None:
+    """Return the newest checkpoint of a directory that `verify` has nothing against, `but` left out."""
+    for folder in reversed(checkpoints(directory).values()):
+        if folder != but:
+            try:
+                verify(folder)
+            except CheckpointError:
+                continue
+            return folder
+    return None
+
+
+def find_damage(folder: Path) -> CheckpointError | None:
+    """Return what `verify` has against a checkpoint, or None."""
+    try:
+        verify(folder)
+    except CheckpointError as error:
+        return error
+    return None

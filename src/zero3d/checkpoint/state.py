@@ -1,0 +1,150 @@
+"""The state of an engine that a checkpoint takes: its full model by name, its units and optimizer, states as pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from zero3d.checkpoint.manifest import FROZEN, MASTER
+from zero3d.distributed.collectives import Comm
+from zero3d.distributed.degrees import Degrees
+from zero3d.precision import LossScale
+from zero3d.shards.boxes import Box, Shape
+from zero3d.shards.cuts import Cut, cover
+from zero3d.zero.exact.summands import Summands
+from zero3d.zero.optimizer import ShardedOptimizer
+from zero3d.zero.unit import Unit
+
+
+class FullModel(NamedTuple):
+    """Describes the full model's parameters, of which a rank may have a few only.
+
+    shapes     of all, by name in model order, as they are before the tp axis cuts them
+    trainable  names
+    copies     a tied parameter's copy on a later pipeline stage -> its owner: not saved, restored from it
+    """
+
+    shapes: Mapping[str, Shape]
+    trainable: frozenset[str]
+    copies: Mapping[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module, copies: Mapping[str, str]) -> FullModel:
+        """Describe a model before it is split or cut."""
+        named = dict(model.named_parameters())
+        trainable = frozenset(name for name, p in named.items() if p.requires_grad)
+        return cls({name: tuple(p.shape) for name, p in named.items()}, trainable, copies)
+
+    def owner(self, name: str) -> str:
+        """Return the name under which a parameter of this rank is saved."""
+        return self.copies.get(name, name)
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """Holds the state of an engine that a checkpoint takes, and what is needed to find and restore it.
+
+    modules   this rank's model chunks
+    dp        the dp axis, over which units are cut
+    tp        the tp axis
+    world     all ranks of the mesh
+    about     what the bits of the run depend on, for `resume_contract`
+    loop      what the training loop has saved for itself
+    cuts      how the tp axis cuts parameters, by name in the full model; it has all others on every rank
+    summands  of exact mode
+    """
+
+    modules: Sequence[nn.Module]
+    full_model: FullModel
+    units: Sequence[Unit]
+    optimizer: ShardedOptimizer
+    dp: Comm
+    tp: Comm
+    world: Comm
+    degrees: Degrees
+    loss_scale: LossScale
+    scheduler: Any
+    step: int
+    about: Mapping[str, Any]
+    loop: Mapping[str, Any] | None = None
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    summands: Summands | None = None
+
+    def cut(self, name: str) -> Cut | None:
+        """Return how a parameter of this rank is cut over tp; None where every tp rank has all of it."""
+        return self.cuts.get(self.full_model.owner(name))
+
+    def saves(self, name: str) -> bool:
+        """Say whether this rank writes its share of a parameter: copies are not written."""
+        return name not in self.full_model.copies and (self.tp.rank == 0 or self.cut(name) is not None)
+
+    @property
+    def buffers(self) -> dict[str, list[Tensor]]:
+        """This rank's buffers by their names in the full model; one of each chunk that has it."""
+        buffers: dict[str, list[Tensor]] = {}
+        for module in self.modules:
+            for name, buffer in module.named_buffers():
+                buffers.setdefault(name, []).append(buffer)
+        return buffers
+
+    @property
+    def persistent_buffers(self) -> set[str]:
+        """Names of this rank's buffers that belong to a model's weights."""
+        names = set()
+        for module in self.modules:
+            for prefix, owner in module.named_modules():
+                persistent = owner._buffers.keys() - owner._non_persistent_buffers_set
+                names |= {f"{prefix}.{name}" if prefix else name for name in persistent}
+        return names & self.buffers.keys()
+
+    @property
+    def owned_units(self) -> list[Unit]:
+        """This rank's units without copies of tied parameters, which have a unit each."""
+        return [unit for unit in self.units if unit.layout.slots[0].name not in self.full_model.copies]
+
+
+@dataclass(frozen=True)
+class StatePiece:
+    """Holds a flat range of one state of one parameter, which this rank has as a 1-D tensor.
+
+    shape, start  of this rank's parameter, and where in it the range begins
+    cut           how that lies in the full model's parameter; None where it is that
+    """
+
+    name: str
+    state: str
+    shape: Shape
+    start: int
+    values: Tensor
+    cut: Cut | None = None
+
+    def boxes(self) -> Iterator[tuple[Box, Tensor]]:
+        """Yield its boxes of the full model's tensor, each with a view of its values in the box's shape."""
+        return cover(self.shape, self.start, self.values, self.cut)
+
+
+def state_pieces(engine: EngineState) -> Iterator[StatePiece]:
+    """Yield all states that this rank saves of the full model; at stage 0 its share of what all ranks have."""
+    for unit in engine.units:
+        if unit.grads is None:
+            for piece in unit.layout.pieces(engine.dp.rank):
+                slot = unit.layout.slots[piece.slot]
+                values = unit.weights.shard[piece.offset : piece.offset + piece.stop - piece.start]
+                if engine.saves(slot.name):
+                    yield StatePiece(slot.name, FROZEN, slot.shape, piece.start, values, engine.cut(slot.name))
+    for owned in engine.optimizer.pieces:
+        share = {p.slot: p for p in owned.unit.layout.pieces(engine.dp.rank)}.get(owned.piece.slot)
+        if share is None or not engine.saves(owned.name):
+            continue
+        within = slice(share.start - owned.piece.start, share.stop - owned.piece.start)
+        states = engine.optimizer.torch.state.get(owned.master, {})
+        flat_states = {MASTER: owned.master} | {k: v for k, v in states.items() if _is_flat(v, owned.master)}
+        for state, values in flat_states.items():
+            yield StatePiece(owned.name, state, owned.shape, share.start, values[within], engine.cut(owned.name))
+
+
+def _is_flat(value: Any, master: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 1 and value.shape == master.shape

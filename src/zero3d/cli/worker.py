@@ -1,0 +1,139 @@
+"""One worker: runs a rank's work, leaves its exception where its launcher looks for it, and exits.
+
+error file    the exception as JSON, in torchrun's format, whose launcher reads it, too
+exit code     2 for a Zero3dError about the input, 128 + signal after a stop, else 1 (`zero3d.errors`)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from zero3d.errors import Zero3dError
+from zero3d.train.stop import SIGNALS, Stopped
+
+LAUNCHED = "ZERO3D_LAUNCHED"  # set for workers whose launcher reports their failure
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the name by which torchrun passes it, too
+OUTPUT = "output-folder"  # the file in which worker 0 names it
+LAST_WORDS = 1.0  # seconds in which workers may end on their own, and say why, after one has failed
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc malloc.h
+MMAP_BYTES, TRIM_BYTES = 32 << 20, 1 << 30  # 32 MiB is the most that glibc accepts for mmap
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def quiet_environment() -> None:
+    """Keep notes of torch's C++ side off the terminal; call before torch is imported."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def as_worker(action: Callable[[], None]) -> NoReturn:
+    """Run one rank's work, leave its exception where its launcher looks for it, and exit.
+
+    The exit runs no destructors: they would wait for peers that may be gone, and a gloo thread that
+    drops a tensor while the interpreter shuts down aborts the process.
+    """
+    if LAUNCHED in os.environ:
+        follow_launcher()
+    faulthandler.enable()
+    raise_malloc_thresholds()
+    try:
+        action()
+        code = 0
+    except Stopped as stop:
+        for number in SIGNALS:  # the peers leave, too, and launchers then signal those that remain
+            signal.signal(number, signal.SIG_IGN)
+        code = 128 + stop.signal
+        if os.environ.get("RANK", "0") == "0":
+            print(describe_stop(stop), file=sys.stderr)
+    except BaseException as error:  # noqa: BLE001 (reported here or by the launcher)
+        code = leave_exception(error)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads any more
+            stream.flush()
+    os._exit(code)
+
+
+def report_output(folder: Path) -> None:
+    """Let our launcher know the output folder that the run has chosen, for the command that goes on."""
+    if LAUNCHED in os.environ:
+        with suppress(OSError):  # the disk may be what is full
+            (Path(os.environ[ERROR_FILE]).parent / OUTPUT).write_text(str(folder))
+
+
+def describe_stop(stop: Stopped) -> str:
+    """Say what is kept; our launcher says the rest."""
+    if LAUNCHED in os.environ:
+        return str(stop)
+    return f"stopped by {signal.Signals(stop.signal).name}: {stop}; --resume auto continues"
+
+
+def leave_exception(error: BaseException) -> int:
+    """Write an exception in the error file, or for want of our launcher on stderr; return the exit code.
+
+    An error on purpose is one line, any other a callstack with 1. What another rank raised is reported there. Peers
+    that lose this rank find the reason, and the code, in the note that it leaves.
+    """
+    clear = isinstance(error, Zero3dError)
+    code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    if isinstance(error, Zero3dError):
+        code = error.exit_code
+        if error.from_rank is not None:
+            return code
+    summary, callstack = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    if ERROR_FILE in os.environ:
+        extra = {"py_callstack": "" if clear else callstack, "timestamp": str(int(time.time()))}
+        report = json.dumps({"message": {"message": summary, "extraInfo": extra}})
+        with suppress(OSError):  # the disk may be what is full
+            _write_atomically(Path(os.environ[ERROR_FILE]), report)
+    if LAUNCHED not in os.environ and code != 130:
+        print(summary if clear else callstack, file=sys.stderr)
+    if "torch" in sys.modules and code != 130:
+        notify_peers(summary, code)
+    return code
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Write a file whole or not at all: torchrun reads it as soon as it is there, and dies of half of one."""
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(text)
+    fresh.replace(path)
+
+
+def notify_peers(summary: str, code: int) -> None:
+    """Leave the note that peers quote when they lose this rank. A store whose host has vanished may never answer."""
+    from zero3d.distributed.axis import leave_note
+
+    notice = threading.Thread(target=leave_note, args=(summary, code), daemon=True)
+    notice.start()
+    notice.join(LAST_WORDS)
+
+
+def follow_launcher() -> None:
+    """Leave Ctrl-C to the launcher, and stop as if asked to when it is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def raise_malloc_thresholds() -> None:
+    """Let glibc keep freed unit storages instead of giving their pages back and faulting them in again.
+
+    Affects storages of up to 32 MiB on the CPU; without glibc it does nothing.
+    """
+    if sys.platform != "linux":
+        return
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version"):
+        library.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
+        library.mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)

@@ -1,0 +1,92 @@
+"""Bytes and traffic of an engine by formula, beside what its arena measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import ceil
+from typing import NamedTuple
+
+from zero3d.memory.arena import STATES, TRANSIENT, Arena
+from zero3d.precision import NAMES
+from zero3d.zero.layout import UnitLayout
+from zero3d.zero.optimizer import ShardedOptimizer
+from zero3d.zero.policy import Policy
+from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes
+from zero3d.zero.traffic import UnitTraffic
+from zero3d.zero.unit import Unit
+
+
+class MemoryEntry(NamedTuple):
+    """Counts the bytes of one category at one place on this rank.
+
+    planned   by formula (`stages.engine_bytes`, padding from the layouts); None for transient ones
+    measured  held by the arena now
+    peak      most held at any instant
+    """
+
+    category: str
+    place: str
+    planned: int | None
+    measured: int
+    peak: int
+
+
+class Accounts:
+    """Computes what an engine's units should cost, and reads what its arena says they do.
+
+    n      data-parallel degree
+    exact  gradients are summed in the order of the global list, which keeps other buffers
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], optimizer: ShardedOptimizer, policy: Policy, arena: Arena, n: int, exact: bool
+    ) -> None:
+        self._units, self._optimizer, self._policy, self._arena = units, optimizer, policy, arena
+        self._n, self._exact = n, exact
+
+    @property
+    def planned(self) -> StateBytes:
+        """Model states per rank by formula, padding apart."""
+        return self._bytes_of(lambda layout: layout.numel)
+
+    @property
+    def memory(self) -> list[MemoryEntry]:
+        """Bytes by category and place, planned and measured."""
+        planned = dict(zip(("parameters", "gradients", "optimizer"), self.planned, strict=True))
+        planned["padding"] = self._bytes_of(lambda layout: layout.padding).total
+        return [
+            MemoryEntry(
+                category,
+                self._arena.place,
+                ceil(planned[category]) if category in STATES else None,
+                ceil(self._arena.live(category)),
+                ceil(self._arena.peak(category)),
+            )
+            for category in (*STATES, *TRANSIENT)
+        ]
+
+    @property
+    def traffic_units(self) -> list[UnitTraffic]:
+        """The units as `traffic.step_traffic` takes them."""
+        reduced = self._policy.master.itemsize
+        return [
+            UnitTraffic(u.name, u.layout.total, u.dtype.itemsize, reduced, u.gradients.travels.itemsize, True)
+            if u.grads is not None
+            else UnitTraffic(u.name, u.layout.total, u.dtype.itemsize, 0, 0, False)
+            for u in self._units
+        ]
+
+    def _bytes_of(self, elements: Callable[[UnitLayout], int]) -> StateBytes:
+        """Return the bytes per rank by formula of so many elements of each unit."""
+        policy, total = self._policy, NO_BYTES
+        stage = policy.stage.number
+        for unit in self._units:
+            if unit.grads is None:
+                per_element = frozen_bytes(stage, self._n, unit.dtype.itemsize, policy.release)
+            else:
+                per_element = engine_bytes(
+                    stage, self._n, NAMES[unit.dtype], policy.release, policy.reduce, unit.grads.micro_batches,
+                    self._optimizer.state_bytes(unit), self._exact,
+                )  # fmt: skip
+            total = total + per_element.times(elements(unit.layout))
+        return total

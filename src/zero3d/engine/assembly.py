@@ -1,0 +1,119 @@
+"""Builds an engine of a model and options, in the order in which its parts need each other.
+
+foundation  options, checked                                         options.py, checks.py
+            axes of the mesh, with arena and ledger                  foundation.py
+            this rank's share of the model                           division.py
+            the order of sums                                        summation.py
+guards      from here on a failure leaves a model that refuses use   guards.py
+runtime     units, optimizer, gathers, reductions, hooks             runtime.py, zero/
+step        when it is due, and what follows                         step.py
+execution   direct, or through pipeline stages                       execution.py, pipeline/
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from zero3d.distributed.axis import forget_note
+from zero3d.distributed.mesh import Mesh
+from zero3d.engine.accounting import Accounts
+from zero3d.engine.checks import bind_scheduler
+from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
+from zero3d.engine.foundation import Foundation
+from zero3d.engine.generation import last_only
+from zero3d.engine.guards import guard, guard_rest
+from zero3d.engine.losses import Losses
+from zero3d.engine.options import Options
+from zero3d.engine.runtime import Runtime, build_unit, move_buffers, start
+from zero3d.engine.step import Stepper
+from zero3d.engine.whole_parameters import WholeParameters, is_open
+from zero3d.errors import ConfigError
+from zero3d.models.blocks import partition_all
+from zero3d.pipeline.runner import Pipeline
+from zero3d.pipeline.step import Callbacks
+from zero3d.zero.health import check_weights
+from zero3d.zero.unit import Unit
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The parts of an engine.
+
+    base       options, axes and this rank's share of the model
+    runtime    units, and what gathers, reduces and updates them
+    execution  how micro-batches go through the model; `pipeline` where there is one
+    """
+
+    base: Foundation
+    runtime: Runtime
+    stepper: Stepper
+    whole_parameters: WholeParameters
+    accounts: Accounts
+    pipeline: Pipeline | None
+    execution: Execution
+
+
+def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
+    """Build an engine's parts; the model's parameters become views of unit storages.
+
+    Raises ConfigError, MeshError. After a failure half-way the model is guarded, so that no other engine takes it.
+    """
+    base = Foundation.of(model, mesh, options)
+    axes, resolved, module = base.axes, base.resolved, base.division.module
+    specs, uses = partition_all(base.division.chunks.values(), options.model.units, resolved.precision.dtype)
+    losses, only = Losses(model, options.step.loss), last_only(model)
+    unit_of: dict[nn.Parameter, Unit] = {}
+    guard(module, unit_of, is_open)
+    if axes.pp.size > 1:
+        guard_rest(model, set(module.parameters()))
+    move_buffers(module, axes.dp)
+    runtime = start(base, [build_unit(base, spec) for spec in specs], uses)
+    whole = WholeParameters(runtime.units, runtime.gathers, axes.dp, runtime.model_group)
+    stepper = _stepper(base, runtime)
+    pipeline = _open_pipeline(base, runtime, losses, whole) if axes.pp.size > 1 else None
+    execution: Execution = (
+        Direct(module, losses, runtime.accumulation, runtime.loss_scale, stepper.abandon, only)
+        if pipeline is None
+        else Pipelined(pipeline, axes.pp.size, runtime.loss_scale, only)
+    )
+    forget_note(resolved.mesh.everyone)
+    unit_of |= {p: unit for unit in runtime.units for p in unit.weights.params}
+    check_weights(runtime.units, axes.dp, axes.world, ConfigError, "Train from weights that are finite.")
+    with torch.no_grad(), evaluating(module, runtime.hooks, runtime.gathers, keep_full=False):
+        execution.learn()
+    axes.ledger.reset()  # it counts training; construction broadcast the model once
+    axes.arena.reset_peaks()
+    return Assembly(base, runtime, stepper, whole, _accounts(base, runtime), pipeline, execution)
+
+
+def _stepper(base: Foundation, runtime: Runtime) -> Stepper:
+    return Stepper(
+        base.axes.dp, base.order, runtime.accumulation, runtime.gathers, runtime.reductions, runtime.hooks,
+        runtime.optimizer, bind_scheduler(base.options.optimizer.scheduler, runtime.optimizer.torch),
+        runtime.loss_scale, runtime.health, base.resolved.policy.master,
+    )  # fmt: skip
+
+
+def _accounts(base: Foundation, runtime: Runtime) -> Accounts:
+    policy, exact = base.resolved.policy, base.options.zero.exact
+    return Accounts(runtime.units, runtime.optimizer, policy, base.axes.arena, base.axes.dp.size, exact)
+
+
+def _open_pipeline(base: Foundation, runtime: Runtime, losses: Losses, whole: WholeParameters) -> Pipeline:
+    """Return this rank's end of the pipeline; the axis keeps what failed before, which raises Zero3dError."""
+    callbacks = Callbacks(
+        accumulation=runtime.accumulation,
+        sweep=runtime.reductions.sweep,
+        begin=base.order.draw or (lambda *_: None),
+        done=partial(base.order.close, runtime.reductions, runtime.units),
+        gathered=whole.of_chunk,
+        arena=base.axes.arena,
+    )
+    return Pipeline(
+        base.division.chunks, base.resolved.schedule, base.resolved.mesh.axis("pp"), base.axes.ledger, callbacks,
+        losses.sum_and_weight, losses.takes,
+    )  # fmt: skip

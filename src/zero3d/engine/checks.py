@@ -1,0 +1,89 @@
+"""What an Engine refuses before it allocates anything, and what it refuses of a scheduler.
+
+Everything here raises ConfigError and changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from zero3d.engine.guards import is_guarded
+from zero3d.errors import ConfigError
+from zero3d.precision import DTYPES, Precision
+from zero3d.zero.initial_weights import Source
+
+
+def check_step(accumulate: int, clip_norm: float | None) -> None:
+    """Refuse numbers of micro-batches and norms that no step can have."""
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ConfigError(f"accumulate={accumulate!r}: pass the number of micro-batches per step, at least 1.")
+    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
+        raise ConfigError(f"clip_norm={clip_norm!r}: pass a positive norm, or None for no clipping.")
+
+
+def check_model(model: nn.Module, weights: Source | None) -> None:
+    """Refuse a model that cannot be trained."""
+    if "_orig_mod" in dict(model.named_children()):
+        raise ConfigError(
+            "Engine(torch.compile(model)): its graph would hold the engine's hooks. Pass the model itself, and compile "
+            "its blocks before: zero3d.activations.compile_blocks(model), or train.compile: true in a file."
+        )
+    parameters = dict(model.named_parameters())
+    if is_guarded(model) or any(isinstance(p, DTensor) for p in parameters.values()):
+        raise ConfigError(
+            f"this {type(model).__name__} is already sharded (by another Engine, one that failed, FSDP or "
+            "DTensor): build a plain model and pass it to one Engine."
+        )
+    if not any(p.requires_grad for p in parameters.values()):
+        raise ConfigError(
+            f"none of the {len(parameters)} parameters of {type(model).__name__} requires a gradient: "
+            "unfreeze what is to be trained with p.requires_grad_(True)."
+        )
+    complex_ones = [name for name, p in parameters.items() if p.dtype.is_complex]
+    if complex_ones:
+        raise ConfigError(
+            f"{len(complex_ones)} parameters are complex, first {complex_ones[0]!r}: store them as pairs of real "
+            "numbers."
+        )
+    on_meta = [name for name, p in parameters.items() if p.is_meta]
+    if on_meta and weights is None:
+        raise ConfigError(
+            f"{len(on_meta)} parameters have no data (meta device), first {on_meta[0]!r}: load weights first, or pass "
+            "weights= with their values (zero3d.models.open.open_model gives both)."
+        )
+
+
+def reduce_dtype_of(reduce_dtype: str, precision: Precision) -> torch.dtype:
+    """Return the dtype that gradients are reduced in; fp64 runs always use fp64."""
+    if reduce_dtype not in DTYPES:
+        raise ConfigError(f"reduce_dtype={reduce_dtype!r} is unknown: pass one of {', '.join(DTYPES)}.")
+    if precision.name == "fp64":
+        return torch.float64
+    dtype = DTYPES[reduce_dtype]
+    if dtype != precision.dtype and dtype != torch.float32:
+        raise ConfigError(
+            f"reduce_dtype={reduce_dtype!r} cannot carry {precision.name} gradients exactly: "
+            f"pass 'fp32' or {precision.name!r}."
+        )
+    return dtype
+
+
+def bind_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
+    """Return a scheduler on the engine's optimizer: what a callable builds, or an object that is bound to it."""
+    if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
+        scheduler = scheduler(optimizer)
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau needs a metric that step() does not have: leave scheduler out and call it."
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ConfigError(
+            "the scheduler is bound to another optimizer than the engine's: pass scheduler=lambda optimizer: ..., or "
+            "the optimizer it was built on as optimizer=."
+        )
+    return scheduler

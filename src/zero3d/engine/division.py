@@ -1,0 +1,86 @@
+"""What this rank has of a model: its pipeline stage's chunks, and of those the tp axis' slices.
+
+model --pp--> chunks --tp--> slices of parameters --dp--> shards of units (assembly.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from zero3d.checkpoint.state import FullModel
+from zero3d.distributed.axis import Axis
+from zero3d.distributed.collectives import Comm
+from zero3d.distributed.ledger import Ledger
+from zero3d.engine.options import Options, Resolved
+from zero3d.pipeline.split import take_chunks
+from zero3d.pipeline.ties import names_of_copies
+from zero3d.rng import share_torch_rng
+from zero3d.shards.cuts import Cut
+from zero3d.tensor_parallel.parallelize import Sharded, parallelize
+from zero3d.tensor_parallel.planned_regions import warn_across_hosts
+from zero3d.tensor_parallel.traffic import Region
+
+
+@dataclass(frozen=True)
+class Division:
+    """This rank's share of a model, by names of the full model's parameters.
+
+    module      what `engine.module` is: the model itself, or the list of this rank's chunks of it
+    chunks      model chunk number -> module; without a pipeline the model is number 0
+    full_model  the parameters before the model was divided
+    places      of parameters in `model.parameters()`; a tied parameter's copy has its owner's
+    cuts        how the tp axis cuts parameters
+    partial     names of whole ones whose gradients are parts of a sum over tp
+    regions     where activations pass between tp ranks
+    """
+
+    module: nn.Module
+    chunks: Mapping[int, nn.Module]
+    full_model: FullModel
+    places: dict[str, int]
+    cuts: Mapping[str, Cut]
+    partial: frozenset[str]
+    regions: Sequence[Region]
+
+
+def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, ledger: Ledger) -> Division:
+    """Take this rank's chunks of the model and cut their parameters over tp, in place. Raises ConfigError."""
+    mesh, parallel = resolved.mesh, options.parallel
+    places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+    chunks = take_chunks(model, mesh.axis("pp"), resolved.schedule, parallel.blocks)
+    copies = names_of_copies(chunks)
+    full_model = FullModel.of(model, copies)
+    places |= {name: places[owner] for name, owner in copies.items()}
+    sharded = _cut_over_tp(chunks, mesh.axis("tp"), ledger, options)
+    share_random_state(tp)
+    regions = [region for one in sharded for region in one.regions]
+    if mesh.rank == 0:
+        warn_across_hosts(mesh.degrees, mesh.local_world, regions, resolved.precision.dtype.itemsize)
+    return Division(
+        module=model if mesh.pp == 1 else nn.ModuleList(chunks.values()),
+        chunks=chunks,
+        full_model=full_model,
+        places=places,
+        cuts={name: cut for one in sharded for name, cut in one.cuts.items()},
+        partial=frozenset(name for one in sharded for name in one.partial),
+        regions=regions,
+    )
+
+
+def _cut_over_tp(chunks: Mapping[int, nn.Module], axis: Axis, ledger: Ledger, options: Options) -> list[Sharded]:
+    """Replace parameters by this tp rank's slices of them."""
+    plan, sequence = options.parallel.tp_plan, options.parallel.sequence_parallel
+    local_logits = options.step.loss is None
+    return [
+        parallelize(chunk, axis, ledger, plan, sequence=sequence, local_logits=local_logits)
+        for chunk in (chunks.values() if axis.size > 1 else ())
+    ]
+
+
+def share_random_state(tp: Comm) -> None:
+    """Go on from tp rank 0's random state: what tp ranks hold alike must be dropped out and sampled alike."""
+    if tp.size > 1:
+        share_torch_rng(tp.device, lambda state: tp.broadcast(state, "-"))

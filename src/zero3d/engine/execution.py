@@ -1,0 +1,181 @@
+"""How micro-batches go through the model: directly, where this rank has all of it, or through pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn, Protocol
+
+from torch import Tensor, nn
+
+from zero3d.engine.generation import next_logits
+from zero3d.engine.losses import Losses
+from zero3d.errors import ConfigError
+from zero3d.pipeline.chunks import SumAndWeight
+from zero3d.pipeline.runner import Pipeline
+from zero3d.precision import LossScale, at_least_fp32
+from zero3d.zero.accumulation import Accumulation, Driven
+from zero3d.zero.gathers import STEP, Gathers
+from zero3d.zero.hooks import Hooks
+
+
+class Execution(Protocol):
+    """What an engine asks of its way through the model.
+
+    vocabulary  how many tokens there are, where only a pipeline must know
+    """
+
+    @property
+    def vocabulary(self) -> int | None: ...
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module. Raises ConfigError where this rank has a part of it."""
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None, last: bool | None) -> None:
+        """Back-propagate a mean loss over `weight` targets. Raises ConfigError where this rank has a part of it."""
+
+    def train(self, micro_batches: Sequence[Any]) -> list[SumAndWeight]:
+        """Run forward and backward of a step; (sum, weight) of each micro-batch, on ranks that have the output."""
+
+    def evaluate(self, micro_batches: Iterable[Any]) -> list[SumAndWeight]:
+        """Run forwards only; (sum, weight) of each micro-batch, on ranks that have the output."""
+
+    def next_logits(self, ids: Tensor) -> Tensor | None:
+        """Return [batch, vocabulary] of the token after `ids`, on ranks that have the output."""
+
+    def learn(self) -> None:
+        """Find out what can be known only from a forward, in eval mode and without grad."""
+
+    def check(self) -> None:
+        """Raise Zero3dError where ranks no longer agree since an earlier failure."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return what is put around all that ranks do together: where one fails, none goes on."""
+
+
+class Direct:
+    """Runs micro-batches through the whole model, one after another.
+
+    abandon  forgets the step after a backward that died
+    only     what a forward is told that shall make logits of the last position alone
+    """
+
+    vocabulary = None
+
+    def __init__(
+        self, module: nn.Module, losses: Losses, accumulation: Accumulation, loss_scale: LossScale,
+        abandon: Callable[[], None], only: Mapping[str, int],
+    ) -> None:  # fmt: skip
+        self._module, self._losses, self._accumulation = module, losses, accumulation
+        self._loss_scale, self._abandon, self._only = loss_scale, abandon, only
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None, last: bool | None) -> None:
+        if loss.numel() != 1:
+            raise ConfigError(
+                f"engine.backward needs one number, and the loss has shape {tuple(loss.shape)}: pass loss.mean(), or "
+                "call out.backward(gradient=...) yourself."
+            )
+        weight = 1.0 if weight is None else weight
+        if isinstance(weight, Tensor) or weight != 1.0:
+            loss = at_least_fp32(loss) * weight
+        self.backward_sum(loss, weight, last)
+
+    def backward_sum(self, total: Tensor, weight: float | Tensor, last: bool | None) -> None:
+        """Back-propagate a sum of losses over `weight` targets."""
+        if self._loss_scale.value != 1.0:
+            total = at_least_fp32(total) * self._loss_scale.value
+        weight = weight.detach().double().reshape(()) if isinstance(weight, Tensor) else float(weight)
+        try:
+            with self._accumulation.driving(Driven(weight, last)):
+                total.backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._abandon()
+            raise
+
+    def train(self, micro_batches: Sequence[Any]) -> list[SumAndWeight]:
+        sums = []
+        for i, batch in enumerate(micro_batches):
+            total, weight = self._losses.sum_and_weight(self._losses.forward(self._module, batch), batch)
+            sums.append((total.detach(), weight))
+            self.backward_sum(total, weight, last=i == len(micro_batches) - 1)
+        return sums
+
+    def evaluate(self, micro_batches: Iterable[Any]) -> list[SumAndWeight]:
+        losses = self._losses
+        return [losses.sum_and_weight(losses.forward(self._module, batch), batch) for batch in micro_batches]
+
+    def next_logits(self, ids: Tensor) -> Tensor | None:
+        return next_logits(self._module(ids, **self._only))
+
+    def learn(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class Pipelined:
+    """Runs micro-batches through this rank's model chunks and those of the other pipeline stages."""
+
+    def __init__(self, pipeline: Pipeline, stages: int, loss_scale: LossScale, only: Mapping[str, int]) -> None:
+        self._pipeline, self._stages, self._loss_scale, self._only = pipeline, stages, loss_scale, only
+
+    @property
+    def vocabulary(self) -> int | None:
+        return self._pipeline.vocabulary
+
+    def call(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("engine(...)")
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None, last: bool | None) -> NoReturn:
+        self._refuse("engine.backward")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ConfigError(
+            f"{what} needs the whole model, and with pp={self._stages} this rank has a part of it: call "
+            "engine.train_batch(micro_batches), engine.evaluate(micro_batches) or engine.generate(input_ids)."
+        )
+
+    def train(self, micro_batches: Sequence[Any]) -> list[SumAndWeight]:
+        return self._pipeline.run(micro_batches, self._loss_scale.value)
+
+    def evaluate(self, micro_batches: Iterable[Any]) -> list[SumAndWeight]:
+        return self._pipeline.evaluate(micro_batches)
+
+    def next_logits(self, ids: Tensor) -> Tensor | None:
+        output = self._pipeline.output({"input_ids": ids, **self._only})
+        return None if output is None else next_logits(output)
+
+    def learn(self) -> None:
+        self._pipeline.learn_shapes()
+
+    def check(self) -> None:
+        self._pipeline.failures.check()
+
+    def together(self) -> AbstractContextManager[None]:
+        return self._pipeline.failures.guard()
+
+
+@contextmanager
+def evaluating(module: nn.Module, hooks: Sequence[Hooks], gathers: Gathers, keep_full: bool) -> Iterator[None]:
+    """Put a module into eval mode inside; every module's own mode comes back on exit.
+
+    keep_full  units that a forward without grad has gathered stay so
+    """
+    before, modes = hooks[0].keep_full, {inner: inner.training for inner in module.modules()}
+    for of_chunk in hooks:
+        of_chunk.keep_full = keep_full
+    module.eval()
+    try:
+        yield
+    finally:
+        if not keep_full:
+            gathers.drop(lambda token: token == STEP)
+        for of_chunk in hooks:
+            of_chunk.keep_full = before
+        for inner, training in modes.items():
+            inner.training = training

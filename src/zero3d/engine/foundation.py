@@ -1,0 +1,67 @@
+"""What an engine stands on before its first unit is built: options, axes, its share of the model, the order of sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from zero3d.distributed.collectives import Comm
+from zero3d.distributed.ledger import Ledger
+from zero3d.distributed.mesh import Mesh
+from zero3d.engine.division import Division, divide
+from zero3d.engine.options import Options, Resolved, resolve
+from zero3d.engine.summation import SumOrder, choose_order
+from zero3d.memory.arena import Arena
+from zero3d.models.experts import compute_in_fp64
+from zero3d.zero.initial_weights import hollow
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Collectives over the mesh's axes, the arena that lends their buffers and the ledger that counts them."""
+
+    arena: Arena
+    ledger: Ledger
+    pp: Comm
+    tp: Comm
+    dp: Comm
+    world: Comm
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> Axes:
+        """Open the axes of a mesh, in one order on all ranks."""
+        arena, ledger = mesh.make_arena(mesh.device), Ledger()
+        pp, tp = (Comm(mesh.axis(name), arena, ledger) for name in ("pp", "tp"))
+        dp = Comm(mesh.data, arena, ledger, check_every_gather=mesh.debug)
+        return cls(arena, ledger, pp, tp, dp, Comm(mesh.everyone, arena, ledger))
+
+
+@dataclass(frozen=True)
+class Foundation:
+    """The parts of an engine that its units are built on.
+
+    resolved  mesh, precision and policy
+    division  this rank's share of the model
+    order     in which micro-batches and ranks are summed
+    """
+
+    options: Options
+    resolved: Resolved
+    axes: Axes
+    division: Division
+    order: SumOrder
+
+    @classmethod
+    def of(cls, model: nn.Module, mesh: Mesh | None, options: Options) -> Foundation:
+        """Check options, open axes and divide the model, in place. Raises ConfigError, MeshError."""
+        resolved = resolve(model, mesh, options)
+        axes = Axes.of(resolved.mesh)
+        if resolved.precision.name == "fp64":
+            compute_in_fp64(model)
+        division = divide(model, resolved, options, axes.tp, axes.ledger)
+        if options.model.weights is not None:
+            for root in (model, *division.chunks.values()):
+                hollow(root)
+        order = choose_order(resolved, options.zero.exact, options.step.accumulate, axes.dp, axes.world)
+        return cls(options, resolved, axes, division, order)

@@ -1,0 +1,118 @@
+"""The keywords of an Engine as records, and what they mean for a model on a mesh.
+
+A new feature adds a field to one of the records. `resolve` refuses what cannot work and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zero3d.distributed.mesh import Mesh
+from zero3d.engine.checks import check_model, check_step, reduce_dtype_of
+from zero3d.engine.losses import Loss
+from zero3d.pipeline.schedules import Schedule, pipeline_policies
+from zero3d.precision import Precision
+from zero3d.zero.exact.summands import check_exact
+from zero3d.zero.initial_weights import Source
+from zero3d.zero.param_groups import OptimizerChoice, choose_optimizer
+from zero3d.zero.policy import Policy
+from zero3d.zero.stages import resolve_policies, stage_row
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """In which precision the model computes, where its weights come from, and which modules form a unit."""
+
+    precision: str | Precision
+    weights: Source | None
+    units: Sequence[type[nn.Module] | str] | None
+
+
+@dataclass(frozen=True)
+class ZeroOptions:
+    """What is sharded, and when and in which order gradients are reduced."""
+
+    stage: int
+    release: str
+    reduce: str
+    reduce_dtype: str
+    exact: bool
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How a pipeline and the tp axis divide the model."""
+
+    schedule: str | None
+    blocks: str | None
+    tp_plan: Mapping[str, str] | None
+    sequence_parallel: bool
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """What updates the parameters, and the learning rate."""
+
+    optimizer: Callable[..., Optimizer] | Optimizer | None
+    scheduler: Any
+    param_groups: Sequence[Mapping[str, Any]] | None
+    clip_norm: float | None
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What a step is made of."""
+
+    accumulate: int
+    loss: Loss | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """All keywords of an Engine but its mesh."""
+
+    model: ModelOptions
+    zero: ZeroOptions
+    parallel: ParallelOptions
+    optimizer: OptimizerOptions
+    step: StepOptions
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What options mean for one model on one mesh.
+
+    groups  which parameters the optimizer treats alike, and how it is built over this rank's pieces
+    """
+
+    mesh: Mesh
+    precision: Precision
+    policy: Policy
+    groups: OptimizerChoice
+    schedule: Schedule
+
+
+def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
+    """Check all options. Raises ConfigError, MeshError; makes a mesh where there is none."""
+    zero, step = options.zero, options.step
+    row = stage_row(zero.stage)
+    precision = Precision.of(options.model.precision)
+    mesh = mesh if mesh is not None else Mesh()
+    release, reduce = resolve_policies(row, *pipeline_policies(mesh.pp, zero.release, zero.reduce))
+    check_step(step.accumulate, options.optimizer.clip_norm)
+    check_model(model, options.model.weights)
+    groups = choose_optimizer(model, options.optimizer.optimizer, options.optimizer.param_groups)
+    schedule = Schedule.requested(mesh.pp, options.parallel.schedule, options.parallel.blocks)
+    wide = torch.float64 if precision.name == "fp64" else torch.float32
+    # In a pipeline exact gradients are summed apart even where a step has one micro-batch.
+    accumulate = max(2, step.accumulate) if zero.exact and mesh.pp > 1 else step.accumulate
+    policy = Policy(row, release, reduce, accumulate, wide, reduce_dtype_of(zero.reduce_dtype, precision))
+    if zero.exact:
+        check_exact(mesh.dp, reduce == "every_step", mesh.pp, (policy.wire, policy.master))
+    return Resolved(mesh, precision, policy, groups, schedule)

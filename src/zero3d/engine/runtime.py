@@ -1,0 +1,105 @@
+"""Units of a rank's share of the model, and what gathers, reduces and updates them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from zero3d.distributed.collectives import Comm
+from zero3d.engine.foundation import Foundation
+from zero3d.models.blocks import UnitSpec
+from zero3d.pipeline.ties import find_ties
+from zero3d.precision import LossScale
+from zero3d.zero.accumulation import Accumulation
+from zero3d.zero.gathers import Gathers
+from zero3d.zero.health import Health
+from zero3d.zero.hooks import Hooks
+from zero3d.zero.initial_weights import from_module, from_source
+from zero3d.zero.layout import UnitLayout
+from zero3d.zero.model_group import ModelGroup, TensorCuts
+from zero3d.zero.optimizer import ShardedOptimizer
+from zero3d.zero.policy import Setting
+from zero3d.zero.reductions import Reductions
+from zero3d.zero.streams import Lane
+from zero3d.zero.unit import Unit
+
+Uses = Mapping[nn.Module, Sequence[str]]  # module -> names of the units that its forward needs
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The parts of an engine that work in every step."""
+
+    units: list[Unit]
+    model_group: ModelGroup
+    optimizer: ShardedOptimizer
+    gathers: Gathers
+    reductions: Reductions
+    accumulation: Accumulation
+    hooks: list[Hooks]
+    loss_scale: LossScale
+    health: Health
+
+
+def build_unit(base: Foundation, spec: UnitSpec) -> Unit:
+    """Lay a unit's parameters out and give them their first weights: rank 0's, or those of a source."""
+    dp, division, policy = base.axes.dp, base.division, base.resolved.policy
+    owner = {name: division.full_model.owner(name) for name in spec.params}
+    groups = {name: base.resolved.groups.group_of.get(owner[name], 0) for name in spec.params}
+    layout = UnitLayout([(name, tuple(p.shape), groups[name]) for name, p in spec.params.items()], dp.size)
+    setting = Setting(policy, dp, base.axes.arena, base.order.gradients)
+    wide = policy.master if spec.dtype.is_floating_point else spec.dtype
+    source = base.options.model.weights
+    if source is None:
+        fill = from_module(layout, spec.params, dp, wide)
+    else:
+        fill = from_source(lambda name, box: source(owner[name], box), layout, dp, wide, division.cuts)
+    return Unit(spec.name, spec.params, layout, spec.dtype, setting, fill, spec.deferred)
+
+
+def start(base: Foundation, units: list[Unit], uses: Uses) -> Runtime:
+    """Put the runtime around units, and hooks on the modules that use them."""
+    resolved, axes, chunks, order = base.resolved, base.axes, base.division.chunks, base.order
+    policy, precision, device = resolved.policy, resolved.precision, axes.arena.device
+    pipelined = axes.pp.size > 1
+    model_group = _model_group(base, units)
+    optimizer = order.optimizer(
+        units, base.division.places, resolved.groups.build, resolved.groups.groups, axes.dp, axes.arena,
+        base.options.optimizer.clip_norm, model_group,
+    )  # fmt: skip
+    gathers = Gathers(Lane("gather", device), policy.release == "every_step", pipelined)
+    reductions = Reductions(units, Lane("reduce", device), order.closes)
+    loss_scale = LossScale(precision)
+    health = Health(axes.world, reductions, loss_scale, chunks)
+    accumulation = Accumulation(
+        base.options.step.accumulate, policy.reduce == "every_micro_batch", precision.scales_loss,
+        None if pipelined else order.draw,
+    )  # fmt: skip
+    by_name = {unit.name: unit for unit in units}
+    used = {module: [by_name[name] for name in names] for module, names in uses.items()}
+    hooks = []
+    for root in chunks.values():
+        inner = set(root.modules())
+        of_root = {module: needed for module, needed in used.items() if module in inner}
+        hooks.append(Hooks(root, of_root, gathers, reductions, accumulation, lambda t: t.to(precision.dtype)))
+    return Runtime(
+        units, model_group, optimizer, gathers, reductions, accumulation, hooks, loss_scale, health,
+    )  # fmt: skip
+
+
+def _model_group(base: Foundation, units: Sequence[Unit]) -> ModelGroup:
+    axes, division, resolved = base.axes, base.division, base.resolved
+    ties = find_ties(division.chunks, units, resolved.schedule, axes.pp.size)
+    ranks = Comm(resolved.mesh.model_parallel, axes.arena, axes.ledger)
+    return ModelGroup(ranks, axes.pp, TensorCuts(axes.tp, division.cuts.keys(), division.partial), ties)
+
+
+def move_buffers(module: nn.Module, dp: Comm) -> None:
+    """Move buffers to the engine's device; they keep their dtype, and rank 0's values win."""
+    for inner in module.modules():
+        for name, buffer in inner._buffers.items():
+            if buffer is not None:
+                inner._buffers[name] = buffer = buffer.to(dp.device).contiguous()
+                dp.broadcast(buffer, "-")

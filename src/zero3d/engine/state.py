@@ -1,0 +1,56 @@
+"""The engine as its checkpoints take it, and what the bits of a run depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zero3d.checkpoint.state import EngineState
+from zero3d.engine.assembly import Assembly
+
+
+def engine_state(assembly: Assembly, loop: Mapping[str, Any] | None = None) -> EngineState:
+    """Return what a checkpoint is made of; `loop` is what the training loop wants back.
+
+    Raises Zero3dError where an earlier failure left the ranks of a pipeline apart.
+    """
+    assembly.execution.check()
+    base, runtime, stepper = assembly.base, assembly.runtime, assembly.stepper
+    axes, division = base.axes, base.division
+    return EngineState(
+        modules=list(division.chunks.values()),
+        full_model=division.full_model,
+        units=runtime.units,
+        optimizer=runtime.optimizer,
+        dp=axes.dp,
+        tp=axes.tp,
+        world=axes.world,
+        degrees=base.resolved.mesh.degrees,
+        loss_scale=runtime.loss_scale,
+        scheduler=stepper.scheduler,
+        step=stepper.count,
+        about=_about(assembly),
+        loop=loop,
+        cuts={division.full_model.owner(name): cut for name, cut in division.cuts.items()},
+        summands=base.order.summands,
+    )
+
+
+def _about(assembly: Assembly) -> dict[str, Any]:
+    """Return what the bits of a run depend on, beside its data and settings (`checkpoint/resume_contract.py`)."""
+    base, policy = assembly.base, assembly.base.resolved.policy
+    device = base.axes.arena.device
+    cpu = device.type == "cpu"
+    summands = base.order.summands
+    return {
+        "stage": policy.stage.number, "reduce": policy.reduce, "accumulate": assembly.runtime.accumulation.usual,
+        **base.resolved.mesh.degrees._asdict(),
+        "precision": base.resolved.precision.name, "wire": str(policy.wire).removeprefix("torch."),
+        "algorithm": base.axes.dp.algorithm, "torch": torch.__version__,
+        "kernels": torch.backends.cpu.get_cpu_capability() if cpu
+        else torch.get_device_module(device).get_device_name(),
+        "threads": torch.get_num_threads() if cpu else 1,
+        "leaves": None if summands is None else summands.per_batch,
+    }  # fmt: skip

@@ -1,0 +1,95 @@
+"""One optimizer step: whether it is due, the update, and what follows from its outcome.
+
+due?  no   nothing changes
+      yes  weight of the micro-batches, reductions that are left, update; then gradients are forgotten, and
+           loss scale, count of steps, schedule and the count of non-finite steps follow
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero3d.distributed.collectives import Comm, broadcast_ints
+from zero3d.engine.summation import SumOrder
+from zero3d.errors import ConfigError
+from zero3d.precision import LossScale
+from zero3d.zero.accumulation import Accumulation
+from zero3d.zero.gathers import Gathers
+from zero3d.zero.health import Health
+from zero3d.zero.hooks import Hooks
+from zero3d.zero.optimizer import APPLIED, NOT_DUE, OVERFLOW, ShardedOptimizer, StepResult
+from zero3d.zero.reductions import Reductions
+
+
+@dataclass
+class Stepper:
+    """Applies a step when it is due, and forgets one that died.
+
+    count  applied steps so far
+    """
+
+    dp: Comm
+    order: SumOrder
+    accumulation: Accumulation
+    gathers: Gathers
+    reductions: Reductions
+    hooks: Sequence[Hooks]
+    optimizer: ShardedOptimizer
+    scheduler: Any
+    loss_scale: LossScale
+    health: Health
+    master: torch.dtype
+    count: int = 0
+
+    def step(self) -> StepResult:
+        """Apply the step if it is due. Raises ConfigError, OrderError, NonFiniteError."""
+        lr = float(self.optimizer.torch.param_groups[0]["lr"])
+        if not self.accumulation.reached:
+            if self.accumulation.count == 0 and self.reductions.pending:
+                raise ConfigError(
+                    "there are gradients, but no backward went through the model's own forward (only through "
+                    "submodules), so no micro-batch was counted: call the model, or engine.backward(loss, last=True)."
+                )
+            return self._result(NOT_DUE, torch.full((), float("nan"), dtype=self.master, device=self.dp.device), lr)
+        try:
+            weight = self.order.end(self.accumulation)
+        except ConfigError:
+            self.abandon()
+            raise
+        self.reductions.catch_up()
+        if not self.reductions.adopted and self.dp.size > 1:
+            self.reductions.adopt(broadcast_ints(self.dp, self.reductions.observed()))
+        try:
+            outcome = self.optimizer.step(weight, self.loss_scale.value)
+        finally:
+            self.reset()  # whatever is still gathered holds the weights of before
+        self.health.count(outcome.reason)
+        self.loss_scale.update(outcome.reason == OVERFLOW)
+        if outcome.reason == APPLIED:
+            self.count += 1
+            if self.scheduler is not None:
+                self.scheduler.step()
+        return self._result(outcome.reason, outcome.norm, lr)
+
+    def reset(self) -> None:
+        """Forget the gradients and micro-batches of this step, and release all units."""
+        self.reductions.reset()
+        self.accumulation.reset()
+        self.order.reset()
+        self.gathers.drop(lambda token: True)
+
+    def abandon(self) -> None:
+        """Forget a step whose forward or backward died."""
+        for of_chunk in self.hooks:
+            of_chunk.abandon()
+        self.order.reset()
+
+    def _result(self, reason: str, norm: Tensor, lr: float) -> StepResult:
+        scale = torch.tensor(self.loss_scale.value, device=norm.device)
+        rate = torch.tensor(lr, dtype=torch.float64, device=norm.device)
+        return StepResult(torch.tensor(reason == APPLIED, device=norm.device), norm, scale, rate, reason)

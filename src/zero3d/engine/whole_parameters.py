@@ -1,0 +1,92 @@
+"""Whole parameters for those outside of a forward and its backward: the caller, an export, a pipeline's weight phase.
+
+opened      full_params(): reads and writes; what was written is kept on every rank
+gathered    one unit, to be read
+of_chunk    all units of a model chunk, for the phase of a split backward that takes gradients of weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from zero3d.distributed.collectives import Comm
+from zero3d.zero.gathers import Gathers
+from zero3d.zero.model_group import ModelGroup
+from zero3d.zero.unit import Unit
+
+OPENED, EXPORT, CHUNK = "full_params", "export", "whole"  # tokens of a unit's users
+
+
+def is_open(unit: Unit) -> bool:
+    """Return whether the unit's parameters may be written: inside full_params()."""
+    return OPENED in unit.users
+
+
+class WholeParameters:
+    """Gathers units as long as a block lasts, and keeps what was written inside."""
+
+    def __init__(self, units: Sequence[Unit], gathers: Gathers, dp: Comm, group: ModelGroup) -> None:
+        self._units, self._gathers, self._dp, self._group = units, gathers, dp, group
+
+    @property
+    def any_open(self) -> bool:
+        """Whether this is inside full_params()."""
+        return any(is_open(unit) for unit in self._units)
+
+    @contextmanager
+    def opened(self, modules: nn.Module | Sequence[nn.Module] | None) -> Iterator[None]:
+        """Keep the parameters of `modules` (None: all) whole inside, and what is written into them on exit."""
+        chosen = [modules] if isinstance(modules, nn.Module) else modules
+        wanted = None if chosen is None else {p for module in chosen for p in module.parameters()}
+        always = self._group.tied  # a write on another pipeline stage may reach them
+        units = [u for u in self._units if wanted is None or u in always or any(p in wanted for p in u.weights.params)]
+        units = [unit for unit in units if not is_open(unit)]  # others belong to a block around this one
+        for unit in units:
+            self._gathers.acquire(unit, OPENED)
+            unit.users.add(OPENED)
+        try:
+            yield
+        finally:
+            self._keep_writes(units)
+            for unit in units:
+                self._gathers.release(unit, OPENED)
+                unit.users.discard(OPENED)
+
+    @torch.no_grad()
+    def _keep_writes(self, units: Sequence[Unit]) -> None:
+        """Carry what was written here to all ranks and to tied parameters' copies."""
+        flags = torch.tensor([float(unit.weights.absorb()) for unit in units], dtype=torch.float64)
+        anywhere = self._dp.exchange(flags.to(self._dp.device)).amax(0).tolist()
+        written = [unit for unit, flag in zip(units, anywhere, strict=True) if flag]
+        for unit in written:
+            unit.weights.share()
+        self._group.share_ties(written)
+
+    @contextmanager
+    def gathered(self, unit: Unit) -> Iterator[None]:
+        """Keep one unit whole inside."""
+        self._gathers.acquire(unit, EXPORT)
+        try:
+            yield
+        finally:
+            self._gathers.release(unit, EXPORT)
+
+    @contextmanager
+    def of_chunk(self, chunk: nn.Module) -> Iterator[None]:
+        """Keep the units of a model chunk whole inside; at stage 3 that costs (N-1)/N Psi where they are not."""
+        for unit in units_of(chunk, self._units):
+            self._gathers.acquire(unit, CHUNK)
+        try:
+            yield
+        finally:  # and what hooks took for calls (tuples): no gradient reaches an end of every module here
+            self._gathers.drop(lambda token: token == CHUNK or isinstance(token, tuple))
+
+
+def units_of(chunk: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """Return the units that have parameters of a model chunk."""
+    own = set(chunk.parameters())
+    return [unit for unit in units if not own.isdisjoint(unit.weights.params)]

@@ -1,0 +1,54 @@
+"""Shapes and dtypes of what leaves each model chunk, which torch's schedules must know before the first step.
+
+    hidden state     [batch, length, width]                       of every chunk but the last
+    router logits    [layers so far, batch x length, experts]     behind it, for the loss of mixtures of experts
+
+How many layers have routers is known where a forward has passed: `router_logits`, which `ForwardOnly` fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RouterLogits(NamedTuple):
+    """Router logits of all layers so far: how many layers and experts, and their dtype."""
+
+    layers: int
+    experts: int
+    dtype: torch.dtype
+
+
+class ChunkOutputs:
+    """What leaves each chunk of a pipeline. Width and dtype are those of `modules`, this rank's chunks.
+
+    router_logits   by number of a chunk, those that leave it, None where there are none yet
+    """
+
+    def __init__(self, modules: Iterable[Any]) -> None:
+        modules = list(modules)
+        weight = next(p for module in modules for p in module.parameters() if p.is_floating_point())
+        self._dtype, self.device, self._width = weight.dtype, weight.device, modules[0].width
+        self.loss_dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        self.router_logits: dict[int, RouterLogits | None] = {}
+
+    def hidden(self, ids_shape: Sequence[int]) -> Tensor:
+        """Return an empty hidden state for token ids of this shape."""
+        return torch.empty((*ids_shape, self._width), dtype=self._dtype, device=self.device)
+
+    def leaving(self, chunk: int, ids_shape: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return what a chunk hands on for token ids of this shape, on the meta device."""
+        hidden = torch.empty((*ids_shape, self._width), dtype=self._dtype, device="meta", requires_grad=True)
+        routed = self.router_logits.get(chunk)
+        if routed is None:
+            return (hidden,)
+        shape = routed.layers, hidden.shape[:-1].numel(), routed.experts
+        return hidden, torch.empty(shape, dtype=routed.dtype, device="meta", requires_grad=True)
+
+    def sizes(self, chunk: int, ids_shape: Sequence[int]) -> list[tuple[int, int]]:
+        """Return (elements, bytes of each) of every tensor that a chunk hands on."""
+        return [(tensor.numel(), tensor.itemsize) for tensor in self.leaving(chunk, ids_shape)]

@@ -1,0 +1,154 @@
+"""The share of a model that one rank has: its model chunks, and their units as the engine makes them. No torch.
+
+    ModelSpec.parts   embedding | block 0 | block 1 | block 2 | block 3 | head
+    model chunk 0     embedding + block 0 + block 1          the cuts are balance.cut's, as in pipeline/split.py
+    model chunk 1     block 2 + block 3 + head               with a copy of a tied head
+
+Units of one owner in one chunk are one unit if they are alike in dtype and in being trained: a root unit has a share
+of the embedding part and one of the head; weights kept in fp32 are a unit of their own in 16 bits only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from zero3d.errors import ConfigError
+from zero3d.pipeline.balance import TOKENS, Weights, chain_costs, cut
+from zero3d.pipeline.schedules import Schedule
+from zero3d.plan.spec import ModelSpec, ParallelPlan, Part, Weight
+from zero3d.zero.layout import UnitLayout
+from zero3d.zero.stages import WIDTHS
+
+
+class RankUnit(NamedTuple):
+    """A unit of one rank's, as the planner needs it.
+
+    owner     the module (or the root) whose parameters these are
+    itemsize  bytes per element
+    largest   elements of its largest parameter
+    """
+
+    owner: str
+    layout: UnitLayout
+    trainable: bool
+    itemsize: int
+    largest: int
+
+    @property
+    def used(self) -> int:
+        """Return the elements up to the end of the last parameter."""
+        last = self.layout.slots[-1]
+        return last.start + last.numel
+
+
+def model_chunks(model: ModelSpec, plan: ParallelPlan) -> list[list[Part]]:
+    """Return the parts of each model chunk, in order. Raises ConfigError for a model that cannot be cut so."""
+    if plan.pp == 1:
+        return [list(model.parts)]
+    if not model.chain:
+        raise ConfigError(f"{model.name} is no chain of blocks, so that no pipeline can cut it: pass pp=1.")
+    Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
+    return _cut(model, plan.pp, plan.schedule)
+
+
+@lru_cache(maxsize=256)
+def _cut(model: ModelSpec, pp: int, name: str) -> list[list[Part]]:
+    schedule, blocks = Schedule.of(name), model.blocks
+    schedule.check_blocks(len(blocks), pp, "the model's list")
+    before, after = ([p for p in model.parts if p.kind == kind] for kind in ("embedding", "head"))
+    weights = [Weights(_numel([block]), block.active) for block in blocks]
+    costs = chain_costs(_numel(before), weights, _numel(after), TOKENS, model.hidden, model.vocab)
+    counts = cut(costs.blocks, pp * schedule.chunks_per_rank, costs.before, costs.after)
+    parts, start = [], 0
+    for count in counts:
+        parts.append(list(blocks[start : start + count]))
+        start += count
+    return [before + parts[0], *parts[1:-1], parts[-1] + after]
+
+
+def _numel(parts: Iterable[Part]) -> int:
+    """Count the parameters of parts, copies among them."""
+    return sum(weight.numel for part in parts for unit in part.units for weight in unit.weights)
+
+
+def chunks_of_rank(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[int, list[Part]]:
+    """Return the model chunks of one rank of the pp axis, by number."""
+    parts = model_chunks(model, plan)
+    if plan.pp == 1:
+        return {0: parts[0]}
+    return {number: parts[number] for number in Schedule.of(plan.schedule).chunks_of(pp_stage, plan.pp)}
+
+
+class RankModel(NamedTuple):
+    """What one rank of the pp axis has of a model.
+
+    chunks      parts of each of its model chunks, by the chunk's number
+    units       the engine's units of each chunk
+    part_units  units of each part of each chunk, in the order of parts
+    signature   the same number for ranks whose chunks are alike
+    """
+
+    chunks: dict[int, list[Part]]
+    units: dict[int, list[RankUnit]]
+    part_units: dict[int, list[list[RankUnit]]]
+    signature: int
+
+
+def rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankModel:
+    """Return the chunks and units of one rank of the pp axis. Raises ConfigError for what cannot be cut so."""
+    if plan.pp > 1:
+        Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
+    return _rank_model(model, plan.dp, plan.tp, plan.pp, plan.schedule, plan.precision, pp_stage)
+
+
+@lru_cache(maxsize=4096)
+def _rank_model(model: ModelSpec, dp: int, tp: int, pp: int, schedule: str, precision: str, pp_stage: int) -> RankModel:
+    """Build what all plans of these degrees, schedule and precision have alike, once."""
+    plan = ParallelPlan(dp, tp, pp, schedule=schedule, accumulate=pp, precision=precision)
+    chunks = chunks_of_rank(model, plan, pp_stage)
+    units = {number: units_of(parts, plan) for number, parts in chunks.items()}
+    part_units = {}
+    for number, parts in chunks.items():
+        by_owner: dict[str, list[RankUnit]] = {}
+        for unit in units[number]:
+            by_owner.setdefault(unit.owner, []).append(unit)
+        owners = [dict.fromkeys(unit.name.partition("/")[0] for unit in part.units) for part in parts]
+        part_units[number] = [[unit for name in names for unit in by_owner.get(name, ())] for names in owners]
+    signature = hash(tuple(tuple((p.kind, p.numel, p.operations) for p in parts) for parts in chunks.values()))
+    return RankModel(chunks, units, part_units, signature)
+
+
+def units_of(parts: Sequence[Part], plan: ParallelPlan) -> list[RankUnit]:
+    """Return the units that the engine makes of one chunk. Raises ConfigError where tp does not divide a weight."""
+    names = {unit.name for part in parts for unit in part.units if unit.copy_of is None}
+    groups: dict[tuple[str, bool, int], list[Weight]] = {}
+    for part in parts:
+        for unit in part.units:
+            if unit.copy_of not in names:
+                for weight in unit.weights:
+                    key = (unit.name.partition("/")[0], weight.trainable, itemsize(weight, plan.precision))
+                    groups.setdefault(key, []).append(weight)
+    return [_unit(*key, weights, plan) for key, weights in groups.items()]
+
+
+def _unit(owner: str, trainable: bool, width: int, weights: Sequence[Weight], plan: ParallelPlan) -> RankUnit:
+    for weight in weights:
+        check_cut(weight, plan.tp)
+    layout = UnitLayout([(weight.name, weight.local(plan.tp), weight.group) for weight in weights], plan.dp)
+    return RankUnit(owner, layout, trainable, width, max(slot.numel for slot in layout.slots))
+
+
+def itemsize(weight: Weight, precision: str) -> int:
+    """Return the bytes per element of a weight in a run. What a 16-bit run keeps in fp32 has others' dtype."""
+    run = WIDTHS[precision].weight
+    return run if weight.itemsize is None or (weight.itemsize == 4 and run > 2) else weight.itemsize
+
+
+def check_cut(weight: Weight, tp: int) -> None:
+    """Raise ConfigError where `tp` does not divide a weight."""
+    if weight.cut is not None and weight.shape[weight.cut] % (weight.blocks * tp):
+        size = weight.shape[weight.cut]
+        parts = f"{weight.blocks} blocks x tp {tp}" if weight.blocks > 1 else f"tp {tp}"
+        raise ConfigError(f"{parts} does not divide dimension {weight.cut} of {weight.name} {weight.shape}, {size}.")

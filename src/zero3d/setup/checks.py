@@ -1,0 +1,52 @@
+"""What a run refuses before anything large is allocated, and would fail at only after hours. All raise ConfigError."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+from torch import nn
+
+from zero3d.config import Config
+from zero3d.errors import ConfigError
+
+
+def check_length_over_tp(length: int, slices: int) -> None:
+    """Refuse sequences that sequence parallelism cannot cut into equal slices."""
+    if length % slices:
+        fits = [str(n) for n in (length - length % slices, length + -length % slices) if n]
+        raise ConfigError(
+            f"mesh.sequence_parallel cuts sequences over mesh.tp={slices}, and data.length={length} / {slices} is not "
+            f"whole: type data.length={' or '.join(fits)}, or mesh.sequence_parallel=false."
+        )
+
+
+def check_packages(config: Config) -> None:
+    """Refuse loggers whose packages are not installed."""
+    wanted = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb is not None}
+    for package in (name for name, used in wanted.items() if used):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise ConfigError(f"log.{package} needs {package}: pip install 'zero3d[{package}]'.") from error
+
+
+def check_forward(model: nn.Module) -> None:
+    """Refuse a model whose forward does not take token ids by name."""
+    parameters = inspect.signature(model.forward).parameters
+    if "input_ids" not in parameters:
+        raise ConfigError(
+            f"{type(model).__name__}.forward takes ({', '.join(parameters)}), and a batch is passed by name: call its "
+            "first argument input_ids, and if it wants them add position_ids and labels."
+        )
+
+
+def check_verify(model: nn.Module) -> None:
+    """Refuse to verify an export that transformers could not load by its config.json after the training."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(getattr(model, "config", None)) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"checkpoint.verify loads the export with AutoModelForCausalLM, which does not know {type(model).__name__} "
+            "by its config: type checkpoint.verify=false."
+        )

@@ -1,0 +1,93 @@
+"""What a run is made of before anything large is allocated: mesh, model without weights, data, batches, steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from zero3d.config import Batch, Config, resolve_batch
+from zero3d.data.batches import steps_of
+from zero3d.data.dataset import DataSet, needs_tokenizer, open_data
+from zero3d.data.tokenizers import Tokenizer, check_length, load_tokenizer
+from zero3d.distributed.agreement import agree
+from zero3d.distributed.collectives import Comm
+from zero3d.distributed.ledger import Ledger
+from zero3d.distributed.mesh import Mesh
+from zero3d.memory.arena import Arena
+from zero3d.models.masking import check_packing
+from zero3d.models.open import Opened, open_model
+from zero3d.pipeline.schedules import Schedule
+from zero3d.setup.checks import check_forward, check_length_over_tp, check_packages, check_verify
+from zero3d.setup.model_config import config_number
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run is made of before anything large is allocated."""
+
+    mesh: Mesh
+    opened: Opened
+    data: DataSet
+    batch: Batch
+    steps: int
+
+
+def open_mesh(config: Config) -> Mesh:
+    """Return the mesh that `mesh` asks for. Raises MeshError."""
+    return Mesh(config.mesh.dp, config.mesh.tp, config.mesh.pp)
+
+
+def open_inputs(config: Config, check: Callable[[Mesh], None] = lambda mesh: None) -> Inputs:
+    """Check everything that can be checked, read headers, tokenize. Raises the same Zero3dError on all ranks.
+
+    `check` comes first, on every rank. One rank of each machine tokenizes; the others wait for it as long as it takes.
+    """
+    mesh = open_mesh(config)
+    with mesh.waiting_room() as everyone:
+        comm = Comm(everyone, Arena(torch.device("cpu")), Ledger())
+        agree(comm, lambda: check(mesh))
+        batch, opened, tokenizer = agree(comm, lambda: _open(config, mesh))
+        vocabulary = config_number(opened.module, "vocab_size")
+
+        def read(verify: bool) -> DataSet:
+            return open_data(config.data, tokenizer, vocabulary, slices_of(config, mesh), verify)
+
+        first = agree(comm, lambda: read(verify=True) if mesh.local_rank == 0 else None)
+        data = agree(comm, lambda: first or read(verify=False))
+    return Inputs(mesh, opened, data, batch, steps_of_run(config, data, batch))
+
+
+def _open(config: Config, mesh: Mesh) -> tuple[Batch, Opened, Tokenizer | None]:
+    """Return the batch, the model without weights and its tokenizer. Raises ConfigError, DataError."""
+    batch = resolve_batch(config.train, mesh.dp)
+    if mesh.pp > 1:
+        Schedule.of(config.mesh.schedule).check(batch.accumulate, mesh.pp)
+    check_packages(config)
+    opened = open_model(config.model, config.seed)
+    check_forward(opened.module)
+    if config.checkpoint.export and config.checkpoint.verify:
+        check_verify(opened.module)
+    check_length_over_tp(config.data.length, slices_of(config, mesh))
+    check_length(config.data.length, config_number(opened.module, "max_position_embeddings"))
+    if config.data.packing:
+        check_packing(opened.module, batch.micro_batch)
+    folder = None if opened.folder is None else str(opened.folder)
+    tokenizes = needs_tokenizer(config.data) or config.data.tokenizer is not None
+    return batch, opened, load_tokenizer(config.data.tokenizer, folder) if tokenizes else None
+
+
+def slices_of(config: Config, mesh: Mesh) -> int:
+    """Return how many equal slices a sequence is cut into: one for each tp rank under sequence parallelism."""
+    return mesh.tp if config.mesh.sequence_parallel else 1
+
+
+def steps_of_run(config: Config, data: DataSet, batch: Batch, done: int = 0, taken: int = 0) -> int:
+    """Return train.steps, or those of train.epochs (1 where neither is given).
+
+    done    steps so far, which took the first `taken` sequences, perhaps in other batches
+    """
+    if config.train.steps is not None:
+        return config.train.steps
+    return done + steps_of(config.train.epochs or 1.0, len(data.train), batch.batch, taken)

@@ -1,0 +1,227 @@
+"""The figures of each run of a comparison beside those of the first. Pure, on the JSON of runs. No torch.
+
+memory       bytes of one rank by category: measured, by formula, and whether they agree
+traffic      bytes that one rank sends per step, by operation: the same three
+speed        sequences per rank and step, seconds per step, samples per second
+loss         last loss, held-out loss, and their differences to the first run; `same_bits` is about every step,
+             `moment` of reduction about why they may differ
+exact        of runs with zero.exact: a fingerprint of masters and optimizer states beside the last loss in all digits
+recompute    of runs that differ in `activations`: activations/policy.py's arithmetic beside the measured step
+
+A result is what `zero3d train --json` prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from zero3d.activations.policy import Arithmetic, best_segment, recompute_arithmetic
+from zero3d.pipeline.schedules import pipeline_policies
+from zero3d.train.variants import Variant
+from zero3d.zero.stages import resolve_policies, stage_row
+
+CATEGORIES = ("parameters", "gradients", "optimizer states", "padding", "temporary", "activations")
+ONCE = ("broadcast",)  # sent at the first step only
+ACTIVATIONS = "activations"
+REDUCTION = ("zero.stage", "zero.reduce", "zero.release")  # what sets the moment of reduction
+Result = Mapping[str, Any]
+
+
+class Figure(NamedTuple):
+    """Holds bytes. formula: None where there is none; at_most: it is an upper bound; agrees: the verdict."""
+
+    measured: float
+    formula: float | None
+    at_most: bool
+    agrees: bool | None
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Holds a policy's arithmetic; predicted and measured are steps in those of `against`, the first run beside it.
+
+    extra      of the step without recomputation; None: a third of attention's share, which is not known
+    predicted  None where either extra is not known
+    """
+
+    layers: int
+    kept_inputs: int
+    interiors: int
+    attentions: int
+    extra: float | None
+    against: str
+    predicted: float | None
+    measured: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """Holds the figures of one run. Differences are to the first run; None where a loss is missing or not finite.
+
+    moment  when gradients are reduced: every_step or every_micro_batch; "" in exact mode, where it changes no bit
+    apart   the losses are not the first run's, whose moment is another and whose other axes are the same
+    """
+
+    label: str
+    values: tuple[str, ...]
+    ranks: int
+    memory: Mapping[str, Figure]
+    peak: int
+    traffic: Mapping[str, Figure]
+    micro_batch: int
+    accumulate: int
+    step_seconds: float
+    samples_per_s: float
+    loss: float | None
+    loss_difference: float | None
+    held_out_loss: float | None
+    held_out_difference: float | None
+    same_bits: bool
+    moment: str
+    apart: bool
+    fingerprint: str | None
+    recompute: Recompute | None
+
+    @property
+    def sent(self) -> float:
+        """Bytes sent per step, measured."""
+        return sum(figure.measured for figure in self.traffic.values())
+
+    @property
+    def agrees(self) -> bool:
+        """Whether no formula is contradicted."""
+        return all(figure.agrees is not False for figure in (*self.memory.values(), *self.traffic.values()))
+
+
+def rows(variants: Sequence[Variant], results: Sequence[Result]) -> list[Row]:
+    """Return one row per run, in their order."""
+    recomputes = recompute_rows(variants, results)
+    alike = [variant.beside(*REDUCTION) == variants[0].beside(*REDUCTION) for variant in variants]
+    columns = zip(variants, results, recomputes, alike, strict=True)
+    return [_row(*column, results[0]) for column in columns]
+
+
+def _row(variant: Variant, result: Result, recompute: Recompute | None, alike: bool, first: Result) -> Row:
+    """Return the figures of a run. alike: to the first run, but for what sets the moment of reduction."""
+    batch, losses = result["batch"], result["losses"]
+    last, first_last = losses[-1], first["losses"][-1]
+    held_out, first_held_out = result["held_out_loss"], first["held_out_loss"]
+    same = None not in losses and losses == first["losses"] and held_out == first_held_out
+    reduced = moment(result)
+    apart = alike and not same and reduced != moment(first)
+    return Row(
+        variant.label, variant.values, result["ranks"], memory(result), result["peak_memory"], traffic(result),
+        batch["micro_batch"], batch["accumulate"], result["step_seconds"], result["samples_per_s"],
+        last, _minus(last, first_last), held_out, _minus(held_out, first_held_out),
+        same, reduced, apart, result.get("fingerprint"), recompute,
+    )  # fmt: skip
+
+
+def moment(result: Result) -> str:
+    """Return when a run reduces its gradients; with one micro-batch per step that is one moment at every stage."""
+    zero, pp = result["config"]["zero"], result["config"]["mesh"]["pp"] or 1
+    if zero["exact"]:
+        return ""
+    _, reduce = resolve_policies(stage_row(zero["stage"]), *pipeline_policies(pp, zero["release"], zero["reduce"]))
+    return reduce if result["batch"]["accumulate"] > 1 else "every_step"
+
+
+def _minus(value: float | None, first: float | None) -> float | None:
+    return None if value is None or first is None else value - first
+
+
+# --- memory and traffic -------------------------------------------------------------------------
+
+
+def memory(result: Result) -> dict[str, Figure]:
+    """Return a run's bytes by category; temporary is the sum of the most that each kind of buffer held."""
+    figures: dict[str, Figure] = {}
+    for category in CATEGORIES:
+        entries = [row for row in result["memory"] if row["consumer"].partition(":")[0] == category]
+        formulas = [row["formula"] for row in entries]
+        figures[category] = Figure(
+            sum(row["measured"] for row in entries),
+            None if None in formulas else sum(formulas),
+            any(row["at_most"] for row in entries),
+            _all([row["agrees"] for row in entries]),
+        )
+    return figures
+
+
+def traffic(result: Result) -> dict[str, Figure]:
+    """Return a run's bytes by operation, per step; what is sent at the first step only is left out."""
+    return {
+        row["op"]: Figure(
+            row["measured"]["bytes"] / result["steps"], row["formula"]["bytes"] / result["steps"], False, row["equal"]
+        )
+        for row in result["traffic"]
+        if row["op"] not in ONCE
+    }
+
+
+def _all(verdicts: Sequence[bool | None]) -> bool | None:
+    return None if None in verdicts else all(verdicts)
+
+
+# --- recomputation ------------------------------------------------------------------------------
+
+
+def recompute_rows(variants: Sequence[Variant], results: Sequence[Result]) -> list[Recompute | None]:
+    """Return the arithmetic of each run, against the first run with the same values on the other axes."""
+    if not any(axis.key == ACTIVATIONS for axis in variants[0].axes):
+        return [None] * len(variants)
+    arithmetics = [recompute_arithmetic(result["layers"], result["config"][ACTIVATIONS]) for result in results]
+    firsts: dict[tuple[str, ...], int] = {}
+    for i, variant in enumerate(variants):
+        firsts.setdefault(variant.beside(ACTIVATIONS), i)
+    recomputes: list[Recompute | None] = []
+    for variant, result, arithmetic in zip(variants, results, arithmetics, strict=True):
+        first = firsts[variant.beside(ACTIVATIONS)]
+        measured = result["step_seconds"] / results[first]["step_seconds"]
+        extra = None if arithmetic.extra_forward is None else float(arithmetic.extra_forward)
+        recomputes.append(
+            Recompute(
+                result["layers"], arithmetic.kept_inputs, arithmetic.interiors, arithmetic.attentions, extra,
+                variants[first].label, _predicted(arithmetic, arithmetics[first]), measured,
+            )
+        )  # fmt: skip
+    return recomputes
+
+
+def _predicted(arithmetic: Arithmetic, first: Arithmetic) -> float | None:
+    if arithmetic.extra_forward is None or first.extra_forward is None:
+        return None
+    return float((1 + arithmetic.extra_forward) / (1 + first.extra_forward))
+
+
+def square_root(layers: int) -> str:
+    """Say in one line which K keeps the fewest tensors."""
+    every = best_segment(layers)
+    kept = -(-layers // every)
+    interiors = f"{every} interior{'s' if every > 1 else ''}"
+    return (
+        f"square root: of {layers} blocks, every:{every} keeps {kept} inputs + {interiors} = {kept + every}, the "
+        "fewest where an interior weighs what an input does; the more it weighs, the smaller the best K"
+    )
+
+
+# --- for programs -------------------------------------------------------------------------------
+
+
+def as_json(variants: Sequence[Variant], results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Return one object per run: its overrides, its figures, and its own JSON."""
+    if not variants:
+        return []
+    return [
+        {"variant": variant.label, "overrides": variant.words, "figures": _row_json(row), "result": result}
+        for variant, row, result in zip(variants, rows(variants, results), results, strict=True)
+    ]
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    figures = asdict(row)
+    for name in ("memory", "traffic"):
+        figures[name] = {key: figure._asdict() for key, figure in figures[name].items()}
+    return {key: value for key, value in figures.items() if key not in ("label", "values")} | {"sent": row.sent}

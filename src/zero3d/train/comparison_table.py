@@ -1,0 +1,228 @@
+"""A comparison as tables for people: memory, traffic, speed and loss, recomputation. Each fits 80 columns.
+
+Rows are runs, labelled by their values on the axes. In the first two tables a run has two lines, measured
+and by formula; one line below says whether they agree. Runs that failed come last, with the reason below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from zero3d.page.text import size
+from zero3d.train.comparison import CATEGORIES, Figure, Recompute, Row, square_root
+from zero3d.train.variants import Axis, Variant
+
+UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("bytes", 1))
+SAME = "same bits"
+APART = " r"  # beside a difference between runs that reduce at different moments
+MOMENTS = {"every_step": "once a step", "every_micro_batch": "after every micro-batch", "": "in exact mode's own order"}
+SHORT = {"optimizer states": "optimizer", "activations": "activa-\ntions"}  # for 80 columns
+NAMES = {"reduce_scatter": "reduce-scatter", "all_gather": "all-gather", "all_to_all": "all-to-all"}
+
+
+def show(axes: Sequence[Axis], rows: Sequence[Row], failed: Mapping[Variant, str], console: Console) -> None:
+    """Print the tables that apply. failed: why the runs that have no row have none."""
+    tables = [memory_table(axes, rows)]
+    if any(row.traffic for row in rows):
+        tables.append(traffic_table(axes, rows))
+    tables.append(speed_table(axes, rows))
+    if any(row.fingerprint for row in rows):
+        tables.append(exact_table(axes, rows))
+    if any(row.recompute for row in rows):
+        tables.append(recompute_table(axes, rows))
+    for table in tables:
+        for variant in failed:
+            table.add_row(", ".join(variant.values), Text("failed", style="bold red"))
+        console.print()
+        console.print(table)
+    console.print()
+    for line in (*verdicts(rows), *(failure(variant, why) for variant, why in failed.items())):
+        console.print(line, soft_wrap=True)
+
+
+def failure(variant: Variant, why: str) -> Text:
+    """Say in one line why a run failed."""
+    return Text(f"{variant.label} failed: {why}", style="bold red")
+
+
+def memory_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
+    """Return bytes of rank 0 by category, and the peak of the device or process."""
+    unit, scale = unit_of(figure.measured for row in rows for figure in row.memory.values())
+    table = _table(
+        axes, f"memory of rank 0 in {unit}", [SHORT.get(name, name) for name in CATEGORIES] + ["peak"], gap=0
+    )
+    for row in rows:
+        _two_lines(table, row, row.memory, CATEGORIES, scale, size(row.peak, keep_zero=True))
+    table.caption = (
+        "temporary: most held at an instant, by kind; activations: by a forward\n"
+        "peak: most ever held by a rank's device, on the CPU by its process"
+    )
+    return table
+
+
+def traffic_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
+    """Return bytes that rank 0 sends per step, and their sum in those of the first run."""
+    operations = tuple(dict.fromkeys(name for row in rows for name in row.traffic))
+    unit, scale = unit_of(row.sent for row in rows)
+    columns = [NAMES.get(name, name) for name in operations]
+    table = _table(axes, f"traffic of rank 0 in {unit} per step", [*columns, "together", "against first"])
+    for row in rows:
+        ratio = f"{row.sent / rows[0].sent:.2f}x" if rows[0].sent else ""
+        _two_lines(table, row, row.traffic, operations, scale, _bytes(row.sent, scale), ratio)
+    table.caption = "exchange: norms and losses"
+    return table
+
+
+def speed_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
+    """Return batch, time and losses; differences are to the first run."""
+    columns = ["batch per rank", "s per step", "samples/s", "loss", "against first", "held-out loss", "against first"]
+    table = _table(axes, "speed and loss", columns, gap=0)
+    for row in rows:
+        first = row is rows[0]
+        table.add_row(
+            ", ".join(row.values), f"{row.micro_batch} x {row.accumulate}", f"{row.step_seconds:.3f}",
+            f"{row.samples_per_s:,.1f}", _loss(row.loss), "" if first else _difference(row, row.loss_difference),
+            _loss(row.held_out_loss), "" if first else _difference(row, row.held_out_difference),
+        )  # fmt: skip
+    table.caption = "batch: micro_batch x accumulate; s per step: median from the second"
+    if any(row.apart for row in rows):
+        table.caption += "\nr: gradients are reduced at other moments than in the first run"
+    return table
+
+
+def exact_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
+    """Return the last loss in all its digits, and one hash of all masters and optimizer states."""
+    table = _table(axes, "zero.exact", ["last loss, all digits", "states"])
+    for row in rows:
+        digits = "" if row.loss is None else float(row.loss).hex()
+        table.add_row(", ".join(row.values), digits, row.fingerprint or "")
+    table.caption = "states: SHA-256 of masters and optimizer states, 16 digits of it"
+    return table
+
+
+def recompute_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
+    """Return the arithmetic of the policies beside activations and steps as measured."""
+    unit, scale = unit_of(row.memory["activations"].measured for row in rows)
+    blocks = ["kept inputs", "live interiors", "live attentions"]
+    columns = [*blocks, "extra forward", "step predicted", "measured", f"{SHORT['activations']} in {unit}"]
+    layers = rows[0].recompute.layers if rows[0].recompute else 0
+    table = _table(axes, f"recomputation of {layers} blocks", columns, gap=0)
+    for row in rows:
+        if row.recompute is not None:
+            kept = _bytes(row.memory["activations"].measured, scale)
+            table.add_row(", ".join(row.values), *_arithmetic(row.recompute), kept)
+    table.caption = (
+        "kept and live: in blocks; extra forward: of a step's compute\n"
+        "step: in those of the first run with the same other values\n"
+        "activations: kept by a forward; backward adds what is live"
+    )
+    return table
+
+
+def _arithmetic(row: Recompute) -> Iterator[str]:
+    yield str(row.kept_inputs)
+    yield str(row.interiors)
+    yield str(row.attentions)
+    yield "< 1/3" if row.extra is None else "1/3" if row.extra else "none"
+    yield "" if row.predicted is None else f"{row.predicted:.2f}x"
+    yield "" if row.measured is None else f"{row.measured:.2f}x"
+
+
+# --- below the tables ---------------------------------------------------------------------------
+
+
+def verdicts(rows: Sequence[Row]) -> Iterator[Text]:
+    """Say whether formulas and losses agree, and the square root where policies are compared."""
+    wrong = [row.label for row in rows if not row.agrees]
+    if wrong:
+        yield Text(f"UNEQUAL to the formula: {'; '.join(wrong)} (figures in compare.json)", style="bold red")
+    else:
+        yield Text("measured = formula, to the byte, in every run (temporary: at most)", style="green")
+    differing = [row.label for row in rows if not row.same_bits]
+    if not differing:
+        yield Text("losses: the same bits at every step of every run", style="green")
+    elif len(differing) < len(rows) - 1:
+        yield Text(f"losses: not the same bits as the first run's in {'; '.join(differing)}")
+    yield from map(Text, reasons(rows))
+    fingerprints = {row.fingerprint for row in rows}
+    if None not in fingerprints and len(fingerprints) == 1 and not differing:
+        yield Text(f"exact: one curve, and one hash of all states, {fingerprints.pop()}", style="green")
+    elif None not in fingerprints:
+        yield Text("exact: NOT one curve and one hash of all states", style="bold red")
+    layers = {row.recompute.layers for row in rows if row.recompute}
+    yield from (Text(square_root(count)) for count in sorted(layers))
+
+
+def reasons(rows: Sequence[Row]) -> Iterator[str]:
+    """Say in one line why losses of runs that reduce at different moments are not the same bits."""
+    apart = [row for row in rows if row.apart]
+    if apart:
+        moments = "; ".join(f"{row.label} {MOMENTS[row.moment]}" for row in apart)
+        yield (
+            f"r: gradients are reduced {MOMENTS[rows[0].moment]} in {rows[0].label}, and in {moments}. Sums in another "
+            "order are rounded otherwise: zero.reduce=every_step gives all stages the same bits, zero.exact=true always"
+        )
+
+
+# --- cells --------------------------------------------------------------------------------------
+
+
+def _table(axes: Sequence[Axis], title: str, columns: Sequence[str], gap: int = 1) -> Table:
+    """Make a table: a column of labels, headed by the keys, then columns of figures."""
+    table = Table(
+        title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", title_style="bold",
+        padding=(0, gap, 0, 0), pad_edge=False, show_edge=False,
+    )  # fmt: skip
+    table.add_column("\n".join(axis.key.replace(".", ".\n") for axis in axes), overflow="fold", vertical="bottom")
+    for name in columns:
+        table.add_column("\n".join(name.rsplit(" ", 1)), justify="right", no_wrap=True, vertical="bottom")
+    return table
+
+
+def _two_lines(
+    table: Table, row: Row, figures: Mapping[str, Figure], names: Sequence[str], scale: int, *more: str
+) -> None:
+    """Add two rows: measured, then the formula where there is one."""
+    cells = [figures.get(name) for name in names]
+    table.add_row(", ".join(row.values), *(_bytes(cell.measured, scale) if cell else "" for cell in cells), *more)
+    table.add_row(Text("formula", style="dim"), *(Text(_formula(cell, scale), style=_style(cell)) for cell in cells))
+
+
+def _style(figure: Figure | None) -> str:
+    return "bold red" if figure is not None and figure.agrees is False else "dim"
+
+
+def _formula(figure: Figure | None, scale: int) -> str:
+    if figure is None or figure.formula is None:
+        return ""
+    return f"{'<= ' if figure.at_most else ''}{_bytes(figure.formula, scale)}"
+
+
+def unit_of(counts: Iterator[float]) -> tuple[str, int]:
+    """Return the largest unit in which the largest count is at least 1: name and bytes."""
+    most = max(counts, default=0)
+    return next(((name, scale) for name, scale in UNITS if most >= scale), UNITS[-1])
+
+
+def _bytes(count: float, scale: int) -> str:
+    if scale == 1:
+        return f"{count:,.0f}"
+    return "< 0.001" if 0 < count < scale / 2000 else f"{count / scale:,.3f}"
+
+
+def _loss(value: float | None) -> str:
+    return "" if value is None else f"{value:.6f}"
+
+
+def _difference(row: Row, value: float | None) -> str:
+    if value is None:
+        return ""
+    if row.same_bits or not math.isfinite(value):
+        return SAME if row.same_bits else ""
+    return ("0" if value == 0 else f"{value:+.1e}") + (APART if row.apart else "")

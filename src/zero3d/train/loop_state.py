@@ -1,0 +1,57 @@
+"""What the training loop had saved in a checkpoint, checked: counters, the best so far, the place in the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zero3d.checkpoint.fields import Field
+from zero3d.checkpoint.folders import MANIFEST
+from zero3d.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """Says how far a run is.
+
+    step  batches so far; skipped of them changed nothing, the last `in_a_row` because they were not finite
+    tokens  all ranks together
+    best  [applied steps, held-out loss] of the checkpoint with the lowest held-out loss
+    """
+
+    step: int = 0
+    skipped: int = 0
+    in_a_row: int = 0
+    tokens: int = 0
+    best: tuple[int, float] | None = None
+    position: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> LoopState:
+        """Return the state that a checkpoint has kept."""
+        best = saved["best"]
+        return cls(**{**saved, "best": None if best is None else (int(best[0]), float(best[1]))})
+
+
+def check_loop_state(checkpoint: Path, saved: Mapping[str, Any] | None, applied: int) -> Mapping[str, Any]:
+    """Return what the loop has saved, checked; the engine has `applied` steps. Raises CheckpointError, ConfigError."""
+    if saved is None or "position" not in saved:
+        raise ConfigError(
+            f"{checkpoint} was saved by engine.save, not by zero3d train: it does not say how far the data is."
+        )
+    loop = Field(str(checkpoint / MANIFEST), "loop", saved)
+    skipped = loop.entry("skipped").integer()
+    loop.entry("step").one_of(applied + skipped)
+    loop.entry("tokens").integer()
+    if loop.has("in_a_row"):  # older checkpoints do not say
+        loop.entry("in_a_row").integer(0, skipped)
+    if loop.entry("best").value is not None:
+        step, loss = loop.entry("best").rows(2)
+        step.integer(0, applied)
+        loss.number()
+    position = loop.entry("position")
+    position.entry("epoch").integer()
+    position.entry("index").integer(0, position.entry("sequences").integer(1) - 1)
+    return saved

@@ -1,0 +1,128 @@
+"""The planner's figures of a run, checked by its third step.
+
+    before parameters are cut    rank 0 traces the model and prices the configuration on this cluster
+    step 3                       plan 61.4 GB / actual 61.9 GB allocated (+0.8 %), step 97 s / 103 s; slowest term: ...
+
+    compared   on a GPU                                       on a CPU
+    memory     most allocated, of the fullest rank            model states, of the fullest rank: its process has
+                                                              Python and the data, too, which no plan counts
+    step       the median of steps 2 and 3, the first being one that warms up
+
+A run of fewer than 3 steps pays nothing for it. `plan.write_back` turns the measured step into the cluster file's
+rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero3d.config import Config
+from zero3d.distributed.mesh import Mesh
+from zero3d.engine.engine import Engine
+from zero3d.errors import ConfigError
+from zero3d.memory.arena import STATES
+from zero3d.page.text import size
+from zero3d.plan.corrected import corrected, write_rates
+from zero3d.plan.emit import plan_of
+from zero3d.plan.estimate import evaluate
+from zero3d.plan.hardware import base_of, cluster, named, read_file
+from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
+from zero3d.sim.trace import trace
+
+CHECKED_STEP = 3  # the step after which a run is held against its plan
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """Holds a configuration as the planner sees it."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    plan: ParallelPlan
+    estimate: Estimate
+
+
+def plan_run(config: Config, model: nn.Module, mesh: Mesh, steps: int) -> PlannedRun | str | None:
+    """Return the plan of a run on rank 0, or why there is none in a line; None on other ranks and for a short run."""
+    if steps < CHECKED_STEP or mesh.rank != 0:
+        return None
+    try:
+        hardware = run_cluster(config, mesh)
+        plan = plan_of(config, mesh.world)
+        spec = trace(model, config.data.length, config.model.path, config.data.packing)
+        return PlannedRun(spec, hardware, plan, evaluate(spec, hardware, plan))
+    except Exception as error:  # noqa: BLE001 (a model's own, above all: no plan of it is no reason not to train it)
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return f"no plan to compare this run with: {reason}"
+
+
+def run_cluster(config: Config, mesh: Mesh) -> ClusterSpec:
+    """Return the ranks of this run, as `plan.cluster` or the catalogue know them. Raises ConfigError."""
+    file = config.plan.cluster
+    name = base_of(read_file(file)) if file is not None else None
+    if name is None:
+        device = "cpu" if mesh.device.type == "cpu" else torch.get_device_module(mesh.device).get_device_name()
+        name = "cpu" if mesh.device.type == "cpu" else named(device)
+        if name is None:
+            raise ConfigError(
+                f"{device} is not in the catalogue: pass plan.cluster=FILE, as zero3d calibrate writes it."
+            )
+    return cluster(name, mesh.world, mesh.world // (mesh.local_world or mesh.world), file)
+
+
+class PlanCheck:
+    """Checks a plan at step 3. All ranks have one, for they measure together; only rank 0 has a plan."""
+
+    def __init__(self, config: Config, engine: Engine, planned: PlannedRun | None) -> None:
+        self._config, self._engine, self._planned = config.plan, engine, planned
+
+    def lines(self, history: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+        """Yield the check after a step of this session: nothing but after the third. All ranks call it."""
+        if len(history) != CHECKED_STEP:
+            return
+        local = torch.tensor([float(checked_memory(self._engine))], dtype=torch.float64)
+        measured = int(self._engine.world.exchange(local.to(self._engine.mesh.device)).max())
+        if self._planned is not None:
+            seconds = median(record["seconds"] for record in history[1:])
+            yield check_line(self._planned.estimate, measured, seconds, self._engine.mesh.device.type)
+            if self._config.write_back and self._config.cluster is not None:
+                yield write_back(self._planned, seconds, self._config.cluster)
+
+
+def checked_memory(engine: Engine) -> int:
+    """Return this rank's bytes that a plan's memory is compared with."""
+    device = engine.mesh.device
+    if device.type == "cpu":
+        return int(sum(engine.arena.live(category) for category in STATES if category != "padding"))
+    return int(torch.get_device_module(device).max_memory_allocated(device))
+
+
+def check_line(estimate: Estimate, measured: int, seconds: float, device: str) -> str:
+    """Return plan against actual in one line: bytes, seconds, and what most of the planned step goes into."""
+    on_cpu = device == "cpu"
+    memory, kind = (estimate.memory.states, "of states") if on_cpu else (estimate.memory.allocated, "allocated")
+    off = 100 * (measured / memory - 1)
+    slowest = max(estimate.seconds.parts, key=lambda name: estimate.seconds.parts[name])
+    return (
+        f"plan {size(int(memory), keep_zero=True)} / actual {size(measured, keep_zero=True)} {kind} ({off:+.1f} %), "
+        f"step {estimate.seconds.mid:.3g} s / {seconds:.3g} s; slowest term: {slowest}"
+    )
+
+
+def write_back(planned: PlannedRun, seconds: float, file: str) -> str:
+    """Correct a cluster file by a measured step; return what was done, or why not, in a line."""
+    try:
+        measured = corrected(planned.model, planned.cluster, planned.plan, seconds)
+        source = planned.cluster.provenance
+        write_rates(file, measured.gpu, source.get("gpu.bandwidth", source.get("gpu", "datasheet")))
+    except ConfigError as error:
+        return f"plan.write_back: {file} stays as it is: {error}"
+    return (
+        f"plan.write_back: {file} has gpu.matrix {measured.gpu.matrix:.3g} and gpu.flash {measured.gpu.flash:.3g} now"
+    )

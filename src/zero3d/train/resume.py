@@ -1,0 +1,65 @@
+"""Resuming: the checkpoint that a run goes on from, loaded into engine and data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zero3d.config import Config
+from zero3d.data.batches import BatchStream
+from zero3d.distributed.agreement import agree
+from zero3d.engine.engine import Engine
+from zero3d.errors import CheckpointError, ConfigError, NonFiniteError
+from zero3d.setup.inputs import Inputs, steps_of_run
+from zero3d.setup.schedule import group_settings, rate, reset_settings
+from zero3d.train.folder import AUTO, Folder
+from zero3d.train.loop_state import check_loop_state
+from zero3d.train.resume_hints import ResumeHints, older_hint
+from zero3d.train.start import Start
+from zero3d.zero.health import check_weights
+
+
+def find_checkpoint(config: Config, start: Start, engine: Engine) -> Path | None:
+    """Return the checkpoint to resume from, or None. Raises CheckpointError."""
+    folder = Folder(Path(config.output or "."))
+    return agree(engine.world, lambda: folder.resume_from(start.resume))
+
+
+def load(config: Config, start: Start, engine: Engine, checkpoint: Path) -> Mapping[str, Any] | None:
+    """Load a checkpoint; return what the loop had saved. A CheckpointError names an older one for `auto`."""
+    try:
+        saved: Mapping[str, Any] | None = engine.load(checkpoint)
+    except CheckpointError as error:
+        searches = start.resume == AUTO and engine.world.rank == 0
+        hints = ResumeHints(Folder(Path(config.output or ".")), config, engine.world.size)
+        agree(engine.world, partial(hints.point_to_older, checkpoint, error) if searches else lambda: None)
+        raise
+    return saved
+
+
+def restore(
+    config: Config, start: Start, inputs: Inputs, engine: Engine, stream: BatchStream, checkpoint: Path | None
+) -> tuple[Mapping[str, Any] | None, int]:
+    """Load a checkpoint into engine and stream; return what the loop had saved, and the steps of the whole run.
+
+    Settings of the optimizer and of the schedule stay those of `config`. Raises what engine and stream do,
+    ConfigError, and NonFiniteError.
+    """
+    if checkpoint is None:
+        return None, inputs.steps
+    configured = group_settings(engine.optimizer.torch)
+    saved = check_loop_state(checkpoint, load(config, start, engine, checkpoint), engine.steps)
+    remedy = f"{checkpoint} holds them. {older_hint(checkpoint)}"
+    check_weights(engine.units, engine.dp, engine.world, NonFiniteError, remedy)
+    stream.restore(saved["position"])
+    steps, done = steps_of_run(config, inputs.data, inputs.batch, saved["step"], stream.taken), saved["step"]
+    if steps < done:
+        key = "train.epochs" if config.train.steps is None else "train.steps"
+        raise ConfigError(
+            f"{key} asks for {steps:,} steps, and {checkpoint} has done {done:,}: give a larger {key}, or start a "
+            "new run with output=FOLDER."
+        )
+    reset_settings(engine.optimizer.torch, engine.scheduler, configured, rate(config.schedule, steps))
+    return saved, steps

@@ -1,0 +1,125 @@
+"""A unit's gradients in exact mode: every backward's are one summand of a tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero3d.errors import ConfigError
+from zero3d.zero.exact.summands import Summands
+from zero3d.zero.exact.sums import Counter, add_tree
+from zero3d.zero.gradients import Gradients
+from zero3d.zero.policy import State
+from zero3d.zero.stages import counter_buffers
+
+
+class ExactGradients(Gradients):
+    """Owns a unit's gradients; every backward's are a summand, which fills a bucket and is added when it is over.
+
+    every micro-batch   bucket -> all_to_all -> counter of shards -> shard
+    every step, M = 1   bucket -> all_to_all -> shard
+    every step, M > 1   bucket -> counter of whole buffers -> all_to_all -> shard, which is its slot of the sum
+    """
+
+    def __init__(self, summands: Summands, *given: Any) -> None:
+        self._summands, self._per_step = summands, summands.per_step
+        super().__init__(*given)
+
+    def _keep(self, dtype: torch.dtype) -> None:
+        policy, layout = self._setting.policy, self._layout
+        self._local, self._transient = dtype, True
+        self._everywhere = not policy.stage.shards_optimizer  # stage 0: every rank needs them whole
+        size, used = (layout.total, layout.numel) if self._per_step else (layout.shard, layout.used_per_shard)
+        self._counter = Counter(self._arena, size, used, self._wide)
+        self._alone: Tensor | None = None  # the shard of a step of one micro-batch
+        self._most = 0
+        self._provide(policy.accumulate)
+
+    def _provide(self, micro_batches: int) -> None:
+        """Allocate what steps of so many micro-batches need and is not there yet."""
+        if micro_batches <= self._most:
+            return
+        self._most, used = micro_batches, self._layout.used_per_shard
+        self.travels = self._local if micro_batches == 1 or not self._per_step else self._wide
+        if micro_batches == 1 and self._per_step and not self._everywhere:
+            self.shard = self._alone = self._arena.allocate("gradients", self._layout.shard, used, self._wide)
+            return
+        if self._alone is not None:
+            self._arena.free("gradients", self._alone, used)
+            self._alone = None
+        first = self._counter.grow(counter_buffers(micro_batches))
+        self.shard = self._setting.slot(first) if self._per_step else first
+
+    @property
+    def micro_batches(self) -> int:
+        """The most that a step has had."""
+        return self._most
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return self._counter.buffers if self._alone is None else [self._alone]
+
+    @property
+    def whole(self) -> Tensor:
+        return self._counter.total()
+
+    def _open(self) -> None:
+        """Make room for a summand."""
+        self.finish()
+        if self._per_step and self.state is State.REDUCED:
+            raise ConfigError("exact=True: a backward came after the last one of its step. Call engine.step() first.")
+        if self.full is None:
+            self._use(self._arena.borrow("bucket", self._layout.total, self._local))
+        self.state = State.FILLING
+
+    def _summand(self) -> Tensor:
+        """Return the bucket, with zeros where no gradient came."""
+        self._open()
+        assert self.full is not None
+        for index, view in enumerate(self._views):
+            if index not in self._filled:
+                view.zero_()
+        return self.full
+
+    def close(self) -> None:
+        """Add the summand of the backward that has ended to the sum that is kept here."""
+        summand = self._summand()
+        self._provide(max(2, self._counter.count + 1))
+        self._counter.push([summand])
+        self._drop_bucket()
+        self._filled.clear()
+        self.state = State.SUMMED
+
+    def reduce(self, single: bool) -> None:
+        """Start summing over the dp axis: this backward's summand, or all of the step's. Moves (N-1)/N Psi elements."""
+        if self._per_step and 0 < self._counter.count < self._summands.micro_batches:
+            self.close()
+        source = self._counter.total() if self._per_step and self._counter.count else self._summand()
+        self._pending = self._setting.comm.all_to_all(source, self._name, self._sum)
+        self.state = State.REDUCING
+
+    def _sum(self, terms: list[Tensor]) -> None:
+        """Add up what came from all ranks."""
+        if not self._per_step:
+            self._provide(self._counter.count + 1)
+            self._counter.push(terms)
+        elif self._alone is not None:
+            self.shard = add_tree(terms, self._alone, self._arena)
+        elif not self._counter.count:
+            self.shard = add_tree(terms, self._setting.slot(self._counter.open()), self._arena)
+        else:
+            self.shard = self._setting.slot(self._counter.total())  # one of the terms
+            total = self._arena.borrow("wire", self.shard.numel(), self.shard.dtype)
+            self.shard.copy_(add_tree(terms, total, self._arena))
+            self._arena.give_back("wire", total)
+
+    def complete(self) -> None:
+        self.finish()
+        if not self._per_step:
+            self.shard = self._counter.total()
+
+    def reset(self) -> None:
+        super().reset()
+        self._counter.clear()

@@ -1,0 +1,136 @@
+"""When units are gathered: tokens per unit, a recorded order, a bounded window ahead of it.
+
+A unit is gathered when its users go from none to one and released when the last one leaves. The
+order of one micro-batch is recorded and, in the next, up to WINDOW gathers run ahead of it; in a
+pipeline that of a whole step, whose micro-batches follow each other in a fixed but uneven order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from zero3d.zero.policy import State
+from zero3d.zero.stages import WINDOW
+from zero3d.zero.streams import Lane
+from zero3d.zero.traffic import ROOT_TURN, TURN, TokenEvent
+from zero3d.zero.unit import Unit
+
+STEP = "step"  # release="every_step": from the first use to the end of the step
+
+
+class Gathers:
+    """Owns who needs which unit, and what to gather ahead. Persistent units (stages 0-2) cost nothing here."""
+
+    def __init__(self, lane: Lane, every_step: bool = False, plans_step: bool = False) -> None:
+        self._lane = lane
+        self._every_step = every_step
+        self._plans_step = plans_step  # a recording is of a whole step, not of one micro-batch
+        self._previous: list[Unit] = []
+        self._current: list[Unit] = []
+        self._on_track = True
+        self._recording = False  # from a training forward to the end of its backward, or of its step
+        self._ahead: list[Unit] = []
+        self._turn: list[Unit] = []
+        self._known: dict[str, Unit] = {}
+        self.events: list[TokenEvent] | None = None
+
+    def acquire(self, unit: Unit, token: object) -> None:
+        """Gather a unit for `token`, which needs its full parameters from now on."""
+        if not unit.weights.sharded:
+            return
+        self._note(unit, token, True)
+        first = not unit.users
+        unit.users.add(token)
+        if not first:
+            unit.weights.ready()
+        else:
+            self._known[unit.name] = unit
+            self._gather(unit)
+            if self._every_step:
+                self._note(unit, STEP, True)
+                unit.users.add(STEP)
+
+    def release(self, unit: Unit, token: object) -> None:
+        """Take `token` back; the last one frees the full parameters. Repeating it is harmless."""
+        if not unit.weights.sharded:
+            return
+        self._note(unit, token, False)
+        if token in unit.users:
+            unit.users.discard(token)
+            if not unit.users:
+                self._lane.note("free", unit.name)
+                unit.weights.release()
+            elif unit.users <= {TURN, ROOT_TURN, STEP}:
+                unit.weights.keep()
+
+    def pass_turn(self, units: Sequence[Unit]) -> None:
+        """Keep the units used last in a forward gathered until others are used."""
+        holders, self._turn = self._turn, list(units)
+        for unit in holders:
+            if unit not in units:
+                self.release(unit, TURN)
+        for unit in units:
+            self.acquire(unit, TURN)
+
+    def begin(self) -> None:
+        """Begin a micro-batch: what was recorded in the last one (or step) is the plan for this one."""
+        self.pass_turn([])
+        if self._recording:
+            return
+        if self._current:
+            self._previous, self._current = self._current, []
+        self._on_track = self._recording = True
+
+    def drop(self, which: Callable[[object], bool]) -> None:
+        """Take these tokens back everywhere, and cancel gathers whose use did not come."""
+        ended = which(STEP if self._plans_step else TURN)
+        if which(TURN):
+            self._turn = []
+        if ended:
+            self._recording = False
+        for unit in list(self._known.values()):
+            for token in [token for token in unit.users if which(token)]:
+                self.release(unit, token)
+        if ended or not self._plans_step:
+            self._cancel_ahead()
+
+    def _note(self, unit: Unit, token: object, acquire: bool) -> None:
+        if self.events is not None:
+            self.events.append(TokenEvent(unit.name, token, acquire))
+
+    def _gather(self, unit: Unit) -> None:
+        position = len(self._current)
+        if self._recording:
+            self._current.append(unit)
+        if self._recording and self._on_track and self._previous[position : position + 1] != [unit]:
+            self._on_track = False
+            self._cancel_ahead(keep=unit)
+        self._issue(unit)
+        if unit in self._ahead:
+            self._ahead.remove(unit)
+        if self._recording and self._on_track:
+            self._look_ahead(position + 1)
+        self._lane.join(unit.name)
+        unit.weights.ready()
+
+    def _issue(self, unit: Unit) -> None:
+        if unit.weights.state is State.SHARDED:
+            with self._lane.issue(unit.name):
+                unit.weights.gather()
+
+    def _look_ahead(self, position: int) -> None:
+        for unit in self._previous[position : position + WINDOW]:
+            if len(self._ahead) >= WINDOW:
+                return
+            if unit.weights.state is State.SHARDED:
+                self._issue(unit)
+                self._ahead.append(unit)
+            elif unit not in self._ahead:
+                return  # in use now: it will be released and gathered again
+
+    def _cancel_ahead(self, keep: Unit | None = None) -> None:
+        for unit in self._ahead:
+            if unit is not keep and not unit.users:
+                self._lane.join(unit.name)
+                unit.weights.release()
+        self._ahead = [unit for unit in self._ahead if unit is keep]

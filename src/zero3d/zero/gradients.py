@@ -1,0 +1,184 @@
+"""A unit's gradients: taken from autograd, reduced over the dp axis, kept as a shard of their sum.
+
+    full    [total]    local gradients of this rank, on their way to the reduction
+    shard   [total/N]  reduced dtype; the sum over ranks of this rank's slice
+
+Note 1, where the sum may live. When local gradients already have the reduced dtype and the whole
+buffer is kept, the shard is this rank's slot of the buffer. Gradients that arrive after a
+reduction would overwrite it, so it is stashed until the next reduction has been added.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zero3d.distributed.axis import DONE, Pending
+from zero3d.distributed.collectives import same_memory
+from zero3d.zero.layout import UnitLayout
+from zero3d.zero.policy import Setting, State, parameter_views
+
+
+class Gradients:
+    """Owns a unit's gradients from autograd to the reduced shard."""
+
+    def __init__(self, name: str, layout: UnitLayout, dtype: torch.dtype, setting: Setting) -> None:
+        self._name, self._layout, self._setting, self._arena = name, layout, setting, setting.arena
+        self._wide = setting.policy.master
+        self.full: Tensor | None = None
+        self._views: list[Tensor] = []
+        self.shard: Tensor
+        self.state = State.EMPTY
+        self._filled: set[int] = set()
+        self._summed = False  # the shard already holds a sum of this step
+        self._stash: Tensor | None = None  # Note 1
+        self._pending = DONE
+        self._keep(dtype)
+
+    def _keep(self, dtype: torch.dtype) -> None:
+        """Allocate the buffers that live between steps."""
+        policy, layout, setting, arena = self._setting.policy, self._layout, self._setting, self._arena
+        self._wire = policy.wire if policy.wire.itemsize >= dtype.itemsize else policy.master
+        self._transient = policy.reduce == "every_micro_batch"
+        keep_wide = policy.accumulate > 1 or not policy.stage.shards_optimizer
+        self._local = policy.master if keep_wide and not self._transient else dtype
+        # In which a single backward's gradients reach their owners: by plan, since ranks must agree on it.
+        self.travels = setting.comm.travels(self._local, self._wire)
+        if not self._transient:
+            self._use(arena.allocate("gradients", layout.total, layout.numel, self._local))
+        if self.full is not None and self._local == self._wide:
+            self.shard = setting.slot(self.full)
+        else:
+            self.shard = arena.allocate("gradients", layout.shard, layout.used_per_shard, policy.master)
+
+    def _use(self, full: Tensor) -> None:
+        self.full, self._views = full, parameter_views(full, self._layout)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether local gradients are kept in the reduced dtype, by plan or since a second one came."""
+        return not self._transient and self._local == self._wide
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step with this memory, for `stages.engine_bytes`."""
+        return 2 if self.accumulates else 1
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Buffers that live between steps."""
+        return [self.shard] if self.full is None else [self.full, self.shard]
+
+    @property
+    def whole(self) -> Tensor:
+        """All reduced gradients, once `gather` is done (stage 0)."""
+        assert self.full is not None
+        return self.full
+
+    @property
+    def _in_place(self) -> bool:
+        return self.full is not None and same_memory(self.shard, self._setting.slot(self.full))
+
+    def take(self, index: int, grad: Tensor) -> None:
+        """Copy one parameter's gradient in, or add it to what came before."""
+        self._open()
+        assert self.full is not None
+        if index in self._filled:
+            if self.full.dtype != self._wide:
+                self._widen()
+            self._views[index].add_(grad)
+        else:
+            self._views[index].copy_(grad.to_dense() if grad.is_sparse else grad)
+            self._filled.add(index)
+
+    def _open(self) -> None:
+        """Make room for local gradients."""
+        self.finish()
+        if self.state is State.REDUCED and self._in_place:
+            self._stash = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype).copy_(self.shard)
+        if self.full is None:
+            self._use(self._arena.borrow("bucket", self._layout.total, self._local))
+        self.state = State.FILLING
+
+    def _widen(self) -> None:
+        """Accumulate in the reduced dtype from the second contribution on."""
+        old, layout = self.full, self._layout
+        assert old is not None
+        if self._transient:
+            self._use(self._arena.borrow("bucket", layout.total, self._wide).copy_(old))
+            self._arena.give_back("bucket", old)
+            return
+        wide = self._arena.allocate("gradients", layout.total, layout.numel, self._wide)
+        self._use(wide.copy_(old))
+        self._arena.free("gradients", old, layout.numel)
+        self._local = self._wide
+        if not self._summed:  # otherwise the separate shard keeps this step's sum until `reset`
+            self._move_shard(wide)
+
+    def _move_shard(self, full: Tensor) -> None:
+        """Move the shard to this rank's slot of the wide local buffer."""
+        self._arena.free("gradients", self.shard, self._layout.used_per_shard)
+        self.shard = self._setting.slot(full)
+
+    def reduce(self, single: bool) -> None:
+        """Start summing local gradients over the dp axis into what this rank owns.
+
+        full  [Psi]    local dtype     consumed; parameters without a gradient count as zero
+        shard [Psi/N]  reduced dtype   accumulated
+        single: they are one backward's, so that the narrow dtype they may travel in rounds no sum of
+        several. Moves (N-1)/N Psi elements per rank (reduce-scatter, ZeRO section 7).
+        """
+        self._open()
+        assert self.full is not None
+        for index, view in enumerate(self._views):
+            if index not in self._filled:
+                view.zero_()
+        add = self._summed and not self._in_place
+        wire = self.travels if single else self._wire
+        self._pending = self._setting.comm.reduce_scatter(self.full, self.shard, self._name, wire, add)
+        self.state = State.REDUCING
+
+    def finish(self) -> None:
+        """Complete a reduction under way."""
+        if self.state is not State.REDUCING:
+            return
+        self._pending.wait()
+        if self._stash is not None:
+            self.shard.add_(self._stash)
+            self._drop_stash()
+        self._filled.clear()
+        self._summed = True
+        self._drop_bucket()
+        self.state = State.REDUCED
+
+    def gather(self) -> Pending:
+        """Start giving every rank's reduced gradients to all, the second half of stage 0's all-reduce."""
+        return self._setting.comm.all_gather(self.whole, self.shard, self._name)
+
+    def close(self) -> None:
+        """Do nothing for a backward that ends in no reduction: its gradients add up."""
+
+    def complete(self) -> None:
+        """Complete the step's sum: nothing more comes."""
+        self.finish()
+
+    def reset(self) -> None:
+        """Forget this step's gradients."""
+        self.finish()
+        self._drop_stash()
+        self._drop_bucket()
+        self._filled.clear()
+        self._summed = False
+        self.state = State.EMPTY
+        if self.full is not None and self.accumulates and not self._in_place:
+            self._move_shard(self.full)
+
+    def _drop_stash(self) -> None:
+        if self._stash is not None:
+            self._arena.give_back("bucket", self._stash)
+            self._stash = None
+
+    def _drop_bucket(self) -> None:
+        if self._transient and self.full is not None:
+            self._arena.give_back("bucket", self.full)
+            self.full, self._views = None, []

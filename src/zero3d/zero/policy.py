@@ -1,0 +1,72 @@
+"""What all units of an engine share: their policy, its memory and messages, and the states that units go through.
+
+parameters   SHARDED -> GATHERING -> FULL (<-> KEPT: gathered, but no user may read) -> SHARDED
+gradients    EMPTY -> FILLING -> REDUCING -> REDUCED (-> FILLING when more arrive) -> EMPTY
+                      FILLING -> SUMMED (-> FILLING) -> REDUCING in the fixed tree of exact mode
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero3d.distributed.collectives import Comm
+from zero3d.memory.arena import Arena
+from zero3d.zero.layout import UnitLayout
+from zero3d.zero.stages import Stage
+
+if TYPE_CHECKING:
+    from zero3d.zero.gradients import Gradients
+
+
+class State(Enum):
+    SHARDED = auto()
+    GATHERING = auto()
+    FULL = auto()
+    KEPT = auto()
+    EMPTY = auto()
+    FILLING = auto()
+    SUMMED = auto()
+    REDUCING = auto()
+    REDUCED = auto()
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How all units of an engine behave.
+
+    master  dtype of masters and reduced gradients
+    wire    dtype in which gradients are reduced; they travel in a narrower one where nothing is rounded
+    poison  fill released storages with NaN: finds early releases
+    """
+
+    stage: Stage
+    release: str
+    reduce: str
+    accumulate: int
+    master: torch.dtype
+    wire: torch.dtype
+    poison: bool = False
+
+
+class Setting(NamedTuple):
+    """What all units of an engine share. gradients: the class that owns a unit's, `Gradients` by default."""
+
+    policy: Policy
+    comm: Comm
+    arena: Arena
+    gradients: Callable[[str, UnitLayout, torch.dtype, Setting], Gradients] | None = None
+
+    def slot(self, full: Tensor) -> Tensor:
+        """Return this rank's slice of a unit's storage."""
+        return full.view(self.comm.size, -1)[self.comm.rank]
+
+
+def parameter_views(full: Tensor, layout: UnitLayout) -> list[Tensor]:
+    """Return a view of a unit's storage for each of its parameters, in their shapes."""
+    return [full[s.start : s.start + s.numel].view(s.shape) for s in layout.slots]

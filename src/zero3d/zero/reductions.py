@@ -1,0 +1,170 @@
+"""When units are reduced: one order on all ranks, a bounded window.
+
+Complete units are reduced in one order, the same on all ranks without communication: reverse
+layout order in the first backward, afterwards rank 0's recorded one. A complete unit waits for
+those before it. At most WINDOW are in flight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+
+import torch
+
+from zero3d.errors import ConfigError
+from zero3d.zero.policy import State
+from zero3d.zero.stages import WINDOW
+from zero3d.zero.streams import Lane
+from zero3d.zero.unit import Unit
+
+WAITING = (State.FILLING, State.SUMMED)  # local gradients that have not been reduced
+
+
+class Closes(Enum):
+    """After what a unit's local gradients are complete as one summand of an exact sum (exact/)."""
+
+    NOTHING = auto()
+    BACKWARD = auto()
+    CHUNK = auto()  # a micro-batch's backward through a model chunk of a pipeline
+
+
+class Reductions:
+    """Owns the queue of units whose gradients are complete.
+
+    watch   is shown every local gradient before it is taken (health.py)
+    """
+
+    watch: Callable[[Unit, int, torch.Tensor], None] | None = None
+
+    def __init__(self, units: Sequence[Unit], lane: Lane, closes: Closes = Closes.NOTHING) -> None:
+        self._closes = closes
+        trainable = [unit for unit in units if unit.grads is not None]
+        self._order = [u for u in reversed(trainable) if not u.deferred] + [u for u in trainable if u.deferred]
+        self._lane = lane
+        self._arrived: dict[Unit, set[int]] = {}
+        self._next = 0
+        self._in_flight: deque[Unit] = deque()
+        self._completed: list[Unit] = []
+        self._done: set[Unit] = set()  # of this backward
+        self.adopted = False  # rank 0's order is in use
+        self.due = False  # this backward ends in a reduction
+        self._backwards = 0  # since the last reduction: the same on all ranks
+
+    def begin(self) -> None:
+        """Begin a backward."""
+        self._backwards += 1
+        self.due = False
+        self._next = 0
+        self._arrived.clear()
+        self._completed.clear()
+        self._done.clear()
+
+    def take(self, unit: Unit, index: int, grad: torch.Tensor) -> None:
+        """Take one parameter's gradient, which autograd has finished."""
+        if self.watch is not None:
+            self.watch(unit, index, grad)
+        if self._closes is not Closes.NOTHING and unit in self._done:
+            raise ConfigError(
+                f"exact=True: {unit.layout.slots[index].name} got a second gradient in one backward, after the first "
+                "was summed (a block called twice in reentrant checkpoints): pass use_reentrant=False, or exact=False."
+            )
+        unit.gradients.take(index, grad)
+        arrived = self._arrived.setdefault(unit, set())
+        arrived.add(index)
+        if len(arrived) == len(unit.weights.params) and unit not in self._completed:
+            self._completed.append(unit)
+            if self.due:
+                self._drain()
+            elif self._closes is not Closes.NOTHING and not unit.deferred:
+                self._close(unit)
+
+    def _close(self, unit: Unit) -> None:
+        self._done.add(unit)
+        unit.gradients.close()
+
+    def close(self, units: Sequence[Unit]) -> None:
+        """End a backward through these units which ends in no reduction: what they have is a summand."""
+        for unit in units:
+            if unit not in self._done:
+                self._close(unit)
+            self._arrived.pop(unit, None)
+        self._done.difference_update(units)
+        self._completed = [unit for unit in self._completed if unit not in units]
+
+    def _drain(self) -> None:
+        while self._next < len(self._order):
+            unit = self._order[self._next]
+            if unit.deferred or unit not in self._completed:
+                return
+            self._next += 1
+            self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        self._done.add(unit)
+        while len(self._in_flight) >= WINDOW:
+            self._finish_oldest()
+        with self._lane.issue(unit.name):
+            unit.gradients.reduce(single=self._backwards == 1)
+        self._in_flight.append(unit)
+
+    def _finish_oldest(self) -> None:
+        unit = self._in_flight.popleft()
+        self._lane.join(unit.name)
+        unit.gradients.finish()
+
+    def flush(self) -> None:
+        """End a backward: reduce what is left, in order; missing gradients count as zero."""
+        if self.due:
+            while self._next < len(self._order):
+                self._reduce(self._order[self._next])
+                self._next += 1
+            for unit in self._order:  # gradients that arrived after their unit had been reduced
+                if unit.gradients.state in WAITING:
+                    self._reduce(unit)
+            self._backwards = 0
+        elif self._closes is Closes.BACKWARD:
+            self.close(self._order)
+        while self._in_flight:
+            self._finish_oldest()
+
+    def sweep(self) -> None:
+        """Take gradients that came without a hook."""
+        for unit in self._order:
+            for index, p in enumerate(unit.weights.params):
+                if p.grad is not None:
+                    grad, p.grad = p.grad, None
+                    self.take(unit, index, grad)
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are local gradients that have not been reduced."""
+        return any(unit.gradients.state in WAITING for unit in self._order)
+
+    def catch_up(self) -> None:
+        """Reduce, at the boundary, gradients that no root forward announced."""
+        if self.pending:
+            self.due = True
+            self.flush()
+        for unit in self._order:
+            unit.gradients.complete()
+
+    def reset(self) -> None:
+        """Forget the gradients of this step."""
+        self._in_flight.clear()
+        self.begin()
+        self._backwards = 0
+        for unit in self._order:
+            unit.gradients.reset()
+
+    def observed(self) -> list[int]:
+        """Return the order in which units completed, as positions in the current order; then the rest."""
+        seen = [unit for unit in self._completed if not unit.deferred]
+        rest = [unit for unit in self._order if unit not in seen]
+        return [self._order.index(unit) for unit in seen + rest]
+
+    def adopt(self, positions: Sequence[int]) -> None:
+        """Use the order `observed` on rank 0."""
+        self._order = [self._order[i] for i in positions]
+        self.adopted = True

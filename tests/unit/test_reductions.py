@@ -1,0 +1,193 @@
+"""What is reduced when: orders, the window and what is forgotten, on units without tensors."""
+
+import pytest
+import torch
+
+from zero3d.errors import ConfigError
+from zero3d.zero.policy import State
+from zero3d.zero.reductions import Closes, Reductions
+from zero3d.zero.streams import Lane
+
+CPU = torch.device("cpu")
+
+
+class Gradients:
+    def __init__(self, name, log):
+        self._name, self._log, self.state, self.taken = name, log, State.EMPTY, []
+
+    def take(self, index, grad):
+        self.taken.append(index)
+        self.state = State.FILLING
+
+    def reduce(self, single):
+        self._log.append(f"reduce {self._name}{'' if single else ' wide'}")
+        self.state = State.REDUCING
+
+    def finish(self):
+        assert self.state is State.REDUCING
+        assert self._log.pop() == f"join {self._name}"
+        self._log.append(f"finish {self._name}")
+        self.state = State.REDUCED
+
+    def complete(self):
+        self._log.append(f"complete {self._name}")
+
+    def close(self):
+        self._log.append(f"close {self._name}")
+        self.state = State.SUMMED
+
+    def reset(self):
+        self.state = State.EMPTY
+
+
+class Trained:
+    """A unit of some parameters. deferred: its gradients may come at several times."""
+
+    def __init__(self, name, log, params=1, deferred=False):
+        self.name, self.deferred = name, deferred
+        self.grads = self.gradients = Gradients(name, log)
+        self.weights = type("", (), {"params": [torch.zeros(1) for _ in range(params)]})()
+        self.layout = type("", (), {"slots": [type("", (), {"name": f"{name}.{i}"}) for i in range(params)]})()
+
+
+class Backwards:
+    """Reductions of a, b (two parameters), root (deferred) and c, in layout order."""
+
+    def __init__(self, closes=Closes.NOTHING):
+        self.log = []
+        self.units = {
+            name: Trained(name, self.log, 1 + (name == "b"), name == "root") for name in ("a", "b", "root", "c")
+        }
+        lane = Lane("lane", CPU)
+        lane.join = lambda unit: self.log.append(f"join {unit}")
+        self.reductions = Reductions(list(self.units.values()), lane, closes)
+
+    def take(self, names, due=True):
+        """The log of gradients that arrive: `b0 b1` one parameter's each, other names a unit's."""
+        self.log.clear()
+        self.reductions.due = due
+        for name in names.split():
+            unit, index = (self.units[name[0]], int(name[1])) if name[1:] in ("0", "1") else (self.units[name], 0)
+            self.reductions.take(unit, index, torch.zeros(1))
+        return list(self.log)
+
+    def flush(self):
+        self.log.clear()
+        self.reductions.flush()
+        return list(self.log)
+
+    def run(self, names, due=True):
+        """The log of a whole backward."""
+        self.reductions.begin()
+        return [*self.take(names, due), "|", *self.flush()]
+
+
+IN_ORDER = ["reduce c", "reduce b", "finish c", "reduce a", "|", "finish b", "reduce root", "finish a", "finish root"]
+
+
+def test_units_are_reduced_in_reverse_layout_order_as_they_complete_with_a_window_of_two():
+    backwards = Backwards()
+    for _ in range(2):
+        assert backwards.run("root c b0 b1 a") == IN_ORDER
+        backwards.reductions.reset()
+
+
+def test_a_unit_waits_for_those_before_it_and_for_all_its_gradients_of_this_backward():
+    backwards = Backwards()
+    assert backwards.run("c b0 b1 a root", due=False) == ["|"]
+    backwards.reductions.begin()
+    assert backwards.take("a b0") == []
+    assert backwards.take("c") == ["reduce c wide"]
+    assert backwards.take("root") == []
+    assert backwards.take("b1") == ["reduce b wide", "finish c", "reduce a wide"]
+
+
+def test_only_gradients_of_one_backward_travel_narrow():
+    backwards = Backwards()
+    backwards.run("c", due=False)
+    assert backwards.run("c b0 b1 a root")[0] == "reduce c wide"
+    backwards.reductions.reset()
+    assert backwards.run("c b0 b1 a root")[0] == "reduce c"
+    assert backwards.run("c b0 b1 a root")[0] == "reduce c"  # each micro-batch for itself
+    backwards.run("c", due=False)
+    backwards.reductions.reset()  # a step that failed
+    assert backwards.run("c b0 b1 a root")[0] == "reduce c"
+
+
+def test_what_did_not_come_is_reduced_at_the_end_and_what_comes_late_once_more():
+    backwards = Backwards()
+    assert backwards.run("c a") == [
+        "reduce c", "|", "reduce b", "finish c", "reduce a", "finish b", "reduce root", "finish a", "finish root",
+    ]  # fmt: skip
+    backwards.reductions.begin()
+    backwards.take("c b0 b1 a")
+    assert backwards.take("c") == []
+    late = backwards.flush()
+    assert late.count("reduce c") == late.count("reduce root") == 1
+    assert late[-1] == "finish c"
+    assert not backwards.reductions.pending
+
+
+def test_the_recorded_order_has_deferred_and_absent_units_behind_the_others():
+    backwards = Backwards()
+    backwards.run("root a c")
+    assert backwards.reductions.observed() == [2, 0, 1, 3]  # of c, b, a, root
+    assert not backwards.reductions.adopted
+    backwards.reductions.adopt(backwards.reductions.observed())
+    assert backwards.reductions.adopted
+    backwards.reductions.reset()
+    assert backwards.run("root a c b0 b1")[:4] == ["reduce a", "reduce c", "finish a", "reduce b"]
+
+
+def test_what_no_root_forward_announced_is_reduced_when_the_step_is_due():
+    backwards = Backwards()
+    backwards.run("c", due=False)
+    assert backwards.reductions.pending
+    backwards.log.clear()
+    backwards.reductions.catch_up()
+    completed = [f"complete {name}" for name in ("c", "b", "a", "root")]
+    assert backwards.log[-4:] == completed
+    assert backwards.log[0] == "reduce c"
+    assert len(backwards.log) == 4 + 2 * 4
+    backwards.log.clear()
+    backwards.reductions.catch_up()
+    assert backwards.log == completed
+
+
+def test_a_failed_step_s_reductions_are_forgotten():
+    backwards = Backwards()
+    backwards.reductions.begin()
+    assert backwards.take("c") == ["reduce c"]
+    backwards.reductions.reset()
+    assert backwards.run("c b0 b1 a root") == IN_ORDER
+
+
+def test_gradients_without_a_hook_are_taken_once():
+    backwards = Backwards()
+    weight = backwards.units["b"].weights.params[1]
+    weight.grad = torch.ones(1)
+    for _ in range(2):
+        backwards.reductions.sweep()
+    assert backwards.units["b"].gradients.taken == [1]
+    assert weight.grad is None
+
+
+def test_an_exact_backward_closes_every_unit_once_and_refuses_a_second_gradient():
+    backwards = Backwards(Closes.BACKWARD)
+    for _ in range(2):
+        assert backwards.run("root c b0 b1", due=False) == ["close c", "close b", "|", "close a", "close root"]
+    backwards.reductions.begin()
+    backwards.take("c", due=False)
+    with pytest.raises(ConfigError, match=r"c\.0 got a second gradient in one backward"):
+        backwards.take("c", due=False)
+
+
+def test_exact_chunks_of_a_pipeline_are_closed_for_themselves():
+    backwards = Backwards(Closes.CHUNK)
+    backwards.reductions.begin()
+    assert backwards.take("c b0", due=False) == ["close c"]
+    for expected in (["close b"], ["close c", "close b"]):
+        backwards.log.clear()
+        backwards.reductions.close([backwards.units["c"], backwards.units["b"]])
+        assert backwards.log == expected
+    assert backwards.take("b1 c b0 a", due=False) == ["close c", "close b", "close a"]  # of the next micro-batch

@@ -1,0 +1,50 @@
+"""The wheel: every module and every file that modules read lies in it, and its description is that of the project."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src"
+BUILD = "from setuptools.build_meta import build_wheel; build_wheel('wheels')"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of a copy of the project, built with the setuptools that are installed."""
+    pytest.importorskip("setuptools", minversion="77")
+    folder = tmp_path_factory.mktemp("project")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(SRC, folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    (folder / "wheels").mkdir()
+    done = subprocess.run([sys.executable, "-c", BUILD], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    [built] = (folder / "wheels").glob("*.whl")
+    with zipfile.ZipFile(built) as opened:
+        yield opened
+
+
+def test_every_file_of_the_package_is_in_the_wheel(wheel):
+    files = {path.relative_to(SRC).as_posix() for path in (SRC / "zero3d").rglob("*") if path.is_file()}
+    wanted = {name for name in files if "__pycache__" not in name}
+    assert {"zero3d/py.typed", "zero3d/train/demo.yaml", "zero3d/page/style.css"} < wanted
+    assert {name for name in wheel.namelist() if ".dist-info/" not in name} == wanted
+
+
+def test_the_wheel_describes_the_project_and_brings_its_command(wheel):
+    [info] = [name for name in wheel.namelist() if name.endswith("dist-info/METADATA")]
+    described = message_from_string(wheel.read(info).decode())
+    assert (described["Name"], described["License-Expression"]) == ("zero3d", "Apache-2.0")
+    assert described["Requires-Python"] == ">=3.11"
+    assert {"hf", "plot", "data", "docs"} <= set(described.get_all("Provides-Extra"))
+    pythons = [line.rsplit(" ", 1)[-1] for line in described.get_all("Classifier") if "Python :: 3." in line]
+    assert pythons == ["3.11", "3.12", "3.13", "3.14"]
+    assert described.get_payload().startswith("# zero3d")
+    entries = wheel.read(info.replace("METADATA", "entry_points.txt")).decode()
+    assert "zero3d = zero3d.cli.main:main" in entries
