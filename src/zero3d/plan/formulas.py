@@ -21,6 +21,7 @@ from zero3d.errors import ConfigError
 ZERO_FACTOR = 12  # activation elements per token, layer and hidden unit: ZeRO's footnote on GPT-2
 MEGATRON_BYTES = 18  # per parameter: fp16 weight 2, fp32 gradient 4, master 4, m 4, v 4
 INFINITY_BYTES = 20  # ... and an fp16 gradient of 2 that is kept beside the fp32 one
+LORA_FLOPS, FULL_FLOPS = 4, 6  # per parameter and token: weight gradients of a frozen model are not computed
 
 
 def parameters(layers: int, h: int, vocab: int, s: int) -> int:

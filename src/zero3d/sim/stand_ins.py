@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero3d.distributed.axis import Axis
+from zero3d.distributed.axis import Axis, Pending
 
 
 class SilentAxis(Axis):
@@ -20,7 +20,8 @@ class SilentAxis(Axis):
         return "fake"
 
     def call(self, op: str, unit: str, call: Callable[[], Any]) -> Any:
-        """Leave the call out."""
+        """Leave the call out; there is nothing to wait for."""
+        return Pending(lambda: None)
 
 
 def empty_like(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -17,8 +17,8 @@ from zero3d.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Driven:
-    """What `engine.backward` says of its backward; a plain one, which nobody announces, has weight 1."""
+class Contribution:
+    """What a backward counts for in its step. One that is not announced, a plain `loss.backward()`, has weight 1."""
 
     weight: float | Tensor = 1.0
     last: bool | None = None
@@ -30,8 +30,8 @@ class Accumulation:
     count    micro-batches so far
     usual    micro-batches of the last step; `accumulate` before there was one
     weight   sum of their weights, which are in `weights`
-    reached  `step()` will apply
-    draw     in exact mode: told the number of a micro-batch before its forward. It has one backward then
+    reached  the boundary: `step()` will apply
+    draw     in exact mode: called with the number of a micro-batch before its forward. It has one backward then
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Accumulation:
     ) -> None:
         self._accumulate, self._every_micro_batch, self._scales_loss = accumulate, every_micro_batch, scales_loss
         self._draw = draw
-        self._driven: Driven | None = None
+        self._announced: Contribution | None = None
         self._counted = False
         self.usual, self.count, self.reached = accumulate, 0, False
         self.reset()
@@ -56,17 +56,17 @@ class Accumulation:
         self._by_default = False  # the last micro-batch was counted by a plain backward
 
     @contextmanager
-    def driving(self, driven: Driven) -> Iterator[None]:
+    def counting(self, announced: Contribution) -> Iterator[None]:
         """Run a backward inside, whose weight and place in the step the caller gives."""
-        self._driven, self._counted = driven, False
+        self._announced, self._counted = announced, False
         try:
             yield
-            if driven.last is not None:
-                self.reached = driven.last
+            if announced.last is not None:
+                self.reached = announced.last
             if self.reached and self.count == 0:
-                self._count(driven)
+                self._count(announced)
         finally:
-            self._driven = None
+            self._announced = None
 
     def finish(self, micro_batches: int, weights: Sequence[float | Tensor]) -> None:
         """Count a whole step's micro-batches, which a pipeline ran; `weights`: of those whose loss was on this rank."""
@@ -81,7 +81,7 @@ class Accumulation:
 
     def backward_begins(self) -> None:
         """Note that a backward reaches an output of a root forward. Raises ConfigError for an unscaled one in fp16."""
-        if self._scales_loss and self._driven is None:
+        if self._scales_loss and self._announced is None:
             raise ConfigError(
                 "precision='fp16' needs a scaled loss, and a plain loss.backward() has none: small gradients would "
                 "become zero. Call engine.backward(loss), or pass precision='bf16'."
@@ -89,28 +89,28 @@ class Accumulation:
         self._counted = False
 
     def through_root(self, fresh: bool) -> bool:
-        """Note that it goes through one more root forward, and return whether it ends in a reduction."""
-        driven = self._driven or Driven()
+        """Note that the backward goes through one more root forward, and return whether it ends in a reduction."""
+        contribution = self._announced or Contribution()
         if fresh and not self._counted:
-            self._count(driven)
-            self._by_default = self._driven is None
-        elif self._driven is not None and self._by_default:
-            self.weights[-1] = self.weights[-1] + driven.weight - 1.0
-            self.weight = self.weight + driven.weight - 1.0  # a partial backward came first and counted 1
+            self._count(contribution)
+            self._by_default = self._announced is None
+        elif self._announced is not None and self._by_default:
+            self.weights[-1] = self.weights[-1] + contribution.weight - 1.0
+            self.weight = self.weight + contribution.weight - 1.0  # a partial backward came first and counted 1
             self._by_default = False
         elif self._draw is not None and not self._counted:
             raise ConfigError(
                 "exact=True sums one backward per micro-batch, and this one goes through a forward for the second "
                 "time: add its losses up and call backward once."
             )
-        if driven.last is not None:
-            self.reached = driven.last
+        if contribution.last is not None:
+            self.reached = contribution.last
         return self._every_micro_batch or self.reached
 
-    def _count(self, driven: Driven) -> None:
+    def _count(self, contribution: Contribution) -> None:
         self._counted = True
         self.count += 1
-        self.weights.append(driven.weight)
-        self.weight = self.weight + driven.weight
-        if driven.last is None:
+        self.weights.append(contribution.weight)
+        self.weight = self.weight + contribution.weight
+        if contribution.last is None:
             self.reached = self.count >= self._accumulate

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from math import inf
 from typing import NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ SHOWN = 3
 BEYOND = "each rank's own gradients are finite: their sum or its norm is not"
 
 
-class Found(NamedTuple):
+class NonFinite(NamedTuple):
     """A rank's first gradient that is not finite: the smallest of all ranks' is the first of all.
 
     chunk  the model chunk of a pipeline, negative: backward begins at the last one
@@ -46,7 +45,7 @@ class Found(NamedTuple):
 
 
 NEVER = 1 << 62  # no gradient's place
-NOTHING = Found(0, NEVER, BEYOND)
+NOTHING = NonFinite(0, NEVER, BEYOND)
 
 
 class Trace:
@@ -65,13 +64,13 @@ class Trace:
             known = self._first.get((unit, index))
             self._first[unit, index] = place if known is None else torch.minimum(known, place)
 
-    def first(self, chunks: Mapping[int, nn.Module]) -> Found:
+    def first(self, chunks: Mapping[int, nn.Module]) -> NonFinite:
         """Return the earliest of this rank. Reads the device once."""
         if not self._first:
             return NOTHING
         places = host_value(torch.stack(list(self._first.values())), [NEVER] * len(self._first))
         firsts = [
-            Found(-_chunk_of(unit, chunks), place, f"unit {unit.name!r}, parameter {unit.layout.slots[index].name}")
+            NonFinite(-_chunk_of(unit, chunks), place, f"unit {unit.name!r}, parameter {unit.layout.slots[index].name}")
             for (unit, index), place in zip(self._first, places, strict=True) if place < NEVER
         ]  # fmt: skip
         return min(firsts, default=NOTHING)
@@ -145,9 +144,9 @@ def _chunk_of(unit: Unit, chunks: Mapping[int, nn.Module]) -> int:
 
 
 def is_finite(values: Tensor) -> Tensor:
-    """Return whether all values are finite, on the device and without a copy of them. Not of an empty tensor."""
-    finite: Tensor = torch.linalg.vector_norm(values.detach(), inf).isfinite()
-    return finite
+    """Tell whether all values are finite: one flag on the device, without a copy of them. Not of an empty tensor."""
+    least, most = torch.aminmax(values.detach())  # both are NaN where one value is; a norm takes twenty times as long
+    return least.isfinite() & most.isfinite()
 
 
 def check_weights(units: Iterable[Unit], dp: Comm, everyone: Comm, error: type[Zero3dError], remedy: str) -> None:

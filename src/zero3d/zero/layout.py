@@ -98,5 +98,5 @@ class UnitLayout:
     def grid_cells(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
         """Cut a flat range at the grid of C equal cells: yield (cell, first, stop), counted from the range's start."""
         length = self.total // lcm(CANONICAL, self.n)
-        for segment in range(start // length, -(-(start + numel) // length)):
-            yield segment, max(segment * length - start, 0), min((segment + 1) * length - start, numel)
+        for cell in range(start // length, -(-(start + numel) // length)):
+            yield cell, max(cell * length - start, 0), min((cell + 1) * length - start, numel)

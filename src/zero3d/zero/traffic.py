@@ -119,7 +119,7 @@ def step_traffic(
     units    padded sizes, as laid out
     gathers  parameter gathers per unit and *step* at stage 3 (`count_gathers` of the token order)
     exact    an all-to-all of as many elements in the place of each reduce-scatter; every micro-batch's weight and
-             the norms of a rank's segments are exchanged
+             the norms of a rank's cells are exchanged
     """
     row = stage_row(stage)
     _, reduce = resolve_policies(row, "auto", reduce)

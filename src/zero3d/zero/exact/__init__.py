@@ -13,13 +13,13 @@ number N of ranks:
                        01234567
 
                         summands of one rank                 summands of several ranks
-    every micro-batch   2nd: a `Counter` of shards           1st: all_to_all, then `add_tree` over the N parts
+    every micro-batch   2nd: a `Counter` of shards           1st: all_to_all, then `add_tree` over the N terms
     every step          1st: a `Counter` of whole buffers    2nd: the same
 
-A summand travels in the dtype of its backward, sums in that of masters. N must be a power of two that divides the
-layout's 64 segments: then vector tails, padding and pieces of checkpoints are those of every other such N. The norm
-is that of 64 norms, one of each segment of all units; dropout's seed follows from the number of the summand. Matrix
-products depend on their shapes, so the size of a micro-batch, tp and pp must stay as they are.
+A summand travels in the dtype of its backward, sums in that of masters. N must be a power of two that divides 64,
+the cells of the layout's grid: then vector tails, padding and pieces of checkpoints are those of every other such N.
+The norm is that of 64 norms, one of each cell of all units; dropout's seed follows from the number of the summand.
+Matrix products depend on their shapes, so the size of a micro-batch, tp and pp must stay as they are.
 
 summands     which micro-batch is which summand; seeds, losses and weights that follow from the number
 sums         the tree over several tensors at once, and over tensors that come one after another
