@@ -153,7 +153,6 @@ def _alternating(schedule: Schedule, stage: int, pp: int, count: int) -> Iterato
 
 def _zbv(stage: int, pp: int, count: int) -> Iterator[tuple[str, int]]:
     """Yield the same of zbv, for `count` micro-batches or a few more."""
-
     left, number = pp - stage, max(2 * pp - 1, count)
     through = [(INPUTS, 1), (WEIGHTS, 1)]
     yield from [("F", 0)] * (2 * left - 1)
