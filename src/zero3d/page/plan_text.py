@@ -334,5 +334,4 @@ def plan_json(plan: ParallelPlan) -> dict[str, Any]:
 
 def estimate_json(estimate: Estimate) -> dict[str, Any]:
     """Return all figures of an estimate by name."""
-
     return estimate.as_dict()

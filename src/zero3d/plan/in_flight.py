@@ -66,19 +66,19 @@ def _enough(plan: ParallelPlan) -> int:
 @lru_cache(maxsize=4096)
 def _moments(name: str, pp: int, count: int, stage: int) -> tuple[Moment, ...]:
     schedule = Schedule.of(name)
-    parts = schedule.chunks_of(stage, pp)
+    chunks = schedule.chunks_of(stage, pp)
     under_way = _under_way(schedule, pp, count, stage)
     done: Counter[tuple[str, int]] = Counter()
     ends = WEIGHTS if schedule.splits_backward else WHOLE
     starts: dict[Moment, None] = {}
-    turns = range(len(parts))
+    turns = range(len(chunks))
     for action in _actions(name, pp, count, stage):
-        kind, turn = action.kind, parts.index(action.chunk)
+        kind, turn = action.kind, chunks.index(action.chunk)
         done[kind, turn] += 1
         if kind != "F":
             alive = tuple(done["F", i] - done[ends, i] + (kind == ends and i == turn) for i in turns)
             waits = tuple(done[INPUTS, i] - done[WEIGHTS, i] - (kind == INPUTS and i == turn) for i in turns)
-            waits = waits if schedule.splits_backward else (0,) * len(parts)
+            waits = waits if schedule.splits_backward else (0,) * len(chunks)
             final = done[kind, turn] == count
             starts[Moment(action.chunk, kind, alive, waits, under_way[action], final)] = None
     fullest: dict[tuple[int, str, bool], list[Moment]] = {}
@@ -98,14 +98,9 @@ def _no_more(one: Moment, other: Moment) -> bool:
 def _under_way(schedule: Schedule, pp: int, count: int, stage: int) -> dict[Action, int]:
     """Return, by action of a rank, the gradients that may be on their way as it begins."""
     actions = _actions(schedule.name, pp, count, stage)
-    owners = [schedule.rank_of(part, pp) for part in range(pp * schedule.chunks_per_rank)]
-    near = {(stage - 1) % pp, (stage + 1) % pp}
-    looped = schedule.chunks_per_rank > 1
-    over = (
-        acknowledgements({rank: _actions(schedule.name, pp, count, rank) for rank in near}, stage, owners)
-        if looped
-        else {}
-    )
+    owners = [schedule.rank_of(chunk, pp) for chunk in range(pp * schedule.chunks_per_rank)]
+    near = {(stage - 1) % pp, (stage + 1) % pp} if schedule.chunks_per_rank > 1 else set()
+    over = acknowledgements({rank: _actions(schedule.name, pp, count, rank) for rank in near}, stage, owners)
     under_way: Counter[Work] = Counter()
     by_action = {}
     for action in actions:
@@ -124,12 +119,12 @@ def _under_way(schedule: Schedule, pp: int, count: int, stage: int) -> dict[Acti
 def _actions(name: str, pp: int, count: int, stage: int) -> tuple[Action, ...]:
     """Return the actions of a rank, in order."""
     schedule = Schedule.of(name)
-    parts = schedule.chunks_of(stage, pp)
+    chunks = schedule.chunks_of(stage, pp)
     done: Counter[tuple[str, int]] = Counter()
     actions = []
     for kind, turn in _zbv(stage, pp, count) if schedule.in_a_v else _alternating(schedule, stage, pp, count):
         if done[kind, turn] < count:
-            actions.append(Action(kind, parts[turn], done[kind, turn]))
+            actions.append(Action(kind, chunks[turn], done[kind, turn]))
             done[kind, turn] += 1
     return tuple(actions)
 
@@ -158,7 +153,6 @@ def _alternating(schedule: Schedule, stage: int, pp: int, count: int) -> Iterato
 
 def _zbv(stage: int, pp: int, count: int) -> Iterator[tuple[str, int]]:
     """Yield the same of zbv, for `count` micro-batches or a few more."""
-
     left, number = pp - stage, max(2 * pp - 1, count)
     through = [(INPUTS, 1), (WEIGHTS, 1)]
     yield from [("F", 0)] * (2 * left - 1)

@@ -18,9 +18,7 @@ from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.plan.states import policies, states_key, wire_width
 from zero3d.zero.layout import ROOT
-from zero3d.zero.stages import WIDTHS
-
-WINDOW = 2  # zero/prefetch.py's
+from zero3d.zero.stages import WIDTHS, WINDOW
 
 
 class Windows(NamedTuple):

@@ -292,7 +292,6 @@ class _Recorder:
 
     def _waiting(self) -> set[int]:
         """Return the gradients of tied parameters that wait for the embedding's, or are summed there."""
-
         marks = self._live.marks
         forward, last = marks["F", HEAD, "end"], marks.get(("B", self._kinds[0], "end"), len(self._live.events))
         born = set(self._alive(forward, last, last)) | {n for n in self._live.shapes if n >= last}

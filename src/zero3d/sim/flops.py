@@ -35,7 +35,6 @@ class FlopCounter:
 
     def reset(self) -> None:
         """Forget all counts."""
-
         self.counted.clear()
 
 

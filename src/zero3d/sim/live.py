@@ -51,7 +51,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def number_of(self, t: Tensor) -> int:
         """Return the number of a tensor's storage, -1 where it is not followed."""
-
         return self._numbers.get(t.untyped_storage()._cdata, -1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

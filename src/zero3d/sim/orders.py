@@ -26,7 +26,6 @@ def orders(engine: Engine, schedule: str, micro_batches: int) -> tuple[tuple[Pip
 
 def one_chunk(stage: int, ahead: int, micro_batches: int) -> tuple[PipelineAction, ...]:
     """Return the actions of a stage of one model chunk that runs `ahead` forwards before it alternates."""
-
     forwards = [PipelineAction("F", stage, number) for number in range(micro_batches)]
     backwards = [PipelineAction("B", stage, number) for number in range(micro_batches)]
     row, rest = forwards[:ahead], forwards[ahead:]

@@ -136,6 +136,5 @@ class PositionTracker:
 
     def _note(self) -> None:
         """Remember that from here on autograd's nodes are made by the module on top."""
-
         self._numbers.append(torch._C._autograd._get_sequence_nr())
         self._makers.append(self._stack[-1] if self._stack else "")

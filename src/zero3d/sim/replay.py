@@ -67,7 +67,6 @@ def timeline_of(log: Log, points: int = POINTS) -> Timeline:
 
 def _whole(values: list[Fraction], total: int) -> list[int]:
     """Round bytes by category; a rank's share of a unit's padding may be a fraction, the sum is whole."""
-
     whole = [int(value) for value in values]
     whole[CATEGORIES.index(PADDING)] += total - sum(whole)
     return whole

@@ -136,6 +136,5 @@ def _copies(model: nn.Module, part_names: PartNames, unit_of: Mapping[nn.Paramet
 
 def config_of(model: nn.Module) -> Any:
     """Return the language model's configuration of a Hugging Face model, None of another."""
-
     config: Any = getattr(inner_model(model), "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
