@@ -94,6 +94,49 @@ def test_packages_import_each_other_in_no_cycle():
         graph = {package: targets for package, targets in graph.items() if package not in free}
 
 
+# Files whose import brings no torch; a name stands for a package with all of its files.
+TORCH_FREE = (
+    "errors", "reading", "config", "shards.boxes", "distributed.degrees", "distributed.ledger", "zero.stages", "zero.layout",
+    "zero.traffic", "activations.policy", "tensor_parallel.traffic", "pipeline.schedules", "pipeline.actions",
+    "pipeline.balance", "pipeline.traffic", "pipeline.acknowledgements", "checkpoint.folders", "checkpoint.files",
+    "checkpoint.fields", "checkpoint.manifest", "checkpoint.manifest_parser", "checkpoint.tiling", "checkpoint.integrity",
+    "checkpoint.resume_contract", "models.presets", "models.foreign_code", "plan", "page",
+)  # fmt: skip
+WITH_TORCH = {"plan.calibrate"}
+
+
+def imported_at_once(tree):
+    """Modules that importing a file imports: what stands in no function and in no TYPE_CHECKING block."""
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        elif isinstance(node, (ast.If, ast.Try, ast.With)) and "TYPE_CHECKING" not in ast.unparse(node)[:60]:
+            yield from imported_at_once(node)
+
+
+def test_files_without_torch_import_files_without_torch():
+    brings_torch, needs = set(), {}
+    for name, path in modules():
+        nodes = list(imported_at_once(parsed(path)))
+        outer = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names} | {
+            n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)
+        }
+        if any(each.split(".")[0] in ("torch", "transformers") or each == "safetensors.torch" for each in outer):
+            brings_torch.add(name)
+        needs[name] = set(imported(ast.Module(nodes, []))) - {name}
+    grown = True
+    while grown:
+        more = {name for name, targets in needs.items() if targets & brings_torch} - brings_torch
+        brings_torch |= more
+        grown = bool(more)
+    declared = {
+        name for name in needs for free in TORCH_FREE if name == free or name.startswith(f"{free}.")
+    } - WITH_TORCH
+    assert len(declared) > len(TORCH_FREE)
+    assert declared & brings_torch == set()
+    assert brings_torch >= WITH_TORCH
+
+
 def test_few_files_lie_at_the_root():
     assert len(list(SRC.glob("*.py"))) <= 6
 

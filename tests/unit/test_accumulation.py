@@ -111,7 +111,7 @@ def test_a_backward_that_fails_is_not_taken_for_the_next_one():
     accumulation = counter_of(1)
     with pytest.raises(ValueError, match="broken"), accumulation.counting(Contribution(5.0, last=False)):
         raise ValueError("broken")
-    accumulation.abandon()
+    accumulation.reset()
     assert plain(accumulation)
     assert state(accumulation) == (1, 1.0, [1.0], True)
 
@@ -124,7 +124,7 @@ def test_a_step_has_as_many_micro_batches_as_the_last_one_that_was_due():
     accumulation.reset()
     assert accumulation.usual == 3
     driven(accumulation)
-    accumulation.abandon()
+    accumulation.reset()
     assert accumulation.usual == 3
     accumulation.finish(8, [])
     accumulation.reset()
@@ -150,6 +150,6 @@ def test_random_numbers_are_drawn_once_per_micro_batch():
         accumulation.reset()
     assert drawn == [0, 1, 0, 1]
     accumulation.forward_begins()
-    accumulation.abandon()
+    accumulation.reset()
     accumulation.forward_begins()
     assert drawn[4:] == [0, 0]

@@ -47,8 +47,8 @@ class Rank:
         self.arena, self.comm = Arena(torch.device("cpu")), Paired(rank, sent)
         policy = Policy(stage_row(stage), "every_use", reduce, planned, WIDE, WIDE)
         self.setting = Setting(policy, self.comm, self.arena)
-        self.leaves = Summands(self.comm, reduce == "every_step", planned, 0)
-        self.grads = ExactGradients(self.leaves, "unit", UnitLayout(SHAPES, N), DTYPE, self.setting)
+        self.summands = Summands(self.comm, reduce == "every_step", planned, 0)
+        self.grads = ExactGradients(self.summands, "unit", UnitLayout(SHAPES, N), DTYPE, self.setting)
 
 
 def halves(values):
@@ -85,11 +85,11 @@ def is_sum(rank, wanted):
 def run(ranks, step, micro_batches):
     """Gradients of a step, from its first backward to the end of its last reduction."""
     for rank in ranks:
-        rank.leaves.begin(micro_batches)
+        rank.summands.begin(micro_batches)
     for k in range(micro_batches):
-        reduces = k == micro_batches - 1 or not ranks[0].leaves.per_step
+        reduces = k == micro_batches - 1 or not ranks[0].summands.per_step
         for rank in ranks:
-            for index, grad in enumerate(summand(step, rank.leaves.number(k))):
+            for index, grad in enumerate(summand(step, rank.summands.number(k))):
                 rank.grads.take(index, grad)
             if reduces:
                 rank.grads.reduce(single=True)
@@ -104,7 +104,7 @@ def run(ranks, step, micro_batches):
 
 def check_memory(rank, most, alone):
     """As `stages.engine_bytes` and the arena have it, and nothing on its way."""
-    layout, sharded = rank.grads._layout, alone or not rank.leaves.per_step
+    layout, sharded = rank.grads._layout, alone or not rank.summands.per_step
     assert rank.grads.micro_batches == most
     assert len(rank.grads.buffers) == counter_buffers(most)
     elements = counter_buffers(most) * (layout.shard if sharded else layout.total)
@@ -143,7 +143,7 @@ def test_what_is_closed_already_is_no_summand_once_more():
     ranks = [Rank(rank, sent, 1, "every_step", 2) for rank in range(N)]
     for rank in ranks:
         for k in range(2):
-            for index, grad in enumerate(summand(0, rank.leaves.number(k))):
+            for index, grad in enumerate(summand(0, rank.summands.number(k))):
                 rank.grads.take(index, grad)
             rank.grads.close()
         rank.grads.reduce(single=False)

@@ -9,14 +9,31 @@ import torch
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.pipeline.forward_only import ForwardOnly
+from zero3d.pipeline.shapes import ChunkOutputs
 
 WIDTH, EXPERTS, SHAPE = 4, 3, (2, 5)
 TOKENS = SHAPE[0] * SHAPE[1]
 ROUTED = torch.float16  # router logits need not have the dtype of hidden states
 
 
-def hidden(shape):
-    return torch.full((*shape, WIDTH), float("nan"), dtype=torch.bfloat16)
+class Outputs(ChunkOutputs):
+    """Of a model of bf16, with memory that shows if it is not filled."""
+
+    def hidden(self, ids_shape):
+        return super().hidden(ids_shape).fill_(float("nan"))
+
+
+class Chunks:
+    """A rank's chunks as a function of their number, what enters them and the batch."""
+
+    def __init__(self, run, last, routes):
+        self.run, self.last, self.routes = run, last, routes
+
+
+def outputs():
+    module = torch.nn.Linear(1, 1, dtype=torch.bfloat16)
+    module.width = WIDTH
+    return Outputs([module])
 
 
 def plain(chunk, entering, batch):
@@ -53,10 +70,10 @@ def run(monkeypatch):
     monkeypatch.setattr("zero3d.pipeline.forward_only.messages", messages)
 
     def rank(place, owners, call, routes):
-        ledger = Ledger()
-        turn = ForwardOnly(owners, Axis("pp", place, 2), ledger, call, hidden, routes)
-        output = turn(torch.arange(TOKENS).view(SHAPE), {"by": 10})
-        return output, turn.learned, [(e.op, e.axis, e.calls, e.elements, e.bytes) for e in ledger]
+        ledger, shapes = Ledger(), outputs()
+        forward = ForwardOnly(owners, Axis("pp", place, 2), ledger, Chunks(call, len(owners) - 1, routes), shapes)
+        output = forward(torch.arange(TOKENS).view(SHAPE), {"by": 10})
+        return output, shapes.router_logits, [(e.op, e.axis, e.calls, e.elements, e.bytes) for e in ledger]
 
     def made(owners, call, routes=False):
         with ThreadPoolExecutor(2) as threads:

@@ -45,7 +45,7 @@ def rank(monkeypatch):
 
 def memory_in_tables(engine):
     """Bytes of what torch's tables refer to."""
-    stages = engine.pipeline._stages
+    stages = engine.pipeline._made.stages
     rows = [row for stage in stages for table in (stage.args_recv_info, stage.grad_recv_info) for row in table.values()]
     buffers = [info.buffer for row in rows for info in row if getattr(info, "buffer", None) is not None]
     assert buffers
@@ -113,7 +113,7 @@ def test_graphs_that_are_not_collected_yet_hold_no_hidden_state_and_senders_thei
 def watched(engine, step):
     """Of a step: the work whose messages were started here and not by torch, and how many of them are left at its end."""
     step()
-    sends, started, left = engine.pipeline._sends, [], []
+    sends, started, left = engine.pipeline._made.sends, [], []
     send, finish = sends.send, sends.finish
 
     def noted(work, operations):
@@ -121,7 +121,7 @@ def watched(engine, step):
         send(work, operations)
 
     def at_the_end():
-        left.append(sum(map(len, sends._held.values())))
+        left.append(sum(map(len, sends._under_way.values())))
         finish()
 
     sends.send, sends.finish = noted, at_the_end
@@ -145,7 +145,7 @@ def test_what_was_sent_is_let_go_in_the_step(rank, schedule, place, forwards, ba
 def test_looped_schedules_keep_to_the_end_only_what_was_sent_near_it(rank, schedule):
     engine, step = rank(schedule, 1)
     started, left = watched(engine, step)
-    unknown = [work for work in started if work.backward and work not in engine.pipeline._sends._over]
+    unknown = [work for work in started if work.backward and work not in engine.pipeline._made.sends._acknowledgements]
     assert len(started) == 4 * COUNT
     assert left == [len(unknown)]
     assert 0 < len(unknown) < 2 * COUNT

@@ -4,11 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import batch, bits, build, loss_of
+from models import adamw, batch, bits, build, loss_of
 
 import zero3d
+from zero3d.memory.arena import Arena
 from zero3d.zero.exact.optimizer import ExactOptimizer
-from zero3d.zero.optimizer import ShardedOptimizer, pipeline
+from zero3d.zero.model_group import NONE, Norms
+from zero3d.zero.optimizer import NO_NORM, ShardedOptimizer, pipeline
 from zero3d.zero.stages import WINDOW
 
 
@@ -22,12 +24,10 @@ def exchanged(kind, dp_differences, other_row):
         alone=False, exchange=lambda row: torch.stack([row, torch.tensor(other_row, dtype=torch.float64)]),
         count_once=lambda rows: rows[:1],
     )  # fmt: skip
-    given = SimpleNamespace(
-        _comm=comm, _replica=model_group, _arena=SimpleNamespace(device=torch.device("cpu")),
-        _leaves=SimpleNamespace(total=torch.sum),
-    )  # fmt: skip
-    weight = torch.tensor([3.0], dtype=torch.float64) if kind is ExactOptimizer else 3.0
-    total, in_order = kind._exchange(given, weight)
+    optimizer = object.__new__(kind)
+    optimizer._comm, optimizer._model_group, optimizer._arena = comm, model_group, Arena(torch.device("cpu"))
+    optimizer._summands = SimpleNamespace(total=torch.sum)
+    total, in_order = optimizer._exchange(torch.tensor([3.0], dtype=torch.float64))
     return float(total), bool(in_order)
 
 
@@ -40,14 +40,21 @@ def test_orders_of_gathers_and_of_reductions_are_compared_on_all_ranks(kind):
 
 
 @pytest.mark.parametrize("kind", [ShardedOptimizer, ExactOptimizer])
-def test_what_one_dp_rank_finds_uneven_over_tp_is_the_norm_of_all(kind):
-    for partials, wanted in (([2.0, -5.0, 3.0], -5.0), ([-2.0, 1.0, 3.0], -2.0), ([2.0, 3.0, 6.0], 7.0)):
-        given = SimpleNamespace(
-            shard_grads=lambda: iter(()), _segment_grads=lambda: iter(()), _units=[],
-            _replica=SimpleNamespace(norm=lambda *_: torch.zeros(()), norms=lambda *_: torch.zeros(1)),
-            _comm=SimpleNamespace(size=3, exchange=lambda _, found=partials: torch.tensor(found).double()[:, None]),
-        )  # fmt: skip
-        assert float(kind._norm(given)) == wanted
+@pytest.mark.parametrize(("partials", "wanted"), [
+    ([2.0, 3.0, 6.0], (7.0, True)), ([2.0, NO_NORM, 3.0], (None, False)), ([NO_NORM, 1.0, 3.0], (None, False)),
+])  # fmt: skip
+def test_one_dp_rank_without_a_norm_is_noticed_by_all(kind, partials, wanted):
+    sent = []
+    optimizer = object.__new__(kind)
+    optimizer._wide = torch.float32
+    optimizer._comm = SimpleNamespace(
+        exchange=lambda own: (sent.append((own.dtype, own.tolist())), torch.tensor(partials).double()[:, None])[1]
+    )
+    for uneven, own in ((NONE, 2.5), (4, NO_NORM)):
+        norm, even = optimizer._over_dp(Norms(torch.tensor([2.5]), torch.tensor(uneven)))
+        assert sent.pop() == (torch.float64, [own])
+        assert bool(even) == wanted[1]
+        assert wanted[0] is None or float(norm) == wanted[0]
 
 
 def sgd(params):
@@ -65,6 +72,30 @@ def test_a_norm_below_the_limit_is_left_alone():
             found.append(bits(engine.module.parameters()))
         assert all(owned.master.grad is None for owned in engine.optimizer.pieces)
     assert found[0] == found[1]
+
+
+def test_a_step_without_targets_on_one_rank_moves_nothing_and_says_so():
+    engine = zero3d.Engine(build("net"), stage=3, precision="fp32", optimizer=sgd)
+    before = engine.fingerprint()
+    engine.backward(loss_of(engine, batch(0)), weight=0.0)
+    assert engine.step().reason == "no targets"
+    assert engine.fingerprint() == before
+
+
+def test_groups_of_adam_may_differ_in_what_they_keep():
+    """Its states are made at the start only where no group keeps a maximum, which torch makes at the first step."""
+    engine = zero3d.Engine(
+        build("net"), stage=2, precision="fp32", optimizer=adamw, param_groups=[{"match": "*norm*", "amsgrad": True}]
+    )
+    for step in range(2):
+        engine.backward(loss_of(engine, batch(step)))
+        assert engine.step().applied
+    keeps = {
+        owned.name
+        for owned in engine.optimizer.pieces
+        if "max_exp_avg_sq" in engine.optimizer.torch.state[owned.master]
+    }
+    assert keeps == {owned.name for owned in engine.optimizer.pieces if "norm" in owned.name}
 
 
 def test_at_most_a_window_of_collectives_is_under_way_and_all_are_waited_for_in_order():

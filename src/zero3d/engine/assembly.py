@@ -71,7 +71,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     if axes.pp.size > 1:
         guard_rest(model, set(module.parameters()))
     move_buffers(module, axes.dp)
-    runtime = start(base, [build_unit(base, spec) for spec in specs], uses)
+    runtime = start(base, [build_unit(base, spec, options.model.weights) for spec in specs], uses)
     whole = WholeParameters(runtime.units, runtime.gathers, axes.dp, runtime.model_group)
     stepper = _stepper(base, runtime)
     pipeline = _open_pipeline(base, runtime, losses, whole) if axes.pp.size > 1 else None

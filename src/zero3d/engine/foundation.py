@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -64,4 +64,5 @@ class Foundation:
             for root in (model, *division.chunks.values()):
                 hollow(root)
         order = choose_order(resolved, options.zero.exact, options.step.accumulate, axes.dp, axes.world)
-        return cls(options, resolved, axes, division, order)
+        done = replace(options, model=replace(options.model, weights=None))  # a source keeps the last weights it made
+        return cls(done, resolved, axes, division, order)

@@ -16,7 +16,7 @@ from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.gathers import Gathers
 from zero3d.zero.health import Health
 from zero3d.zero.hooks import Hooks
-from zero3d.zero.initial_weights import from_module, from_source
+from zero3d.zero.initial_weights import Source, from_module, from_source
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.model_group import ModelGroup, TensorCuts
 from zero3d.zero.optimizer import ShardedOptimizer
@@ -43,7 +43,7 @@ class Runtime:
     health: Health
 
 
-def build_unit(base: Foundation, spec: UnitSpec) -> Unit:
+def build_unit(base: Foundation, spec: UnitSpec, source: Source | None) -> Unit:
     """Lay a unit's parameters out and give them their first weights: rank 0's, or those of a source."""
     dp, division, policy = base.axes.dp, base.division, base.resolved.policy
     owner = {name: division.full_model.owner(name) for name in spec.params}
@@ -51,7 +51,6 @@ def build_unit(base: Foundation, spec: UnitSpec) -> Unit:
     layout = UnitLayout([(name, tuple(p.shape), groups[name]) for name, p in spec.params.items()], dp.size)
     setting = Setting(policy, dp, base.axes.arena, base.order.gradients)
     wide = policy.master if spec.dtype.is_floating_point else spec.dtype
-    source = base.options.model.weights
     if source is None:
         fill = from_module(layout, spec.params, dp, wide)
     else:
