@@ -178,7 +178,7 @@ def take_chunks(model: nn.Module, axis: Axis, schedule: Schedule, blocks: str | 
             f"schedule {schedule.name!r} takes gradients of inputs and of each group of weights apart, and torch's "
             "checkpoint, which this model's gradient_checkpointing uses, runs a block's forward again for every one: "
             "right, but several times the compute. zero3d.activations.recompute(model, 'full') runs it again once.",
-            stacklevel=4,
+            stacklevel=6,
         )
     return {chunk: split(model, counts, chunk, blocks) for chunk in schedule.chunks_of(axis.rank, axis.size)}
 
