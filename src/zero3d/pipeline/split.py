@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from zero3d.distributed.axis import Axis
 from zero3d.errors import ConfigError
 from zero3d.models.chain import Chain, base_of, copy_with, find_chain
-from zero3d.models.masking import forward_options, inner_model
+from zero3d.models.packing import forward_options, inner_model
 from zero3d.models.placeholders import (
     ChunkDone,
     ChunkTensors,
