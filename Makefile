@@ -1,5 +1,5 @@
 # make demo      train the embedded default on this machine       (own .venv)
-# make test      what CI runs: lint, types, tests                  (9 to 10 minutes on 2 busy cores)
+# make test      what CI runs: lint, types, tests                  (6 minutes on 2 quiet cores)
 # make test-part PART=COMMIT   the part of the longer tests that a commit's hash chooses (CI: its own)   (3 minutes)
 # make test-all  all tests, the longer ones too
 # make bench     engines side by side on 2 CPU ranks
