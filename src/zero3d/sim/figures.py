@@ -68,7 +68,7 @@ class OutputForms(dict[int, bool]):
 
 
 class SkippedBlock(Placeholder):
-    """In the place of a block like one that has run: hands on its hidden state in the form in which that one did."""
+    """Stands for a block like one that has run: hands on its hidden state in the form in which that one did."""
 
     def __init__(self, block: nn.Module, forms: OutputForms, kind: int) -> None:
         super().__init__(block)
