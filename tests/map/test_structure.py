@@ -200,6 +200,30 @@ def test_the_core_can_be_read_in_one_sitting():
     assert sum(code_lines(path) for name, path in modules() if name in needed) <= 2650
 
 
+def functions():
+    for name, path in modules():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield name, node
+
+
+def test_files_and_functions_stay_short_and_take_few_parameters():
+    assert [name for name, path in modules() if code_lines(path) > 300] == []
+    assert [(name, node.name) for name, node in functions() if node.end_lineno - node.lineno >= 60] == []
+    for name, node in functions():
+        taken = [
+            a.arg
+            for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            if a.arg not in ("self", "cls")
+        ]
+        assert len(taken) <= 8 or (name, node.name) == ("engine.engine", "__init__"), f"{name}.{node.name}: {taken}"
+
+
+def test_there_are_nearly_as_many_lines_of_tests_as_of_code():
+    tests = sum(code_lines(path) for path in (ROOT / "tests").rglob("*.py"))
+    assert tests >= 0.8 * sum(code_lines(path) for _, path in modules())
+
+
 def test_there_is_one_reduce_scatter_call_site():
     calls = [
         f"{name}:{node.lineno}"

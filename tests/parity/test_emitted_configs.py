@@ -11,7 +11,7 @@ from models import hf
 from zero3d.cli.main import main
 from zero3d.plan.emit import train_config
 from zero3d.plan.spec import ParallelPlan
-from zero3d.sim.trace import open_spec
+from zero3d.sim.model_spec import open_spec
 
 LENGTH, TOKENS = 32, 256
 CLUSTER = ["--gpus", "2", "--nodes", "1", "--gpu", "cpu"]

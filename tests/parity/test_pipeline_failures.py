@@ -11,20 +11,20 @@ from zero3d.distributed.axis import Axis, leave_note, read_note
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.pipeline.failures import Failures
 
-AGAIN = (
-    "this pipeline failed before (model chunk 1 of 2 of the pipeline, on rank 1 of axis pp, failed: ValueError: a bad "
-    "sample)"
-)
+CHUNK = "model chunk 1 of 2 of the pipeline, on rank 1 of axis pp,"
 
 
-def failing_once():
-    """A loss that raises when it is asked to, and how to ask."""
+def failing_once(fault):
+    """A loss that fails when it is asked to, and how to ask; `fault`: it raises, or returns a sum without its weight."""
     bad = []
 
     def loss(output, given):
-        if bad:
-            raise ValueError(bad.pop())
-        return sum_of(output, given)
+        if not bad:
+            return sum_of(output, given)
+        text = bad.pop()
+        if fault == "no weight":
+            return sum_of(output, given)[0]
+        raise ValueError(text)
 
     return loss, bad
 
@@ -36,8 +36,8 @@ def error_of(call):
     return type(error.value).__name__, str(error.value)
 
 
-def go_on_after(action):
-    loss, bad = failing_once()
+def go_on_after(action, fault):
+    loss, bad = failing_once(fault)
     engine = engine_of(build("net", 4), zero3d.Mesh(pp=2), loss=loss)
     engine.train_batch(micro_batches(0, 0))
     bad.append("a bad sample")
@@ -50,14 +50,21 @@ def go_on_after(action):
     return first, [*again, error_of(lambda: engine_of(build("net", 4), engine.mesh))]
 
 
-@pytest.mark.parametrize("action", ["train_batch", "evaluate"])
-def test_after_a_loss_function_failed_every_further_call_raises_at_once_on_all_ranks(ranks, action):
-    results = ranks(2, go_on_after, action, group_timeout=3.0)
+@pytest.mark.parametrize(
+    ("action", "fault", "why"),
+    [
+        ("train_batch", "raises", "ValueError: a bad sample"),
+        ("evaluate", "raises", "ValueError: a bad sample"),
+        ("train_batch", "no weight", "TypeError: iteration over a 0-d tensor"),
+    ],
+)
+def test_after_a_loss_function_failed_every_further_call_raises_at_once_on_all_ranks(ranks, action, fault, why):
+    results = ranks(2, go_on_after, action, fault, group_timeout=3.0)
     for rank, (first, again) in enumerate(results):
-        assert first[1].startswith("model chunk 1 of 2 of the pipeline, on rank 1 of axis pp, failed: ValueError"), rank
+        assert first[1].startswith(f"{CHUNK} failed: {why}"), rank
         for kind, text in again:
             assert kind == "Zero3dError"
-            assert AGAIN in text
+            assert f"this pipeline failed before ({CHUNK} failed: {why})" in text
             assert "engine.load in new processes" in text
 
 

@@ -46,15 +46,17 @@ def said_about_checkpointing(schedule):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         engine_of(model, zero3d.Mesh(pp=2), schedule=schedule)
-    return [str(warning.message) for warning in warned]
+    return [(str(warning.message), warning.filename) for warning in warned]
 
 
 @pytest.mark.parametrize(("schedule", "times"), [("zbv", 1), ("interleaved", 0)])
 def test_checkpointing_that_repeats_the_forward_is_said_once(ranks, schedule, times):
-    for texts in ranks(2, said_about_checkpointing, schedule):
-        about_checkpointing = [text for text in texts if "runs a block's forward again" in text]
+    for warned in ranks(2, said_about_checkpointing, schedule):
+        about_checkpointing = [(text, file) for text, file in warned if "runs a block's forward again" in text]
         assert len(about_checkpointing) == times
-        assert all("zero3d.activations.recompute(model, 'full')" in text for text in about_checkpointing)
+        for text, file in about_checkpointing:
+            assert "zero3d.activations.recompute(model, 'full')" in text
+            assert file.endswith("pipelines.py"), "it points to where the engine is built"
 
 
 class Odd(torch.nn.Module):

@@ -11,7 +11,7 @@ from zero3d.errors import ConfigError
 from zero3d.plan.memory import memory
 from zero3d.plan.spec import ParallelPlan
 from zero3d.plan.traffic import busiest_traffic
-from zero3d.sim.trace import open_spec
+from zero3d.sim.model_spec import open_spec
 
 LENGTH = 512
 CONFIG = {

@@ -16,8 +16,8 @@ from zero3d.plan.in_flight import moments
 from zero3d.plan.memory import memory
 from zero3d.plan.spec import ParallelPlan
 from zero3d.sim.live import StorageTracker
+from zero3d.sim.model_spec import trace
 from zero3d.sim.patches import without_values
-from zero3d.sim.trace import trace
 
 LENGTH = 512
 

@@ -19,7 +19,7 @@ from zero3d.memory.arena import STATES
 from zero3d.plan.spec import ParallelPlan
 from zero3d.plan.states import states
 from zero3d.setup.optimizer import decay_groups
-from zero3d.sim.trace import outline
+from zero3d.sim.model_spec import outline
 
 FAMILIES = ("llama", "qwen3", "gpt2", "moe")
 MESHES = (

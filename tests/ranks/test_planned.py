@@ -19,7 +19,7 @@ from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
 from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import ParallelPlan
-from zero3d.sim.trace import open_spec
+from zero3d.sim.model_spec import open_spec
 from zero3d.train.progress import Progress
 from zero3d.zero.stages import engine_bytes
 

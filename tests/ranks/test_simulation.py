@@ -19,8 +19,8 @@ FOUR_BLOCKS = {
 def real(tree):
     """One rank: the step that a simulated one makes, with weights, values and peers."""
     from zero3d.config import resolve_batch
-    from zero3d.models.masking import forward_options
     from zero3d.models.open import open_model
+    from zero3d.models.packing import forward_options
     from zero3d.setup.build import build_engine
     from zero3d.setup.inputs import open_mesh
     from zero3d.sim.observe import blank_batches, observe

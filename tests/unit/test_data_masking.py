@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from zero3d.errors import ConfigError
-from zero3d.models.masking import check_packing, forward_options
+from zero3d.models.packing import check_packing, forward_options
 
 FAMILIES = ("llama", "qwen3", "gpt2", "qwen3_moe")
 A, B, C = slice(0, 7), slice(7, 16), slice(16, 20)

@@ -36,3 +36,19 @@ def test_an_engine_names_its_axes():
     engine = zero3d.Engine(build("net"), precision="fp32")
     assert [axis.axis for axis in (engine.dp, engine.tp, engine.world)] == ["dp", "tp", "dp"]
     assert [axis.size for axis in (engine.dp, engine.tp, engine.world)] == [1, 1, 1]
+
+
+class Watched(torch.nn.Linear):
+    """Counts how often it is told its mode; layers that merge weights in eval mode do work there."""
+
+    told = 0
+
+    def train(self, mode=True):
+        self.told += 1
+        return super().train(mode)
+
+
+def test_building_an_engine_changes_no_modules_mode():
+    module = Watched(2, 2)
+    zero3d.Engine(module, precision="fp32")
+    assert module.told == 0

@@ -8,15 +8,15 @@ import pytest
 
 from zero3d.cli.main import main
 from zero3d.plan.hardware import CATALOGUE
-from zero3d.sim import trace
+from zero3d.sim import model_spec
 
 DEMO = ["demo", "--gpus", "2", "--gpu", "cpu", "--seq", "128", "--tokens-per-batch", "1024"]
-KNOWN = lru_cache(trace.open_spec)
+KNOWN = lru_cache(model_spec.open_spec)
 
 
 @pytest.fixture(autouse=True)
 def traced_once(monkeypatch):
-    monkeypatch.setattr(trace, "open_spec", KNOWN)
+    monkeypatch.setattr(model_spec, "open_spec", KNOWN)
 
 
 @pytest.fixture

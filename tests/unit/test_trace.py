@@ -6,7 +6,7 @@ from tensors import tiny
 from zero3d.errors import ConfigError
 from zero3d.models.build import build
 from zero3d.sim.figures import HEAD, measure
-from zero3d.sim.trace import adapt, outline, trace
+from zero3d.sim.model_spec import adapt, outline, trace
 from zero3d.sim.units import find_part_names
 
 # Published sizes; the counts follow from them by the sums in `llama` and `gpt2` below.

@@ -119,7 +119,7 @@ def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
         from zero3d.plan.shapes import of_params
 
         return of_params(parse_params(arguments.params), length or MOST)
-    from zero3d.sim.trace import open_spec
+    from zero3d.sim.model_spec import open_spec
 
     return open_spec(path, length, lora=arguments.lora, packed=True)  # as zero3d train does by default
 

@@ -21,7 +21,7 @@ from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 
 def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     """Print the terms; return 1 if --assert-fits gives a size and the plan needs more."""
-    from zero3d.sim.trace import open_spec
+    from zero3d.sim.model_spec import open_spec
 
     path, overrides = split_words(list(words))
     if path is None and not overrides:

@@ -9,5 +9,5 @@ sequences.py sequences -> tensors
 batches.py   sequences -> the order of a run -> micro-batches of a rank
 dataset.py   all of it from a configuration's section `data`
 
-Whether a model keeps packed documents apart is models/masking.py's question.
+Whether a model keeps packed documents apart is models/packing.py's question.
 """

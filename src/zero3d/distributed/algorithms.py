@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 from zero3d.distributed.axis import Axis, Call, Pending, Take
 from zero3d.memory.arena import Arena
@@ -149,7 +148,8 @@ class Pairwise(Native):
             terms = [term if rank == self._rank else torch.empty_like(term) for rank in range(2)]
             self._swap(call, [term] * 2, terms)()
             return add_up(terms), t.numel()
-        full = F.pad(t.reshape(-1), (0, -t.numel() % self._size))
+        full = t.new_zeros(t.numel() + -t.numel() % self._size)  # written to below: never `t` itself
+        full[: t.numel()] = t.reshape(-1)
         slot = full.view(self._size, -1)[self._rank]
         self.reduce_scatter(call, full, t.dtype, lambda terms: slot.copy_(add_up(terms))).wait()
         self.all_gather(call._replace(op="all_reduced"), full).wait()

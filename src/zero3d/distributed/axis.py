@@ -60,8 +60,8 @@ class Axis:
 class Pending:
     """A collective under way. `wait()` completes it once; later calls do nothing."""
 
-    def __init__(self, finish: Callable[[], object]) -> None:
-        self._finish: Callable[[], object] | None = finish
+    def __init__(self, finish: Callable[[], object] | None = None) -> None:
+        self._finish = finish
 
     def wait(self) -> None:
         finish, self._finish = self._finish, None
@@ -69,7 +69,7 @@ class Pending:
             finish()
 
 
-DONE = Pending(lambda: None)
+DONE = Pending()
 Take = Callable[[list[Tensor]], object]  # is given what has come from the ranks, in their order
 
 

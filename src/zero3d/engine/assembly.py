@@ -83,8 +83,9 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     forget_note(resolved.mesh.everyone)
     unit_of |= {p: unit for unit in runtime.units for p in unit.weights.params}
     check_weights(runtime.units, axes.dp, axes.world, ConfigError, "Train from weights that are finite.")
-    with torch.no_grad(), evaluating(module, runtime.hooks, runtime.gathers, keep_full=False):
-        execution.learn()
+    if pipeline is not None:
+        with torch.no_grad(), evaluating(module, runtime.hooks, runtime.gathers, keep_full=False):
+            pipeline.learn_shapes()
     axes.ledger.reset()  # it counts training; construction broadcast the model once
     axes.arena.reset_peaks()
     return Assembly(base, runtime, stepper, whole, _accounts(base, runtime), pipeline, execution)

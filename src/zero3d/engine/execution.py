@@ -43,9 +43,6 @@ class Execution(Protocol):
     def next_logits(self, ids: Tensor) -> Tensor | None:
         """Return [batch, vocabulary] of the token after `ids`, on ranks that have the output."""
 
-    def learn(self) -> None:
-        """Find out what can be known only from a forward, in eval mode and without grad."""
-
     def check(self) -> None:
         """Raise Zero3dError where ranks no longer agree since an earlier failure."""
 
@@ -110,8 +107,6 @@ class Direct:
     def next_logits(self, ids: Tensor) -> Tensor | None:
         return next_logits(self._module(ids, **self._only))
 
-    def learn(self) -> None: ...
-
     def check(self) -> None: ...
 
     def together(self) -> AbstractContextManager[None]:
@@ -149,9 +144,6 @@ class Pipelined:
     def next_logits(self, ids: Tensor) -> Tensor | None:
         output = self._pipeline.output({"input_ids": ids, **self._only})
         return None if output is None else next_logits(output)
-
-    def learn(self) -> None:
-        self._pipeline.learn_shapes()
 
     def check(self) -> None:
         self._pipeline.failures.check()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.errors import ConfigError
-from zero3d.models.masking import inner_model
+from zero3d.models.packing import inner_model
 from zero3d.nested import tensors_in
 
 LAST = "logits_to_keep"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.errors import ConfigError
-from zero3d.models.masking import forward_options
+from zero3d.models.packing import forward_options
 from zero3d.pipeline.chunks import SumAndWeight
 from zero3d.precision import at_least_fp32
 

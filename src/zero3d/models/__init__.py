@@ -8,6 +8,6 @@ foreign_code.py  no code of a model's folder runs
 blocks.py        the repeated blocks, and which parameters form a unit
 chain.py         whether a model is a chain: what pipelines can cut
 placeholders.py  what stands for the modules of other model chunks
-masking.py       whether a model keeps packed documents apart; what training passes to it
+packing.py       whether a model keeps packed documents apart; what training passes to it
 experts.py       how experts are computed
 """

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import host_value
 from zero3d.models.blocks import find_blocks, owns
-from zero3d.models.masking import forward_options, inner_model
+from zero3d.models.packing import forward_options, inner_model
 from zero3d.models.placeholders import ChunkTensors, Placeholder, SkippedModule, first_argument
 from zero3d.nested import tensors_in
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from zero3d.distributed.axis import Axis
 from zero3d.errors import ConfigError
 from zero3d.models.chain import Chain, base_of, copy_with, find_chain
-from zero3d.models.masking import forward_options, inner_model
+from zero3d.models.packing import forward_options, inner_model
 from zero3d.models.placeholders import (
     ChunkDone,
     ChunkTensors,
@@ -178,7 +178,7 @@ def take_chunks(model: nn.Module, axis: Axis, schedule: Schedule, blocks: str | 
             f"schedule {schedule.name!r} takes gradients of inputs and of each group of weights apart, and torch's "
             "checkpoint, which this model's gradient_checkpointing uses, runs a block's forward again for every one: "
             "right, but several times the compute. zero3d.activations.recompute(model, 'full') runs it again once.",
-            stacklevel=4,
+            stacklevel=6,
         )
     return {chunk: split(model, counts, chunk, blocks) for chunk in schedule.chunks_of(axis.rank, axis.size)}
 

@@ -85,7 +85,10 @@ class Step:
         ids, inputs = self._chunks.split_batch(batch)
         self._callbacks.begin(micro_batch, chunk)
         output = self._chunks.run(chunk, entering if chunk else (ids,), inputs)
-        return self._scaled_loss(output, batch) if chunk == self._chunks.last else output
+        if chunk != self._chunks.last:
+            return output
+        with self._failures.in_chunk(chunk):
+            return self._scaled_loss(output, batch)
 
     @contextmanager
     def backward(self, chunk: int) -> Iterator[None]:

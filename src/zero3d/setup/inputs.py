@@ -16,8 +16,8 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh
 from zero3d.memory.arena import Arena
-from zero3d.models.masking import check_packing
 from zero3d.models.open import Opened, open_model
+from zero3d.models.packing import check_packing
 from zero3d.pipeline.schedules import Schedule
 from zero3d.setup.checks import check_forward, check_length_over_tp, check_packages, check_verify
 from zero3d.setup.model_config import config_number

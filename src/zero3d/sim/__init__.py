@@ -14,5 +14,5 @@ simulate    one rank of each class of a mesh
 result      what comes out, with JSON round trip
 orders      the actions of every pipeline stage; `gantt` when they work and wait
 chrome      all of it for chrome://tracing or Perfetto
-trace       a model as the planner sees it; `units`, `figures`, `live`, `stand_ins` are its parts
+model_spec  a model as the planner sees it; `units`, `figures`, `live`, `stand_ins` are its parts
 """

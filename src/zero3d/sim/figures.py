@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zero3d.activations.targets import attentions_in
 from zero3d.distributed.ledger import Ledger
 from zero3d.models.chain import copy_with
-from zero3d.models.masking import forward_options, inner_model
+from zero3d.models.packing import forward_options, inner_model
 from zero3d.models.placeholders import Placeholder, first_argument
 from zero3d.nested import tensors_out
 from zero3d.precision import at_least_fp32

@@ -15,7 +15,7 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
-from zero3d.sim.trace import outline
+from zero3d.sim.model_spec import outline
 from zero3d.zero.model_group import NONE, NormKey, Peers
 
 

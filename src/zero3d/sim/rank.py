@@ -26,8 +26,8 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.errors import Zero3dError
 from zero3d.models.build import parameters_on_meta
-from zero3d.models.masking import check_packing, forward_options
 from zero3d.models.open import Opened, open_model
+from zero3d.models.packing import check_packing, forward_options
 from zero3d.pipeline.schedules import Schedule
 from zero3d.precision import DTYPES
 from zero3d.setup.build import build_engine

@@ -22,7 +22,7 @@ from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks, find_owners, partition
 from zero3d.models.chain import block_lists, find_chain
-from zero3d.models.masking import inner_model
+from zero3d.models.packing import inner_model
 from zero3d.plan.spec import Unit, Weight
 from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.channel import Channel

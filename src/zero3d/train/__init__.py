@@ -12,12 +12,12 @@ resume_hints       what to type where a run cannot go on as it is
 stop               a signal becomes a request to stop
 metrics            records of steps to metrics.jsonl, TensorBoard, Weights & Biases
 progress           a live bar, or lines
-trace              a profiler's trace of a few steps
+profiler           a profiler's trace of a few steps
 flops              operations of a step, and how many a device could do
 measure            memory measured beside the formulas
 traffic            bytes sent beside the formulas
 plan_check         the planner's figures, checked by the third step
-export             the exported folder: written, put in place, loaded again
+exported_folder    the exported folder: written, put in place, loaded again
 sample             a text that the trained model goes on with
 curve              losses as text and as a PNG
 report             a finished run as tables and as JSON

@@ -31,10 +31,10 @@ from zero3d.train.loop_state import LoopState
 from zero3d.train.metrics import Metrics, Record
 from zero3d.train.nonfinite import none_applied, skip_limit, too_many_skips
 from zero3d.train.plan_check import PlanCheck
+from zero3d.train.profiler import Tracer
 from zero3d.train.progress import Progress
 from zero3d.train.resume_hints import ANEW, ResumeHints
 from zero3d.train.stop import Stopped, StopRequest
-from zero3d.train.trace import Tracer
 from zero3d.train.traffic import TrainingTraffic
 from zero3d.zero.health import check_weights
 from zero3d.zero.optimizer import OVERFLOW

@@ -33,7 +33,7 @@ from zero3d.plan.emit import plan_of
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import base_of, cluster, named, read_file
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
-from zero3d.sim.trace import trace
+from zero3d.sim.model_spec import trace
 
 CHECKED_STEP = 3  # the step after which a run is held against its plan
 

@@ -19,11 +19,11 @@ from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import broadcast_ints
 from zero3d.engine.engine import Engine
 from zero3d.models.blocks import find_blocks
-from zero3d.models.masking import forward_options
+from zero3d.models.packing import forward_options
 from zero3d.setup.build import build_engine, with_output
 from zero3d.setup.inputs import Inputs, open_inputs
 from zero3d.setup.model_config import config_number
-from zero3d.train.export import export_model, model_tokenizer, verifies, verify
+from zero3d.train.exported_folder import export_model, model_tokenizer, verifies, verify
 from zero3d.train.flops import flops_per_token
 from zero3d.train.folder import Folder, first_free, numbered
 from zero3d.train.lock import FolderLock

@@ -232,7 +232,7 @@ class ShardedOptimizer:
     def _over_dp(self, norms: Norms) -> tuple[Tensor, Tensor]:
         """Combine the norms of all dp ranks: the global norm, equal everywhere, and whether every group's are even.
 
-        A rank that has no norm, since its group's are uneven, sends NO_NORM.
+        A rank that has no norm, since its group's are uneven, sends NO_NORM: the exchange is one number per rank.
         """
         even = norms.uneven == NONE
         partials = self._comm.exchange(torch.where(even, norms.values, NO_NORM).double()).flatten().to(self._wide)

@@ -16,7 +16,7 @@ from zero3d.distributed.agreement import agree
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
 from zero3d.models.foreign_code import no_foreign_code
-from zero3d.models.masking import forward_options
+from zero3d.models.packing import forward_options
 from zero3d.train.folder import Folder
 from zero3d.train.progress import Progress
 
