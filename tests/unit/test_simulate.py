@@ -12,7 +12,7 @@ from zero3d.distributed.degrees import Degrees
 from zero3d.pipeline.actions import Action, bubble
 from zero3d.sim.orders import one_chunk
 from zero3d.sim.rank import dry_run
-from zero3d.sim.repeats import enough
+from zero3d.sim.repeats import micro_batches_to_run
 from zero3d.sim.request import Request
 from zero3d.sim.result import Simulation, from_json, to_json
 from zero3d.sim.simulate import representatives, simulate
@@ -83,8 +83,8 @@ def test_1f1b_waits_p_minus_1_over_m():
      ("interleaved", 4, 32, (8, 16)), ("zero-bubble", 4, 18, (18, 18)), ("zbv", 2, 8, (8, 8)), ("zbv", 2, 9, (4, 8))],
 )  # fmt: skip
 def test_how_many_micro_batches_are_run(schedule, pp, micro_batches, run):
-    assert enough(schedule, pp, micro_batches, stage=3) == run
-    assert enough(schedule, pp, micro_batches, stage=2) == (0, run[1])
+    assert micro_batches_to_run(schedule, pp, micro_batches, stage=3) == run
+    assert micro_batches_to_run(schedule, pp, micro_batches, stage=2) == (0, run[1])
 
 
 @pytest.mark.long

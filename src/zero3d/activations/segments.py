@@ -72,7 +72,7 @@ class MissingTensor:
 
 
 @dataclass
-class Call:
+class BlockCall:
     """One block's call, with all that repeats it.
 
     forward  the block's own
@@ -116,7 +116,7 @@ class Call:
 class Segment:
     """Calls that are recomputed together. last: the outputs of the last one, and their versions."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[BlockCall] = field(default_factory=list)
     last: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
 
     def outputs(self) -> dict[int, int]:
@@ -125,7 +125,9 @@ class Segment:
         return {id(t): i for i, (t, version) in enumerate(last) if t is not None and t._version == version}
 
 
-def record(name: str, block: nn.Module, forward: Forward, args: Any, kwargs: Any, outputs: Mapping[int, int]) -> Call:
+def record(
+    name: str, block: nn.Module, forward: Forward, args: Any, kwargs: Any, outputs: Mapping[int, int]
+) -> BlockCall:
     """Keep what a call needs to be repeated: all but the `outputs` of the call before."""
     sources: list[int | None] = []
     kept: list[Tensor] = []
@@ -144,7 +146,7 @@ def record(name: str, block: nn.Module, forward: Forward, args: Any, kwargs: Any
     autocast = [
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in {"cpu", device.type}
     ]
-    return Call(name, block, forward, nest, sources, keeper, device, torch_rng(device), autocast)
+    return BlockCall(name, block, forward, nest, sources, keeper, device, torch_rng(device), autocast)
 
 
 class Recorder:
@@ -193,7 +195,7 @@ class Recorder:
             raise ConfigError("A block raised in the forward of this loss, so its backward has nothing to recompute.")
         return absent.value
 
-    def _repeat(self, call: Call, outputs: list[Tensor], last: bool) -> list[Tensor]:
+    def _repeat(self, call: BlockCall, outputs: list[Tensor], last: bool) -> list[Tensor]:
         args, kwargs = call.arguments(outputs)
         self._replay = replay = Replay(call, args, kwargs, last)
         try:
@@ -220,7 +222,7 @@ class AllFilled(Exception):
 class Replay:
     """One call that is run again to fill in its missing tensors. last: of its segment, so nobody needs its outputs."""
 
-    call: Call
+    call: BlockCall
     args: Any
     kwargs: Any
     last: bool
@@ -292,7 +294,7 @@ class Recomputed:
 
 
 class _Keep(torch.autograd.Function):
-    """Holds tensors for `Call.arguments`; never runs backward (Note 3)."""
+    """Holds tensors for `BlockCall.arguments`; never runs backward (Note 3)."""
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, *tensors: Tensor) -> Tensor:
@@ -302,7 +304,7 @@ class _Keep(torch.autograd.Function):
 
 
 @contextmanager
-def _same_random_state_after(calls: list[Call]) -> Iterator[None]:
+def _same_random_state_after(calls: list[BlockCall]) -> Iterator[None]:
     """Restore the random states of the calls' devices at the end."""
     devices = {call.device for call in calls}
     before = {device: torch_rng(device) for device in devices}

@@ -173,9 +173,8 @@ def conclude(
     """Say on stderr how the run ended, unless it is done; return the exit code. kills: `oom_kills` when it began."""
     command = resume_command(words, chosen_output(workers[0]))
     stopped = any(worker.code in STOPPED for worker in workers)
-    stop_signal = (
-        signal.SIGTERM if stop_signal is None and stopped else stop_signal
-    )  # or somebody signalled the workers themselves
+    # Workers that stopped without a signal to this process were signalled themselves.
+    stop_signal = signal.SIGTERM if stop_signal is None and stopped else stop_signal
     if stop_signal is not None and any(worker.code == -signal.SIGTERM for worker in failed):
         print(
             f"stopped by {signal.Signals(stop_signal).name} outside of training; what was saved before is still there",

@@ -68,12 +68,12 @@ def _chain_of(model: nn.Module, name: str) -> Chain:
     refusals = []
     for tuples in (False, True):
         try:
-            calls = _trial(model, name, outside, tuples)
-            chain = _sorted(model, name, outside, calls, tuples)
+            record = _trial(model, name, outside, tuples)
+            chain = _sorted(model, name, outside, record, tuples)
         except ConfigError as error:
             refusals.append(error)
         else:
-            _check_later_stage(model, chain, outside, calls)
+            _check_later_stage(model, chain, outside, record)
             return chain
     raise refusals[0]
 
@@ -181,54 +181,55 @@ def _outside(model: nn.Module, blocks: str) -> dict[str, nn.Module]:
 
 
 @dataclass
-class _Calls:
-    """What ran in a trial.
+class _TrialRecord:
+    """Records a trial run: which modules and blocks were called, and on what.
 
-    order   names of modules outside the blocks, and indices of blocks, as they were called
-    latest  the hidden state that the latest block returned
-    beside  tensors that each block was given beside its hidden state
+    ids            the token ids of the run
+    order          names of modules outside the blocks, and indices of blocks, as they were called
+    latest         the hidden state that the latest block returned
+    other_tensors  tensors that each block was given beside its hidden state
     """
 
     ids: Tensor
     order: list[str | int] = field(default_factory=list)
     latest: Tensor | None = None
-    beside: list[list[Tensor]] = field(default_factory=list)
+    other_tensors: list[list[Tensor]] = field(default_factory=list)
 
 
 class _TrialBlock(Placeholder):
     """Stands for a block in a trial: checks what it is given, and returns a new hidden state."""
 
-    def __init__(self, module: nn.Module, index: int, calls: _Calls, tuples: bool) -> None:
+    def __init__(self, module: nn.Module, index: int, record: _TrialRecord, tuples: bool) -> None:
         super().__init__(module)
-        self._index, self._calls, self._tuples = index, calls, tuples
+        self._index, self._record, self._tuples = index, record, tuples
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        calls, index = self._calls, self._index
+        record, index = self._record, self._index
         hidden = first_argument(args, kwargs)
-        if calls.latest is not None and hidden is not calls.latest:
+        if record.latest is not None and hidden is not record.latest:
             raise ConfigError(f"something happens to the hidden state between blocks {index - 1} and {index}")
         for value in tensors_in([args, kwargs]):
-            if value is calls.ids:
+            if value is record.ids:
                 raise ConfigError(f"block {index} takes the token ids, which only the first pipeline stage has")
             if value is not hidden and value.requires_grad:
                 raise ConfigError(f"block {index} takes a second tensor with a gradient, {list(value.shape)}")
-        calls.order.append(index)
-        calls.beside.append([value for value in tensors_in([args, kwargs]) if value is not hidden])
-        calls.latest = torch.zeros_like(hidden).requires_grad_()
-        return (calls.latest,) if self._tuples else calls.latest
+        record.order.append(index)
+        record.other_tensors.append([value for value in tensors_in([args, kwargs]) if value is not hidden])
+        record.latest = torch.zeros_like(hidden).requires_grad_()
+        return (record.latest,) if self._tuples else record.latest
 
 
-def _trial(model: nn.Module, blocks: str, outside: Mapping[str, nn.Module], tuples: bool) -> _Calls:
+def _trial(model: nn.Module, blocks: str, outside: Mapping[str, nn.Module], tuples: bool) -> _TrialRecord:
     """Run a copy on two sequences of three tokens and return what was called."""
-    calls = _Calls(torch.zeros(2, 3, dtype=torch.long, device="cpu"))
-    trial = _copy_without_weights(model, blocks, calls, tuples, {})
+    record = _TrialRecord(torch.zeros(2, 3, dtype=torch.long, device="cpu"))
+    trial = _copy_without_weights(model, blocks, record, tuples, {})
     base = base_of(trial)
     for name in outside:
-        trial.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: calls.order.append(name))
+        trial.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: record.order.append(name))
     run = trial if base is None else base
     try:
         with torch.enable_grad(), torch.device("cpu"):
-            run(calls.ids, **forward_options(run))
+            run(record.ids, **forward_options(run))
     except ConfigError as error:
         raise ConfigError(f"{_refusal(model)}: {error}. Pass pp=1.") from error
     except Exception as error:  # any error of its own, quoted
@@ -236,28 +237,28 @@ def _trial(model: nn.Module, blocks: str, outside: Mapping[str, nn.Module], tupl
         raise ConfigError(
             f"{_refusal(model)}: called with token ids [2, 3] it says {type(error).__name__}: {line}. Pass pp=1."
         ) from error
-    return calls
+    return record
 
 
 def _copy_without_weights(
-    model: nn.Module, blocks: str, calls: _Calls, tuples: bool, others: dict[nn.Module | Tensor, object]
+    model: nn.Module, blocks: str, record: _TrialRecord, tuples: bool, others: dict[nn.Module | Tensor, object]
 ) -> Any:
     """Copy a model in eval mode without weights, with trial blocks and with `others` replaced."""
     children = list(model.get_submodule(blocks).children())
     replaced: dict[nn.Module | Tensor, object] = {t: _weightless(t) for t in (*model.parameters(), *model.buffers())}
-    replaced |= {block: _TrialBlock(block, index, calls, tuples) for index, block in enumerate(children)}
+    replaced |= {block: _TrialBlock(block, index, record, tuples) for index, block in enumerate(children)}
     return copy_with(model, replaced | others).eval()
 
 
-def _check_later_stage(model: nn.Module, chain: Chain, outside: Mapping[str, nn.Module], first: _Calls) -> None:
+def _check_later_stage(model: nn.Module, chain: Chain, outside: Mapping[str, nn.Module], first: _TrialRecord) -> None:
     """Run a copy as a later pipeline stage does, which has no token ids. Raises ConfigError."""
     if base_of(model) is None or first.latest is None:
         return
-    calls = _Calls(first.ids)
+    record = _TrialRecord(first.ids)
     hidden = torch.zeros_like(first.latest)
     tensors = ChunkTensors(received=hidden)
     skipped: dict[nn.Module | Tensor, object] = {m: SkippedModule(m, tensors) for m in outside.values()}
-    base = base_of(_copy_without_weights(model, chain.blocks, calls, chain.tuples, skipped))
+    base = base_of(_copy_without_weights(model, chain.blocks, record, chain.tuples, skipped))
     try:
         with torch.no_grad(), torch.device("cpu"):
             base(inputs_embeds=hidden, **forward_options(base))
@@ -272,8 +273,8 @@ def _check_later_stage(model: nn.Module, chain: Chain, outside: Mapping[str, nn.
             f"{_refusal(model)}: it writes in place to inputs_embeds, which on later stages is the hidden state "
             "received. Pass pp=1."
         )
-    alike = len(calls.beside) == len(first.beside) and all(map(_equal, calls.beside, first.beside))
-    if not alike:
+    given, expected = record.other_tensors, first.other_tensors
+    if len(given) != len(expected) or not all(map(_equal, given, expected)):
         raise ConfigError(
             f"{_refusal(model)}: its blocks get other masks or positions when it is called with inputs_embeds in the "
             "place of token ids, as later stages are. Pass pp=1."
@@ -301,7 +302,7 @@ def _refusal(model: nn.Module) -> str:
     return f"{type(model).__name__} cannot be cut into pipeline stages"
 
 
-def _sorted(model: nn.Module, blocks: str, outside: Mapping[str, nn.Module], seen: _Calls, tuples: bool) -> Chain:
+def _sorted(model: nn.Module, blocks: str, outside: Mapping[str, nn.Module], seen: _TrialRecord, tuples: bool) -> Chain:
     """Sort modules outside the blocks into those that run before and those that run after.
 
     A Hugging Face head lies around the model that a trial runs: it comes after.

@@ -218,8 +218,8 @@ def _placeholders(
             replaced[block] = SendingBlock(block, chain.tuples, tensors, ends)
         elif not first <= index < stop:
             replaced[block] = SkippedBlock(block, chain.tuples, tensors)
-    rooms = (chain.before if chunk > 0 else ()) + (chain.after if chunk < len(counts) - 1 else ())
-    replaced |= {model.get_submodule(name): SkippedModule(model.get_submodule(name), tensors) for name in rooms}
+    outer_modules = (chain.before if chunk > 0 else ()) + (chain.after if chunk < len(counts) - 1 else ())
+    replaced |= {model.get_submodule(name): SkippedModule(model.get_submodule(name), tensors) for name in outer_modules}
     return replaced
 
 

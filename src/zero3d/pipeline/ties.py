@@ -36,7 +36,7 @@ def _chunk_of(name: str, chain: Chain, counts: Sequence[int]) -> int:
     if name.startswith(chain.blocks + "."):
         index = int(name[len(chain.blocks) + 1 :].partition(".")[0])
         return next(chunk for chunk in range(len(counts)) if index < sum(counts[: chunk + 1]))
-    return 0 if any(name.startswith(room + ".") for room in chain.before) else len(counts) - 1
+    return 0 if any(name.startswith(module + ".") for module in chain.before) else len(counts) - 1
 
 
 def ties_and_copies(
@@ -67,11 +67,11 @@ def find_ties(chunks: Mapping[int, nn.Module], units: Sequence[Unit], schedule: 
     tied = []
     for tie in sorted(ties):
         ends = [(tie.name, tie.chunk, tie.other_chunk), (tie.other_name, tie.other_chunk, tie.chunk)]
-        here = {name: _unit_of(name, units) for name, chunk, _ in ends if chunk in chunks}
+        local = {name: _unit_of(name, units) for name, chunk, _ in ends if chunk in chunks}
         for name, chunk, other in ends:
             if chunk in chunks:
-                there = next((unit for key, unit in here.items() if key != name), None)
-                tied.append(Tied(here[name], schedule.rank_of(other, ranks), there, copy=name == tie.other_name))
+                local_twin = next((unit for key, unit in local.items() if key != name), None)
+                tied.append(Tied(local[name], schedule.rank_of(other, ranks), local_twin, copy=name == tie.other_name))
     return tied
 
 

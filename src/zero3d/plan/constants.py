@@ -28,7 +28,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Constant:
-    """One number.
+    """Holds one number of the planner, and where it is from.
 
     system   whose it is: one of profiles.py, a card, a part of the planner; of judging alone, a set of rows
     default  what would be taken without the rows that it was fitted on
@@ -47,7 +47,7 @@ class Constant:
 
     @property
     def key(self) -> Key:
-        """Return what it is looked up by."""
+        """Return the system and the name by which a constant is looked up."""
         return self.system, self.name
 
 
@@ -121,7 +121,7 @@ SYSTEM_CONSTANTS = (
     fitted("deepspeed-0.3", "context", 1e9, "bytes of CUDA and NCCL", 2e9, ZERO_V100),
     fitted("deepspeed-0.3", "buffers", 0.5e9, "bytes of communication buckets", 1e9, ZERO_V100),
     *_TITAN,
-    *(lent(each, "torchtitan-async-tp") for each in _TITAN),
+    *(lent(constant, "torchtitan-async-tp") for constant in _TITAN),
     fitted("torchtitan-async-tp", "hide_tp", 0.45, "of tp's all-reduces hidden", 0.0,
            Rows("torchtitan", "time", "asynchronous TP")),
     fitted("nanotron", "spare", 1.15, SPARE, 1.1, NANOTRON_MEMORY),
@@ -134,7 +134,7 @@ KERNEL_CONSTANTS = (
     fitted("a100", "flash", 0.75, "of the card's peak, flash attention", 0.55, LAYERS),
     fitted("a100", "memory", 0.8, "of the card's bandwidth", 0.75, LAYERS),
     *_H100,
-    *(lent(each, "h200") for each in _H100),
+    *(lent(constant, "h200") for constant in _H100),
     assumed("v100", "matrix", 0.62, "of the card's peak, matrix products", "a guess"),
     assumed("v100", "flash", 0.5, "of the card's peak, flash attention", "a guess"),
     assumed("v100", "memory", 0.8, "of the card's bandwidth", "a guess"),
@@ -180,7 +180,7 @@ OTHER_CONSTANTS = (
 )  # fmt: skip
 
 CONSTANTS = (*SYSTEM_CONSTANTS, *KERNEL_CONSTANTS, *OTHER_CONSTANTS)
-VALUES: Values = {each.key: each.value for each in CONSTANTS}
+VALUES: Values = {constant.key: constant.value for constant in CONSTANTS}
 
 
 def constant(system: str, name: str) -> float:

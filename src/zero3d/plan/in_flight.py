@@ -50,10 +50,10 @@ def moments(plan: ParallelPlan, pp_stage: int) -> tuple[Moment, ...]:
     """Return the backwards of a step that may be the fullest: none has less of everything than another one alike."""
     if plan.pp == 1:
         return (Moment(0, WHOLE, (1,), (0,), 0, final=True),)
-    return _moments(plan.schedule, plan.pp, _enough(plan), pp_stage)
+    return _moments(plan.schedule, plan.pp, _micro_batches_to_run(plan), pp_stage)
 
 
-def _enough(plan: ParallelPlan) -> int:
+def _micro_batches_to_run(plan: ParallelPlan) -> int:
     """Return the micro-batches after which a step repeats itself (sim/repeats.py)."""
     count, pp = plan.accumulate, plan.pp
     if plan.schedule == "1f1b":

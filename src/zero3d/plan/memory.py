@@ -160,16 +160,16 @@ class _Rank:
         """
         chunks, last = self.chunks, self.plan.pp * len(self.chunks) - 1
         recomputed = Policy.of(self.plan.activations).kind in ("full", "every")
-        came = {number: number > 0 and number - 1 not in chunks and not recomputed for number in chunks}
-        goes = {number: number < last and number + 1 not in chunks for number in chunks}
-        return {number: came[number] + goes[number] for number in chunks}, {n: int(goes[n]) for n in chunks}
+        receives = {number: number > 0 and number - 1 not in chunks and not recomputed for number in chunks}
+        sends = {number: number < last and number + 1 not in chunks for number in chunks}
+        return {number: receives[number] + sends[number] for number in chunks}, {n: int(sends[n]) for n in chunks}
 
     def _of(self, moment: Moment, others: float) -> Iterator[Peak]:
         """Yield the instants of one backward. Chunk 0 has none of inputs, so that of its weights is a whole one."""
         if moment.chunk > 0 and moment.kind == INPUTS:
-            return self._of_inputs(moment, others)
+            return self._backward_of_inputs(moment, others)
         if moment.chunk > 0 and moment.kind == WEIGHTS:
-            return self._of_weights(moment, others)
+            return self._backward_of_weights(moment, others)
         return iter(()) if moment.kind == INPUTS else self._whole(moment, others)
 
     def _whole(self, moment: Moment, others: float) -> Iterator[Peak]:
@@ -184,8 +184,8 @@ class _Rank:
         windows = self._moving[moment.chunk].end if self._reduces(moment) else NOTHING
         yield _peak("end of the backward", others, 0.0, windows)
 
-    def _of_inputs(self, moment: Moment, others: float) -> Iterator[Peak]:
-        """Yield the instants of a backward that keeps all, and gradients for that of weights besides."""
+    def _backward_of_inputs(self, moment: Moment, others: float) -> Iterator[Peak]:
+        """Yield the instants of a backward of inputs, which keeps all, and gradients for that of weights besides."""
         order = self._backwards(moment)
         alive = others + sum(footprint.kept for _, footprint, _ in order)
         for at, (part, footprint, windows) in enumerate(order):
@@ -194,7 +194,7 @@ class _Rank:
             alive += footprint.skipped + footprint.for_weights - footprint.dropped
         yield _peak("end of the backward of inputs", alive, self._norm, NOTHING)
 
-    def _of_weights(self, moment: Moment, others: float) -> Iterator[Peak]:
+    def _backward_of_weights(self, moment: Moment, others: float) -> Iterator[Peak]:
         """Yield the fullest of a backward of weights: gradients pile up till its end, what they are made of goes."""
         order = self._backwards(moment)
         given = sum(footprint.for_weights for _, footprint, _ in order)

@@ -186,8 +186,9 @@ def _data(step: _Step, numel: float, end: float, backward: float) -> float:
     if row.shards_parameters:
         gathers = collective(numel, 2.0) * (2 * plan.accumulate if release != "every_step" else 1)
         return _exposed(reducing + gathers, end, pace.hide_dp) + collective(numel, 2.0) / units
-    beside = backward / plan.accumulate  # the last micro-batch's; parameters travel beside the next step's forward
-    return _exposed(reducing, beside, pace.hide_dp) + _exposed(collective(trained, 2.0), beside / 2, pace.hide_dp)
+    overlapped = backward / plan.accumulate  # the last micro-batch's; parameters travel beside the next step's forward
+    gathers = collective(trained, 2.0)
+    return _exposed(reducing, overlapped, pace.hide_dp) + _exposed(gathers, overlapped / 2, pace.hide_dp)
 
 
 def _exposed(communication: float, computation: float, hide: float) -> float:

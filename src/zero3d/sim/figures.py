@@ -67,8 +67,8 @@ class OutputForms(dict[int, bool]):
         return self
 
 
-class SkippedBlock(Placeholder):
-    """In the place of a block like one that has run: hands on its hidden state in the form in which that one did."""
+class UntracedBlock(Placeholder):
+    """Stands for a block like one that has run: hands on its hidden state in the form in which that one did."""
 
     def __init__(self, block: nn.Module, forms: OutputForms, kind: int) -> None:
         super().__init__(block)
@@ -108,7 +108,7 @@ def reduce_model(model: nn.Module, part_names: PartNames) -> ReducedModel:
     for name, kind in zip(part_names.blocks, kinds_of(model, part_names), strict=True):
         if ran.setdefault(kind, name) != name:
             block = model.get_submodule(name)
-            replaced[block] = SkippedBlock(block, forms, kind)
+            replaced[block] = UntracedBlock(block, forms, kind)
     return ReducedModel(copy_with(model, replaced), ran, forms)
 
 

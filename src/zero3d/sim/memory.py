@@ -123,7 +123,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._change(number, nbytes, position)
         return self._alive[number]
 
-    def lent(self, category: str, buffer: Tensor, used: Fraction | int | None = None) -> None:
+    def on_borrow(self, category: str, buffer: Tensor, used: Fraction | int | None = None) -> None:
         """Label a buffer that the arena has lent, of whose elements so many are used (None: all)."""
         entry = self.see(buffer, category)
         if entry is not None:
@@ -212,11 +212,11 @@ class ObservedArena(Arena):
     def allocate(self, category: str, elements: int, used: Fraction | int, dtype: torch.dtype) -> Tensor:
         """Allocate a buffer for model states, and label its storage."""
         buffer = super().allocate(category, elements, used, dtype)
-        self._log.lent(category, buffer, used)
+        self._log.on_borrow(category, buffer, used)
         return buffer
 
     def borrow(self, category: str, elements: int, dtype: torch.dtype) -> Tensor:
         """Lend a transient buffer, and label its storage."""
         buffer = super().borrow(category, elements, dtype)
-        self._log.lent(category, buffer)
+        self._log.on_borrow(category, buffer)
         return buffer

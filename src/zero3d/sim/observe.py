@@ -77,9 +77,9 @@ class Observation:
 
 
 def observe(
-    mesh: Mesh, build: Callable[[], Engine], give: Callable[[], Batches], run: tuple[int, int] | None = None
+    mesh: Mesh, build: Callable[[], Engine], make_batches: Callable[[], Batches], run: tuple[int, int] | None = None
 ) -> Observation:
-    """Build an engine on `mesh` and watch a step over the micro-batches that `give` returns.
+    """Build an engine on `mesh` and watch a step over the micro-batches that `make_batches` returns.
 
     run   of these, how many the first step and the one that is watched take (None: all)
     """
@@ -91,12 +91,12 @@ def observe(
         engine = build()
         position.follow(engine)
         for buffer in engine.module.buffers():
-            memory.lent(BUFFERS, buffer)
+            memory.on_borrow(BUFFERS, buffer)
         _name_states(engine, memory)
-        batches = give()
+        batches = make_batches()
         warm, taken = run or (len(batches), len(batches))
         for tensor in (t for batch in batches for t in tensors_in(dict(batch))):
-            memory.lent(INPUTS, tensor)
+            memory.on_borrow(INPUTS, tensor)
         with around(engine, "step", position.step):
             if warm:
                 engine.train_batch(batches[:warm])

@@ -38,7 +38,7 @@ from zero3d.sim.observe import Observation, blank_batches, observe
 from zero3d.sim.orders import orders
 from zero3d.sim.patches import standing_in
 from zero3d.sim.peers import AbsentPeers, norms_of_group
-from zero3d.sim.repeats import enough, traffic_of_all, work_of_all
+from zero3d.sim.repeats import micro_batches_to_run, traffic_of_all, work_of_all
 from zero3d.sim.replay import peak_of, timeline_of
 from zero3d.sim.request import Request
 from zero3d.sim.result import RankResult, to_json
@@ -58,7 +58,8 @@ def dry_run(config: Config, rank: int, world: int, backend: str = "nccl", whole:
         schedule = Schedule.of(config.mesh.schedule)
         if mesh.pp > 1:
             schedule.check(m, mesh.pp)
-        ran = (m, m) if whole or config.zero.exact else enough(schedule.name, mesh.pp, m, config.zero.stage)
+        fewest = micro_batches_to_run(schedule.name, mesh.pp, m, config.zero.stage)
+        ran = (m, m) if whole or config.zero.exact else fewest
         step = _observe(config, mesh, ran)
         traffic = traffic_of_all(step.first, step.traffic, ran, m, step.engine.policy.reduce)
         alike = step.alike(place.dp)
@@ -93,10 +94,10 @@ def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> Observation:
                 engine.model_group.peers = AbsentPeers(engine.model_group.peers, rows, me)
             return engine
 
-        def give() -> list[dict[str, Any]]:
+        def make_batches() -> list[dict[str, Any]]:
             return blank_batches(batch.accumulate, shape, config.data.packing, options)
 
-        return observe(mesh, build, give, run)
+        return observe(mesh, build, make_batches, run)
 
 
 def open_without_weights(config: Config) -> Opened:

@@ -23,7 +23,7 @@ DATA = "dp"  # the axis
 PER_STEP = ("exchange", "trade", "broadcast")  # operations that a step has once, however many micro-batches
 
 
-def enough(schedule: str | None, pp: int, micro_batches: int, stage: int) -> tuple[int, int]:
+def micro_batches_to_run(schedule: str | None, pp: int, micro_batches: int, stage: int) -> tuple[int, int]:
     """Return how many micro-batches the first step (observe.py) and the measured one need. stage: of ZeRO."""
     first, second = micro_batches, micro_batches
     if pp == 1:

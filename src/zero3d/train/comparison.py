@@ -98,7 +98,7 @@ class Row:
 def rows(variants: Sequence[Variant], results: Sequence[Result]) -> list[Row]:
     """Return one row per run, in their order."""
     recomputes = recompute_rows(variants, results)
-    alike = [variant.beside(*REDUCTION) == variants[0].beside(*REDUCTION) for variant in variants]
+    alike = [variant.values_except(*REDUCTION) == variants[0].values_except(*REDUCTION) for variant in variants]
     columns = zip(variants, results, recomputes, alike, strict=True)
     return [_row(*column, results[0]) for column in columns]
 
@@ -175,10 +175,10 @@ def recompute_rows(variants: Sequence[Variant], results: Sequence[Result]) -> li
     arithmetics = [recompute_arithmetic(result["layers"], result["config"][ACTIVATIONS]) for result in results]
     firsts: dict[tuple[str, ...], int] = {}
     for i, variant in enumerate(variants):
-        firsts.setdefault(variant.beside(ACTIVATIONS), i)
+        firsts.setdefault(variant.values_except(ACTIVATIONS), i)
     recomputes: list[Recompute | None] = []
     for variant, result, arithmetic in zip(variants, results, arithmetics, strict=True):
-        first = firsts[variant.beside(ACTIVATIONS)]
+        first = firsts[variant.values_except(ACTIVATIONS)]
         measured = result["step_seconds"] / results[first]["step_seconds"]
         extra = None if arithmetic.extra_forward is None else float(arithmetic.extra_forward)
         recomputes.append(

@@ -192,10 +192,8 @@ class Loop:
         with self.traffic.excluded():
             by_rank = self.engine.world.exchange(local.to(self.engine.mesh.device)).cpu()
         mesh = self.engine.mesh
-        tokens, world = (
-            int(by_rank[:, 1].sum()) // (mesh.pp * mesh.tp),
-            mesh.world,
-        )  # the ranks of a model-parallel group see the same
+        # The ranks of a model-parallel group see the same tokens.
+        tokens = int(by_rank[:, 1].sum()) // (mesh.pp * mesh.tp)
         self.state = replace(
             self.state, step=record["step"], skipped=self.state.skipped + (not record["applied"]),
             in_a_row=self.engine.health.in_a_row, tokens=self.state.tokens + tokens, position=self.stream.state(),
@@ -203,7 +201,7 @@ class Loop:
         rate = tokens / record["seconds"]
         peak = peak_flops(self._device_name, self.engine.precision.name)
         record |= {"tokens": self.state.tokens, "tokens_per_s": rate, "skipped": self.state.skipped}
-        record |= {"mfu": rate * self._flops / (peak * world)} if peak else {}
+        record |= {"mfu": rate * self._flops / (peak * mesh.world)} if peak else {}
         record |= {"memory_bytes": memory_bytes(self.engine), "traffic_bytes": self.traffic.last_step()}
         record["epoch"] = self.state.position["epoch"] + self.state.position["index"] / self.state.position["sequences"]
         return int(by_rank[:, 0].max())

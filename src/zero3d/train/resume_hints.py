@@ -17,8 +17,8 @@ ANEW = "start anew with --overwrite"
 
 def older_hint(checkpoint: Path) -> str:
     """Say what to do about a checkpoint that is whole and of no use: take the one before it, or start anew."""
-    beside = list(checkpoints(checkpoint.parent).values())
-    older = beside[: beside.index(checkpoint)] if checkpoint in beside else []
+    siblings = list(checkpoints(checkpoint.parent).values())
+    older = siblings[: siblings.index(checkpoint)] if checkpoint in siblings else []
     return f"Take an older one, --resume {older[-1]}, or {ANEW}." if older else f"None there is older: {ANEW}."
 
 
@@ -40,7 +40,7 @@ class ResumeHints:
 
     @property
     def _ranks(self) -> str:
-        """Where another number of them would make another global batch, and the configuration fixes neither."""
+        """Return --ranks where another number would change the batch, which the configuration leaves open."""
         free = self.config.mesh.dp is None and self.config.train.batch is None
         return f" --ranks={self.ranks}" if free else ""
 

@@ -65,11 +65,11 @@ class TrainingTraffic:
         self._last, last = total, self._last
         return total - last
 
-    def entries(self) -> list[TrafficEntry]:
+    def entries(self) -> list[LedgerRow]:
         """Return training's traffic by axis, operation and unit."""
         training = self._rows() - self._excluded
         names = dict.fromkeys(key[:3] for key in training)
-        return [TrafficEntry(*key, Moved(*(training[*key, f] for f in Moved._fields))) for key in names]
+        return [LedgerRow(*key, Moved(*(training[*key, f] for f in Moved._fields))) for key in names]
 
     def _rows(self) -> Counter[tuple[str, str, str, str]]:
         rows: Counter[tuple[str, str, str, str]] = Counter()
@@ -79,7 +79,7 @@ class TrainingTraffic:
         return rows
 
 
-class TrafficEntry(NamedTuple):
+class LedgerRow(NamedTuple):
     """Holds what one operation moved on one unit."""
 
     axis: str

@@ -57,8 +57,8 @@ class Variant:
         """Its label as one path component; no two labels share one."""
         return quote(self.label, safe="=,: ")
 
-    def beside(self, *keys: str) -> tuple[str, ...]:
-        """Return its values on the other axes than `keys`."""
+    def values_except(self, *keys: str) -> tuple[str, ...]:
+        """Return the values on all axes but those of `keys`."""
         return tuple(value for axis, value in zip(self.axes, self.values, strict=True) if axis.key not in keys)
 
 

@@ -33,14 +33,14 @@ _PLACES = 1 << 32  # more than parameters of a model
 class Tied(NamedTuple):
     """A unit of one parameter that another pipeline stage holds, too.
 
-    peer   its rank on the pp axis
-    there  the unit itself where that is this rank (a V-shaped schedule)
-    copy   the other one is the owner
+    peer        the other unit's rank on the pp axis
+    local_twin  the other unit where that rank is this one (a V-shaped schedule)
+    copy        the other one is the owner
     """
 
     unit: Unit
     peer: int
-    there: Unit | None
+    local_twin: Unit | None
     copy: bool
 
 
@@ -151,7 +151,7 @@ class ModelGroup:
     @property
     def traded(self) -> list[Unit]:
         """Units whose gradients are sent to another rank."""
-        return [tied.unit for tied in self._ties if tied.there is None and tied.unit.grads is not None]
+        return [tied.unit for tied in self._ties if tied.local_twin is None and tied.unit.grads is not None]
 
     @property
     def has_norms(self) -> bool:
@@ -194,11 +194,11 @@ class ModelGroup:
             if tied.unit.grads is None:
                 continue
             shard = tied.unit.gradients.shard
-            if tied.there is None:
+            if tied.local_twin is None:
                 shard.add_(self._across.trade(shard, tied.peer, tied.unit.name))
             elif not tied.copy:
-                shard.add_(tied.there.gradients.shard)
-                tied.there.gradients.shard.copy_(shard)
+                shard.add_(tied.local_twin.gradients.shard)
+                tied.local_twin.gradients.shard.copy_(shard)
 
     def share_ties(self, written: Collection[Unit]) -> None:
         """Carry what was written into one copy of a tied parameter to the other; where both were, the owner's.
@@ -207,16 +207,16 @@ class ModelGroup:
         """
         for tied in self._ties:
             master = tied.unit.weights.master
-            if tied.there is None:
-                here = torch.tensor([float(tied.unit in written)], dtype=torch.float64, device=self._across.device)
-                away = self._across.trade(here, tied.peer, tied.unit.name)
-                written_here, written_away = float(here) > 0, float(away) > 0
-                if written_here or written_away:
+            if tied.local_twin is None:
+                flag = torch.tensor([float(tied.unit in written)], dtype=torch.float64, device=self._across.device)
+                peer_flag = self._across.trade(flag, tied.peer, tied.unit.name)
+                written_here, written_by_peer = float(flag) > 0, float(peer_flag) > 0
+                if written_here or written_by_peer:
                     values = self._across.trade(master, tied.peer, tied.unit.name)
-                    if written_away and (tied.copy or not written_here):
+                    if written_by_peer and (tied.copy or not written_here):
                         _overwrite(tied.unit, values)
-            elif tied.unit in written and not (tied.copy and tied.there in written):
-                _overwrite(tied.there, master)
+            elif tied.unit in written and not (tied.copy and tied.local_twin in written):
+                _overwrite(tied.local_twin, master)
 
     def norms(self, pieces: Sequence[PieceNorm], cells: int, dtype: torch.dtype) -> Norms:
         """Return the norm of the group's gradients in every cell; `pieces`: this rank's, by cell, in model order."""
