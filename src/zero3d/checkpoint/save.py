@@ -41,7 +41,7 @@ def save(directory: Path, engine: EngineState) -> Path:
     """Write directory/step-N and return it. A crash at any instant leaves the older checkpoints whole."""
     final = directory / f"step-{engine.step}"
     temporary = directory / f".step-{engine.step}.tmp"
-    world = engine.world
+    world = engine.world.patient
     agree(world, lambda: _prepare(directory, temporary) if world.rank == 0 else None)
     with removed_on_failure(temporary, world):
         agree(world, lambda: write_json(temporary / _rows_file(world.rank), _write_rank(temporary, engine)))

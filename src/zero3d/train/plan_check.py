@@ -87,7 +87,7 @@ class PlanCheck:
         if len(history) != CHECKED_STEP:
             return
         local = torch.tensor([float(checked_memory(self._engine))], dtype=torch.float64)
-        measured = int(self._engine.world.exchange(local.to(self._engine.mesh.device)).max())
+        measured = int(self._engine.world.exchange(local).max())
         if self._planned is not None:
             seconds = median(record["seconds"] for record in history[1:])
             yield check_line(self._planned.estimate, measured, seconds, self._engine.mesh.device.type)
