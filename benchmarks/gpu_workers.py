@@ -110,8 +110,8 @@ def stream_log(device: torch.device, run: Run) -> dict[str, Any]:
         reference = train(Zero3d(setting, 0).engine, device, run)
         engine = Zero3d(setting, 3).engine
         log: list[Event] = []
-        engine.gathers._lane = Lane("gather", device, log)
-        engine.reductions._lane = Lane("reduce", device, log)
+        engine.gathers._lane = Lane("gather", engine.arena, log)
+        engine.reductions._lane = Lane("reduce", engine.arena, log)
         curve = train(engine, device, run)
     synchronize(device)
     pairs = zip(curve["losses"] + curve["norms"], reference["losses"] + reference["norms"], strict=True)

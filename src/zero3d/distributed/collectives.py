@@ -118,8 +118,7 @@ class Comm:
         """
         take = partial(self._sum, shard=shard, add=add)
         if self.size == 1:
-            take([full])
-            return DONE
+            return Pending(partial(take, [full]))
         self._announce("reduce_scatter", unit, full, wire)
         return self._algorithm.reduce_scatter(self._reduction("reduce_scatter", unit), full, wire, take)
 
