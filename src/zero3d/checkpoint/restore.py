@@ -202,7 +202,7 @@ def _streams(
     keys = [key for key in rank_tensors(manifest, file) if key.startswith(STREAM)]
     tensors = {key.removeprefix(STREAM): reader.tensor(file, key) for key in keys}
     python_rng = manifest.fields.entry("python_rng").rows()[rank]
-    check_streams(str(manifest.folder / file), tensors, python_rng)
+    check_streams(str(manifest.folder / file), tensors, python_rng, engine.world.device)
     return tensors, python_rng.value
 
 
@@ -229,7 +229,7 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
         for buffer in live[name]:
             buffer.copy_(reader.tensor(file, f"{BUFFER}{name}"))
     if checkpoint.streams is not None:
-        set_rng_state(*checkpoint.streams)
+        set_rng_state(*checkpoint.streams, engine.world.device)
 
 
 def _refresh(engine: EngineState) -> None:

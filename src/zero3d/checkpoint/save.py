@@ -84,7 +84,7 @@ def _write_rank(temporary: Path, engine: EngineState) -> dict[str, Any]:
     unsharded = {
         f"{BUFFER}{name}": same[0].detach().cpu().contiguous().clone() for name, same in engine.buffers.items()
     }
-    rng, python_rng = rng_state()
+    rng, python_rng = rng_state(engine.world.device)
     unsharded |= {f"{STREAM}{name}": value for name, value in rng.items()}
     write_tensors(temporary / file, tensors | unsharded)
     return {
