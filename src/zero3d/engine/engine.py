@@ -35,7 +35,6 @@ from zero3d.zero.fingerprint import fingerprint
 from zero3d.zero.hooks import KEEP
 from zero3d.zero.initial_weights import Source
 from zero3d.zero.optimizer import StepResult
-from zero3d.zero.stages import StateBytes
 from zero3d.zero.traffic import UnitTraffic
 
 
@@ -276,11 +275,6 @@ class Engine:
     def steps(self) -> int:
         """Applied steps so far."""
         return self._stepper.count
-
-    @property
-    def planned_bytes(self) -> StateBytes:
-        """Model states per rank by formula, padding apart."""
-        return self._assembly.accounts.planned
 
     @property
     def traffic_units(self) -> list[UnitTraffic]:
