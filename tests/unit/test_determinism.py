@@ -1,5 +1,6 @@
 """Deterministic algorithms on accelerators, and what a checkpoint says of them. A stand-in for CUDA: no GPU is needed."""
 
+import json
 import os
 import random
 import warnings
@@ -9,6 +10,7 @@ import numpy
 import pytest
 import torch
 
+import zero3d
 from zero3d import make_deterministic
 from zero3d.checkpoint.resume_contract import resume_guarantee
 from zero3d.config import load
@@ -221,6 +223,25 @@ def test_manifests_from_before_say_nothing_of_gpus():
     assert resume_guarantee(on_cpu, on_cpu).startswith("bitwise: ")
     assert resume_guarantee(on_cpu, HERE) == "not bitwise: kernels AVX2 -> NVIDIA H100 (they sum in other orders)"
     assert resume_guarantee(HERE, on_cpu) == "not bitwise: kernels NVIDIA H100 -> AVX2 (they sum in other orders)"
+
+
+def test_a_checkpoint_holds_the_facts_and_its_resume_names_what_differs(tmp_path, monkeypatch):
+    facts = {name: HERE[name] for name in ("deterministic", "backend", "cuda", "ranks_per_host")}
+
+    def resumed(of_device):
+        monkeypatch.setattr("zero3d.engine.state.device_facts", lambda *_: of_device)
+        engine.load(tmp_path / "new" if of_device is not old else tmp_path / "old")
+        return engine.resumed
+
+    engine, old = zero3d.Engine(torch.nn.Linear(4, 4), precision="fp32"), dict(facts)
+    engine.save(tmp_path / "old")
+    monkeypatch.setattr("zero3d.engine.state.device_facts", lambda *_: facts)
+    about = json.loads((engine.save(tmp_path / "new") / "manifest.json").read_text())["about"]
+    assert about.items() >= facts.items()
+    assert resumed(facts).startswith("bitwise: ")
+    assert resumed(facts | {"cuda": "12.9"}).startswith("not bitwise: cuda 12.8 -> 12.9 (sums may be taken in another")
+    assert resumed({}).startswith("bitwise: ")  # as on the CPU, which compares what it said before
+    assert resumed(old).startswith("not bitwise: deterministic unknown -> on; backend unknown -> nccl; cuda unknown")
 
 
 # --- random states ------------------------------------------------------------------------------
