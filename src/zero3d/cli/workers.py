@@ -51,9 +51,9 @@ def ranks_here(dp: int | None, tp: int | None, pp: int | None) -> int:
     """
     if dp is not None:
         return dp * (tp or 1) * (pp or 1)
-    import torch
+    from zero3d.distributed.devices import count_devices
 
-    return torch.accelerator.device_count() or max(RANKS, (tp or 1) * (pp or 1))
+    return count_devices() or max(RANKS, (tp or 1) * (pp or 1))
 
 
 @dataclass

@@ -190,7 +190,7 @@ class Loop:
         """Add what all ranks know together; return the signal that asks them to stop, or 0."""
         local = torch.tensor([float(request.signal or 0), float(record["tokens"])], dtype=torch.float64)
         with self.traffic.excluded():
-            by_rank = self.engine.world.exchange(local.to(self.engine.mesh.device)).cpu()
+            by_rank = self.engine.world.exchange(local)
         mesh = self.engine.mesh
         # The ranks of a model-parallel group see the same tokens.
         tokens = int(by_rank[:, 1].sum()) // (mesh.pp * mesh.tp)

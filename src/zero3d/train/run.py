@@ -165,9 +165,10 @@ def open_folder(config: Config, start: Start, engine: Engine, checkpoint: Path |
     """Claim the output folder on rank 0 and write config.yaml into it."""
     first = engine.world.rank == 0
     folder = Folder(Path(config.output)) if config.output is not None else _first_free(start, engine)
-    agree(engine.world, lambda: folder.claim(lock, start.resume, start.overwrite, checkpoint) if first else None)
+    everyone = engine.world.patient
+    agree(everyone, lambda: folder.claim(lock, start.resume, start.overwrite, checkpoint) if first else None)
     text = to_yaml(with_output(config, folder.root))
-    agree(engine.world, lambda: folder.write_config(text) if first else None)
+    agree(everyone, lambda: folder.write_config(text) if first else None)
     return folder
 
 
