@@ -16,6 +16,7 @@ from zero3d.checkpoint.resume_contract import resume_guarantee
 from zero3d.config import load
 from zero3d.distributed import determinism
 from zero3d.distributed.determinism import device_facts, refusals_named, warn_of_exact
+from zero3d.engine.state import who_adds
 from zero3d.errors import ConfigError
 from zero3d.rng import rng_state, set_rng_state
 from zero3d.setup import inputs
@@ -166,16 +167,40 @@ def test_facts_are_those_of_the_device(environment, monkeypatch):
     assert device_facts(torch.device("cpu"), "gloo", 2) == {}
 
 
+def added(dp_algorithm, travels, dp=4, tp=1, exact=False):
+    """Who adds what ranks have, of an engine whose gradients travel in these dtypes."""
+    axes = SimpleNamespace(
+        dp=SimpleNamespace(algorithm=dp_algorithm, size=dp), tp=SimpleNamespace(algorithm="native", size=tp)
+    )
+    units = [SimpleNamespace(grads=1, gradients=SimpleNamespace(travels=dtype)) for dtype in travels]
+    order = SimpleNamespace(summands=1 if exact else None)
+    assembly = SimpleNamespace(
+        base=SimpleNamespace(axes=axes, order=order),
+        runtime=SimpleNamespace(units=[*units, SimpleNamespace(grads=None)]),
+    )
+    return tuple(who_adds(assembly).values())
+
+
+def test_what_is_sent_in_16_bits_is_added_in_rank_order_and_wide_gradients_by_the_backend():
+    narrow, wide = torch.bfloat16, torch.float32
+    assert added("all-to-all", [narrow, narrow]) == ("in rank order", "none")
+    assert added("all-to-all", [narrow, wide]) == ("by the backend", "none")
+    assert added("native", [narrow]) == ("by the backend", "none")
+    assert added("pairwise", [wide]) == ("in rank order", "none")
+    assert added("native", [wide], exact=True) == ("in exact mode's tree", "none")
+    assert added("native", [wide], dp=1, tp=2) == ("none", "by the backend")
+
+
 HERE = {"stage": 3, "reduce": "every_step", "accumulate": 1, "dp": 4, "tp": 1, "pp": 1, "precision": "bf16", "wire": "bfloat16",
         "algorithm": "pairwise", "torch": "2.13", "kernels": "NVIDIA H100", "threads": 1, "leaves": None,
-        "deterministic": "on", "backend": "nccl", "tp_algorithm": "native", "cublas_workspace": ":4096:8", "capability": "9.0",
+        "deterministic": "on", "backend": "nccl", "dp_sums": "in rank order", "tp_sums": "none", "cublas_workspace": ":4096:8", "capability": "9.0",
         "cuda": "12.8", "cudnn": "91002", "fp32": "matmul none, conv tf32, rnn tf32", "narrow_sums": "bf16 True",
         "nccl": "2.27.3", "nccl_algorithm": "Ring", "nccl_protocol": "chosen by NCCL", "ranks_per_host": 8}  # fmt: skip
 OLD = {name: HERE[name] for name in list(HERE)[: list(HERE).index("deterministic")]}  # as manifests were
-NATIVE, OVER_TP = HERE | {"algorithm": "native"}, HERE | {"tp": 2}
+NATIVE, OVER_TP = HERE | {"dp_sums": "by the backend"}, HERE | {"tp_sums": "by the backend"}
 
 
-@pytest.mark.parametrize("about", [HERE, NATIVE, OVER_TP, NATIVE | {"leaves": 8}])
+@pytest.mark.parametrize("about", [HERE, NATIVE, OVER_TP])
 def test_on_a_gpu_a_resume_is_bitwise_where_all_of_it_is_equal(about):
     assert resume_guarantee(about, about).startswith("bitwise: ")
 
@@ -183,7 +208,7 @@ def test_on_a_gpu_a_resume_is_bitwise_where_all_of_it_is_equal(about):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("deterministic", "off"), ("cublas_workspace", ":16:8"), ("capability", "8.0"), ("cuda", "12.6"), ("cudnn", "90000"),
-     ("fp32", "matmul tf32"), ("narrow_sums", "bf16 False"), ("backend", "gloo")],
+     ("fp32", "matmul tf32"), ("narrow_sums", "bf16 False"), ("backend", "gloo"), ("dp_sums", "by the backend")],
 )  # fmt: skip
 @pytest.mark.parametrize("exact", [None, 8])
 def test_on_a_gpu_what_differs_is_named(name, value, exact):
@@ -201,8 +226,9 @@ def test_nccl_matters_where_it_adds(name, value):
         assert resume_guarantee(adds, adds | {name: value}) == (
             f"not bitwise: {name} {adds[name]} -> {value} (sums may be taken in another order)"
         )
-    for rank_order in (HERE, NATIVE | {"leaves": 8}, NATIVE | {"dp": 1}):
-        assert resume_guarantee(rank_order, rank_order | {name: value}).startswith("bitwise: ")
+    for dp_sums in ("in rank order", "none", "in exact mode's tree"):
+        about = HERE | {"dp_sums": dp_sums}
+        assert resume_guarantee(about, about | {name: value}).startswith("bitwise: ")
 
 
 @pytest.mark.parametrize(
