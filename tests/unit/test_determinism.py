@@ -20,6 +20,8 @@ from zero3d.engine.state import who_adds
 from zero3d.errors import ConfigError
 from zero3d.rng import rng_state, set_rng_state
 from zero3d.setup import inputs
+from zero3d.train import run as train
+from zero3d.train.lock import FolderLock
 
 CUBLAS, GPU = "CUBLAS_WORKSPACE_CONFIG", torch.device("cuda", 1)
 SETTINGS = (CUBLAS, "NCCL_ALGO", "NCCL_PROTO", "FLASH_ATTENTION_DETERMINISTIC")
@@ -129,6 +131,15 @@ def test_an_operation_without_a_deterministic_form_is_a_clear_error(environment)
         raise RuntimeError(NO_WORKSPACE)
     with pytest.raises(RuntimeError, match="another"), refusals_named():
         raise RuntimeError("another")
+
+
+def test_a_run_says_what_torch_refused_in_one_line(monkeypatch):
+    def refused(*_):
+        raise RuntimeError("_histc_cuda does not have a deterministic implementation, but you set ...")
+
+    monkeypatch.setattr(train, "_run", refused)
+    with pytest.raises(ConfigError, match=r"^train.deterministic .*: _histc_cuda has no form"):
+        train.run(load({}), None, None, FolderLock())
 
 
 def test_exact_sums_without_deterministic_kernels_are_warned_of(environment):
