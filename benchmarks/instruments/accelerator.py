@@ -324,6 +324,9 @@ class Module:
     def max_memory_allocated(self, device: Any = None) -> int:
         return 0
 
+    def max_memory_reserved(self, device: Any = None) -> int:
+        return 0
+
     def memory_reserved(self, device: Any = None) -> int:
         return 0
 

@@ -59,7 +59,7 @@ class Engine:
                   same moments give the same bits ("auto": stages 0, 1 every step, 2, 3 every micro-batch)
     schedule      of a pipeline (mesh.pp > 1): gpipe, 1f1b (None), interleaved, zero-bubble or zbv; for train_batch
     exact         the same bits at every dp (a power of two), stage and `reduce`, of one global list of micro-batches,
-                  numbered as `exact.Summands` says
+                  numbered as `exact.Summands` says; on a GPU after `zero3d.make_deterministic()`
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
     tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
     sequence_parallel  cut activations between blocks over tp, too, along the sequence
