@@ -8,8 +8,8 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from models import batch, bits, loss_of, net  # noqa: E402
-from training import save_model, save_rows, tree  # noqa: E402
+from models import batch, bits, loss_of, net
+from training import save_model, save_rows, tree
 
 WORLD = 8
 ONE_READ = "a step still waits for what it sends to the device: its weight, its orders, its result"
@@ -161,30 +161,29 @@ def waits_of_steps(hows):
     from instruments import accelerator, groups, host_traffic
 
     device = accelerator.register()
-    found = []
     with groups.alike(WORLD, device=accelerator.NAME), host_traffic.counted() as traffic:
-        for stage, count, exact in hows:
-            engine = engine_on(device, stage, count, exact)
-            given = [batch(i).to(device) for i in range(count)]
-            engine.train_batch(given)
-            engine.train_batch(given)
-            engine.evaluate(given)
-            phases = {}
+        return [waits_of_step(traffic, device, *how) for how in hows]
 
-            def during(name, call, phases=phases):
-                traffic.clear()
-                result = call()
-                phases.setdefault(name, []).extend(f"{what} {line}" for what, line in traffic.waits.elements())
-                return result
 
-            during("train_batch", lambda: engine.train_batch(given))
-            during("evaluate", lambda: engine.evaluate(given))
-            for k in range(0 if exact else count):
-                loss = during("forward", lambda: loss_of(engine, given[k]))
-                during("backward", lambda: engine.backward(loss))
-                during("step" if k == count - 1 else "off the boundary", engine.step)
-            found.append(phases)
-    return found
+def waits_of_step(traffic, device, stage, count, exact):
+    engine, phases = engine_on(device, stage, count, exact), {}
+    given = [batch(i).to(device) for i in range(count)]
+
+    def during(name, call, *args):
+        traffic.clear()
+        result = call(*args)
+        phases.setdefault(name, []).extend(f"{what} {line}" for what, line in traffic.waits.elements())
+        return result
+
+    for call in (engine.train_batch, engine.train_batch, engine.evaluate):
+        call(given)
+    during("train_batch", engine.train_batch, given)
+    during("evaluate", engine.evaluate, given)
+    for k in range(0 if exact else count):
+        loss = during("forward", loss_of, engine, given[k])
+        during("backward", engine.backward, loss)
+        during("step" if k == count - 1 else "off the boundary", engine.step)
+    return phases
 
 
 HOWS = [(0, 1, False), (1, 2, False), (2, 1, False), (3, 3, False), (3, 2, True)]
