@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from ranks import synchronize
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -29,25 +28,36 @@ LATE_CYCLES = 5_000_000  # about 3 ms at 1.7 GHz: longer than any unit of MIDDLE
 LATE = ("gathers", "reductions", "compute")
 
 
-# --- order --------------------------------------------------------------------------------------
+# --- order and lateness ---------------------------------------------------------------------------
 
 
-def order(place: Place, account: Account) -> None:
-    """Train stage 3 with lanes that log."""
+def late(place: Place, account: Account) -> None:
+    """Train stage 3 with lanes that log, then every stage with one stream late at a time."""
     be_deterministic()
     run = run_of(place, account, MIDDLE)
-    mesh, log = Loopback(place.device), list[Event]()
+    mesh = Loopback(place.device)
+    if place.on_cpu:
+        account.skipped("lateness", "the CPU has no streams: what a lane is asked for is done at once")
     with sdpa_kernel(SDPBackend.MATH):
         reference = train(engine_of(Mesh(device=place.device), run, 0), run)
-        engine = engine_of(mesh, run, 3)
-        for lane in lanes(engine).values():
-            lane._log = log
-        curve = train(engine, run)
-    synchronize(mesh.device)
+        compare(account, "stage 3, lanes that log", logged(account, mesh, run), reference, 0.0)
+        for stage in STAGES:
+            for what in LATE:
+                engine = engine_of(mesh, run, stage)
+                delay(engine, what, sleep_on(mesh.device))
+                compare(account, f"stage {stage}, late {what}", train(engine, run), reference, 0.0)
+
+
+def logged(account: Account, mesh: Mesh, run: Run) -> Curve:
+    """Train stage 3; the account has what its lanes were asked for."""
+    engine, log = engine_of(mesh, run, 3), list[Event]()
+    for lane in lanes(engine).values():
+        lane._log = log
+    curve = train(engine, run)
     faults, ahead = order_faults(log), count_ahead(log)
     account.ran("events", len(log), f"{len(faults)} out of order, first: {faults[0]}" if faults else "")
     account.ran("gathers ahead", ahead, "" if ahead else "no gather ran ahead of the unit in use: there is no prefetch")
-    compare(account, "stage 3, stage 0", curve, reference, 0.0)
+    return curve
 
 
 def lanes(engine: Engine) -> dict[str, Lane]:
@@ -87,25 +97,6 @@ def count_ahead(log: list[Event]) -> int:
             ahead += waiting.pop(unit, False)
             waiting = dict.fromkeys(waiting, True)
     return ahead
-
-
-# --- slowed -------------------------------------------------------------------------------------
-
-
-def slow(place: Place, account: Account) -> None:
-    """Train every stage with one stream late at a time."""
-    be_deterministic()
-    run = run_of(place, account, MIDDLE)
-    mesh = Loopback(place.device)
-    if place.on_cpu:
-        account.skipped("lateness", "the CPU has no streams: what a lane is asked for is done at once")
-    with sdpa_kernel(SDPBackend.MATH):
-        reference = train(engine_of(Mesh(device=place.device), run, 0), run)
-        for stage in STAGES:
-            for what in LATE:
-                engine = engine_of(mesh, run, stage)
-                delay(engine, what, sleep_on(mesh.device))
-                compare(account, f"stage {stage}, late {what}", train(engine, run), reference, 0.0)
 
 
 def sleep_on(device: torch.device) -> Callable[[], None]:
