@@ -111,8 +111,9 @@ def check(directory: Path, engine: EngineState) -> VerifiedCheckpoint:
 
     Raises CheckpointError on all ranks.
     """
-    manifest = agree(engine.world, lambda: _open(directory, engine))
-    return agree(engine.world, lambda: _verify(manifest, engine))
+    world = engine.world.patient
+    manifest = agree(world, lambda: _open(directory, engine))
+    return agree(world, lambda: _verify(manifest, engine))
 
 
 def load(checkpoint: VerifiedCheckpoint, engine: EngineState) -> tuple[int, Any, str]:
@@ -121,7 +122,9 @@ def load(checkpoint: VerifiedCheckpoint, engine: EngineState) -> tuple[int, Any,
     Returns its step, what the training loop had saved, and whether the run goes on bitwise (`resume_guarantee`).
     """
     manifest = checkpoint.manifest
-    agree(engine.world, lambda: _restore(checkpoint, engine))
+    world = engine.world.patient
+    agree(world, lambda: _restore(checkpoint, engine))  # as long as each rank's disk takes: nothing is gathered yet
+    agree(world, lambda: _refresh(engine))
     return manifest.step, manifest.value("loop"), resume_guarantee(manifest.about, engine.about)
 
 
@@ -199,7 +202,7 @@ def _streams(
     keys = [key for key in rank_tensors(manifest, file) if key.startswith(STREAM)]
     tensors = {key.removeprefix(STREAM): reader.tensor(file, key) for key in keys}
     python_rng = manifest.fields.entry("python_rng").rows()[rank]
-    check_streams(str(manifest.folder / file), tensors, python_rng)
+    check_streams(str(manifest.folder / file), tensors, python_rng, engine.world.device)
     return tensors, python_rng.value
 
 
@@ -207,7 +210,7 @@ def _streams(
 
 
 def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
-    """Fill weights, optimizer, scheduler, loss scale, summands, buffers and random states."""
+    """Fill frozen weights, optimizer, scheduler, loss scale, summands, buffers and random states."""
     manifest, reader = checkpoint.manifest, checkpoint.reader
     optimizer = manifest.value("optimizer")
     for unit in engine.units:
@@ -216,9 +219,6 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
         _restore_piece(reader, optimizer["scalars"], engine, owned)
     for group, saved in zip(engine.optimizer.torch.param_groups, optimizer["groups"], strict=True):
         group.update(from_json(saved, {key: value for key, value in group.items() if key != "params"}))
-    for unit in engine.units:
-        if unit.grads is not None:
-            unit.weights.refresh().wait()
     if engine.scheduler is not None and manifest.value("scheduler") is not None:
         engine.scheduler.load_state_dict(from_json(manifest.value("scheduler"), engine.scheduler.state_dict()))
     engine.loss_scale.restore(manifest.value("loss_scale"))
@@ -229,7 +229,14 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
         for buffer in live[name]:
             buffer.copy_(reader.tensor(file, f"{BUFFER}{name}"))
     if checkpoint.streams is not None:
-        set_rng_state(*checkpoint.streams)
+        set_rng_state(*checkpoint.streams, engine.world.device)
+
+
+def _refresh(engine: EngineState) -> None:
+    """Make weights of the masters that were read."""
+    for unit in engine.units:
+        if unit.grads is not None:
+            unit.weights.refresh().wait()
 
 
 def _state_piece(engine: EngineState, owned: MasterPiece, state: str, values: Tensor) -> StatePiece:

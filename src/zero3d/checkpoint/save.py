@@ -41,7 +41,7 @@ def save(directory: Path, engine: EngineState) -> Path:
     """Write directory/step-N and return it. A crash at any instant leaves the older checkpoints whole."""
     final = directory / f"step-{engine.step}"
     temporary = directory / f".step-{engine.step}.tmp"
-    world = engine.world
+    world = engine.world.patient
     agree(world, lambda: _prepare(directory, temporary) if world.rank == 0 else None)
     with removed_on_failure(temporary, world):
         agree(world, lambda: write_json(temporary / _rows_file(world.rank), _write_rank(temporary, engine)))
@@ -84,7 +84,7 @@ def _write_rank(temporary: Path, engine: EngineState) -> dict[str, Any]:
     unsharded = {
         f"{BUFFER}{name}": same[0].detach().cpu().contiguous().clone() for name, same in engine.buffers.items()
     }
-    rng, python_rng = rng_state()
+    rng, python_rng = rng_state(engine.world.device)
     unsharded |= {f"{STREAM}{name}": value for name, value in rng.items()}
     write_tensors(temporary / file, tensors | unsharded)
     return {
