@@ -37,9 +37,11 @@ class Part(NamedTuple):
     """A row of the campaign.
 
     work       MODULE:FUNCTION, called with the place and the account
-    limit_s    on the card, from the start of its process; `timed` ones get their share of --minutes on top
+    limit_s    on the card, from the start of its process, without its share of --minutes
     planned_s  what it should take there
     why        the arithmetic of that
+    timed      it measures for its share of --minutes
+    on_host    it needs no card, and sees none
     """
 
     name: str
@@ -48,6 +50,7 @@ class Part(NamedTuple):
     planned_s: float
     why: str
     timed: bool = False
+    on_host: bool = False
 
 
 # A process takes about 8 s before its first kernel: 3 s to import torch and zero3d, 2 s for the CUDA context and
@@ -63,6 +66,7 @@ PARTS = (
     Part("bits.default", "campaign.numbers:default", 28, 12, "8 + 8 trainings x 0.5"),
     Part("shared", "campaign.numbers:shared", 40, 22, "3 + 8 for two ranks + 9 trainings x 1.2: gloo by the host"),
     Part("train", "campaign.command:train", 60, 45, "2 commands x (3 for the launcher + 8 + 11 for data and export)"),
+    Part("step", "campaign.host:step", 40, 20, "4 + 32 blocks on the CPU: 6 to build, 3 steps x 3", on_host=True),
     *(
         Part(f"speed.{name}", "campaign.speed:speed", 22, 17, "8 + 4 to build 1.1e9 + 5 to profile", timed=True)
         for name in SPEED
@@ -160,7 +164,7 @@ def place_of(part: Part, wanted: Sequence[Part], arguments: argparse.Namespace) 
         given = arguments.minutes if arguments.minutes is not None or not on_cpu else CPU_SPEED_S / 60 * sharing
         share = 60 * (SPEED_MINUTES if given is None else given) / sharing
     limit = CPU_LIMIT_S if on_cpu else part.limit_s
-    return Place(part.name, "cpu" if on_cpu else "cuda:0", limit + share, share, arguments.peak_tflops)
+    return Place(part.name, "cpu" if on_cpu or part.on_host else "cuda:0", limit + share, share, arguments.peak_tflops)
 
 
 def not_run(why: str) -> Result:

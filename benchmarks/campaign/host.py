@@ -1,4 +1,8 @@
-"""What a step asks of the host: operations that wait for the device."""
+"""What a step costs the host: what it hands to the device, and where it waits for it.
+
+syncs  on a card: torch's warnings of operations that synchronise, by line
+step   anywhere: dispatches and waits of one `step()`, on a stand-in accelerator whose kernels are the CPU's
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +56,31 @@ def unwanted(found: dict[str, Counter[str]]) -> str:
     lines += [f"step: {line}" for line in found["step"] if READER not in line]
     lines += [f"step: {count} reads" for line, count in found["step"].items() if READER in line and count > 1]
     return "; ".join(lines)
+
+
+def step(place: Place, account: Account) -> None:
+    """Count the third `step()` of a 32-block Llama at stage 3, in bf16 and with clipping, as one of 8 alike ranks."""
+    from instruments import accelerator, groups, host_traffic
+    from instruments.dispatches import Dispatches
+    from instruments.step_syncs import Options, engine_of as engine_on
+
+    options = Options(layers=32, dp=8, stage=3)
+    account.ran("shape", f"Llama of {options.layers} blocks, hidden {options.hidden}, vocabulary {options.vocab}")
+    device = accelerator.register()
+    with groups.alike(options.dp, device=accelerator.NAME), host_traffic.counted() as traffic:
+        engine = engine_on(options, device)
+        tokens = torch.randint(0, options.vocab, (2, 16)).to(device)
+        for number in range(WARM_UP + 1):
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            traffic.clear()
+            dispatches = Dispatches()
+            with dispatches if number == WARM_UP else nullcontext():
+                engine.step()
+    waits = {f"{what}, {line}": count for (what, line), count in traffic.waits.most_common()}
+    account.ran("dispatches", dict(dispatches.by_name.most_common()))
+    account.ran("waits", waits)
+    account.headline("step_dispatches", dispatches.total)
+    account.headline("step_syncs", sum(waits.values()))
 
 
 @contextmanager
