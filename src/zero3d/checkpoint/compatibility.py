@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -27,12 +27,11 @@ PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
 
 
 def check_compatible(manifest: Manifest, engine: EngineState) -> None:
-    """Refuse a checkpoint of another model or optimizer, or with values that these cannot have."""
+    """Refuse a checkpoint of another model or optimizer, or with values that these cannot have; states come later."""
     _check_parameters(manifest, engine)
     _check_trainable(manifest, engine)
     _check_kind(manifest, engine)
     _check_groups(manifest, engine)
-    _check_states(manifest, engine)
     _check_scheduler(manifest, engine)
 
 
@@ -129,12 +128,13 @@ def _check_groups(manifest: Manifest, engine: EngineState) -> None:
             saved.entry("lr").refuse("a number from 0")
 
 
-def _check_states(manifest: Manifest, engine: EngineState) -> None:
-    """Check that moments are those of this optimizer: Adam's two, and for others the same in a whole group."""
+def check_states(manifest: Manifest, stored: Mapping[str, Sequence[str]], engine: EngineState) -> None:
+    """Check that moments are those of this optimizer: Adam's two, and for others the same in a whole group.
+
+    `stored` has the states of every parameter by its name.
+    """
     saved = manifest.fields.entry("optimizer")
-    by_name: dict[str, set[str]] = {}
-    for row in manifest.rows:
-        by_name.setdefault(row.name, set()).add(row.state)
+    by_name = {name: set(states) for name, states in stored.items()}
     first: dict[int, tuple[str, set[str]]] = {}
     adam = type(engine.optimizer.torch) in (torch.optim.Adam, torch.optim.AdamW)
     for unit in engine.owned_units:

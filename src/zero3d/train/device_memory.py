@@ -41,5 +41,5 @@ def fullest(engine: Engine, local: int) -> tuple[int, int | None]:
     """Return the most over all ranks of these bytes, and of what allocators have reserved. All ranks call it."""
     reserved = reserved_bytes(engine)
     figures = torch.tensor([float(figure) for figure in (local, reserved) if figure is not None], dtype=torch.float64)
-    most = engine.world.exchange(figures.to(engine.mesh.device)).amax(0).tolist()
+    most = engine.world.exchange(figures).amax(0).tolist()
     return int(most[0]), int(most[1]) if reserved is not None else None
