@@ -22,6 +22,7 @@ from campaign.loopback import Loopback
 from campaign.training import MIDDLE, STAGES, engine_of, own_batch, run_of
 
 WARM_UP = 2  # steps: orders are recorded, states are made
+MOST_DISPATCHES, MOST_WAITS = 40, 1  # of a step, collectives among them
 READER = "arena.py"  # the file of `host_value`, the one place that reads the device
 SOURCES = str(Path(sys.modules["zero3d"].__file__ or "").parent)
 
@@ -73,14 +74,23 @@ def step(place: Place, account: Account) -> None:
         for number in range(WARM_UP + 1):
             engine.backward(engine(input_ids=tokens, labels=tokens).loss)
             traffic.clear()
+            engine.traffic.reset()
             dispatches = Dispatches()
             with dispatches if number == WARM_UP else nullcontext():
                 engine.step()
-    waits = {f"{what}, {line}": count for (what, line), count in traffic.waits.most_common()}
-    account.ran("dispatches", dict(dispatches.by_name.most_common()))
-    account.ran("waits", waits)
-    account.headline("step_dispatches", dispatches.total)
-    account.headline("step_syncs", sum(waits.values()))
+    collectives = sum(entry.calls for entry in engine.traffic)
+    total, waits = dispatches.total + collectives, sum(traffic.waits.values())
+    account.ran("dispatches", dict(dispatches.by_name.most_common()), over("dispatches", total, MOST_DISPATCHES))
+    account.ran("collectives", collectives)
+    lines = {f"{what}, {line}": count for (what, line), count in traffic.waits.most_common()}
+    account.ran("waits", lines, over("waits", waits, MOST_WAITS))
+    account.headline("step_dispatches", total)
+    account.headline("step_syncs", waits)
+
+
+def over(what: str, found: int, most: int) -> str:
+    """Return what is wrong with a count that has a budget."""
+    return f"{found} {what} in a step, at most {most} are allowed" if found > most else ""
 
 
 @contextmanager
@@ -104,7 +114,7 @@ def waits() -> Iterator[Counter[str]]:
 
 def caller() -> str:
     """Return the innermost line of zero3d on the stack; without one, that which called torch."""
-    frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
+    frames = [frame for frame in traceback.extract_stack() if frame.filename not in (__file__, warnings.__file__)]
     ours = [frame for frame in frames if frame.filename.startswith(SOURCES)]
     frame = (ours or frames)[-1]
     return f"{Path(frame.filename).name}:{frame.lineno} {frame.line}"

@@ -8,6 +8,8 @@ without it, to the bit. The other two axes stay alone: at degree 1 nothing is cu
 
 from __future__ import annotations
 
+import atexit
+
 import torch
 import torch.distributed as dist
 
@@ -60,6 +62,7 @@ class Loopback(Mesh):
         axis = Axis(name, 0, One(1), gathers, reductions, device=self.device)
         axis.patience = EARLY * timeout(self.device).total_seconds()
         warm_up(axis)
+        atexit.register(axis.close)  # before torch.distributed ends, as `Mesh` does for larger axes
         return axis
 
 

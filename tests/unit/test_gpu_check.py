@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -255,6 +257,48 @@ def test_one_read_at_the_boundary_may_wait():
         host.unwanted({"forward": nothing, "backward": nothing, "step": Counter({"step.py:92 x": 1})})
         == "step: step.py:92 x"
     )
+
+
+def test_an_operation_that_waits_is_told_by_its_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    with host.waits() as lines:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("of something else", stacklevel=1)
+    ((line, count),) = lines.items()
+    assert line.startswith("test_gpu_check.py:")
+    assert "synchronizing" in line
+    assert count == 2
+
+
+def test_the_sanitizer_is_shown_the_storage_of_a_view():
+    class OnCard(torch.Tensor):
+        is_cuda = True
+
+    class Reader:
+        def _handle_argument(self, value, is_write, name=None):
+            seen.append((value.data_ptr(), is_write, name))
+
+    seen, full = [], torch.zeros(64)
+    reader = streams.by_storage(Reader)()
+    reader._handle_argument(full[32:].as_subclass(OnCard), True, name="out")
+    reader._handle_argument(full[32:], False)
+    assert seen == [(full.data_ptr(), True, "out"), (full[32:].data_ptr(), False, None)]
+
+
+@pytest.mark.long
+def test_the_whole_campaign_holds_with_the_cpu_in_the_place_of_the_card(tmp_path):
+    out = tmp_path / "out.json"
+    words = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--device", "cpu", "--json", str(out)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert list(found["parts"]) == [part.name for part in gpu_check.PARTS]
+    outcomes = {name: result["outcome"] for name, result in found["parts"].items() if result["outcome"] != "passed"}
+    assert outcomes == {"syncs": "skipped"}
+    assert 0 < found["step_dispatches"] <= 40
+    assert 0 < found["step_syncs"] <= 1
+    assert all("shape" in result["ran"] for name, result in found["parts"].items() if name != "syncs")
 
 
 def test_a_table_has_a_line_for_every_part_and_what_is_wrong():
