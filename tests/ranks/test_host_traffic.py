@@ -8,8 +8,8 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from models import batch, bits, loss_of, net  # noqa: E402
-from training import save_model, save_rows, tree  # noqa: E402
+from models import batch, bits, loss_of, net
+from training import save_model, save_rows, tree
 
 WORLD = 8
 ONE_READ = "a step still waits for what it sends to the device: its weight, its orders, its result"
