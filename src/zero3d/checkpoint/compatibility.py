@@ -254,21 +254,22 @@ def _try(manifest: Manifest, scheduler: Any) -> None:
 # --- random states ------------------------------------------------------------------------------
 
 
-def check_streams(file: str, tensors: Mapping[str, Tensor], python_rng: Field) -> None:
-    """Try random states on generators that nobody uses. Raises CheckpointError."""
-    for name, attempt in _attempts(tensors, python_rng.value):
+def check_streams(file: str, tensors: Mapping[str, Tensor], python_rng: Field, device: torch.device) -> None:
+    """Try random states on generators that nobody uses, `device` being the engine's. Raises CheckpointError."""
+    for name, attempt in _attempts(tensors, python_rng.value, device):
         try:
             attempt()
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"{file}: {name} is no random state ({quote(str(error))}). {USE_ANOTHER}") from None
 
 
-def _attempts(tensors: Mapping[str, Tensor], python_rng: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _attempts(
+    tensors: Mapping[str, Tensor], python_rng: Mapping[str, Any], device: torch.device
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     version, words, cached = python_rng["python"]
     kind, position, has_cached, gauss = python_rng["numpy"]
     yield "rng:torch", lambda: torch.Generator().set_state(tensors["torch"])
-    if "accelerator" in tensors and torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
+    if "accelerator" in tensors and device.type != "cpu":
         yield "rng:accelerator", lambda: torch.Generator(device).set_state(tensors["accelerator"])
     yield "python_rng", lambda: random.Random().setstate((version, tuple(words), cached))
     state = (kind, tensors["numpy"].numpy(), position, has_cached, gauss)

@@ -121,8 +121,9 @@ def check(directory: Path, engine: EngineState) -> VerifiedCheckpoint:
 
     Raises CheckpointError on all ranks.
     """
-    manifest, found = agree(engine.world, lambda: _open(directory, engine))
-    return agree(engine.world, lambda: _verify(manifest, found, engine))
+    world = engine.world.patient
+    manifest, found = agree(world, lambda: _open(directory, engine))
+    return agree(world, lambda: _verify(manifest, found, engine))
 
 
 def load(checkpoint: VerifiedCheckpoint, engine: EngineState) -> tuple[int, Any, str]:
@@ -131,7 +132,9 @@ def load(checkpoint: VerifiedCheckpoint, engine: EngineState) -> tuple[int, Any,
     Returns its step, what the training loop had saved, and whether the run goes on bitwise (`resume_guarantee`).
     """
     manifest = checkpoint.manifest
-    agree(engine.world, lambda: _restore(checkpoint, engine))
+    world = engine.world.patient
+    agree(world, lambda: _restore(checkpoint, engine))  # as long as each rank's disk takes: nothing is gathered yet
+    agree(world, lambda: _refresh(engine))
     return manifest.step, manifest.value("loop"), resume_guarantee(manifest.about, engine.about)
 
 
@@ -229,7 +232,7 @@ def _streams(found: _Found) -> tuple[Mapping[str, Tensor], Mapping[str, Any]] | 
         return None
     keys = [key for key in own_tensors(found.manifest, part) if key.startswith(STREAM)]
     tensors = {key.removeprefix(STREAM): found.reader.tensor(part.file, key) for key in keys}
-    check_streams(str(found.manifest.folder / part.file), tensors, part.python_rng)
+    check_streams(str(found.manifest.folder / part.file), tensors, part.python_rng, found.engine.world.device)
     return tensors, part.python_rng.value
 
 
@@ -237,7 +240,7 @@ def _streams(found: _Found) -> tuple[Mapping[str, Tensor], Mapping[str, Any]] | 
 
 
 def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
-    """Fill weights, optimizer, scheduler, loss scale, summands, buffers and random states."""
+    """Fill frozen weights, optimizer, scheduler, loss scale, summands, buffers and random states."""
     manifest, reader = checkpoint.manifest, checkpoint.reader
     optimizer = manifest.value("optimizer")
     for unit in engine.units:
@@ -247,9 +250,6 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
         _restore_piece(reader, states, optimizer["scalars"], engine, owned)
     for group, saved in zip(engine.optimizer.torch.param_groups, optimizer["groups"], strict=True):
         group.update(from_json(saved, {key: value for key, value in group.items() if key != "params"}))
-    for unit in engine.units:
-        if unit.grads is not None:
-            unit.weights.refresh().wait()
     if engine.scheduler is not None and manifest.value("scheduler") is not None:
         engine.scheduler.load_state_dict(from_json(manifest.value("scheduler"), engine.scheduler.state_dict()))
     engine.loss_scale.restore(manifest.value("loss_scale"))
@@ -260,7 +260,14 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
         for buffer in live[name]:
             buffer.copy_(reader.tensor(file, f"{BUFFER}{name}"))
     if checkpoint.streams is not None:
-        set_rng_state(*checkpoint.streams)
+        set_rng_state(*checkpoint.streams, engine.world.device)
+
+
+def _refresh(engine: EngineState) -> None:
+    """Make weights of the masters that were read."""
+    for unit in engine.units:
+        if unit.grads is not None:
+            unit.weights.refresh().wait()
 
 
 def _state_piece(engine: EngineState, owned: MasterPiece, state: str, values: Tensor) -> StatePiece:

@@ -48,7 +48,7 @@ def save(directory: Path, engine: EngineState) -> Path:
     """Write directory/step-N and return it. A crash at any instant leaves the older checkpoints whole."""
     final = directory / f"step-{engine.step}"
     temporary = directory / f".step-{engine.step}.tmp"
-    world = engine.world
+    world = engine.world.patient
     agree(world, lambda: _prepare(directory, temporary) if world.rank == 0 else None)
     with removed_on_failure(temporary, world):
         sha256 = agree(world, lambda: _write_rank(temporary, engine))
@@ -82,7 +82,7 @@ def _write_rank(temporary: Path, engine: EngineState) -> str:
             rows.append({"name": piece.name, "state": piece.state, "box": box, "dtype": _dtype(values), "key": key})
     # Every rank saves its buffers: running statistics may differ.
     own = {f"{BUFFER}{name}": same[0] for name, same in engine.buffers.items()}
-    rng, python_rng = rng_state()
+    rng, python_rng = rng_state(engine.world.device)
     own |= {f"{STREAM}{name}": value for name, value in rng.items()}
     part = {
         "file": file_of(rank),
