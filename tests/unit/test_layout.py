@@ -58,7 +58,7 @@ def test_padding_above_a_tenth_is_told_with_the_arithmetic_and_what_to_type():
 
     text = padding_warning([*units(4096, 65_536, 3), *units(4096, 32_768, 1)])
     assert text == (
-        "padding: 32,768 elements beside 229,376 parameters (14%): dp=4096 cuts 4 units into equal shards of whole groups "
+        "padding: 32,768 elements for 229,376 parameters (14%); dp=4096 cuts 4 units into equal shards of whole groups "
         "of 16, 65,536 elements or more each. Memory and traffic grow by that. Pass units= with fewer, larger modules, or "
         "a smaller dp (more tp or pp)."
     )

@@ -120,7 +120,7 @@ def padding_warning(layouts: Sequence[UnitLayout]) -> str | None:
     if n <= CANONICAL or 10 * tail <= numel:
         return None
     return (
-        f"padding: {tail:,} elements beside {numel:,} parameters ({tail / numel:.0%}): dp={n} cuts {len(layouts)} units "
-        f"into equal shards of whole groups of {GROUP}, {GROUP * n:,} elements or more each. Memory and traffic grow by "
-        "that. Pass units= with fewer, larger modules, or a smaller dp (more tp or pp)."
+        f"padding: {tail:,} elements for {numel:,} parameters ({tail / numel:.0%}); dp={n} cuts {len(layouts)} units "
+        f"into equal shards of whole groups of {GROUP}, {GROUP * n:,} elements or more each. Memory and traffic grow "
+        "by that. Pass units= with fewer, larger modules, or a smaller dp (more tp or pp)."
     )
