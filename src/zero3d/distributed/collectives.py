@@ -143,9 +143,9 @@ class Comm:
         self._ledger.record("exchange", self.axis, "-", (self.size - 1) * values.numel(), values.dtype.itemsize)
         call, axis = self._reduction("exchange", "-"), self._axis
         if axis.gathers is None and axis.meet is not None:
-            return self._back(call.run(partial(axis.meet, self._on_host(values))), values.device)
-        rows = self._algorithm.exchange(call, values.to(axis.place)).view(self.size, -1)
-        return self._back(rows, values.device)
+            return self._moved(call.run(partial(axis.meet, self._on_host(values))), values.device)
+        rows = self._algorithm.exchange(call, self._moved(values, axis.place)).view(self.size, -1)
+        return self._moved(rows, values.device)
 
     @property
     def patient(self) -> Comm:
@@ -201,8 +201,8 @@ class Comm:
         except TimeoutError as error:
             raise self._axis.late(self._ledger.last) from error
 
-    def _back(self, rows: Tensor, device: torch.device) -> Tensor:
-        return self._on_host(rows) if device.type == "cpu" else rows.to(device)
+    def _moved(self, values: Tensor, device: torch.device) -> Tensor:
+        return self._on_host(values) if device.type == "cpu" else values.to(device)
 
     def _reduction(self, op: str, unit: str) -> Call:
         return Call(self._axis, self._axis.reductions, op, unit)
