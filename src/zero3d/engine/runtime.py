@@ -92,8 +92,7 @@ def start(base: Foundation, units: list[Unit], uses: Uses) -> Runtime:
 def _model_group(base: Foundation, units: Sequence[Unit]) -> ModelGroup:
     axes, division, resolved = base.axes, base.division, base.resolved
     ties = find_ties(division.chunks, units, resolved.schedule, axes.pp.size)
-    ranks = Comm(resolved.mesh.model_parallel, axes.arena, axes.ledger)
-    return ModelGroup(ranks, axes.pp, TensorCuts(axes.tp, division.cuts.keys(), division.partial), ties)
+    return ModelGroup(axes.model_parallel, axes.pp, TensorCuts(axes.tp, division.cuts.keys(), division.partial), ties)
 
 
 def move_buffers(module: nn.Module, dp: Comm) -> None:

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm, same_memory
 from zero3d.errors import ConfigError
-from zero3d.memory.arena import Arena, host_value
+from zero3d.memory.arena import Arena
 from zero3d.zero.layout import Piece
 from zero3d.zero.model_group import NONE, ModelGroup, Norms, PieceNorm
 from zero3d.zero.param_groups import NOT_ELEMENTWISE, refuse_kind
@@ -172,7 +172,7 @@ class ShardedOptimizer:
         clip = torch.clamp(self._clip / (norm + 1e-6), max=1.0) if self._clip is not None else torch.ones_like(norm)
         values = norm, torch.as_tensor(total, dtype=torch.float64, device=norm.device), ordered, even, clip
         at_once = torch.stack([value.to(norm.device, torch.float64) for value in values])
-        host_norm, host_total, in_order, all_even, host_clip = host_value(at_once, [1.0] * 5)
+        host_norm, host_total, in_order, all_even, host_clip = self._comm.read(at_once, [1.0] * 5)
         if not in_order:
             raise self._comm.order_error()
         if not all_even:
@@ -185,7 +185,7 @@ class ShardedOptimizer:
 
     def _check_even(self, uneven: Tensor) -> None:
         """Raise ConfigError where the tp ranks of this model-parallel group differ on a parameter's norm."""
-        place = host_value(uneven[None], [NONE])[0]
+        place = self._comm.read(uneven[None], [NONE])[0]
         if place == NONE:
             return
         name = self._names[place]
