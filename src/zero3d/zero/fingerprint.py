@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from math import lcm
 
 import torch
 from torch import Tensor
 
 from zero3d.distributed.collectives import Comm
-from zero3d.zero.layout import CANONICAL
+from zero3d.zero.layout import grid
 from zero3d.zero.model_group import ModelGroup
 from zero3d.zero.optimizer import ShardedOptimizer
 
@@ -19,7 +18,7 @@ def fingerprint(optimizer: ShardedOptimizer, comm: Comm, model_group: ModelGroup
 
     Reads this rank's part of them; 32 bytes for each of its cells to every rank.
     """
-    cells = lcm(CANONICAL, comm.size) // comm.size  # of this rank
+    cells = grid(comm.size) // comm.size  # of this rank
     hashes = [hashlib.sha256() for _ in range(cells)]
     for owned in optimizer.pieces:
         layout, piece, master = owned.unit.layout, owned.piece, owned.master
@@ -32,12 +31,12 @@ def fingerprint(optimizer: ShardedOptimizer, comm: Comm, model_group: ModelGroup
                     values = value[low:high] if value.dim() else value[None]
                     hashes[cell].update(f"{owned.name} {key}".encode())
                     hashes[cell].update(values.detach().cpu().contiguous().view(torch.uint8).numpy())
-    over_dp = hashlib.sha256(_bytes(comm.exchange(_numbers(b"".join(cell.digest() for cell in hashes), comm))))
-    return hashlib.sha256(_bytes(model_group.exchange(_numbers(over_dp.digest(), comm)))).hexdigest()[:16]
+    over_dp = hashlib.sha256(_bytes(comm.exchange(_numbers(b"".join(cell.digest() for cell in hashes)))))
+    return hashlib.sha256(_bytes(model_group.exchange(_numbers(over_dp.digest())))).hexdigest()[:16]
 
 
-def _numbers(raw: bytes, comm: Comm) -> Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).double().to(comm.device)
+def _numbers(raw: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).double()
 
 
 def _bytes(numbers: Tensor) -> bytes:
