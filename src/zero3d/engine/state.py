@@ -66,9 +66,10 @@ def _about(assembly: Assembly) -> dict[str, Any]:
 
 def who_adds(assembly: Assembly) -> dict[str, str]:
     """Return in which order gradients are added over dp and activations over tp; the backend's order is its own."""
-    axes, order = assembly.base.axes, assembly.base.order
-    travel = [unit.gradients.travels for unit in assembly.runtime.units if unit.grads is not None]
-    narrow = all(dtype.itemsize < torch.float32.itemsize for dtype in travel)
+    axes, order, runtime = assembly.base.axes, assembly.base.order, assembly.runtime
+    each = assembly.base.resolved.policy.reduce == "every_micro_batch" or runtime.accumulation.usual == 1
+    travel = [unit.gradients.travels for unit in runtime.units if unit.grads is not None]
+    narrow = each and all(dtype.itemsize < torch.float32.itemsize for dtype in travel)
     in_rank_order = axes.dp.algorithm == Pairwise.name or (axes.dp.algorithm == AllToAll.name and narrow)
     over_dp = TREE if order.summands is not None else RANKS if in_rank_order else BACKEND
     over_tp = RANKS if axes.tp.algorithm == Pairwise.name else BACKEND
