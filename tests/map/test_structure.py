@@ -99,8 +99,8 @@ TORCH_FREE = (
     "errors", "reading", "config", "shards.boxes", "distributed.degrees", "distributed.ledger", "zero.stages", "zero.layout",
     "zero.traffic", "activations.policy", "tensor_parallel.traffic", "pipeline.schedules", "pipeline.actions",
     "pipeline.balance", "pipeline.traffic", "pipeline.acknowledgements", "checkpoint.folders", "checkpoint.files",
-    "checkpoint.fields", "checkpoint.manifest", "checkpoint.manifest_parser", "checkpoint.tiling", "checkpoint.integrity",
-    "checkpoint.resume_contract", "models.presets", "models.foreign_code", "plan", "page",
+    "checkpoint.fields", "checkpoint.manifest", "checkpoint.manifest_parser", "checkpoint.manifest_parts", "checkpoint.tiling",
+    "checkpoint.integrity", "checkpoint.resume_contract", "models.presets", "models.foreign_code", "plan", "page",
 )  # fmt: skip
 WITH_TORCH = {"plan.calibrate"}
 
@@ -237,7 +237,7 @@ def test_there_is_one_reduce_scatter_call_site():
 
 def test_only_few_modules_read_the_environment():
     for name, path in modules():
-        if not name.startswith(("distributed.mesh", "doctor", "cli")):
+        if not name.startswith(("distributed.mesh", "distributed.determinism", "doctor", "cli")):
             assert "os.environ" not in path.read_text(), name
 
 

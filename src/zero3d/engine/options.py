@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero3d.distributed.determinism import warn_of_exact
 from zero3d.distributed.mesh import Mesh
-from zero3d.engine.checks import check_model, check_step, reduce_dtype_of
+from zero3d.engine.checks import check_model, check_reduce_scatter, check_step, reduce_dtype_of
 from zero3d.engine.losses import Loss
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.precision import Precision
@@ -43,6 +44,7 @@ class ZeroOptions:
     reduce: str
     reduce_dtype: str
     exact: bool
+    reduce_scatter: str
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     mesh = mesh if mesh is not None else Mesh()
     release, reduce = resolve_policies(row, *pipeline_policies(mesh.pp, zero.release, zero.reduce))
     check_step(step.accumulate, options.optimizer.clip_norm)
+    check_reduce_scatter(zero.reduce_scatter)
     check_model(model, options.model.weights)
     groups = choose_optimizer(model, options.optimizer.optimizer, options.optimizer.param_groups)
     schedule = Schedule.requested(mesh.pp, options.parallel.schedule, options.parallel.blocks)
@@ -115,4 +118,6 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     policy = Policy(row, release, reduce, accumulate, wide, reduce_dtype_of(zero.reduce_dtype, precision))
     if zero.exact:
         check_exact(mesh.dp, reduce == "every_step", mesh.pp, (policy.wire, policy.master))
+        if mesh.rank == 0:
+            warn_of_exact(mesh.device)
     return Resolved(mesh, precision, policy, groups, schedule)

@@ -13,6 +13,7 @@ A dry run sees all memory here, and no value-dependent branch but through `host_
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from typing import TypeVar
 
@@ -42,6 +43,7 @@ class Arena:
         self._peak: dict[str, Fraction] = {}
         self._stuck: set[int] = set()
         self._pinned = torch.empty(0, dtype=torch.uint8)
+        self.stream: AbstractContextManager[object] = nullcontext()  # of whose pool transient memory is; see `Lane`
 
     def _account(self, category: str, change: Fraction | int) -> None:
         live = self._live.get(category, Fraction(0)) + change
@@ -63,7 +65,8 @@ class Arena:
     def borrow(self, category: str, elements: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised transient buffer, to be given back."""
         self._account(category, elements * dtype.itemsize)
-        return torch.empty(elements, dtype=dtype, device=self.device)
+        with self.stream:
+            return torch.empty(elements, dtype=dtype, device=self.device)
 
     def give_back(self, category: str, buffer: Tensor) -> None:
         """Take a transient buffer off the account; its owner drops the reference."""
@@ -75,7 +78,8 @@ class Arena:
         if id(buffer) in self._stuck:
             return
         self._account(category, nbytes)
-        buffer.untyped_storage().resize_(nbytes)
+        with self.stream:
+            buffer.untyped_storage().resize_(nbytes)
 
     def drain(self, category: str, buffer: Tensor, poison: bool = False) -> None:
         """Free a storage's memory and keep its identity.

@@ -16,7 +16,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from zero3d.data.batches import BatchStream, validation_batches
 from zero3d.data.sequences import Sequences
 from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError, NonFiniteError
+from zero3d.train.device_memory import memory_bytes, reserved_bytes
 from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
 from zero3d.train.loop_state import LoopState
@@ -202,7 +202,9 @@ class Loop:
         peak = peak_flops(self._device_name, self.engine.precision.name)
         record |= {"tokens": self.state.tokens, "tokens_per_s": rate, "skipped": self.state.skipped}
         record |= {"mfu": rate * self._flops / (peak * mesh.world)} if peak else {}
+        reserved = reserved_bytes(self.engine)
         record |= {"memory_bytes": memory_bytes(self.engine), "traffic_bytes": self.traffic.last_step()}
+        record |= {} if reserved is None else {"reserved_bytes": reserved}
         record["epoch"] = self.state.position["epoch"] + self.state.position["index"] / self.state.position["sequences"]
         return int(by_rank[:, 0].max())
 
@@ -215,8 +217,7 @@ class Loop:
 
     def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return a batch where the engine computes, with the options every forward gets."""
-        moved = {name: tensor.to(self.engine.mesh.device, non_blocking=True) for name, tensor in batch.items()}
-        return {**moved, **self._options}
+        return {**{name: to_device(tensor, self.engine.mesh.device) for name, tensor in batch.items()}, **self._options}
 
     # --- the held-out part --------------------------------------------------------------------------
 
@@ -275,9 +276,6 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def memory_bytes(engine: Engine) -> int:
-    """Return the most this rank's device has held; on the CPU what the process holds now."""
-    device = engine.mesh.device
-    if device.type == "cpu":
-        return int(psutil.Process().memory_info().rss)
-    return int(torch.get_device_module(device).max_memory_allocated(device))
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on a device. Accelerators take it from pinned memory, while the host goes on."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

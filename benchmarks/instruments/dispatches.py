@@ -1,0 +1,182 @@
+"""Count what a training step has torch dispatch, phase by phase: on an accelerator each of these is a kernel launch.
+
+    python benchmarks/instruments/dispatches.py [--dp 8] [--blocks 32] [--json OUT]
+
+plain PyTorch, FSDP2 and stages 0-3 train one small Llama in bf16 with clipping and fused AdamW. The process group is a
+fake one of `dp` ranks, whose peers are not there, so this runs anywhere in seconds; the third step is counted. Not
+counted are views, allocations, reads of the host and marks of the profiler, which launch nothing. What torch does in
+one multi-tensor call (`_foreach`, `_fused`) and a collective count once each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+VARIANTS = ("plain", "fsdp2", "stage0", "stage1", "stage2", "stage3")
+HIDDEN, VOCABULARY, BATCH, LENGTH, STEPS = 64, 512, 2, 16, 3
+LAUNCH_NOTHING = {
+    "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "set_", "detach", "alias",
+    "lift_fresh", "_local_scalar_dense", "item", "record_stream", "_has_same_storage_numel", "is_same_size",
+}  # fmt: skip
+
+
+class Dispatches(TorchDispatchMode):
+    """Counts what is dispatched inside, by operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        """How many launches an accelerator would have seen."""
+        return self.by_name.total()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and count it."""
+        out = func(*args, **(kwargs or {}))
+        space, name = func._schema.name.split("::")
+        view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if not view and space != "profiler" and name not in LAUNCH_NOTHING:
+            self.by_name[func._schema.name] += 1
+        return out
+
+
+class Step(NamedTuple):
+    """What the phases of one step dispatched."""
+
+    forward: Dispatches
+    backward: Dispatches
+    step: Dispatches
+
+    @property
+    def total(self) -> int:
+        """All phases together."""
+        return sum(phase.total for phase in self)
+
+
+class Llama(nn.Module):
+    """A Hugging Face Llama that returns its loss; head and embedding are not tied."""
+
+    def __init__(self, blocks: int) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        config = LlamaConfig(
+            hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_hidden_layers=blocks, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=64, tie_word_embeddings=False,
+        )  # fmt: skip
+        self.inner = LlamaForCausalLM(config)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy."""
+        logits = self.inner(input_ids=ids, use_cache=False).logits.float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Trained(NamedTuple):
+    """How a variant does each phase."""
+
+    forward: Callable[..., Tensor]
+    backward: Callable[[Tensor], None]
+    step: Callable[[], object]
+
+
+def count(variant: str, dp: int = 8, blocks: int = 32) -> Step:
+    """Return what the third step of a variant dispatches on a fake process group of `dp` ranks."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dp)
+    try:
+        torch.manual_seed(0)
+        trained = build(variant, dp, Llama(blocks))
+        ids, targets = (torch.randint(0, VOCABULARY, (BATCH, LENGTH)) for _ in range(2))
+        for _ in range(STEPS):
+            counted = Step(Dispatches(), Dispatches(), Dispatches())
+            with counted.forward:
+                loss = trained.forward(ids, targets)
+            with counted.backward:
+                trained.backward(loss)
+            with counted.step:
+                trained.step()
+        return counted
+    finally:
+        dist.destroy_process_group()
+        gc.collect()
+
+
+def build(variant: str, dp: int, model: nn.Module) -> Trained:
+    """Return a variant's phases."""
+    if variant.startswith("stage"):
+        from zero3d import Engine, Mesh
+
+        engine = Engine(
+            model, stage=int(variant[-1]), mesh=Mesh(device="cpu"), precision="bf16", optimizer=adamw, clip_norm=1.0
+        )
+        return Trained(engine, engine.backward, engine.step)
+    if variant == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        shared: dict[str, Any] = {
+            "mesh": init_device_mesh("cpu", (dp,)),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        }
+        for block in model.inner.model.layers:  # type: ignore[union-attr]
+            fully_shard(block, **shared)
+        fully_shard(model, reshard_after_forward=False, **shared)
+    else:
+        model = model.bfloat16()
+    optimizer = adamw(model.parameters())
+
+    def step() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Trained(model, lambda loss: loss.backward(), step)  # type: ignore[no-untyped-call]
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of all variants."""
+    return torch.optim.AdamW(params, lr=1e-4, fused=True)
+
+
+def main() -> None:
+    """Print a table, and write what was counted if asked."""
+    parser = argparse.ArgumentParser(description="Count what a training step has torch dispatch.")
+    parser.add_argument("--dp", type=int, default=8, help="ranks of the fake process group (default 8)")
+    parser.add_argument("--blocks", type=int, default=32, help="blocks of the Llama (default 32)")
+    parser.add_argument("--json", type=Path, help="write the counts of every operation there")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {variant: count(variant, options.dp, options.blocks) for variant in VARIANTS}
+    print(f"{'dp ' + str(options.dp):8} {'forward':>8} {'backward':>8} {'step':>6} {'all':>6}")
+    for variant, counted in found.items():
+        print(
+            f"{variant:8} {counted.forward.total:8,} {counted.backward.total:8,} {counted.step.total:6,} "
+            f"{counted.total:6,}"
+        )
+    if options.json is not None:
+        rows = {
+            variant: {phase: dict(getattr(counted, phase).by_name) for phase in Step._fields}
+            for variant, counted in found.items()
+        }
+        record = {"dp": options.dp, "blocks": options.blocks, "torch": torch.__version__, "dispatches": rows}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
