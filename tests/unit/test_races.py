@@ -14,8 +14,8 @@ from tensors import tiny
 
 from zero3d.activations.recomputation import recompute
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "instruments"))
-from races import COMPUTE, FAULTS, Model, alone_in, collectives_of, lonely_mesh, modelled
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from instruments.races import COMPUTE, FAULTS, Model, alone_in, collectives_of, lonely_mesh, modelled
 
 SETTINGS = (
     ((4, 1, 1), (1, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)),  # dp, tp, pp
