@@ -57,9 +57,12 @@ class Engine:
     release       "auto" | "every_use" | "every_step": gathered parameters at stage 3
     reduce        "auto" | "every_micro_batch" | "every_step": when gradients are reduced; stages that reduce at the
                   same moments give the same bits ("auto": stages 0, 1 every step, 2, 3 every micro-batch)
+    reduce_scatter  "auto" | "native": how they are summed over dp. "auto": their terms are sent, in as few bytes as
+                  they were made in, and added in rank order (on NCCL what is no sum yet, so in 16 bits); "native": by
+                  the backend, in `reduce_dtype`, which is faster where many ranks of a host reduce across hosts
     schedule      of a pipeline (mesh.pp > 1): gpipe, 1f1b (None), interleaved, zero-bubble or zbv; for train_batch
     exact         the same bits at every dp (a power of two), stage and `reduce`, of one global list of micro-batches,
-                  numbered as `exact.Summands` says
+                  numbered as `exact.Summands` says; on a GPU after `zero3d.make_deterministic()`
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
     tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
     sequence_parallel  cut activations between blocks over tp, too, along the sequence
@@ -92,6 +95,7 @@ class Engine:
         units: Sequence[type[nn.Module] | str] | None = None,
         release: str = "auto",
         reduce: str = "auto",
+        reduce_scatter: str = "auto",
         exact: bool = False,
         weights: Source | None = None,
         schedule: str | None = None,
@@ -101,7 +105,7 @@ class Engine:
     ) -> None:
         options = Options(
             ModelOptions(precision, weights, units),
-            ZeroOptions(stage, release, reduce, reduce_dtype, exact),
+            ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter),
             ParallelOptions(schedule, blocks, tp_plan, sequence_parallel),
             OptimizerOptions(optimizer, scheduler, param_groups, clip_norm),
             StepOptions(accumulate, loss),

@@ -44,7 +44,8 @@ class Gradients:
         keep_wide = policy.accumulate > 1 or not policy.stage.shards_optimizer
         self._local = policy.master if keep_wide and not self._transient else dtype
         # In which a single backward's gradients reach their owners: by plan, since ranks must agree on it.
-        self.travels = setting.comm.travels(self._local, self._wire)
+        made = dtype if policy.accumulate == 1 else self._local
+        self.travels = setting.comm.travels(self._local, made, self._wire)
         if not self._transient:
             self._use(arena.allocate("gradients", layout.total, layout.numel, self._local))
         if self.full is not None and self._local == self._wide:
