@@ -318,6 +318,7 @@ def _backend(fabric: Fabric) -> Iterator[None]:
         backend.register_backend(BACKEND, create, extended_api=True, devices=[fabric.device])
     with (
         mock.patch.dict(backend._plugins, {BACKEND.upper(): backend._BackendPlugin(create, True)}),
+        mock.patch.dict(backend.backend_capability, {BACKEND: [fabric.device]}),
         mock.patch.dict(backend.default_device_backend_map, {fabric.device: BACKEND}),
         mock.patch.object(dist, "batch_isend_irecv", _batch),
         mock.patch.multiple(Tensor, **{name: reading(getattr(Tensor, name)) for name in READS}),

@@ -13,8 +13,6 @@ from tensors import tiny
 
 from zero3d.pipeline.schedules import SCHEDULES, Schedule
 
-SUBSET = "a group's first operation may be messages of a few of its ranks"
-
 
 def run(family, mesh, schedule, count, stage=2, exact=False):
     """What all ranks ask of their groups in three steps, an evaluation and a write into whole parameters."""
@@ -77,7 +75,6 @@ def faults(pool):
     return pool.alone(faults_of, MESHES)
 
 
-@pytest.mark.xfail(strict=True, reason=SUBSET)
 def test_every_group_begins_with_all_its_ranks(faults):
     for case, (first, _, replayed, _) in zip(MESHES, faults, strict=True):
         assert (case, first, replayed) == (case, [], [])
