@@ -362,6 +362,9 @@ class Module:
     def max_memory_reserved(self, device: Any = None) -> int:
         return 0
 
+    def memory_reserved(self, device: Any = None) -> int:
+        return 0
+
     def reset_peak_memory_stats(self, device: Any = None) -> None: ...
 
     def is_bf16_supported(self) -> bool:
