@@ -199,11 +199,11 @@ def test_workers_get_segments_that_grow_unless_somebody_has_set_the_allocator(mo
 
 
 def test_a_bare_machine_gets_as_many_workers_as_the_mesh_or_its_accelerators(monkeypatch):
-    import torch
+    from zero3d.distributed import devices
 
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    monkeypatch.setattr(devices, "count_devices", lambda: 0)
     assert ranks_here(None, None, None) == RANKS == 2
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    monkeypatch.setattr(devices, "count_devices", lambda: 8)
     assert ranks_here(None, 2, None) == 8
     assert ranks_here(2, None, None) == 2
     assert ranks_here(2, 2, 3) == 12

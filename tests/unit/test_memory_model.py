@@ -32,8 +32,8 @@ from zero3d.plan.memory import memory
 from zero3d.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
 
 # --- one rank class, at stage 3 -------------------------------------------------------------------
-# bf16 weights (2 bytes) are gathered; local gradients wait in buckets (2) and travel as fp32: a cast of the whole
-# unit (4) and the shard that arrives (4). Tokens and labels are int64: 16 bytes.
+# bf16 weights (2 bytes) are gathered; local gradients wait in buckets (2) and travel as they are: the terms of all
+# ranks arrive (2). Tokens and labels are int64: 16 bytes.
 
 
 def test_the_head_s_logits_beside_all_that_is_kept_and_two_blocks_gathered_ahead():
@@ -84,7 +84,7 @@ def test_a_large_root_unit_is_reduced_at_the_end_beside_the_last_of_the_others()
     assert at(model_of(root=root), "end of the backward", dp=2, stage=2) == {
         "batch": BATCH,
         "bucket": 2 * (ENDS + root),
-        "wire": WIRE["ends"] + 4 * root + 4 * root / 2,
+        "wire": WIRE["ends"] + 2 * root,
     }
     assert at(model_of(root=root), "end of the backward", dp=2, stage=1, accumulate=2) == {
         "batch": 2 * BATCH, "wire": 4 * (ENDS + root) / 2
@@ -114,7 +114,7 @@ def test_gradients_that_autograd_holds_are_divided_by_tp():
 # --- the optimizer step ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", [{"dp": 1}, {"dp": 16}, {"dp": 1, "precision": "fp16"}])
+@pytest.mark.parametrize("plan", [{"dp": 1}, {"dp": 16, "reduce_scatter": "native"}, {"dp": 1, "precision": "fp16"}])
 def test_masters_are_cast_a_unit_at_a_time(plan):
     found = at(model_of(), "optimizer step", micro_batch=1, stage=0, **plan)
     assert found == {"batch": BATCH / 2, "temporary": 4 * BLOCK}
@@ -189,21 +189,28 @@ def test_outputs_of_experts_are_those_that_a_token_meets():
 # --- buffers of reductions ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("plan", "cast", "arrives"), [
-    ({}, 4, 4),  # bf16 gradients travel as fp32
-    ({"reduce_dtype": "bf16"}, 0, 2),
-    ({"precision": "fp32"}, 0, 4),
-    ({"precision": "fp64"}, 0, 8),
-    ({"reduce": "every_step", "accumulate": 2}, 0, 4),  # summed in fp32 where they are
-    ({"reduce": "every_step", "accumulate": 1}, 4, 4),
-    ({"stage": 1, "accumulate": 1}, 4, 4),
-    ({"stage": 1, "accumulate": 2}, 0, 4),
-    ({"stage": 0}, 0, 4),
-    ({"stage": 1, "precision": "bf16", "reduce_dtype": "bf16", "accumulate": 2}, 2, 2),
+NATIVE = {"reduce_scatter": "native"}
+
+
+@pytest.mark.parametrize(("plan", "cast", "arrives", "of"), [
+    ({}, 0, 2, 1),  # terms of all ranks
+    (NATIVE, 4, 4, 4),  # bf16 gradients travel as fp32, and a shard of sums arrives
+    ({"reduce_dtype": "bf16"}, 0, 2, 1),
+    ({"reduce_dtype": "bf16"} | NATIVE, 0, 2, 4),
+    ({"precision": "fp32"}, 0, 4, 4),
+    ({"precision": "fp64"}, 0, 8, 4),
+    ({"reduce": "every_step", "accumulate": 2}, 0, 4, 4),  # summed in fp32 where they are
+    ({"reduce": "every_step", "accumulate": 1}, 0, 2, 1),
+    ({"stage": 1, "accumulate": 1}, 0, 2, 1),
+    ({"stage": 1, "accumulate": 1} | NATIVE, 4, 4, 4),
+    ({"stage": 1, "accumulate": 2}, 0, 4, 4),
+    ({"stage": 0}, 2, 2, 1),  # kept in fp32
+    ({"stage": 0} | NATIVE, 0, 4, 4),
+    ({"stage": 1, "precision": "bf16", "reduce_dtype": "bf16", "accumulate": 2}, 2, 2, 1),
 ])  # fmt: skip
-def test_two_reductions_are_under_way_as_they_travel(plan, cast, arrives):
+def test_two_reductions_are_under_way_as_they_travel(plan, cast, arrives, of):
     found = fullest("embedding", **{"dp": 4} | plan)
-    assert found["wire"] == 2 * (cast * BLOCK + arrives * BLOCK / 4)
+    assert found["wire"] == 2 * (cast * BLOCK + arrives * BLOCK / of)
 
 
 def test_a_rank_by_itself_sends_nothing_and_its_buckets_are_the_fullest_instant():

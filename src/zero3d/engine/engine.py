@@ -57,9 +57,12 @@ class Engine:
     release       "auto" | "every_use" | "every_step": gathered parameters at stage 3
     reduce        "auto" | "every_micro_batch" | "every_step": when gradients are reduced; stages that reduce at the
                   same moments give the same bits ("auto": stages 0, 1 every step, 2, 3 every micro-batch)
+    reduce_scatter  "auto" | "native": how they are summed over dp. "auto": their terms are sent, in as few bytes as
+                  they were made in, and added in rank order (on NCCL what is no sum yet, so in 16 bits); "native": by
+                  the backend, in `reduce_dtype`, which is faster where many ranks of a host reduce across hosts
     schedule      of a pipeline (mesh.pp > 1): gpipe, 1f1b (None), interleaved, zero-bubble or zbv; for train_batch
     exact         the same bits at every dp (a power of two), stage and `reduce`, of one global list of micro-batches,
-                  numbered as `exact.Summands` says
+                  numbered as `exact.Summands` says; on a GPU after `zero3d.make_deterministic()`
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
     tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
     sequence_parallel  cut activations between blocks over tp, too, along the sequence
@@ -92,6 +95,7 @@ class Engine:
         units: Sequence[type[nn.Module] | str] | None = None,
         release: str = "auto",
         reduce: str = "auto",
+        reduce_scatter: str = "auto",
         exact: bool = False,
         weights: Source | None = None,
         schedule: str | None = None,
@@ -101,7 +105,7 @@ class Engine:
     ) -> None:
         options = Options(
             ModelOptions(precision, weights, units),
-            ZeroOptions(stage, release, reduce, reduce_dtype, exact),
+            ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter),
             ParallelOptions(schedule, blocks, tp_plan, sequence_parallel),
             OptimizerOptions(optimizer, scheduler, param_groups, clip_norm),
             StepOptions(accumulate, loss),
@@ -145,6 +149,12 @@ class Engine:
         no micro-batch had a target: the result's `reason`, and `engine.health` counts. Raises OrderError when
         ranks ran different units, NonFiniteError when fp16 overflows at its smallest loss scale.
         """
+        result = self._step()
+        self.optimizer.wait()
+        return result
+
+    def _step(self) -> StepResult:
+        """Step, and leave the new weights of stages 1 and 2 on their way."""
         if self._assembly.whole_parameters.any_open:
             raise ConfigError("step() inside full_params() would be undone on leaving it: leave the block first.")
         return self._stepper.step()
@@ -157,6 +167,8 @@ class Engine:
         number of shifted labels that are not -100; of a model that returns one number, that as the mean
         loss of weight 1. The step is applied at the end of the list, whatever `accumulate` says.
         Batches are on the mesh's device: nothing of them is moved, here and in `evaluate`.
+        At stages 1 and 2 new weights may still be on their way when it returns: every method here waits for them, the
+        model's forward and its state_dict(), but p.data read by yourself only inside `full_params()`.
         After a failure on some rank of a pipeline every further call raises Zero3dError.
         """
         batches = list(micro_batches)
@@ -167,7 +179,7 @@ class Engine:
             except BaseException:
                 self._stepper.abandon()
                 raise
-            self.last_step = self.step()
+            self.last_step = self._step()
             return self._mean(self._order.sum_of(sums, len(batches), trained=True))
 
     @torch.no_grad()
@@ -210,6 +222,7 @@ class Engine:
             return generate(self._execution.next_logits, self.model_group.sum, ids, max_new_tokens, ending, **options)
 
     def _evaluating(self, keep_full: bool) -> AbstractContextManager[None]:
+        self.optimizer.wait()
         return evaluating(self.module, self._assembly.runtime.hooks, self.gathers, keep_full)
 
     # --- whole parameters -----------------------------------------------------------------------
@@ -254,6 +267,7 @@ class Engine:
 
     def fingerprint(self) -> str:
         """One hash of all masters and optimizer states, the same at any dp that divides 64; all ranks call it."""
+        self.optimizer.wait()
         return fingerprint(self.optimizer, self.dp, self.model_group)
 
     def export(self, directory: str | Path) -> Path:

@@ -3,7 +3,8 @@
     gathered   stage 3, released after every use: the root, the unit in use, and WINDOW gathered ahead of it
     bucket     stages 2 and 3, in exact mode all of them: local gradients of the unit in its backward, of WINDOW being
                reduced, of those that are reduced last (root and tied units)
-    wire       WINDOW reductions: the gradients as they travel, if that is another dtype, and the shard that arrives
+    wire       WINDOW reductions: the gradients as they travel, if that is another dtype, and what arrives: a shard, or
+               in 16 bits the terms of all ranks
 
 The order is that of the second micro-batch on: head, last block, .. first block. `zero/gathers.py` has the engine's.
 """
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
-from zero3d.plan.states import policies, states_key, wire_width
+from zero3d.plan.states import policies, sends_terms, states_key, wire_width
 from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import WIDTHS, WINDOW
 
@@ -111,4 +112,4 @@ def _wire_bytes(unit: RankUnit, plan: ParallelPlan, reduce: str) -> float:
     kept_wide = reduce == "every_step" and (plan.accumulate > 1 or plan.stage == 0)
     local = wide if kept_wide else unit.itemsize
     cast = 0 if travels == local else unit.layout.total * travels
-    return cast + unit.layout.shard * travels
+    return cast + (unit.layout.total if sends_terms(plan, travels) else unit.layout.shard) * travels

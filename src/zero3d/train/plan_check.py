@@ -69,8 +69,9 @@ def run_cluster(config: Config, mesh: Mesh) -> ClusterSpec:
     file = config.plan.cluster
     name = base_of(read_file(file)) if file is not None else None
     if name is None:
-        device = "cpu" if mesh.device.type == "cpu" else torch.get_device_module(mesh.device).get_device_name(mesh.device)
-        name = "cpu" if mesh.device.type == "cpu" else named(device)
+        where = mesh.device
+        device = "cpu" if where.type == "cpu" else torch.get_device_module(where).get_device_name(where)
+        name = "cpu" if where.type == "cpu" else named(device)
         if name is None:
             raise ConfigError(
                 f"{device} is not in the catalogue: pass plan.cluster=FILE, as zero3d calibrate writes it."

@@ -1,14 +1,16 @@
 """One step over all shards: exchange, unscale, global norm, clip, update, refresh.
 
     1. exchange     token weight, order hashes          3 numbers per rank
-    2. unscale      gradient shards *= 1 / (loss scale x sum of weights)
+    2. unscale      gradients *= 1 / (loss scale x sum of weights)
     3. norm         of every piece, stacked in model order, then of the stack: torch's own
                     `clip_grad_norm_`; partial norms are exchanged and combined in rank order
     4. one host read: norm, weight, orders. A non-finite norm or no weight skips the step, and `reason` says so
-    5. clip         gradient shards *= clip / (norm + 1e-6), at most 1
-    6. stage 0      all-gather of gradient shards (the second half of an all-reduce)
-    7. update       a torch optimizer on 1-D pieces of the masters, states in flat buffers
-    8. refresh      masters to weights; stages 1 and 2 all-gather them
+    5. clip         gradients *= clip / (norm + 1e-6), at most 1
+    6. update       a torch optimizer on 1-D pieces of the masters, states in flat buffers
+    7. refresh      masters to weights; stages 1 and 2 all-gather them, and `wait` ends it
+
+Stage 0 has gathered the gradient shards (the second half of an all-reduce) before 2: each when it was reduced, or here
+where tied and partial gradients had to be summed first. Factors then multiply all of them: the same bits.
 
 Factors are multiplied in two steps and skipped when exactly 1: one combined factor, a fused
 kernel's `grad_scale` or a norm per unit gives other bits than plain PyTorch. Pieces are per
@@ -17,26 +19,23 @@ parameter for the same reason: one flat fused update differs in its vector tails
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zero3d.distributed.agreement import agree
-from zero3d.distributed.axis import Pending
 from zero3d.distributed.collectives import Comm, same_memory
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.zero.layout import Piece
 from zero3d.zero.model_group import NONE, ModelGroup, Norms, PieceNorm
 from zero3d.zero.param_groups import NOT_ELEMENTWISE, refuse_kind
-from zero3d.zero.stages import WINDOW
 from zero3d.zero.unit import Unit
 
 NO_NORM = -1.0  # no norm is negative
@@ -160,11 +159,14 @@ class ShardedOptimizer:
 
         Raises OrderError before the update when ranks used units in different orders.
         """
+        self.wait()
         total, ordered = self._exchange(weight)
         self._model_group.sum_ties()
         self._model_group.sum_partial((owned.name, grad) for owned, grad in self.shard_grads())
-        shards = [unit.gradients.shard for unit in self._units]
-        multiply(shards, 1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0)
+        for unit in self._units:
+            unit.gradients.gather()
+        grads = [unit.gradients.owned for unit in self._units]
+        multiply(grads, 1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0)
         norms = self._norms()
         norm, even = self._over_dp(norms)
         clip = torch.clamp(self._clip / (norm + 1e-6), max=1.0) if self._clip is not None else torch.ones_like(norm)
@@ -177,7 +179,7 @@ class ShardedOptimizer:
             agree(self._comm, partial(self._check_even, norms.uneven))
         reason = NO_TARGETS if not host_total else APPLIED if isfinite(host_norm) else OVERFLOW
         if reason == APPLIED:
-            multiply(shards, clip if host_clip != 1.0 else 1.0)
+            multiply(grads, clip if host_clip != 1.0 else 1.0)
             self._update()
         return Outcome(reason, norm)
 
@@ -240,34 +242,25 @@ class ShardedOptimizer:
         return norm, (partials != NO_NORM).all()
 
     def _update(self) -> None:
-        updates_all = any(unit.weights.updates_all for unit in self._units)
-        if updates_all:
-            pipeline(unit.gradients.gather for unit in self._units)
         for owned in self.pieces:
-            grads = owned.unit.gradients
-            source = grads.whole if updates_all else grads.shard
-            owned.master.grad = source[owned.piece.offset : owned.piece.offset + owned.master.numel()]
+            start = owned.piece.offset
+            owned.master.grad = owned.unit.gradients.owned[start : start + owned.master.numel()]
         self.torch.step()
         self.adopt()
         for owned in self.pieces:
             owned.master.grad = None
-        pipeline(unit.weights.refresh for unit in self._units)
+        for unit in self._units:
+            unit.weights.refresh()
+
+    def wait(self) -> None:
+        """Wait until the new weights are here, which stages 1 and 2 gather."""
+        for unit in self._units:
+            unit.weights.ready()
 
 
-def multiply(shards: Sequence[Tensor], factor: float | Tensor) -> None:
+def multiply(grads: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply in place; skipped when the factor is exactly 1."""
     if isinstance(factor, float) and factor == 1.0:
         return
-    for shard in shards:
-        shard.mul_(factor)
-
-
-def pipeline(operations: Any) -> None:
-    """Run operations that start a collective, with at most WINDOW under way."""
-    under_way: deque[Pending] = deque()
-    for start in operations:
-        if len(under_way) >= WINDOW:
-            under_way.popleft().wait()
-        under_way.append(start())
-    while under_way:
-        under_way.popleft().wait()
+    for grad in grads:
+        grad.mul_(factor)

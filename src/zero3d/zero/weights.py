@@ -102,7 +102,7 @@ class Weights:
         self.state = State.GATHERING
 
     def ready(self) -> None:
-        """Complete a gather: parameters are views of `full`."""
+        """Complete a gather or a refresh: parameters are views of `full`."""
         self._pending.wait()
         if self.state in (State.GATHERING, State.KEPT):
             self._point_at(self.views)
@@ -147,12 +147,16 @@ class Weights:
     # --- after an update ------------------------------------------------------------------------
 
     def refresh(self) -> Pending:
-        """Cast masters to weights, and at stages 1 and 2 send them to all ranks ((N-1)/N Psi elements per rank)."""
+        """Cast masters to weights, and at stages 1 and 2 start to send them to all ranks; (N-1)/N Psi elements each.
+
+        `ready` waits for them.
+        """
         if self.master is not self.shard_or_full:
             to_compute(self.master, self.shard_or_full.dtype, out=self.shard_or_full)
         if self.sharded or self.updates_all:
             return DONE
-        return self._setting.comm.all_gather(self.full, self.shard, self.name)
+        self._pending = self._setting.comm.all_gather(self.full, self.shard, self.name)
+        return self._pending
 
     def absorb(self) -> bool:
         """Keep what was written into gathered parameters, and return whether anything was.
