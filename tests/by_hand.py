@@ -16,8 +16,6 @@ EMBEDDING_KEPT, BLOCK_KEPT, HEAD_KEPT = (sum(KEPT[kind]) for kind in KEPT)
 INSTANTS = {"embedding": "backward of the embedding", "head": "logits and loss"}
 ATTENTION, INPUT = 31, 32  # of a block's: what recomputing attention frees, and its input
 BATCH = 16 * TOKENS  # ids and labels, int64
-# Gradients travel as fp32, here over two ranks: a cast of the whole unit and the shard that arrives.
-WIRE = {"ends": 4 * ENDS + 4 * ENDS / 2, "block": 4 * BLOCK + 4 * BLOCK / 2}
 TRANSIENT = {"embedding": 7.0, "block": 11.0, "head": 13.0}
 
 
