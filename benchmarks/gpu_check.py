@@ -1,222 +1,197 @@
-"""What only a machine with a GPU can show about zero3d, in one run.
+"""What only a machine with a GPU can show about zero3d, in one call of at most ten minutes.
 
-    parity   1 rank, fp32: losses and gradient norms of stages 0-3 on the card equal those on the CPU
-    nccl     1 rank: NCCL's in-place collectives are right; bf16 losses of stages 0-3 equal a plain loop's
-    shared   2 ranks on one card over gloo, fp32: every stage equals 1 process with the same global batch
-    streams  stage 3: every gather is issued before compute joins it and joined before it is freed, some
-             run ahead, and the losses are those of stage 0, which has no side stream to get wrong
-    memory   what CUDA's allocator holds after a step is what `engine.memory` planned
-    speed    only with --minutes: tokens/s and MFU of a 1B Llama shape beside plain PyTorch and FSDP2
+    python benchmarks/gpu_check.py --json out.json             on the card
+    python benchmarks/gpu_check.py --json out.json --resume    what an earlier call has not finished
+    python benchmarks/gpu_check.py --device cpu --json out.json    gloo and the CPU in their place, five minutes
 
-    python benchmarks/gpu_check.py --minutes 6 --json out.json
-
-Every check runs in fresh processes (workers in `gpu_workers.py`, speed in `llama.py`); one that
-fails, hangs or crashes is reported and the next one runs. Exit code: 0 all passed, 1 some failed,
-2 no GPU.
+Every part (the table `PARTS` below) runs in a fresh process with a limit of its own; one that fails, hangs or
+crashes is reported and the next one runs. The file is valid JSON at any moment and holds what the running part
+has found so far. On the CPU the same code trains smaller shapes, which the file states, and what needs a card is
+skipped with a reason. Exit code: 0 all parts hold, 1 some do not, 2 no such device or bad input.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gpu_workers import STAGES, Curve, Run, device_memory, native_collectives, stage_curves, stream_log
-from llama import compare_speed
-from model import Shape
-from ranks import Start, run_ranks
+from campaign.account import Place
+from campaign.process import Result, run_part
+from campaign.record import Record
 
-FP32_TOLERANCE = 1e-4  # relative, over a few steps of Adam
-BF16_TOLERANCE = 5e-3
-MEMORY_SLACK = 0.01  # of the plan, and 2 MiB: the allocator rounds every block up
-TIMEOUT_S = 300.0
-CARD = "cuda:0"
-
-CPU = Start(1, "gloo", "cpu", "default", TIMEOUT_S)
-NCCL = Start(1, "nccl", CARD, "default", TIMEOUT_S)
-TWO_ON_ONE_CARD = Start(2, "gloo", CARD, "default", TIMEOUT_S)
-
-SMALL = Run(Shape(layers=2, d=128, vocab=512), batch=8, seq=64, steps=4)
-MIDDLE = Run(Shape(layers=4, d=512, vocab=8192), batch=8, seq=256, steps=4)
+CALL_S = {"cuda": 595.0, "cpu": 295.0}  # of a call with the default --minutes
+SPEED = ("plain", "zero3d-0", "zero3d-3", "fsdp2-reshard")
+SPEED_MINUTES = 2.0
+CPU_LIMIT_S, CPU_SPEED_S = 90.0, 2.0
+LEAST_S = 5.0  # a part is not begun with less
 
 
-class CheckFailed(Exception):
-    """A check ran and found something wrong; `detail` holds the numbers."""
+class Part(NamedTuple):
+    """A row of the campaign.
 
-    def __init__(self, message: str, detail: Any) -> None:
-        super().__init__(message)
-        self.detail = detail
-
-
-class Check(NamedTuple):
-    """`run(arguments)` returns what it measured, or raises."""
+    work       MODULE:FUNCTION, called with the place and the account
+    limit_s    on the card, from the start of its process; `timed` ones get their share of --minutes on top
+    planned_s  what it should take there
+    why        the arithmetic of that
+    """
 
     name: str
-    run: Callable[[argparse.Namespace], Any]
+    work: str
+    limit_s: float
+    planned_s: float
+    why: str
+    timed: bool = False
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(argv)
-    if not torch.cuda.is_available():
-        print("gpu_check needs a CUDA device and torch sees none: nothing was checked.", file=sys.stderr)
+# A process takes about 8 s before its first kernel: 3 s to import torch and zero3d, 2 s for the CUDA context and
+# libraries, 3 s for NCCL's first communicator. A training of the middle GPT takes about 0.5 s with its engine.
+PARTS = (
+    Part("parity", "campaign.numbers:parity", 30, 11, "8 + 5 trainings of the small GPT x 0.5"),
+    Part("nccl", "campaign.loopback:nccl", 60, 32, "8 + 4 communicators x 1 + 44 trainings x 0.45"),
+    Part("streams.order", "campaign.streams:order", 30, 10, "8 + 2 trainings x 1"),
+    Part("streams.slow", "campaign.streams:slow", 50, 22, "8 + 13 trainings x (0.5 + 4 steps x 50 waits x 3 ms)"),
+    Part("streams.sanitizer", "campaign.streams:sanitizer", 60, 32, "8 + 8 trainings x 3 steps x 5,000 calls x 0.2 ms"),
+    Part("syncs", "campaign.host:syncs", 30, 11, "8 + 4 trainings of 3 steps x 0.7"),
+    Part("memory", "campaign.holdings:memory", 30, 12, "8 + 4 trainings x 1"),
+    Part("bits.deterministic", "campaign.numbers:deterministic", 30, 12, "8 + 8 trainings x 0.5"),
+    Part("bits.default", "campaign.numbers:default", 30, 12, "8 + 8 trainings x 0.5"),
+    Part("shared", "campaign.numbers:shared", 45, 22, "3 + 8 for two ranks + 9 trainings x 1.2: gloo by the host"),
+    Part("train", "campaign.command:train", 75, 45, "2 commands x (3 for the launcher + 8 + 11 for data and export)"),
+    *(
+        Part(f"speed.{name}", "campaign.speed:speed", 15, 13, "8 + 5 for the profiler", timed=True)
+        for name in SPEED
+    ),
+)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
+    begun = time.monotonic()
+    arguments = parse(argv, parts)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print(
+            "gpu_check needs a CUDA device and torch sees none: nothing was checked. Pass --device cpu to run what "
+            "the CPU can stand in for.",
+            file=sys.stderr,
+        )
         return 2
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # equal runs give equal bits
-    wanted = [check for check in CHECKS if check.name in arguments.only]
-    if not arguments.minutes:
-        wanted = [check for check in wanted if check.name != "speed"]
-    results = []
-    for check in wanted:
-        results.append(attempt(check, arguments))
-        report(results[-1])
-        if arguments.json:
-            save(arguments.json, results)
-    return 0 if all(result["passed"] for result in results) else 1
+    try:
+        record = Record(arguments.json, machine(arguments.device), arguments.resume)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    wanted = chosen(parts, arguments)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
+    try:
+        run_all(wanted, record, arguments, begun)
+    except KeyboardInterrupt:
+        print("stopped; --resume runs what is left", file=sys.stderr)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        print(record.table(), flush=True)
+    return 0 if record.holds(part.name for part in wanted) else 1
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; bad input exits with code 2."""
-    names = [check.name for check in CHECKS]
+def parse(argv: Sequence[str] | None, parts: Sequence[Part] = PARTS) -> argparse.Namespace:
+    """Return the command line; bad input exits with code 2."""
+    names = list(dict.fromkeys(name for part in parts for name in (part.name.partition(".")[0], part.name)))
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=0.0, help="time for the speed comparison; 0 leaves it out")
-    parser.add_argument("--only", type=lambda text: text.split(","), default=names, metavar=",".join(names))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where the parts run")
+    parser.add_argument(
+        "--minutes", type=float, help=f"time for the comparison of speed (default {SPEED_MINUTES:g}); 0 leaves it out"
+    )
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), default=names, metavar="PART,...", help=f"of {', '.join(names)}"
+    )
     parser.add_argument("--peak-tflops", type=float, help="the card's dense bf16 peak, if it is not a known one")
-    parser.add_argument("--json", type=Path, help="file for everything measured; rewritten after every check")
+    parser.add_argument("--json", type=Path, help="file for everything measured; valid at any moment")
+    parser.add_argument("--resume", action="store_true", help="leave out parts that have a result in that file")
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.only if name not in names]
     if unknown:
-        parser.error(f"--only {unknown[0]!r} is no check: pass some of {', '.join(names)}")
-    if arguments.minutes < 0:
-        parser.error(f"--minutes {arguments.minutes:g} is negative")
+        parser.error(f"--only {unknown[0]!r} is no part: pass some of {', '.join(names)}")
+    if arguments.minutes is not None and not 0 <= arguments.minutes < float("inf"):
+        parser.error(f"--minutes {arguments.minutes:g} is no time: pass 0 or more")
+    if arguments.resume and arguments.json is None:
+        parser.error("--resume goes on from a file: pass --json FILE, too")
     return arguments
 
 
-def attempt(check: Check, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run one check; whatever happens becomes a result."""
-    begun = time.monotonic()
-    outcome: dict[str, Any]
-    try:
-        outcome = {"passed": True, "detail": check.run(arguments)}
-    except CheckFailed as failure:
-        outcome = {"passed": False, "error": str(failure), "detail": failure.detail}
-    except Exception as error:  # noqa: BLE001 - a check may die of anything, and the others still have to run
-        outcome = {"passed": False, "error": f"{type(error).__name__}: {error}", "detail": None}
-    return {"name": check.name, "seconds": round(time.monotonic() - begun, 1), **outcome}
+def chosen(parts: Sequence[Part], arguments: argparse.Namespace) -> list[Part]:
+    """Return the parts that were asked for, by name or by what stands before its dot."""
+    named = [part for part in parts if {part.name, part.name.partition(".")[0]} & set(arguments.only)]
+    return [part for part in named if not part.timed or arguments.minutes != 0]
 
 
-def report(result: dict[str, Any]) -> None:
-    """One check as text."""
-    print(f"{'passed' if result['passed'] else 'FAILED'}  {result['name']}  ({result['seconds']:.1f} s)")
-    if "error" in result:
-        print("    " + result["error"].strip().replace("\n", "\n    "))
-    if isinstance(result["detail"], dict):
-        for key, value in result["detail"].items():
-            print(f"    {key}: {value}")
+def run_all(wanted: Sequence[Part], record: Record, arguments: argparse.Namespace, begun: float) -> None:
+    """Run what has no result yet, one after the other, while the call lasts."""
+    due = [part for part in wanted if not (arguments.resume and record.finished(part.name))]
+    places = {part.name: place_of(part, wanted, arguments) for part in due}
+    ends = begun + max(
+        CALL_S[arguments.device], sum(place.limit_s for place in places.values()) if longer(arguments) else 0
+    )
+    for part in due:
+        left = ends - time.monotonic()
+        if left < LEAST_S:
+            record.put(part.name, not_run("the call's time was up: --resume runs it"))
+            continue
+        place = places[part.name]
+        place = Place(**{**vars(place), "limit_s": min(place.limit_s, left)})
+        result = run_part(part.work, place, lambda result, name=part.name: record.put(name, result))  # type: ignore[misc]
+        report(part, result)
+
+
+def longer(arguments: argparse.Namespace) -> bool:
+    """Return whether more time was asked for than a call has by itself."""
+    return arguments.minutes is not None and arguments.minutes > SPEED_MINUTES
+
+
+def place_of(part: Part, wanted: Sequence[Part], arguments: argparse.Namespace) -> Place:
+    """Return where and how long a part runs; timed ones share --minutes."""
+    on_cpu = arguments.device == "cpu"
+    share = 0.0
+    if part.timed:
+        sharing = sum(other.timed for other in wanted)
+        given = arguments.minutes if arguments.minutes is not None or not on_cpu else CPU_SPEED_S / 60 * sharing
+        share = 60 * (SPEED_MINUTES if given is None else given) / sharing
+    limit = CPU_LIMIT_S if on_cpu else part.limit_s
+    return Place(part.name, "cpu" if on_cpu else "cuda:0", limit + share, share, arguments.peak_tflops)
+
+
+def not_run(why: str) -> Result:
+    """Return the result of a part that was not begun."""
+    return {"outcome": "not run", "why": why, "ran": {}, "skipped": {}, "failed": {}}
+
+
+def report(part: Part, result: Result) -> None:
+    """Print one part's result."""
+    print(f"{result['outcome']}  {part.name}  ({result['seconds']:.1f} s, {part.planned_s:g} planned on a card)")
+    for what, found in result["ran"].items():
+        print(f"    {what}: {found}")
+    for what, why in result["skipped"].items():
+        print(f"    skipped {what}: {why}")
+    for line in result.get("said", []):
+        print(f"    | {line}")
     sys.stdout.flush()
 
 
-def save(path: Path, results: list[dict[str, Any]]) -> None:
-    """Everything so far, as JSON."""
-    card = torch.cuda.get_device_properties(0)
-    machine = {
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "card": card.name,
-        "card_bytes": card.total_memory,
-        "cpus": os.cpu_count(),
-    }
-    path.write_text(json.dumps({**machine, "checks": results}, indent=1) + "\n")
-
-
-# --- checks -------------------------------------------------------------------------------------
-
-
-def check_parity(_: argparse.Namespace) -> dict[str, float]:
-    """Card against CPU."""
-    reference = run_ranks(CPU, stage_curves, SMALL)
-    return compare_curves(run_ranks(NCCL, stage_curves, SMALL), reference, FP32_TOLERANCE)
-
-
-def check_nccl(_: argparse.Namespace) -> dict[str, Any]:
-    """One rank whose process group is NCCL."""
-    faults = run_ranks(NCCL, native_collectives)
-    if faults:
-        raise CheckFailed("NCCL's collectives as zero3d calls them: " + "; ".join(faults), faults)
-    curves = run_ranks(NCCL, stage_curves, MIDDLE._replace(precision="bf16", plain=True))
-    plain = curves.pop("plain")
-    return compare_curves(curves, dict.fromkeys(curves, plain), BF16_TOLERANCE)
-
-
-def check_shared(_: argparse.Namespace) -> dict[str, float]:
-    """Two ranks on one card against one process."""
-    reference = run_ranks(NCCL, stage_curves, SMALL)
-    return compare_curves(run_ranks(TWO_ON_ONE_CARD, stage_curves, SMALL), reference, FP32_TOLERANCE)
-
-
-def check_streams(_: argparse.Namespace) -> dict[str, Any]:
-    """Order on the side streams, and what they computed."""
-    found = run_ranks(NCCL, stream_log, MIDDLE)
-    detail = {key: found[key] for key in ("events", "ahead", "difference", "identical")}
-    if found["faults"]:
-        raise CheckFailed(f"{len(found['faults'])} events out of order, first: {found['faults'][0]}", found)
-    if not found["ahead"]:
-        raise CheckFailed("no gather ran ahead of the unit in use: there is no prefetch", detail)
-    if not found["difference"] <= FP32_TOLERANCE:  # NaN must fail too
-        raise CheckFailed(f"stage 3 is {found['difference']:.2e} off stage 0: released or read too early", detail)
-    return detail
-
-
-def check_memory(_: argparse.Namespace) -> dict[str, Any]:
-    """CUDA's account against the engine's plan."""
-    rows = {f"stage {stage}": run_ranks(NCCL, device_memory, MIDDLE, stage) for stage in STAGES}
-    for name, row in rows.items():
-        allowed = MEMORY_SLACK * row["planned"] + (2 << 20)
-        if row["arena"] != row["planned"]:
-            raise CheckFailed(f"{name}: the arena holds {row['arena']} bytes, {row['planned']} were planned", rows)
-        if abs(row["allocated"] - row["planned"]) > allowed:
-            raise CheckFailed(f"{name}: CUDA holds {row['allocated']} bytes, {row['planned']} were planned", rows)
-    return rows
-
-
-def check_speed(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Tokens/s and MFU; fails only when a variant cannot be measured."""
-    rows = compare_speed(CARD, arguments.minutes * 60, arguments.peak_tflops)
-    broken = [name for name, row in rows.items() if "error" in row]
-    if broken:
-        raise CheckFailed(f"not measured: {', '.join(broken)}", rows)
-    return rows
-
-
-def compare_curves(found: dict[str, Curve], reference: dict[str, Curve], tolerance: float) -> dict[str, float]:
-    """Largest relative difference of losses and norms by stage."""
-    differences = {name: difference(curve, reference[name]) for name, curve in found.items()}
-    wrong = [name for name, value in differences.items() if not value <= tolerance]  # NaN is wrong
-    if wrong:
-        detail = {"differences": differences, "found": found, "reference": reference}
-        raise CheckFailed(f"{', '.join(wrong)}: differ by more than {tolerance:g}", detail)
-    return differences
-
-
-def difference(a: Curve, b: Curve) -> float:
-    """Largest relative difference; NaN when either has one."""
-    pairs = [*zip(a["losses"], b["losses"], strict=True), *zip(a["norms"], b["norms"], strict=True)]
-    values = [abs(x - y) / max(abs(y), 1e-30) for x, y in pairs]
-    return max(values) if all(value == value for value in values) else float("nan")
-
-
-CHECKS = (
-    Check("parity", check_parity),
-    Check("nccl", check_nccl),
-    Check("shared", check_shared),
-    Check("streams", check_streams),
-    Check("memory", check_memory),
-    Check("speed", check_speed),
-)
+def machine(device: str) -> dict[str, Any]:
+    """Return what figures depend on."""
+    found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": device}
+    if device == "cuda":
+        card = torch.cuda.get_device_properties(0)
+        found |= {
+            "card": card.name,
+            "card_bytes": card.total_memory,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+    return found | {"cpus": os.cpu_count()}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Tokens/s and model FLOP/s utilisation (MFU) of a 1B Llama shape on one card, in bf16.
 
 Like for like: the same weights, tokens, dtypes, optimizer and clip (`peers.py`), no activation
-recomputation, no compilation. Every variant has the card to itself, one after the other; a step's
-time includes its update. MFU counts 6 FLOPs per parameter and token (the embedding's lookup
-apart) plus 12 x layers x hidden x length for attention (Chowdhery et al., "PaLM" (2022), appendix
-B), over the card's dense bf16 peak if that is known; beside it, over a matrix product measured now.
+recomputation, no compilation. A step's time includes its update. MFU counts 6 FLOPs per parameter
+and token (the embedding's lookup apart) plus 12 x layers x hidden x length for attention
+(Chowdhery et al., "PaLM" (2022), appendix B), over the card's dense bf16 peak if that is known;
+beside it, over a matrix product measured now.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from model import batch
-from peers import Setting, build_variant
-from ranks import Start, run_ranks, synchronize
+from peers import Variant
+from ranks import synchronize
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import ProcessException
 
-VARIANTS = ("plain", "zero3d-0", "zero3d-3", "fsdp2-noreshard", "fsdp2-reshard")
 SHAPE = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
@@ -52,63 +50,39 @@ class Llama(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def compare_speed(card: str, seconds: float, peak_tflops: float | None) -> dict[str, dict[str, Any]]:
-    """All variants in about `seconds`; one that fails has an "error" and nothing else."""
-    share = seconds / len(VARIANTS)
-    start = Start(1, "nccl", card, "default", timeout_s=share + 300)
-    rows: dict[str, dict[str, Any]] = {}
-    for name in VARIANTS:
-        try:
-            rows[name] = run_ranks(start, measure_speed, name, share, peak_tflops, SHAPE, BATCH, LENGTH)
-        except (ProcessException, TimeoutError) as error:  # out of memory on a small card, for one
-            rows[name] = {"error": str(error).strip().splitlines()[-1]}
-    for name, row in rows.items():
-        if "error" not in row and "error" not in rows["plain"]:
-            rows[name]["of_plain"] = row["tokens_per_s"] / rows["plain"]["tokens_per_s"]
-    return rows
-
-
 def measure_speed(
-    device: torch.device,
-    name: str,
-    seconds: float,
-    peak_tflops: float | None,
-    shape: dict[str, Any],
-    size: int,
-    length: int,
+    device: torch.device, variant: Variant, seconds: float, shape: dict[str, Any], size: int, length: int
 ) -> dict[str, Any]:
-    """One variant alone: median step within `seconds`, construction included, at least five steps."""
+    """Time a variant's steps for `seconds`, at least five after three to warm up; losses of the first and last."""
     deadline = time.monotonic() + seconds
-    variant = build_variant(name, Setting(lambda: _build(device, shape), device))
     times: list[float] = []
-    loss = torch.tensor(float("nan"))
-    step = 0
-    while step < WARM_UP + FEWEST or time.monotonic() < deadline:
-        tokens = batch(step, size, length, shape["vocab_size"], device)
+    losses: list[Tensor] = []
+    while len(losses) < WARM_UP + FEWEST or time.monotonic() < deadline:
+        tokens = batch(len(losses), size, length, shape["vocab_size"], device)
         synchronize(device)
         begun = time.perf_counter()
-        loss = variant.step(*tokens)
+        losses.append(variant.step(*tokens))
         synchronize(device)
-        if step >= WARM_UP:
-            times.append(time.perf_counter() - begun)
-        step += 1
-    rate = size * length / median(times)
-    flops = rate * flops_per_token(shape, length)
+        times.append(time.perf_counter() - begun)
+    counted = times[WARM_UP:]
     return {
-        "tokens_per_s": rate,
-        "median_s": median(times),
-        "min_s": min(times),
-        "steps": len(times),
-        "loss": float(loss),
-        **utilisation(device, flops, peak_tflops),
+        "tokens_per_s": size * length / median(counted),
+        "median_s": median(counted),
+        "min_s": min(counted),
+        "steps": len(counted),
+        "first_loss": float(losses[0]),
+        "loss": float(losses[-1]),
     }
 
 
-def utilisation(device: torch.device, flops: float, peak_tflops: float | None) -> dict[str, float | None]:
-    """Model TFLOP/s against the card's peak and against a matrix product measured now; peak memory."""
+def utilisation(
+    device: torch.device, row: dict[str, Any], shape: dict[str, Any], length: int, peak_tflops: float | None
+) -> dict[str, float | None]:
+    """Return model TFLOP/s against the card's peak and against a matrix product measured now; peak memory."""
+    flops = row["tokens_per_s"] * flops_per_token(shape, length)
     if device.type != "cuda":
         return {"model_tflops": flops / 1e12}
-    held = torch.cuda.max_memory_allocated(device)
+    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     name = torch.cuda.get_device_name(device)
     known = peak_tflops or next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
     product = matmul_tflops(device)
@@ -117,7 +91,8 @@ def utilisation(device: torch.device, flops: float, peak_tflops: float | None) -
         "mfu": flops / 1e12 / known if known else None,
         "matmul_tflops": product,
         "of_matmul": flops / 1e12 / product,
-        "peak_gib": held / 2**30,
+        "peak_gib": allocated / 2**30,
+        "peak_reserved_gib": reserved / 2**30,
     }
 
 
@@ -141,10 +116,3 @@ def matmul_tflops(device: torch.device, size: int = 8192, repeats: int = 20) -> 
         a @ b
     synchronize(device)
     return 2 * size**3 * repeats / (time.perf_counter() - begun) / 1e12
-
-
-def _build(device: torch.device, shape: dict[str, Any]) -> nn.Module:
-    """On the device at once: a 1B model takes long to fill on the CPU."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        return Llama(shape)

@@ -164,18 +164,19 @@ class Masters:
             weight.data = weight.data.to(dtype)
         self.optimizer = adamw(self.values)
 
-    def update(self) -> None:
-        """Clip, step, and bring the weights up to date."""
-        clip_grad_norm_(self.values, CLIP)
+    def update(self) -> Tensor:
+        """Clip, step, and bring the weights up to date; the norm before clipping."""
+        norm = clip_grad_norm_(self.values, CLIP)
         self.optimizer.step()
         if self.separate:
             torch._foreach_copy_([p.data for p in self.weights], [p.data for p in self.values])
         for weight in self.weights:
             weight.grad = None
+        return norm
 
 
 class Plain:
-    """The loop one would write without any engine."""
+    """The loop one would write without any engine; `norm` is that of the last step's gradients."""
 
     def __init__(self, setting: Setting) -> None:
         self.model = setting.build().to(setting.device)
@@ -190,7 +191,7 @@ class Plain:
         if self.masters.separate:
             local = [p.grad for p in self.masters.weights if p.grad is not None]
             torch._foreach_copy_([p.grad for p in self.masters.values if p.grad is not None], local)
-        self.masters.update()
+        self.norm = self.masters.update()
         return loss.detach()
 
     @torch.no_grad()

@@ -35,16 +35,85 @@ def edit(folder, change):
     seal(folder)
 
 
+def edit_part(folder, name, change):
+    """Change a rank's part of the manifest by a function, and all checksums over it."""
+    part = json.loads((folder / name).read_text())
+    change(part)
+    (folder / name).write_text(json.dumps(part))
+    list_part(folder, name)
+
+
+def list_part(folder, name):
+    """Write the checksums over a part anew."""
+    sha256 = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    edit(folder, lambda m: m["parts"].update({name: sha256}))
+
+
+def edit_rows(folder, random, change):
+    """Change by a function the mapping in which rows are: a part, or the manifest where formats know no parts."""
+    names = [path.name for path in parts(folder)]
+    if names:
+        edit_part(folder, random.choice(names), change)
+    else:
+        edit(folder, change)
+
+
+def edit_any(folder, random, change):
+    """Change the manifest or a part of it by a function, and all checksums."""
+    name = random.choice([MANIFEST, *(path.name for path in parts(folder))])
+    edit(folder, change) if name == MANIFEST else edit_part(folder, name, change)
+
+
 def rewrite(folder, file, change):
     """Change the tensors of a file by a function, and all checksums."""
     tensors = load_file(folder / file)
     change(tensors)
     save_file({key: value.clone().contiguous() for key, value in tensors.items()}, folder / file)
-    edit(folder, lambda m: m["files"].update({file: hashlib.sha256((folder / file).read_bytes()).hexdigest()}))
+    list_file(folder, file)
+
+
+def list_file(folder, file):
+    """Write the checksums over a file of tensors anew."""
+    sha256 = hashlib.sha256((folder / file).read_bytes()).hexdigest()
+    edit_part(folder, part_of(file), lambda part: part.update(sha256=sha256))
+
+
+def part_of(file):
+    return file.replace(".safetensors", ".json")
+
+
+def parts(folder):
+    """The files with the ranks' parts of the manifest, by rank."""
+    return sorted(folder.glob("rank-*.json"))
+
+
+def joined(folder):
+    """What all parts say together, as format 2 had it in one file."""
+    manifest, read = (
+        json.loads((folder / MANIFEST).read_text()),
+        [json.loads(path.read_text()) for path in parts(folder)],
+    )
+    return {name: value for name, value in manifest.items() if name != "parts"} | {
+        "format": 2,
+        "files": {part["file"]: part["sha256"] for part in read},
+        "tensors": [row | {"file": part["file"]} for part in read for row in part["tensors"]],
+        "own": {part["file"]: part["own"] for part in read},
+        "python_rng": [part["python_rng"] for part in read],
+    }
+
+
+def as_format_2(folder):
+    """As the second format had it, without parts."""
+    manifest = joined(folder)
+    for path in parts(folder):
+        path.unlink()
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    seal(folder)
 
 
 def as_format_1(folder, *without):
     """As the first format had it; its first manifests were `without` some entries."""
+    as_format_2(folder)
 
     def older(manifest):
         manifest["format"] = 1
@@ -154,14 +223,16 @@ def text(folder, random):
 
 
 def version(folder, random):
-    edit(folder, lambda m: m.update(format=random.choice([0, 3, 10**30, -1, 2.0, "2", True, None, [2]])))
+    edit(folder, lambda m: m.update(format=random.choice([0, 4, 10**30, -1, 2.0, "2", True, None, [2]])))
 
 
 def older_and(folder, random):
-    """Format 1, which has no checksum over the manifest, with rows that are not what they were."""
-    as_format_1(folder)
+    """Formats 1 and 2, of which the first has no checksum over the manifest, with rows that are not what they were."""
+    without_checksum = random.random() < 0.5
+    as_format_1(folder) if without_checksum else as_format_2(folder)
     random.choice([lost_row, twice, swapped_keys, outside, nothing])(folder, random)
-    (folder / SEAL).unlink(missing_ok=True)
+    if without_checksum:
+        (folder / SEAL).unlink(missing_ok=True)
 
 
 def nothing(folder, random):
@@ -201,7 +272,7 @@ def other_type(folder, random):
         odd += [] if value is None or isinstance(value, (int, float)) else [1, -1, 10**40, 0.5]
         container[key] = random.choice([item for item in odd if type(item) is not type(value) or item != item])
 
-    edit(folder, change)
+    edit_any(folder, random, change)
 
 
 FREE = ("about", "loop")  # of which nothing in a state depends
@@ -215,7 +286,7 @@ def lost_entry(folder, random):
         if path[0] not in FREE and key != "initial_lr":
             del container[key]
 
-    edit(folder, change)
+    edit_any(folder, random, change)
 
 
 def doubled_entry(folder, random):
@@ -224,7 +295,7 @@ def doubled_entry(folder, random):
         if isinstance(container, list):
             container.insert(key, container[key])
 
-    edit(folder, change)
+    edit_any(folder, random, change)
 
 
 def out_of_range(folder, random):
@@ -236,21 +307,28 @@ def out_of_range(folder, random):
         lambda m: m["optimizer"]["groups"][0].update(lr=random.choice([-1.0, float("inf"), float("nan")])),
         lambda m: m["loss_scale"].update(random.choice([{"value": 0}, {"value": float("inf")}, {"patience": 0},
                                                         {"steps": -1}, {"last_overflow": 10**6}])),
-        lambda m: m["python_rng"][0]["python"][1].__setitem__(random.randrange(625), random.choice([-1, 2**32])),
-        lambda m: m["python_rng"][0]["numpy"].__setitem__(1, random.choice([-1, 625])),
-        lambda m: m["python_rng"][0].update(numpy=["PCG64", 0, 0, 0.0]),
         lambda m: random.choice(list(m["parameters"].values())).update(shape=[random.choice([-1, 0, 10**30])]),
-        lambda m: random.choice(m["tensors"])["box"].append([0, 1]),
         lambda m: m["scheduler"].update(last_epoch=random.choice([-2, 0.5])),
     ]  # fmt: skip
-    edit(folder, random.choice(changes))
+    of_parts = [
+        lambda p: p["python_rng"]["python"][1].__setitem__(random.randrange(625), random.choice([-1, 2**32])),
+        lambda p: p["python_rng"]["numpy"].__setitem__(1, random.choice([-1, 625])),
+        lambda p: p["python_rng"].update(numpy=["PCG64", 0, 0, 0.0]),
+        lambda p: random.choice(p["tensors"])["box"].append([0, 1]),
+        lambda p: p["scalars"].update(step=random.choice([-1.0, 0.5, 1e300, 7.0])),
+        lambda p: random.choice(list(p["parameters"].values())).update(shape=[random.choice([-1, 0, 10**30])]),
+    ]  # fmt: skip
+    if random.random() < 0.5:
+        edit_rows(folder, random, random.choice(of_parts))
+    else:
+        edit(folder, random.choice(changes))
 
 
 # --- edits of rows ------------------------------------------------------------------------------
 
 
 def lost_row(folder, random):
-    edit(folder, lambda m: m["tensors"].pop(random.randrange(len(m["tensors"]))))
+    edit_rows(folder, random, lambda m: m["tensors"].pop(random.randrange(len(m["tensors"]))))
 
 
 def lost_state(folder, random):
@@ -261,11 +339,11 @@ def lost_state(folder, random):
         same = [row for row in manifest["tensors"] if (row["name"], row["state"]) != (lost["name"], lost["state"])]
         manifest["tensors"] = same
 
-    edit(folder, change)
+    edit_rows(folder, random, change)
 
 
 def twice(folder, random):
-    edit(folder, lambda m: m["tensors"].append(random.choice(m["tensors"])))
+    edit_rows(folder, random, lambda m: m["tensors"].append(random.choice(m["tensors"])))
 
 
 def swapped(folder, random, *names, like=lambda row: True):
@@ -277,7 +355,7 @@ def swapped(folder, random, *names, like=lambda row: True):
         for name in names:
             one[name], other[name] = other[name], one[name]
 
-    edit(folder, change)
+    edit_rows(folder, random, change)
 
 
 def swapped_keys(folder, random):
@@ -290,23 +368,68 @@ def swapped_meaning(folder, random):
 
 
 def outside(folder, random):
-    """A row whose file lies elsewhere, or has no checksum."""
+    """A row or part whose file lies elsewhere, or has no checksum."""
     away = folder.parent / "other" / "rank-00000.safetensors"
-    names = [f"../other/{away.name}", str(away), "nowhere.safetensors", "", ".", "\0", MANIFEST]
-    edit(folder, lambda m: random.choice(m["tensors"]).update(file=random.choice(names)))
+    name = random.choice([f"../other/{away.name}", str(away), "nowhere.safetensors", "", ".", "\0", MANIFEST])
+    sha256 = hashlib.sha256(away.read_bytes()).hexdigest()
+
+    def change(holder):
+        if "files" in holder:
+            random.choice(holder["tensors"]).update(file=name)
+        else:
+            holder.update(file=name, sha256=sha256)
+
+    edit_rows(folder, random, change)
 
 
 def listed_outside(folder, random):
-    """A file elsewhere, listed with its checksum, in the place of one of ours."""
-    away = folder.parent / "other" / "rank-00000.safetensors"
+    """A part elsewhere, listed with its checksum, in the place of one of ours."""
+    away = folder.parent / "other" / "rank-00000.json"
     name = random.choice([f"../other/{away.name}", str(away)])
 
     def change(manifest):
-        manifest["files"][name] = hashlib.sha256(away.read_bytes()).hexdigest()
+        manifest["parts"][name] = hashlib.sha256(away.read_bytes()).hexdigest()
         if random.random() < 0.5:
-            manifest["files"].pop("rank-00000.safetensors")
-        for row in manifest["tensors"]:
-            row["file"] = name if row["file"] == "rank-00000.safetensors" else row["file"]
+            manifest["parts"].pop("rank-00000.json")
+
+    edit(folder, change)
+
+
+def foreign_part(folder, random):
+    """The part of another checkpoint of the same run, one step later, with its checksum; perhaps with its tensors."""
+    name = random.choice(parts(folder)).name
+    shutil.copy(folder.parent / "other" / name, folder / name)
+    list_part(folder, name)
+    if random.random() < 0.5:
+        file = name.replace(".json", ".safetensors")
+        shutil.copy(folder.parent / "other" / file, folder / file)
+
+
+def swapped_parts(folder, random):
+    """What ranks say of their files, in each other's place, with checksums; perhaps with each other's file."""
+    names = [path.name for path in parts(folder)]
+    one, other = (names * 2)[:2]
+    texts = [(folder / name).read_text() for name in (one, other)]
+    (folder / one).write_text(texts[1])
+    (folder / other).write_text(texts[0])
+    if random.random() < 0.5:
+        for name in (one, other):
+            own = json.loads((folder / name).read_text())["file"]
+            (folder / name).write_text((folder / name).read_text().replace(own, name.replace(".json", ".safetensors")))
+    for name in (one, other):
+        list_part(folder, name)
+
+
+def lost_part(folder, random):
+    """One rank less in the list of parts, in the mesh or not, or parts in another order."""
+
+    def change(manifest):
+        kept = list(manifest["parts"].items())
+        if random.random() < 0.5:
+            kept.pop(random.randrange(len(kept)))
+        manifest["parts"] = dict(reversed(kept) if random.random() < 0.5 else kept)
+        if random.random() < 0.5:
+            manifest["mesh"]["dp"] = len(kept)
 
     edit(folder, change)
 
@@ -320,7 +443,7 @@ def moved_box(folder, random):
             random.choice(row["box"])[random.randrange(2)] += random.choice([1, -1])
         row["key"] = f"{row['state']}:{row['name']}@" + ",".join(f"{a}:{b}" for a, b in row["box"])
 
-    edit(folder, change)
+    edit_rows(folder, random, change)
 
 
 def other_parameter(folder, random):
@@ -334,12 +457,13 @@ def other_parameter(folder, random):
             lambda: manifest["parameters"].update({"more": {"shape": [0], "trainable": False, "dtype": "float32"}}),
         ])()  # fmt: skip
 
-    edit(folder, change)
+    edit_any(folder, random, change)
 
 
 def other_row_dtype(folder, random):
-    edit(
+    edit_rows(
         folder,
+        random,
         lambda m: random.choice(m["tensors"]).update(dtype=random.choice(["float64", "int8", "bfloat16", "F32"])),
     )
 
@@ -349,7 +473,7 @@ def other_row_dtype(folder, random):
 
 def shuffled(folder, random):
     """Rows in another order say the same."""
-    edit(folder, lambda m: random.shuffle(m["tensors"]))
+    edit_rows(folder, random, lambda m: random.shuffle(m["tensors"]))
 
 
 def some_key(tensors, random):
@@ -392,7 +516,7 @@ def other_streams(folder, random):
         ("rng:numpy", torch.zeros(3, dtype=torch.int64)),
     ])  # fmt: skip
     rewrite(folder, file, lambda t: t.update({key: value}))
-    edit(folder, lambda m: m["own"][file][key].update(shape=list(value.shape)))
+    edit_part(folder, part_of(file), lambda part: part["own"][key].update(shape=list(value.shape)))
 
 
 def other_buffer(folder, random):
@@ -410,7 +534,7 @@ def other_buffer(folder, random):
         rewrite(folder, item, change)
         dtype = str(value.dtype).removeprefix("torch.") if value is not None else ""
         listed = {} if value is None else {key: {"shape": list(value.shape), "dtype": dtype}}
-        edit(folder, lambda m, item=item, listed=listed: (m["own"][item].pop(key), m["own"][item].update(listed)))
+        edit_part(folder, part_of(item), lambda part, listed=listed: (part["own"].pop(key), part["own"].update(listed)))
 
 
 def broken_header(folder, random):
@@ -420,12 +544,13 @@ def broken_header(folder, random):
     path.write_bytes(
         random.choice([b"", b"\xff" * 8 + content[8:], content[:8] + b"[" * (len(content) - 8), b"\0" * 99])
     )
-    edit(folder, lambda m: m["files"].update({path.name: hashlib.sha256(path.read_bytes()).hexdigest()}))
+    list_file(folder, path.name)
 
 
 EDITS = [
     text, version, older_and, other_type, other_type, other_type, lost_entry, lost_entry, doubled_entry, out_of_range,
-    out_of_range, lost_row, lost_state, twice, swapped_keys, swapped_meaning, outside, listed_outside, moved_box,
+    out_of_range, lost_row, lost_state, twice, swapped_keys, swapped_meaning, outside, listed_outside, foreign_part,
+    swapped_parts, lost_part, moved_box,
     other_parameter, other_row_dtype, shuffled, lost_tensor, more_tensors, other_dtype, other_shape, other_streams,
     other_buffer, broken_header,
 ]  # fmt: skip

@@ -185,3 +185,8 @@ def train_engine(engine, batches, through_engine=False):
 
 def clone(model):
     return copy.deepcopy(model)
+
+
+def planned_bytes(engine):
+    """Model states per rank by formula, padding apart."""
+    return engine._assembly.accounts.planned

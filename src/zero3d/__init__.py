@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zero3d.distributed.determinism import make_deterministic as make_deterministic
     from zero3d.distributed.mesh import Mesh as Mesh
     from zero3d.engine.engine import Engine as Engine
     from zero3d.errors import (
@@ -29,6 +30,7 @@ _HOME = {
     "Engine": "engine.engine",
     "Mesh": "distributed.mesh",
     "from_config": "setup.build",
+    "make_deterministic": "distributed.determinism",
     "StepResult": "zero.optimizer",
     "Zero3dError": "errors",
     "ConfigError": "errors",

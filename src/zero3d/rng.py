@@ -11,23 +11,18 @@ import torch
 from torch import Tensor
 
 
-def rng_state() -> tuple[dict[str, Tensor], Any]:
-    """Return this process's random states: torch's and numpy's as tensors, Python's as JSON."""
-    tensors = {"torch": torch.get_rng_state()}
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is not None:
-        tensors["accelerator"] = torch.get_device_module(accelerator).get_rng_state()
+def rng_state(device: torch.device) -> tuple[dict[str, Tensor], Any]:
+    """Return this process's random states: torch's, on `device` too, and numpy's as tensors, Python's as JSON."""
+    tensors = dict(zip(("torch", "accelerator"), torch_rng(device), strict=False))
     kind, keys, position, has_gauss, gauss = numpy.random.get_state()
     tensors["numpy"] = torch.from_numpy(numpy.asarray(keys).astype(numpy.int64))
     return tensors, {"python": random.getstate(), "numpy": [str(kind), int(position), int(has_gauss), float(gauss)]}
 
 
-def set_rng_state(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
-    """Continue from `rng_state()`."""
-    torch.set_rng_state(tensors["torch"])
-    if "accelerator" in tensors and torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        torch.get_device_module(accelerator).set_rng_state(tensors["accelerator"])
+def set_rng_state(tensors: Mapping[str, Tensor], plain: Mapping[str, Any], device: torch.device) -> None:
+    """Continue from `rng_state(device)`; on the CPU without the state of the accelerator that saved it."""
+    names = ("torch",) if device.type == "cpu" else ("torch", "accelerator")
+    set_torch_rng(device, [tensors[name] for name in names if name in tensors])
     version, keys, gauss = plain["python"]
     random.setstate((version, tuple(keys), gauss))
     kind, position, has_gauss, cached = plain["numpy"]

@@ -99,8 +99,8 @@ TORCH_FREE = (
     "errors", "reading", "config", "shards.boxes", "distributed.degrees", "distributed.ledger", "zero.stages", "zero.layout",
     "zero.traffic", "activations.policy", "tensor_parallel.traffic", "pipeline.schedules", "pipeline.actions",
     "pipeline.balance", "pipeline.traffic", "pipeline.acknowledgements", "checkpoint.folders", "checkpoint.files",
-    "checkpoint.fields", "checkpoint.manifest", "checkpoint.manifest_parser", "checkpoint.tiling", "checkpoint.integrity",
-    "checkpoint.resume_contract", "models.presets", "models.foreign_code", "plan", "page",
+    "checkpoint.fields", "checkpoint.manifest", "checkpoint.manifest_parser", "checkpoint.manifest_parts", "checkpoint.tiling",
+    "checkpoint.integrity", "checkpoint.resume_contract", "models.presets", "models.foreign_code", "plan", "page",
 )  # fmt: skip
 WITH_TORCH = {"plan.calibrate"}
 

@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from damage import as_format_1, edit, seal
+from damage import as_format_1, as_format_2, edit, edit_part, joined, seal
 from models import Net, adamw, batch, bits, build, loss_of
 from safetensors import safe_open
 
@@ -59,7 +59,7 @@ def train(engine, steps):
 
 
 def whole_states(folder):
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = joined(folder)
     whole = {}
     for row in manifest["tensors"]:
         shape = manifest["parameters"][row["name"]]["shape"]
@@ -273,12 +273,27 @@ def test_damaged_missing_and_foreign_files_are_refused(saved, tmp_path):
     file.unlink()
     refused(engine, saved, "rank-00000.safetensors", "missing")
     file.write_bytes(good)
+    part = saved / "rank-00000.json"
+    text = part.read_text()
+    part.write_text(text.replace("master", "Master"))
+    refused(engine, saved, "rank-00000.json differs from what was saved: its SHA-256 is not the manifest's")
+    part.unlink()
+    refused(engine, saved, "rank-00000.json is missing")
+    part.symlink_to(file)
+    refused(engine, saved, "rank-00000.json is a link")
+    part.unlink()
+    part.write_text(text)
+    edit_part(saved, part.name, lambda p: p.update(file="../rank-00000.safetensors"))
+    refused(
+        engine, saved, "rank-00000.json: file is '../rank-00000.safetensors', and should be 'rank-00000.safetensors'"
+    )
+    edit_part(saved, part.name, lambda p: p.update(file=file.name))
     manifest = saved / "manifest.json"
     text = manifest.read_text()
-    manifest.write_text(text.replace("rank-00000.safetensors", "../rank-00000.safetensors"))
+    manifest.write_text(text.replace("rank-00000.json", "../rank-00000.json"))
     refused(engine, saved, "manifest.json or manifest.sha256 differs from what was saved")
     seal(saved)
-    refused(engine, saved, "files should be rank-00000.safetensors")
+    refused(engine, saved, "parts should be rank-00000.json")
     manifest.write_text(text[: len(text) // 2])
     seal(saved)
     refused(engine, saved, "is no JSON")
@@ -301,13 +316,32 @@ def test_every_bit_of_the_checksum_counts(saved):
 
 
 def test_a_row_that_is_missing_is_named(saved):
-    edit(saved, lambda m: m["tensors"].remove(next(r for r in m["tensors"] if r["name"] == "layers.1.up.weight")))
+    edit_part(
+        saved,
+        "rank-00000.json",
+        lambda p: p["tensors"].remove(next(r for r in p["tensors"] if r["name"] == "layers.1.up.weight")),
+    )
     refused(make(3), saved, "manifest.json", "nothing at (0:48, 0:24) of", "'layers.1.up.weight'")
 
 
 def test_a_newer_format_says_what_to_do(saved):
-    edit(saved, lambda m: m.update(format=3))
-    refused(make(3), saved, "format 3", "reads formats 1 to 2", "upgrade zero3d")
+    edit(saved, lambda m: m.update(format=4))
+    refused(make(3), saved, "format 4", "reads formats 1 to 3", "upgrade zero3d")
+
+
+def test_format_2_is_read_as_if_it_were_the_newest(saved):
+    engine, expected = make(2), make(2)
+    expected.load(saved)
+    as_format_2(saved)
+    with warnings.catch_warnings(action="error"):
+        engine.load(saved)
+    assert engine.fingerprint() == expected.fingerprint()
+    assert engine.resumed == expected.resumed
+    assert [path.name for path in sorted(saved.iterdir())] == [
+        "manifest.json", "manifest.sha256", "rank-00000.safetensors",
+    ]  # fmt: skip
+    (saved / "manifest.sha256").unlink()
+    refused(make(3), saved, "manifest.sha256 is missing: format 2 has a checksum there")
 
 
 def test_format_1_is_read_with_a_warning(saved):
@@ -321,7 +355,7 @@ def test_format_1_is_read_with_a_warning(saved):
     with warnings.catch_warnings(action="error"):
         expected.load(engine.save(saved.parent))
     text = json.loads((saved / "manifest.json").read_text())
-    assert text["format"] == 2
+    assert text["format"] == 3
 
 
 @pytest.mark.parametrize("change", [
@@ -331,8 +365,9 @@ def test_format_1_is_read_with_a_warning(saved):
 ], ids=["lost", "twice", "elsewhere", "swapped", "listed elsewhere", "no streams"])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*has format 1")
 def test_format_1_is_held_to_what_it_says(saved, change):
-    edit(saved, change)
     as_format_1(saved)
+    edit(saved, change)
+    (saved / "manifest.sha256").unlink()
     refused(make(2), saved, "manifest.json")
 
 
@@ -354,7 +389,7 @@ def test_a_scheduler_that_does_not_take_its_state_leaves_the_engine_as_it_was(sa
     assert (engine.fingerprint(), engine.scheduler.state_dict()) == (before, rates)
 
 
-def flipped_in_rank_1(folder, place):
+def flipped_in_rank_1(folder, file, place):
     seeded(dist.get_rank())
     engine = make(3, "net")
     train(engine, range(1))
@@ -362,7 +397,7 @@ def flipped_in_rank_1(folder, place):
     before = engine.fingerprint()
     dist.barrier()
     if dist.get_rank() == 0:
-        path = saved / "rank-00001.safetensors"
+        path = saved / file
         content = bytearray(path.read_bytes())
         content[int(place * (len(content) - 1))] ^= 16
         path.write_bytes(content)
@@ -374,13 +409,15 @@ def flipped_in_rank_1(folder, place):
     return "", False, str(saved)
 
 
-@pytest.mark.parametrize("place", [0.5, 1.0])
-def test_a_flipped_byte_in_rank_1s_file_alone_is_found_by_all(ranks, tmp_path, place):
-    answers = ranks(2, flipped_in_rank_1, str(tmp_path), place)
+@pytest.mark.parametrize(("file", "place"), [
+    ("rank-00001.safetensors", 0.5), ("rank-00001.safetensors", 1.0), ("rank-00001.json", 0.5),
+])  # fmt: skip
+def test_a_flipped_byte_in_rank_1s_file_alone_is_found_by_all(ranks, tmp_path, file, place):
+    answers = ranks(2, flipped_in_rank_1, str(tmp_path), file, place)
     for message, unchanged, _ in answers:
-        assert "rank-00001.safetensors differs from what was saved" in message
+        assert f"{file} differs from what was saved" in message
         assert unchanged
-    refused(make(3), Path(answers[0][2]), "rank-00001.safetensors")  # one rank alone reads two files
+    refused(make(3), Path(answers[0][2]), file)  # one rank alone reads what two wrote
 
 
 def test_a_folder_of_other_things_is_not_written_into(tmp_path):

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from damage import as_format_1
-from models import Net, adamw, batch, bits, hf
+from damage import as_format_1, joined
+from models import Net, adamw, batch, bits, hf, planned_bytes
 from pipelines import schedule_of
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch.nn import functional as F
 
 import zero3d
@@ -70,7 +69,7 @@ def weights(engine):
 
 def states(folder):
     """Every saved state of the full model, put together from its boxes, as a hash."""
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = joined(folder)
     whole = {}
     for row in manifest["tensors"]:
         with safe_open(folder / row["file"], framework="pt") as file:
@@ -300,7 +299,11 @@ def planned_and_measured(shape, stage, schedule):
     engine = make("net", shape, stage, schedule, precision="bf16")
     train(engine, range(2))
     entries = [(e.category, e.planned, e.measured) for e in engine.memory if e.planned is not None]
-    return entries, sum(p.numel() for chunk in engine.chunks.values() for p in chunk.parameters()), engine.planned_bytes
+    return (
+        entries,
+        sum(p.numel() for chunk in engine.chunks.values() for p in chunk.parameters()),
+        planned_bytes(engine),
+    )
 
 
 @pytest.mark.parametrize(("shape", "stage", "schedule"), [((2, 2), 3, "1f1b"), ((1, 2), 2, "zbv")])
@@ -318,7 +321,8 @@ def full_disk(folder, broken):
     def refuses(*_, **__):
         raise OSError("No space left on device")
 
-    writing.save_file = refuses if dist.get_rank() == broken else save_file
+    original = writing._staged
+    writing._staged = refuses if dist.get_rank() == broken else original
     texts = []
     try:
         for write in (engine.save, engine.export):
@@ -326,7 +330,7 @@ def full_disk(folder, broken):
                 write(f"{folder}/{write.__name__}")
             texts.append(str(caught.value))
     finally:
-        writing.save_file = save_file
+        writing._staged = original
     return texts
 
 

@@ -10,7 +10,7 @@ from zero3d.config import load, to_dict
 from zero3d.errors import ConfigError
 from zero3d.plan.memory import memory
 from zero3d.plan.spec import ParallelPlan
-from zero3d.plan.traffic import busiest_traffic
+from zero3d.plan.traffic import busiest_traffic, rank_traffic
 from zero3d.sim.model_spec import open_spec
 
 LENGTH = 512
@@ -36,18 +36,18 @@ def models(tmp_path_factory):
     return get
 
 
-def dry(tree, rank, world):
+def dry(tree, rank, world, whole):
     """What the rank holds, or why there is no such run."""
     from zero3d.sim.rank import dry_run
 
     try:
-        return dry_run(load(tree), rank, world)
+        return dry_run(load(tree), rank, world, whole=whole)
     except ConfigError as refused:
         return refused
 
 
-def simulated(alone, path, plan, stage, packed=False):
-    """The first rank of a pipeline stage."""
+def simulated(alone, path, plan, stage, packed=False, whole=False):
+    """The first rank of a pipeline stage. whole: without a shortcut, every step is of all micro-batches."""
     mesh = {"dp": plan.dp, "tp": plan.tp, "pp": plan.pp, "sequence_parallel": plan.sequence_parallel}
     config = load({
         "model": {"path": path, "init": "random"}, "data": {"length": LENGTH, "packing": packed},
@@ -55,9 +55,9 @@ def simulated(alone, path, plan, stage, packed=False):
             "steps": 10, "micro_batch": plan.micro_batch, "batch": plan.micro_batch * plan.accumulate * plan.dp,
         },
         "mesh": mesh | ({"schedule": plan.schedule} if plan.pp > 1 else {}),
-        "zero": {"stage": plan.stage}, "precision": plan.precision, "activations": plan.activations,
+        "zero": {"stage": plan.stage, "release": plan.release}, "precision": plan.precision, "activations": plan.activations,
     })  # fmt: skip
-    found = alone(dry, to_dict(config), stage * plan.dp * plan.tp, plan.world)
+    found = alone(dry, to_dict(config), stage * plan.dp * plan.tp, plan.world, whole)
     if isinstance(found, ConfigError):
         raise found
     return found
@@ -70,44 +70,38 @@ def ratio(alone, models, plan, tied=False, packed=False):
     _, said, where = found.instant.partition("pipeline stage ")
     rank = simulated(alone, path, plan, int(where.split()[0]) if said else 0, packed)
     if plan.pp == 1:
-        same_traffic(busiest_traffic(spec, plan), rank.traffic)
+        weights = sum(len(unit.weights) for part in spec.parts for unit in part.units)
+        same_traffic(busiest_traffic(spec, plan), rank.traffic, 8 * (plan.tp - 1) * (4 + weights))
     peak = rank.peak.nbytes
     print(f"{plan}: planned {found.allocated:,.0f}, dry run {peak:,} ({found.allocated / peak - 1:+.1%})")
     return found.allocated / peak
 
 
-def same_traffic(planned, ledger):
-    """Exact on the data axis; on tp within 3 %, for the loss' few numbers per token and fp32 gradients are left out."""
+def same_traffic(planned, ledger, agreed):
+    """Exact, but for `agreed` bytes that tp ranks exchange: a weight, a verdict, a mean loss, a norm per parameter."""
     found = Counter()
     for each in ledger:
-        found[f"{each.op} {each.axis}" if each.axis == "dp" else each.axis] += each.nbytes
-    for op in ("all_gather dp", "reduce_scatter dp"):
-        assert planned.get(op, 0) == found[op], op
-    assert planned.get("all_reduce tp", 0) == pytest.approx(found["tp"], rel=0.03)
+        found[f"{each.op} {each.axis}"] += each.nbytes
+    left_out = found.pop("exchange tp", 0) - planned.get("exchange tp", 0)
+    assert 0 <= left_out <= agreed
+    known = [key for key in found if not key.startswith("exchange")]
+    assert {key: found[key] for key in known} == {
+        key: planned[key] for key in planned if not key.startswith("exchange")
+    }
 
 
 long = pytest.mark.long
 P = ParallelPlan
-# What the planner is known to leave out; each is strict: whoever mends the planner takes the mark away.
-TIED_GATHER = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="a tied embedding under recomputation is gathered once more than planned"
-)
-LOSS_NUMBERS = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="of tp=4 with slices of sequences 3.1 % of the traffic is left out, not 3 %",
-)
 
 
 @pytest.mark.parametrize(("plan", "tied", "packed"), [
     (P(dp=2, tp=2, stage=3, activations="every:4", sequence_parallel=True), False, False),
     (P(dp=2, pp=2, stage=3, accumulate=4, schedule="zero-bubble"), False, False),
     pytest.param(P(dp=2, stage=2, micro_batch=2), True, True, marks=pytest.mark.long),
-    pytest.param(P(dp=4, stage=3, activations="full", accumulate=2), True, False, marks=[long, TIED_GATHER]),
-    pytest.param(
-        P(dp=2, tp=4, stage=1, sequence_parallel=True, micro_batch=2), False, False, marks=[long, LOSS_NUMBERS]
-    ),
     *(pytest.param(*case, marks=long) for case in [
+        (P(dp=4, stage=3, activations="full", accumulate=2), True, False),
+        (P(dp=2, stage=3, activations="every:3", accumulate=2), True, False),
+        (P(dp=2, tp=4, stage=1, sequence_parallel=True, micro_batch=2), False, False),
         (P(dp=8, stage=3, micro_batch=2), False, False),
         (P(dp=4, stage=0, micro_batch=4), False, False),
         (P(dp=2, tp=4, stage=2), False, False),
@@ -138,16 +132,22 @@ def some_plans(count):
         yield plan, draw.random() < 0.5
 
 
-def marked(plans):
-    for number, (plan, tied) in enumerate(plans):
-        yield pytest.param(plan, tied, marks=LOSS_NUMBERS if number == 16 else ())
-
-
 @long
-@pytest.mark.parametrize(("plan", "tied"), marked(some_plans(30)))
+@pytest.mark.parametrize(("plan", "tied"), list(some_plans(30)))
 def test_what_is_said_to_fit_fits_in_simulation(alone, models, plan, tied):
     try:
         found = ratio(alone, models, plan, tied)
     except ConfigError as refused:
         pytest.skip(str(refused))
     assert found >= 1 / 1.03
+
+
+@long
+@pytest.mark.parametrize(("schedule", "activations"), [("1f1b", "full"), ("zbv", "none"), ("interleaved", "none")])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_pipeline_that_releases_every_use_gathers_as_often_as_planned(alone, models, schedule, activations, stage):
+    plan = P(dp=2, pp=2, stage=3, accumulate=4, schedule=schedule, activations=activations, release="every_use")
+    path, spec = models(True)
+    rank = simulated(alone, path, plan, stage, whole=True)
+    gathered = sum(entry.nbytes for entry in rank.traffic if entry.op == "all_gather")
+    assert rank_traffic(spec, plan, stage)["all_gather dp"] == gathered

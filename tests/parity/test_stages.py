@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import LiftCasts, adamw, batch, bits, build, clone, loss_of, train_engine
+from models import LiftCasts, adamw, batch, bits, build, clone, loss_of, planned_bytes, train_engine
 
 import zero3d
 from zero3d.zero.traffic import count_gathers, step_traffic
@@ -234,7 +234,7 @@ def account(model, stage, precision, micro_batches, reduce, release="auto"):
         c: engine.arena.live(c)
         for c in ("parameters", "gradients", "optimizer", "padding", "gathered", "bucket", "wire")
     }
-    return planned, measured, held, arena, engine.planned_bytes, dict(gathers)
+    return planned, measured, held, arena, planned_bytes(engine), dict(gathers)
 
 
 @pytest.mark.parametrize(("model", "world", "stage", "precision", "micro_batches", "reduce"), [

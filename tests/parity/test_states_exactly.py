@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from models import adamw
+from models import adamw, planned_bytes
 from tensors import tiny
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -96,7 +96,7 @@ def on_fake_ranks(family, frozen, plan, ranks):
         dist.init_process_group("fake", rank=rank, world_size=plan.world, store=FakeStore())
         try:
             engine = engine_of(family, frozen, plan)
-            found.append((engine.mesh.place, held(engine), list(engine.planned_bytes)))
+            found.append((engine.mesh.place, held(engine), list(planned_bytes(engine))))
         finally:
             dist.destroy_process_group()
     return found

@@ -4,13 +4,13 @@ No forward runs here: parameters are replaced by their slices and states are fil
 that every byte of a file and of a rank can be compared with `Cut.take` of the logical tensor.
 """
 
-import json
 from fnmatch import fnmatch
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from damage import joined
 from models import Net, adamw, hf
 from safetensors import safe_open
 from torch import nn
@@ -147,7 +147,7 @@ def load_on(family, shape, stage, source):
 
 def check_files(folder, values):
     """Each element of each state is in exactly one file, with its value and the whole parameter's shape."""
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = joined(folder)
     assert manifest["parameters"].keys() == {name for name, _ in values}
     assert {row["state"] for row in manifest["tensors"]} == {"master", "weight", *MOMENTS}
     seen = {key: torch.zeros_like(value) for key, value in values.items()}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from models import adamw, build, loss_of
+from models import adamw, build, loss_of, planned_bytes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -29,7 +29,7 @@ def test_one_step_of_each_stage(world_of_64, stage, model):
         engine.backward(loss_of(engine, ids))
         assert engine.step().applied.numel() == 1
     assert engine.dp.size == 64
-    planned = engine.planned_bytes
+    planned = planned_bytes(engine)
     for category, wanted in zip(("parameters", "gradients", "optimizer"), planned, strict=True):
         assert engine.arena.live(category) == wanted
     moved = step_traffic(stage, engine.traffic_units, 64, count_gathers(engine.gathers.events))

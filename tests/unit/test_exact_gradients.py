@@ -92,6 +92,7 @@ def run(ranks, step, micro_batches):
             for index, grad in enumerate(summand(step, rank.summands.number(k))):
                 rank.grads.take(index, grad)
             if reduces:
+                rank.grads.fill_up()
                 rank.grads.reduce(single=True)
             else:
                 rank.grads.close()
@@ -146,6 +147,7 @@ def test_what_is_closed_already_is_no_summand_once_more():
             for index, grad in enumerate(summand(0, rank.summands.number(k))):
                 rank.grads.take(index, grad)
             rank.grads.close()
+        rank.grads.fill_up()
         rank.grads.reduce(single=False)
     for rank in ranks:
         rank.grads.complete()

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
+from zero3d.memory.arena import Arena
 from zero3d.zero.gathers import STEP, Gathers
 from zero3d.zero.policy import State
 from zero3d.zero.stages import WINDOW
 from zero3d.zero.streams import Lane
 from zero3d.zero.traffic import ROOT_TURN, TURN
 
-CPU = torch.device("cpu")
+CPU = Arena(torch.device("cpu"))
 
 
 class Weights:

@@ -1,8 +1,12 @@
 """What lanes enqueue on an accelerator's streams: nothing before compute is there, and compute never too early."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+import zero3d
+from zero3d.memory.arena import Arena
 from zero3d.zero.streams import Lane
 
 
@@ -22,26 +26,78 @@ class Stream:
         self._log.append(f"off {self.name}")
 
 
+class Devices:
+    """Two devices, the first of them current, whose streams are noted in a log."""
+
+    def __init__(self, monkeypatch):
+        self.log = []
+        monkeypatch.setattr(torch, "Stream", self._new)
+        monkeypatch.setattr(torch.accelerator, "current_stream", self._current)
+
+    def _new(self, device=None, *, priority=0):
+        return Stream(f"side {self._index(device)}, priority {priority}", self.log)
+
+    def _current(self, device=None):
+        return Stream(f"compute {self._index(device)}", self.log)
+
+    def _index(self, device):
+        return 0 if device is None or device.index is None else device.index
+
+
 @pytest.fixture
-def streams(monkeypatch):
-    """(a lane whose streams are noted, what they did)"""
-    log = []
-    monkeypatch.setattr(torch, "Stream", lambda device: Stream("side", log))
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: Stream("compute", log))
-    return Lane("gather", torch.device("meta")), log
+def devices(monkeypatch):
+    return Devices(monkeypatch)
 
 
-def test_what_is_issued_waits_for_compute_and_compute_for_what_is_joined(streams):
-    lane, log = streams
+def test_what_is_issued_waits_for_compute_and_compute_for_what_is_joined(devices):
+    lane = Lane("gather", Arena(torch.device("meta")))
     with lane.issue("block"):
-        log.append("gather")
+        devices.log.append("gather")
     lane.join("block")
-    assert log == ["side waits for compute", "on side", "gather", "off side", "compute waits for side"]
+    side = "side 0, priority -1"
+    assert devices.log == [
+        f"{side} waits for compute 0", f"on {side}", "gather", f"off {side}", f"compute 0 waits for {side}",
+    ]  # fmt: skip
+
+
+def test_what_a_lane_borrows_is_of_computes_pool_and_what_comes_later_of_the_current_streams(devices):
+    arena = Arena(torch.device("meta"))
+    lane = Lane("gather", arena)
+    with lane.issue("block"):
+        devices.log.clear()
+        arena.borrow("wire", 4, torch.float32)
+        assert devices.log == ["on compute 0", "off compute 0"]
+    devices.log.clear()
+    arena.borrow("wire", 4, torch.float32)
+    assert devices.log == []
+    with pytest.raises(ValueError), lane.issue("block"):
+        raise ValueError
+    devices.log.clear()
+    arena.borrow("wire", 4, torch.float32)
+    assert devices.log == []
+
+
+def test_an_engine_on_another_device_than_the_current_one_touches_no_stream_of_that(devices):
+    arena = Arena(torch.device("meta", 1))
+    for name in ("gather", "reduce"):
+        lane = Lane(name, arena)
+        with lane.issue("block"):
+            arena.borrow("wire", 4, torch.float32)
+        lane.join("block")
+    assert len(devices.log) == 2 * 6
+    assert not any(f"{kind} 0" in line for line in devices.log for kind in ("compute", "side"))
+
+
+def test_nobody_but_lanes_asks_for_streams():
+    """`Stream()` and `current_stream()` without a device are of the current one, which need not be an engine's."""
+    root = Path(zero3d.__file__).parent
+    asking = [path.relative_to(root).as_posix() for path in root.rglob("*.py") if "current_stream" in path.read_text()]
+    assert asking == ["zero/streams.py"]
 
 
 def test_on_the_cpu_there_is_no_stream(monkeypatch):
     monkeypatch.setattr(torch, "Stream", None)
-    lane, done = Lane("gather", torch.device("cpu")), []
+    lane, done = Lane("gather", Arena(torch.device("cpu"))), []
     with lane.issue("block"):
         done.append("gather")
     lane.join("block")

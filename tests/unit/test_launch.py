@@ -12,7 +12,7 @@ import yaml
 from zero3d.cli.main import main, parse
 from zero3d.cli.train import as_words
 from zero3d.cli.worker import report_output
-from zero3d.cli.workers import RANKS, Worker, chosen_output, ranks_here, resume_command
+from zero3d.cli.workers import RANKS, Worker, chosen_output, environment, ranks_here, resume_command
 
 DOCS = Path(__file__).parents[2] / "docs" / "cluster.md"
 NASTY = ["data.train=my files/it's; touch spilt", "output=$(whoami)/`id`/$HOME"]
@@ -182,12 +182,28 @@ def test_workers_tell_their_launcher_the_folder_they_chose(tmp_path, monkeypatch
     assert chosen_output(worker) == "zero3d-a"
 
 
-def test_a_bare_machine_gets_as_many_workers_as_the_mesh_or_its_accelerators(monkeypatch):
-    import torch
+ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+
+def test_workers_get_segments_that_grow_unless_somebody_has_set_the_allocator(monkeypatch):
+    for name in ALLOCATORS:
+        monkeypatch.delenv(name, raising=False)
+    of_worker = environment(2, 12345)
+    assert [of_worker.get(name) for name in ALLOCATORS] == ["expandable_segments:True", None, None]
+    for given in ALLOCATORS:
+        with monkeypatch.context() as patch:
+            patch.setenv(given, "max_split_size_mb:256")
+            of_worker = environment(2, 12345)
+            assert [name for name in ALLOCATORS if name in of_worker] == [given]
+            assert of_worker[given] == "max_split_size_mb:256"
+
+
+def test_a_bare_machine_gets_as_many_workers_as_the_mesh_or_its_accelerators(monkeypatch):
+    from zero3d.distributed import devices
+
+    monkeypatch.setattr(devices, "count_devices", lambda: 0)
     assert ranks_here(None, None, None) == RANKS == 2
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    monkeypatch.setattr(devices, "count_devices", lambda: 8)
     assert ranks_here(None, 2, None) == 8
     assert ranks_here(2, None, None) == 2
     assert ranks_here(2, 2, 3) == 12

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from zero3d.checkpoint.fields import Field, parse_fields
-from zero3d.checkpoint.tiling import tiling_fault
+from zero3d.checkpoint.tiling import TilingSums, tiling_fault
 from zero3d.errors import CheckpointError
 from zero3d.shards.boxes import boxes
 from zero3d.shards.cuts import Cut
@@ -41,6 +41,13 @@ def cut_in_pieces(shape, rng):
     return made
 
 
+def sums_to(shape, made):
+    sums = TilingSums()
+    for box in made:
+        sums.add("state", box)
+    return sums.whole("state", shape)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_boxes_of_any_ranks_are_a_tensor_once_and_without_one_of_them_they_are_not(seed):
     rng = random.Random(seed)
@@ -48,6 +55,9 @@ def test_boxes_of_any_ranks_are_a_tensor_once_and_without_one_of_them_they_are_n
     made = cut_in_pieces(shape, rng)
     rng.shuffle(made)
     assert tiling_fault(shape, made) is None
+    assert sums_to(shape, made)
+    assert not sums_to(shape, made[1:])
+    assert not sums_to(shape, [*made, rng.choice(made)])
     assert "nothing" in tiling_fault(shape, made[1:])
     assert "2 boxes" in tiling_fault(shape, [*made, rng.choice(made)])
     for _ in range(10):
@@ -60,6 +70,26 @@ def test_boxes_of_any_ranks_are_a_tensor_once_and_without_one_of_them_they_are_n
         ]
         if all(a < b for box in moved for a, b in box):
             assert (tiling_fault(shape, moved) is not None) == fault_by_counting(shape, moved)
+            assert sums_to(shape, moved) != fault_by_counting(shape, moved)
+
+
+@pytest.mark.parametrize("made", [
+    [((0, 2),), ((1, 2),), ((2, 3),), ((3, 5),)], [((0, 1),), ((0, 1),), ((3, 4),), ((3, 4),), ((4, 5),)],
+    [((0, 5),), ((0, 5),)], [],
+])  # fmt: skip
+def test_sums_are_no_count_of_elements(made):
+    """As many elements as the tensor has, or their places adding up alike, are not enough."""
+    assert not sums_to((5,), made)
+
+
+def test_sums_keep_states_apart():
+    sums = TilingSums()
+    sums.add("m", ((0, 2), (0, 3)))
+    sums.add("v", ((0, 1), (0, 3)))
+    assert sums.whole("m", (2, 3))
+    assert not sums.whole("v", (2, 3))
+    assert not sums.whole("master", (2, 3))
+    assert sums.whole("master", (0, 3))
 
 
 def test_faults_say_where_they_are():

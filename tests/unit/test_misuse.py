@@ -177,6 +177,20 @@ def test_schedulers_that_cannot_work_are_refused():
         make(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
+def test_a_scheduler_given_later_is_the_one_that_is_stepped_and_saved(tmp_path):
+    engine = make(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1))
+    engine.scheduler = lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)
+    rate = engine.optimizer.torch.param_groups[0]["lr"]
+    train(engine, 0, 1)
+    assert engine.optimizer.torch.param_groups[0]["lr"] == rate / 4
+    engine.save(tmp_path)
+    again = make(scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5))
+    again.load(tmp_path)
+    assert again.scheduler.last_epoch == engine.scheduler.last_epoch == 2
+    with pytest.raises(zero3d.ConfigError, match="ReduceLROnPlateau"):
+        engine.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau
+
+
 def test_plain_values_keep_their_types():
     state = {"a": (1, 2.5), "b": {1: [True, None], 2: "x"}, "c": torch.tensor([1.0, 2.0])}
     again = from_json(to_json(state), state)

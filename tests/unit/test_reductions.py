@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from zero3d.errors import ConfigError
+from zero3d.memory.arena import Arena
 from zero3d.zero.policy import State
 from zero3d.zero.reductions import Closes, Reductions
 from zero3d.zero.streams import Lane
 
-CPU = torch.device("cpu")
+CPU = Arena(torch.device("cpu"))
 
 
 class Gradients:
@@ -19,7 +20,11 @@ class Gradients:
         self.taken.append(index)
         self.state = State.FILLING
 
+    def fill_up(self):
+        self._filled_up = True
+
     def reduce(self, single):
+        assert self._filled_up
         self._log.append(f"reduce {self._name}{'' if single else ' wide'}")
         self.state = State.REDUCING
 
@@ -27,6 +32,7 @@ class Gradients:
         assert self.state is State.REDUCING
         assert self._log.pop() == f"join {self._name}"
         self._log.append(f"finish {self._name}")
+        self._filled_up = False
         self.state = State.REDUCED
 
     def complete(self):

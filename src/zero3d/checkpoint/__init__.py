@@ -3,11 +3,12 @@
 state             what a checkpoint takes of an engine: the full model by name, states as 1-D pieces, boxes of those
 json_values       state dicts as JSON values and back
 folders           which checkpoints a directory holds, and what may go
-writing           files that are on the disk once they are written
-save              every rank's file, the manifest over them, the rename that commits
+writing           files that are on the disk once they are written: tensors through one buffer
+save              every rank's file and part of the manifest, the manifest over them, the rename that commits
 manifest          what a checkpoint says of itself: records, names, the format
 fields            values out of a JSON file by name, type and range
 manifest_parser   the manifest read and checked
+manifest_parts    the ranks' parts of it, read one by one and held together
 tiling            boxes are all of a tensor exactly once
 files             regular files, their SHA-256
 integrity         files against the manifest: checksums and headers
@@ -16,5 +17,5 @@ restore           check all of it, then fill every rank's pieces from the boxes 
 resume_contract   whether a run that goes on has the bits of one that was never interrupted
 export            the weights as a folder that `from_pretrained` loads
 
-No torch: folders, files, fields, manifest, manifest_parser, tiling, integrity, resume_contract.
+No torch: folders, files, fields, manifest, manifest_parser, manifest_parts, tiling, integrity, resume_contract.
 """

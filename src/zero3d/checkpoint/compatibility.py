@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -27,12 +27,11 @@ PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
 
 
 def check_compatible(manifest: Manifest, engine: EngineState) -> None:
-    """Refuse a checkpoint of another model or optimizer, or with values that these cannot have."""
+    """Refuse a checkpoint of another model or optimizer, or with values that these cannot have; states come later."""
     _check_parameters(manifest, engine)
     _check_trainable(manifest, engine)
     _check_kind(manifest, engine)
     _check_groups(manifest, engine)
-    _check_states(manifest, engine)
     _check_scheduler(manifest, engine)
 
 
@@ -129,12 +128,13 @@ def _check_groups(manifest: Manifest, engine: EngineState) -> None:
             saved.entry("lr").refuse("a number from 0")
 
 
-def _check_states(manifest: Manifest, engine: EngineState) -> None:
-    """Check that moments are those of this optimizer: Adam's two, and for others the same in a whole group."""
+def check_states(manifest: Manifest, stored: Mapping[str, Sequence[str]], engine: EngineState) -> None:
+    """Check that moments are those of this optimizer: Adam's two, and for others the same in a whole group.
+
+    `stored` has the states of every parameter by its name.
+    """
     saved = manifest.fields.entry("optimizer")
-    by_name: dict[str, set[str]] = {}
-    for row in manifest.rows:
-        by_name.setdefault(row.name, set()).add(row.state)
+    by_name = {name: set(states) for name, states in stored.items()}
     first: dict[int, tuple[str, set[str]]] = {}
     adam = type(engine.optimizer.torch) in (torch.optim.Adam, torch.optim.AdamW)
     for unit in engine.owned_units:
@@ -254,21 +254,22 @@ def _try(manifest: Manifest, scheduler: Any) -> None:
 # --- random states ------------------------------------------------------------------------------
 
 
-def check_streams(file: str, tensors: Mapping[str, Tensor], python_rng: Field) -> None:
-    """Try random states on generators that nobody uses. Raises CheckpointError."""
-    for name, attempt in _attempts(tensors, python_rng.value):
+def check_streams(file: str, tensors: Mapping[str, Tensor], python_rng: Field, device: torch.device) -> None:
+    """Try random states on generators that nobody uses, `device` being the engine's. Raises CheckpointError."""
+    for name, attempt in _attempts(tensors, python_rng.value, device):
         try:
             attempt()
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"{file}: {name} is no random state ({quote(str(error))}). {USE_ANOTHER}") from None
 
 
-def _attempts(tensors: Mapping[str, Tensor], python_rng: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _attempts(
+    tensors: Mapping[str, Tensor], python_rng: Mapping[str, Any], device: torch.device
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     version, words, cached = python_rng["python"]
     kind, position, has_cached, gauss = python_rng["numpy"]
     yield "rng:torch", lambda: torch.Generator().set_state(tensors["torch"])
-    if "accelerator" in tensors and torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
+    if "accelerator" in tensors and device.type != "cpu":
         yield "rng:accelerator", lambda: torch.Generator(device).set_state(tensors["accelerator"])
     yield "python_rng", lambda: random.Random().setstate((version, tuple(words), cached))
     state = (kind, tensors["numpy"].numpy(), position, has_cached, gauss)

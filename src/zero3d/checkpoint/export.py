@@ -46,7 +46,7 @@ def export(directory: Path, engine: EngineState, gathered: Gathered) -> Path:
         )
     directory = directory.resolve()
     temporary = directory.with_name(f".{directory.name}.tmp")
-    world, coordinates = engine.world, engine.degrees.place(engine.world.rank)
+    world, coordinates = engine.world.patient, engine.degrees.place(engine.world.rank)
     writer = _ExportWriter(temporary, coordinates.pp)
 
     def on(chosen: bool, action: Callable[[], None]) -> None:
@@ -66,7 +66,7 @@ def _add_units(writer: _ExportWriter, engine: EngineState, model: nn.Module, gat
     for unit in engine.owned_units:
         with gathered(unit):
             add = partial(_add, writer, engine, model, unit) if engine.dp.rank == 0 else lambda: None
-            agree(engine.tp, partial(agree, engine.dp, add))
+            agree(engine.tp.patient, partial(agree, engine.dp.patient, add))
 
 
 def _add(writer: _ExportWriter, engine: EngineState, model: nn.Module, unit: Unit) -> None:

@@ -15,30 +15,29 @@ from safetensors import SafetensorError, safe_open
 from zero3d.checkpoint.fields import USE_ANOTHER, quote
 from zero3d.checkpoint.files import digest
 from zero3d.checkpoint.folders import checkpoints
-from zero3d.checkpoint.manifest import BUFFER, CODES, FORMAT, STREAM, Manifest, TensorSpec, allowed_dtypes
+from zero3d.checkpoint.manifest import BUFFER, CODES, OLDEST, STREAM, Manifest, Part, TensorSpec, allowed_dtypes
 from zero3d.checkpoint.manifest_parser import open_manifest
+from zero3d.checkpoint.manifest_parts import read_contents
 from zero3d.errors import CheckpointError
 from zero3d.shards.boxes import box_shape
 
 NAMES = {code: dtype for dtype, code in CODES.items()}
 
 
-def verify(folder: Path) -> Manifest:
+def verify(folder: Path) -> None:
     """Check everything that can be checked without a model. Raises CheckpointError, which names file and field."""
     manifest = open_manifest(folder)
-    for file in manifest.files:
-        verify_file(manifest, file)
-    return manifest
+    read_contents(manifest, lambda rank, part: verify_file(manifest, part))
 
 
-def verify_file(manifest: Manifest, file: str) -> None:
-    """Hash one file and hold its header to the manifest. Raises CheckpointError."""
-    path = manifest.folder / file
-    if digest(path) != manifest.files[file]:
+def verify_file(manifest: Manifest, part: Part) -> None:
+    """Hash one file of tensors and hold its header to what its rank says of it. Raises CheckpointError."""
+    path = manifest.folder / part.file
+    if digest(path) != part.sha256:
         raise CheckpointError(f"{path} differs from what was saved: its SHA-256 is not the manifest's. {USE_ANOTHER}")
     stored = header(path)
-    expected = _expected(manifest, file)
-    if manifest.format == FORMAT and stored.keys() - expected.keys():
+    expected = _expected(part)
+    if manifest.format > OLDEST and stored.keys() - expected.keys():
         raise CheckpointError(
             f"{path} holds {quote(min(stored.keys() - expected.keys()))}, which is not in the manifest. {USE_ANOTHER}"
         )
@@ -68,21 +67,20 @@ def _dtype(code: str) -> str:
     return NAMES.get(code, code)
 
 
-def _expected(manifest: Manifest, file: str) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+def _expected(part: Part) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
     """Return shape and possible dtypes of every tensor that a file must hold."""
     expected = {}
-    for row in manifest.rows:
-        if row.file == file:
-            dtypes = (row.dtype,) if row.dtype else allowed_dtypes(row.state, manifest.parameters[row.name])
-            expected[row.key] = box_shape(row.box), dtypes
-    return expected | {key: (shape, (dtype,)) for key, (shape, dtype) in manifest.rank_tensors.get(file, {}).items()}
+    for row in part.rows:
+        dtypes = (row.dtype,) if row.dtype else allowed_dtypes(row.state, part.parameters[row.name])
+        expected[row.key] = box_shape(row.box), dtypes
+    return expected | {key: (shape, (dtype,)) for key, (shape, dtype) in part.own.items()}
 
 
-def rank_tensors(manifest: Manifest, file: str) -> Mapping[str, TensorSpec]:
+def own_tensors(manifest: Manifest, part: Part) -> Mapping[str, TensorSpec]:
     """Return a rank's buffers and random states by their keys; format 1 lists them in its files alone."""
-    if manifest.format == FORMAT:
-        return manifest.rank_tensors[file]
-    return {key: spec for key, spec in header(manifest.folder / file).items() if key.startswith((BUFFER, STREAM))}
+    if manifest.format > OLDEST:
+        return part.own
+    return {key: spec for key, spec in header(manifest.folder / part.file).items() if key.startswith((BUFFER, STREAM))}
 
 
 def newest_intact(directory: Path, but: Path) -> Path | None:

@@ -1,19 +1,24 @@
-"""The manifest of a checkpoint: what is in it, as checked values, and the checksum over it.
+"""The manifest of a checkpoint: what is in it, as checked values, and the checksums over it.
 
     manifest.sha256     SHA-256 of manifest.json, as sha256sum prints it
-    manifest.json       format 2
+    manifest.json       format 3
       step              applied steps                                mesh       pp, dp, tp of who saved it
-      files             rank file -> its SHA-256                     about      what the run's bits depend on
+      parts             rank-N.json -> its SHA-256, by rank          about      what the run's bits depend on
       parameters        name -> shape, trainable, dtype              exact      summands of exact mode, or null
-      tensors           rows: name, state, box, dtype, file, key     scheduler  its state, or null
-      own               rank file -> key -> shape, dtype             loss_scale
-      optimizer         class, groups' options, scalars              loop       what the training loop gave, or null
-      python_rng        random states of `random` and numpy, by rank
+      optimizer         class, groups' options, scalars              scheduler  its state, or null
+      loop              what the training loop gave, or null         loss_scale
+    rank-N.json         what rank N has written
+      file, sha256      its tensors' file                            parameters those of its units, as above
+      tensors           rows: name, state, box, dtype, key           scalars    the optimizer's, or none
+      own               key -> shape, dtype                          python_rng random states of `random` and numpy
 
-A rank's own tensors are its buffers and random states. Format 1 had no checksum, no `own` and no dtypes of rows, and
-its first manifests no mesh.
+A rank's own tensors are its buffers and random states. No file and no process ever holds the rows of all ranks, of
+which there are some for every tensor and rank.
 
-`manifest_parser.py` reads it from a file and checks it.
+Format 2 had everything in manifest.json, with `files` (rank file -> its SHA-256), `own` by file, `python_rng` by rank,
+and a `file` in every row. Format 1 had no checksum, no `own` and no dtypes of rows, and its first manifests no mesh.
+
+`manifest_parser.py` reads it from a file and checks it, `manifest_parts.py` the ranks' parts.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from zero3d.checkpoint.folders import MANIFEST
 from zero3d.distributed.degrees import Degrees
 from zero3d.shards.boxes import Box, Shape
 
-FORMAT, OLDEST = 2, 1
+FORMAT, WITHOUT_PARTS, OLDEST = 3, 2, 1
 MASTER, FROZEN = "master", "weight"
 BUFFER, STREAM = "buffer:", "rng:"  # how keys of a rank's own tensors begin
 TORCH, NUMPY = f"{STREAM}torch", f"{STREAM}numpy"
@@ -55,7 +60,6 @@ class BoxRow(NamedTuple):
     state: str
     box: Box
     dtype: str
-    file: str
     key: str
 
 
@@ -69,18 +73,42 @@ class ParameterSpec:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Holds what one rank of those that saved a checkpoint has written: its file of tensors, and what is in it.
+
+    source       the file that says so, for messages
+    own          buffers and random states; none in format 1, whose files alone list them
+    scalars      of the optimizer; none where the rank has no optimizer states
+    python_rng   random states of `random` and numpy
+    """
+
+    source: str
+    file: str
+    sha256: str
+    parameters: Mapping[str, ParameterSpec]
+    rows: Sequence[BoxRow]
+    own: Mapping[str, TensorSpec]
+    scalars: Mapping[str, float]
+    python_rng: Field
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """Holds what a checkpoint in `folder` says of itself; `fields` is all of it, for what only a model can judge."""
+    """Holds what a checkpoint in `folder` says of itself, but for the ranks' parts.
+
+    fields   all of it, for what only a model can judge
+    parts    files of the ranks' parts -> their SHA-256, by rank
+    inline   the ranks' parts in formats that had no files for them
+    """
 
     folder: Path
     fields: Field
     format: int
     step: int
     mesh: Degrees
-    files: Mapping[str, str]
     parameters: Mapping[str, ParameterSpec]
-    rows: Sequence[BoxRow]
-    rank_tensors: Mapping[str, Mapping[str, TensorSpec]]
+    parts: Mapping[str, str]
+    inline: Sequence[Part] = ()
 
     def value(self, name: str) -> Any:
         """Return an entry as it was written; None where there is none."""
@@ -95,6 +123,11 @@ class Manifest:
 def file_of(rank: int) -> str:
     """Return the name of the file of a rank of the mesh."""
     return f"rank-{rank:05d}.safetensors"
+
+
+def part_of(rank: int) -> str:
+    """Return the name of the file with a rank's part of the manifest."""
+    return f"rank-{rank:05d}.json"
 
 
 def key_of(name: str, state: str, box: Box) -> str:

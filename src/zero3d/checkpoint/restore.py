@@ -1,7 +1,9 @@
 """Reading a checkpoint (`save.py` writes it, `manifest.py` has the format). All of it is checked before any is taken.
 
 check   the newest manifest, and that it fits this engine (compatibility.py)   every rank
-        checksums and headers of all files                                     each file by one rank
+        the parts of all ranks that saved it, one by one; a rank keeps of
+        them which boxes it will read                                          every rank
+        checksums and headers of all files of tensors                          each file by one rank
         the files that a rank will read are opened, random states are tried    every rank; then all agree
 load    every rank fills its pieces from the boxes that overlap them, whatever mesh and stage saved
         them; a tied parameter's copy from its owner's boxes
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,25 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from zero3d.checkpoint.compatibility import buffer_problem, check_compatible, check_streams
+from zero3d.checkpoint.compatibility import buffer_problem, check_compatible, check_states, check_streams
 from zero3d.checkpoint.fields import USE_ANOTHER, quote
 from zero3d.checkpoint.folders import find
-from zero3d.checkpoint.integrity import rank_tensors, verify_file
+from zero3d.checkpoint.integrity import own_tensors, verify_file
 from zero3d.checkpoint.json_values import from_json
-from zero3d.checkpoint.manifest import BUFFER, FORMAT, FROZEN, MASTER, STREAM, BoxRow, Manifest, file_of
+from zero3d.checkpoint.manifest import (
+    BUFFER,
+    FORMAT,
+    FROZEN,
+    MASTER,
+    OLDEST,
+    STREAM,
+    BoxRow,
+    Manifest,
+    Part,
+    TensorSpec,
+)
 from zero3d.checkpoint.manifest_parser import open_manifest
+from zero3d.checkpoint.manifest_parts import part_of_rank, read_contents
 from zero3d.checkpoint.resume_contract import resume_guarantee
 from zero3d.checkpoint.state import EngineState, StatePiece
 from zero3d.distributed.agreement import agree
@@ -41,20 +55,14 @@ from zero3d.zero.unit import Unit
 class Reader:
     """Reads boxes of one checkpoint by (name, state); opens each file once and keeps it open."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._source = manifest.folder
+    def __init__(self, folder: Path) -> None:
+        self._source = folder
         self._files: dict[str, Any] = {}
-        self._rows: dict[tuple[str, str], list[BoxRow]] = {}
-        self._states: dict[str, list[str]] = {}
-        for row in manifest.rows:
-            rows = self._rows.setdefault((row.name, row.state), [])
-            if not rows:
-                self._states.setdefault(row.name, []).append(row.state)
-            rows.append(row)
+        self._rows: dict[tuple[str, str], list[tuple[str, BoxRow]]] = {}
 
-    def states(self, name: str) -> list[str]:
-        """Return the names of the states that are stored of a parameter."""
-        return self._states.get(name, [])
+    def add(self, file: str, row: BoxRow) -> None:
+        """Take a box that is stored in a file."""
+        self._rows.setdefault((row.name, row.state), []).append((file, row))
 
     def tensor(self, file: str, key: str) -> Tensor:
         """Read a whole tensor. Raises CheckpointError."""
@@ -63,23 +71,23 @@ class Reader:
 
     def prepare(self, piece: StatePiece) -> None:
         """Open the files that `fill` will read."""
-        for row, *_ in self._overlaps(piece):
-            self._open(row.file)
+        for file, *_ in self._overlaps(piece):
+            self._open(file)
 
     def fill(self, piece: StatePiece) -> None:
         """Read the overlaps of stored boxes with a piece into its values. The boxes are all of its tensor."""
-        for row, common, box, target in self._overlaps(piece):
-            inside, opened = slices(common, row.box), self._open(row.file)
+        for file, row, common, box, target in self._overlaps(piece):
+            inside, opened = slices(common, row.box), self._open(file)
             values = opened.get_slice(row.key)[inside] if inside else opened.get_tensor(row.key)
             target[slices(common, box)].copy_(values)
 
-    def _overlaps(self, piece: StatePiece) -> Iterator[tuple[BoxRow, Box, Box, Tensor]]:
+    def _overlaps(self, piece: StatePiece) -> Iterator[tuple[str, BoxRow, Box, Box, Tensor]]:
         rows = self._rows.get((piece.name, piece.state), [])
         for box, target in piece.boxes():
-            for row in rows:
+            for file, row in rows:
                 common = intersect(box, row.box)
                 if common is not None:
-                    yield row, common, box, target
+                    yield file, row, common, box, target
 
     def _open(self, name: str) -> Any:
         if name not in self._files:
@@ -96,12 +104,14 @@ class Reader:
 class VerifiedCheckpoint:
     """Holds a checkpoint that was found whole, and to be one of this engine.
 
+    states   of every parameter, by its name
     buffers  of this rank, by name: in which file each is
     streams  this rank's random states, where the mesh is the one that saved them
     """
 
     manifest: Manifest
     reader: Reader
+    states: Mapping[str, Sequence[str]]
     buffers: Mapping[str, str]
     streams: tuple[Mapping[str, Tensor], Mapping[str, Any]] | None
 
@@ -111,8 +121,9 @@ def check(directory: Path, engine: EngineState) -> VerifiedCheckpoint:
 
     Raises CheckpointError on all ranks.
     """
-    manifest = agree(engine.world, lambda: _open(directory, engine))
-    return agree(engine.world, lambda: _verify(manifest, engine))
+    world = engine.world.patient
+    manifest, found = agree(world, lambda: _open(directory, engine))
+    return agree(world, lambda: _verify(manifest, found, engine))
 
 
 def load(checkpoint: VerifiedCheckpoint, engine: EngineState) -> tuple[int, Any, str]:
@@ -121,105 +132,125 @@ def load(checkpoint: VerifiedCheckpoint, engine: EngineState) -> tuple[int, Any,
     Returns its step, what the training loop had saved, and whether the run goes on bitwise (`resume_guarantee`).
     """
     manifest = checkpoint.manifest
-    agree(engine.world, lambda: _restore(checkpoint, engine))
+    world = engine.world.patient
+    agree(world, lambda: _restore(checkpoint, engine))  # as long as each rank's disk takes: nothing is gathered yet
+    agree(world, lambda: _refresh(engine))
     return manifest.step, manifest.value("loop"), resume_guarantee(manifest.about, engine.about)
 
 
 # --- checking -----------------------------------------------------------------------------------
 
 
-def _open(directory: Path, engine: EngineState) -> Manifest:
+class _Found:
+    """Keeps of the parts of all ranks that saved a checkpoint what this rank will read, and no more.
+
+    buffers  name -> the file and description of the first that has it; on the mesh that saved it, the rank's own
+    part     of this rank, on the mesh that saved it
+    states   of every parameter, by its name
+    """
+
+    def __init__(self, manifest: Manifest, engine: EngineState) -> None:
+        self.manifest, self.engine = manifest, engine
+        self.reader = Reader(manifest.folder)
+        self.same = manifest.mesh == engine.degrees
+        self.buffers: dict[str, tuple[str, TensorSpec]] = {}
+        self.part: Part | None = None
+        self._needed: dict[str, list[Box]] = {}
+        for name, piece in _pieces(engine):
+            self._needed.setdefault(name, []).extend(box for box, _ in piece.boxes())
+        self._live = engine.buffers.keys()
+        self.states = read_contents(manifest, self._look).states
+
+    def _look(self, rank: int, part: Part) -> None:
+        for row in part.rows:
+            if any(intersect(row.box, box) is not None for box in self._needed.get(row.name, ())):
+                self.reader.add(part.file, row)
+        if self.same and rank == self.engine.world.rank:
+            self.part = part
+        if (self.same and part is not self.part) or self._live <= self.buffers.keys():
+            return
+        for key, saved in own_tensors(self.manifest, part).items():
+            name = key.removeprefix(BUFFER)
+            if key.startswith(BUFFER) and name in self._live:
+                self.buffers.setdefault(name, (part.file, saved))
+
+
+def _open(directory: Path, engine: EngineState) -> tuple[Manifest, _Found]:
     manifest = open_manifest(find(directory))
     check_compatible(manifest, engine)
-    if manifest.format < FORMAT and engine.world.rank == 0:
+    found = _Found(manifest, engine)
+    check_states(manifest, found.states, engine)
+    if manifest.format == OLDEST and engine.world.rank == 0:
         warnings.warn(
             f"{manifest.folder} has format {manifest.format}, whose manifest has no checksum: damage to it may go "
             f"unnoticed. The next checkpoint has format {FORMAT}.",
             stacklevel=6,
         )
-    return manifest
+    return manifest, found
 
 
-def _verify(manifest: Manifest, engine: EngineState) -> VerifiedCheckpoint:
+def _verify(manifest: Manifest, found: _Found, engine: EngineState) -> VerifiedCheckpoint:
     """Check this rank's share of the files, and open what this rank will read."""
     world = engine.world
-    for file in list(manifest.files)[world.rank :: world.size]:
-        verify_file(manifest, file)
-    reader = Reader(manifest)
-    for piece in _pieces_to_read(reader, engine):
-        reader.prepare(piece)
-    same = manifest.mesh == engine.degrees
-    files = [file_of(world.rank)] if same else list(manifest.files)
-    return VerifiedCheckpoint(
-        manifest, reader, _find_buffers(manifest, files, engine), _streams(manifest, reader, engine, same)
-    )
+    for rank in range(world.rank, manifest.mesh.world, world.size):
+        verify_file(manifest, part_of_rank(manifest, rank))
+    for name, piece in _pieces(engine):
+        for state in found.states.get(name, ()):
+            found.reader.prepare(replace(piece, state=state))
+    return VerifiedCheckpoint(manifest, found.reader, found.states, _check_buffers(found), _streams(found))
 
 
-def _pieces_to_read(reader: Reader, engine: EngineState) -> Iterator[StatePiece]:
-    """Yield all that this rank will read; masters stand in for moments that are not there yet."""
+def _pieces(engine: EngineState) -> Iterator[tuple[str, StatePiece]]:
+    """Yield the name of everything that this rank will read, and one state of it, in the place of all of its states."""
     for unit in engine.units:
         for name, piece, values in _frozen(unit, engine):
-            yield StatePiece(engine.full_model.owner(name), FROZEN, *_place(unit, piece), values, engine.cut(name))
+            owner = engine.full_model.owner(name)
+            yield owner, StatePiece(owner, FROZEN, *_place(unit, piece), values, engine.cut(name))
     for owned in engine.optimizer.pieces:
-        for state in reader.states(engine.full_model.owner(owned.name)):
-            yield _state_piece(engine, owned, state, owned.master)
+        yield engine.full_model.owner(owned.name), _state_piece(engine, owned, MASTER, owned.master)
 
 
-def _find_buffers(manifest: Manifest, files: Sequence[str], engine: EngineState) -> dict[str, str]:
-    """Return the file of each buffer: the rank's own on the mesh that saved it, elsewhere the first that has it."""
-    file_of_buffer: dict[str, str] = {}
-    live = engine.buffers
-    for file in files:
-        if file_of_buffer.keys() == live.keys():
-            break
-        for key, saved in rank_tensors(manifest, file).items():
-            name = key.removeprefix(BUFFER)
-            if not key.startswith(BUFFER) or name not in live or name in file_of_buffer:
-                continue
-            if problem := buffer_problem(name, saved, live[name][0]):
-                raise CheckpointError(f"{manifest.folder / file}: {problem}")
-            file_of_buffer[name] = file
-    missing = sorted(engine.persistent_buffers - file_of_buffer.keys())
-    if missing and manifest.format == FORMAT:
+def _check_buffers(found: _Found) -> dict[str, str]:
+    """Return the file of each buffer of this rank. Raises CheckpointError where one is missing or another's."""
+    manifest, live = found.manifest, found.engine.buffers
+    for name, (file, saved) in found.buffers.items():
+        if problem := buffer_problem(name, saved, live[name][0]):
+            raise CheckpointError(f"{manifest.folder / file}: {problem}")
+    missing = sorted(found.engine.persistent_buffers - found.buffers.keys())
+    if missing and manifest.format > OLDEST:
         raise CheckpointError(
             f"{manifest.fields.file}: own has no buffer {quote(missing[0])}, and the model has it: build the model the "
             "checkpoint was saved from."
         )
-    return file_of_buffer
+    return {name: file for name, (file, _) in found.buffers.items()}
 
 
-def _streams(
-    manifest: Manifest, reader: Reader, engine: EngineState, same: bool
-) -> tuple[Mapping[str, Tensor], Mapping[str, Any]] | None:
+def _streams(found: _Found) -> tuple[Mapping[str, Tensor], Mapping[str, Any]] | None:
     """Return this rank's random states, which were tried; None on another mesh than the one that saved them."""
-    if not same:
+    part = found.part
+    if part is None:
         return None
-    rank = engine.world.rank
-    file = file_of(rank)
-    keys = [key for key in rank_tensors(manifest, file) if key.startswith(STREAM)]
-    tensors = {key.removeprefix(STREAM): reader.tensor(file, key) for key in keys}
-    python_rng = manifest.fields.entry("python_rng").rows()[rank]
-    check_streams(str(manifest.folder / file), tensors, python_rng)
-    return tensors, python_rng.value
+    keys = [key for key in own_tensors(found.manifest, part) if key.startswith(STREAM)]
+    tensors = {key.removeprefix(STREAM): found.reader.tensor(part.file, key) for key in keys}
+    check_streams(str(found.manifest.folder / part.file), tensors, part.python_rng, found.engine.world.device)
+    return tensors, part.python_rng.value
 
 
 # --- restoring ------------------------------------------------------------------------------------
 
 
 def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
-    """Fill weights, optimizer, scheduler, loss scale, summands, buffers and random states."""
+    """Fill frozen weights, optimizer, scheduler, loss scale, summands, buffers and random states."""
     manifest, reader = checkpoint.manifest, checkpoint.reader
     optimizer = manifest.value("optimizer")
     for unit in engine.units:
         _restore_frozen(reader, unit, engine)
     for owned in engine.optimizer.pieces:
-        _restore_piece(reader, optimizer["scalars"], engine, owned)
+        states = checkpoint.states.get(engine.full_model.owner(owned.name), ())
+        _restore_piece(reader, states, optimizer["scalars"], engine, owned)
     engine.optimizer.adopted = False
     for group, saved in zip(engine.optimizer.torch.param_groups, optimizer["groups"], strict=True):
         group.update(from_json(saved, {key: value for key, value in group.items() if key != "params"}))
-    for unit in engine.units:
-        if unit.grads is not None:
-            unit.weights.refresh().wait()
     if engine.scheduler is not None and manifest.value("scheduler") is not None:
         engine.scheduler.load_state_dict(from_json(manifest.value("scheduler"), engine.scheduler.state_dict()))
     engine.loss_scale.restore(manifest.value("loss_scale"))
@@ -230,7 +261,14 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
         for buffer in live[name]:
             buffer.copy_(reader.tensor(file, f"{BUFFER}{name}"))
     if checkpoint.streams is not None:
-        set_rng_state(*checkpoint.streams)
+        set_rng_state(*checkpoint.streams, engine.world.device)
+
+
+def _refresh(engine: EngineState) -> None:
+    """Make weights of the masters that were read."""
+    for unit in engine.units:
+        if unit.grads is not None:
+            unit.weights.refresh().wait()
 
 
 def _state_piece(engine: EngineState, owned: MasterPiece, state: str, values: Tensor) -> StatePiece:
@@ -238,11 +276,13 @@ def _state_piece(engine: EngineState, owned: MasterPiece, state: str, values: Te
     return StatePiece(engine.full_model.owner(owned.name), state, owned.shape, owned.piece.start, values, cut)
 
 
-def _restore_piece(reader: Reader, scalars: Mapping[str, float], engine: EngineState, owned: MasterPiece) -> None:
+def _restore_piece(
+    reader: Reader, states: Sequence[str], scalars: Mapping[str, float], engine: EngineState, owned: MasterPiece
+) -> None:
     optimizer = engine.optimizer
     reader.fill(_state_piece(engine, owned, MASTER, owned.master))
     state: dict[str, Any] = optimizer.torch.state[owned.master]
-    saved = [key for key in reader.states(engine.full_model.owner(owned.name)) if key != MASTER]
+    saved = [key for key in states if key != MASTER]
     for key in set(state) - {*saved, *scalars}:
         del state[key]  # the checkpoint was written before the optimizer made this state
     for key in saved:

@@ -7,6 +7,11 @@
                   the moment of reduction
     may differ    stage                                       dp, stage, moment of reduction, algorithm
 
+On an accelerator all of `distributed.determinism.device_facts` beside them: deterministic algorithms, which must be on,
+its libraries, their settings. Where the backend adds what ranks have (native gradients over dp, activations over tp) it
+must be one whose order is known: NCCL of the same version, with a named algorithm, its ranks placed alike; then the
+stage must be the same, too.
+
 The batches must be the same ones, in micro-batches of the same size: that is not looked at here.
 """
 
@@ -23,6 +28,10 @@ ALWAYS = {"tp": "matrix products have other shapes", "pp": "other sums are made 
 PLAIN = {"dp": "other sums over ranks; exact=True would not mind", "algorithm": ""}
 EXACT = {"leaves": "micro-batches of a step over all ranks"}
 FREE = ("dp", "stage", "reduce")  # named where they differ and change no bit
+SUMS = "sums may be taken in another order"
+DEVICE = {"deterministic": "", "backend": "", "tp_algorithm": "", "cublas_workspace": SUMS, "capability": SUMS,
+          "cuda": SUMS, "cudnn": SUMS, "fp32": "products are rounded otherwise", "narrow_sums": SUMS}  # fmt: skip
+NCCL = {"nccl": SUMS, "nccl_algorithm": SUMS, "nccl_protocol": SUMS, "ranks_per_host": SUMS, "stage": SUMS}
 
 
 def resume_guarantee(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str:
@@ -30,10 +39,10 @@ def resume_guarantee(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str:
     was, is_ = (about.get("leaves") is not None for about in (saved, live))
     if was != is_:
         return f"not bitwise: exact was {was} when it was saved, and is {is_} now"
-    compared = ALWAYS | (EXACT if was else PLAIN | dict(_moments(saved, live)))
+    compared = ALWAYS | (EXACT if was else PLAIN | dict(_moments(saved, live))) | dict(_of_device(saved, live))
     changed = [_change(name, saved, live, why) for name, why in compared.items() if saved.get(name) != live[name]]
-    if changed:
-        return f"not bitwise: {'; '.join(changed)}"
+    if reasons := changed or list(_never(live)):
+        return f"not bitwise: {'; '.join(reasons)}"
     moved = [_change(name, saved, live) for name in FREE if saved.get(name) != live[name]]
     changes = "".join(f", {change}" for change in moved)
     return f"{BITWISE}: as if it had not been interrupted{changes}, in batches and micro-batches of the same size"
@@ -47,6 +56,33 @@ def _moments(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iterator[tupl
     counts = saved.get("accumulate"), live["accumulate"]
     if counts != (1, 1):
         yield "reduce", f"{counts[0] or 'several'} micro-batches a step are summed in another order"
+
+
+def _of_device(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what an accelerator's bits depend on, and why; what older checkpoints do not say counts as another value.
+
+    Of another device, which differs by its name, only what was saved.
+    """
+    same_device = saved.get("kernels") == live["kernels"]
+    for name, why in (DEVICE | (NCCL if _backend_adds(live) else {})).items():
+        if name in live and (name in saved or same_device):
+            yield name, why
+
+
+def _backend_adds(about: Mapping[str, Any]) -> bool:
+    """Say whether an accelerator's backend, and not zero3d, adds what ranks have."""
+    over_dp = about["dp"] > 1 and about["algorithm"] == "native" and about.get("leaves") is None
+    return "backend" in about and (over_dp or (about["tp"] > 1 and about["tp_algorithm"] == "native"))
+
+
+def _never(live: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why an accelerator does not repeat its bits even where nothing has changed."""
+    if live.get("deterministic", "on") != "on":
+        yield f"deterministic algorithms are {live['deterministic']} (pass train.deterministic=true)"
+    if _backend_adds(live) and live["backend"] not in ("nccl", "gloo"):
+        yield f"{live['backend']} adds what ranks have, in an order that nobody knows"
+    if _backend_adds(live) and live.get("nccl_algorithm") == "chosen by NCCL":
+        yield "NCCL adds what ranks have by an algorithm of its choice (NCCL_ALGO=Ring, before the first process group)"
 
 
 def _change(name: str, saved: Mapping[str, Any], live: Mapping[str, Any], why: str = "") -> str:

@@ -3,34 +3,41 @@
     directory/
       step-N/                     exists or does not: written as .step-N.tmp, fsynced, renamed
         rank-00000.safetensors    this rank's boxes: masters, m, v, frozen weights; its RNG and buffers
-        manifest.json             what is in which file, with the files' checksums (`manifest.py`)
+        rank-00000.json           what is in that, with its checksum: this rank's part of the manifest
+        manifest.json             the rest of it, with the parts' checksums (`manifest.py`)
         manifest.sha256           checksum of that, written last
 
 States are n-dimensional boxes of the full model's tensors, so any mesh and stage loads them, each
 rank reading only its bytes; a tied parameter's copy on a later pipeline stage is left out, and what all
 tp ranks have alike is written by the first. The key in a file is `state:name@start:stop,...`, as its row in
 the manifest says. Tensors are safetensors, everything else JSON: no pickle is ever read.
+
+States go to the disk through one bounded buffer (`writing.py`). Between ranks 32 bytes of each travel, its part's
+checksum; rank 0 reads the parts one by one, for what they say together.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero3d.checkpoint.fields import USE_ANOTHER, parse_fields
-from zero3d.checkpoint.files import digest
 from zero3d.checkpoint.folders import CHECKSUM, MANIFEST
 from zero3d.checkpoint.json_values import to_json
-from zero3d.checkpoint.manifest import BUFFER, FORMAT, STREAM, checksum_line, file_of, key_of
+from zero3d.checkpoint.manifest import BUFFER, FORMAT, STREAM, checksum_line, file_of, key_of, part_of
 from zero3d.checkpoint.manifest_parser import parse_manifest
+from zero3d.checkpoint.manifest_parts import Contents, check_tiling, parse_part, read_part
 from zero3d.checkpoint.state import EngineState, state_pieces
-from zero3d.checkpoint.writing import removed_on_failure, sync, write_json, write_tensors, write_text
+from zero3d.checkpoint.writing import json_text, removed_on_failure, sync, write_tensors, write_text
 from zero3d.distributed.agreement import agree
+from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError
 from zero3d.rng import rng_state
 
@@ -41,11 +48,12 @@ def save(directory: Path, engine: EngineState) -> Path:
     """Write directory/step-N and return it. A crash at any instant leaves the older checkpoints whole."""
     final = directory / f"step-{engine.step}"
     temporary = directory / f".step-{engine.step}.tmp"
-    world = engine.world
+    world = engine.world.patient
     agree(world, lambda: _prepare(directory, temporary) if world.rank == 0 else None)
     with removed_on_failure(temporary, world):
-        agree(world, lambda: write_json(temporary / _rows_file(world.rank), _write_rank(temporary, engine)))
-        agree(world, lambda: _commit(temporary, final, engine) if world.rank == 0 else None)
+        sha256 = agree(world, lambda: _write_rank(temporary, engine))
+        digests = _exchange_digests(world, sha256)
+        agree(world, lambda: _commit(temporary, final, engine, digests) if world.rank == 0 else None)
     return final
 
 
@@ -62,35 +70,23 @@ def _prepare(directory: Path, temporary: Path) -> None:
     temporary.mkdir()
 
 
-def _rows_file(rank: int) -> str:
-    """Return the name of the file in which a rank leaves its share of the manifest for rank 0."""
-    return f"rank-{rank:05d}.json"
-
-
-def _write_rank(temporary: Path, engine: EngineState) -> dict[str, Any]:
-    """Write this rank's tensors; return its share of the manifest."""
-    file = file_of(engine.world.rank)
+def _write_rank(temporary: Path, engine: EngineState) -> str:
+    """Write this rank's tensors, then its part of the manifest; return the SHA-256 of that."""
+    rank = engine.world.rank
     tensors: dict[str, Tensor] = {}
     rows = []
     for piece in state_pieces(engine):
         for box, values in piece.boxes():
             key = key_of(piece.name, piece.state, box)
-            tensors[key] = values.detach().cpu().contiguous()
-            rows.append({
-                "name": piece.name, "state": piece.state, "box": box, "dtype": _dtype(values), "file": file,
-                "key": key,
-            })  # fmt: skip
+            tensors[key] = values
+            rows.append({"name": piece.name, "state": piece.state, "box": box, "dtype": _dtype(values), "key": key})
     # Every rank saves its buffers: running statistics may differ.
-    unsharded = {
-        f"{BUFFER}{name}": same[0].detach().cpu().contiguous().clone() for name, same in engine.buffers.items()
-    }
-    rng, python_rng = rng_state()
-    unsharded |= {f"{STREAM}{name}": value for name, value in rng.items()}
-    write_tensors(temporary / file, tensors | unsharded)
-    return {
-        "file": file,
-        "sha256": digest(temporary / file),
-        "own": {key: {"shape": list(value.shape), "dtype": _dtype(value)} for key, value in unsharded.items()},
+    own = {f"{BUFFER}{name}": same[0] for name, same in engine.buffers.items()}
+    rng, python_rng = rng_state(engine.world.device)
+    own |= {f"{STREAM}{name}": value for name, value in rng.items()}
+    part = {
+        "file": file_of(rank),
+        "sha256": write_tensors(temporary / file_of(rank), tensors | own),
         "parameters": {
             slot.name: {
                 "shape": list(engine.full_model.shapes[slot.name]),
@@ -101,30 +97,43 @@ def _write_rank(temporary: Path, engine: EngineState) -> dict[str, Any]:
             for slot in unit.layout.slots
         },
         "tensors": rows,
+        "own": {key: {"shape": list(value.shape), "dtype": _dtype(value)} for key, value in own.items()},
         "scalars": _scalars(engine),
         "python_rng": python_rng,
     }
+    path = temporary / part_of(rank)
+    text = json_text(path, part)
+    with _loadable(temporary):
+        parse_part(parse_fields(text.encode(), path.name), rank)
+    return write_text(path, text)
 
 
 def _dtype(values: Tensor) -> str:
     return str(values.dtype).removeprefix("torch.")
 
 
-def _commit(temporary: Path, final: Path, engine: EngineState) -> None:
-    """Join the ranks' shares of the manifest, check it, and give the folder its final name."""
-    ranks = []
-    for rank in range(engine.world.size):
-        rows = temporary / _rows_file(rank)
-        ranks.append(json.loads(rows.read_text()))
-        rows.unlink()
-    text = write_json(temporary / MANIFEST, _manifest(ranks, engine))
-    _check_loadable(temporary, text)
+def _exchange_digests(world: Comm, sha256: str) -> list[str]:
+    """Return every rank's SHA-256, by rank; moves 32 bytes per rank, as four whole numbers."""
+    numbers = torch.tensor(struct.unpack("<4q", bytes.fromhex(sha256)), dtype=torch.int64, device=world.device)
+    return [struct.pack("<4q", *row).hex() for row in world.exchange(numbers).tolist()]
+
+
+def _commit(temporary: Path, final: Path, engine: EngineState, digests: Sequence[str]) -> None:
+    """Write the manifest of the ranks' parts, check that they fit together, and give the folder its final name."""
+    contents = Contents()
+    with _loadable(temporary):
+        for rank, sha256 in enumerate(digests):
+            contents.add(read_part(temporary, rank, sha256))
+    text = json_text(temporary / MANIFEST, _manifest(contents, engine, digests))
+    with _loadable(temporary):
+        check_tiling(contents, parse_manifest(temporary, parse_fields(text.encode(), MANIFEST)))
+    write_text(temporary / MANIFEST, text)
     write_text(temporary / CHECKSUM, checksum_line(text.encode()))
     sync(temporary)
     _publish(temporary, final)
 
 
-def _manifest(ranks: Sequence[Mapping[str, Any]], engine: EngineState) -> dict[str, Any]:
+def _manifest(contents: Contents, engine: EngineState, digests: Sequence[str]) -> dict[str, Any]:
     """Return the manifest of what all ranks have written (`manifest.py` says what is in it)."""
     optimizer = engine.optimizer.torch
     return {
@@ -133,15 +142,15 @@ def _manifest(ranks: Sequence[Mapping[str, Any]], engine: EngineState) -> dict[s
         "about": dict(engine.about),
         "mesh": engine.degrees._asdict(),
         "exact": engine.summands.state(engine.degrees.tp, engine.degrees.pp) if engine.summands is not None else None,
-        "parameters": {name: entry for rank in ranks for name, entry in rank["parameters"].items()},
-        "tensors": [row for rank in ranks for row in rank["tensors"]],
-        "files": {rank["file"]: rank["sha256"] for rank in ranks},
-        "own": {rank["file"]: rank["own"] for rank in ranks},
-        "python_rng": [rank["python_rng"] for rank in ranks],
+        "parameters": {
+            name: {"shape": parameter.shape, "trainable": parameter.trainable, "dtype": parameter.dtype}
+            for name, parameter in contents.parameters.items()
+        },
+        "parts": {part_of(rank): sha256 for rank, sha256 in enumerate(digests)},
         "optimizer": {
             "class": type(optimizer).__name__,
             "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
-            "scalars": next((rank["scalars"] for rank in ranks if rank["scalars"]), {}),
+            "scalars": contents.scalars,
         },
         "scheduler": to_json(engine.scheduler.state_dict()) if engine.scheduler is not None else None,
         "loss_scale": engine.loss_scale.state(),
@@ -160,10 +169,11 @@ def _publish(temporary: Path, final: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _check_loadable(folder: Path, text: str) -> None:
+@contextmanager
+def _loadable(folder: Path) -> Iterator[None]:
     """Refuse to commit what `restore` would refuse: better now than when it is needed."""
     try:
-        parse_manifest(folder, parse_fields(text.encode(), MANIFEST))
+        yield
     except CheckpointError as error:
         raise CheckpointError(
             f"cannot save {folder}, since it could not be loaded: {str(error).removesuffix(USE_ANOTHER)}"

@@ -1,23 +1,33 @@
-"""Writing files of a checkpoint so that they are on the disk: tensors, JSON, text; a folder that failed is removed."""
+"""Writing files of a checkpoint so that they are on the disk: tensors, JSON, text; a folder that failed is removed.
+
+Tensors go to a safetensors file one chunk after the other, through one bounded buffer in host memory: the header, with
+the place of every tensor, comes first and needs shapes and dtypes alone. The SHA-256 of a file is taken of the bytes
+on their way to it; it is never read again.
+
+    tensors on the device, in order --chunk--> buffer (pinned where there is an accelerator) --> SHA-256 and file
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
 from zero3d.checkpoint.folders import complete_steps
 from zero3d.checkpoint.json_values import to_json
+from zero3d.checkpoint.manifest import CODES
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError, Zero3dError
+
+BUFFER_BYTES = 1 << 25  # of host memory, whatever the size of the states
 
 
 @contextmanager
@@ -31,37 +41,100 @@ def removed_on_failure(temporary: Path, world: Comm) -> Iterator[None]:
         raise
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], **about: str) -> None:
-    """Write and fsync a safetensors file. Raises CheckpointError where the disk does not take it."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], **about: str) -> str:
+    """Write and fsync a safetensors file; return its SHA-256. Raises CheckpointError where the disk does not take it.
+
+    Tensors may be on any device and strided. Beside them it takes BUFFER_BYTES of host memory, or less.
+    """
+    in_order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))  # so that each is aligned
+    hashed = hashlib.sha256()
     try:
-        save_file(tensors, path, metadata=about or None)
-        sync(path)
-    except (OSError, SafetensorError) as error:
+        with path.open("wb") as file:
+            for data in _contents(path, {key: tensors[key].detach() for key in in_order}, about):
+                file.write(data)
+                hashed.update(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
         older = complete_steps(path.parent.parent)
         remedy = "go on from an older checkpoint, which is whole" if older else "try again"
-        raise CheckpointError(f"cannot write {path} ({error}): make room and {remedy}.") from OSError(str(error))
+        raise CheckpointError(f"cannot write {path} ({error}): make room and {remedy}.") from error
+    return hashed.hexdigest()
+
+
+def _contents(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    yield _header(path, tensors, about)
+    yield from _staged(list(tensors.values()))
+
+
+def _header(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> bytes:
+    """Return what a safetensors file begins with: its length, and dtype, shape and place of every tensor as JSON."""
+    listed: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
+    end = 0
+    for key, values in tensors.items():
+        dtype = str(values.dtype).removeprefix("torch.")
+        if dtype not in CODES:
+            raise CheckpointError(f"cannot write {path}: {key} is {dtype}, which safetensors files do not hold.")
+        start, end = end, end + values.numel() * values.element_size()
+        listed[key] = {"dtype": CODES[dtype], "shape": list(values.shape), "data_offsets": [start, end]}
+    text = json.dumps(listed, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _staged(tensors: list[Tensor]) -> Iterator[memoryview]:
+    """Yield the bytes of tensors in order, each time a part of one buffer that the next one overwrites."""
+    largest = max((values.numel() * values.element_size() for values in tensors), default=0)
+    pinned = any(values.device.type != "cpu" for values in tensors)
+    buffer = torch.empty(min(largest, BUFFER_BYTES), dtype=torch.uint8, pin_memory=pinned)
+    for values in tensors:
+        for chunk in _chunks(values, buffer.numel() // values.element_size()):
+            staged = buffer[: chunk.numel() * chunk.element_size()]
+            staged.view(chunk.dtype).view(chunk.shape).copy_(chunk)  # blocking: the bytes are read next
+            yield staged.numpy().data
+
+
+def _chunks(values: Tensor, most: int) -> Iterator[Tensor]:
+    """Cut a tensor, strided or not, into views of at most `most` elements that follow one another."""
+    if values.numel() <= most:
+        if values.numel():
+            yield values
+        return
+    rows = most // values[0].numel()
+    if rows:
+        yield from torch.split(values, rows)
+        return
+    for row in values:
+        yield from _chunks(row, most)
 
 
 def write_json(path: Path, value: Any) -> str:
-    """Write and fsync plain values as JSON; return the text. Raises CheckpointError for anything else."""
+    """Write and fsync plain values as JSON; return the SHA-256. Raises CheckpointError for anything else."""
+    return write_text(path, json_text(path, value))
+
+
+def json_text(path: Path, value: Any) -> str:
+    """Return plain values as the JSON that is to be written to a file. Raises CheckpointError for anything else."""
     try:
-        text = json.dumps(to_json(value))
+        return json.dumps(to_json(value))
     except TypeError as error:
         raise CheckpointError(
             f"cannot write {path.name}: {error}. Scheduler and group options must be plain values."
         ) from error
-    write_text(path, text)
-    return text
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write and fsync a text file."""
-    path.write_text(text)
-    sync(path)
+def write_text(path: Path, text: str) -> str:
+    """Write and fsync a text file; return its SHA-256."""
+    data = text.encode()
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return hashlib.sha256(data).hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Have the disk take a file, or the entries of a folder."""
+    """Have the disk take the entries of a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -39,6 +39,7 @@ POLL = 0.05  # seconds between two looks at the workers
 DIED = "died without an exception"
 LAUNCH_OPTIONS = ("--ranks", "--json")  # of a command line, what says nothing about the training
 BACKLOG = 2048  # workers that may connect at once, as torch has it
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # older names last
 LAST_LINES = 20  # shown of a worker that died without an exception
 STOPPED = frozenset(128 + number for number in SIGNALS)  # exit codes of workers that saved and left
 
@@ -50,9 +51,9 @@ def ranks_here(dp: int | None, tp: int | None, pp: int | None) -> int:
     """
     if dp is not None:
         return dp * (tp or 1) * (pp or 1)
-    import torch
+    from zero3d.distributed.devices import count_devices
 
-    return torch.accelerator.device_count() or max(RANKS, (tp or 1) * (pp or 1))
+    return count_devices() or max(RANKS, (tp or 1) * (pp or 1))
 
 
 @dataclass
@@ -114,6 +115,8 @@ def environment(ranks: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     shared.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores
+    if not any(name in shared for name in ALLOCATOR):  # of accelerators: less is reserved that nothing fits into
+        shared[ALLOCATOR[0]] = "expandable_segments:True"
     if sys.platform == "linux":
         for library in ("GLOO", "NCCL"):  # who listen on an outer interface otherwise
             shared.setdefault(f"{library}_SOCKET_IFNAME", "lo")

@@ -23,6 +23,7 @@ FOREIGN: Mapping[str, str] = MappingProxyType(  # names in DeepSpeed, Hugging Fa
         "eval_every": "evaluate.every",
         "eval_steps": "evaluate.every",
         "fp16": "precision: fp16",
+        "full_determinism": "train.deterministic",
         "gradient_accumulation_steps": "train.accumulate",
         "gradient_checkpointing": "activations: full",
         "gradient_clipping": "optimizer.clip_norm",

@@ -37,9 +37,10 @@ class Key:
         return ", or ".join("null" if kind is NoneType else self._words(kind) for kind in self.types)
 
     def _words(self, kind: Any) -> str:
-        if self.choices:
+        if self.choices and kind is str:
             unit = " (K a whole number from 1)" if any(":K" in choice for choice in self.choices) else ""
-            return f"{', '.join(self.choices[:-1])} or {self.choices[-1]}{unit}"
+            *most, last = self.choices
+            return f"{', '.join(most)} or {last}{unit}" if most else last
         return KINDS[kind].words + (self._range() if kind in NUMBERS else "")
 
     def _range(self) -> str:

@@ -79,6 +79,12 @@ class Train:
     micro_batch: int | None = key(None, "sequences per rank in one forward", least=1)
     accumulate: int | None = key(None, "micro-batches per rank and step", least=1)
     compile: bool = key(False, "torch.compile the blocks")
+    deterministic: bool | str = key(
+        "auto",
+        "on accelerators, algorithms that give the same bits in every run, and an error where there is none; "
+        "auto: with zero.exact",
+        choices=("auto",),
+    )
 
 
 @dataclass(frozen=True)

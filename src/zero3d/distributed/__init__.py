@@ -8,4 +8,5 @@ algorithms    how collectives are done: natively, or by messages between every t
 collectives   the collectives of the core over one axis, and the one choice of algorithm
 ledger        the traffic of every operation, by axis and unit (no torch)
 agreement     all ranks go on, or all raise the same error
+determinism   deterministic algorithms on accelerators, and what bits depend on there
 """

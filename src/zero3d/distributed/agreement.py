@@ -67,5 +67,5 @@ def exchange_texts(comm: Comm, text: str) -> list[str]:
 
 
 def _gather(comm: Comm, values: list[int]) -> list[list[int]]:
-    table: list[list[int]] = comm.exchange(torch.tensor(values, dtype=torch.int64, device=comm.device)).tolist()
+    table: list[list[int]] = comm.exchange(torch.tensor(values, dtype=torch.int64)).tolist()
     return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -12,19 +13,25 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import DistError, DistStoreError
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zero3d.errors import FAULT, OrderError, Zero3dError
 
 _NOTE = "zero3d/why a rank went away"
 _TEXT, _SHOWN = 2000, 200  # letters of a note, of an error of the network
+HOST = torch.device("cpu")
 
 
 @dataclass
 class Axis:
     """One mesh axis as this rank sees it: two groups over the same ranks, or none for degree 1.
 
-    broken  why its ranks no longer agree on which message comes next
+    broken    why its ranks no longer agree on which message comes next
+    device    where its ranks compute
+    patience  seconds until a device that still waits for a peer is given up, before the groups give up themselves
+    meet      gathers a few numbers through the store, for ranks that come hours apart: where groups are on devices,
+              whose watchdog would not wait, and where there are none
     """
 
     name: str
@@ -33,6 +40,9 @@ class Axis:
     gathers: dist.ProcessGroup | None = None
     reductions: dist.ProcessGroup | None = None
     broken: str = ""
+    device: torch.device = HOST
+    patience: float = math.inf
+    meet: Callable[[Tensor], Tensor] | None = None
 
     def close(self) -> None:
         """Drop the groups: their threads must end before the interpreter does."""
@@ -40,8 +50,13 @@ class Axis:
 
     @property
     def backend(self) -> str:
-        """Name of the torch.distributed backend; "none" for degree 1."""
-        return "none" if self.gathers is None else str(dist.get_backend(self.gathers))
+        """Name of the torch.distributed backend that carries its device's tensors; "none" without groups."""
+        return "none" if self.gathers is None else backends_of(self.gathers)[self.device.type]
+
+    @property
+    def place(self) -> torch.device:
+        """Where what it carries must be: gloo sends host memory, others send their device's alone."""
+        return HOST if self.backend in ("none", "gloo") else self.device
 
     def call(self, op: str, unit: str, call: Callable[[], Any]) -> Any:
         """Run a torch.distributed call; a timeout or a lost peer becomes an error that says where."""
@@ -50,11 +65,32 @@ class Axis:
             return call()
         except RuntimeError as error:
             waited = time.monotonic() - begun
-            where = f"rank {self.rank} of axis {self.name} waited {waited:.1f} s in {op} of unit {unit!r}"
-            lost = _lost(where, str(error))
+            lost = _lost(f"{self._waited(waited)} in {op} of unit {unit!r}", error)
             if lost is None:
                 raise
             raise lost from error
+
+    def broadcast(self, t: Tensor, unit: str) -> None:
+        """Overwrite `t` with rank 0's, wherever it is."""
+        raw = t.view(torch.uint8) if t.dtype == torch.bool else t
+        sent = raw.to(self.place).contiguous()
+        self.call("broadcast", unit, lambda: dist.broadcast(sent, group=self.reductions, group_src=0))
+        if sent is not raw:
+            raw.copy_(sent)
+
+    def late(self, last: Mapping[str, tuple[str, str]]) -> Zero3dError:
+        """Return the error of a rank whose device does not come to an end; `last` it began these, by axis."""
+        begun = ", ".join(f"{op} of unit {unit!r} on axis {axis}" for axis, (op, unit) in last.items())
+        return _gone(f"{self._waited(self.patience)} for its device, where the last to begin were {begun}", late=True)
+
+    def _waited(self, seconds: float) -> str:
+        return f"rank {self.rank} of axis {self.name} waited {seconds:.1f} s"
+
+
+def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """Return the backend that carries each type of device's tensors in a group (None: the default one)."""
+    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    return dict(pair.split(":") for pair in config.split(","))
 
 
 class Pending:
@@ -88,13 +124,10 @@ class Call(NamedTuple):
 
 def messages(axis: Axis, op: str, unit: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
     """Send tensors to ranks of the axis and receive others from them, by rank; returns when all are through."""
-    on_host = axis.backend == "gloo"
-    group = axis.reductions
-    arriving = {peer: torch.empty_like(into, device="cpu") if on_host else into for peer, into in receives.items()}
-    calls = [
-        dist.P2POp(dist.isend, part.cpu() if on_host else part, group=group, group_peer=peer)
-        for peer, part in sends.items()
-    ]
+    group, place = axis.reductions, axis.place
+    arriving = {peer: into if into.device == place else torch.empty_like(into, device=place)
+                for peer, into in receives.items()}  # fmt: skip
+    calls = [dist.P2POp(dist.isend, part.to(place), group=group, group_peer=peer) for peer, part in sends.items()]
     calls += [dist.P2POp(dist.irecv, into, group=group, group_peer=peer) for peer, into in arriving.items()]
     for work in axis.call(op, unit, lambda: dist.batch_isend_irecv(calls)):
         axis.call(op, unit, work.wait)
@@ -139,11 +172,21 @@ def forget_note(axis: Axis) -> None:
                 _get_default_store().delete_key(_NOTE)
 
 
-def _lost(where: str, message: str) -> Zero3dError | None:
-    """Return the error of a rank whose peer went away, with its note if it left one; None for other errors of torch."""
-    late = any(word in message.lower() for word in ("timed out", "timeout"))
-    if not late and not any(word in message.lower() for word in ("connection", "closed", "peer", "reset")):
+def _lost(where: str, error: RuntimeError) -> Zero3dError | None:
+    """Return the error of a rank whose peer went away; None for other errors of torch.
+
+    NCCL and the stores have types of their own for it; gloo, and a store of files, say it in words alone.
+    """
+    message = " ".join(str(error).split())
+    words = message.lower() if type(error) is RuntimeError else ""
+    late = isinstance(error, DistStoreError) or any(word in words for word in ("timed out", "timeout"))
+    if not (late or isinstance(error, DistError) or any(w in words for w in ("connection", "closed", "peer", "reset"))):
         return None
+    return _gone(where, late, message)
+
+
+def _gone(where: str, late: bool, message: str = "") -> Zero3dError:
+    """Return the error of a rank whose peer went away or came `late`, with its note if it left one."""
     note, code = _note()
     if note:
         lost = Zero3dError(f"{note} ({where} {'and no peer came' if late else 'when a peer went away'}.)")
@@ -154,5 +197,4 @@ def _lost(where: str, message: str) -> Zero3dError | None:
             f"{where} and no peer came: ranks used units in different orders or numbers, or a peer is stuck. "
             "At stage 3 all ranks must run the same units in the same order; look at what the other ranks say."
         )
-    shown = " ".join(message.split())[:_SHOWN]
-    return Zero3dError(f"{where} when a peer went away: look at the first rank that failed. ({shown})")
+    return Zero3dError(f"{where} when a peer went away: look at the first rank that failed. ({message[:_SHOWN]})")

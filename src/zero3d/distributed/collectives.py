@@ -3,8 +3,11 @@
     all_gather       shard -> full, in place when the shard is its slot of the full buffer
     reduce_scatter   full -> shard, summed in rank order
     all_to_all       full -> everybody's shards, not summed (zero/exact)
-    exchange         a few numbers per rank, all-gathered
+    exchange         a few numbers per rank, all-gathered, from wherever they are to there
     broadcast        rank 0's buffer, at construction
+
+A host read (`Comm.read`) is where a rank learns that a collective never ends: on an accelerator it begins without
+waiting for peers, so the read waits, no longer than the axis' patience.
 
 How it is done is chosen here for every axis, by a rule on (backend, N) alone, since a timing probe could choose
 otherwise when a run is resumed:
@@ -23,18 +26,19 @@ rank whose reductions come later (unused parameters) cannot interleave them with
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zero3d.distributed.algorithms import Fake, Native, Pairwise
 from zero3d.distributed.axis import DONE, Axis, Call, Pending, Take, messages
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import OrderError
-from zero3d.memory.arena import Arena, host_value
+from zero3d.memory.arena import Arena, Number
 
 PAIRWISE_MAX_RANKS = 8
 _HASH_MODULUS = (1 << 52) - 1  # an exact float64
@@ -117,8 +121,7 @@ class Comm:
         """
         take = partial(self._sum, shard=shard, add=add)
         if self.size == 1:
-            take([full])
-            return DONE
+            return Pending(partial(take, [full]))
         self._announce("reduce_scatter", unit, full, wire)
         out = None if add else shard
         return self._algorithm.reduce_scatter(self._reduction("reduce_scatter", unit), full, wire, take, out)
@@ -138,13 +141,29 @@ class Comm:
         return self._algorithm.travels(local, wire)
 
     def exchange(self, values: Tensor) -> Tensor:
-        """All-gather a vector [k] of numbers into [N, k]; (N-1) k elements per rank."""
+        """All-gather a vector [k] of numbers into [N, k], where they were; (N-1) k elements per rank."""
         if self.size == 1:
             return values[None]
-        device = values.device
-        values = values.cpu() if self._axis.backend == "gloo" else values  # gloo gathers host memory only
         self._ledger.record("exchange", self.axis, "-", (self.size - 1) * values.numel(), values.dtype.itemsize)
-        return self._algorithm.exchange(self._reduction("exchange", "-"), values).view(self.size, -1).to(device)
+        call, axis = self._reduction("exchange", "-"), self._axis
+        if axis.gathers is None and axis.meet is not None:
+            return self._back(call.run(partial(axis.meet, self._on_host(values))), values.device)
+        rows = self._algorithm.exchange(call, values.to(axis.place)).view(self.size, -1)
+        return self._back(rows, values.device)
+
+    @property
+    def patient(self) -> Comm:
+        """The same ranks for exchanges before which one of them may work for hours, while the others wait."""
+        if self._axis.meet is None:
+            return self
+        return Comm(replace(self._axis, gathers=None, reductions=None), self._arena, self._ledger)
+
+    def read(self, values: Tensor, assumed: list[Number]) -> list[Number]:
+        """Read a small device vector on the host; in a dry run, where values do not exist, `assumed` stands for them.
+
+        The only way to wait for the device. Raises OrderError where it does not get there, since a peer never came.
+        """
+        return assumed if isinstance(values, FakeTensor) else list(self._on_host(values).tolist())
 
     def trade(self, values: Tensor, peer: int, unit: str) -> Tensor:
         """Send a tensor to one rank and receive its like from it."""
@@ -158,8 +177,7 @@ class Comm:
         if self.size == 1:
             return
         self._ledger.record("broadcast", self.axis, unit, buffer.numel(), buffer.dtype.itemsize)
-        raw = buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer
-        self._axis.call("broadcast", unit, partial(dist.broadcast, raw, group=self._axis.reductions, group_src=0))
+        self._axis.broadcast(buffer, unit)
 
     def order_values(self) -> list[float]:
         """Return what this rank's operations so far hash to; equal on all ranks or their orders differ."""
@@ -175,11 +193,20 @@ class Comm:
 
     def check_order(self) -> None:
         """Compare the hashes of all ranks now. Raises OrderError."""
-        hashes = self.exchange(torch.tensor(self.order_values(), dtype=torch.float64, device=self.device))
-        if host_value((hashes != hashes[0]).any()[None], [0.0])[0]:
+        hashes = self.exchange(torch.tensor(self.order_values(), dtype=torch.float64))
+        if self.read((hashes != hashes[0]).any()[None], [0.0])[0]:
             raise self.order_error()
 
     # --- how ------------------------------------------------------------------------------------
+
+    def _on_host(self, values: Tensor) -> Tensor:
+        try:
+            return self._arena.on_host(values, self._axis.patience)
+        except TimeoutError as error:
+            raise self._axis.late(self._ledger.last) from error
+
+    def _back(self, rows: Tensor, device: torch.device) -> Tensor:
+        return self._on_host(rows) if device.type == "cpu" else rows.to(device)
 
     def _reduction(self, op: str, unit: str) -> Call:
         return Call(self._axis, self._axis.reductions, op, unit)
@@ -222,4 +249,4 @@ def broadcast_ints(comm: Comm, values: list[int]) -> list[int]:
     """Return rank 0's list of integers on every rank; all lists have one length."""
     buffer = torch.tensor(values, dtype=torch.int64, device=comm.device)
     comm.broadcast(buffer, "-")
-    return host_value(buffer, values)
+    return comm.read(buffer, values)

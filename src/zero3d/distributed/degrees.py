@@ -85,7 +85,7 @@ class Degrees(NamedTuple):
     def model_parallel(self, rank: int) -> list[int]:
         """Return the ranks that hold one copy of the model together with `rank`, in their order."""
         here = self.place(rank)
-        return [other for other in range(self.world) if self.place(other).dp == here.dp]
+        return [self.rank(Place(pp, here.dp, tp)) for pp in range(self.pp) for tp in range(self.tp)]
 
     def table(self) -> str:
         """Return the rank map as text, as in this module's head."""

@@ -18,13 +18,18 @@ class Entry(NamedTuple):
 
 
 class Ledger:
-    """Traffic by (operation, axis, unit); iterate to read it."""
+    """Traffic by (operation, axis, unit); iterate to read it.
+
+    last  (operation, unit) that came last on each axis, whatever is forgotten
+    """
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str, str], list[int]] = {}
+        self.last: dict[str, tuple[str, str]] = {}
 
     def record(self, op: str, axis: str, unit: str, elements: int, width: int) -> None:
         """Add one call that moves `elements` of `width` bytes."""
+        self.last[axis] = op, unit
         row = self._rows.setdefault((op, axis, unit), [0, 0, 0])
         for i, change in enumerate((1, elements, elements * width)):
             row[i] += change

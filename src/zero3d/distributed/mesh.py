@@ -1,6 +1,6 @@
 """The ranks of a run on their axes: DP = world / (PP x TP), tp innermost (degrees.py has the arithmetic).
 
-Every axis of this rank has two process groups over the same ranks (transport.Axis); those of one
+Every axis of this rank has two process groups over the same ranks (axis.Axis, groups.py); those of one
 rank's axes make torch's DeviceMesh.
 """
 
@@ -10,32 +10,43 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
 
-from zero3d.distributed.axis import Axis
+from zero3d.distributed.axis import Axis, backends_of, read_note
 from zero3d.distributed.degrees import AXES, Degrees, Place
+from zero3d.distributed.devices import Launched, choose_device, claim_device
+from zero3d.distributed.groups import EARLY, backend_options, check_carries, new_group, options_of, timeout, warm_up
 from zero3d.distributed.rendezvous import shared_store
+from zero3d.distributed.waiting import StoreExchange
 from zero3d.errors import MeshError
 from zero3d.memory.arena import Arena
 
 PATIENCE, GLOO_PATIENCE = timedelta(minutes=10), timedelta(minutes=30)  # torch's own defaults
+A_DAY = 24 * 3600.0  # seconds that ranks wait for one that tokenizes, or writes a checkpoint
+# By these a launcher shows a rank some of its host's devices alone.
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
 class Mesh:
     """The ranks of a run, arranged by degree; starts torch.distributed when nobody has.
 
     dp, tp, pp  degrees, whose product must equal the world; one may be left out (dp: or with others, which are 1)
-    device      where this rank computes (default: its accelerator, else cpu)
+    device      where this rank computes; it becomes the current device (default: its accelerator by LOCAL_RANK, if
+                that has float64, else cpu). Where nobody has, it decides with what torch.distributed starts
     debug       compare the order of gathers before every gather: slow, and names a culprit at once
 
-    Raises MeshError. Groups are made on first use of an axis, by its ranks together.
+    Raises MeshError. Groups are made on first use of an axis, by its ranks together; an engine uses all it needs
+    before its first step.
     """
 
     def __init__(
@@ -47,11 +58,12 @@ class Mesh:
         device: str | torch.device | None = None,
         debug: bool = False,
     ) -> None:
-        start_distributed()
+        self.device = choose_device(device, _launched())
+        start_distributed(self.device)
+        check_carries(self.device)
         self.world = dist.get_world_size()
         self.degrees = Degrees.resolve(self.world, dp, tp, pp)
         self.pp, self.dp, self.tp = self.degrees
-        self.device = torch.device(device) if device is not None else default_device()
         self.debug = debug
         self.make_arena: Callable[[torch.device], Arena] = Arena  # an observer passes one that tells it of buffers
         self._axes: dict[str, Axis] = {}
@@ -91,19 +103,34 @@ class Mesh:
 
     def open_axis(self, name: str) -> Axis:
         """Make an axis and its groups. All its ranks call it; a dry run has axes of its own."""
+        ranks = self._ranks(name)
+        position, size = ranks.index(self.rank), len(ranks)
+        if size == 1:
+            return Axis(name, 0, 1, device=self.device)
+        on_host = backends_of()[self.device.type] in ("gloo", "fake")
+        make = partial(new_group, name, ranks, self.device, size == self.world)  # in the order of the axis
         if name == "world":
-            return Axis(name, self.rank, self.world, dist.group.WORLD, dist.group.WORLD)
-        ranks = self.degrees.model_parallel(self.rank) if name == "replica" else self.degrees.along(name, self.rank)
-        position = ranks.index(self.rank)
-        if len(ranks) == 1:
-            return Axis(name, 0, 1)
-        if len(ranks) == self.world:  # the order in which an axis lists all ranks is theirs
-            first, second = dist.group.WORLD, dist.new_group(ranks, timeout=_timeout(self.device))
-        else:
-            first, second = (
-                dist.new_group(ranks, timeout=_timeout(self.device), use_local_synchronization=True) for _ in range(2)
-            )
-        return Axis(name, position, len(ranks), first, second)
+            first = second = dist.group.WORLD
+        elif name == "replica":
+            first = second = make()
+        else:  # on the host a group has no options, and every pair of its ranks a connection
+            first, second = dist.group.WORLD if on_host and size == self.world else make(), make()
+        axis = Axis(name, position, size, first, second, device=self.device)
+        axis.patience = EARLY * timeout(self.device).total_seconds()
+        axis.meet = None if on_host else self._through_the_store(name, ranks)
+        warm_up(axis)
+        return axis
+
+    def _ranks(self, name: str) -> Sequence[int]:
+        """Return the ranks of this rank's axis, in its order."""
+        if name == "world":
+            return range(self.world)
+        return self.degrees.model_parallel(self.rank) if name == "replica" else self.degrees.along(name, self.rank)
+
+    def _through_the_store(self, name: str, ranks: Sequence[int]) -> Callable[[Tensor], Tensor]:
+        """Return what gathers a few numbers of ranks that may come hours apart."""
+        called = f"{name}/{ranks[0]}"
+        return StoreExchange(_get_default_store(), called, ranks.index(self.rank), len(ranks), A_DAY).exchange
 
     @property
     def torch(self) -> DeviceMesh:
@@ -131,43 +158,45 @@ class Mesh:
 
     @contextmanager
     def waiting_room(self) -> Iterator[Axis]:
-        """Give an axis of all ranks, on the host, with a day's patience: one rank works while the others wait."""
+        """Give an axis of all ranks, through the store, with a day's patience: one rank works while the others wait.
+
+        It carries exchanges only, and there is no connection between any two ranks.
+        """
         if self.world == 1:
             yield Axis("world", 0, 1)
             return
-        group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-        axis = Axis("world", self.rank, self.world, group, group)
-        try:
-            yield axis
-        finally:
-            axis.close()
+        meet = self._through_the_store("world", range(self.world))
+        yield Axis("world", self.rank, self.world, meet=meet)
 
 
-def default_device() -> torch.device:
-    """Return this rank's accelerator (by LOCAL_RANK), else the cpu."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
-    torch.accelerator.set_device_index(index)
-    return torch.device(accelerator.type, index)
+def start_distributed(device: torch.device | None = None) -> None:
+    """Initialise torch.distributed for a device (None: as a Mesh chooses), from a launcher's environment or alone.
 
-
-def start_distributed() -> None:
-    """Initialise torch.distributed from the environment under a launcher, else as one process."""
+    Raises MeshError where two ranks were to compute on one device.
+    """
     if dist.is_initialized():
         return
-    device = default_device()
+    device = device or choose_device(None, _launched())
     backend = "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
     atexit.register(_end)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         store, rank, world = shared_store(os.environ, GLOO_PATIENCE if backend == "gloo" else PATIENCE)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+        if backend != "gloo":
+            claim_device(store, device, rank)
+        options = backend_options(backend, options_of("world"))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, pg_options=options)
         if backend == "gloo":  # it connects rank by rank: one that leaves at once would fail those still connecting
             dist.barrier()
     else:
         with _loopback():
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def _launched() -> Launched:
+    """Return what a launcher says of this rank and its host."""
+    shown = next((os.environ[name] for name in VISIBLE if os.environ.get(name)), "")
+    local_rank, local_world = (int(os.environ.get(name) or "0") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    return Launched(local_rank, local_world, own_device=shown != "" and "," not in shown)
 
 
 @contextmanager
@@ -191,13 +220,7 @@ def _close(axis: weakref.ref[Axis]) -> None:
 
 
 def _end() -> None:
-    """End at exit what `start_distributed` began."""
+    """End at exit what `start_distributed` began; after a failure at once, for peers that may never come."""
     if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _timeout(device: torch.device) -> timedelta:
-    """Return the default group's timeout, for groups made beside it."""
-    group = dist.group.WORLD
-    options = getattr(group._get_backend(device), "options", None) if group is not None else None
-    return getattr(options, "_timeout", None) or timedelta(minutes=10)
+        failed = "nccl" in backends_of().values() and read_note() != ""
+        (_abort_process_group if failed else dist.destroy_process_group)()

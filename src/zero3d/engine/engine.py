@@ -22,6 +22,7 @@ from zero3d.checkpoint.export import export
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.assembly import assemble
+from zero3d.engine.checks import bind_scheduler
 from zero3d.engine.division import share_random_state
 from zero3d.engine.execution import evaluating
 from zero3d.engine.generation import Ending, check_options, generate
@@ -35,7 +36,6 @@ from zero3d.zero.fingerprint import fingerprint
 from zero3d.zero.hooks import KEEP
 from zero3d.zero.initial_weights import Source
 from zero3d.zero.optimizer import StepResult
-from zero3d.zero.stages import StateBytes
 from zero3d.zero.traffic import UnitTraffic
 
 
@@ -117,7 +117,7 @@ class Engine:
         self.full_model, self.regions = division.full_model, division.regions
         self.units, self.model_group = runtime.units, runtime.model_group
         self.gathers, self.reductions, self.accumulation = runtime.gathers, runtime.reductions, runtime.accumulation
-        self.optimizer, self.scheduler = runtime.optimizer, stepper.scheduler
+        self.optimizer = runtime.optimizer
         self.loss_scale, self.health = runtime.loss_scale, runtime.health
         self.pipeline, self.summands = assembly.pipeline, base.order.summands
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
@@ -271,6 +271,15 @@ class Engine:
     # --- accounting -----------------------------------------------------------------------------
 
     @property
+    def scheduler(self) -> Any:
+        """What is stepped after every applied step, or None. May be replaced between steps. Raises ConfigError."""
+        return self._stepper.scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Any) -> None:
+        self._stepper.scheduler = bind_scheduler(scheduler, self.optimizer.torch)
+
+    @property
     def steps(self) -> int:
         """Applied steps so far."""
         return self._stepper.count
@@ -279,11 +288,6 @@ class Engine:
     def figures(self) -> StepFigures | None:
         """The last step that was due in plain numbers, read together; of train_batch `besides` begins with the loss."""
         return self._stepper.figures
-
-    @property
-    def planned_bytes(self) -> StateBytes:
-        """Model states per rank by formula, padding apart."""
-        return self._assembly.accounts.planned
 
     @property
     def traffic_units(self) -> list[UnitTraffic]:

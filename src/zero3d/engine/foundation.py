@@ -19,7 +19,10 @@ from zero3d.zero.initial_weights import hollow
 
 @dataclass(frozen=True)
 class Axes:
-    """Collectives over the mesh's axes, the arena that lends their buffers and the ledger that counts them."""
+    """Collectives over the mesh's axes, the arena that lends their buffers and the ledger that counts them.
+
+    model_parallel  the ranks that hold one copy of the model together
+    """
 
     arena: Arena
     ledger: Ledger
@@ -27,14 +30,16 @@ class Axes:
     tp: Comm
     dp: Comm
     world: Comm
+    model_parallel: Comm
 
     @classmethod
     def of(cls, mesh: Mesh) -> Axes:
-        """Open the axes of a mesh, in one order on all ranks."""
+        """Open the axes of a mesh, in one order on all ranks: none is opened in the middle of a step."""
         arena, ledger = mesh.make_arena(mesh.device), Ledger()
         pp, tp = (Comm(mesh.axis(name), arena, ledger) for name in ("pp", "tp"))
         dp = Comm(mesh.data, arena, ledger, check_every_gather=mesh.debug)
-        return cls(arena, ledger, pp, tp, dp, Comm(mesh.everyone, arena, ledger))
+        world, model_parallel = (Comm(axis, arena, ledger) for axis in (mesh.everyone, mesh.model_parallel))
+        return cls(arena, ledger, pp, tp, dp, world, model_parallel)
 
 
 @dataclass(frozen=True)

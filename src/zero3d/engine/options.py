@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero3d.distributed.determinism import warn_of_exact
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.checks import check_model, check_step, reduce_dtype_of
 from zero3d.engine.losses import Loss
@@ -115,4 +116,6 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     policy = Policy(row, release, reduce, accumulate, wide, reduce_dtype_of(zero.reduce_dtype, precision))
     if zero.exact:
         check_exact(mesh.dp, reduce == "every_step", mesh.pp, (policy.wire, policy.master))
+        if mesh.rank == 0:
+            warn_of_exact(mesh.device)
     return Resolved(mesh, precision, policy, groups, schedule)

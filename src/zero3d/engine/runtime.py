@@ -61,15 +61,15 @@ def build_unit(base: Foundation, spec: UnitSpec, source: Source | None) -> Unit:
 def start(base: Foundation, units: list[Unit], uses: Uses) -> Runtime:
     """Put the runtime around units, and hooks on the modules that use them."""
     resolved, axes, chunks, order = base.resolved, base.axes, base.division.chunks, base.order
-    policy, precision, device = resolved.policy, resolved.precision, axes.arena.device
+    policy, precision = resolved.policy, resolved.precision
     pipelined = axes.pp.size > 1
     model_group = _model_group(base, units)
     optimizer = order.optimizer(
         units, base.division.places, resolved.groups.build, resolved.groups.groups, axes.dp, axes.arena,
         base.options.optimizer.clip_norm, model_group,
     )  # fmt: skip
-    gathers = Gathers(Lane("gather", device), policy.release == "every_step", pipelined)
-    reductions = Reductions(units, Lane("reduce", device), order.closes)
+    gathers = Gathers(Lane("gather", axes.arena), policy.release == "every_step", pipelined)
+    reductions = Reductions(units, Lane("reduce", axes.arena), order.closes)
     loss_scale = LossScale(precision)
     health = Health(axes.world, reductions, loss_scale, chunks)
     accumulation = Accumulation(
@@ -91,8 +91,7 @@ def start(base: Foundation, units: list[Unit], uses: Uses) -> Runtime:
 def _model_group(base: Foundation, units: Sequence[Unit]) -> ModelGroup:
     axes, division, resolved = base.axes, base.division, base.resolved
     ties = find_ties(division.chunks, units, resolved.schedule, axes.pp.size)
-    ranks = Comm(resolved.mesh.model_parallel, axes.arena, axes.ledger)
-    return ModelGroup(ranks, axes.pp, TensorCuts(axes.tp, division.cuts.keys(), division.partial), ties)
+    return ModelGroup(axes.model_parallel, axes.pp, TensorCuts(axes.tp, division.cuts.keys(), division.partial), ties)
 
 
 def move_buffers(module: nn.Module, dp: Comm) -> None:

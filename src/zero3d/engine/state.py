@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zero3d.checkpoint.state import EngineState
+from zero3d.distributed.determinism import device_facts
 from zero3d.engine.assembly import Assembly
 
 
@@ -41,16 +42,18 @@ def engine_state(assembly: Assembly, loop: Mapping[str, Any] | None = None) -> E
 def _about(assembly: Assembly) -> dict[str, Any]:
     """Return what the bits of a run depend on, beside its data and settings (`checkpoint/resume_contract.py`)."""
     base, policy = assembly.base, assembly.base.resolved.policy
-    device = base.axes.arena.device
+    device, mesh = base.axes.arena.device, base.resolved.mesh
     cpu = device.type == "cpu"
     summands = base.order.summands
     return {
         "stage": policy.stage.number, "reduce": policy.reduce, "accumulate": assembly.runtime.accumulation.usual,
-        **base.resolved.mesh.degrees._asdict(),
+        **mesh.degrees._asdict(),
         "precision": base.resolved.precision.name, "wire": str(policy.wire).removeprefix("torch."),
         "algorithm": base.axes.dp.algorithm, "torch": torch.__version__,
         "kernels": torch.backends.cpu.get_cpu_capability() if cpu
-        else torch.get_device_module(device).get_device_name(),
+        else torch.get_device_module(device).get_device_name(device),
         "threads": torch.get_num_threads() if cpu else 1,
         "leaves": None if summands is None else summands.per_batch,
+        **({} if cpu else {"tp_algorithm": base.axes.tp.algorithm}),
+        **device_facts(device, mesh.everyone.backend, mesh.local_world),
     }  # fmt: skip

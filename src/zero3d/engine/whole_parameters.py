@@ -60,7 +60,7 @@ class WholeParameters:
     def _keep_writes(self, units: Sequence[Unit]) -> None:
         """Carry what was written here to all ranks and to tied parameters' copies."""
         flags = torch.tensor([float(unit.weights.absorb()) for unit in units], dtype=torch.float64)
-        anywhere = self._dp.exchange(flags.to(self._dp.device)).amax(0).tolist()
+        anywhere = self._dp.exchange(flags).amax(0).tolist()
         written = [unit for unit, flag in zip(units, anywhere, strict=True) if flag]
         for unit in written:
             unit.weights.share().wait()

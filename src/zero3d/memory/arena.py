@@ -8,12 +8,14 @@ life; transient ones come and go with a unit:
                sums and of the cast to weights) |
                received (activations and their gradients from neighbours in a pipeline)
 
-A dry run sees all memory here, and no value-dependent branch but through `host_value`.
+A dry run sees all memory here, and no value-dependent branch but through `host_value` or `Comm.read`.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from typing import TypeVar
 
@@ -23,6 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 STATES = ("parameters", "gradients", "optimizer", "padding")
 TRANSIENT = ("gathered", "bucket", "wire", "received")
+
+LOOK = 5e-5  # seconds between two looks at whether the device has got to a copy
 
 Number = TypeVar("Number", int, float)
 
@@ -40,6 +44,8 @@ class Arena:
         self._live: dict[str, Fraction] = {}
         self._peak: dict[str, Fraction] = {}
         self._stuck: set[int] = set()
+        self._pinned = torch.empty(0, dtype=torch.uint8)
+        self.stream: AbstractContextManager[object] = nullcontext()  # of whose pool transient memory is; see `Lane`
 
     def _account(self, category: str, change: Fraction | int) -> None:
         live = self._live.get(category, Fraction(0)) + change
@@ -61,7 +67,8 @@ class Arena:
     def borrow(self, category: str, elements: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised transient buffer, to be given back."""
         self._account(category, elements * dtype.itemsize)
-        return torch.empty(elements, dtype=dtype, device=self.device)
+        with self.stream:
+            return torch.empty(elements, dtype=dtype, device=self.device)
 
     def give_back(self, category: str, buffer: Tensor) -> None:
         """Take a transient buffer off the account; its owner drops the reference."""
@@ -73,7 +80,8 @@ class Arena:
         if id(buffer) in self._stuck:
             return
         self._account(category, nbytes)
-        buffer.untyped_storage().resize_(nbytes)
+        with self.stream:
+            buffer.untyped_storage().resize_(nbytes)
 
     def drain(self, category: str, buffer: Tensor, poison: bool = False) -> None:
         """Free a storage's memory and keep its identity.
@@ -90,6 +98,25 @@ class Arena:
             buffer.fill_(float("nan"))
         else:
             buffer.untyped_storage().resize_(0)
+
+    def on_host(self, values: Tensor, patience: float) -> Tensor:
+        """Return a small tensor as it is on the host, from the device by way of pinned memory that is used again.
+
+        Waits for what the device has still to do before. Raises TimeoutError after `patience` seconds, where a
+        plain read would wait for ever.
+        """
+        if values.device.type == "cpu":
+            return values
+        if self._pinned.numel() < values.nbytes:
+            self._pinned = torch.empty(values.nbytes, dtype=torch.uint8, pin_memory=torch.accelerator.is_available())
+        copy = self._pinned[: values.nbytes].view(values.dtype).copy_(values.flatten(), non_blocking=True)
+        event, end = torch.Event(values.device), time.monotonic() + patience
+        event.record()
+        while not event.query():
+            if time.monotonic() > end:
+                raise TimeoutError(f"the device has not got to a copy of {values.nbytes} bytes in {patience:.0f} s")
+            time.sleep(LOOK)
+        return copy.view(values.shape).clone()
 
     def live(self, category: str) -> Fraction:
         """Return the bytes held now."""
@@ -111,7 +138,7 @@ def device_values(values: Sequence[float], device: torch.device) -> Tensor:
 
 
 def host_value(values: Tensor, assumed: list[Number]) -> list[Number]:
-    """Read a small device vector on the host: the only place that waits for the device.
+    """Read a small vector on the host, before there are ranks to name if it never comes (`Comm.read` is for then).
 
     In a dry run, where values do not exist, `assumed` stands in for them.
     """

@@ -72,7 +72,7 @@ def _moments(name: str, pp: int, count: int, stage: int) -> tuple[Moment, ...]:
     ends = WEIGHTS if schedule.splits_backward else WHOLE
     starts: dict[Moment, None] = {}
     turns = range(len(chunks))
-    for action in _actions(name, pp, count, stage):
+    for action in actions_of_rank(name, pp, count, stage):
         kind, turn = action.kind, chunks.index(action.chunk)
         done[kind, turn] += 1
         if kind != "F":
@@ -97,10 +97,10 @@ def _no_more(one: Moment, other: Moment) -> bool:
 
 def _under_way(schedule: Schedule, pp: int, count: int, stage: int) -> dict[Action, int]:
     """Return, by action of a rank, the gradients that may be on their way as it begins."""
-    actions = _actions(schedule.name, pp, count, stage)
+    actions = actions_of_rank(schedule.name, pp, count, stage)
     owners = [schedule.rank_of(chunk, pp) for chunk in range(pp * schedule.chunks_per_rank)]
     near = {(stage - 1) % pp, (stage + 1) % pp} if schedule.chunks_per_rank > 1 else set()
-    over = acknowledgements({rank: _actions(schedule.name, pp, count, rank) for rank in near}, stage, owners)
+    over = acknowledgements({rank: actions_of_rank(schedule.name, pp, count, rank) for rank in near}, stage, owners)
     under_way: Counter[Work] = Counter()
     by_action = {}
     for action in actions:
@@ -116,7 +116,7 @@ def _under_way(schedule: Schedule, pp: int, count: int, stage: int) -> dict[Acti
 
 
 @lru_cache(maxsize=1024)
-def _actions(name: str, pp: int, count: int, stage: int) -> tuple[Action, ...]:
+def actions_of_rank(name: str, pp: int, count: int, stage: int) -> tuple[Action, ...]:
     """Return the actions of a rank, in order."""
     schedule = Schedule.of(name)
     chunks = schedule.chunks_of(stage, pp)

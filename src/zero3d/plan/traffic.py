@@ -1,50 +1,75 @@
 """Bytes that a rank sends in a step, by operation and axis: the sum that the ledger's formulas give. No torch.
 
-dp   zero/traffic.py of the rank's units, padding included; at stage 3 gathers per use, exact without a pipeline,
-     rough in one, where some uses that meet share a gather
+dp   zero/traffic.py of the rank's units, padding included; at stage 3 gathers are counted in the order of tokens, as
+     the engine takes them, rough only where a pipeline that releases every use recomputes blocks
 pp   pipeline/traffic.py: whole hidden states on every tp rank
-tp   a block's two all-reduces forward and two backward, those of embedding and head, and what recomputation repeats: of
-     blocks that run again together all but the last one. Sequence parallelism sends the same in halves. What the loss
-     exchanges is left out: a few numbers per token
+tp   tensor_parallel/traffic.py of the regions of a model whose blocks have attention and one MLP, as Llama's and GPT's:
+
+     part               forward                    backward                   sequence parallelism
+     -----------------  -------------------------  -------------------------  --------------------------------------
+     embedding          all-reduce                                            the same
+     block, 2 x         all-reduce                 all-reduce                 all-gather and reduce-scatter, both ways
+     a chunk's blocks                                                         all-gather forward and backward
+     head               2 fp32 numbers per token   all-reduce                 the same
+
+     Recomputation repeats forwards, but for the last one of blocks that run again together. What the tp ranks hold
+     alike between slices of sequences has partial gradients, which they exchange once a step.
+
+The few numbers on which ranks agree in a step (weights, norms, orders) are left out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from zero3d.activations.policy import Policy
 from zero3d.pipeline.schedules import Schedule
-from zero3d.pipeline.traffic import pipeline_traffic
+from zero3d.pipeline.traffic import ChunkUnits, pipeline_gathers, pipeline_traffic
+from zero3d.plan.in_flight import actions_of_rank
 from zero3d.plan.rank_model import rank_model
-from zero3d.plan.spec import ModelSpec, ParallelPlan
+from zero3d.plan.spec import ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import policies, reduced_width, states_key, wire_width
+from zero3d.tensor_parallel.traffic import Region, loss_region, tensor_traffic
 from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import WIDTHS
-from zero3d.zero.traffic import UnitTraffic, step_traffic
+from zero3d.zero.traffic import UnitTraffic, backward_tokens, count_gathers, forward_tokens, step_traffic
 
 
 def busiest_traffic(model: ModelSpec, plan: ParallelPlan) -> dict[str, float]:
-    """Return the bytes of a step, by "operation axis", of a rank of the pipeline stage that sends the most."""
-    by_stage = [_rank_traffic(model, plan, stage) for stage in range(plan.pp)]
+    """Return the bytes of a step, by "operation axis", of a rank of the pipeline stage that sends the most.
+
+    Of dp ranks the first, whose shards have the vectors.
+    """
+    by_stage = [rank_traffic(model, plan, stage) for stage in range(plan.pp)]
     return max(by_stage, key=lambda traffic: sum(traffic.values()))
 
 
-def _rank_traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, float]:
+def rank_traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, float]:
     """Return the bytes of a step of a rank of one pipeline stage."""
-    traffic = dict(
-        _data_traffic(model, states_key(plan), stage, plan.accumulate, Policy.of(plan.activations).every or 1)
-    )
+    key = states_key(plan)
+    traffic = dict(_data_traffic(model, key, stage, plan.accumulate, Policy.of(plan.activations).every or 1))
     tokens = plan.micro_batch * model.length
     width = WIDTHS[plan.precision].weight
     if plan.tp > 1:
-        traffic["all_reduce tp"] = plan.accumulate * width * tokens * model.hidden * _reductions(model, plan, stage)
+        key = replace(key, activations=plan.activations, sequence_parallel=plan.sequence_parallel)
+        regions, partial = _regions(model, key, stage), _partial_gradients(model, key, stage)
+        moved = tensor_traffic(regions, plan.accumulate * tokens, plan.accumulate, plan.tp, width)
+        for (operation, _), volume in moved.items():
+            traffic[f"{operation} tp"] = traffic.get(f"{operation} tp", 0.0) + volume.bytes
+        if partial:
+            traffic["exchange tp"] = float((plan.tp - 1) * partial * WIDTHS[plan.precision].reduced)
     if plan.pp > 1:
         schedule = Schedule.of(plan.schedule)
         cuts = [[(tokens * model.hidden, width)]] * (plan.pp * schedule.chunks_per_rank - 1)
-        moved = pipeline_traffic(schedule.chunks_of(stage, plan.pp), plan.accumulate, cuts)
-        traffic["send pp"] = float(sum(volume.bytes for volume in moved.values()))
+        sent = pipeline_traffic(schedule.chunks_of(stage, plan.pp), plan.accumulate, cuts)
+        traffic["send pp"] = float(sum(volume.bytes for volume in sent.values()))
     return traffic
+
+
+# --- the data axis ------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)
@@ -53,17 +78,18 @@ def _data_traffic(model: ModelSpec, plan: ParallelPlan, stage: int, micro_batche
     if plan.dp == 1:
         return {}
     rank = rank_model(model, plan, stage)
-    uses = _uses(model, every)
-    units = [unit for units in rank.units.values() for unit in units]
+    per_use = plan.stage == 3 and policies(plan)[0] != "every_step"
+    gathers = _gathers(rank.chunks, plan, stage, micro_batches, every) if per_use else None
     reductions = micro_batches * (1 + _splits(plan))  # after the backward of inputs, and after that of weights
-    rows, gathers = [], {}
-    for i, unit in enumerate(units):
-        wide = WIDTHS[plan.precision].reduced
+    rows: list[UnitTraffic] = []
+    calls = {}
+    for number, unit in ((number, unit) for number, units in rank.units.items() for unit in units):
+        wide, name = WIDTHS[plan.precision].reduced, str(len(rows))
         wire = int(reduced_width(plan, unit.itemsize)) if plan.exact else wire_width(plan, unit.itemsize)
-        rows.append(UnitTraffic(str(i), unit.layout.total, unit.itemsize, wide, wire, unit.trainable))
-        gathers[str(i)] = _gathers(plan, uses.get(unit.owner, 1), unit is units[-1], micro_batches)
+        rows.append(UnitTraffic(name, unit.layout.total, unit.itemsize, wide, wire, unit.trainable))
+        calls[name] = 1 if gathers is None else gathers[_name(number, unit.owner)]
     totals: Counter[str] = Counter()
-    moved = step_traffic(plan.stage, rows, plan.dp, gathers, reductions, policies(plan)[1], plan.exact)
+    moved = step_traffic(plan.stage, rows, plan.dp, calls, reductions, policies(plan)[1], plan.exact)
     for (operation, _), volume in moved.items():
         if operation != "exchange":
             totals[f"{operation} dp"] += volume.bytes
@@ -75,33 +101,98 @@ def _splits(plan: ParallelPlan) -> bool:
     return plan.pp > 1 and Schedule.of(plan.schedule).splits_backward
 
 
-def _uses(model: ModelSpec, every: int) -> dict[str, int]:
-    """Count the uses of each owner's units in a micro-batch.
+def _name(chunk: int, owner: str) -> str:
+    return f"{chunk} {owner}"
 
-    Forward and backward; between them a recomputation where more than one block runs again, but for the block whose
-    backward follows at once. The root's last to the end: one.
+
+def _gathers(
+    chunks: Mapping[int, list[Part]], plan: ParallelPlan, stage: int, micro_batches: int, every: int
+) -> Counter[str]:
+    """Count gathers in a step that releases every use, by chunk and owner of units.
+
+    Between forward and backward of a block there is a recomputation, where more than one block runs again, but for
+    the block whose backward follows at once.
     """
-    uses = {ROOT: 1}
-    for part in model.parts:
-        for unit in part.units[:1]:
-            uses.setdefault(unit.name.partition("/")[0], 1 if part.kind == "embedding" else 2)
-    names = [part.units[0].name.partition("/")[0] for part in model.blocks if part.units]
-    for i, name in enumerate(names):
-        uses[name] += i % every != every - 1 and i + 1 < len(names)
-    return uses
+    used = {number: _order_of_use(number, parts) for number, parts in chunks.items()}
+    if plan.pp > 1:
+        units = {n: ChunkUnits([*first, *rest], _name(n, ROOT), frozenset(first)) for n, (first, rest) in used.items()}
+        gathers = pipeline_gathers(actions_of_rank(plan.schedule, plan.pp, micro_batches, stage), units, "every_use")
+    else:
+        (first, rest), root = used[0], _name(0, ROOT)
+        events = forward_tokens([*first, *rest], root) + backward_tokens(rest, root, frozenset())
+        gathers = Counter({unit: micro_batches * count for unit, count in count_gathers(events).items()})
+    for number, parts in chunks.items():
+        blocks = [_owners(part)[0] for part in parts if part.kind == "block" and part.units]
+        for i, owner in enumerate(blocks):
+            gathers[_name(number, owner)] += micro_batches * (i % every != every - 1 and i + 1 < len(blocks))
+    return gathers
 
 
-def _gathers(plan: ParallelPlan, uses: int, last: bool, micro_batches: int) -> int:
-    """Count a unit's gathers in a step. The last in a forward is the first in the backward; W reads weights again."""
-    if not (plan.stage == 3 and policies(plan)[0] != "every_step"):
-        return 1
-    return micro_batches * (max(1, uses - last) if plan.pp == 1 else uses + _splits(plan))
+def _order_of_use(chunk: int, parts: Sequence[Part]) -> tuple[list[str], list[str]]:
+    """Return the owners of units in a forward's order: embeddings, whose backward needs indices only, and the rest.
+
+    The root is left out. A tied head uses the embedding's unit, where that is in this chunk.
+    """
+    here = frozenset(unit.name for part in parts for unit in part.units if unit.copy_of is None)
+    owners = [(part.kind, _name(chunk, owner)) for part in parts for owner in _owners(part, here) if owner != ROOT]
+    return [o for kind, o in owners if kind == "embedding"], [o for kind, o in owners if kind != "embedding"]
 
 
-def _reductions(model: ModelSpec, plan: ParallelPlan, stage: int) -> float:
-    """Return how many hidden states a rank sends in all-reduces over tp: 2 (tp - 1) / tp for each."""
-    policy, left_out = Policy.of(plan.activations), 0.5 if plan.sequence_parallel else 1.0
-    again = 2 - left_out / (policy.every or 1) if policy.kind in ("full", "every") else 0.0
-    kinds = [part.kind for parts in rank_model(model, plan, stage).chunks.values() for part in parts]
-    whole = kinds.count("block") * (4 + again) + kinds.count("embedding") + kinds.count("head")
-    return whole * 2 * (plan.tp - 1) / plan.tp
+def _owners(part: Part, here: Collection[str] = ()) -> list[str]:
+    """Return the owners of a part's units, each once; of copies that of the unit copied, if it is one of `here`."""
+    names = (unit.copy_of if unit.copy_of is not None and unit.copy_of in here else unit.name for unit in part.units)
+    return list(dict.fromkeys(name.partition("/")[0] for name in names))
+
+
+# --- the tp axis --------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def _regions(model: ModelSpec, plan: ParallelPlan, stage: int) -> list[Region]:
+    """Return where a rank's activations pass between tp ranks; alike regions as one of their widths together."""
+    chunks = rank_model(model, plan, stage).chunks.values()
+    every = Policy.of(plan.activations).every
+    widths: Counter[Region] = Counter()
+    for region in (region for parts in chunks for region in _regions_of(parts, model.hidden, plan, every)):
+        widths[region._replace(width=0)] += region.width
+    return [region._replace(width=width) for region, width in widths.items()]
+
+
+def _regions_of(parts: Sequence[Part], hidden: int, plan: ParallelPlan, every: int | None) -> Iterator[Region]:
+    """Yield the regions of a model chunk. every: blocks that are recomputed together, if any are."""
+    sliced = plan.sequence_parallel
+    enter = ("all_gather", "reduce_scatter") if sliced else ("", "all_reduce")
+    leave = enter[::-1] if sliced else ("all_reduce", "")
+    cut = [part for part in parts if any(weight.cut is not None for unit in part.units for weight in unit.weights)]
+    blocks = [part for part in cut if part.kind == "block"]
+    for i in range(len(blocks)):
+        ends = every is not None and ((i + 1) % every == 0 or i + 1 == len(blocks))
+        for last in (False, True):  # attention, MLP
+            yield Region("", *enter, hidden, again=every is not None)
+            yield Region("", *leave, hidden, again=every is not None and not (last and ends))
+    if blocks and sliced:
+        yield Region("", "", "all_gather", hidden)
+        yield Region("", "all_gather", "", hidden)
+    for part in cut:
+        if part.kind == "embedding":
+            yield Region("", "all_reduce", "", hidden)
+        elif part.kind == "head":
+            yield Region("", "", "all_reduce", hidden)
+            yield loss_region("", plan.tp)
+
+
+@lru_cache(maxsize=4096)
+def _partial_gradients(model: ModelSpec, plan: ParallelPlan, stage: int) -> int:
+    """Count the elements of partial gradients that the first dp rank has: of blocks' uncut weights, between slices."""
+    if not plan.sequence_parallel:
+        return 0
+    rank = rank_model(model, plan, stage)
+    blocks = (part for parts in rank.chunks.values() for part in parts if part.kind == "block")
+    partial = {w.name for part in blocks for unit in part.units for w in unit.weights if w.cut is None and w.trainable}
+    layouts = [unit.layout for units in rank.units.values() for unit in units]
+    return sum(
+        piece.stop - piece.start
+        for layout in layouts
+        for piece in layout.pieces(0)
+        if layout.slots[piece.slot].name in partial
+    )

@@ -13,6 +13,7 @@ from zero3d.data.dataset import DataSet, needs_tokenizer, open_data
 from zero3d.data.tokenizers import Tokenizer, check_length, load_tokenizer
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
+from zero3d.distributed.determinism import make_deterministic
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh
 from zero3d.memory.arena import Arena
@@ -35,7 +36,12 @@ class Inputs:
 
 
 def open_mesh(config: Config) -> Mesh:
-    """Return the mesh that `mesh` asks for. Raises MeshError."""
+    """Return the mesh that `mesh` asks for, with deterministic algorithms before it where they are asked for.
+
+    Raises MeshError, ConfigError.
+    """
+    if config.train.deterministic is True or (config.train.deterministic == "auto" and config.zero.exact):
+        make_deterministic()
     return Mesh(config.mesh.dp, config.mesh.tp, config.mesh.pp)
 
 

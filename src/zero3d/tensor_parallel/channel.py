@@ -11,10 +11,7 @@ every rank gets the same bits.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zero3d.distributed.algorithms import add_up
@@ -70,12 +67,7 @@ class Channel:
         if self.size == 1:
             return
         self._record("broadcast", name, t, t.numel())
-        raw = t.view(torch.uint8) if t.dtype == torch.bool else t
-        on_device = "nccl" in self.axis.backend and raw.device.type == "cpu"  # it sends device memory only
-        sent = raw.to(torch.accelerator.current_accelerator()) if on_device else raw.contiguous()
-        self.axis.call("broadcast", name, partial(dist.broadcast, sent, group=self.axis.reductions, group_src=0))
-        if sent is not raw:
-            raw.copy_(sent)
+        self.axis.broadcast(t, name)
 
     def _record(self, op: str, name: str, t: Tensor, elements: int) -> None:
         self._ledger.record(op, self.axis.name, name, elements, t.dtype.itemsize)

@@ -28,12 +28,11 @@ from zero3d.activations.segments import Recomputed
 from zero3d.distributed.degrees import Degrees
 from zero3d.tensor_parallel.plan import Style
 from zero3d.tensor_parallel.sequence import cut_blocks
-from zero3d.tensor_parallel.traffic import Region, tensor_traffic
+from zero3d.tensor_parallel.traffic import Region, loss_region, tensor_traffic
 
 COLWISE = ("colwise", "packed_colwise", "colwise_gather_output")
 ROWWISE = ("rowwise", "packed_rowwise", "rowwise_split_input")
 OUTPUTS = ("o_proj", "out_proj", "c_proj")
-LOSS, FP32 = 2, 4  # numbers per token and rank; bytes of each, or 8 under fp64
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def _of_styles(uncut: UncutModel, size: int, blocks: list[str]) -> Iterator[Regi
                 yield Region(around, *(("all_gather", "reduce_scatter") if sliced else ("", "all_reduce")), inputs)
                 copied = copied if last else parent
             if name == uncut.head:
-                yield Region(name, "all_gather", "", LOSS * size, FP32)
+                yield loss_region(name, size)
             elif kind == "colwise_gather_output":
                 yield Region(name, "all_gather", "", outputs)
         elif kind == "mla_kv_a_proj":

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from zero3d.zero.traffic import Moved
 
+LOSS, FP32 = 2, 4  # numbers per token and rank; bytes of each, or 8 under fp64
+
 
 class Region(NamedTuple):
     """Where activations of every micro-batch pass between tp ranks, under a module's name, and by which collectives.
@@ -23,6 +25,11 @@ class Region(NamedTuple):
     width: int
     least: int = 0
     again: bool = False
+
+
+def loss_region(name: str, size: int) -> Region:
+    """Return what a loss of local logits sends: two numbers per token to each of the other ranks (vocabulary.py)."""
+    return Region(name, "all_gather", "", LOSS * size, FP32)
 
 
 def tensor_traffic(

@@ -15,6 +15,7 @@ progress           a live bar, or lines
 profiler           a profiler's trace of a few steps
 flops              operations of a step, and how many a device could do
 measure            memory measured beside the formulas
+device_memory      what a device holds and its allocator has reserved
 traffic            bytes sent beside the formulas
 plan_check         the planner's figures, checked by the third step
 exported_folder    the exported folder: written, put in place, loaded again

@@ -31,8 +31,8 @@ def model_tokenizer(folder: Path | None) -> Tokenizer | None:
 
 def export_model(engine: Engine, folder: Folder, tokenizer: Tokenizer | None, progress: Progress) -> None:
     """Write the Hugging Face folder beside the one of an earlier session, then in its place."""
-    first = engine.world.rank == 0
-    agree(engine.world, lambda: shutil.rmtree(folder.fresh_export, ignore_errors=True) if first else None)
+    first, everyone = engine.world.rank == 0, engine.world.patient
+    agree(everyone, lambda: shutil.rmtree(folder.fresh_export, ignore_errors=True) if first else None)
     engine.export(folder.fresh_export)
 
     def complete() -> None:
@@ -40,7 +40,7 @@ def export_model(engine: Engine, folder: Folder, tokenizer: Tokenizer | None, pr
             progress.say(note)
         folder.publish()
 
-    agree(engine.world, complete if first else lambda: None)
+    agree(everyone, complete if first else lambda: None)
 
 
 def _save_tokenizer(tokenizer: Tokenizer | None, export: Path) -> str | None:

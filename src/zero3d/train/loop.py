@@ -16,7 +16,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from zero3d.data.sequences import Sequences
 from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError, NonFiniteError
 from zero3d.memory.arena import device_values
+from zero3d.train.device_memory import memory_bytes, reserved_bytes
 from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
 from zero3d.train.loop_state import LoopState
@@ -209,7 +209,9 @@ class Loop:
         peak = peak_flops(self._device_name, self.engine.precision.name)
         record |= {"tokens": self.state.tokens, "tokens_per_s": rate, "skipped": self.state.skipped}
         record |= {"mfu": rate * self._flops / (peak * mesh.world)} if peak else {}
+        reserved = reserved_bytes(self.engine)
         record |= {"memory_bytes": memory_bytes(self.engine), "traffic_bytes": self.traffic.last_step()}
+        record |= {} if reserved is None else {"reserved_bytes": reserved}
         record["epoch"] = self.state.position["epoch"] + self.state.position["index"] / self.state.position["sequences"]
         return int(max(signals))
 
@@ -280,11 +282,3 @@ class Loop:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def memory_bytes(engine: Engine) -> int:
-    """Return the most this rank's device has held; on the CPU what the process holds now."""
-    device = engine.mesh.device
-    if device.type == "cpu":
-        return int(psutil.Process().memory_info().rss)
-    return int(torch.get_device_module(device).max_memory_allocated(device))

@@ -8,6 +8,7 @@ optimizer states   held by the arena                      stages.engine_bytes, e
 padding            held by the arena                      from the layouts, exact
 temporary buffers  most held at any instant, by kind      an upper bound from unit sizes
 activations        what autograd saved in one forward     none
+device             most allocated and reserved there      none (accelerators only)
 
 What ranks sent is in `traffic.py`.
 """
@@ -27,6 +28,7 @@ from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.engine import Engine
 from zero3d.memory.scratch import cast_scratch
 from zero3d.precision import NAMES
+from zero3d.train.device_memory import memory_bytes, reserved_bytes
 from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import WINDOW
 
@@ -82,7 +84,10 @@ class Activations:
 def memory_rows(
     engine: Engine, entries: Iterable[MemoryEntry], activations: Mapping[str, int], micro_batches: int
 ) -> list[MemoryRow]:
-    """Return ZeRO's five consumers, padding apart. `entries` is engine.memory right after training."""
+    """Return ZeRO's five consumers, padding apart, and the whole of an accelerator.
+
+    `entries` is engine.memory right after training.
+    """
     by_category = {entry.category: entry for entry in entries}
     dtypes = state_dtypes(engine)
     rows = []
@@ -95,6 +100,10 @@ def memory_rows(
         peak = by_category[category].peak
         rows.append(MemoryRow(f"temporary: {category}", dtypes[category], bound, True, peak, peak <= bound))
     rows.append(MemoryRow("activations", _join(activations), None, False, sum(activations.values()), None))
+    reserved = reserved_bytes(engine)
+    if reserved is not None:
+        rows.append(MemoryRow("device: allocated", "-", None, False, memory_bytes(engine), None))
+        rows.append(MemoryRow("device: reserved", "-", None, False, reserved, None))
     return rows
 
 

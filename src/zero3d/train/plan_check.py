@@ -1,7 +1,8 @@
 """The planner's figures of a run, checked by its third step.
 
     before parameters are cut    rank 0 traces the model and prices the configuration on this cluster
-    step 3                       plan 61.4 GB / actual 61.9 GB allocated (+0.8 %), step 97 s / 103 s; slowest term: ...
+    step 3                       plan 61.4 GB / actual 61.9 GB allocated (+0.8 %), 63.0 GB reserved, step 97 s / 103 s;
+                                 slowest term: ...
 
     compared   on a GPU                                       on a CPU
     memory     most allocated, of the fullest rank            model states, of the fullest rank: its process has
@@ -34,6 +35,7 @@ from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import base_of, cluster, named, read_file
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.sim.model_spec import trace
+from zero3d.train.device_memory import fullest, memory_bytes
 
 CHECKED_STEP = 3  # the step after which a run is held against its plan
 
@@ -67,8 +69,9 @@ def run_cluster(config: Config, mesh: Mesh) -> ClusterSpec:
     file = config.plan.cluster
     name = base_of(read_file(file)) if file is not None else None
     if name is None:
-        device = "cpu" if mesh.device.type == "cpu" else torch.get_device_module(mesh.device).get_device_name()
-        name = "cpu" if mesh.device.type == "cpu" else named(device)
+        where = mesh.device
+        device = "cpu" if where.type == "cpu" else torch.get_device_module(where).get_device_name(where)
+        name = "cpu" if where.type == "cpu" else named(device)
         if name is None:
             raise ConfigError(
                 f"{device} is not in the catalogue: pass plan.cluster=FILE, as zero3d calibrate writes it."
@@ -86,32 +89,34 @@ class PlanCheck:
         """Yield the check after a step of this session: nothing but after the third. All ranks call it."""
         if len(history) != CHECKED_STEP:
             return
-        local = torch.tensor([float(checked_memory(self._engine))], dtype=torch.float64)
-        measured = int(self._engine.world.exchange(local.to(self._engine.mesh.device)).max())
+        measured, reserved = fullest(self._engine, checked_memory(self._engine))
         if self._planned is not None:
             seconds = median(record["seconds"] for record in history[1:])
-            yield check_line(self._planned.estimate, measured, seconds, self._engine.mesh.device.type)
+            yield check_line(self._planned.estimate, measured, seconds, reserved)
             if self._config.write_back and self._config.cluster is not None:
                 yield write_back(self._planned, seconds, self._config.cluster)
 
 
 def checked_memory(engine: Engine) -> int:
     """Return this rank's bytes that a plan's memory is compared with."""
-    device = engine.mesh.device
-    if device.type == "cpu":
+    if engine.mesh.device.type == "cpu":
         return int(sum(engine.arena.live(category) for category in STATES if category != "padding"))
-    return int(torch.get_device_module(device).max_memory_allocated(device))
+    return memory_bytes(engine)
 
 
-def check_line(estimate: Estimate, measured: int, seconds: float, device: str) -> str:
-    """Return plan against actual in one line: bytes, seconds, and what most of the planned step goes into."""
-    on_cpu = device == "cpu"
+def check_line(estimate: Estimate, measured: int, seconds: float, reserved: int | None) -> str:
+    """Return plan against actual in one line: bytes, seconds, and what most of the planned step goes into.
+
+    reserved  by an accelerator's allocator; None on the CPU
+    """
+    on_cpu = reserved is None
+    beside = "" if reserved is None else f"{size(reserved, keep_zero=True)} reserved, "
     memory, kind = (estimate.memory.states, "of states") if on_cpu else (estimate.memory.allocated, "allocated")
     off = 100 * (measured / memory - 1)
     slowest = max(estimate.seconds.parts, key=lambda name: estimate.seconds.parts[name])
     return (
         f"plan {size(int(memory), keep_zero=True)} / actual {size(measured, keep_zero=True)} {kind} ({off:+.1f} %), "
-        f"step {estimate.seconds.mid:.3g} s / {seconds:.3g} s; slowest term: {slowest}"
+        f"{beside}step {estimate.seconds.mid:.3g} s / {seconds:.3g} s; slowest term: {slowest}"
     )
 
 

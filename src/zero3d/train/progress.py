@@ -84,6 +84,7 @@ def amounts(record: Mapping[str, Any]) -> str:
     parts = [
         f"MFU {record['mfu']:.1%}" if "mfu" in record else "",
         f"{size(record['memory_bytes'], keep_zero=True)} held",
+        f"{size(record['reserved_bytes'], keep_zero=True)} reserved" if "reserved_bytes" in record else "",
         f"{size(record['traffic_bytes'], keep_zero=True)} sent" if record["traffic_bytes"] else "",
         f"{record['skipped']} skipped" if record["skipped"] else "",
     ]

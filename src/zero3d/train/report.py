@@ -85,7 +85,8 @@ def _verdict(agrees: bool | None, at_most: bool) -> Text:
 def summary(result: Result) -> Iterator[str]:
     """Yield the losses and where everything is."""
     most = size(result.peak_memory, keep_zero=True)
-    yield f"trained {len(result.steps)} steps in {result.seconds:.1f} s; no rank ever held more than {most}"
+    reserved = "" if result.peak_reserved is None else f", of {size(result.peak_reserved, keep_zero=True)} reserved"
+    yield f"trained {len(result.steps)} steps in {result.seconds:.1f} s; no rank ever held more than {most}{reserved}"
     held_out, reloaded = result.held_out_loss, result.reloaded_loss
     if math.isfinite(held_out):
         yield f"held-out loss: {held_out:.6f} nats per token, perplexity {math.exp(min(held_out, 700.0)):,.3f}"
@@ -138,6 +139,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "skipped": result.history[-1]["skipped"] if result.history else 0,
         "sample": result.sample,
         "peak_memory": result.peak_memory,
+        "peak_reserved": result.peak_reserved,
         "memory": [row._asdict() for row in result.memory],
         "traffic": [
             {"op": row.op, "formula": row.formula._asdict(), "measured": row.measured._asdict(), "equal": row.equal}

@@ -24,7 +24,7 @@ from zero3d.zero.health import check_weights
 def find_checkpoint(config: Config, start: Start, engine: Engine) -> Path | None:
     """Return the checkpoint to resume from, or None. Raises CheckpointError."""
     folder = Folder(Path(config.output or "."))
-    return agree(engine.world, lambda: folder.resume_from(start.resume))
+    return agree(engine.world.patient, lambda: folder.resume_from(start.resume))
 
 
 def load(config: Config, start: Start, engine: Engine, checkpoint: Path) -> Mapping[str, Any] | None:
@@ -34,7 +34,7 @@ def load(config: Config, start: Start, engine: Engine, checkpoint: Path) -> Mapp
     except CheckpointError as error:
         searches = start.resume == AUTO and engine.world.rank == 0
         hints = ResumeHints(Folder(Path(config.output or ".")), config, engine.world.size)
-        agree(engine.world, partial(hints.point_to_older, checkpoint, error) if searches else lambda: None)
+        agree(engine.world.patient, partial(hints.point_to_older, checkpoint, error) if searches else lambda: None)
         raise
     return saved
 

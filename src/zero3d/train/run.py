@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import math
-import resource
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from zero3d.checkpoint.folders import tidied_path
 from zero3d.config import Batch, Config, to_yaml
 from zero3d.data.batches import BatchStream
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import broadcast_ints
+from zero3d.distributed.determinism import refusals_named
 from zero3d.engine.engine import Engine
 from zero3d.models.blocks import find_blocks
 from zero3d.models.packing import forward_options
 from zero3d.setup.build import build_engine, with_output
 from zero3d.setup.inputs import Inputs, open_inputs
 from zero3d.setup.model_config import config_number
+from zero3d.train.device_memory import fullest, memory_peak
 from zero3d.train.exported_folder import export_model, model_tokenizer, verifies, verify
 from zero3d.train.flops import flops_per_token
 from zero3d.train.folder import Folder, first_free, numbered
 from zero3d.train.lock import FolderLock
-from zero3d.train.loop import Loop, memory_bytes
+from zero3d.train.loop import Loop
 from zero3d.train.loop_state import LoopState
 from zero3d.train.measure import Activations, MemoryRow, memory_rows
 from zero3d.train.metrics import Metrics, Record, losses
@@ -43,7 +41,8 @@ from zero3d.train.traffic import SessionCounts, TrafficRow, traffic_rows
 class Result:
     """Holds what a run found out, as seen by rank 0. Bytes and traffic are those of rank 0, in this session.
 
-    fingerprint  of exact mode: of all masters and optimizer states at the end
+    fingerprint    of exact mode: of all masters and optimizer states at the end
+    peak_reserved  by the allocator of the fullest accelerator; None on the CPU
     """
 
     config: Config
@@ -63,6 +62,7 @@ class Result:
     folder: Folder
     checkpoint: Path
     fingerprint: str = ""
+    peak_reserved: int | None = None
 
     @property
     def steps(self) -> Sequence[Record]:
@@ -76,7 +76,7 @@ def run(config: Config, start: Start, progress: Progress, lock: FolderLock | Non
     `lock` stays on the output folder after the end, too. Raises Zero3dError (bad input) before anything is written,
     and Stopped after a checkpoint.
     """
-    with FolderLock() if lock is None else nullcontext(lock) as held_lock:
+    with FolderLock() if lock is None else nullcontext(lock) as held_lock, refusals_named():
         return _run(config, start, progress, held_lock)
 
 
@@ -123,7 +123,7 @@ def _finish(
     memory = memory_rows(engine, engine.memory, activations.bytes, micro_batches)
     counts = SessionCounts(applied, len(loop.history) - applied, micro_batches, loop.tokens)
     traffic = traffic_rows(engine, loop.traffic, counts)
-    peak = int(engine.world.exchange(torch.tensor([float(memory_peak(engine))], dtype=torch.float64)).max())
+    peak, reserved = fullest(engine, memory_peak(engine))
     fingerprint = engine.fingerprint() if config.zero.exact else ""
     if config.checkpoint.export:
         export_model(engine, folder, tokenizer or model_tokenizer(inputs.opened.folder), progress)
@@ -141,6 +141,7 @@ def _finish(
         memory=memory,
         traffic=traffic,
         peak_memory=peak,
+        peak_reserved=reserved,
         held_out_loss=losses(history, "validation_loss")[-1] if history else math.nan,
         reloaded_loss=verify(config, engine, folder.export, inputs.data) if verified else math.nan,
         sample=text,
@@ -164,9 +165,10 @@ def open_folder(config: Config, start: Start, engine: Engine, checkpoint: Path |
     """Claim the output folder on rank 0 and write config.yaml into it."""
     first = engine.world.rank == 0
     folder = Folder(Path(config.output)) if config.output is not None else _first_free(start, engine)
-    agree(engine.world, lambda: folder.claim(lock, start.resume, start.overwrite, checkpoint) if first else None)
+    everyone = engine.world.patient
+    agree(everyone, lambda: folder.claim(lock, start.resume, start.overwrite, checkpoint) if first else None)
     text = to_yaml(with_output(config, folder.root))
-    agree(engine.world, lambda: folder.write_config(text) if first else None)
+    agree(everyone, lambda: folder.write_config(text) if first else None)
     return folder
 
 
@@ -211,11 +213,3 @@ def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
 def count_params(engine: Engine) -> int:
     """Return Psi, of all pipeline stages and tp ranks."""
     return sum(map(math.prod, engine.full_model.shapes.values()))
-
-
-def memory_peak(engine: Engine) -> int:
-    """Return the most memory this rank ever had: of its device, or on the CPU of its process."""
-    if engine.mesh.device.type != "cpu":
-        return memory_bytes(engine)
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024

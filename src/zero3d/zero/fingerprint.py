@@ -32,12 +32,12 @@ def fingerprint(optimizer: ShardedOptimizer, comm: Comm, model_group: ModelGroup
                     values = value[low:high] if value.dim() else value[None]
                     hashes[cell].update(f"{owned.name} {key}".encode())
                     hashes[cell].update(values.detach().cpu().contiguous().view(torch.uint8).numpy())
-    over_dp = hashlib.sha256(_bytes(comm.exchange(_numbers(b"".join(cell.digest() for cell in hashes), comm))))
-    return hashlib.sha256(_bytes(model_group.exchange(_numbers(over_dp.digest(), comm)))).hexdigest()[:16]
+    over_dp = hashlib.sha256(_bytes(comm.exchange(_numbers(b"".join(cell.digest() for cell in hashes)))))
+    return hashlib.sha256(_bytes(model_group.exchange(_numbers(over_dp.digest())))).hexdigest()[:16]
 
 
-def _numbers(raw: bytes, comm: Comm) -> Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).double().to(comm.device)
+def _numbers(raw: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).double()
 
 
 def _bytes(numbers: Tensor) -> bytes:

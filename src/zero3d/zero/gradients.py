@@ -153,19 +153,22 @@ class Gradients:
         self._arena.free("gradients", self.shard, self._layout.used_per_shard)
         self.shard = self._setting.slot(full)
 
+    def fill_up(self) -> None:
+        """Let parameters without a gradient count as zero, before `reduce`."""
+        self._open()
+        for index, view in enumerate(self._views):
+            if index not in self._filled:
+                view.zero_()
+
     def reduce(self, single: bool) -> None:
         """Start summing local gradients over the dp axis into what this rank owns.
 
-        full  [Psi]    local dtype     consumed; parameters without a gradient count as zero
+        full  [Psi]    local dtype     consumed
         shard [Psi/N]  reduced dtype   accumulated
         single: they are one backward's, so that the narrow dtype they may travel in rounds no sum of
         several. Moves (N-1)/N Psi elements per rank (reduce-scatter, ZeRO section 7).
         """
-        self._open()
         assert self.full is not None
-        for index, view in enumerate(self._views):
-            if index not in self._filled:
-                view.zero_()
         add = self._summed and not self._in_place
         wire = self.travels if single else self._wire
         self._pending = self._setting.comm.reduce_scatter(self.full, self.shard, self._name, wire, add)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import NonFiniteError, Zero3dError
-from zero3d.memory.arena import host_value
 from zero3d.precision import NAMES, LossScale
 from zero3d.zero.optimizer import APPLIED, OVERFLOW
 from zero3d.zero.reductions import Reductions
@@ -64,11 +63,11 @@ class Trace:
             known = self._first.get((unit, index))
             self._first[unit, index] = place if known is None else torch.minimum(known, place)
 
-    def first(self, chunks: Mapping[int, nn.Module]) -> NonFinite:
+    def first(self, chunks: Mapping[int, nn.Module], everyone: Comm) -> NonFinite:
         """Return the earliest of this rank. Reads the device once."""
         if not self._first:
             return NOTHING
-        places = host_value(torch.stack(list(self._first.values())), [NEVER] * len(self._first))
+        places = everyone.read(torch.stack(list(self._first.values())), [NEVER] * len(self._first))
         firsts = [
             NonFinite(-_chunk_of(unit, chunks), place, f"unit {unit.name!r}, parameter {unit.layout.slots[index].name}")
             for (unit, index), place in zip(self._first, places, strict=True) if place < NEVER
@@ -123,8 +122,8 @@ class Health:
 
     def fail(self, what: str, remedy: str) -> None:
         """Raise NonFiniteError on all ranks; it names the parameter whose gradient was the first such one traced."""
-        here, rank = self._trace.first(self._chunks), self._everyone.rank
-        numbers = torch.tensor(here[:2], dtype=torch.int64, device=self._everyone.device)
+        here, rank = self._trace.first(self._chunks, self._everyone), self._everyone.rank
+        numbers = torch.tensor(here[:2], dtype=torch.int64)
         places = self._everyone.exchange(numbers).tolist()
         where = f" on rank {rank}" if here is not NOTHING else ""
         error = NonFiniteError(f"{what} First in the last one: {here.text}{where}. {remedy}")
@@ -151,22 +150,22 @@ def is_finite(values: Tensor) -> Tensor:
 
 def check_weights(units: Iterable[Unit], dp: Comm, everyone: Comm, error: type[Zero3dError], remedy: str) -> None:
     """Raise `error` on all ranks, with their names, where parameters that ranks hold are not finite."""
-    bad = [text for unit in units if unit.dtype.is_floating_point for text in _bad_weights(unit, dp.rank)]
-    count = torch.tensor([len(bad)], dtype=torch.int64, device=everyone.device)
-    if any(host_value(everyone.exchange(count).view(-1), [0] * everyone.size)):
+    bad = [text for unit in units if unit.dtype.is_floating_point for text in _bad_weights(unit, dp)]
+    count = torch.tensor([len(bad)], dtype=torch.int64)
+    if any(everyone.read(everyone.exchange(count).view(-1), [0] * everyone.size)):
         some = f"{', '.join(bad[:SHOWN])}{f' and {len(bad) - SHOWN} more' if len(bad) > SHOWN else ''}"
         refusal = error(f"weights are NaN or infinite: {some} (as rank {everyone.rank} holds them). {remedy}")
         agree(everyone, partial(_raise, refusal) if bad else lambda: None)
 
 
-def _bad_weights(unit: Unit, rank: int) -> list[str]:
+def _bad_weights(unit: Unit, dp: Comm) -> list[str]:
     """Return the names of a unit's parameters of which this rank has values that are not finite in compute dtype."""
-    pieces = unit.weights.update_pieces(rank)
+    pieces = unit.weights.update_pieces(dp.rank)
     if not pieces:
         return []
     values = unit.weights.shard_or_full
     finite = torch.stack([is_finite(values[p.offset : p.offset + p.stop - p.start]) for p in pieces])
-    flags = host_value(finite.double(), [1.0] * len(pieces))
+    flags = dp.read(finite.double(), [1.0] * len(pieces))
     names = [unit.layout.slots[piece.slot].name for piece in pieces]
     return [
         f"{name} in {NAMES.get(unit.dtype, unit.dtype)}" for name, fine in zip(names, flags, strict=True) if not fine

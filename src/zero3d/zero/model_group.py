@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from zero3d.distributed.collectives import Comm
-from zero3d.memory.arena import host_value
 from zero3d.zero.unit import Unit
 
 APART = 0.01  # of a norm: more than an accelerator's order of sums can change
@@ -128,8 +127,8 @@ class Peers:
         return self._exchange(keys)
 
     def _exchange(self, row: list[int]) -> list[int]:
-        numbers = torch.tensor(row, dtype=torch.int64, device=self.comm.device)
-        return host_value(self.comm.exchange(numbers).view(-1), row * self.comm.size)
+        numbers = torch.tensor(row, dtype=torch.int64)
+        return self.comm.read(self.comm.exchange(numbers).view(-1), row * self.comm.size)
 
 
 class ModelGroup:
@@ -208,9 +207,9 @@ class ModelGroup:
         for tied in self._ties:
             master = tied.unit.weights.master
             if tied.local_twin is None:
-                flag = torch.tensor([float(tied.unit in written)], dtype=torch.float64, device=self._across.device)
-                peer_flag = self._across.trade(flag, tied.peer, tied.unit.name)
-                written_here, written_by_peer = float(flag) > 0, float(peer_flag) > 0
+                written_here = tied.unit in written
+                flag = torch.tensor([float(written_here)], dtype=torch.float64, device=self._across.device)
+                written_by_peer = self._across.read(self._across.trade(flag, tied.peer, tied.unit.name), [0.0])[0] > 0
                 if written_here or written_by_peer:
                     values = self._across.trade(master, tied.peer, tied.unit.name)
                     if written_by_peer and (tied.copy or not written_here):

@@ -35,7 +35,7 @@ from zero3d.distributed.agreement import agree
 from zero3d.distributed.axis import Pending
 from zero3d.distributed.collectives import Comm, same_memory
 from zero3d.errors import ConfigError
-from zero3d.memory.arena import Arena, device_values, host_value
+from zero3d.memory.arena import Arena, device_values
 from zero3d.memory.scratch import cast_scratch
 from zero3d.precision import cast_all, rounds_away
 from zero3d.zero.layout import Piece
@@ -196,7 +196,7 @@ class ShardedOptimizer:
         norms = self._norms()
         norm, even = self._over_dp(norms)
         clip = 1.0 if self._clip is None else torch.clamp(self._clip / (norm + 1e-6), max=1.0)
-        read, read_besides = _read(
+        read, read_besides = self._read(
             {"norm": norm, "total": total, "in order": in_order, "even": even, "clip": clip}, besides
         )
         if not read["in order"]:
@@ -209,9 +209,18 @@ class ShardedOptimizer:
             self._update()
         return Outcome(reason, norm, read["norm"], read_besides)
 
+    def _read(self, values: dict[str, float | Tensor], besides: Tensor | None) -> tuple[dict[str, float], list[float]]:
+        """Read numbers on the host, those on the device at once, and a vector with them."""
+        on_device = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        packed = torch.stack(list(on_device.values()))
+        packed = packed if besides is None else torch.cat([packed, besides])
+        read = self._comm.read(packed, [1.0] * len(packed))
+        known = {name: float(value) for name, value in values.items() if not isinstance(value, Tensor)}
+        return known | dict(zip(on_device, read, strict=False)), read[len(on_device) :]
+
     def _check_even(self, uneven: Tensor | None) -> None:
         """Raise ConfigError where the tp ranks of this model-parallel group differ on a parameter's norm."""
-        place = NONE if uneven is None else host_value(uneven[None], [NONE])[0]
+        place = NONE if uneven is None else self._comm.read(uneven[None], [NONE])[0]
         if place == NONE:
             return
         name = self._names[place]
@@ -308,16 +317,6 @@ def multiply(shards: Sequence[Tensor], factor: float | Tensor) -> None:
         torch._foreach_mul_(list(shards), factor.to(shards[0].dtype))
     elif shards and factor != 1.0:
         torch._foreach_mul_(list(shards), factor)
-
-
-def _read(values: dict[str, float | Tensor], besides: Tensor | None) -> tuple[dict[str, float], list[float]]:
-    """Read numbers on the host, those on the device at once, and a vector with them."""
-    on_device = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    packed = torch.stack(list(on_device.values()))
-    size = 0 if besides is None else len(besides)
-    read = host_value(packed if besides is None else torch.cat([packed, besides]), [1.0] * (len(packed) + size))
-    known = {name: float(value) for name, value in values.items() if not isinstance(value, Tensor)}
-    return known | dict(zip(on_device, read, strict=False)), read[len(on_device) :]
 
 
 def pipeline(operations: Any) -> None:

@@ -105,6 +105,7 @@ class Reductions:
         self._done.add(unit)
         while len(self._in_flight) >= WINDOW:
             self._finish_oldest()
+        unit.gradients.fill_up()
         with self._lane.issue(unit.name):
             unit.gradients.reduce(single=self._backwards == 1)
         self._in_flight.append(unit)

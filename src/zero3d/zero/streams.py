@@ -1,25 +1,31 @@
 """Side streams, on which gathers and reductions run beside compute.
 
-A prefetched unit's memory is allocated on the compute stream, its gather issued before the
-current unit's kernels are enqueued, and its memory freed only after compute's last use is
-enqueued; compute has then waited for the lane, so no `record_stream` is needed.
+A prefetched unit's gather is issued before the current unit's kernels are enqueued, and its memory freed only after
+compute's last use is enqueued; compute has then waited for the lane, so no `record_stream` is needed.
+
+All transient memory is of compute's pool: an allocator keeps one for each stream, and memory of one cannot serve
+another. What compute has freed may still be in use on its stream. A lane may have it all the same: it has waited for
+what compute had enqueued when the lane was entered, and compute is given nothing while it is open.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
+
+from zero3d.memory.arena import Arena
+
+PRIORITY = -1  # high: a collective that is ready does not wait behind compute's kernels
 
 
 class Lane:
     """A side stream on an accelerator; on the CPU only its log, if one is given."""
 
-    def __init__(self, name: str, device: torch.device, log: list[tuple[str, str]] | None = None) -> None:
-        self._name = name
-        self._log = log
-        self._stream = torch.Stream(device) if device.type != "cpu" else None
+    def __init__(self, name: str, arena: Arena, log: list[tuple[str, str]] | None = None) -> None:
+        self._name, self._arena, self._log = name, arena, log
+        self._stream = torch.Stream(arena.device, priority=PRIORITY) if arena.device.type != "cpu" else None
 
     @contextmanager
     def issue(self, unit: str) -> Iterator[None]:
@@ -28,15 +34,19 @@ class Lane:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.accelerator.current_stream())
-        with self._stream:
-            yield
+        self._arena.stream = compute = torch.accelerator.current_stream(self._arena.device)
+        self._stream.wait_stream(compute)
+        try:
+            with self._stream:
+                yield
+        finally:
+            self._arena.stream = nullcontext()
 
     def join(self, unit: str) -> None:
         """Let compute wait for what this lane has enqueued."""
         self.note("join", unit)
         if self._stream is not None:
-            torch.accelerator.current_stream().wait_stream(self._stream)
+            torch.accelerator.current_stream(self._arena.device).wait_stream(self._stream)
 
     def note(self, what: str, unit: str) -> None:
         """Write the log that tests read."""

@@ -74,29 +74,27 @@ class ExactGradients(Gradients):
             self._use(self._arena.borrow("bucket", self._layout.total, self._local))
         self.state = State.FILLING
 
-    def _summand(self) -> Tensor:
-        """Return the bucket, with zeros where no gradient came."""
-        self._open()
-        assert self.full is not None
-        for index, view in enumerate(self._views):
-            if index not in self._filled:
-                view.zero_()
-        return self.full
+    def fill_up(self) -> None:
+        """Complete the summand, before `reduce`; where the step has several, add it to the sum that is kept here."""
+        if not (self._per_step and self._counter.count):
+            super().fill_up()
+        elif self._counter.count < self._summands.micro_batches:
+            self.close()
 
     def close(self) -> None:
         """Add the summand of the backward that has ended to the sum that is kept here."""
-        summand = self._summand()
+        super().fill_up()
+        assert self.full is not None
         self._provide(max(2, self._counter.count + 1))
-        self._counter.push([summand])
+        self._counter.push([self.full])
         self._drop_bucket()
         self._filled.clear()
         self.state = State.SUMMED
 
     def reduce(self, single: bool) -> None:
         """Start summing over the dp axis: this backward's summand, or all of the step's. Moves (N-1)/N Psi elements."""
-        if self._per_step and 0 < self._counter.count < self._summands.micro_batches:
-            self.close()
-        source = self._counter.total() if self._per_step and self._counter.count else self._summand()
+        source = self._counter.total() if self._per_step and self._counter.count else self.full
+        assert source is not None
         self._pending = self._setting.comm.all_to_all(source, self._name, self._sum)
         self.state = State.REDUCING
 

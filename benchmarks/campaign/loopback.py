@@ -1,0 +1,109 @@
+"""A data axis of one rank that calls its backend's collectives, on groups of this rank alone.
+
+An engine on one rank communicates nothing: everywhere a size of 1 is asked for first. The data axis of `Loopback`
+has the size `One`, a 1 that equals no number. So the engine takes the path of many ranks, with the streams, buffers,
+events and calls that go with it, and what comes back is what was sent: every figure stays that of an engine
+without it, to the bit. The other two axes stay alone: at degree 1 nothing is cut that they could carry.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from campaign.account import Account, Place
+from campaign.training import (
+    BF16_TOLERANCE,
+    FP32_TOLERANCE,
+    MIDDLE,
+    STAGES,
+    Run,
+    be_deterministic,
+    compare,
+    engine_of,
+    run_of,
+    train,
+    train_plainly,
+)
+from zero3d.distributed import algorithms, collectives
+from zero3d.distributed.axis import Axis
+from zero3d.distributed.mesh import Mesh
+
+NEXT = {"fp32": FP32_TOLERANCE, "bf16": BF16_TOLERANCE}
+
+
+class One(int):
+    """The size of an axis of one rank that is not to be told from a larger one by comparing."""
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        return True
+
+    __hash__ = int.__hash__
+
+
+class Loopback(Mesh):
+    """A mesh of one rank whose data axis has process groups. On gloo it takes native collectives, as NCCL does."""
+
+    def __init__(self, device: str) -> None:
+        collectives.PAIRWISE_MAX_RANKS = 0
+        super().__init__(device=device)
+
+    def open_axis(self, name: str) -> Axis:
+        """Make an axis of this rank, the data axis with two groups."""
+        if name != "dp":
+            return super().open_axis(name)
+        return Axis(name, 0, One(1), *(dist.new_group([0]) for _ in range(2)))
+
+
+def nccl(place: Place, account: Account) -> None:
+    """Collectives by themselves, then every stage with looped axes against the same without, and a plain loop."""
+    be_deterministic()
+    run = run_of(place, account, MIDDLE)
+    alone, looped = Mesh(device=place.device), Loopback(place.device)
+    account.ran("backend", looped.data.backend)
+    native_collectives(account, alone.device)
+    for precision in ("fp32", "bf16"):
+        of_precision = run._replace(precision=precision)
+        plain = train_plainly(alone.device, of_precision)
+        stage_0 = train(engine_of(alone, of_precision, 0), of_precision)
+        if precision == "bf16":  # peers.Plain sums what it clips in fp32, from gradients in bf16
+            plain["norms"] = stage_0["norms"]
+        compare(account, f"{precision} stage 0, plain loop", stage_0, plain, NEXT[precision])
+        for micro_batches in (1, 2):
+            for stage in STAGES:
+                compare_looped(account, (alone, looped), of_precision._replace(accumulate=micro_batches), stage)
+    for stage in STAGES:
+        compare_looped(account, (alone, looped), run._replace(precision="bf16", accumulate=2), stage, exact=True)
+
+
+def compare_looped(account: Account, meshes: tuple[Mesh, Loopback], run: Run, stage: int, exact: bool = False) -> None:
+    """Train with axes that return at once and with looped ones; equal bits are due, and calls."""
+    alone, looped = (engine_of(mesh, run, stage, exact) for mesh in meshes)
+    what = f"{run.precision} stage {stage}, {run.accumulate} micro-batches{', exact' if exact else ''}"
+    compare(account, what, train(looped, run), train(alone, run), 0.0)
+    calls = sum(entry.calls for entry in looped.traffic)
+    account.ran(f"{what}: calls", calls, "" if calls else "the axes called nothing")
+
+
+def native_collectives(account: Account, device: torch.device) -> None:
+    """Make zero3d's native calls in a group of one rank; what is not copied through unchanged is wrong."""
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        expected = torch.arange(4096, device=device).to(dtype)
+        full = expected.clone()
+        algorithms._all_gather(full, full.view(1, -1)[0])  # in place, as units are gathered
+        account.ran(f"in-place all-gather of {dtype}", "done", same(full, expected))
+        out = torch.empty_like(expected)
+        work = algorithms._reduce_scatter(out, expected.clone(), dist.ReduceOp.SUM, async_op=True)
+        work.wait()
+        account.ran(f"reduce-scatter of {dtype}", "done", same(out, expected))
+        received = torch.empty_like(expected)
+        dist.all_to_all_single(received.view(torch.uint8), expected.view(torch.uint8))
+        account.ran(f"all-to-all of {dtype}", "done", same(received, expected))
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> str:
+    """Return what is wrong with a copy."""
+    return "" if torch.equal(found, expected) else "what came back is not what was sent"

@@ -1,0 +1,116 @@
+"""A part in a fresh process with a limit; whatever becomes of it is a result.
+
+passed   it ended, and all that it found is as it must be
+failed   it ended, and something is not
+crashed  its process died, of an exception or a signal
+hung     it was killed at its limit
+stopped  the campaign was stopped meanwhile
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from campaign.account import Place
+
+GLANCE_S = 0.5  # how often the account is looked at
+LAST_LINES = 40
+BENCHMARKS = Path(__file__).parents[1]
+Result = dict[str, Any]
+
+
+def run_part(work: str, place: Place, changed: Callable[[Result], None]) -> Result:
+    """Run MODULE:FUNCTION at a place; `changed` is given the result so far whenever there is news."""
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
+        folder = Path(name)
+        process = start(work, place, folder)
+        outcome, seen = "stopped", ""
+        try:
+            while (code := waited(process, begun + place.limit_s)) is None and time.monotonic() < begun + place.limit_s:
+                seen = tell(folder, seen, changed)
+            outcome = "hung" if code is None else "crashed" if code else ""
+        finally:
+            end(process)
+            result = account_of(folder) | {"seconds": round(time.monotonic() - begun, 1), "limit_s": place.limit_s}
+            result["outcome"] = outcome or judge(result)
+            why = {"hung": f"killed after {place.limit_s:g} s", "crashed": f"ended with {describe(process.returncode)}"}
+            if outcome in why:
+                said = (folder / "said").read_text(errors="replace").splitlines()
+                result |= {"why": why[outcome], "said": said[-LAST_LINES:]}
+            changed(result)
+    return result
+
+
+def judge(result: Result) -> str:
+    """Return the outcome of a part that ended well."""
+    if result["failed"]:
+        return "failed"
+    return "passed" if result["ran"] else "skipped"
+
+
+def start(work: str, place: Place, folder: Path) -> subprocess.Popen[bytes]:
+    """Start the worker, in a session of its own; all that it prints goes to FOLDER/said."""
+    path = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": visible(place)}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    command = [sys.executable, "-m", "campaign.worker", work, str(folder), json.dumps(asdict(place))]
+    with (folder / "said").open("wb") as said:
+        return subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
+
+
+def visible(place: Place) -> str:
+    """Return the one card that a part sees: the first of those that this process sees, or none."""
+    return "" if place.on_cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+
+
+def waited(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+    """Wait for a moment; return the exit code if there is one."""
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(timeout=max(min(GLANCE_S, deadline - time.monotonic()), 0.0))
+    return None
+
+
+def tell(folder: Path, seen: str, changed: Callable[[Result], None]) -> str:
+    """Pass the account on if it has changed; return its text."""
+    file = folder / "account.json"
+    text = file.read_text() if file.is_file() else ""
+    if text != seen:
+        changed(json.loads(text) | {"outcome": "running"})
+    return text
+
+
+def account_of(folder: Path) -> Result:
+    """Return what a part wrote down; one that died before it began wrote nothing."""
+    file = folder / "account.json"
+    return json.loads(file.read_text()) if file.is_file() else {"ran": {}, "skipped": {}, "failed": {}, "headlines": {}}
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the worker and all that it has started, in whatever sessions."""
+    with suppress(psutil.NoSuchProcess):
+        family = psutil.Process(process.pid).children(recursive=True)
+        for child in family:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def describe(code: int) -> str:
+    """Say how a process ended."""
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name

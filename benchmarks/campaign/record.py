@@ -1,0 +1,87 @@
+"""Results of all parts: one JSON file that is valid at any moment, and a table.
+
+torch, cuda, device, card, cpus    where they were found; a run that resumes must have the same
+step_dispatches, step_syncs        what one optimizer step costs the host (`host.step`)
+parts                              by name: outcome, seconds, limit_s, ran, skipped, failed, why, said
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from campaign.account import write_json
+from campaign.process import Result
+
+HEADLINES = ("step_dispatches", "step_syncs")
+HOLD = ("passed", "skipped")
+FINAL = (*HOLD, "failed")  # outcomes that are not tried again
+
+
+class Record:
+    """Owns the results of a campaign and their file, if it has one."""
+
+    def __init__(self, path: Path | None, machine: dict[str, Any], resume: bool) -> None:
+        """Begin anew, or go on from the file. Raises ValueError if that is no campaign of this machine."""
+        self._path, self._machine = path, machine
+        self.parts: dict[str, Result] = {}
+        if resume and path is not None and path.exists():
+            self.parts = read(path, machine)
+        self._save()
+
+    def put(self, name: str, result: Result) -> None:
+        """Set a part's result, so far or in the end."""
+        self.parts[name] = result
+        self._save()
+
+    def finished(self, name: str) -> bool:
+        """Return whether a part has ended by itself."""
+        return name in self.parts and self.parts[name]["outcome"] in FINAL
+
+    def holds(self, names: Iterable[str]) -> bool:
+        """Return whether all these parts ended, and none found anything wrong."""
+        return all(name in self.parts and self.parts[name]["outcome"] in HOLD for name in names)
+
+    def _save(self) -> None:
+        if self._path is None:
+            return
+        headlines: dict[str, int | None] = dict.fromkeys(HEADLINES)
+        for result in self.parts.values():
+            headlines |= result.get("headlines", {})
+        write_json(self._path, {**self._machine, **headlines, "parts": self.parts})
+
+    def table(self) -> str:
+        """Return a line for every part, and one for whatever is wrong with it."""
+        rows = [("part", "outcome", "seconds", "limit", "ran", "skipped")]
+        notes: dict[int, list[str]] = {}
+        for name, result in self.parts.items():
+            seconds, limit = (f"{result[key]:.0f}" if key in result else "" for key in ("seconds", "limit_s"))
+            rows.append((name, result["outcome"], seconds, limit, str(len(result["ran"])), str(len(result["skipped"]))))
+            wrong = [f"{what}: {why}" for what, why in result["failed"].items()]
+            notes[len(rows) - 1] = [result["why"], *wrong] if "why" in result else wrong
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = []
+        for index, row in enumerate(rows):
+            left = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+            right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+            lines += ["  ".join([*left, *right]), *(f"    {note}" for note in notes.get(index, []))]
+        return "\n".join(lines)
+
+
+def read(path: Path, machine: dict[str, Any]) -> dict[str, Result]:
+    """Return the parts of an earlier call on the same machine. Raises ValueError."""
+    try:
+        earlier = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--resume: {path} is no JSON ({error}): give the file of an earlier call") from error
+    if not isinstance(earlier, dict) or not isinstance(earlier.get("parts"), dict):
+        raise ValueError(f"--resume: {path} has no parts: give the file of an earlier call")
+    for key, value in machine.items():
+        if earlier.get(key) != value:
+            raise ValueError(
+                f"--resume: {key} is {value!r} here and {earlier.get(key)!r} in {path}: parts of two machines make no "
+                "campaign; leave --resume out, or give another file"
+            )
+    return {name: result for name, result in earlier["parts"].items() if result["outcome"] != "running"}

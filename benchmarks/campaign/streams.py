@@ -1,0 +1,187 @@
+"""The side streams: in what order they are used, and what a late or an unordered one would spoil.
+
+order      what the lanes are asked for: issue, join, free of every unit, and gathers that run ahead
+slow       one stream at a time is late by milliseconds wherever it begins something; whoever does not wait reads
+           what is not there yet, and the losses are no longer those of stage 0
+sanitizer  torch's CUDA sanitizer: two accesses of which nothing says which is first, whether or not they met
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from ranks import synchronize
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from campaign.account import Account, Place
+from campaign.loopback import Loopback
+from campaign.training import MIDDLE, STAGES, Curve, Run, be_deterministic, compare, engine_of, run_of, train
+from zero3d import Engine
+from zero3d.distributed.mesh import Mesh
+from zero3d.zero.streams import Lane
+
+Event = tuple[str, str]
+LATE_CYCLES = 5_000_000  # about 3 ms at 1.7 GHz: longer than any unit of MIDDLE computes
+LATE = ("gathers", "reductions", "compute")
+
+
+# --- order --------------------------------------------------------------------------------------
+
+
+def order(place: Place, account: Account) -> None:
+    """Train stage 3 with lanes that log."""
+    be_deterministic()
+    run = run_of(place, account, MIDDLE)
+    mesh, log = Loopback(place.device), list[Event]()
+    with sdpa_kernel(SDPBackend.MATH):
+        reference = train(engine_of(Mesh(device=place.device), run, 0), run)
+        engine = engine_of(mesh, run, 3)
+        for lane in lanes(engine).values():
+            lane._log = log
+        curve = train(engine, run)
+    synchronize(mesh.device)
+    faults, ahead = order_faults(log), count_ahead(log)
+    account.ran("events", len(log), f"{len(faults)} out of order, first: {faults[0]}" if faults else "")
+    account.ran("gathers ahead", ahead, "" if ahead else "no gather ran ahead of the unit in use: there is no prefetch")
+    compare(account, "stage 3, stage 0", curve, reference, 0.0)
+
+
+def lanes(engine: Engine) -> dict[str, Lane]:
+    """Return the side streams of an engine."""
+    return {"gathers": engine.gathers._lane, "reductions": engine.reductions._lane}
+
+
+def order_faults(log: list[Event]) -> list[str]:
+    """Return what breaks issue -> join -> free, by unit; a reduction is not freed, a cancelled gather neither."""
+    allowed = {
+        "gather.issue": (None, "gather.free", "gather.join"),
+        "gather.join": ("gather.issue", "gather.join"),
+        "gather.free": ("gather.join",),
+        "reduce.issue": (None, "reduce.join"),
+        "reduce.join": ("reduce.issue",),
+    }
+    last: dict[Event, str] = {}
+    faults = []
+    for position, (event, unit) in enumerate(log):
+        lane = event.partition(".")[0]
+        before = last.get((lane, unit))
+        if before not in allowed[event]:
+            faults.append(f"event {position}: {event} of {unit} after {before or 'nothing'}")
+        last[lane, unit] = event
+    open_reductions = [unit for (_, unit), event in last.items() if event == "reduce.issue"]
+    return faults + [f"reduction of {unit} was never joined" for unit in open_reductions]
+
+
+def count_ahead(log: list[Event]) -> int:
+    """Count gathers that were issued before another unit was joined, and joined after it."""
+    waiting: dict[str, bool] = {}
+    ahead = 0
+    for event, unit in log:
+        if event == "gather.issue":
+            waiting[unit] = False
+        elif event == "gather.join":
+            ahead += waiting.pop(unit, False)
+            waiting = dict.fromkeys(waiting, True)
+    return ahead
+
+
+# --- slowed -------------------------------------------------------------------------------------
+
+
+def slow(place: Place, account: Account) -> None:
+    """Train every stage with one stream late at a time."""
+    be_deterministic()
+    run = run_of(place, account, MIDDLE)
+    mesh = Loopback(place.device)
+    if place.on_cpu:
+        account.skipped("lateness", "the CPU has no streams: what a lane is asked for is done at once")
+    with sdpa_kernel(SDPBackend.MATH):
+        reference = train(engine_of(Mesh(device=place.device), run, 0), run)
+        for stage in STAGES:
+            for what in LATE:
+                engine = engine_of(mesh, run, stage)
+                delay(engine, what, sleep_on(mesh.device))
+                compare(account, f"stage {stage}, late {what}", train(engine, run), reference, 0.0)
+
+
+def sleep_on(device: torch.device) -> Callable[[], None]:
+    """Return what makes the current stream late."""
+    return (lambda: torch.cuda._sleep(LATE_CYCLES)) if device.type == "cuda" else (lambda: None)
+
+
+def delay(engine: Engine, what: str, sleep: Callable[[], None]) -> None:
+    """Make one of an engine's streams late: a lane where it is entered, compute before and after each module."""
+    if what in lanes(engine):
+        lane = lanes(engine)[what]
+        issue = lane.issue
+
+        @contextmanager
+        def late_issue(unit: str) -> Iterator[None]:
+            with issue(unit):
+                sleep()
+                yield
+
+        lane.issue = late_issue  # type: ignore[method-assign]
+        return
+
+    def before(module: Any, inputs: Any) -> None:
+        sleep()
+
+    def after(module: Any, inputs: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda grad: sleep())
+
+    for unit in engine.module.blocks:
+        unit.register_forward_pre_hook(before)
+        unit.register_forward_hook(after)
+
+
+# --- sanitizer ----------------------------------------------------------------------------------
+
+
+def sanitizer(place: Place, account: Account) -> None:
+    """Train every stage under the CUDA sanitizer: as torch has it, then with whole storages for tensors."""
+    if place.on_cpu:
+        account.skipped("sanitizer", "it follows CUDA's streams, events and allocations")
+        return
+    import torch.cuda._sanitizer as csan  # traces from here on
+
+    csan.enable_cuda_sanitizer()
+    run = run_of(place, account, MIDDLE)._replace(steps=3, precision="bf16")
+    mesh = Loopback(place.device)
+    for granularity, handler in (("tensors", csan.ArgumentHandler), ("storages", by_storage(csan.ArgumentHandler))):
+        csan.ArgumentHandler = handler  # type: ignore[misc]
+        for stage in STAGES:
+            watch(account, f"stage {stage}, by {granularity}", mesh, run, stage)
+
+
+def watch(account: Account, what: str, mesh: Mesh, run: Run, stage: int) -> None:
+    """Train; the sanitizer raises at the first operation that is not ordered, and prints both on stderr."""
+    from torch.cuda._sanitizer import CUDASanitizerErrors
+
+    try:
+        curve: Curve | None = train(engine_of(mesh, run, stage), run)
+    except CUDASanitizerErrors as errors:
+        account.ran(what, [str(error) for error in errors.errors], f"{len(errors.errors)} accesses are not ordered")
+    else:
+        account.ran(what, curve)
+
+
+def by_storage(handler: type) -> type:
+    """Return the sanitizer's reader of arguments with whole storages for tensors.
+
+    torch's own takes two tensors for the same where they begin at the same byte, and so does not see that a
+    parameter is a view into what a gather writes.
+    """
+
+    class ByStorage(handler):  # type: ignore[misc, valid-type]
+        def _handle_argument(self, value: Any, *arguments: Any, **options: Any) -> None:
+            if isinstance(value, Tensor) and value.is_cuda:
+                value = value.new_empty(0).set_(value.untyped_storage())
+            super()._handle_argument(value, *arguments, **options)
+
+    return ByStorage

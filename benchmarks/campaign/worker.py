@@ -1,0 +1,34 @@
+"""The process of one part: `python -m campaign.worker MODULE:FUNCTION FOLDER PLACE`, with benchmarks/ on the path.
+
+It ends with its runner, writes its account in FOLDER/account.json, and shortly before its limit the
+stack of every thread on stderr: a part that is killed for hanging has said where.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import signal
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from campaign.account import Account, Place
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LAST_WORDS_S = 2.0
+
+
+def main() -> None:
+    work, folder, place = sys.argv[1], Path(sys.argv[2]), Place(**json.loads(sys.argv[3]))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    faulthandler.dump_traceback_later(max(place.limit_s - LAST_WORDS_S, 0.1))
+    module, _, function = work.partition(":")
+    account = Account(folder / "account.json")
+    getattr(import_module(module), function)(place, account)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,9 @@
+"""Instruments that find on a CPU what would go wrong on an accelerator; tests and gpu_check.py use them.
+
+accelerator        a device of its own over host memory: tensors that only its kernels can read
+host_traffic       counts its copies from and to the host and all that waits for it, by line of zero3d
+groups             process groups that note what they are asked, refuse other devices, and need no peers or have threads
+first_operations   whether a group's first operation has all its ranks, and its ranks the same collectives
+rendezvous         replays point-to-point operations as NCCL would do them: one FIFO per communicator, no buffers
+step_syncs         what a step of an engine costs in waits, in a process of its own
+"""

@@ -1,0 +1,106 @@
+"""Process groups of an axis: what they are for, how they are made, and their first collective.
+
+    axis            carries                   NCCL
+    dp              what compute waits for,   a stream of high priority
+                    beside compute (lanes)
+    pp, tp          activations               its defaults
+    world, replica  a few numbers             one channel: each more takes device memory and brings nothing
+
+A group's first batched point-to-point must include all its ranks, or NCCL hangs; one collective of all of them as soon
+as it is made sees to that. It also connects ranks where a failure is told early, and not in the middle of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zero3d.distributed.axis import Axis, backends_of
+from zero3d.errors import MeshError
+
+EARLY = 0.9  # of the groups' timeout: a rank that waits for its device says why before NCCL's watchdog ends it
+
+
+class GroupOptions(NamedTuple):
+    """What a group is to be like: the priority of its stream, and its channels (None: as NCCL thinks)."""
+
+    high_priority: bool = False
+    channels: int | None = None
+
+
+def options_of(axis: str) -> GroupOptions:
+    """Return what the groups of an axis are to be like, by what they carry."""
+    if axis in ("world", "replica"):
+        return GroupOptions(channels=1)
+    return GroupOptions(high_priority=axis == "dp")
+
+
+def backend_options(backend: str, options: GroupOptions) -> Any:
+    """Return the options as torch.distributed takes them; None for a backend that has none of them."""
+    if backend != "nccl":
+        return None
+    made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=options.high_priority)
+    if options.channels is not None:
+        made.config.min_ctas = made.config.max_ctas = options.channels
+    return made
+
+
+def new_group(axis: str, ranks: Sequence[int], device: torch.device, everyone: bool) -> dist.ProcessGroup:
+    """Make a group of these ranks, which all call it, and no others; `everyone`: they are all ranks, in an order."""
+    backend = backends_of()[device.type]
+    with _bound_to_no_device():
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=timeout(device), pg_options=backend_options(backend, options_of(axis)),
+            use_local_synchronization=not everyone,
+        )  # fmt: skip
+    return group
+
+
+def warm_up(axis: Axis) -> None:
+    """Let the groups of an axis carry a number of all its ranks, which call it together; a dry run has no peers."""
+    if axis.backend in ("none", "fake"):
+        return
+    for group in dict.fromkeys((axis.gathers, axis.reductions)):
+        number = torch.zeros(1, device=axis.place)
+        axis.call("warm-up", "-", partial(dist.all_reduce, number, group=group))
+
+
+def check_carries(device: torch.device) -> None:
+    """Refuse a process group, perhaps of the caller's, that cannot send this device's tensors. Raises MeshError."""
+    carried = backends_of()
+    if device.type not in carried:
+        kinds = ", ".join(f"{kind} (by {backend})" for kind, backend in carried.items())
+        default = dist.Backend.default_device_backend_map.get(device.type, "a backend of its own")
+        raise MeshError(
+            f"this rank computes on {device}, and the process group that is initialised carries tensors of {kinds}: "
+            f"pass device={next(iter(carried))!r} to zero3d.Mesh, or initialise torch.distributed with {default!r}, "
+            "or not at all: then the mesh does."
+        )
+
+
+def timeout(device: torch.device) -> timedelta:
+    """Return the default group's timeout, for groups made beside it."""
+    group = dist.group.WORLD
+    options = getattr(group._get_backend(device), "options", None) if group is not None else None
+    return getattr(options, "_timeout", None) or timedelta(minutes=10)
+
+
+@contextmanager
+def _bound_to_no_device() -> Iterator[None]:
+    """Hide, inside, that a caller has bound the default group to a device.
+
+    torch would split new groups from it, in which all ranks of the world take part: a group of a few would hang.
+    """
+    world: Any = dist.group.WORLD
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        if bound is not None:
+            world.bound_device_id = bound

@@ -1,0 +1,96 @@
+"""A few numbers of every rank, gathered through the store: for ranks that come hours apart.
+
+    rank r > 0                             rank 0
+    in/k/r = its numbers                   wait for in/k/1 .. in/k/(N-1)
+    wait for out/k                         out/k = all numbers, by rank
+    delete in/k/r                          delete out/(k-1): all have read it, since they have come to k
+
+No rank is connected to another, and each asks the store four times an exchange, rank 0 for N values; one key stays. A
+rank that waits looks now and then for the note of one that failed (`axis.leave_note`). Of one that was killed nobody
+here hears: its launcher ends the others.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+import zlib
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import DistError, DistStoreError
+from torch.distributed.distributed_c10d import Store
+
+from zero3d.distributed.axis import read_note
+
+LOOK = 5.0  # seconds between two looks for a note
+_KEY = "zero3d/waiting"
+_NAMED = 5  # ranks in a message
+
+
+class StoreExchange:
+    """Gathers vectors of N ranks through their store; `name` is that of the ranks, such as an axis and its first rank.
+
+    Its keys are its own: each rank counts in the store what it has opened under a name, all in one order.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, size: int, patience: float) -> None:
+        self._store, self._rank, self._size, self._patience = store, rank, size, patience
+        self._name, self._opened, self._count = name, 0, 0
+
+    def exchange(self, values: Tensor) -> Tensor:
+        """Return a vector [k] of every rank as [N, k]. Raises what a store does, where a rank failed or is late."""
+        self._opened = self._opened or self._store.add(f"{_KEY}/{self._name}/opened/{self._rank}", 1)
+        self._count += 1
+        if self._rank:
+            mine = self._key("in", self._count, self._rank)
+            self._store.set(mine, _pack(values.numpy().tobytes()))
+            self._wait([self._key("out", self._count)])
+            rows = _unpack(self._store.get(self._key("out", self._count)))
+            self._store.delete_key(mine)
+        else:
+            keys = [self._key("in", self._count, rank) for rank in range(1, self._size)]
+            self._wait(keys)
+            at_once = self._store.has_extended_api()  # type: ignore[attr-defined]  # one question for all keys
+            come = self._store.multi_get(keys) if at_once else [self._store.get(key) for key in keys]
+            rows = values.numpy().tobytes() + b"".join(map(_unpack, come))
+            self._store.set(self._key("out", self._count), _pack(rows))
+            self._store.delete_key(self._key("out", self._count - 1))
+        return torch.frombuffer(bytearray(rows), dtype=values.dtype).view(self._size, -1)
+
+    def _key(self, *parts: object) -> str:
+        return "/".join(map(str, (_KEY, self._name, self._opened, *parts)))
+
+    def _wait(self, keys: list[str]) -> None:
+        """Wait until all keys are there, or a note that was not there before."""
+        end, before = time.monotonic() + self._patience, read_note()
+        while True:
+            left = end - time.monotonic()
+            try:
+                self._store.wait(keys, timedelta(seconds=max(0.0, min(LOOK, left))))
+            except RuntimeError as error:
+                if not _is_late(error):
+                    raise
+                if left <= 0 or read_note() != before:
+                    raise DistStoreError(f"timed out: {self._missing(keys)}") from error
+            else:
+                return
+
+    def _missing(self, keys: list[str]) -> str:
+        missing = [rank for rank, key in enumerate(keys, 1) if not self._store.check([key])] if not self._rank else [0]
+        return f"of {self._size} ranks {len(missing)} did not come: {', '.join(map(str, missing[:_NAMED]))}"
+
+
+def _is_late(error: RuntimeError) -> bool:
+    """Return whether a wait has only taken too long; a store of files says so in words alone."""
+    return isinstance(error, DistStoreError) or (not isinstance(error, DistError) and "timeout" in str(error).lower())
+
+
+def _pack(raw: bytes) -> str:
+    """Return bytes as text, short where they repeat, as texts do that are filled up to the longest."""
+    return base64.b64encode(zlib.compress(raw, 1)).decode()
+
+
+def _unpack(text: bytes) -> bytes:
+    return zlib.decompress(base64.b64decode(text))

@@ -1,0 +1,106 @@
+"""What a device holds and its allocator has reserved, in every report of an accelerator; the CPU's stay as they were."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from zero3d.plan.estimate import evaluate
+from zero3d.plan.hardware import cluster
+from zero3d.plan.shapes import gpt
+from zero3d.plan.spec import ParallelPlan
+from zero3d.train.device_memory import fullest, memory_bytes, memory_peak, reserved_bytes
+from zero3d.train.measure import memory_rows
+from zero3d.train.plan_check import check_line, checked_memory
+from zero3d.train.progress import amounts
+from zero3d.train.report import summary
+
+ALLOCATED, RESERVED = 61_900_000_000, 63_000_000_000
+ESTIMATE = evaluate(gpt(8, 1024, 16, 50304, 1024), cluster("a100-80", 8, 1), ParallelPlan(dp=8))
+
+
+class World:
+    """Two ranks, of which the other has allocated a byte less and reserved one more."""
+
+    def exchange(self, figures):
+        assert figures.dtype == torch.float64
+        return torch.stack([figures, figures + torch.tensor([-1.0, 1.0])[: len(figures)].double()])
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """An engine on the accelerator "meta", whose module is a stand-in."""
+    device = torch.device("meta")
+    module = SimpleNamespace(
+        max_memory_allocated=lambda of: ALLOCATED * (of == device), max_memory_reserved=lambda of: RESERVED * (of == device)
+    )  # fmt: skip
+    monkeypatch.setattr(torch, "get_device_module", lambda of: module)
+    monkeypatch.setattr(torch.Tensor, "to", lambda values, of: values if of == device else None)
+    return SimpleNamespace(mesh=SimpleNamespace(device=device), world=World(), units=[])
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", None)
+    return SimpleNamespace(mesh=SimpleNamespace(device=torch.device("cpu")), world=World())
+
+
+def test_an_accelerator_has_two_figures(engine):
+    assert (memory_bytes(engine), memory_peak(engine), checked_memory(engine)) == (ALLOCATED,) * 3
+    assert reserved_bytes(engine) == RESERVED
+    assert fullest(engine, ALLOCATED) == (ALLOCATED, RESERVED + 1)
+
+
+def test_the_cpu_has_one(on_cpu):
+    assert memory_bytes(on_cpu) > 1 << 20
+    assert memory_peak(on_cpu) >= memory_bytes(on_cpu) // 2
+    assert reserved_bytes(on_cpu) is None
+    assert fullest(on_cpu, 1000) == (1000, None)
+
+
+def test_the_plan_line_names_both():
+    told = check_line(ESTIMATE, ALLOCATED, 1.0, RESERVED)
+    assert " / actual 61.9 GB allocated (" in told
+    assert " %), 63.0 GB reserved, step " in told
+    on_cpu = check_line(ESTIMATE, ALLOCATED, 1.0, None)
+    assert " of states (" in on_cpu
+    assert "reserved" not in on_cpu
+
+
+def test_a_step_names_both():
+    record = {"memory_bytes": ALLOCATED, "traffic_bytes": 0, "skipped": 0}
+    assert amounts(record) == "61.9 GB held"
+    assert amounts(record | {"reserved_bytes": RESERVED}) == "61.9 GB held  63.0 GB reserved"
+
+
+@pytest.mark.parametrize(
+    ("reserved", "end"), [(RESERVED, "more than 61.9 GB, of 63.0 GB reserved"), (None, "more than 61.9 GB")]
+)
+def test_the_summary_names_both(reserved, end):
+    result = SimpleNamespace(
+        peak_memory=ALLOCATED, peak_reserved=reserved, steps=[], seconds=1.0, held_out_loss=float("nan"), fingerprint="",
+        reloaded_loss=float("nan"), history=[], checkpoint="c", folder=SimpleNamespace(metrics="m"),
+        config=SimpleNamespace(checkpoint=SimpleNamespace(export=False)),
+    )  # fmt: skip
+    assert next(summary(result)).endswith(f"no rank ever held {end}")
+
+
+def rows(engine, monkeypatch):
+    monkeypatch.setattr("zero3d.train.measure.state_dtypes", lambda _: dict.fromkeys(CATEGORIES, "fp32"))
+    monkeypatch.setattr("zero3d.train.measure.transient_bounds", lambda *_: {})
+    entries = [SimpleNamespace(category=category, planned=1, measured=1) for category in CATEGORIES]
+    return {row.consumer: row.measured for row in memory_rows(engine, entries, {"fp32": 5}, 1)}
+
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "padding")
+
+
+def test_the_table_of_an_accelerator_ends_with_both(engine, monkeypatch):
+    assert list(rows(engine, monkeypatch).items())[-2:] == [
+        ("device: allocated", ALLOCATED),
+        ("device: reserved", RESERVED),
+    ]
+
+
+def test_the_table_of_the_cpu_ends_with_activations(on_cpu, monkeypatch):
+    assert list(rows(on_cpu, monkeypatch).items())[-1] == ("activations", 5)

@@ -1,0 +1,80 @@
+"""Files of tensors that are written chunk by chunk, and hashed on their way."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from zero3d.checkpoint import writing
+from zero3d.checkpoint.manifest import CODES
+from zero3d.checkpoint.writing import write_tensors
+from zero3d.errors import CheckpointError
+
+
+def tensors():
+    """Every dtype that a file may hold, strided views, scalars, nothing at all; odd sizes before wider dtypes."""
+    torch.manual_seed(1)
+    wide = torch.randn(40, 12, 8)
+    each = {f"of {name}": torch.arange(7).to(getattr(torch, name)) for name in CODES}
+    return each | {
+        "whole": wide, "strided": wide[::2, 1:9, 3:6], "transposed": wide.transpose(0, 2), "scalar": torch.tensor(1.5),
+        "nothing": torch.empty(0, 3), "half \u00e4": wide.to(torch.float16)[1], "gradient": torch.ones(3).requires_grad_(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("most", [1 << 25, 4096, 96, 8])
+def test_a_file_holds_what_it_was_given_whatever_the_buffer_and_its_checksum_is_that_of_what_was_written(
+    tmp_path, monkeypatch, most
+):
+    monkeypatch.setattr(writing, "BUFFER_BYTES", most)
+    path, given = tmp_path / "x.safetensors", tensors()
+    sha256 = write_tensors(path, given, format="pt", writer="somebody")
+    assert sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    read = load_file(path)
+    assert read.keys() == given.keys()
+    for key, value in given.items():
+        assert read[key].dtype == value.dtype
+        assert read[key].shape == value.shape
+        assert read[key].contiguous().view(-1).tolist() == value.detach().contiguous().view(-1).tolist(), key
+    with safe_open(path, framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt", "writer": "somebody"}
+
+
+def test_every_tensor_begins_at_a_multiple_of_its_elements_size(tmp_path):
+    path = tmp_path / "x.safetensors"
+    write_tensors(path, tensors())
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    assert length % 8 == 0
+    header = json.loads(content[8 : 8 + length])
+    sizes = {key: value.element_size() for key, value in tensors().items()}
+    assert all(header[key]["data_offsets"][0] % size == 0 for key, size in sizes.items())
+
+
+def test_host_memory_is_one_buffer_of_bounded_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "BUFFER_BYTES", 1000)
+    seen, made, empty = [], [], torch.empty
+    staged = writing._staged
+
+    def noted(tensors):
+        for chunk in staged(tensors):
+            seen.append(len(chunk))
+            yield chunk
+
+    monkeypatch.setattr(writing, "_staged", noted)
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: made.append(sizes) or empty(*sizes, **options))
+    values = {"a": torch.zeros(100, 99), "b": torch.zeros(3, dtype=torch.int64)}
+    write_tensors(tmp_path / "x.safetensors", values)
+    assert made == [(1000,)]
+    assert sum(seen) == 100 * 99 * 4 + 24
+    assert max(seen) <= 1000
+
+
+def test_a_dtype_that_no_file_holds_is_named(tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"x\.safetensors: buffer:b is complex128, which safetensors files do not"
+    ):
+        write_tensors(tmp_path / "x.safetensors", {"buffer:b": torch.zeros(1, dtype=torch.complex128)})
