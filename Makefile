@@ -2,12 +2,13 @@
 # make test      what CI runs: lint, types, tests                  (6 minutes on 2 quiet cores)
 # make test-part PART=COMMIT   the part of the longer tests that a commit's hash chooses (CI: its own)   (3 minutes)
 # make test-all  all tests, the longer ones too                     (35 minutes)
+# make campaign  what benchmarks/gpu_check.py does on a GPU, with gloo and the CPU in its place   (3 minutes)
 # make bench     engines side by side on 2 CPU ranks
 # make tables    the tables of README and docs anew, from benchmarks/results
 # make docs      the site of README and docs, in .build/docs
 #
 # PIP_OPTIONS passes options to pip, for example an index with CPU wheels of torch.
-# TORCH=2.11.0 takes another torch than constraints.txt pins, in a .venv of its own.
+# TORCH=2.11.0 takes another torch than constraints.txt pins, in a .venv of its own; make test runs the campaign on it, too.
 PYTHON ?= python3
 PIP_OPTIONS ?=
 TORCH ?=
@@ -16,6 +17,7 @@ VENV := .venv$(TORCH:%=-torch-%)
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+CAMPAIGN = $(BIN)/python benchmarks/gpu_check.py --device cpu --json $(VENV)/campaign.json
 
 # Ranks wait for one another: two halves of equal length fill what that leaves of two cores; the second is told last.
 PARITY := $(wildcard tests/parity/test_[a-r]*.py)
@@ -27,13 +29,14 @@ define both
   wait $$beside; beside=$$?; cat $(VENV)/beside.log; exit $$((parity | beside))
 endef
 
-.PHONY: demo test test-part test-all style lint bench tables docs clean
+.PHONY: demo test test-part test-all campaign style lint bench tables docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/zero3d train
 
 test: style
 	$(call both,)
+	$(if $(TORCH),$(CAMPAIGN))
 
 test-part: $(VENV)/.installed-dev
 	$(PYTEST) --part=$(PART)
@@ -44,6 +47,9 @@ test-all: style
 style: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+campaign: $(VENV)/.installed
+	$(CAMPAIGN)
 
 lint: style
 	$(BIN)/mypy

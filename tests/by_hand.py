@@ -16,6 +16,8 @@ EMBEDDING_KEPT, BLOCK_KEPT, HEAD_KEPT = (sum(KEPT[kind]) for kind in KEPT)
 INSTANTS = {"embedding": "backward of the embedding", "head": "logits and loss"}
 ATTENTION, INPUT = 31, 32  # of a block's: what recomputing attention frees, and its input
 BATCH = 16 * TOKENS  # ids and labels, int64
+# Gradients of one micro-batch travel as bf16: the terms of all ranks arrive, as much as the unit.
+WIRE = {"ends": 2 * ENDS, "block": 2 * BLOCK}
 TRANSIENT = {"embedding": 7.0, "block": 11.0, "head": 13.0}
 
 

@@ -1,4 +1,8 @@
-"""What a step asks of the host: operations that wait for the device."""
+"""What a step costs the host: what it hands to the device, and where it waits for it.
+
+syncs  on a card: torch's warnings of operations that synchronise, by line
+step   anywhere: dispatches and waits of one `step()`, on a stand-in accelerator whose kernels are the CPU's
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from campaign.loopback import Loopback
 from campaign.training import MIDDLE, STAGES, engine_of, own_batch, run_of
 
 WARM_UP = 2  # steps: orders are recorded, states are made
+MOST_DISPATCHES, MOST_WAITS = 40, 1  # of a step, collectives among them
 READER = "arena.py"  # the file of `host_value`, the one place that reads the device
 SOURCES = str(Path(sys.modules["zero3d"].__file__ or "").parent)
 
@@ -54,6 +59,40 @@ def unwanted(found: dict[str, Counter[str]]) -> str:
     return "; ".join(lines)
 
 
+def step(place: Place, account: Account) -> None:
+    """Count the third `step()` of a 32-block Llama at stage 3, in bf16 and with clipping, as one of 8 alike ranks."""
+    from instruments import accelerator, groups, host_traffic
+    from instruments.dispatches import Dispatches
+    from instruments.step_syncs import Options, engine_of as engine_on
+
+    options = Options(layers=32, dp=8, stage=3)
+    account.ran("shape", f"Llama of {options.layers} blocks, hidden {options.hidden}, vocabulary {options.vocab}")
+    device = accelerator.register()
+    with groups.alike(options.dp, device=accelerator.NAME), host_traffic.counted() as traffic:
+        engine = engine_on(options, device)
+        tokens = torch.randint(0, options.vocab, (2, 16)).to(device)
+        for number in range(WARM_UP + 1):
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            traffic.clear()
+            engine.traffic.reset()
+            dispatches = Dispatches()
+            with dispatches if number == WARM_UP else nullcontext():
+                engine.step()
+    collectives = sum(entry.calls for entry in engine.traffic)
+    total, waits = dispatches.total + collectives, sum(traffic.waits.values())
+    account.ran("dispatches", dict(dispatches.by_name.most_common()), over("dispatches", total, MOST_DISPATCHES))
+    account.ran("collectives", collectives)
+    lines = {f"{what}, {line}": count for (what, line), count in traffic.waits.most_common()}
+    account.ran("waits", lines, over("waits", waits, MOST_WAITS))
+    account.headline("step_dispatches", total)
+    account.headline("step_syncs", waits)
+
+
+def over(what: str, found: int, most: int) -> str:
+    """Return what is wrong with a count that has a budget."""
+    return f"{found} {what} in a step, at most {most} are allowed" if found > most else ""
+
+
 @contextmanager
 def waits() -> Iterator[Counter[str]]:
     """Count, inside, warnings of operations that synchronise by the line of zero3d, or else of torch, that called."""
@@ -75,7 +114,7 @@ def waits() -> Iterator[Counter[str]]:
 
 def caller() -> str:
     """Return the innermost line of zero3d on the stack; without one, that which called torch."""
-    frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
+    frames = [frame for frame in traceback.extract_stack() if frame.filename not in (__file__, warnings.__file__)]
     ours = [frame for frame in frames if frame.filename.startswith(SOURCES)]
     frame = (ours or frames)[-1]
     return f"{Path(frame.filename).name}:{frame.lineno} {frame.line}"

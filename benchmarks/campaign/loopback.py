@@ -8,6 +8,8 @@ without it, to the bit. The other two axes stay alone: at degree 1 nothing is cu
 
 from __future__ import annotations
 
+import atexit
+
 import torch
 import torch.distributed as dist
 
@@ -18,15 +20,16 @@ from campaign.training import (
     MIDDLE,
     STAGES,
     Run,
-    be_deterministic,
     compare,
     engine_of,
     run_of,
     train,
     train_plainly,
 )
+from zero3d import make_deterministic
 from zero3d.distributed import algorithms, collectives
 from zero3d.distributed.axis import Axis
+from zero3d.distributed.groups import EARLY, new_group, timeout, warm_up
 from zero3d.distributed.mesh import Mesh
 
 NEXT = {"fp32": FP32_TOLERANCE, "bf16": BF16_TOLERANCE}
@@ -52,15 +55,20 @@ class Loopback(Mesh):
         super().__init__(device=device)
 
     def open_axis(self, name: str) -> Axis:
-        """Make an axis of this rank, the data axis with two groups."""
+        """Make an axis of this rank, the data axis with two groups, as `Mesh` makes those of many ranks."""
         if name != "dp":
             return super().open_axis(name)
-        return Axis(name, 0, One(1), *(dist.new_group([0]) for _ in range(2)))
+        gathers, reductions = (new_group(name, [0], self.device, everyone=True) for _ in range(2))
+        axis = Axis(name, 0, One(1), gathers, reductions, device=self.device)
+        axis.patience = EARLY * timeout(self.device).total_seconds()
+        warm_up(axis)
+        atexit.register(axis.close)  # before torch.distributed ends, as `Mesh` does for larger axes
+        return axis
 
 
 def nccl(place: Place, account: Account) -> None:
     """Collectives by themselves, then every stage with looped axes against the same without, and a plain loop."""
-    be_deterministic()
+    make_deterministic(place.device)
     run = run_of(place, account, MIDDLE)
     alone, looped = Mesh(device=place.device), Loopback(place.device)
     account.ran("backend", looped.data.backend)

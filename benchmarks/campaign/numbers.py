@@ -16,13 +16,13 @@ from campaign.training import (
     STAGES,
     Curve,
     Run,
-    be_deterministic,
     compare,
     engine_of,
     run_of,
     train,
     train_plainly,
 )
+from zero3d import make_deterministic
 from zero3d.distributed.mesh import Mesh
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def parity(place: Place, account: Account) -> None:
 
 def deterministic(place: Place, account: Account) -> None:
     """Repeat trainings with deterministic algorithms: equal bits are due."""
-    be_deterministic()
+    make_deterministic(place.device)
     for what, first, second in repeated(place, account):
         compare(account, what, second, first, 0.0)
 

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from ranks import synchronize
+from instruments import races
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from campaign.account import Account, Place
 from campaign.loopback import Loopback
-from campaign.training import MIDDLE, STAGES, Curve, Run, be_deterministic, compare, engine_of, run_of, train
-from zero3d import Engine
+from campaign.training import MIDDLE, STAGES, Curve, Run, compare, engine_of, one_loss, own_batch, run_of, train
+from zero3d import Engine, make_deterministic
 from zero3d.distributed.mesh import Mesh
 from zero3d.zero.streams import Lane
 
@@ -29,25 +29,36 @@ LATE_CYCLES = 5_000_000  # about 3 ms at 1.7 GHz: longer than any unit of MIDDLE
 LATE = ("gathers", "reductions", "compute")
 
 
-# --- order --------------------------------------------------------------------------------------
+# --- order and lateness ---------------------------------------------------------------------------
 
 
-def order(place: Place, account: Account) -> None:
-    """Train stage 3 with lanes that log."""
-    be_deterministic()
+def late(place: Place, account: Account) -> None:
+    """Train stage 3 with lanes that log, then every stage with one stream late at a time."""
+    make_deterministic(place.device)
     run = run_of(place, account, MIDDLE)
-    mesh, log = Loopback(place.device), list[Event]()
+    mesh = Loopback(place.device)
+    if place.on_cpu:
+        account.skipped("lateness", "the CPU has no streams: what a lane is asked for is done at once")
     with sdpa_kernel(SDPBackend.MATH):
         reference = train(engine_of(Mesh(device=place.device), run, 0), run)
-        engine = engine_of(mesh, run, 3)
-        for lane in lanes(engine).values():
-            lane._log = log
-        curve = train(engine, run)
-    synchronize(mesh.device)
+        compare(account, "stage 3, lanes that log", logged(account, mesh, run), reference, 0.0)
+        for stage in STAGES:
+            for what in LATE:
+                engine = engine_of(mesh, run, stage)
+                delay(engine, what, sleep_on(mesh.device))
+                compare(account, f"stage {stage}, late {what}", train(engine, run), reference, 0.0)
+
+
+def logged(account: Account, mesh: Mesh, run: Run) -> Curve:
+    """Train stage 3; the account has what its lanes were asked for."""
+    engine, log = engine_of(mesh, run, 3), list[Event]()
+    for lane in lanes(engine).values():
+        lane._log = log
+    curve = train(engine, run)
     faults, ahead = order_faults(log), count_ahead(log)
     account.ran("events", len(log), f"{len(faults)} out of order, first: {faults[0]}" if faults else "")
     account.ran("gathers ahead", ahead, "" if ahead else "no gather ran ahead of the unit in use: there is no prefetch")
-    compare(account, "stage 3, stage 0", curve, reference, 0.0)
+    return curve
 
 
 def lanes(engine: Engine) -> dict[str, Lane]:
@@ -89,25 +100,6 @@ def count_ahead(log: list[Event]) -> int:
     return ahead
 
 
-# --- slowed -------------------------------------------------------------------------------------
-
-
-def slow(place: Place, account: Account) -> None:
-    """Train every stage with one stream late at a time."""
-    be_deterministic()
-    run = run_of(place, account, MIDDLE)
-    mesh = Loopback(place.device)
-    if place.on_cpu:
-        account.skipped("lateness", "the CPU has no streams: what a lane is asked for is done at once")
-    with sdpa_kernel(SDPBackend.MATH):
-        reference = train(engine_of(Mesh(device=place.device), run, 0), run)
-        for stage in STAGES:
-            for what in LATE:
-                engine = engine_of(mesh, run, stage)
-                delay(engine, what, sleep_on(mesh.device))
-                compare(account, f"stage {stage}, late {what}", train(engine, run), reference, 0.0)
-
-
 def sleep_on(device: torch.device) -> Callable[[], None]:
     """Return what makes the current stream late."""
     return (lambda: torch.cuda._sleep(LATE_CYCLES)) if device.type == "cuda" else (lambda: None)
@@ -145,18 +137,35 @@ def delay(engine: Engine, what: str, sleep: Callable[[], None]) -> None:
 
 def sanitizer(place: Place, account: Account) -> None:
     """Train every stage under the CUDA sanitizer: as torch has it, then with whole storages for tensors."""
+    run = run_of(place, account, MIDDLE)._replace(steps=3, precision="bf16")
     if place.on_cpu:
-        account.skipped("sanitizer", "it follows CUDA's streams, events and allocations")
+        account.skipped("sanitizer", "it follows CUDA's streams, events and allocations; a model of them stands in")
+        model_streams(account, run)
         return
     import torch.cuda._sanitizer as csan  # traces from here on
 
     csan.enable_cuda_sanitizer()
-    run = run_of(place, account, MIDDLE)._replace(steps=3, precision="bf16")
     mesh = Loopback(place.device)
     for granularity, handler in (("tensors", csan.ArgumentHandler), ("storages", by_storage(csan.ArgumentHandler))):
         csan.ArgumentHandler = handler  # type: ignore[misc]
         for stage in STAGES:
             watch(account, f"stage {stage}, by {granularity}", mesh, run, stage)
+
+
+def model_streams(account: Account, run: Run) -> None:
+    """Train one of 8 ranks with modelled streams, and one that is alone; planted faults must be found."""
+    for ranks, stage, fault in (*((8, stage, "") for stage in STAGES), (1, 3, "issue"), (1, 3, "join"), (8, 3, "wait")):
+        with races.alone_in(ranks), races.collectives_of(races.Model()):
+            engine = engine_of(races.lonely_mesh(dp=ranks), run, stage)
+            with races.modelled(engine, fault) as model:
+                for step in range(run.steps):
+                    one_loss(engine, *own_batch(engine.mesh.device, run, step))
+                    engine.step()
+            found = len(model.races)
+            if fault:
+                account.ran(f"races at stage {stage} without {fault}", found, "" if found else "none was found")
+            else:
+                account.ran(f"races at stage {stage}", found, f"first: {next(iter(model.races))}" if found else "")
 
 
 def watch(account: Account, what: str, mesh: Mesh, run: Run, stage: int) -> None:

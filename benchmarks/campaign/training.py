@@ -5,7 +5,6 @@ Nothing is read before the last step, so that nothing waits between steps: what 
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import NamedTuple, TypedDict
 
@@ -121,9 +120,3 @@ def compare(account: Account, what: str, found: Curve, reference: Curve, toleran
     holds = found == reference if tolerance == 0 else apart <= tolerance  # NaN is wrong
     row = {"difference": apart, "identical": found == reference, "losses": found["losses"]}
     account.ran(what, row, "" if holds else f"{apart:.2e} off, {tolerance:g} allowed: {found} for {reference}")
-
-
-def be_deterministic() -> None:
-    """Let equal runs give equal bits: call it before the process' first matrix product, which fixes cuBLAS' part."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)

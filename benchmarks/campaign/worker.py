@@ -17,7 +17,7 @@ from pathlib import Path
 from campaign.account import Account, Place
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-LAST_WORDS_S = 2.0
+LAST_WORDS_S = 1.0
 
 
 def main() -> None:

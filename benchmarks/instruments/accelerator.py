@@ -9,7 +9,8 @@ So autograd, views, hooks and in-place resizes work as on any device, values are
 that mixes devices fails as it would on CUDA: only numbers (tensors of no dimension) may come from the host.
 
 What a kernel cannot show is noted in `Log`: copies between the devices and everything that makes the host wait.
-Streams and events are host objects: nothing is asynchronous here, they say only who waits for whom.
+Streams and events are host objects. Nothing is asynchronous here but copies to pinned memory: their values come when
+the host waits for them.
 
 Registration is for ever and must come before the process' first backward: use a process of its own.
 """
@@ -17,6 +18,7 @@ Registration is for ever and must come before the process' first backward: use a
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -177,8 +179,36 @@ def copy_(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         outside = source if is_here(into) else into
         waits = not (non_blocking and is_pinned(outside))
         Log.note("host to device" if is_here(into) else "device to host", waits)
+        if is_here(source) and not waits:
+            return _arriving.put(into, twin(source).to(into.dtype, copy=True))
     (twin(into) if is_here(into) else into).copy_(twin(source) if is_here(source) else source)
     return into
+
+
+class _Arriving:
+    """Holds back what is copied to pinned memory until the host waits: who reads before that finds no value there.
+
+    begun   copies so far
+    """
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self._copies: deque[tuple[int, Tensor, Tensor]] = deque()
+
+    def put(self, into: Tensor, values: Tensor) -> Tensor:
+        into.fill_(float("nan") if into.is_floating_point() else -1)
+        self.begun += 1
+        self._copies.append((self.begun, into, values))
+        return into
+
+    def arrive(self, begun: int | None = None) -> None:
+        """Complete the copies that had begun by then; all of them."""
+        while self._copies and self._copies[0][0] <= (self.begun if begun is None else begun):
+            _, into, values = self._copies.popleft()
+            into.copy_(values)
+
+
+_arriving = _Arriving()
 
 
 def _to_copy(
@@ -246,26 +276,29 @@ class Stream:
 
     def query(self) -> bool:
         Log.note("stream.query", True)
+        _arriving.arrive()
         return True
 
     def synchronize(self) -> None:
         Log.note("stream.synchronize", True)
+        _arriving.arrive()
 
 
 class Event:
     """An event of the stand-in. The host that polls it waits: once it is not there yet, then it is."""
 
     def __init__(self, device: Any = None, **_: Any) -> None:
-        self._recorded, self._asked, self._waited = False, False, False
+        self._begun: int | None = None  # copies, when it was recorded
+        self._asked, self._waited = False, False
 
     def record(self, stream: Stream | None = None) -> None:
-        self._recorded, self._asked, self._waited = True, False, False
+        self._begun, self._asked, self._waited = _arriving.begun, False, False
 
     def wait(self, stream: Stream | None = None) -> None:
         """Let a stream wait; the host does not."""
 
     def query(self) -> bool:
-        if not self._recorded:
+        if self._begun is None:
             return True
         there, self._asked = self._asked, True
         if there:
@@ -280,9 +313,10 @@ class Event:
         return 0.0
 
     def _wait(self, how: str) -> None:
-        if not self._waited:
+        if not self._waited and self._begun is not None:
             Log.note(how, True)
-        self._waited = True
+            _arriving.arrive(self._begun)
+            self._waited = True
 
 
 _current = _Current()
@@ -296,6 +330,7 @@ def current_stream(device: Any = None) -> Stream:
 def synchronize(device: Any = None) -> None:
     """Wait for everything on the stand-in."""
     Log.note("synchronize", True)
+    _arriving.arrive()
 
 
 class Module:
@@ -322,6 +357,9 @@ class Module:
         return "stand-in"
 
     def max_memory_allocated(self, device: Any = None) -> int:
+        return 0
+
+    def max_memory_reserved(self, device: Any = None) -> int:
         return 0
 
     def memory_reserved(self, device: Any = None) -> int:

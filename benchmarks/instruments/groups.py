@@ -26,9 +26,10 @@ from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWor
 from torch.utils._python_dispatch import _disable_current_modes
 
 BACKEND = "instrument"
+READS = ("item", "tolist", "__bool__", "__float__", "__int__")
 PATIENCE = 60.0  # seconds for another thread
 Arrive = Callable[[list[Tensor]], object]
-Logs = list[list["Operation | Wait"]]  # of every rank
+Logs = list[list["Operation | Wait | Read"]]  # of every rank
 
 
 class WrongDevice(RuntimeError):
@@ -64,6 +65,10 @@ class Wait(NamedTuple):
     operation: int
 
 
+class Read(NamedTuple):
+    """A rank's host waits for all that its compute waits for, since it reads a value."""
+
+
 class Work:
     """An operation under way. Waiting is noted, once."""
 
@@ -86,7 +91,7 @@ class Fabric:
     """What lies between ranks: `alike`, or threads that meet here.
 
     device   the only one whose tensors groups take
-    log      operations and waits of every rank, in order
+    log      operations, waits and reads of every rank, in order
     """
 
     def __init__(self, device: str, world: int, threads: bool) -> None:
@@ -300,13 +305,23 @@ def _backend(fabric: Fabric) -> Iterator[None]:
         ranks = asked.global_ranks_in_group or range(asked.group_size)
         return Group(fabric, asked.group_id, ranks, asked.group_rank, asked.timeout)
 
+    def reading(method: Callable[..., Any]) -> Callable[..., Any]:
+        def read(t: Tensor, *rest: Any) -> Any:
+            if dist.is_initialized():
+                fabric.log[dist.get_rank()].append(Read())
+            return method(t, *rest)
+
+        return read
+
     backend = dist.Backend
     if BACKEND.upper() not in backend._plugins:
         backend.register_backend(BACKEND, create, extended_api=True, devices=[fabric.device])
     with (
         mock.patch.dict(backend._plugins, {BACKEND.upper(): backend._BackendPlugin(create, True)}),
+        mock.patch.dict(backend.backend_capability, {BACKEND: [fabric.device]}),
         mock.patch.dict(backend.default_device_backend_map, {fabric.device: BACKEND}),
         mock.patch.object(dist, "batch_isend_irecv", _batch),
+        mock.patch.multiple(Tensor, **{name: reading(getattr(Tensor, name)) for name in READS}),
     ):
         yield
 

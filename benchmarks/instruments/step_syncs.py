@@ -102,9 +102,8 @@ def engine_of(options: Options, device: Any) -> Any:
         num_attention_heads=4, num_key_value_heads=2, vocab_size=options.vocab, max_position_embeddings=64,
         tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
-    module = LlamaForCausalLM(config).to(device)  # torch points no CPU parameter at a PrivateUse1 tensor
     return zero3d.Engine(
-        module, stage=options.stage, mesh=zero3d.Mesh(device=device), precision=options.precision,
+        LlamaForCausalLM(config), stage=options.stage, mesh=zero3d.Mesh(device=device), precision=options.precision,
         clip_norm=1.0, accumulate=options.micro_batches, exact=options.exact,
     )  # fmt: skip
 

@@ -132,7 +132,15 @@ def load_at(stage, model, source, folder):
     return str(engine.save(folder)), loss, engine.steps
 
 
-SHAPES = [((4, 3), (2, 1)), ((2, 0), (4, 3)), ((1, 2), (4, 2)), ((4, 1), (1, 0))]
+SHAPES = [
+    ((3, 3), (2, 1)),
+    ((3, 2), (4, 3)),
+    ((4, 3), (3, 3)),
+    ((4, 3), (2, 1)),
+    ((2, 0), (4, 3)),
+    ((1, 2), (4, 2)),
+    ((4, 1), (1, 0)),
+]
 
 
 @pytest.mark.parametrize(("before", "after"), SHAPES)

@@ -55,7 +55,7 @@ def simulated(alone, path, plan, stage, packed=False, whole=False):
             "steps": 10, "micro_batch": plan.micro_batch, "batch": plan.micro_batch * plan.accumulate * plan.dp,
         },
         "mesh": mesh | ({"schedule": plan.schedule} if plan.pp > 1 else {}),
-        "zero": {"stage": plan.stage, "release": plan.release}, "precision": plan.precision, "activations": plan.activations,
+        "zero": {"stage": plan.stage, "release": plan.release, "reduce": plan.reduce, "reduce_scatter": plan.reduce_scatter, "reduce_dtype": plan.reduce_dtype}, "precision": plan.precision, "activations": plan.activations,
     })  # fmt: skip
     found = alone(dry, to_dict(config), stage * plan.dp * plan.tp, plan.world, whole)
     if isinstance(found, ConfigError):
@@ -97,10 +97,14 @@ P = ParallelPlan
 @pytest.mark.parametrize(("plan", "tied", "packed"), [
     (P(dp=2, tp=2, stage=3, activations="every:4", sequence_parallel=True), False, False),
     (P(dp=2, pp=2, stage=3, accumulate=4, schedule="zero-bubble"), False, False),
+    (P(dp=4, stage=0), False, False),
     pytest.param(P(dp=2, stage=2, micro_batch=2), True, True, marks=pytest.mark.long),
     *(pytest.param(*case, marks=long) for case in [
         (P(dp=4, stage=3, activations="full", accumulate=2), True, False),
         (P(dp=2, stage=3, activations="every:3", accumulate=2), True, False),
+        *((P(dp=4, stage=stage, reduce_scatter=way), False, False) for stage in (1, 3) for way in ("auto", "native")),
+        (P(dp=4, stage=0, reduce_scatter="native"), False, False),
+        (P(dp=4, stage=1, reduce_dtype="bf16", accumulate=2), False, False),
         (P(dp=2, tp=4, stage=1, sequence_parallel=True, micro_batch=2), False, False),
         (P(dp=8, stage=3, micro_batch=2), False, False),
         (P(dp=4, stage=0, micro_batch=4), False, False),
@@ -143,11 +147,24 @@ def test_what_is_said_to_fit_fits_in_simulation(alone, models, plan, tied):
 
 
 @long
-@pytest.mark.parametrize(("schedule", "activations"), [("1f1b", "full"), ("zbv", "none"), ("interleaved", "none")])
+@pytest.mark.parametrize(("schedule", "activations", "reduce"), [
+    ("1f1b", "full", "every_micro_batch"), ("interleaved", "none", "every_micro_batch"), ("zbv", "none", "every_step"),
+])  # fmt: skip
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_pipeline_that_releases_every_use_gathers_as_often_as_planned(alone, models, schedule, activations, stage):
-    plan = P(dp=2, pp=2, stage=3, accumulate=4, schedule=schedule, activations=activations, release="every_use")
+def test_a_pipeline_that_releases_every_use_sends_what_is_planned(alone, models, schedule, activations, stage, reduce):
+    plan = P(
+        dp=2,
+        pp=2,
+        stage=3,
+        accumulate=4,
+        schedule=schedule,
+        activations=activations,
+        release="every_use",
+        reduce=reduce,
+    )
     path, spec = models(True)
     rank = simulated(alone, path, plan, stage, whole=True)
-    gathered = sum(entry.nbytes for entry in rank.traffic if entry.op == "all_gather")
-    assert rank_traffic(spec, plan, stage)["all_gather dp"] == gathered
+    planned = rank_traffic(spec, plan, stage)
+    for operation in ("all_gather", "reduce_scatter"):
+        found = sum(entry.nbytes for entry in rank.traffic if entry.op == operation)
+        assert planned[f"{operation} dp"] == found, operation

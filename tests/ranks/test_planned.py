@@ -94,6 +94,18 @@ def test_short_runs_and_models_without_a_plan_are_left_in_peace(ranks, tmp_path)
     assert note.startswith("no plan to compare this run with: Unnamed has no list of two or more blocks")
 
 
+def reserving(made):
+    """The records of a run whose device has an allocator."""
+    with mock.patch("zero3d.train.loop.reserved_bytes", lambda engine: 1000 + engine.steps):
+        return [record.get("reserved_bytes") for record in train(made)]
+
+
+def test_records_have_what_an_allocator_has_reserved_and_on_the_cpu_nothing(ranks, tmp_path):
+    assert ranks(1, reserving, run_of(tmp_path, 2)) == [[1001, 1002]]
+    (records,) = ranks(1, train, run_of(tmp_path, 1, output=str(tmp_path / "second")))
+    assert "reserved_bytes" not in records[0]
+
+
 @pytest.mark.parametrize("place", [cluster("a100-80", 8, 1), scaled(cluster("h100", 8, 1), 0.5)])
 @pytest.mark.parametrize("times", [0.7, 1.0, 3.0])
 def test_a_corrected_cluster_plans_the_step_that_was_measured(place, times):

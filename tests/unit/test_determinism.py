@@ -1,5 +1,6 @@
 """Deterministic algorithms on accelerators, and what a checkpoint says of them. A stand-in for CUDA: no GPU is needed."""
 
+import json
 import os
 import random
 import warnings
@@ -9,14 +10,18 @@ import numpy
 import pytest
 import torch
 
+import zero3d
 from zero3d import make_deterministic
 from zero3d.checkpoint.resume_contract import resume_guarantee
 from zero3d.config import load
 from zero3d.distributed import determinism
 from zero3d.distributed.determinism import device_facts, refusals_named, warn_of_exact
+from zero3d.engine.state import who_adds
 from zero3d.errors import ConfigError
 from zero3d.rng import rng_state, set_rng_state
 from zero3d.setup import inputs
+from zero3d.train import run as train
+from zero3d.train.lock import FolderLock
 
 CUBLAS, GPU = "CUBLAS_WORKSPACE_CONFIG", torch.device("cuda", 1)
 SETTINGS = (CUBLAS, "NCCL_ALGO", "NCCL_PROTO", "FLASH_ATTENTION_DETERMINISTIC")
@@ -128,6 +133,15 @@ def test_an_operation_without_a_deterministic_form_is_a_clear_error(environment)
         raise RuntimeError("another")
 
 
+def test_a_run_says_what_torch_refused_in_one_line(monkeypatch):
+    def refused(*_):
+        raise RuntimeError("_histc_cuda does not have a deterministic implementation, but you set ...")
+
+    monkeypatch.setattr(train, "_run", refused)
+    with pytest.raises(ConfigError, match=r"^train.deterministic .*: _histc_cuda has no form"):
+        train.run(load({}), None, None, FolderLock())
+
+
 def test_exact_sums_without_deterministic_kernels_are_warned_of(environment):
     with pytest.warns(UserWarning, match="exact=True on cuda with deterministic algorithms off"):
         warn_of_exact(GPU)
@@ -164,16 +178,40 @@ def test_facts_are_those_of_the_device(environment, monkeypatch):
     assert device_facts(torch.device("cpu"), "gloo", 2) == {}
 
 
+def added(dp_algorithm, travels, dp=4, tp=1, exact=False):
+    """Who adds what ranks have, of an engine whose gradients travel in these dtypes."""
+    axes = SimpleNamespace(
+        dp=SimpleNamespace(algorithm=dp_algorithm, size=dp), tp=SimpleNamespace(algorithm="native", size=tp)
+    )
+    units = [SimpleNamespace(grads=1, gradients=SimpleNamespace(travels=dtype)) for dtype in travels]
+    order = SimpleNamespace(summands=1 if exact else None)
+    assembly = SimpleNamespace(
+        base=SimpleNamespace(axes=axes, order=order),
+        runtime=SimpleNamespace(units=[*units, SimpleNamespace(grads=None)]),
+    )
+    return tuple(who_adds(assembly).values())
+
+
+def test_what_is_sent_in_16_bits_is_added_in_rank_order_and_wide_gradients_by_the_backend():
+    narrow, wide = torch.bfloat16, torch.float32
+    assert added("all-to-all", [narrow, narrow]) == ("in rank order", "none")
+    assert added("all-to-all", [narrow, wide]) == ("by the backend", "none")
+    assert added("native", [narrow]) == ("by the backend", "none")
+    assert added("pairwise", [wide]) == ("in rank order", "none")
+    assert added("native", [wide], exact=True) == ("in exact mode's tree", "none")
+    assert added("native", [wide], dp=1, tp=2) == ("none", "by the backend")
+
+
 HERE = {"stage": 3, "reduce": "every_step", "accumulate": 1, "dp": 4, "tp": 1, "pp": 1, "precision": "bf16", "wire": "bfloat16",
         "algorithm": "pairwise", "torch": "2.13", "kernels": "NVIDIA H100", "threads": 1, "leaves": None,
-        "deterministic": "on", "backend": "nccl", "tp_algorithm": "native", "cublas_workspace": ":4096:8", "capability": "9.0",
+        "deterministic": "on", "backend": "nccl", "dp_sums": "in rank order", "tp_sums": "none", "cublas_workspace": ":4096:8", "capability": "9.0",
         "cuda": "12.8", "cudnn": "91002", "fp32": "matmul none, conv tf32, rnn tf32", "narrow_sums": "bf16 True",
         "nccl": "2.27.3", "nccl_algorithm": "Ring", "nccl_protocol": "chosen by NCCL", "ranks_per_host": 8}  # fmt: skip
 OLD = {name: HERE[name] for name in list(HERE)[: list(HERE).index("deterministic")]}  # as manifests were
-NATIVE, OVER_TP = HERE | {"algorithm": "native"}, HERE | {"tp": 2}
+NATIVE, OVER_TP = HERE | {"dp_sums": "by the backend"}, HERE | {"tp_sums": "by the backend"}
 
 
-@pytest.mark.parametrize("about", [HERE, NATIVE, OVER_TP, NATIVE | {"leaves": 8}])
+@pytest.mark.parametrize("about", [HERE, NATIVE, OVER_TP])
 def test_on_a_gpu_a_resume_is_bitwise_where_all_of_it_is_equal(about):
     assert resume_guarantee(about, about).startswith("bitwise: ")
 
@@ -181,7 +219,7 @@ def test_on_a_gpu_a_resume_is_bitwise_where_all_of_it_is_equal(about):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("deterministic", "off"), ("cublas_workspace", ":16:8"), ("capability", "8.0"), ("cuda", "12.6"), ("cudnn", "90000"),
-     ("fp32", "matmul tf32"), ("narrow_sums", "bf16 False"), ("backend", "gloo")],
+     ("fp32", "matmul tf32"), ("narrow_sums", "bf16 False"), ("backend", "gloo"), ("dp_sums", "by the backend")],
 )  # fmt: skip
 @pytest.mark.parametrize("exact", [None, 8])
 def test_on_a_gpu_what_differs_is_named(name, value, exact):
@@ -199,8 +237,9 @@ def test_nccl_matters_where_it_adds(name, value):
         assert resume_guarantee(adds, adds | {name: value}) == (
             f"not bitwise: {name} {adds[name]} -> {value} (sums may be taken in another order)"
         )
-    for rank_order in (HERE, NATIVE | {"leaves": 8}, NATIVE | {"dp": 1}):
-        assert resume_guarantee(rank_order, rank_order | {name: value}).startswith("bitwise: ")
+    for dp_sums in ("in rank order", "none", "in exact mode's tree"):
+        about = HERE | {"dp_sums": dp_sums}
+        assert resume_guarantee(about, about | {name: value}).startswith("bitwise: ")
 
 
 @pytest.mark.parametrize(
@@ -221,6 +260,25 @@ def test_manifests_from_before_say_nothing_of_gpus():
     assert resume_guarantee(on_cpu, on_cpu).startswith("bitwise: ")
     assert resume_guarantee(on_cpu, HERE) == "not bitwise: kernels AVX2 -> NVIDIA H100 (they sum in other orders)"
     assert resume_guarantee(HERE, on_cpu) == "not bitwise: kernels NVIDIA H100 -> AVX2 (they sum in other orders)"
+
+
+def test_a_checkpoint_holds_the_facts_and_its_resume_names_what_differs(tmp_path, monkeypatch):
+    facts = {name: HERE[name] for name in ("deterministic", "backend", "cuda", "ranks_per_host")}
+
+    def resumed(of_device):
+        monkeypatch.setattr("zero3d.engine.state.device_facts", lambda *_: of_device)
+        engine.load(tmp_path / "new" if of_device is not old else tmp_path / "old")
+        return engine.resumed
+
+    engine, old = zero3d.Engine(torch.nn.Linear(4, 4), precision="fp32"), dict(facts)
+    engine.save(tmp_path / "old")
+    monkeypatch.setattr("zero3d.engine.state.device_facts", lambda *_: facts)
+    about = json.loads((engine.save(tmp_path / "new") / "manifest.json").read_text())["about"]
+    assert about.items() >= facts.items()
+    assert resumed(facts).startswith("bitwise: ")
+    assert resumed(facts | {"cuda": "12.9"}).startswith("not bitwise: cuda 12.8 -> 12.9 (sums may be taken in another")
+    assert resumed({}).startswith("bitwise: ")  # as on the CPU, which compares what it said before
+    assert resumed(old).startswith("not bitwise: deterministic unknown -> on; backend unknown -> nccl; cuda unknown")
 
 
 # --- random states ------------------------------------------------------------------------------

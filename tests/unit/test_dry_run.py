@@ -1,5 +1,7 @@
 """One step of each stage on a fake group of 64 ranks under FakeTensorMode: no data, the same accounting."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,3 +37,20 @@ def test_one_step_of_each_stage(world_of_64, stage, model):
     moved = step_traffic(stage, engine.traffic_units, 64, count_gathers(engine.gathers.events))
     measured = {(e.op, e.unit): tuple(e[3:]) for e in engine.traffic if e.op != "broadcast"}
     assert measured == {key: tuple(value) for key, value in moved.items()}
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, 1), (7, 0)])
+def test_a_thousand_ranks_of_a_small_model_are_warned_of_its_padding_once(rank, told):
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=rank, world_size=1000, store=FakeStore())
+    try:
+        with warnings.catch_warnings(record=True) as caught, FakeTensorMode():
+            engine = zero3d.Engine(build("net"), stage=3, precision="bf16", optimizer=adamw)
+        texts = [str(entry.message) for entry in caught if "padding: " in str(entry.message)]
+        assert len(texts) == told
+        assert all("dp=1000 cuts" in text for text in texts)
+        memory = {entry.category: entry for entry in engine.memory}
+        assert memory["padding"].planned == memory["padding"].measured
+    finally:
+        dist.destroy_process_group()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zero3d.memory.arena import Arena
-from zero3d.zero.gathers import STEP, Gathers
+from zero3d.zero.gathers import STEP, Gathers, Order
 from zero3d.zero.policy import State
 from zero3d.zero.stages import WINDOW
 from zero3d.zero.streams import Lane
@@ -100,18 +100,63 @@ def test_the_order_of_one_micro_batch_is_gathered_a_window_ahead_in_the_next():
         assert model.micro_batch("abcd") == AHEAD
 
 
-def test_another_order_gives_back_what_was_gathered_for_the_old_one_and_is_the_next_plan():
+def test_another_order_finds_its_place_in_the_plan_again_and_is_the_next_one():
     model = Model()
     for _ in range(2):
         model.micro_batch("abcd")
     assert model.micro_batch("acbd") == [
         "gather a gather b gather c join a free a",
-        "join b free b join c free c",  # c came where b should: b is not wanted, c is there already
-        "gather b join b free b",
-        "gather d join d free d",  # and nothing is gathered ahead of what is unknown
+        "gather d join c free c",  # c came where b should: the plan goes on behind it
+        "join b free b",  # what was gathered too early is kept for its use, and nothing is planned behind that
+        "join d free d",
         "",
     ]
     assert model.micro_batch("acbd")[:2] == ["gather a gather c gather b join a free a", "gather d join c free c"]
+
+
+def test_what_the_plan_does_not_have_is_gathered_alone_and_the_plan_waits_for_its_next_unit():
+    model = Model()
+    for _ in range(2):
+        model.micro_batch("abcd")
+    assert model.micro_batch("aebfcd") == [
+        "gather a gather b gather c join a free a",
+        "gather e join e free e",
+        "gather d join b free b",
+        "gather f join f free f",
+        "join c free c",
+        "join d free d",
+        "",
+    ]
+
+
+def test_a_first_micro_batch_follows_what_is_expected():
+    model = Model()
+    model.gathers.training.expect([model.units[name] for name in "abcd"])
+    assert model.micro_batch("abcdcba") == [*AHEAD[:4], "gather c join c free c", *ALONE[1::-1], ""]
+    assert model.micro_batch("ad") == [AHEAD[0], "gather d join d free d", "join b free b join c free c"]
+    assert model.micro_batch("ad") == ["gather a gather d join a free a", "join d free d", ""]
+
+
+def test_a_forward_without_grad_has_a_plan_of_its_own_and_the_micro_batch_around_it_goes_on():
+    model, order = Model(), Order()
+    for _ in range(2):
+        model.micro_batch("abc")
+    model.gathers.begin()
+    assert model.use("a") == AHEAD[0]
+
+    def forward(names):
+        model.gathers.begin_forward(order)
+        done = [model.use(name) for name in names]
+        model.log.clear()
+        model.gathers.end_forward()
+        return [*done, " ".join(model.log)]
+
+    assert forward("de") == ["gather d join d free d", "gather e join e free e", "join b free b join c free c"]
+    assert forward("de") == ["gather d gather e join d free d", "join e free e", ""]
+    assert forward("d") == ["gather d gather e join d free d", "join e free e"]
+    assert model.states() == {}
+    assert model.use("b") == "gather b gather c join b free b"
+    assert model.use("c") == "join c free c"
 
 
 def test_a_shorter_micro_batch_leaves_nothing_gathered_whose_weights_a_step_would_make_old():

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from zero3d.shards.boxes import box_shape, boxes, intersect
-from zero3d.zero.layout import ALIGN, UnitLayout
+from zero3d.zero.layout import ALIGN, UnitLayout, grid, padding_warning
 
 SHAPES = [("a", (3, 5), 0), ("b", (1,), 1), ("c", (), 0), ("d", (997,), 0), ("e", (70, 300), 1), ("f", (0, 4), 0)]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8, 64, 96])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8, 64, 96, 1000, 1024])
 def test_pieces_cover_every_parameter_once(n):
     layout = UnitLayout(SHAPES, n)
     assert layout.total == n * layout.shard
@@ -33,6 +33,39 @@ def test_slots_are_packed_by_group_aligned_and_independent_of_n_up_to_64():
     assert groups == sorted(groups)
     assert all(slot.start % ALIGN == 0 for slot in layouts[0].slots)
     assert layouts[0].padding == layouts[0].total - layouts[0].numel
+
+
+@pytest.mark.parametrize(("n", "multiple"), [
+    *((1 << i, 16_384) for i in range(11)), (2048, 32_768), (3, 48), (6, 96), (12, 192), (24, 384), (96, 1536), (1000, 16_000),
+])  # fmt: skip
+@pytest.mark.parametrize("numel", [1, 107_789, 2_048_000])
+def test_a_unit_has_the_fewest_elements_of_which_every_shard_has_whole_groups_and_one_total_where_n_is_a_power_of_two(
+    n, multiple, numel
+):
+    layout = UnitLayout([("a", (numel,), 0)], n)
+    aligned = -(-numel // ALIGN) * ALIGN
+    assert layout.total == -(-aligned // multiple) * multiple
+    assert layout.tail == layout.total - aligned < multiple
+    assert layout.total % grid(n) == 0
+    assert grid(n) % n == 0
+    if n <= 1024:
+        assert layout.tail < 16_384, "no more than on one rank"
+
+
+def test_padding_above_a_tenth_is_told_with_the_arithmetic_and_what_to_type():
+    def units(n, numel, count=2):
+        return [UnitLayout([("a", (numel,), 0)], n) for _ in range(count)]
+
+    text = padding_warning([*units(4096, 65_536, 3), *units(4096, 32_768, 1)])
+    assert text == (
+        "padding: 32,768 elements for 229,376 parameters (14%); dp=4096 cuts 4 units into equal shards of whole groups "
+        "of 16, 65,536 elements or more each. Memory and traffic grow by that. Pass units= with fewer, larger modules, or "
+        "a smaller dp (more tp or pp)."
+    )
+    assert padding_warning(units(1000, 160)) is not None
+    assert padding_warning(units(1000, 145_664)) is None  # filled up with 14,336, a tenth would be 14,566
+    assert padding_warning(units(1000, 144_128)) is not None
+    assert padding_warning(units(64, 160)) is None, "nothing that another dp would change"
 
 
 def test_boxes_of_random_ranges_are_tight_contiguous_covers():

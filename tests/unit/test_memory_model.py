@@ -19,6 +19,7 @@ from by_hand import (
     MUCH,
     TOKENS,
     VOCAB,
+    WIRE,
     at,
     fullest,
     kept,
@@ -31,8 +32,8 @@ from zero3d.plan.memory import memory
 from zero3d.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
 
 # --- one rank class, at stage 3 -------------------------------------------------------------------
-# bf16 weights (2 bytes) are gathered; local gradients wait in buckets as they travel, in fp32 (4), and their sum lands
-# where it stays. Tokens and labels are int64: 16 bytes.
+# bf16 weights (2 bytes) are gathered; local gradients wait in buckets (2) and travel as they are: the terms of all
+# ranks arrive (2). Tokens and labels are int64: 16 bytes.
 
 
 def test_the_head_s_logits_beside_all_that_is_kept_and_two_blocks_gathered_ahead():
@@ -55,7 +56,8 @@ def test_a_block_s_backward_beside_what_those_before_it_keep(blocks):
         "activations": TOKENS * (EMBEDDING_KEPT + (blocks - third) * BLOCK_KEPT),
         "temporary": TOKENS * MUCH,
         "gathered": 2 * (min(3, blocks - third) * BLOCK + (ENDS if blocks - third < 3 else 0)),
-        "bucket": 4 * ((third + 1) * BLOCK + (0 if third == 2 else ENDS)),
+        "bucket": 2 * ((third + 1) * BLOCK + (0 if third == 2 else ENDS)),
+        "wire": third * WIRE["block"] + (0 if third == 2 else WIRE["ends"]),
     }
 
 
@@ -65,24 +67,29 @@ def test_the_embedding_s_backward_beside_two_blocks_being_reduced():
         "activations": TOKENS * EMBEDDING_KEPT,
         "temporary": TOKENS * MUCH,
         "gathered": 2 * ENDS,
-        "bucket": 4 * (2 * BLOCK + ENDS),
+        "bucket": 2 * (2 * BLOCK + ENDS),
+        "wire": 2 * WIRE["block"],
     }
 
 
 def test_a_root_unit_is_gathered_all_along_and_its_bucket_opens_at_once():
     without, with_root = (at(model_of("block", root=root), "backward of blocks.1", dp=2) for root in (0, 16_384))
     assert with_root == without | {
-        "gathered": without["gathered"] + 2 * 16_384, "bucket": without["bucket"] + 4 * 16_384
+        "gathered": without["gathered"] + 2 * 16_384, "bucket": without["bucket"] + 2 * 16_384
     }  # fmt: skip
 
 
 def test_a_large_root_unit_is_reduced_at_the_end_beside_the_last_of_the_others():
-    root = 64 * 16_384
-    assert at(model_of(root=root), "end of the backward", dp=2, stage=2, accumulate=2) == {
-        "batch": 2 * BATCH, "bucket": 4 * (ENDS + root), "wire": 4 * (ENDS + root) / 2
+    root = 16 * 16_384
+    assert at(model_of(root=root), "end of the backward", dp=16, stage=2) == {
+        "batch": BATCH,
+        "bucket": 2 * (ENDS + root),
+        "wire": WIRE["ends"] + 2 * root,
+    }
+    native = {"reduce_scatter": "native", "reduce_dtype": "bf16"}
+    assert at(model_of(root=root), "end of the backward", dp=16, stage=1, accumulate=2, **native) == {
+        "batch": 2 * BATCH, "wire": (2 + 2 / 16) * (ENDS + root)
     }  # fmt: skip
-    found = at(model_of(root=root), "end of the backward", dp=16, stage=1, accumulate=2, reduce_dtype="bf16")
-    assert found == {"batch": 2 * BATCH, "wire": (2 + 2 / 16) * (ENDS + root)}
 
 
 def test_a_tied_head_s_gradient_waits_for_the_embedding_s():
@@ -90,7 +97,7 @@ def test_a_tied_head_s_gradient_waits_for_the_embedding_s():
     for kind, name, waits in (("block", "backward of blocks.1", 1), ("embedding", "backward of the embedding", 2)):
         found, untied = (at(model_of(kind, tied=tied), name, dp=2) for tied in (True, False))
         assert found["temporary"] == untied["temporary"] + waits * 2 * ENDS
-    assert found["bucket"] == 4 * (2 * BLOCK + ENDS)
+    assert found["gathered" if "gathered" in found else "bucket"] == 2 * (2 * BLOCK + ENDS)
     cut, untied = (at(model_of("block", tied=tied), "backward of blocks.1", dp=2, tp=2) for tied in (True, False))
     assert cut["temporary"] == untied["temporary"] + 2 * ENDS / 2
     head = at(model_of("head", tied=True), "logits and loss", dp=2)
@@ -109,7 +116,7 @@ def test_gradients_that_autograd_holds_are_divided_by_tp():
 
 
 @pytest.mark.parametrize(("plan", "elements"), [
-    ({"dp": 1}, 4 * BLOCK + 2 * ENDS), ({"dp": 16}, 4 * BLOCK + 2 * ENDS),
+    ({"dp": 1}, 4 * BLOCK + 2 * ENDS), ({"dp": 16, "reduce_scatter": "native"}, 4 * BLOCK + 2 * ENDS),
     ({"dp": 2, "stage": 1, "accumulate": 2}, (4 * BLOCK + 2 * ENDS) / 2),
 ])  # fmt: skip
 def test_masters_are_cast_together(plan, elements):
@@ -191,22 +198,30 @@ def test_outputs_of_experts_are_those_that_a_token_meets():
 # --- buffers of reductions ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("plan", "cast", "arrives"), [
-    ({}, 0, 0),  # bf16 gradients travel as fp32, in which their bucket is; the sum lands in its shard
-    ({"accumulate": 2}, 0, 4),  # and is added to that of the micro-batch before
-    ({"reduce_dtype": "bf16"}, 0, 2),
-    ({"precision": "fp32"}, 0, 0),
-    ({"precision": "fp64", "accumulate": 2}, 0, 8),
-    ({"reduce": "every_step", "accumulate": 2}, 0, 0),  # summed in fp32 where they are
-    ({"reduce": "every_step", "accumulate": 1}, 4, 0),
-    ({"stage": 1, "accumulate": 1}, 4, 0),
-    ({"stage": 1, "accumulate": 2}, 0, 0),
-    ({"stage": 0}, 0, 0),
-    ({"stage": 1, "precision": "bf16", "reduce_dtype": "bf16", "accumulate": 2}, 2, 2),
+NATIVE = {"reduce_scatter": "native"}
+
+
+@pytest.mark.parametrize(("plan", "cast", "arrives", "of"), [
+    ({}, 0, 2, 1),  # terms of all ranks
+    (NATIVE, 0, 0, 4),  # bf16 gradients travel as fp32, in which their bucket is; the sum lands in its shard
+    (NATIVE | {"accumulate": 2}, 0, 4, 4),  # and is added to that of the micro-batch before
+    ({"reduce_dtype": "bf16"}, 0, 2, 1),
+    ({"reduce_dtype": "bf16"} | NATIVE, 0, 2, 4),
+    ({"precision": "fp32"}, 0, 0, 4),
+    ({"precision": "fp64"}, 0, 0, 4),
+    ({"precision": "fp64", "accumulate": 2}, 0, 8, 4),
+    ({"reduce": "every_step", "accumulate": 2}, 0, 0, 4),  # summed in fp32 where they are
+    ({"reduce": "every_step", "accumulate": 1}, 0, 2, 1),
+    ({"stage": 1, "accumulate": 1}, 0, 2, 1),
+    ({"stage": 1, "accumulate": 1} | NATIVE, 4, 0, 4),
+    ({"stage": 1, "accumulate": 2}, 0, 0, 4),
+    ({"stage": 0}, 2, 2, 1),  # kept in fp32
+    ({"stage": 0} | NATIVE, 0, 0, 4),
+    ({"stage": 1, "precision": "bf16", "reduce_dtype": "bf16", "accumulate": 2}, 2, 2, 1),
 ])  # fmt: skip
-def test_two_reductions_are_under_way_as_they_travel(plan, cast, arrives):
+def test_two_reductions_are_under_way_as_they_travel(plan, cast, arrives, of):
     found = fullest("embedding", **{"dp": 4} | plan)
-    assert found.get("wire", 0) == 2 * (cast * BLOCK + arrives * BLOCK / 4)
+    assert found.get("wire", 0) == 2 * (cast * BLOCK + arrives * BLOCK / of)
 
 
 def test_a_rank_by_itself_sends_nothing_and_its_buckets_are_the_fullest_instant():

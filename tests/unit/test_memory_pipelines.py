@@ -14,6 +14,7 @@ from by_hand import (
     MUCH,
     TOKENS,
     VOCAB,
+    WIRE,
     at,
     fullest,
     kept,
@@ -41,7 +42,8 @@ def test_a_pipeline_keeps_what_is_in_flight_and_what_is_passed_on(schedule, held
 def test_gradients_are_reduced_in_the_last_micro_batch_or_in_each_as_asked():
     """Before the last one two micro-batches are in flight: where all are reduced, that is the fullest."""
     plan = PIPE | {"dp": 2, "stage": 2}
-    once = fullest("embedding", 0, reduce="every_step", reduce_dtype="bf16", **plan)
+    native = {"reduce_scatter": "native", "reduce_dtype": "bf16"}
+    once = fullest("embedding", 0, reduce="every_step", **native, **plan)
     each = fullest("embedding", 0, reduce="every_micro_batch", **plan)
     assert once["activations"] == TOKENS * EMBEDDING_KEPT
     assert once["wire"] == 2 * (2 * BLOCK + 2 * BLOCK / 2)  # summed in fp32, cast to be sent
@@ -49,7 +51,7 @@ def test_gradients_are_reduced_in_the_last_micro_batch_or_in_each_as_asked():
     assert once["passed"] == (1 + 1) * STATE  # what went out, and its gradient
     assert each["passed"] == (2 + 1) * STATE
     assert each["activations"] == TOKENS * (2 * EMBEDDING_KEPT + 2 * BLOCK_KEPT)
-    assert (each["bucket"], each["wire"]) == (4 * (2 * BLOCK + ENDS), 2 * 4 * BLOCK / 2)
+    assert (each["bucket"], each["wire"]) == (2 * (2 * BLOCK + ENDS), 2 * WIRE["block"])
 
 
 OUTPUTS = {"block": 128 + 128, "head": 64}  # elements of a token behind a part's weights: their gradients wait for W

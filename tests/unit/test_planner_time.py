@@ -174,3 +174,6 @@ def test_an_assumed_shape_and_eager_attention_are_told():
     assert any("assumed" in note for note in notes)
     eager = gpt(2, 64, 4, 100, 32, flash=False)
     assert any("flash" in note for note in evaluate(eager, A100, ParallelPlan()).notes)
+    small = gpt(2, 64, 2, 100, 64)
+    assert any("padding: " in note for note in evaluate(small, cluster("a100", 1000, 125), ParallelPlan(dp=1000)).notes)
+    assert not any("padding: " in note for note in evaluate(small, A100, ParallelPlan(dp=64)).notes)

@@ -72,6 +72,48 @@ def test_accesses_are_ordered_and_all_memory_is_of_computes_pool(case):
     assert "wire" in {allocation.buffer for allocation in model.allocations} or case[0][0] == 1
 
 
+def read_by(engine):
+    """What reads all weights after a step: by name, how."""
+
+    def in_full_params():
+        with engine.full_params():
+            return list(engine.module.parameters())
+
+    def after_a_bare_step():
+        for given in micro_batches(2, engine.accumulation.usual):
+            engine.backward(engine(**given).loss)
+        engine.step()
+        return list(engine.module.parameters())
+
+    def after(do):
+        do()
+        return list(engine.module.parameters())
+
+    ids = micro_batches(1, 1)[0]["input_ids"]
+    return {
+        "full_params": in_full_params,
+        "state_dict": lambda: list(engine.module.state_dict().values()),
+        "evaluate": lambda: after(lambda: engine.evaluate([])),
+        "generate": lambda: after(lambda: engine.generate(ids, max_new_tokens=1)),
+        "fingerprint": lambda: after(engine.fingerprint),
+        "step": after_a_bare_step,
+        "": lambda: list(engine.module.parameters()),
+    }
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("reader", list(read_by(None)))
+def test_new_weights_are_waited_for_by_all_that_reads_them(stage, reader):
+    """But by nobody who reads parameters himself between two calls of train_batch."""
+    with alone_in(4), collectives_of(Model()):
+        engine = engine_of(tiny("llama"), lonely_mesh(4), stage=stage, precision="bf16", optimizer=adamw)
+        with modelled(engine) as model:
+            engine.train_batch(micro_batches(0, 2))
+            for weight in read_by(engine)[reader]():
+                weight.detach().sum()
+    assert bool(model.races) is (reader == "")
+
+
 PLAIN = (3, 2, "rank order", "bf16", "auto", "none", None, "llama", "model's")
 
 

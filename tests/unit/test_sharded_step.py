@@ -10,8 +10,7 @@ import zero3d
 from zero3d.memory.arena import Arena
 from zero3d.zero.exact.optimizer import ExactOptimizer
 from zero3d.zero.model_group import NONE, Norms
-from zero3d.zero.optimizer import NO_NORM, ShardedOptimizer, pipeline
-from zero3d.zero.stages import WINDOW
+from zero3d.zero.optimizer import NO_NORM, ShardedOptimizer
 
 
 def exchanged(kind, dp_differences, other_row):
@@ -96,18 +95,3 @@ def test_groups_of_adam_may_differ_in_what_they_keep():
         if "max_exp_avg_sq" in engine.optimizer.torch.state[owned.master]
     }
     assert keeps == {owned.name for owned in engine.optimizer.pieces if "norm" in owned.name}
-
-
-def test_at_most_a_window_of_collectives_is_under_way_and_all_are_waited_for_in_order():
-    log = []
-
-    class Started:
-        def __init__(self, name):
-            log.append(f"start {name}")
-            self.wait = lambda: log.append(f"wait {name}")
-
-    assert WINDOW == 2
-    pipeline(lambda name=name: Started(name) for name in "abcd")
-    assert log == [
-        "start a", "start b", "wait a", "start c", "wait b", "start d", "wait c", "wait d",
-    ]  # fmt: skip

@@ -29,8 +29,10 @@ PLAIN = {"dp": "other sums over ranks; exact=True would not mind", "algorithm": 
 EXACT = {"leaves": "micro-batches of a step over all ranks"}
 FREE = ("dp", "stage", "reduce")  # named where they differ and change no bit
 SUMS = "sums may be taken in another order"
-DEVICE = {"deterministic": "", "backend": "", "tp_algorithm": "", "cublas_workspace": SUMS, "capability": SUMS,
-          "cuda": SUMS, "cudnn": SUMS, "fp32": "products are rounded otherwise", "narrow_sums": SUMS}  # fmt: skip
+BACKEND = "by the backend"  # NCCL, above all
+DEVICE = {"deterministic": "", "backend": "", "dp_sums": "", "tp_sums": "", "cublas_workspace": SUMS,
+          "capability": SUMS, "cuda": SUMS, "cudnn": SUMS, "narrow_sums": SUMS,
+          "fp32": "products are rounded otherwise"}  # fmt: skip
 NCCL = {"nccl": SUMS, "nccl_algorithm": SUMS, "nccl_protocol": SUMS, "ranks_per_host": SUMS, "stage": SUMS}
 
 
@@ -71,8 +73,7 @@ def _of_device(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iterator[tu
 
 def _backend_adds(about: Mapping[str, Any]) -> bool:
     """Say whether an accelerator's backend, and not zero3d, adds what ranks have."""
-    over_dp = about["dp"] > 1 and about["algorithm"] == "native" and about.get("leaves") is None
-    return "backend" in about and (over_dp or (about["tp"] > 1 and about["tp_algorithm"] == "native"))
+    return BACKEND in (about.get("dp_sums"), about.get("tp_sums"))
 
 
 def _never(live: Mapping[str, Any]) -> Iterator[str]:

@@ -114,7 +114,7 @@ def _dtype(values: Tensor) -> str:
 
 def _exchange_digests(world: Comm, sha256: str) -> list[str]:
     """Return every rank's SHA-256, by rank; moves 32 bytes per rank, as four whole numbers."""
-    numbers = torch.tensor(struct.unpack("<4q", bytes.fromhex(sha256)), dtype=torch.int64, device=world.device)
+    numbers = torch.tensor(struct.unpack("<4q", bytes.fromhex(sha256)), dtype=torch.int64)
     return [struct.pack("<4q", *row).hex() for row in world.exchange(numbers).tolist()]
 
 

@@ -144,6 +144,12 @@ class Zero:
     reduce_dtype: str = key("fp32", "in which gradients are reduced", choices=PRECISIONS)
     release: str = key("auto", "when gathered parameters are given back", choices=("auto", "every_use", "every_step"))
     reduce: str = key("auto", "when gradients are reduced", choices=("auto", "every_micro_batch", "every_step"))
+    reduce_scatter: str = key(
+        "auto",
+        "how gradients are summed: their 16-bit terms sent and added in rank order, or by the backend; the planner "
+        "says which is faster",
+        choices=("auto", "native"),
+    )
     exact: bool = key(
         False, "the same bits at every dp that is a power of two up to 64; give train.batch and train.micro_batch"
     )

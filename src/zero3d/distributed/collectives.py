@@ -9,13 +9,15 @@
 A host read (`Comm.read`) is where a rank learns that a collective never ends: on an accelerator it begins without
 waiting for peers, so the read waits, no longer than the axis' patience.
 
-How it is done is chosen here for every axis, by a rule on (backend, N) alone, since a timing probe could choose
-otherwise when a run is resumed:
+How it is done is chosen here for every axis, by a rule on (backend, N) and a setting alone, since a timing probe could
+choose otherwise when a run is resumed:
 
-    pairwise   messages between every two ranks, summed in rank order: on gloo up to 8 ranks, whose own reduce-scatter
-               is a clone and an all-reduce
-    native     torch.distributed's collectives: elsewhere
-    fake       native ones without peers: in a dry run
+    pairwise    messages between every two ranks, summed in rank order: on gloo up to 8 ranks, whose own reduce-scatter
+                is a clone and an all-reduce
+    all-to-all  native, but for 16-bit gradients, whose terms are sent to their owner and summed there in rank order:
+                on NCCL and its like, over the axis that reduces gradients
+    native      torch.distributed's collectives: elsewhere, and for gradients where reduce_scatter="native" asks for it
+    fake        native ones without peers: in a dry run
 
 Ranks must run the same operations on the same units in the same order. Pairwise messages carry a tag made of
 (operation, unit), so ranks that disagree time out instead of swapping weights; for native ones a running hash of
@@ -34,7 +36,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zero3d.distributed.algorithms import Fake, Native, Pairwise
+from zero3d.distributed.algorithms import AllToAll, Fake, Native, Pairwise
 from zero3d.distributed.axis import DONE, Axis, Call, Pending, Take, messages
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import OrderError
@@ -49,8 +51,12 @@ class Algorithm(Protocol):
 
     name: str
 
-    def travels(self, local: torch.dtype, wire: torch.dtype) -> torch.dtype:
-        """Return the dtype in which `local` values that are to be reduced in `wire` reach their owner."""
+    def travels(self, kept: torch.dtype, made: torch.dtype, wire: torch.dtype) -> torch.dtype:
+        """Return the dtype in which values that are to be reduced in `wire` reach their owner.
+
+        kept  dtype of the buffer that they are in
+        made  dtype that holds each of them without rounding
+        """
 
     def all_gather(self, call: Call, full: Tensor, shard: Tensor | None = None) -> Pending:
         """Fill `full` from all ranks' `shard`, or their slot where that is in place; (N-1) n elements per rank."""
@@ -73,28 +79,38 @@ class Algorithm(Protocol):
         """Return a small vector [k] of every rank as [N k], when it is there."""
 
 
-def choose_algorithm(backend: str, size: int) -> str:
-    """Return the name of an axis' algorithm, by the rule on (backend, N)."""
+def choose_algorithm(backend: str, size: int, reduce_scatter: str = "") -> str:
+    """Return the name of an axis' algorithm, by the rule on (backend, N) and how gradients are reduced over it, if so.
+
+    reduce_scatter  auto or native; empty for an axis over which no gradients are reduced
+    """
     if backend == "fake":
         return Fake.name
-    return Pairwise.name if backend == "gloo" and size <= PAIRWISE_MAX_RANKS else Native.name
+    if backend == "gloo":
+        return Pairwise.name if size <= PAIRWISE_MAX_RANKS and reduce_scatter != "native" else Native.name
+    return AllToAll.name if reduce_scatter == "auto" and size > 1 else Native.name
 
 
-def open_algorithm(axis: Axis, arena: Arena | None = None) -> Algorithm:
+def open_algorithm(axis: Axis, arena: Arena | None = None, reduce_scatter: str = "") -> Algorithm:
     """Return the algorithm of an axis; its buffers are on the account of `arena`, if there is one."""
-    kinds = {kind.name: kind for kind in (Native, Pairwise, Fake)}
-    return kinds[choose_algorithm(axis.backend, axis.size)](axis, arena)
+    kinds = {kind.name: kind for kind in (Native, Pairwise, AllToAll, Fake)}
+    return kinds[choose_algorithm(axis.backend, axis.size, reduce_scatter)](axis, arena)
 
 
 class Comm:
-    """Owns the collectives over one axis and a running hash of each kind of operation, `_order`."""
+    """Owns the collectives over one axis and a running hash of each kind of operation, `_order`.
 
-    def __init__(self, axis: Axis, arena: Arena, ledger: Ledger, check_every_gather: bool = False) -> None:
+    reduce_scatter  how gradients are reduced over it, if they are: `choose_algorithm`
+    """
+
+    def __init__(
+        self, axis: Axis, arena: Arena, ledger: Ledger, check_every_gather: bool = False, reduce_scatter: str = ""
+    ) -> None:
         self.axis, self.rank, self.size, self.device = axis.name, axis.rank, axis.size, arena.device
         self._axis, self._arena, self._ledger, self._check = axis, arena, ledger, check_every_gather
         self._last = "nothing yet"
         self._order = {"all_gather": 0, "reduce_scatter": 0}
-        self._algorithm = open_algorithm(axis, arena)
+        self._algorithm = open_algorithm(axis, arena, reduce_scatter)
         self.algorithm = self._algorithm.name
 
     # --- operations -----------------------------------------------------------------------------
@@ -136,9 +152,9 @@ class Comm:
         self._announce("all_to_all", unit, full)
         return self._algorithm.all_to_all(self._reduction("all_to_all", unit), full, take)
 
-    def travels(self, local: torch.dtype, wire: torch.dtype) -> torch.dtype:
-        """Return the dtype in which `local` gradients that are to be reduced in `wire` reach their owner."""
-        return self._algorithm.travels(local, wire)
+    def travels(self, kept: torch.dtype, made: torch.dtype, wire: torch.dtype) -> torch.dtype:
+        """Return the dtype in which gradients that are to be reduced in `wire` reach their owner (see `Algorithm`)."""
+        return self._algorithm.travels(kept, made, wire)
 
     def exchange(self, values: Tensor) -> Tensor:
         """All-gather a vector [k] of numbers into [N, k], where they were; (N-1) k elements per rank."""
@@ -147,9 +163,9 @@ class Comm:
         self._ledger.record("exchange", self.axis, "-", (self.size - 1) * values.numel(), values.dtype.itemsize)
         call, axis = self._reduction("exchange", "-"), self._axis
         if axis.gathers is None and axis.meet is not None:
-            return self._back(call.run(partial(axis.meet, self._on_host(values))), values.device)
-        rows = self._algorithm.exchange(call, values.to(axis.place)).view(self.size, -1)
-        return self._back(rows, values.device)
+            return self._moved(call.run(partial(axis.meet, self._on_host(values))), values.device)
+        rows = self._algorithm.exchange(call, self._moved(values, axis.place)).view(self.size, -1)
+        return self._moved(rows, values.device)
 
     @property
     def patient(self) -> Comm:
@@ -205,8 +221,8 @@ class Comm:
         except TimeoutError as error:
             raise self._axis.late(self._ledger.last) from error
 
-    def _back(self, rows: Tensor, device: torch.device) -> Tensor:
-        return self._on_host(rows) if device.type == "cpu" else rows.to(device)
+    def _moved(self, values: Tensor, device: torch.device) -> Tensor:
+        return self._on_host(values) if device.type == "cpu" else values.to(device)
 
     def _reduction(self, op: str, unit: str) -> Call:
         return Call(self._axis, self._axis.reductions, op, unit)

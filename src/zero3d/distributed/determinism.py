@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zero3d.distributed.devices import has_float64
 from zero3d.errors import ConfigError, short
 
 CUBLAS, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # those that torch takes as deterministic
@@ -59,8 +60,9 @@ def make_deterministic(device: str | torch.device | None = None) -> None:
 
 
 def _accelerator() -> str:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return "cpu" if accelerator is None else accelerator.type
+    """Return the kind of device that a mesh takes by default."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if kind is None or not has_float64(kind) else kind.type
 
 
 def _fix_cublas() -> None:

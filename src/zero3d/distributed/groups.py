@@ -41,11 +41,12 @@ def options_of(axis: str) -> GroupOptions:
     return GroupOptions(high_priority=axis == "dp")
 
 
-def backend_options(backend: str, options: GroupOptions) -> Any:
+def backend_options(backend: str, options: GroupOptions, patience: timedelta) -> Any:
     """Return the options as torch.distributed takes them; None for a backend that has none of them."""
     if backend != "nccl":
         return None
     made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=options.high_priority)
+    made._timeout = patience  # torch warns where it is another than that of the group
     if options.channels is not None:
         made.config.min_ctas = made.config.max_ctas = options.channels
     return made
@@ -53,12 +54,12 @@ def backend_options(backend: str, options: GroupOptions) -> Any:
 
 def new_group(axis: str, ranks: Sequence[int], device: torch.device, everyone: bool) -> dist.ProcessGroup:
     """Make a group of these ranks, which all call it, and no others; `everyone`: they are all ranks, in an order."""
-    backend = backends_of()[device.type]
+    patience = timeout(device)
+    options = backend_options(backends_of()[device.type], options_of(axis), patience)
     with _bound_to_no_device():
         group: dist.ProcessGroup = dist.new_group(
-            list(ranks), timeout=timeout(device), pg_options=backend_options(backend, options_of(axis)),
-            use_local_synchronization=not everyone,
-        )  # fmt: skip
+            list(ranks), timeout=patience, pg_options=options, use_local_synchronization=not everyone
+        )
     return group
 
 

@@ -183,7 +183,7 @@ def start_distributed(device: torch.device | None = None) -> None:
         store, rank, world = shared_store(os.environ, GLOO_PATIENCE if backend == "gloo" else PATIENCE)
         if backend != "gloo":
             claim_device(store, device, rank)
-        options = backend_options(backend, options_of("world"))
+        options = backend_options(backend, options_of("world"), PATIENCE)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, pg_options=options)
         if backend == "gloo":  # it connects rank by rank: one that leaves at once would fail those still connecting
             dist.barrier()

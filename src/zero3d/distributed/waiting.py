@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import Store
 from zero3d.distributed.axis import read_note
 
 LOOK = 5.0  # seconds between two looks for a note
+A_MOMENT = 1e-3  # none at all would be for ever
 _KEY = "zero3d/waiting"
 _NAMED = 5  # ranks in a message
 
@@ -41,20 +42,21 @@ class StoreExchange:
 
     def exchange(self, values: Tensor) -> Tensor:
         """Return a vector [k] of every rank as [N, k]. Raises what a store does, where a rank failed or is late."""
+        mine = values.contiguous().view(torch.uint8).numpy().tobytes()
         self._opened = self._opened or self._store.add(f"{_KEY}/{self._name}/opened/{self._rank}", 1)
         self._count += 1
         if self._rank:
-            mine = self._key("in", self._count, self._rank)
-            self._store.set(mine, _pack(values.numpy().tobytes()))
+            key = self._key("in", self._count, self._rank)
+            self._store.set(key, _pack(mine))
             self._wait([self._key("out", self._count)])
             rows = _unpack(self._store.get(self._key("out", self._count)))
-            self._store.delete_key(mine)
+            self._store.delete_key(key)
         else:
             keys = [self._key("in", self._count, rank) for rank in range(1, self._size)]
             self._wait(keys)
             at_once = self._store.has_extended_api()  # type: ignore[attr-defined]  # one question for all keys
             come = self._store.multi_get(keys) if at_once else [self._store.get(key) for key in keys]
-            rows = values.numpy().tobytes() + b"".join(map(_unpack, come))
+            rows = mine + b"".join(map(_unpack, come))
             self._store.set(self._key("out", self._count), _pack(rows))
             self._store.delete_key(self._key("out", self._count - 1))
         return torch.frombuffer(bytearray(rows), dtype=values.dtype).view(self._size, -1)
@@ -68,7 +70,7 @@ class StoreExchange:
         while True:
             left = end - time.monotonic()
             try:
-                self._store.wait(keys, timedelta(seconds=max(0.0, min(LOOK, left))))
+                self._store.wait(keys, timedelta(seconds=max(A_MOMENT, min(LOOK, left))))
             except RuntimeError as error:
                 if not _is_late(error):
                     raise

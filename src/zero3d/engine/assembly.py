@@ -12,6 +12,7 @@ execution   direct, or through pipeline stages                       execution.p
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,6 +37,7 @@ from zero3d.models.blocks import partition_all
 from zero3d.pipeline.runner import Pipeline
 from zero3d.pipeline.step import Callbacks
 from zero3d.zero.health import check_weights
+from zero3d.zero.layout import padding_warning
 from zero3d.zero.unit import Unit
 
 
@@ -72,6 +74,9 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
         guard_rest(model, set(module.parameters()))
     move_buffers(module, axes.dp)
     runtime = start(base, [build_unit(base, spec, options.model.weights) for spec in specs], uses)
+    padded = padding_warning([unit.layout for unit in runtime.units])
+    if padded is not None and axes.world.rank == 0:
+        warnings.warn(padded, stacklevel=3)
     whole = WholeParameters(runtime.units, runtime.gathers, axes.dp, runtime.model_group)
     stepper = _stepper(base, runtime)
     pipeline = _open_pipeline(base, runtime, losses, whole) if axes.pp.size > 1 else None

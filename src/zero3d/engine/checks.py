@@ -58,6 +58,12 @@ def check_model(model: nn.Module, weights: Source | None) -> None:
         )
 
 
+def check_reduce_scatter(reduce_scatter: str) -> None:
+    """Raise ConfigError for a way of reducing gradients that is none."""
+    if reduce_scatter not in ("auto", "native"):
+        raise ConfigError(f"reduce_scatter={reduce_scatter!r} is unknown: pass one of auto, native.")
+
+
 def reduce_dtype_of(reduce_dtype: str, precision: Precision) -> torch.dtype:
     """Return the dtype that gradients are reduced in; fp64 runs always use fp64."""
     if reduce_dtype not in DTYPES:

@@ -58,9 +58,12 @@ class Engine:
     release       "auto" | "every_use" | "every_step": gathered parameters at stage 3
     reduce        "auto" | "every_micro_batch" | "every_step": when gradients are reduced; stages that reduce at the
                   same moments give the same bits ("auto": stages 0, 1 every step, 2, 3 every micro-batch)
+    reduce_scatter  "auto" | "native": how they are summed over dp. "auto": their terms are sent, in as few bytes as
+                  they were made in, and added in rank order (on NCCL what is no sum yet, so in 16 bits); "native": by
+                  the backend, in `reduce_dtype`, which is faster where many ranks of a host reduce across hosts
     schedule      of a pipeline (mesh.pp > 1): gpipe, 1f1b (None), interleaved, zero-bubble or zbv; for train_batch
     exact         the same bits at every dp (a power of two), stage and `reduce`, of one global list of micro-batches,
-                  numbered as `exact.Summands` says
+                  numbered as `exact.Summands` says; on a GPU after `zero3d.make_deterministic()`
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
     tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
     sequence_parallel  cut activations between blocks over tp, too, along the sequence
@@ -93,6 +96,7 @@ class Engine:
         units: Sequence[type[nn.Module] | str] | None = None,
         release: str = "auto",
         reduce: str = "auto",
+        reduce_scatter: str = "auto",
         exact: bool = False,
         weights: Source | None = None,
         schedule: str | None = None,
@@ -102,7 +106,7 @@ class Engine:
     ) -> None:
         options = Options(
             ModelOptions(precision, weights, units),
-            ZeroOptions(stage, release, reduce, reduce_dtype, exact),
+            ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter),
             ParallelOptions(schedule, blocks, tp_plan, sequence_parallel),
             OptimizerOptions(optimizer, scheduler, param_groups, clip_norm),
             StepOptions(accumulate, loss),
@@ -146,9 +150,12 @@ class Engine:
         no micro-batch had a target: the result's `reason`, and `engine.health` counts. Raises OrderError when
         ranks ran different units, NonFiniteError when fp16 overflows at its smallest loss scale.
         """
-        return self._step()
+        result = self._step()
+        self.optimizer.wait()
+        return result
 
     def _step(self, besides: Tensor | None = None) -> StepResult:
+        """Step, and leave the new weights of stages 1 and 2 on their way."""
         if self._assembly.whole_parameters.any_open:
             raise ConfigError("step() inside full_params() would be undone on leaving it: leave the block first.")
         return self._stepper.step(besides)
@@ -163,6 +170,8 @@ class Engine:
         step reads once; `figures` has the loss and what else came with that, as plain numbers: also what `besides`
         returns after the last backward, [k] float64 on the device.
         Batches are on the mesh's device: nothing of them is moved, here and in `evaluate`.
+        At stages 1 and 2 new weights may still be on their way when it returns: every method here waits for them, the
+        model's forward and its state_dict(), but p.data read by yourself only inside `full_params()`.
         After a failure on some rank of a pipeline every further call raises Zero3dError.
         """
         batches = list(micro_batches)
@@ -218,6 +227,7 @@ class Engine:
             return generate(self._execution.next_logits, self.model_group.sum, ids, max_new_tokens, ending, **options)
 
     def _evaluating(self, keep_full: bool) -> AbstractContextManager[None]:
+        self.optimizer.wait()
         return evaluating(self.module, self._assembly.runtime.hooks, self.gathers, keep_full)
 
     # --- whole parameters -----------------------------------------------------------------------
@@ -262,6 +272,7 @@ class Engine:
 
     def fingerprint(self) -> str:
         """One hash of all masters and optimizer states, the same at any dp that divides 64; all ranks call it."""
+        self.optimizer.wait()
         return fingerprint(self.optimizer, self.dp, self.model_group)
 
     def export(self, directory: str | Path) -> Path:

@@ -33,11 +33,14 @@ class Axes:
     model_parallel: Comm
 
     @classmethod
-    def of(cls, mesh: Mesh) -> Axes:
-        """Open the axes of a mesh, in one order on all ranks: none is opened in the middle of a step."""
+    def of(cls, mesh: Mesh, reduce_scatter: str) -> Axes:
+        """Open the axes of a mesh, in one order on all ranks: none is opened in the middle of a step.
+
+        reduce_scatter  of gradients, over dp
+        """
         arena, ledger = mesh.make_arena(mesh.device), Ledger()
         pp, tp = (Comm(mesh.axis(name), arena, ledger) for name in ("pp", "tp"))
-        dp = Comm(mesh.data, arena, ledger, check_every_gather=mesh.debug)
+        dp = Comm(mesh.data, arena, ledger, mesh.debug, reduce_scatter)
         world, model_parallel = (Comm(axis, arena, ledger) for axis in (mesh.everyone, mesh.model_parallel))
         return cls(arena, ledger, pp, tp, dp, world, model_parallel)
 
@@ -61,7 +64,7 @@ class Foundation:
     def of(cls, model: nn.Module, mesh: Mesh | None, options: Options) -> Foundation:
         """Check options, open axes and divide the model, in place. Raises ConfigError, MeshError."""
         resolved = resolve(model, mesh, options)
-        axes = Axes.of(resolved.mesh)
+        axes = Axes.of(resolved.mesh, options.zero.reduce_scatter)
         if resolved.precision.name == "fp64":
             compute_in_fp64(model)
         division = divide(model, resolved, options, axes.tp, axes.ledger)

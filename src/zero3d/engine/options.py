@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zero3d.distributed.determinism import warn_of_exact
 from zero3d.distributed.mesh import Mesh
-from zero3d.engine.checks import check_model, check_step, reduce_dtype_of
+from zero3d.engine.checks import check_model, check_reduce_scatter, check_step, reduce_dtype_of
 from zero3d.engine.losses import Loss
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.precision import Precision
@@ -44,6 +44,7 @@ class ZeroOptions:
     reduce: str
     reduce_dtype: str
     exact: bool
+    reduce_scatter: str
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     mesh = mesh if mesh is not None else Mesh()
     release, reduce = resolve_policies(row, *pipeline_policies(mesh.pp, zero.release, zero.reduce))
     check_step(step.accumulate, options.optimizer.clip_norm)
+    check_reduce_scatter(zero.reduce_scatter)
     check_model(model, options.model.weights)
     groups = choose_optimizer(model, options.optimizer.optimizer, options.optimizer.param_groups)
     schedule = Schedule.requested(mesh.pp, options.parallel.schedule, options.parallel.blocks)

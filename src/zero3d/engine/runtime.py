@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.foundation import Foundation
@@ -16,7 +17,7 @@ from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.gathers import Gathers
 from zero3d.zero.health import Health
 from zero3d.zero.hooks import Hooks
-from zero3d.zero.initial_weights import Source, from_module, from_source
+from zero3d.zero.initial_weights import Fill, Source, from_module, from_source
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.model_group import ModelGroup, TensorCuts
 from zero3d.zero.optimizer import ShardedOptimizer
@@ -55,7 +56,21 @@ def build_unit(base: Foundation, spec: UnitSpec, source: Source | None) -> Unit:
         fill = from_module(layout, spec.params, dp, wide)
     else:
         fill = from_source(lambda name, box: source(owner[name], box), layout, dp, wide, division.cuts)
+    fill = _then_on_device(fill, spec.params.values(), base.axes.arena.device)
     return Unit(spec.name, spec.params, layout, spec.dtype, setting, fill, spec.deferred)
+
+
+def _then_on_device(fill: Fill, params: Collection[nn.Parameter], device: torch.device) -> Fill:
+    """Return `fill`, which then empties parameters that torch would not point at the device: one in PrivateUse1."""
+
+    def filled(out: Tensor) -> None:
+        fill(out)
+        for p in params:
+            empty = torch.zeros((), dtype=p.dtype, device=device).expand(p.shape)
+            if not torch._has_compatible_shallow_copy_type(p, empty):
+                torch.utils.swap_tensors(p, nn.Parameter(empty, p.requires_grad))
+
+    return filled
 
 
 def start(base: Foundation, units: list[Unit], uses: Uses) -> Runtime:
@@ -69,7 +84,8 @@ def start(base: Foundation, units: list[Unit], uses: Uses) -> Runtime:
         base.options.optimizer.clip_norm, model_group,
     )  # fmt: skip
     gathers = Gathers(Lane("gather", axes.arena), policy.release == "every_step", pipelined)
-    reductions = Reductions(units, Lane("reduce", axes.arena), order.closes)
+    everywhere = [] if policy.stage.shards_optimizer else model_group.untouched(units)
+    reductions = Reductions(units, Lane("reduce", axes.arena), order.closes, everywhere)
     loss_scale = LossScale(precision)
     health = Health(axes.world, reductions, loss_scale, chunks)
     accumulation = Accumulation(

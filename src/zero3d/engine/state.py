@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
+from zero3d.checkpoint.resume_contract import BACKEND
 from zero3d.checkpoint.state import EngineState
 from zero3d.distributed.determinism import device_facts
 from zero3d.engine.assembly import Assembly
+
+RANKS, TREE = "in rank order", "in exact mode's tree"
 
 
 def engine_state(assembly: Assembly, loop: Mapping[str, Any] | None = None) -> EngineState:
@@ -18,6 +21,7 @@ def engine_state(assembly: Assembly, loop: Mapping[str, Any] | None = None) -> E
     Raises Zero3dError where an earlier failure left the ranks of a pipeline apart.
     """
     assembly.execution.check()
+    assembly.runtime.optimizer.wait()
     base, runtime, stepper = assembly.base, assembly.runtime, assembly.stepper
     axes, division = base.axes, base.division
     return EngineState(
@@ -54,6 +58,17 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         else torch.get_device_module(device).get_device_name(device),
         "threads": torch.get_num_threads() if cpu else 1,
         "leaves": None if summands is None else summands.per_batch,
-        **({} if cpu else {"tp_algorithm": base.axes.tp.algorithm}),
+        **({} if cpu else who_adds(assembly)),
         **device_facts(device, mesh.everyone.backend, mesh.local_world),
     }  # fmt: skip
+
+
+def who_adds(assembly: Assembly) -> dict[str, str]:
+    """Return in which order gradients are added over dp and activations over tp; the backend's order is its own."""
+    axes, order = assembly.base.axes, assembly.base.order
+    travel = [unit.gradients.travels for unit in assembly.runtime.units if unit.grads is not None]
+    narrow = all(dtype.itemsize < torch.float32.itemsize for dtype in travel)
+    in_rank_order = axes.dp.algorithm == "pairwise" or (axes.dp.algorithm == "all-to-all" and narrow)
+    over_dp = TREE if order.summands is not None else RANKS if in_rank_order else BACKEND
+    over_tp = RANKS if axes.tp.algorithm == "pairwise" else BACKEND
+    return {"dp_sums": over_dp if axes.dp.size > 1 else "none", "tp_sums": over_tp if axes.tp.size > 1 else "none"}

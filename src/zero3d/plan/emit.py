@@ -34,7 +34,9 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
         mesh["schedule"] = plan.schedule
     if plan.tp > 1 and plan.sequence_parallel:
         mesh["sequence_parallel"] = True
-    policies = {key: value for key in ("release", "reduce") if (value := getattr(plan, key)) != "auto"}
+    policies = {
+        key: value for key in ("release", "reduce", "reduce_scatter") if (value := getattr(plan, key)) != "auto"
+    }
     exact = {"exact": True} if plan.exact else {}
     sequences = plan.micro_batch * plan.accumulate * plan.dp
     return {
@@ -62,6 +64,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
         config.activations, mesh.sequence_parallel and degrees.tp > 1, schedule.name,
         schedule.chunks_per_rank if degrees.pp > 1 else 1, config.precision, config.zero.reduce_dtype,
         config.zero.release, config.zero.reduce, exact=config.zero.exact,
+        reduce_scatter=config.zero.reduce_scatter,
     )  # fmt: skip
 
 

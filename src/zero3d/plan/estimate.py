@@ -10,9 +10,11 @@ from zero3d.plan.kernels import digest
 from zero3d.plan.memory import memory as engine_memory
 from zero3d.plan.profile_memory import profile_memory
 from zero3d.plan.profiles import Profile, profile
+from zero3d.plan.rank_model import rank_model
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.time import step_seconds
 from zero3d.plan.traffic import busiest_traffic
+from zero3d.zero.layout import padding_warning
 
 EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
 TEXT = "text alone was traced: an image adds its tokens to the sequence, and the forward of the tower that reads it"
@@ -42,11 +44,13 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
         busiest_traffic(model, plan) if as_zero3d else {},
         tokens,
         trained * tokens * per_token,
-        _notes(model, cluster, memory),
+        _notes(model, cluster, plan, memory, as_zero3d),
     )
 
 
-def _notes(model: ModelSpec, cluster: ClusterSpec, memory: Memory) -> tuple[str, ...]:
+def _notes(
+    model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, memory: Memory, as_zero3d: bool
+) -> tuple[str, ...]:
     notes = [model.provenance] if model.provenance.startswith("assumed") else []
     if any(part.operations.eager for part in model.blocks):
         notes.append(EAGER)
@@ -56,7 +60,9 @@ def _notes(model: ModelSpec, cluster: ClusterSpec, memory: Memory) -> tuple[str,
         notes.append(TEXT)
     if memory.host > cluster.host_memory:
         notes.append(f"host memory: {memory.host / 1e9:.0f} GB needed on a node of {cluster.host_memory / 1e9:.0f} GB")
-    return tuple(notes)
+    units = [unit for units in rank_model(model, plan, 0).units.values() for unit in units] if as_zero3d else []
+    padded = padding_warning([unit.layout for unit in units]) if as_zero3d else None
+    return (*notes, padded) if padded else tuple(notes)
 
 
 def check(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> None:

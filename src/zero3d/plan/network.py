@@ -6,6 +6,8 @@
     across nodes     ring over n/L nodes; the L members' network cards work in parallel, so L x bandwidth
     both             the slower of the two: the pieces are pipelined
 
+    all-to-all       everything that leaves a host does so as it is: L times a ring's bytes across nodes
+
 An all-reduce takes the better of a ring, 2 (n-1) hops, and a double tree, 2 log2 n hops of as many bytes.
 """
 
@@ -63,6 +65,16 @@ def gather_seconds(size: float, group: Group, cluster: ClusterSpec) -> float:
     far = size * (group.nodes - 1) / group.nodes / group.local
     wire = max(_wire(near, inside), _wire(far, across))
     return wire + (group.local - 1) * inside.latency + (group.nodes - 1) * across.latency
+
+
+def exchange_seconds(size: float, group: Group, cluster: ClusterSpec) -> float:
+    """Time an all-to-all of `size` bytes of every rank: a message to each other one; hosts join nothing on the way."""
+    if group.size == 1 or not size:
+        return 0.0
+    inside, across = cluster.inside, cluster.across
+    near, far = group.local - 1, group.size - group.local
+    wire = max(_wire(size * near / group.size, inside), _wire(size * far / group.size, across))
+    return wire + near * inside.latency + far * across.latency
 
 
 def reduce_seconds(size: float, group: Group, cluster: ClusterSpec) -> float:

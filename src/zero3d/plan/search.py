@@ -10,6 +10,7 @@
     recomputation      none, selective, full
     sequence parallel  off, on                                                         tp = 1, the length not whole
     schedule           1f1b, interleaved, zero-bubble                                  pp = 1
+    reduce_scatter     auto, native: the faster one by the links' formulas             dp = 1
     in a pipeline      stage 2 reduces every micro-batch, 3 also releases every use    (by default they are as 1)
 
 Memory decides first: it grows with the micro-batch, so the first that does not fit ends its row. What fits is
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
+from zero3d.plan.time import faster_reduction
 
 GOALS = ("fastest", "fewest-gpus", "largest-batch")
 ACTIVATIONS = ("none", "selective", "full")
@@ -227,7 +229,8 @@ def _fitting(
     group: list[ParallelPlan], model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate, account: _Account
 ) -> Iterator[Row]:
     """Yield the plans that fit, up to the first that does not: more sequences at a time need more memory."""
-    for i, plan in enumerate(group):
+    for i, candidate in enumerate(group):
+        plan = faster_reduction(model, candidate, cluster) if candidate.dp > 1 else candidate
         estimate = evaluate(model, cluster, plan)
         excess = estimate.memory.device - account.limit
         hosts = estimate.memory.host - cluster.host_memory
@@ -309,3 +312,6 @@ def _neighbours(plan: ParallelPlan, model: ModelSpec) -> Iterable[tuple[str, Par
         yield f"mesh.sequence_parallel: {str(other).lower()}", replace(plan, sequence_parallel=other)
     if plan.reduce_dtype == "fp32" and plan.dp > 1:
         yield "zero.reduce_dtype: bf16", replace(plan, reduce_dtype="bf16")
+    if plan.dp > 1 and not plan.exact:
+        way = "native" if plan.reduce_scatter == "auto" else "auto"
+        yield f"zero.reduce_scatter: {way}", replace(plan, reduce_scatter=way)

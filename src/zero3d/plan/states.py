@@ -65,14 +65,27 @@ def policies(plan: ParallelPlan) -> tuple[str, str]:
 
 def reduced_width(plan: ParallelPlan, narrow: float = 2.0) -> float:
     """Return a gradient's bytes on its way to the reduction; in exact mode that of a single micro-batch is narrow."""
-    alone = plan.exact and (plan.accumulate == 1 or policies(plan)[1] == "every_micro_batch")
-    return narrow if alone or plan.reduce_dtype != "fp32" else 4.0
+    return narrow if (plan.exact and _alone(plan)) or plan.reduce_dtype != "fp32" else 4.0
 
 
 def wire_width(plan: ParallelPlan, itemsize: int) -> int:
-    """Return the bytes in which gradients of weights of `itemsize` travel: as asked, unless that would round them."""
+    """Return the bytes in which gradients of weights of `itemsize` travel: as asked, unless that would round them.
+
+    Terms that are no sums yet travel as they were made, unless the backend is to sum them (reduce_scatter=native).
+    """
     requested = WIDTHS[plan.reduce_dtype].weight if plan.precision != "fp64" else 8
-    return requested if requested >= itemsize else WIDTHS[plan.precision].reduced
+    wire = requested if requested >= itemsize else WIDTHS[plan.precision].reduced
+    return min(wire, itemsize) if _alone(plan) and plan.reduce_scatter == "auto" else wire
+
+
+def sends_terms(plan: ParallelPlan, width: int) -> bool:
+    """Return whether gradients that travel in so many bytes are exchanged, and summed by their owner, on NCCL."""
+    return plan.exact or (plan.reduce_scatter == "auto" and width < WIDTHS["fp32"].weight)
+
+
+def _alone(plan: ParallelPlan) -> bool:
+    """Return whether what is reduced at a time are the gradients of one micro-batch."""
+    return plan.accumulate == 1 or policies(plan)[1] == "every_micro_batch"
 
 
 def summands_of_rank(plan: ParallelPlan) -> int:

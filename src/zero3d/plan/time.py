@@ -12,20 +12,21 @@ fixed        a system's own per step and micro-batch: launching, data, logging
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from zero3d.activations.policy import Policy
 from zero3d.plan.constants import constant
 from zero3d.plan.kernels import KERNELS, Kernels, PartWork, Shape, digest, part_work, total
-from zero3d.plan.network import Groups, gather_seconds, reduce_seconds, send_seconds
+from zero3d.plan.network import Group, Groups, exchange_seconds, gather_seconds, reduce_seconds, send_seconds
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
-from zero3d.plan.states import policies, reduced_width
+from zero3d.plan.states import policies, reduced_width, sends_terms, wire_width
 from zero3d.plan.timeline import pipeline_seconds
-from zero3d.zero.stages import resolve_policies, stage_row
+from zero3d.zero.stages import WIDTHS, resolve_policies, stage_row
 
 HOST_BANDWIDTH = constant("step", "host_bandwidth")  # that Adam gets of a node's memory, over all its GPUs
 WORKING = ("matrices", "attention", "rest", "recompute", "tp", "host")
+Collective = Callable[[float, Group, ClusterSpec], float]
 UNCERTAIN = constant("step", "low"), constant("step", "high")  # of mid
 
 
@@ -174,21 +175,40 @@ def _data(step: _Step, numel: float, end: float, backward: float) -> float:
     release, reduce = resolve(plan)
     known = digest(step.model)
     trained = numel * known.trainable / known.params
-    reductions = plan.accumulate if reduce == "every_micro_batch" else 1
+    often = plan.accumulate * (plan.virtual if pace.as_zero3d else 1)  # a chunk's backward reduces all of its rank
+    reductions = often if reduce == "every_micro_batch" else 1
     units = max(1.0, len(step.model.blocks) / plan.pp)
 
-    def collective(elements: float, width: float) -> float:
-        seconds = gather_seconds(elements * width / units, group, step.cluster)
+    def collective(elements: float, width: float, seconds_of: Collective = gather_seconds) -> float:
+        seconds = seconds_of(elements * width / units, group, step.cluster)
         hops = (group.size - 1) * step.cluster.across.latency if group.nodes > 1 else 0.0
         return units * (seconds / pace.network + (pace.unit_hops - 1) * hops)
 
-    reducing = reductions * collective(trained, reduced_width(plan))
+    reducing = reductions * collective(trained, *(_reduction(plan) if pace.as_zero3d else (reduced_width(plan),)))
     if row.shards_parameters:
         gathers = collective(numel, 2.0) * (2 * plan.accumulate if release != "every_step" else 1)
         return _exposed(reducing + gathers, end, pace.hide_dp) + collective(numel, 2.0) / units
     overlapped = backward / plan.accumulate  # the last micro-batch's; parameters travel beside the next step's forward
     gathers = collective(trained, 2.0)
     return _exposed(reducing, overlapped, pace.hide_dp) + _exposed(gathers, overlapped / 2, pace.hide_dp)
+
+
+def _reduction(plan: ParallelPlan) -> tuple[float, Collective]:
+    """Return a gradient's bytes on its way, and what its reduction takes; sums and casts beside it are left out."""
+    width = int(reduced_width(plan)) if plan.exact else wire_width(plan, WIDTHS[plan.precision].weight)
+    return width, exchange_seconds if sends_terms(plan, width) else gather_seconds
+
+
+def faster_reduction(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
+    """Return the plan with the `reduce_scatter` that is the faster one, and auto where both are alike."""
+    group = Groups.of(plan, cluster).dp
+    elements = model.trainable / plan.tp / max(1, len(model.blocks))
+
+    def seconds(plan: ParallelPlan) -> float:
+        width, seconds_of = _reduction(plan)
+        return seconds_of(elements * width, group, cluster)
+
+    return min((replace(plan, reduce_scatter=choice) for choice in ("auto", "native")), key=seconds)
 
 
 def _exposed(communication: float, computation: float, hide: float) -> float:

@@ -1,7 +1,8 @@
 """Bytes that a rank sends in a step, by operation and axis: the sum that the ledger's formulas give. No torch.
 
 dp   zero/traffic.py of the rank's units, padding included; at stage 3 gathers are counted in the order of tokens, as
-     the engine takes them, rough only where a pipeline that releases every use recomputes blocks
+     the engine takes them, rough only where a pipeline that releases every use recomputes blocks; that what backwards
+     of weights leave is reduced once more, where a schedule with such reduces every micro-batch, is left out
 pp   pipeline/traffic.py: whole hidden states on every tp rank
 tp   tensor_parallel/traffic.py of the regions of a model whose blocks have attention and one MLP, as Llama's and GPT's:
 
@@ -80,7 +81,7 @@ def _data_traffic(model: ModelSpec, plan: ParallelPlan, stage: int, micro_batche
     rank = rank_model(model, plan, stage)
     per_use = plan.stage == 3 and policies(plan)[0] != "every_step"
     gathers = _gathers(rank.chunks, plan, stage, micro_batches, every) if per_use else None
-    reductions = micro_batches * (1 + _splits(plan))  # after the backward of inputs, and after that of weights
+    reductions = micro_batches * len(rank.chunks)  # a chunk's backward reduces all units of its rank
     rows: list[UnitTraffic] = []
     calls = {}
     for number, unit in ((number, unit) for number, units in rank.units.items() for unit in units):
@@ -94,11 +95,6 @@ def _data_traffic(model: ModelSpec, plan: ParallelPlan, stage: int, micro_batche
         if operation != "exchange":
             totals[f"{operation} dp"] += volume.bytes
     return {key: float(value) for key, value in totals.items()}
-
-
-def _splits(plan: ParallelPlan) -> bool:
-    """Say whether the schedule has a backward of inputs and one of weights."""
-    return plan.pp > 1 and Schedule.of(plan.schedule).splits_backward
 
 
 def _name(chunk: int, owner: str) -> str:

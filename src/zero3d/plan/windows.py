@@ -3,8 +3,8 @@
     gathered   stage 3, released after every use: the root, the unit in use, and WINDOW gathered ahead of it
     bucket     stages 2 and 3, in exact mode all of them: local gradients of the unit in its backward, of WINDOW being
                reduced, of those that are reduced last (root and tied units); in the dtype in which they travel
-    wire       WINDOW reductions: the gradients as they travel, if that is another dtype, and the shard that arrives, if
-               it is added to what is there or of another dtype: else it lands where it stays
+    wire       WINDOW reductions: the gradients as they travel, if that is another dtype, and what arrives: in 16 bits
+               the terms of all ranks; else a shard, if it is added to what is there or of another dtype
 
 The order is that of the second micro-batch on: head, last block, .. first block. `zero/gathers.py` has the engine's.
 """
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
-from zero3d.plan.states import policies, states_key, wire_width
+from zero3d.plan.states import policies, sends_terms, states_key, wire_width
 from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import WIDTHS, WINDOW
 
@@ -100,7 +100,7 @@ def _full_bytes(unit: RankUnit) -> int:
 
 
 def _bucket_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
-    """Return the bytes of local gradients that come and go with a backward."""
+    """Return the bytes of local gradients that come and go with a backward: cast as they come where sums travel."""
     cast = plan.dp > 1 and not plan.exact
     return unit.layout.total * (wire_width(plan, unit.itemsize) if cast else unit.itemsize)
 
@@ -119,5 +119,6 @@ def _wire_bytes(unit: RankUnit, plan: ParallelPlan, reduce: str) -> float:
     kept_wide = every_step and (plan.accumulate > 1 or plan.stage == 0)
     local = wide if kept_wide else unit.itemsize if every_step else travels
     cast = 0 if travels == local else unit.layout.total * travels
-    lands = travels == wide and (every_step or plan.accumulate == 1)
-    return cast + (0 if lands else unit.layout.shard * travels)
+    terms = sends_terms(plan, travels)
+    lands = not terms and travels == wide and (every_step or plan.accumulate == 1)
+    return cast + (0 if lands else unit.layout.total if terms else unit.layout.shard) * travels

@@ -43,6 +43,7 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         loss=None if "labels" in inspect.signature(model.forward).parameters else next_token_loss,
         release=config.zero.release,
         reduce=config.zero.reduce,
+        reduce_scatter=config.zero.reduce_scatter,
         exact=config.zero.exact,
         weights=opened.weights,
     )

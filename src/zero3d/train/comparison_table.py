@@ -166,7 +166,7 @@ def reasons(rows: Sequence[Row]) -> Iterator[str]:
         moments = "; ".join(f"{row.label} {MOMENTS[row.moment]}" for row in apart)
         yield (
             f"r: gradients are reduced {MOMENTS[rows[0].moment]} in {rows[0].label}, and in {moments}. Sums in another "
-            "order are rounded otherwise: zero.reduce=every_step gives all stages the same bits, zero.exact=true always"
+            "order are rounded otherwise: zero.reduce=every_step is one order for all stages, zero.exact=true always"
         )
 
 

@@ -224,8 +224,7 @@ class Loop:
 
     def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return a batch where the engine computes, with the options every forward gets."""
-        moved = {name: tensor.to(self.engine.mesh.device, non_blocking=True) for name, tensor in batch.items()}
-        return {**moved, **self._options}
+        return {**{name: to_device(tensor, self.engine.mesh.device) for name, tensor in batch.items()}, **self._options}
 
     # --- the held-out part --------------------------------------------------------------------------
 
@@ -282,3 +281,8 @@ class Loop:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on a device. Accelerators take it from pinned memory, while the host goes on."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

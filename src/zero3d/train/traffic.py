@@ -122,7 +122,7 @@ def traffic_rows(engine: Engine, traffic: TrainingTraffic, counts: SessionCounts
 def planned_traffic(engine: Engine, gathers: Mapping[str, int], counts: SessionCounts) -> dict[tuple[str, str], Moved]:
     """Return by (operation, unit): step_traffic times steps, each mean loss, once the order of reductions.
 
-    A skipped step (fp16 overflow) updates nothing, so stages 0-2 gather nothing after it.
+    A skipped step (fp16 overflow) updates nothing, so stages 1 and 2 gather nothing after it.
     """
     n = engine.dp.size
     if n == 1:
@@ -135,7 +135,7 @@ def planned_traffic(engine: Engine, gathers: Mapping[str, int], counts: SessionC
     step["exchange", "-"] = Moved(calls + 1, values + loss, size + 8 * loss)
     planned = {}
     for (op, unit), moved in step.items():
-        every = op != "all_gather" or policy.stage.shards_parameters
+        every = op != "all_gather" or policy.stage.shards_parameters or not policy.stage.shards_optimizer
         steps = counts.steps if every else counts.applied
         planned[op, unit] = Moved(*(steps * figure for figure in moved))
     trainable = sum(unit.trainable for unit in units)

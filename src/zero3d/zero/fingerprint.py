@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from math import lcm
 
 import torch
 from torch import Tensor
 
 from zero3d.distributed.collectives import Comm
-from zero3d.zero.layout import CANONICAL
+from zero3d.zero.layout import grid
 from zero3d.zero.model_group import ModelGroup
 from zero3d.zero.optimizer import ShardedOptimizer
 
@@ -19,7 +18,7 @@ def fingerprint(optimizer: ShardedOptimizer, comm: Comm, model_group: ModelGroup
 
     Reads this rank's part of them; 32 bytes for each of its cells to every rank.
     """
-    cells = lcm(CANONICAL, comm.size) // comm.size  # of this rank
+    cells = grid(comm.size) // comm.size  # of this rank
     hashes = [hashlib.sha256() for _ in range(cells)]
     for owned in optimizer.pieces:
         layout, piece, master = owned.unit.layout, owned.piece, owned.master

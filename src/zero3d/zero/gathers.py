@@ -3,6 +3,11 @@
 A unit is gathered when its users go from none to one and released when the last one leaves. The
 order of one micro-batch is recorded and, in the next, up to WINDOW gathers run ahead of it; in a
 pipeline that of a whole step, whose micro-batches follow each other in a fixed but uneven order.
+Forwards without grad have a record of their own. Before there is one, the layout's order stands for it.
+
+What is gathered ahead follows from the record and from the gathers so far: it is the same on all ranks as
+long as they use the same units in the same order, which stage 3 requires anyway. A unit that the plan did
+not expect is looked for behind the place where the micro-batch was, and the plan goes on from there.
 """
 
 from __future__ import annotations
@@ -18,17 +23,46 @@ from zero3d.zero.unit import Unit
 STEP = "step"  # release="every_step": from the first use to the end of the step
 
 
+class Order:
+    """Owns the order of gathers from one micro-batch, or forward without grad, to the next."""
+
+    def __init__(self) -> None:
+        self._plan: list[Unit] = []
+        self._record: list[Unit] = []
+        self._place = 0
+
+    def expect(self, units: Sequence[Unit]) -> None:
+        """Plan these units, behind those that are planned, before anything was recorded."""
+        self._plan += units
+
+    def begin(self) -> None:
+        """Begin anew: what was recorded is the plan."""
+        if self._record:
+            self._plan, self._record = self._record, []
+        self._place = 0
+
+    def follow(self, unit: Unit) -> list[Unit]:
+        """Record a gather, and return those that are planned next; none behind one that was not planned."""
+        self._record.append(unit)
+        if unit not in self._plan[self._place :]:
+            return []
+        self._place = self._plan.index(unit, self._place) + 1
+        return self._plan[self._place : self._place + WINDOW]
+
+
 class Gathers:
-    """Owns who needs which unit, and what to gather ahead. Persistent units (stages 0-2) cost nothing here."""
+    """Owns who needs which unit, and what to gather ahead. Persistent units (stages 0-2) cost nothing here.
+
+    training  the order of micro-batches, or of steps
+    """
 
     def __init__(self, lane: Lane, every_step: bool = False, plans_step: bool = False) -> None:
         self._lane = lane
         self._every_step = every_step
         self._plans_step = plans_step  # a recording is of a whole step, not of one micro-batch
-        self._previous: list[Unit] = []
-        self._current: list[Unit] = []
-        self._on_track = True
-        self._recording = False  # from a training forward to the end of its backward, or of its step
+        self.training = Order()
+        self._order: Order | None = None  # followed now; that of training from a forward to the end of its backward
+        self._interrupted: Order | None = None
         self._ahead: list[Unit] = []
         self._turn: list[Unit] = []
         self._known: dict[str, Unit] = {}
@@ -37,6 +71,7 @@ class Gathers:
     def acquire(self, unit: Unit, token: object) -> None:
         """Gather a unit for `token`, which needs its full parameters from now on."""
         if not unit.weights.sharded:
+            unit.weights.ready()
             return
         self._note(unit, token, True)
         first = not unit.users
@@ -75,11 +110,19 @@ class Gathers:
     def begin(self) -> None:
         """Begin a micro-batch: what was recorded in the last one (or step) is the plan for this one."""
         self.pass_turn([])
-        if self._recording:
-            return
-        if self._current:
-            self._previous, self._current = self._current, []
-        self._on_track = self._recording = True
+        if self._order is None:
+            self._order = self.training
+            self._order.begin()
+
+    def begin_forward(self, order: Order) -> None:
+        """Begin a forward without grad, which follows an order of its own."""
+        self._interrupted, self._order = self._order, order
+        order.begin()
+
+    def end_forward(self) -> None:
+        """End a forward without grad, and cancel gathers whose use did not come."""
+        self._order, self._interrupted = self._interrupted, None
+        self._cancel_ahead()
 
     def drop(self, which: Callable[[object], bool]) -> None:
         """Take these tokens back everywhere, and cancel gathers whose use did not come."""
@@ -87,7 +130,7 @@ class Gathers:
         if which(TURN):
             self._turn = []
         if ended:
-            self._recording = False
+            self._order = None
         for unit in list(self._known.values()):
             for token in [token for token in unit.users if which(token)]:
                 self.release(unit, token)
@@ -99,17 +142,11 @@ class Gathers:
             self.events.append(TokenEvent(unit.name, token, acquire))
 
     def _gather(self, unit: Unit) -> None:
-        position = len(self._current)
-        if self._recording:
-            self._current.append(unit)
-        if self._recording and self._on_track and self._previous[position : position + 1] != [unit]:
-            self._on_track = False
-            self._cancel_ahead(keep=unit)
+        planned = [] if self._order is None else self._order.follow(unit)
         self._issue(unit)
         if unit in self._ahead:
             self._ahead.remove(unit)
-        if self._recording and self._on_track:
-            self._look_ahead(position + 1)
+        self._look_ahead(planned)
         self._lane.join(unit.name)
         unit.weights.ready()
 
@@ -118,8 +155,8 @@ class Gathers:
             with self._lane.issue(unit.name):
                 unit.weights.gather()
 
-    def _look_ahead(self, position: int) -> None:
-        for unit in self._previous[position : position + WINDOW]:
+    def _look_ahead(self, planned: Sequence[Unit]) -> None:
+        for unit in planned:
             if len(self._ahead) >= WINDOW:
                 return
             if unit.weights.state is State.SHARDED:
@@ -128,9 +165,9 @@ class Gathers:
             elif unit not in self._ahead:
                 return  # in use now: it will be released and gathered again
 
-    def _cancel_ahead(self, keep: Unit | None = None) -> None:
+    def _cancel_ahead(self) -> None:
         for unit in self._ahead:
-            if unit is not keep and not unit.users:
+            if not unit.users:
                 self._lane.join(unit.name)
                 unit.weights.release()
-        self._ahead = [unit for unit in self._ahead if unit is keep]
+        self._ahead = []

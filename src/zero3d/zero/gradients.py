@@ -38,6 +38,7 @@ class Gradients:
         self._summed = False  # the shard already holds a sum of this step
         self._stash: Tensor | None = None  # Note 1
         self._pending = DONE
+        self._gathering: Pending | None = None  # stage 0, since the step's sum was there
         self._keep(dtype)
 
     def _keep(self, dtype: torch.dtype) -> None:
@@ -48,7 +49,8 @@ class Gradients:
         keep_wide = policy.accumulate > 1 or not policy.stage.shards_optimizer
         self._local = policy.master if keep_wide and not self._transient else dtype
         # In which a single backward's gradients reach their owners: by plan, since ranks must agree on it.
-        self.travels = setting.comm.travels(self._local, self._wire)
+        made = dtype if policy.accumulate == 1 else self._local
+        self.travels = setting.comm.travels(self._local, made, self._wire)
         if self._transient and setting.comm.size > 1 and self.travels.itemsize > self._local.itemsize:
             self._local = self.travels  # cast as they come, not all once more on their way
         if not self._transient:
@@ -81,8 +83,11 @@ class Gradients:
             self._shard_pieces = _cut(self._shard, self._layout.pieces(self._setting.comm.rank))
         return self._shard_pieces
 
-    def whole_pieces(self) -> list[Tensor]:
-        """Return all reduced gradients in slot order, once `gather` is done (stage 0)."""
+    def owned_pieces(self) -> list[Tensor]:
+        """Return the pieces of `owned`, in slot order."""
+        if self._gathering is None:
+            return self.shard_pieces()
+        self._gathering.wait()
         if not self._whole_pieces:
             self._whole_pieces = _cut(self.whole, self._layout.whole_pieces())
         return self._whole_pieces
@@ -104,9 +109,17 @@ class Gradients:
 
     @property
     def whole(self) -> Tensor:
-        """All reduced gradients, once `gather` is done (stage 0)."""
+        """All reduced gradients (stage 0): other ranks' are there after `gather`."""
         assert self.full is not None
         return self.full
+
+    @property
+    def owned(self) -> Tensor:
+        """Reduced gradients of what this rank updates: its shard, at stage 0 all that was gathered."""
+        if self._gathering is None:
+            return self.shard
+        self._gathering.wait()
+        return self.whole
 
     @property
     def _in_place(self) -> bool:
@@ -127,6 +140,7 @@ class Gradients:
     def _open(self) -> None:
         """Make room for local gradients."""
         self.finish()
+        self._forget_gather()
         if self.state is State.REDUCED and self._in_place:
             self._stash = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype).copy_(self.shard)
         if self.full is None:
@@ -187,9 +201,16 @@ class Gradients:
         self._drop_bucket()
         self.state = State.REDUCED
 
-    def gather(self) -> Pending:
-        """Start giving every rank's reduced gradients to all, the second half of stage 0's all-reduce."""
-        return self._setting.comm.all_gather(self.whole, self.shard, self._name)
+    def gather(self) -> None:
+        """Start giving every rank's sums to all where each updates all (stage 0): the second half of an all-reduce."""
+        if self._gathering is None and not self._setting.policy.stage.shards_optimizer:
+            self._gathering = self._setting.comm.all_gather(self.whole, self.shard, self._name)
+
+    def _forget_gather(self) -> None:
+        """Let a gather end whose sum is over, or was not the last."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
 
     def close(self) -> None:
         """Do nothing for a backward that ends in no reduction: its gradients add up."""
@@ -201,6 +222,7 @@ class Gradients:
     def reset(self) -> None:
         """Forget this step's gradients."""
         self.finish()
+        self._forget_gather()
         self._drop_stash()
         self._drop_bucket()
         self._filled.clear()

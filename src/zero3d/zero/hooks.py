@@ -2,11 +2,13 @@
 
     event                                     verb
     ----------------------------------------  ----------------------------------------------------
-    a user module's forward starts            acquire a forward token; take the turn token
+    a user module's forward starts            acquire a forward token; take the turn token (stage 3)
+                                              wait for the refresh (stages 1 and 2)
     its forward ends, also by an exception    release the forward token
     a gradient reaches any of its outputs     acquire a backward token
     gradients of all its inputs are done      release the backward token
     a parameter's gradient is accumulated     take it
+    the root's forward starts or ends         wait for refreshes of units that it may use without their modules
     a gradient reaches an output of the root  a backward begins (once per graph task)
     the backward ends                         flush reductions; drop backward and turn tokens
 
@@ -35,7 +37,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from zero3d.nested import map_tensors, tensors_in, tensors_out
 from zero3d.zero.accumulation import Accumulation
-from zero3d.zero.gathers import STEP, Gathers
+from zero3d.zero.gathers import STEP, Gathers, Order
 from zero3d.zero.reductions import Reductions
 from zero3d.zero.traffic import ROOT_TURN, TURN
 from zero3d.zero.unit import Unit
@@ -64,6 +66,10 @@ class Hooks:
         units = list(dict.fromkeys(unit for group in uses.values() for unit in group))
         self._persistent = [unit for unit in units if not unit.weights.sharded]
         self._root_units = uses.get(root, ())
+        self._without_grad = Order()
+        for order in (self._without_grad, gathers.training):  # until there is a record
+            order.expect([unit for unit in units if unit.weights.sharded and unit not in self._root_units])
+        self._called: set[Unit] = set()  # persistent ones, by their modules in the last forward in training
         # The root's turn token must be taken before its forward token is given back: first hook first.
         root.register_forward_pre_hook(self._root_begins, with_kwargs=True)
         root.register_forward_hook(self._root_ends, always_call=True)
@@ -71,6 +77,8 @@ class Hooks:
             sharded = [unit for unit in needed if unit.weights.sharded]
             if sharded:
                 self._hook_user(module, sharded)
+            if refreshed := [unit for unit in needed if not (unit.weights.sharded or unit.weights.updates_all)]:
+                module.register_forward_pre_hook(self._awaiter(refreshed))
         for unit in units:
             if unit.grads is not None:
                 for index, p in enumerate(unit.weights.params):
@@ -110,6 +118,15 @@ class Hooks:
         module.register_forward_pre_hook(begins, with_kwargs=True)
         module.register_forward_hook(ends, always_call=True)  # Note 2
 
+    def _awaiter(self, units: list[Unit]) -> Callable[[nn.Module, Any], None]:
+        def wait(module: nn.Module, args: Any) -> None:
+            for unit in units:
+                unit.weights.ready()
+            if self._mode == "train":
+                self._called.update(units)
+
+        return wait
+
     def _backward_needs(self, units: list[Unit], call: int) -> None:
         for unit in units:
             self._gathers.acquire(unit, ("backward", call))
@@ -146,12 +163,21 @@ class Hooks:
                 self._accumulation.forward_begins()
                 self._gathers.drop(lambda token: token in (KEEP, TURN, ROOT_TURN))
                 self._gathers.begin()
+            else:
+                self._gathers.begin_forward(self._without_grad)
+        awaited, self._called = self._called if self._mode == "train" else set(), set()
         for unit in self._persistent:
+            if unit not in awaited:  # it may be used by others than its modules
+                unit.weights.ready()
             unit.weights.check()
         return map_tensors((args, kwargs), lambda t: self._cast(t) if t.is_floating_point() else t)
 
     def _root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         mode, self._mode = self._mode, None
+        if mode == "eval":
+            self._gathers.end_forward()
+        for unit in self._persistent:
+            unit.weights.ready()
         outputs = [t for t in tensors_out(output) if t.requires_grad]
         if mode != "train" or not outputs:
             return

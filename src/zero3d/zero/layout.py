@@ -6,9 +6,10 @@
     |      shard of rank 0      |      shard of rank 1        |
                                 ^ cut at total / N, N shards of one size
 
-Slots are packed by optimizer parameter group, then in model order. The total is a multiple of
-C x 256 with C = lcm(64, N): for every N that divides 64 the layout, the vector tails of
-kernels, norms and checkpoints are the same, and every cut is a multiple of 16 elements.
+Slots are packed by optimizer parameter group, then in model order. Every cut is at a multiple of 16 elements. The
+total is a multiple of 16,384: for every N that divides 64 the layout, the vector tails of kernels, norms and
+checkpoints are the same. Where N does not divide 1,024 a multiple of 16 N has to do, since one of both would be up to
+N x 16,384: at N = 1,000 more than most adapters of a block have.
 
 A shard's part of a slot is a *piece*: a flat range.
 """
@@ -17,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from math import lcm, prod
+from math import prod
 from typing import NamedTuple
 
 ALIGN = 256
 CANONICAL = 64
+GROUP = 16  # elements: no shard has a part of such a group
 ROOT = "root"  # the unit of all that no block, embedding or head owns
 
 Shape = tuple[int, ...]
@@ -54,6 +56,7 @@ class UnitLayout:
     """Slots of one unit and their cut into N equal shards.
 
     Invariants: slots are disjoint, in order and aligned; total = N * shard; shard % 16 == 0.
+    tail  elements behind the last slot, which N asks for
     """
 
     def __init__(self, parameters: Sequence[tuple[str, Shape, int]], n: int) -> None:
@@ -64,11 +67,12 @@ class UnitLayout:
         for name, shape, group in sorted(parameters, key=lambda entry: entry[2]):
             slots.append(Slot(name, shape, group, cursor, prod(shape)))
             cursor += -(-prod(shape) // ALIGN) * ALIGN
-        quantum = lcm(CANONICAL, n) * ALIGN
+        quantum = CANONICAL * ALIGN if CANONICAL * ALIGN % (GROUP * n) == 0 else GROUP * n
         self.slots = tuple(slots)
         self.total = -(-max(cursor, 1) // quantum) * quantum
+        self.tail = self.total - cursor
         self.shard = self.total // n
-        assert self.shard % 16 == 0
+        assert self.shard % GROUP == 0
 
     @property
     def numel(self) -> int:
@@ -100,7 +104,27 @@ class UnitLayout:
         return [Piece(i, 0, slot.numel, slot.start) for i, slot in enumerate(self.slots) if slot.numel]
 
     def grid_cells(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
-        """Cut a flat range at the grid of C equal cells: yield (cell, first, stop), counted from the range's start."""
-        length = self.total // lcm(CANONICAL, self.n)
+        """Cut a flat range at the grid of equal cells: yield (cell, first, stop), counted from the range's start."""
+        length = self.total // grid(self.n)
         for cell in range(start // length, -(-(start + numel) // length)):
             yield cell, max(cell * length - start, 0), min((cell + 1) * length - start, numel)
+
+
+def grid(n: int) -> int:
+    """Return the number of equal cells of a unit on n ranks: the same for every n that divides it, else one a rank."""
+    return CANONICAL if CANONICAL % n == 0 else n
+
+
+def padding_warning(layouts: Sequence[UnitLayout]) -> str | None:
+    """Return what to say where N shards of equal size pad units by more than a tenth; None otherwise, and up to N = 64.
+
+    Up to there no unit has more padding than on one rank.
+    """
+    n, tail, numel = layouts[0].n, sum(unit.tail for unit in layouts), sum(unit.numel for unit in layouts)
+    if n <= CANONICAL or 10 * tail <= numel:
+        return None
+    return (
+        f"padding: {tail:,} elements for {numel:,} parameters ({tail / numel:.0%}); dp={n} cuts {len(layouts)} units "
+        f"into equal shards of whole groups of {GROUP}, {GROUP * n:,} elements or more each. Memory and traffic grow "
+        "by that. Pass units= with fewer, larger modules, or a smaller dp (more tp or pp)."
+    )

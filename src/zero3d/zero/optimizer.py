@@ -1,15 +1,20 @@
 """One step over all shards: exchange, unscale, global norm, clip, update, refresh.
 
     1. exchange     token weight, order hashes          3 numbers per rank
-    2. unscale      gradient shards *= 1 / (loss scale x sum of weights)
+    2. unscale      gradients *= 1 / (loss scale x sum of weights)
     3. norm         of every piece, stacked in model order, then of the stack: torch's own
                     `clip_grad_norm_`; partial norms are exchanged and combined in rank order
     4. one host read: norm, weight, orders, and what the caller wants to know besides: nothing else of a step waits
        for the device. A non-finite norm or no weight skips the step, and `reason` says so
-    5. clip         gradient shards *= clip / (norm + 1e-6), at most 1
-    6. stage 0      all-gather of gradient shards (the second half of an all-reduce)
-    7. update       a torch optimizer on 1-D pieces of the masters, states in flat buffers
-    8. refresh      masters to weights, all units together; stages 1 and 2 all-gather them
+    5. clip         gradients *= clip / (norm + 1e-6), at most 1
+    6. update       a torch optimizer on 1-D pieces of the masters, states in flat buffers
+    7. refresh      masters to weights, all units together; stages 1 and 2 all-gather them, and `wait` ends it
+
+Stage 0 has gathered the gradient shards (the second half of an all-reduce) before 2: each when it was reduced, or here
+where tied and partial gradients had to be summed first. Factors then multiply all of them: the same bits.
+
+2, 3, 5 and 6 are torch's multi-tensor calls, one launch for many pieces. On the CPU they are the single ones in a
+row and give their bits; on an accelerator they are what torch's `clip_grad_norm_` and optimizers run there.
 
 2, 3, 5 and 7 are torch's multi-tensor calls, one launch for many pieces. On the CPU they are the single ones in a
 row and give their bits; on an accelerator they are what torch's `clip_grad_norm_` and optimizers run there.
@@ -20,19 +25,17 @@ parameter for the same reason: one flat fused update differs in its vector tails
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zero3d.distributed.agreement import agree
-from zero3d.distributed.axis import Pending
 from zero3d.distributed.collectives import Comm, same_memory
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena, device_values
@@ -41,7 +44,6 @@ from zero3d.precision import cast_all, rounds_away
 from zero3d.zero.layout import Piece
 from zero3d.zero.model_group import NONE, ModelGroup, Norms, PieceNorm
 from zero3d.zero.param_groups import NOT_ELEMENTWISE, refuse_kind
-from zero3d.zero.stages import WINDOW
 from zero3d.zero.unit import Unit
 
 NO_NORM = -1.0  # no norm is negative
@@ -188,11 +190,14 @@ class ShardedOptimizer:
         besides  [k] float64, read on the host together with what the step must know there
         Raises OrderError before the update when ranks used units in different orders.
         """
+        self.wait()
         total, in_order = self._exchange(weight)
         self._model_group.sum_ties()
         self._model_group.sum_partial((owned.name, grad) for owned, grad in self.shard_grads())
-        shards = [unit.gradients.shard for unit in self._units]
-        multiply(shards, 1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0)
+        for unit in self._units:
+            unit.gradients.gather()
+        grads = [unit.gradients.owned for unit in self._units]
+        multiply(grads, 1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0)
         norms = self._norms()
         norm, even = self._over_dp(norms)
         clip = 1.0 if self._clip is None else torch.clamp(self._clip / (norm + 1e-6), max=1.0)
@@ -205,7 +210,7 @@ class ShardedOptimizer:
             agree(self._comm, partial(self._check_even, norms.uneven))
         reason = NO_TARGETS if not read["total"] else APPLIED if isfinite(read["norm"]) else OVERFLOW
         if reason == APPLIED:
-            multiply(shards, clip if read["clip"] != 1.0 else 1.0)
+            multiply(grads, clip if read["clip"] != 1.0 else 1.0)
             self._update()
         return Outcome(reason, norm, read["norm"], read_besides)
 
@@ -277,19 +282,21 @@ class ShardedOptimizer:
         return norm, 1.0 if norms.uneven is None else (partials != NO_NORM).all()
 
     def _update(self) -> None:
-        updates_all = any(unit.weights.updates_all for unit in self._units)
-        if updates_all:
-            pipeline(unit.gradients.gather for unit in self._units)
         for owned in self.pieces:
-            grads = owned.unit.gradients
-            owned.master.grad = (grads.whole_pieces() if updates_all else grads.shard_pieces())[owned.place]
+            owned.master.grad = owned.unit.gradients.owned_pieces()[owned.place]
         self.torch.step()
         if not self.adopted:
             self.adopt()
         for owned in self.pieces:
             owned.master.grad = None
         self._cast()
-        pipeline(unit.weights.send for unit in self._units)
+        for unit in self._units:
+            unit.weights.send()
+
+    def wait(self) -> None:
+        """Wait until the new weights are here, which stages 1 and 2 gather."""
+        for unit in self._units:
+            unit.weights.ready()
 
     def _cast(self) -> None:
         """Cast all masters to weights."""
@@ -311,20 +318,9 @@ def piece_norms(grads: Sequence[tuple[int, MasterPiece, Tensor]]) -> list[PieceN
     return [PieceNorm(cell, owned.order, owned.name, norm) for (cell, owned, _), norm in zip(grads, norms, strict=True)]
 
 
-def multiply(shards: Sequence[Tensor], factor: float | Tensor) -> None:
+def multiply(grads: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply in place; skipped when the factor is exactly 1."""
-    if isinstance(factor, Tensor) and shards:
-        torch._foreach_mul_(list(shards), factor.to(shards[0].dtype))
-    elif shards and factor != 1.0:
-        torch._foreach_mul_(list(shards), factor)
-
-
-def pipeline(operations: Any) -> None:
-    """Run operations that start a collective, with at most WINDOW under way."""
-    under_way: deque[Pending] = deque()
-    for start in operations:
-        if len(under_way) >= WINDOW:
-            under_way.popleft().wait()
-        under_way.append(start())
-    while under_way:
-        under_way.popleft().wait()
+    if isinstance(factor, Tensor) and grads:
+        torch._foreach_mul_(list(grads), factor.to(grads[0].dtype))
+    elif grads and factor != 1.0:
+        torch._foreach_mul_(list(grads), factor)

@@ -98,7 +98,7 @@ class Weights:
         self.state = State.GATHERING
 
     def ready(self) -> None:
-        """Complete a gather: parameters are views of `full`."""
+        """Complete a gather or a refresh: parameters are views of `full`."""
         self._pending.wait()
         if self.state in (State.GATHERING, State.KEPT):
             self._point_at(self.views)
@@ -155,8 +155,14 @@ class Weights:
         return self.send()
 
     def send(self) -> Pending:
-        """Send weights that were cast to all ranks at stages 1 and 2; (N-1)/N Psi elements per rank."""
-        return DONE if self.sharded or self.updates_all else self.share()
+        """Start to send weights that were cast to all ranks at stages 1 and 2; (N-1)/N Psi elements each.
+
+        `ready` waits for them.
+        """
+        if self.sharded or self.updates_all:
+            return DONE
+        self._pending = self.share()
+        return self._pending
 
     def absorb(self) -> bool:
         """Keep what was written into gathered parameters, and return whether anything was.

@@ -1,0 +1,314 @@
+"""benchmarks/gpu_check.py: whatever becomes of a part is a result, in a file that is valid at any moment."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+import gpu_check  # noqa: E402
+from campaign import account, host, record, speed, streams  # noqa: E402
+
+FAULTS = """
+import os, signal, subprocess, time
+from pathlib import Path
+
+def count(place):
+    with (Path(__file__).parent / "begun").open("a") as begun:
+        begun.write(place.part + "\\n")
+
+def passes(place, account):
+    count(place)
+    account.ran("sum", 2.0)
+    account.headline("step_syncs", 3)
+
+def fails(place, account):
+    count(place)
+    account.ran("loss", float("nan"), "it is not a number")
+
+def raises(place, account):
+    count(place)
+    account.ran("before", 1)
+    raise RuntimeError("out of memory")
+
+def dies(place, account):
+    count(place)
+    account.ran("before", 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def skips(place, account):
+    count(place)
+    account.skipped("streams", "a CPU has none")
+
+def hangs(place, account):
+    count(place)
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    account.ran("processes", [os.getpid(), child.pid])
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    """Rows of a campaign that end in every way there is, by name."""
+    (tmp_path / "faults.py").write_text(FAULTS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(gpu_check, "CPU_LIMIT_S", 60.0)
+    names = ("passes", "fails", "raises", "dies", "skips", "hangs")
+    return {name: gpu_check.Part(name, f"faults:{name}", 60, 1, "") for name in names}
+
+
+def check(parts, names, out, *words):
+    """Run these parts on the CPU; the exit code and the file."""
+    code = gpu_check.main(["--device", "cpu", "--json", str(out), *words], [parts[name] for name in names])
+    return code, json.loads(out.read_text())
+
+
+def alive(process):
+    """Whether a process runs; one that nobody has waited for may still have its number."""
+    return psutil.pid_exists(process) and psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_part_that_fails_raises_or_dies_is_a_result_and_the_next_one_runs(parts, tmp_path, capsys):
+    code, found = check(parts, ("raises", "dies", "fails", "skips", "passes"), tmp_path / "out.json")
+    assert code == 1
+    outcomes = {name: result["outcome"] for name, result in found["parts"].items()}
+    assert outcomes == {
+        "raises": "crashed", "dies": "crashed", "fails": "failed", "skips": "skipped", "passes": "passed"
+    }  # fmt: skip
+    assert found["parts"]["raises"]["ran"] == found["parts"]["dies"]["ran"] == {"before": 1}
+    assert found["parts"]["raises"]["said"][-1] == "RuntimeError: out of memory"
+    assert found["parts"]["dies"]["why"] == "ended with SIGKILL"
+    assert found["parts"]["fails"]["ran"] == {"loss": "nan"}
+    assert found["parts"]["fails"]["failed"] == {"loss": "it is not a number"}
+    assert found["parts"]["skips"]["skipped"] == {"streams": "a CPU has none"}
+    assert (found["step_dispatches"], found["step_syncs"]) == (None, 3)
+    assert "ended with SIGKILL" in capsys.readouterr().out.split("part ")[-1]
+
+
+def test_only_parts_that_hold_give_exit_code_0(parts, tmp_path):
+    assert check(parts, ("passes", "skips"), tmp_path / "out.json")[0] == 0
+
+
+def test_a_part_that_hangs_is_killed_at_its_limit_and_has_said_where(parts, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, "CPU_LIMIT_S", 3.0)
+    code, found = check(parts, ("hangs",), tmp_path / "out.json")
+    hung = found["parts"]["hangs"]
+    assert (code, hung["outcome"], hung["why"]) == (1, "hung", "killed after 3 s")
+    assert not any(alive(process) for process in hung["ran"]["processes"])
+    assert any("faults.py" in line and "in hangs" in line for line in hung["said"])
+
+
+def test_to_resume_is_to_run_what_has_not_ended_by_itself(parts, tmp_path):
+    out, names = tmp_path / "out.json", ("passes", "fails", "raises", "skips")
+    check(parts, names, out)
+    code, found = check(parts, names, out, "--resume")
+    begun = Counter((tmp_path / "begun").read_text().split())
+    assert begun == {"passes": 1, "fails": 1, "raises": 2, "skips": 1}
+    assert (code, found["step_syncs"], len(found["parts"])) == (1, 3, 4)
+    check(parts, names, out)
+    assert Counter((tmp_path / "begun").read_text().split())["passes"] == 2
+
+
+def test_what_a_killed_call_was_running_runs_again(parts, tmp_path):
+    out = tmp_path / "out.json"
+    _, found = check(parts, ("passes",), out)
+    found["parts"]["passes"]["outcome"] = "running"
+    out.write_text(json.dumps(found))
+    check(parts, ("passes",), out, "--resume")
+    assert (tmp_path / "begun").read_text().split() == ["passes", "passes"]
+
+
+@pytest.mark.parametrize("change", [{"torch": "2.0"}, {"device": "cuda"}, {"parts": None}])
+def test_to_resume_from_another_machine_is_refused(parts, tmp_path, capsys, change):
+    out = tmp_path / "out.json"
+    _, found = check(parts, ("skips",), out)
+    out.write_text(json.dumps(found | change))
+    assert gpu_check.main(["--device", "cpu", "--json", str(out), "--resume"], list(parts.values())) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert json.loads(out.read_text()) == found | change
+
+
+def test_a_call_that_is_stopped_keeps_what_its_part_had_found_and_leaves_no_process(parts, tmp_path):
+    out = tmp_path / "out.json"
+
+    def stop():
+        while not out.exists() or "processes" not in out.read_text():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop, daemon=True).start()
+    code, found = check(parts, ("hangs", "passes"), out)
+    assert code == 1
+    assert found["parts"]["hangs"]["outcome"] == "stopped"
+    assert not any(alive(process) for process in found["parts"]["hangs"]["ran"]["processes"])
+    assert "passes" not in found["parts"]
+
+
+def test_when_the_calls_time_is_up_parts_are_left_for_the_next(parts, tmp_path, monkeypatch):
+    monkeypatch.setitem(gpu_check.CALL_S, "cpu", 0.0)
+    code, found = check(parts, ("passes",), tmp_path / "out.json")
+    assert (code, found["parts"]["passes"]["outcome"]) == (1, "not run")
+    monkeypatch.undo()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert check(parts, ("passes",), tmp_path / "out.json", "--resume")[0] == 0
+
+
+def test_the_file_is_whole_whenever_it_is_read(tmp_path):
+    out, ended = tmp_path / "out.json", threading.Event()
+    account.write_json(out, {"rows": []})
+
+    def write():
+        for count in range(300):
+            account.write_json(out, {"rows": ["x" * 100] * count})
+        ended.set()
+
+    threading.Thread(target=write, daemon=True).start()
+    reads = 0
+    while not ended.is_set():
+        assert isinstance(json.loads(out.read_text())["rows"], list)
+        reads += 1
+    assert reads > 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--only", "spede"], "'spede' is no part"),
+        (["--minutes", "-1"], "--minutes -1"),
+        (["--minutes", "nan"], "--minutes nan"),
+        (["--resume"], "--json FILE"),
+        (["--device", "tpu"], "--device"),
+    ],
+)
+def test_bad_input_is_exit_code_2(words, says, capsys):
+    with pytest.raises(SystemExit) as exit_code:
+        gpu_check.parse(words)
+    assert exit_code.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_without_a_card_nothing_is_checked(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_check.main(["--json", str(tmp_path / "out.json")]) == 2
+    assert "--device cpu" in capsys.readouterr().err
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_name_before_the_dot_means_all_its_parts_and_no_minutes_leave_speed_out():
+    def names(*words):
+        return [part.name for part in gpu_check.chosen(gpu_check.PARTS, gpu_check.parse(words))]
+
+    assert names("--only", "bits,parity") == ["parity", "bits.deterministic", "bits.default"]
+    assert names("--only", "streams.late") == ["streams.late"]
+    assert names() == [part.name for part in gpu_check.PARTS]
+    assert "speed.plain" not in names("--minutes", "0")
+
+
+def test_limits_of_one_call_fit_in_ten_minutes_and_every_part_in_its_limit():
+    arguments = gpu_check.parse([])
+    places = [gpu_check.place_of(part, gpu_check.PARTS, arguments) for part in gpu_check.PARTS]
+    assert sum(place.limit_s for place in places) <= gpu_check.CALL_S["cuda"] < 600
+    assert all(part.planned_s < part.limit_s for part in gpu_check.PARTS)
+
+
+def test_idle_time_is_when_nothing_runs_on_any_stream():
+    spans = [
+        speed.Span("gemm", 0, 4000), speed.Span("all_gather", 1000, 9000),
+        speed.Span("Memcpy DtoH", 10000, 11000), speed.Span("adam", 14000, 20000),
+    ]  # fmt: skip
+    assert speed.busy(spans, steps=2) == {
+        "kernels": 1.5, "copies": 0.5, "step_ms": 0.01, "idle_ms": 0.002, "idle": 0.2, "longest_gap_us": 3.0
+    }  # fmt: skip
+
+
+def test_lanes_out_of_order_are_found():
+    good = [
+        ("gather.issue", "a"),
+        ("gather.issue", "b"),
+        ("gather.join", "a"),
+        ("gather.free", "a"),
+        ("gather.join", "b"),
+    ]
+    assert streams.order_faults(good) == []
+    assert streams.count_ahead(good) == 1
+    assert streams.order_faults([("gather.join", "a")]) == ["event 0: gather.join of a after nothing"]
+    assert streams.order_faults([("reduce.issue", "a")]) == ["reduction of a was never joined"]
+
+
+def test_one_read_at_the_boundary_may_wait():
+    read = Counter({"arena.py:111 return list(values.tolist())": 1})
+    nothing = Counter()
+    assert host.unwanted({"forward": nothing, "backward": nothing, "step": read}) == ""
+    assert host.unwanted({"forward": nothing, "backward": nothing, "step": read + read}) == "step: 2 reads"
+    assert host.unwanted({"forward": read, "backward": nothing, "step": nothing}).startswith("forward: arena.py:111")
+    assert (
+        host.unwanted({"forward": nothing, "backward": nothing, "step": Counter({"step.py:92 x": 1})})
+        == "step: step.py:92 x"
+    )
+
+
+def test_an_operation_that_waits_is_told_by_its_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    with host.waits() as lines:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("of something else", stacklevel=1)
+    ((line, count),) = lines.items()
+    assert line.startswith("test_gpu_check.py:")
+    assert "synchronizing" in line
+    assert count == 2
+
+
+def test_the_sanitizer_is_shown_the_storage_of_a_view():
+    class OnCard(torch.Tensor):
+        is_cuda = True
+
+    class Reader:
+        def _handle_argument(self, value, is_write, name=None):
+            seen.append((value.data_ptr(), is_write, name))
+
+    seen, full = [], torch.zeros(64)
+    reader = streams.by_storage(Reader)()
+    reader._handle_argument(full[32:].as_subclass(OnCard), True, name="out")
+    reader._handle_argument(full[32:], False)
+    assert seen == [(full.data_ptr(), True, "out"), (full[32:].data_ptr(), False, None)]
+
+
+@pytest.mark.long
+def test_the_whole_campaign_holds_with_the_cpu_in_the_place_of_the_card(tmp_path):
+    out = tmp_path / "out.json"
+    words = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--device", "cpu", "--json", str(out)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert list(found["parts"]) == [part.name for part in gpu_check.PARTS]
+    outcomes = {name: result["outcome"] for name, result in found["parts"].items() if result["outcome"] != "passed"}
+    assert outcomes == {"syncs": "skipped"}
+    assert 0 < found["step_dispatches"] <= 40
+    assert 0 < found["step_syncs"] <= 1
+    assert all("shape" in result["ran"] for name, result in found["parts"].items() if name != "syncs")
+
+
+def test_a_table_has_a_line_for_every_part_and_what_is_wrong():
+    campaign = record.Record(None, {}, resume=False)
+    campaign.put(
+        "nccl",
+        {"outcome": "failed", "seconds": 9.6, "limit_s": 60.0, "ran": {"a": 1}, "skipped": {}, "failed": {"a": "off"}},
+    )
+    assert campaign.table().splitlines() == [
+        "part  outcome  seconds  limit  ran  skipped",
+        "nccl  failed        10     60    1        0",
+        "    a: off",
+    ]

@@ -1,0 +1,193 @@
+"""Which groups a rank makes, what they are like, and that each one's first operation is of all its ranks."""
+
+import sys
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipelines import build, engine_of
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import zero3d
+from zero3d.distributed import groups
+from zero3d.distributed.axis import Axis
+from zero3d.distributed.groups import GroupOptions, backend_options, options_of, warm_up
+
+MANY = 4096
+NAMES = ("pp", "tp", "dp", "world", "replica")  # in the order in which an engine opens them
+
+
+@contextmanager
+def world_of(size, rank=0):
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The ranks of every group that is made."""
+    new_group, found = dist.new_group, []
+
+    def record(ranks, **options):
+        found.append(list(ranks))
+        return new_group(ranks, **options)
+
+    monkeypatch.setattr(dist, "new_group", record)
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 1777, MANY - 1])
+def test_a_rank_of_4096_makes_two_groups_for_each_of_its_own_axes_and_no_others(made, rank):
+    with world_of(MANY, rank):
+        mesh = zero3d.Mesh(pp=8, dp=64, tp=8)
+        for name in NAMES:
+            mesh.axis(name)
+    assert [len(ranks) for ranks in made] == [8, 8, 8, 8, 64, 64, 64]  # of the default group's ranks there is no other
+    assert all(rank in ranks for ranks in made)
+
+
+def calls_of(work):
+    """How many functions a call of `work` calls, in Python and in C."""
+    count = 0
+
+    def seen(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_what_opening_an_axis_costs_is_a_matter_of_its_own_ranks(made):
+    """The same axes in a world of 8 times the ranks: the same calls."""
+    counted = []
+    for dp in (64, 64, 512):  # the first time imports
+        with world_of(8 * dp):
+            mesh = zero3d.Mesh(pp=4, dp=dp, tp=2)
+            counted.append([calls_of(lambda name=name, mesh=mesh: mesh.axis(name)) for name in ("pp", "tp", "replica")])
+    assert counted[2] == counted[1]
+    assert min(counted[1]) > 20
+
+
+@pytest.mark.parametrize(("axis", "options"), [
+    ("dp", GroupOptions(high_priority=True)), ("pp", GroupOptions()), ("tp", GroupOptions()),
+    ("world", GroupOptions(channels=1)), ("replica", GroupOptions(channels=1)),
+])  # fmt: skip
+def test_groups_are_like_what_they_carry(axis, options):
+    assert options_of(axis) == options
+
+
+class NcclOptions:
+    """What torch has in builds with NCCL."""
+
+    def __init__(self, is_high_priority_stream):
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(min_ctas=None, max_ctas=None)
+
+
+def test_nccl_takes_the_options_and_other_backends_have_none(monkeypatch):
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
+    lanes, few = (backend_options("nccl", options_of(axis), timedelta(minutes=3)) for axis in ("dp", "world"))
+    assert (lanes.is_high_priority_stream, lanes.config.max_ctas) == (True, None)
+    assert (few.is_high_priority_stream, few.config.min_ctas, few.config.max_ctas) == (False, 1, 1)
+    assert lanes._timeout == few._timeout == timedelta(minutes=3)
+    assert backend_options("gloo", options_of("dp"), timedelta(minutes=3)) is None
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """A mesh takes its fake groups for such that must be warmed: (operation, ranks of its group) of all that they do."""
+    monkeypatch.setattr(Axis, "backend", property(lambda axis: "none" if axis.gathers is None else "stand-in"))
+    done = []
+
+    def note(owner, name, group_of):
+        original = getattr(owner, name)
+
+        def call(*arguments, **options):
+            done.append((name, group_of(*arguments, **options)))
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    note(dist, "all_reduce", lambda tensor, group, **_: group)
+    note(dist, "batch_isend_irecv", lambda calls: calls[0].group)
+    note(dist, "new_group", lambda *_, **__: None)
+    return done
+
+
+def test_both_groups_of_an_axis_carry_a_number_of_all_ranks_as_soon_as_they_are_made(recorded):
+    with world_of(12, rank=5):
+        mesh = zero3d.Mesh(pp=3, dp=2, tp=2)
+        for name in NAMES:
+            axis, begun = mesh.axis(name), len(recorded)
+            wanted = [("new_group", None)] * {"world": 0, "replica": 1}.get(name, 2)
+            wanted += [("all_reduce", group) for group in dict.fromkeys((axis.gathers, axis.reductions))]
+            assert recorded[-len(wanted) :] == wanted
+            assert mesh.axis(name) is axis
+            assert len(recorded) == begun  # once
+
+
+def test_no_group_is_made_or_used_first_after_an_engine_is_built(recorded, monkeypatch):
+    """The last stage of three is the neighbour of the first in nothing but the tie: their group must know all three."""
+    monkeypatch.setattr("zero3d.distributed.collectives.Comm.read", lambda self, values, assumed: assumed)
+    monkeypatch.setattr(dist, "recv", lambda tensor, *_, **__: tensor.fill_(1))
+    with world_of(6):
+        engine = engine_of(build("qwen3", 6), zero3d.Mesh(pp=3, dp=2), stage=1, accumulate=3)
+        assert engine.model_group.traded
+        warm, before = [group for name, group in recorded if name == "all_reduce"], len(recorded)
+        ids = torch.zeros(1, 5, dtype=torch.int64)
+        engine.train_batch([{"input_ids": ids, "targets": ids}] * 3)
+        engine.mesh.axis("pp"), engine.mesh.everyone, engine.mesh.model_parallel
+    after = recorded[before:]
+    assert "new_group" not in {name for name, _ in after}
+    sent = [group for name, group in after if name == "batch_isend_irecv"]
+    assert sent
+    assert all(any(group is one for one in warm) for group in sent)
+
+
+def test_a_dry_run_warms_nothing(monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", None)
+    with world_of(8):
+        axis = zero3d.Mesh(dp=4, pp=2).data
+        warm_up(axis)
+    warm_up(Axis("dp", 0, 1))
+
+
+def test_a_default_group_that_is_bound_to_a_device_is_not_split(monkeypatch):
+    """torch would take all ranks of the world to make a group of a few."""
+    bound, seen = torch.device("cuda:0"), []
+    with world_of(8):
+        world = SimpleNamespace(bound_device_id=bound)
+        group = dist.group.WORLD
+        monkeypatch.setattr(groups, "timeout", lambda device: timedelta(seconds=5))
+        monkeypatch.setattr(groups, "backends_of", lambda: {"cpu": "fake"})
+        monkeypatch.setattr(groups, "dist", SimpleNamespace(
+            group=SimpleNamespace(WORLD=world),
+            new_group=lambda ranks, **options: seen.append((ranks, world.bound_device_id, options)) or group,
+        ))  # fmt: skip
+        assert groups.new_group("tp", range(2), torch.device("cpu"), everyone=False) is group
+    options = {"timeout": timedelta(seconds=5), "pg_options": None, "use_local_synchronization": True}
+    assert seen == [([0, 1], None, options)]
+    assert world.bound_device_id == bound
+
+
+def test_a_group_of_the_caller_s_that_cannot_carry_the_device_s_tensors_is_refused(monkeypatch):
+    with world_of(2):
+        monkeypatch.setattr(groups, "backends_of", lambda: {"cuda": "nccl"})
+        said = (
+            r"computes on cpu, .* carries tensors of cuda \(by nccl\): pass device='cuda' .*with 'gloo', or not at all"
+        )
+        with pytest.raises(zero3d.MeshError, match=said):
+            zero3d.Mesh(device="cpu")

@@ -1,0 +1,114 @@
+"""Ranks that meet in a store, hours apart: every one's numbers, few keys, and the note of one that failed."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import DistNetworkError, DistStoreError
+
+from zero3d.distributed import waiting
+from zero3d.distributed.waiting import StoreExchange
+
+
+def on_threads(size, call):
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(call, range(size)))
+
+
+def test_64_ranks_get_everyones_numbers_and_leave_one_key_beside_their_counts():
+    store, size, rounds = HashStore(), 64, 5
+
+    def meet(rank):
+        numbers, exchange = torch.arange(3) + 10 * rank, StoreExchange(store, "world/0", rank, size, patience=60.0)
+        return [exchange.exchange(numbers + turn) for turn in range(rounds)]
+
+    rows = torch.arange(3)[None] + 10 * torch.arange(size)[:, None]
+    for found in on_threads(size, meet):
+        assert all(torch.equal(table, rows + turn) for turn, table in enumerate(found))
+    assert store.num_keys() == size + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.bfloat16])
+def test_numbers_of_any_type_arrive_bit_by_bit(dtype):
+    store, values = HashStore(), torch.tensor([0.1, -3.0, 0.0]).to(dtype)
+    found = on_threads(2, lambda rank: StoreExchange(store, "a", rank, 2, 60.0).exchange(values))
+    assert all(table.dtype == dtype and torch.equal(table, values.expand(2, 3)) for table in found)
+
+
+def test_a_room_that_is_opened_again_or_under_another_name_has_keys_of_its_own():
+    store = HashStore()
+
+    def meet(rank):
+        rooms = [StoreExchange(store, name, rank, 2, 60.0) for name in ("world/0", "dp/0", "world/0")]
+        return [
+            room.exchange(torch.tensor([rank + 10 * number])).flatten().tolist() for number, room in enumerate(rooms)
+        ]
+
+    assert on_threads(2, meet) == [[[0, 1], [10, 11], [20, 21]]] * 2
+
+
+class Counting:
+    """A store that counts the questions it is asked."""
+
+    def __init__(self, store):
+        self._store, self.asked = store, []
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.asked.append(name)
+            return getattr(self._store, name)(*arguments)
+
+        return call
+
+
+@pytest.mark.parametrize("size", [2, 48])
+def test_what_a_rank_asks_of_the_store_does_not_grow_with_the_ranks(size):
+    inner = HashStore()
+    stores = [Counting(inner) for _ in range(size)]
+    on_threads(size, lambda rank: StoreExchange(stores[rank], "a", rank, size, 60.0).exchange(torch.zeros(1)))
+    assert stores[0].asked == ["add", "wait", "has_extended_api", "multi_get", "set", "delete_key"]
+    assert all(each.asked == ["add", "set", "wait", "get", "delete_key"] for each in stores[1:])
+
+
+def test_the_ranks_that_did_not_come_are_named():
+    exchange = StoreExchange(HashStore(), "a", 0, 9, patience=0.0)
+    with pytest.raises(DistStoreError, match="of 9 ranks 8 did not come: 1, 2, 3, 4, 5"):
+        exchange.exchange(torch.zeros(1))
+    with pytest.raises(DistStoreError, match="of 9 ranks 1 did not come: 0"):
+        StoreExchange(HashStore(), "a", 3, 9, patience=0.0).exchange(torch.zeros(1))
+
+
+def test_a_note_that_is_left_while_ranks_wait_ends_their_waiting_and_an_older_one_does_not(monkeypatch):
+    store, notes = HashStore(), ["an older failure, which is over"]
+    looked = threading.Event()
+
+    def read_note():
+        looked.set()
+        return notes[-1]
+
+    monkeypatch.setattr(waiting, "LOOK", 0.01)
+    monkeypatch.setattr(waiting, "read_note", read_note)
+
+    def fail():
+        looked.wait(60)
+        time.sleep(0.05)  # the older note is seen again meanwhile
+        notes.append("a rank has failed")
+
+    failing = threading.Thread(target=fail)
+    failing.start()
+    with pytest.raises(DistStoreError, match="of 3 ranks 2 did not come"):
+        StoreExchange(store, "a", 0, 3, patience=3600.0).exchange(torch.zeros(1))
+    failing.join()
+    assert len(notes) == 2
+
+
+def test_a_store_that_is_gone_is_no_reason_to_wait():
+    class Gone(HashStore):
+        def wait(self, keys, timeout):
+            raise DistNetworkError("Connection reset by peer")
+
+    with pytest.raises(DistNetworkError):
+        StoreExchange(Gone(), "a", 0, 2, patience=3600.0).exchange(torch.zeros(1))
