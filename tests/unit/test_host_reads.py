@@ -123,7 +123,7 @@ def on(monkeypatch):
                 return torch.stack([values, values])
 
         monkeypatch.setattr(axis_module, "backends_of", lambda group: {device.type: backend})
-        monkeypatch.setattr(collectives, "open_algorithm", lambda axis, arena: Recording())
+        monkeypatch.setattr(collectives, "open_algorithm", lambda *_: Recording())
         monkeypatch.setattr(axis_module.dist, "broadcast", lambda t, **_: sent.append(("broadcast", t.device)))
         monkeypatch.setattr(axis_module.dist, "P2POp", lambda op, t, **_: sent.append((op.__name__, t.device)))
         monkeypatch.setattr(axis_module.dist, "batch_isend_irecv", lambda calls: [])
