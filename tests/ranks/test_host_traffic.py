@@ -197,7 +197,7 @@ def test_a_step_reads_one_value_and_waits_for_nothing_else(alone):
         for name, waits in phases.items():
             expected = 1 if name in ("step", "train_batch") else 0
             assert len(waits) == expected, (how, name, waits)
-            assert all("host_value" in wait for wait in waits), (how, name, waits)
+            assert all("memory/arena.py" in wait for wait in waits), (how, name, waits)
 
 
 def waits_of_a_run(folder):
