@@ -32,6 +32,7 @@ def environment(monkeypatch):
     """The variables of a process without ours, none of which stays; nor do torch's settings."""
     kept = {name: value for name, value in os.environ.items() if name not in SETTINGS}
     monkeypatch.setattr(determinism, "os", SimpleNamespace(environ=kept))
+    monkeypatch.setattr(determinism, "dist", SimpleNamespace(is_initialized=lambda: False))
     cudnn, filled = torch.backends.cudnn, torch.utils.deterministic.fill_uninitialized_memory
     flags, products = (cudnn.benchmark, cudnn.deterministic), torch.backends.cuda.matmul.fp32_precision
     cudnn.benchmark = True

@@ -1,11 +1,14 @@
-"""A tp axis that does not fit on a host is warned of, with what it sends and what to type."""
+"""A tp axis that does not fit on a host is warned of, with what it sends and what to type; so are terms of gradients."""
 
 import warnings
+from functools import partial
 
 import pytest
 
 from zero3d.cli.rank_environment import from_slurm
+from zero3d.distributed.algorithms import AllToAll, Native
 from zero3d.distributed.degrees import Degrees
+from zero3d.engine.foundation import warn_of_terms_across_hosts
 from zero3d.tensor_parallel.parallelize import warn_across_hosts
 from zero3d.tensor_parallel.traffic import Region
 
@@ -14,10 +17,10 @@ LAYER = [Region(name, *ops, HIDDEN) for name, ops in
          (("q", ("", "all_reduce")), ("o", ("all_reduce", "")), ("gate", ("", "all_reduce")), ("down", ("all_reduce", "")))]  # fmt: skip
 
 
-def warned(degrees, local):
+def warned(degrees, local, warn=lambda *hosts: warn_across_hosts(*hosts, LAYER, WIDTH)):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warn_across_hosts(degrees, local, LAYER, WIDTH)
+        warn(degrees, local)
     return [str(warning.message) for warning in caught]
 
 
@@ -41,3 +44,17 @@ def test_tp_groups_that_straddle_two_hosts_are_told_too():
 def test_slurm_says_how_many_tasks_a_node_has(tasks, here):
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "128", "SLURM_PROCID": "3", "SLURM_LOCALID": "3"}
     assert from_slurm(step | {"SLURM_STEP_TASKS_PER_NODE": tasks}).get("LOCAL_WORLD_SIZE") == here
+
+
+def test_gradients_of_8_dp_ranks_a_host_leave_it_as_4_times_the_bytes():
+    (text,) = warned(Degrees(1, 16, 1), 8, partial(warn_of_terms_across_hosts, AllToAll.name))
+    assert "dp=16 on hosts that have 8 of its ranks each" in text
+    assert "4 times the bytes of fp32 sums" in text
+    assert "zero.reduce_scatter=native" in text
+
+
+@pytest.mark.parametrize(("algorithm", "dp", "tp", "local"), [
+    (Native.name, 16, 1, 8), (AllToAll.name, 8, 1, 8), (AllToAll.name, 16, 4, 8), (AllToAll.name, 16, 1, None),
+])  # fmt: skip
+def test_nothing_is_said_where_terms_are_no_more_than_sums_or_nobody_knows(algorithm, dp, tp, local):
+    assert warned(Degrees(1, dp, tp), local, partial(warn_of_terms_across_hosts, algorithm)) == []

@@ -8,11 +8,11 @@ from zero3d.errors import ConfigError
 from zero3d.plan import Estimate, ParallelPlan, evaluate
 from zero3d.plan.hardware import cluster
 from zero3d.plan.kernels import digest, part_work
-from zero3d.plan.network import REACHED, Group, Groups, gather_seconds, reduce_seconds, send_seconds
+from zero3d.plan.network import REACHED, Group, Groups, exchange_seconds, gather_seconds, reduce_seconds, send_seconds
 from zero3d.plan.profiles import SYSTEMS, profile
 from zero3d.plan.shapes import gpt, llama, of_params
 from zero3d.plan.spec import Link
-from zero3d.plan.time import Pace, part_indices, step_seconds
+from zero3d.plan.time import Pace, faster_reduction, part_indices, step_seconds
 
 A100 = cluster("a100", 64)
 MODEL = gpt(24, 2048, 16, 50304, 2048)
@@ -47,6 +47,35 @@ def test_a_ring_moves_n_minus_1_over_n_and_the_slower_level_decides():
     assert gather_seconds(8e9, Group(16, 2), spec) == pytest.approx(8e9 * 7 / 8 / 2 / (REACHED * 10e9))
     assert gather_seconds(8e9, Group(4, 1), spec) == pytest.approx(6e9 / (REACHED * 10e9))
     assert gather_seconds(8e9, Group(1, 1), spec) == reduce_seconds(0, Group(8, 8), spec) == 0.0
+
+
+def test_an_all_to_all_takes_as_long_as_a_ring_but_for_what_leaves_a_host():
+    spec = replace(A100, inside=Link(100e9, 0.0, 0.0), across=Link(10e9, 0.0, 0.0))
+    for group in (Group(8, 8), Group(4, 1)):
+        assert exchange_seconds(8e9, group, spec) == gather_seconds(8e9, group, spec)
+    assert exchange_seconds(8e9, Group(16, 2), spec) == pytest.approx(2 * gather_seconds(8e9, Group(16, 2), spec))
+    assert exchange_seconds(8e9, Group(16, 8), spec) == pytest.approx(8e9 * 8 / 16 / (REACHED * 10e9))
+    assert exchange_seconds(8e9, Group(1, 1), spec) == exchange_seconds(0, Group(8, 8), spec) == 0.0
+
+
+def test_16_bit_terms_are_sent_unless_many_ranks_of_a_host_reduce_across_hosts():
+    def chosen(**plan):
+        return faster_reduction(MODEL, ParallelPlan(**plan), cluster("h100", 64)).reduce_scatter
+
+    assert chosen(dp=8) == "auto"  # one host: half the bytes
+    assert chosen(dp=8, tp=8) == "auto"  # one rank of each host: half the bytes
+    assert chosen(dp=64) == "native"  # 8 ranks of each: four times as many bytes leave it
+    assert chosen(dp=64, stage=1, accumulate=2) == "auto"  # wide ones are the backend's in any case
+    assert chosen(dp=64, precision="fp32") == "auto"
+
+
+@pytest.mark.parametrize(("plan", "faster"), [({"dp": 8}, "auto"), ({"dp": 64}, "native")])
+def test_both_ways_of_reducing_are_priced(plan, faster):
+    system, spec = profile("zero3d").pace, cluster("h100", 64)
+    by_way = {way: seconds(ParallelPlan(reduce_scatter=way, **plan), system, spec=spec) for way in ("auto", "native")}
+    assert min(by_way, key=lambda way: by_way[way].parts["dp"]) == faster
+    other = {way: seconds(ParallelPlan(reduce_scatter=way, **plan), spec=spec) for way in by_way}
+    assert other["auto"] == other["native"]  # of other systems it is no setting
 
 
 def test_trees_win_where_latency_counts_and_rings_where_bytes_do():

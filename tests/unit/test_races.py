@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 from meshes import LOSSES, engine_of, micro_batches, sum_of
-from models import adamw
+from models import adamw, batch, net
 from pipelines import covering
 from tensors import tiny
 
+import zero3d
 from zero3d.activations.recomputation import recompute
+from zero3d.zero.gradients import Gradients
+from zero3d.zero.hooks import Hooks
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "instruments"))
-from races import COMPUTE, FAULTS, Model, alone_in, collectives_of, lonely_mesh, modelled
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from instruments.races import COMPUTE, FAULTS, Model, alone_in, collectives_of, lonely_mesh, modelled
 
 SETTINGS = (
     ((4, 1, 1), (1, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)),  # dp, tp, pp
@@ -112,6 +115,26 @@ def test_new_weights_are_waited_for_by_all_that_reads_them(stage, reader):
             for weight in read_by(engine)[reader]():
                 weight.detach().sum()
     assert bool(model.races) is (reader == "")
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_gradients_that_come_after_the_sum_is_gathered_wait_for_that(monkeypatch, planted):
+    if planted:
+        monkeypatch.setattr(Gradients, "_forget_gather", lambda self: setattr(self, "_gathering", None))
+    with alone_in(4), collectives_of(Model()):
+        engine = zero3d.Engine(net(), stage=0, mesh=lonely_mesh(4), optimizer=adamw)
+        with modelled(engine) as model:
+            for number in range(2):
+                output = engine(batch(number)).float()
+                for loss in (output.square().mean(), output.sin().mean()):
+                    loss.backward(retain_graph=True)
+                assert engine.step().applied
+    assert bool(model.races) is planted
+
+
+def test_a_block_that_does_not_wait_for_its_new_weights_is_found(monkeypatch):
+    monkeypatch.setattr(Hooks, "_awaiter", lambda self, units: lambda *_: self._called.update(units))
+    assert run(((4, 1, 1), 1, *PLAIN[1:])).races
 
 
 PLAIN = (3, 2, "rank order", "bf16", "auto", "none", None, "llama", "model's")

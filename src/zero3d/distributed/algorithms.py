@@ -115,8 +115,12 @@ class AllToAll(Native):
         if wire.itemsize >= torch.float32.itemsize:
             return super().reduce_scatter(call, full, wire, take)
         sends = full if full.dtype == wire else self._borrow(full, full.numel(), wire).copy_(full)
-        arrived = self.all_to_all(call, sends, take)
-        return arrived if sends is full else Pending(lambda: (arrived.wait(), self._give_back([sends])))
+
+        def arrived(terms: list[Tensor]) -> None:
+            take(terms)
+            self._give_back([] if sends is full else [sends])
+
+        return self.all_to_all(call, sends, arrived)
 
 
 class Fake(Native):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 
 from torch import nn
 
+from zero3d.distributed.algorithms import AllToAll
 from zero3d.distributed.collectives import Comm
+from zero3d.distributed.degrees import Degrees
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.division import Division, divide
@@ -65,6 +68,8 @@ class Foundation:
         """Check options, open axes and divide the model, in place. Raises ConfigError, MeshError."""
         resolved = resolve(model, mesh, options)
         axes = Axes.of(resolved.mesh, options.zero.reduce_scatter)
+        if resolved.mesh.rank == 0:
+            warn_of_terms_across_hosts(axes.dp.algorithm, resolved.mesh.degrees, resolved.mesh.local_world)
         if resolved.precision.name == "fp64":
             compute_in_fp64(model)
         division = divide(model, resolved, options, axes.tp, axes.ledger)
@@ -74,3 +79,15 @@ class Foundation:
         order = choose_order(resolved, options.zero.exact, options.step.accumulate, axes.dp, axes.world)
         done = replace(options, model=replace(options.model, weights=None))  # a source keeps the last weights it made
         return cls(done, resolved, axes, division, order)
+
+
+def warn_of_terms_across_hosts(algorithm: str, degrees: Degrees, local: int | None) -> None:
+    """Warn where 16-bit terms that leave a host of `local` ranks are more bytes than fp32 sums would be."""
+    members = min(degrees.dp, max(1, (local or 1) // degrees.tp))
+    if algorithm == AllToAll.name and degrees.dp > members > 2:
+        warnings.warn(
+            f"zero.reduce_scatter=auto with dp={degrees.dp} on hosts that have {members} of its ranks each: 16-bit "
+            f"terms of gradients leave a host unsummed, {members / 2:g} times the bytes of fp32 sums. Type "
+            "zero.reduce_scatter=native if gradients are reduced too slowly; `zero3d plan` prices both.",
+            stacklevel=2,
+        )
