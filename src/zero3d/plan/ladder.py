@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from zero3d.plan.search import Evaluate
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
+from zero3d.plan.time import faster_reduction
 
 RULE = ("1", "2", "2 + offload", "3", "3 + offload")  # the practice report's order
 RUNGS = {"1": (1, "none"), "2": (2, "none"), "2 + offload": (2, "host"), "3": (3, "none"), "3 + offload": (3, "host")}
@@ -41,7 +42,7 @@ def ladder(model: ModelSpec, cluster: ClusterSpec, sequences: int, limit: float,
     plan = ParallelPlan(dp=cluster.gpus, accumulate=max(1, sequences // cluster.gpus), activations="full")
     rungs = []
     for name, (stage, offload) in RUNGS.items():
-        rung_plan = replace(plan, stage=stage, offload=offload)
+        rung_plan = faster_reduction(model, replace(plan, stage=stage, offload=offload), cluster)
         estimate = evaluate(model, cluster, rung_plan)
         fits = estimate.memory.device <= limit and estimate.memory.host <= cluster.host_memory
         rungs.append(Rung(name, rung_plan, estimate, fits))

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
+from zero3d.plan.states import wire_width
 from zero3d.plan.time import faster_reduction
 
 GOALS = ("fastest", "fewest-gpus", "largest-batch")
@@ -312,6 +313,11 @@ def _neighbours(plan: ParallelPlan, model: ModelSpec) -> Iterable[tuple[str, Par
         yield f"mesh.sequence_parallel: {str(other).lower()}", replace(plan, sequence_parallel=other)
     if plan.reduce_dtype == "fp32" and plan.dp > 1:
         yield "zero.reduce_dtype: bf16", replace(plan, reduce_dtype="bf16")
-    if plan.dp > 1 and not plan.exact:
-        way = "native" if plan.reduce_scatter == "auto" else "auto"
-        yield f"zero.reduce_scatter: {way}", replace(plan, reduce_scatter=way)
+    way = replace(plan, reduce_scatter="native" if plan.reduce_scatter == "auto" else "auto")
+    if (
+        plan.dp > 1
+        and not plan.exact
+        and wire_width(plan, 2) != wire_width(way, 2)
+        and plan.precision in ("bf16", "fp16")
+    ):
+        yield f"zero.reduce_scatter: {way.reduce_scatter}", way

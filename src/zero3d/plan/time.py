@@ -194,7 +194,10 @@ def _data(step: _Step, numel: float, end: float, backward: float) -> float:
 
 
 def _reduction(plan: ParallelPlan) -> tuple[float, Collective]:
-    """Return a gradient's bytes on its way, and what its reduction takes; sums and casts beside it are left out."""
+    """Return a gradient's bytes on its way, and what times its collective.
+
+    Passes over memory beside it are left out on both sides: a cast to fp32 (6 bytes), or the sum of terms (10).
+    """
     width = int(reduced_width(plan)) if plan.exact else wire_width(plan, WIDTHS[plan.precision].weight)
     return width, exchange_seconds if sends_terms(plan, width) else gather_seconds
 
