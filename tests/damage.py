@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -349,9 +350,8 @@ def twice(folder, random):
 def swapped(folder, random, *names, like=lambda row: True):
     def change(manifest):
         rows = [row for row in manifest["tensors"] if like(row)]
-        one, other = random.sample(rows, 2)
-        while all(one[name] == other[name] for name in names):
-            one, other = random.sample(rows, 2)
+        pairs = [pair for pair in combinations(rows, 2) if any(pair[0][name] != pair[1][name] for name in names)]
+        one, other = random.choice(pairs) if pairs else (rows[0], rows[0])
         for name in names:
             one[name], other[name] = other[name], one[name]
 

@@ -45,6 +45,7 @@ SECONDS = {  # of a case; 45 for test_exact and test_figures_again, which may ta
     "tests/parity/test_train_health.py": 46.0,
     "tests/parity/test_train_input.py": 17.0,
     "tests/parity/test_train_models.py": 7.3,
+    "tests/ranks/test_rendezvous.py": 54.0,
     "tests/ranks/test_restarts.py": 16.0,
     "tests/ranks/test_simulation.py": 3.5,
     "tests/unit/test_72b.py": 18.4,

@@ -23,7 +23,7 @@ from campaign.training import MIDDLE, STAGES, engine_of, own_batch, run_of
 
 WARM_UP = 2  # steps: orders are recorded, states are made
 MOST_DISPATCHES, MOST_WAITS = 40, 1  # of a step, collectives among them
-READER = "arena.py"  # the file of `host_value`, the one place that reads the device
+READER = "arena.py"  # the file of `Arena.on_host`, the one place that waits for the device
 SOURCES = str(Path(sys.modules["zero3d"].__file__ or "").parent)
 
 

@@ -189,7 +189,7 @@ def by_storage(handler: type) -> type:
 
     class ByStorage(handler):  # type: ignore[misc, valid-type]
         def _handle_argument(self, value: Any, *arguments: Any, **options: Any) -> None:
-            if isinstance(value, Tensor) and value.is_cuda:
+            if isinstance(value, Tensor) and value.is_cuda and value.untyped_storage().data_ptr():
                 value = value.new_empty(0).set_(value.untyped_storage())
             super()._handle_argument(value, *arguments, **options)
 

@@ -5,5 +5,6 @@ host_traffic       counts its copies from and to the host and all that waits for
 groups             process groups that note what they are asked, refuse other devices, and need no peers or have threads
 first_operations   whether a group's first operation has all its ranks, and its ranks the same collectives
 rendezvous         replays point-to-point operations as NCCL would do them: one FIFO per communicator, no buffers
+races              streams, and whether what they do to the same memory is in an order
 step_syncs         what a step of an engine costs in waits, in a process of its own
 """

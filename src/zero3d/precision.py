@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from zero3d.errors import ConfigError, NonFiniteError
+from zero3d.memory.scratch import cast_scratch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_CHUNK = 1 << 18  # elements; keeps the integer scratch inside a core's cache
+_LEAST = -0x7FFF7FFF  # as two 16-bit integers: a low half is at least 0x8001, a high half may be all, 0x8000
 
 
 @dataclass(frozen=True)
@@ -66,21 +68,57 @@ def to_compute(master: Tensor, dtype: torch.dtype, out: Tensor | None = None) ->
     """Cast masters to compute weights; the one cast used everywhere.
 
     fp32 to bf16 rounds half away from zero, so that a bf16 weight and a 16-bit remainder can
-    rebuild the master exactly; torch rounds half to even, which differs only at ties. A tie has
-    bit 15 set and all lower bits clear: setting bit 0 wherever bit 15 is set makes a tie round
-    up in magnitude and changes no other result (infinities and NaN included).
+    rebuild the master exactly; torch rounds half to even, which differs only at ties. A tie's low
+    16 bits are 0x8000, as an integer the smallest: raised to the next, they make it round up in
+    magnitude, and no other result changes (infinities, NaN and signed zeros included).
     """
     if out is None:
         out = torch.empty(master.shape, dtype=dtype, device=master.device)
-    if not (master.dtype == torch.float32 and dtype == torch.bfloat16):
+    if not rounds_away(master.dtype, dtype):
         return out.copy_(master)
-    source, target = master.reshape(-1), out.view(-1)
-    chunk = _CHUNK if master.device.type == "cpu" else max(source.numel(), 1)
-    for start in range(0, source.numel(), chunk):
-        bits = source[start : start + chunk].view(torch.int32)
-        ties = bits.bitwise_right_shift(15).bitwise_and_(1)
-        target[start : start + chunk].copy_(ties.bitwise_or_(bits).view(torch.float32))
+    scratch = master.new_empty(cast_scratch(master.numel(), master.device.type))
+    cast_all([(master.reshape(-1), out.view(-1))], scratch)
     return out
+
+
+def rounds_away(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Return whether torch's own cast would round ties otherwise than `to_compute`, which takes scratch."""
+    return wide == torch.float32 and narrow == torch.bfloat16
+
+
+def cast_all(pairs: Sequence[tuple[Tensor, Tensor]], scratch: Tensor) -> None:
+    """Cast flat fp32 masters to bf16 weights as `to_compute` does, three launches for every group that fits.
+
+    scratch  [2 k] fp32, for groups of k elements: their masters, and what low halves are at least
+    """
+    room = scratch.numel() // 2
+    if not room:
+        return
+    wide, least = scratch[:room], scratch[room:].view(torch.int32).fill_(_LEAST).view(torch.int16)
+    for group in _groups(pairs, room):
+        masters, weights = [master for master, _ in group], [weight for _, weight in group]
+        sizes = [master.numel() for master in masters]
+        cast = wide[: sum(sizes)]
+        source = masters[0] if len(masters) == 1 else torch.cat(masters, out=cast)
+        torch.maximum(source.view(torch.int16), least[: 2 * len(cast)], out=cast.view(torch.int16))
+        torch._foreach_copy_(weights, torch.split(cast, sizes))
+
+
+def _groups(pairs: Sequence[tuple[Tensor, Tensor]], room: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Cut flat pairs of tensors into groups of at most `room` elements."""
+    group: list[tuple[Tensor, Tensor]] = []
+    left = room
+    for master, weight in pairs:
+        start = 0
+        while start < master.numel():
+            stop = min(start + left, master.numel())
+            group.append((master[start:stop], weight[start:stop]))
+            left, start = left - (stop - start), stop
+            if not left:
+                yield group
+                group, left = [], room
+    if group:
+        yield group
 
 
 class LossScale:

@@ -21,6 +21,7 @@ from safetensors import safe_open
 import zero3d
 from zero3d.checkpoint import save as checkpoint
 from zero3d.checkpoint.folders import tidy
+from zero3d.checkpoint.integrity import find_damage
 
 
 class Drawing(Net):
@@ -330,6 +331,14 @@ def test_a_row_that_is_missing_is_named(saved):
         lambda p: p["tensors"].remove(next(r for r in p["tensors"] if r["name"] == "layers.1.up.weight")),
     )
     refused(make(3), saved, "manifest.json", "nothing at (0:48, 0:24) of", "'layers.1.up.weight'")
+
+
+def test_the_manifest_and_its_parts_must_say_the_same_even_where_no_model_is_at_hand(saved):
+    assert find_damage(saved) is None
+    edit(saved, lambda m: m["parameters"].update(more={"shape": [0], "trainable": False, "dtype": "float32"}))
+    assert "manifest.json: parameters have 'more' otherwise than the ranks' parts" in str(find_damage(saved))
+    edit(saved, lambda m: (m["parameters"].pop("more"), m["optimizer"]["scalars"].update(step=1.0)))
+    assert "manifest.json: optimizer.scalars is a mapping of 1" in str(find_damage(saved))
 
 
 def test_a_newer_format_says_what_to_do(saved):

@@ -226,6 +226,38 @@ def test_a_rank_that_loses_a_peer_says_first_why_and_exits_with_its_code(ranks, 
     assert own == failed == code
 
 
+def wait_for_one_that_fails(kind):
+    """Rank 1 goes away while the others wait in the store: what they say, and with which code they exit."""
+    from zero3d.cli.worker import leave_exception
+    from zero3d.distributed import waiting
+    from zero3d.distributed.collectives import Comm
+    from zero3d.distributed.ledger import Ledger
+    from zero3d.memory.arena import Arena
+
+    waiting.LOOK = 0.1
+    with zero3d.Mesh().waiting_room() as everyone:
+        comm = Comm(everyone, Arena(torch.device("cpu")), Ledger())
+        met = comm.exchange(torch.tensor([comm.rank])).tolist()
+        assert everyone.gathers is None  # no rank is connected to another
+        if comm.rank == 1:
+            return met, leave_exception(kind("the reason"))
+        with pytest.raises(zero3d.Zero3dError) as error:
+            comm.exchange(torch.tensor([comm.rank]))
+    return met, str(error.value), leave_exception(error.value)
+
+
+@pytest.mark.parametrize(("kind", "code"), [(DataError, 2), (ValueError, 1)])
+def test_ranks_that_wait_in_the_store_hear_of_one_that_fails(ranks, kind, code):
+    first, (met, failed), third = ranks(3, wait_for_one_that_fails, kind, group_timeout=TIMEOUT)
+    assert met == [[0], [1], [2]]
+    assert failed == code
+    for rank, (found, said, own) in ((0, first), (2, third)):
+        assert found == met
+        assert said.startswith(f"{kind.__name__}: the reason (rank {rank} of axis world waited ")
+        assert "in exchange of unit '-' and no peer came" in said
+        assert own == code
+
+
 def vanish():
     """Rank 1 is gone without a word, as if it had been killed: the exit code of rank 0."""
     from zero3d.cli.worker import leave_exception

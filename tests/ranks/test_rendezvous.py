@@ -129,6 +129,25 @@ def test_messages_of_every_schedule_with_two_to_four_ranks_and_few_and_many_micr
     check_schedules([case for case in ALL if case not in SHORT], alone)
 
 
+def faults_of_a_swap(case):
+    """What is found where a pipeline's first rank sends its first two hidden states in the other order."""
+    from instruments import rendezvous
+
+    logs = run(*case)
+    sends = [i for i, entry in enumerate(logs[0]) if "forward" in (getattr(entry, "label", None) or ())]
+    first, second = sends[:2]
+    logs[0][first], logs[0][second] = (
+        logs[0][i]._replace(label=logs[0][j].label) for i, j in ((first, second), (second, first))
+    )
+    return [rendezvous.replay(logs, eager) for eager in (False, True)]
+
+
+def test_a_pipeline_that_sends_in_another_order_is_found(alone):
+    for faults in alone(faults_of_a_swap, ("llama", (1, 1, 2), "gpipe", 3)):
+        assert len(faults) == 2
+        assert all("meets another's receiver" in fault for fault in faults)
+
+
 # --- what the replay finds ----------------------------------------------------------------------
 
 

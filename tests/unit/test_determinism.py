@@ -32,6 +32,7 @@ def environment(monkeypatch):
     """The variables of a process without ours, none of which stays; nor do torch's settings."""
     kept = {name: value for name, value in os.environ.items() if name not in SETTINGS}
     monkeypatch.setattr(determinism, "os", SimpleNamespace(environ=kept))
+    monkeypatch.setattr(determinism, "dist", SimpleNamespace(is_initialized=lambda: False))
     cudnn, filled = torch.backends.cudnn, torch.utils.deterministic.fill_uninitialized_memory
     flags, products = (cudnn.benchmark, cudnn.deterministic), torch.backends.cuda.matmul.fp32_precision
     cudnn.benchmark = True
@@ -178,23 +179,25 @@ def test_facts_are_those_of_the_device(environment, monkeypatch):
     assert device_facts(torch.device("cpu"), "gloo", 2) == {}
 
 
-def added(dp_algorithm, travels, dp=4, tp=1, exact=False):
-    """Who adds what ranks have, of an engine whose gradients travel in these dtypes."""
+def added(dp_algorithm, travels, dp=4, tp=1, exact=False, micro_batches=1, reduce="every_step"):
+    """Who adds what ranks have, of an engine whose gradients of one backward travel in these dtypes."""
     axes = SimpleNamespace(
         dp=SimpleNamespace(algorithm=dp_algorithm, size=dp), tp=SimpleNamespace(algorithm="native", size=tp)
     )
     units = [SimpleNamespace(grads=1, gradients=SimpleNamespace(travels=dtype)) for dtype in travels]
-    order = SimpleNamespace(summands=1 if exact else None)
-    assembly = SimpleNamespace(
-        base=SimpleNamespace(axes=axes, order=order),
-        runtime=SimpleNamespace(units=[*units, SimpleNamespace(grads=None)]),
+    order, policy = SimpleNamespace(summands=1 if exact else None), SimpleNamespace(reduce=reduce)
+    base = SimpleNamespace(axes=axes, order=order, resolved=SimpleNamespace(policy=policy))
+    runtime = SimpleNamespace(
+        units=[*units, SimpleNamespace(grads=None)], accumulation=SimpleNamespace(usual=micro_batches)
     )
-    return tuple(who_adds(assembly).values())
+    return tuple(who_adds(SimpleNamespace(base=base, runtime=runtime)).values())
 
 
 def test_what_is_sent_in_16_bits_is_added_in_rank_order_and_wide_gradients_by_the_backend():
     narrow, wide = torch.bfloat16, torch.float32
     assert added("all-to-all", [narrow, narrow]) == ("in rank order", "none")
+    assert added("all-to-all", [narrow], micro_batches=2) == ("by the backend", "none")  # a sum of several backwards
+    assert added("all-to-all", [narrow], micro_batches=2, reduce="every_micro_batch") == ("in rank order", "none")
     assert added("all-to-all", [narrow, wide]) == ("by the backend", "none")
     assert added("native", [narrow]) == ("by the backend", "none")
     assert added("pairwise", [wide]) == ("in rank order", "none")

@@ -35,7 +35,6 @@ def engine(monkeypatch):
         max_memory_allocated=lambda of: ALLOCATED * (of == device), max_memory_reserved=lambda of: RESERVED * (of == device)
     )  # fmt: skip
     monkeypatch.setattr(torch, "get_device_module", lambda of: module)
-    monkeypatch.setattr(torch.Tensor, "to", lambda values, of: values if of == device else None)
     return SimpleNamespace(mesh=SimpleNamespace(device=device), world=World(), units=[])
 
 

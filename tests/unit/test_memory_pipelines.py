@@ -42,9 +42,11 @@ def test_a_pipeline_keeps_what_is_in_flight_and_what_is_passed_on(schedule, held
 def test_gradients_are_reduced_in_the_last_micro_batch_or_in_each_as_asked():
     """Before the last one two micro-batches are in flight: where all are reduced, that is the fullest."""
     plan = PIPE | {"dp": 2, "stage": 2}
-    once, each = (fullest("embedding", 0, reduce=reduce, **plan) for reduce in ("every_step", "every_micro_batch"))
+    native = {"reduce_scatter": "native", "reduce_dtype": "bf16"}
+    once = fullest("embedding", 0, reduce="every_step", **native, **plan)
+    each = fullest("embedding", 0, reduce="every_micro_batch", **plan)
     assert once["activations"] == TOKENS * EMBEDDING_KEPT
-    assert once["wire"] == 2 * 4 * BLOCK / 2  # summed in fp32: no cast
+    assert once["wire"] == 2 * (2 * BLOCK + 2 * BLOCK / 2)  # summed in fp32, cast to be sent
     assert "bucket" not in once
     assert once["passed"] == (1 + 1) * STATE  # what went out, and its gradient
     assert each["passed"] == (2 + 1) * STATE
@@ -95,9 +97,9 @@ def test_where_a_v_turns_nothing_is_passed_on_and_what_waits_has_its_gradient():
 
 
 def test_gradients_of_weights_pile_up_in_a_part_s_backward_of_weights():
-    """bf16 ones of block and head, in the W of the first micro-batch; its own outputs' gradients are what they are of."""
+    """Ones of two bytes of block and head, in the W of the first micro-batch; its own outputs' gradients are what they are of."""
     name = "backward of weights, pipeline stage 0 of 2"
-    found = at(model_of(), name, schedule="zbv", **PIPE | {"micro_batch": 8})
+    found = at(model_of(), name, schedule="zbv", precision="fp16", **PIPE | {"micro_batch": 8})
     assert found["temporary"] == 2 * (BLOCK + ENDS)
     assert found["activations"] == 4 * (3 * TOKENS * (EMBEDDING_KEPT + BLOCK_KEPT) + BLOCK_HEAD - LOGITS)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zero3d.errors import ConfigError, Zero3dError
-from zero3d.precision import LossScale, LossScaling, Precision, at_least_fp32, to_compute
+from zero3d.precision import LossScale, LossScaling, Precision, at_least_fp32, cast_all, to_compute
 
 
 def half_away(value):
@@ -49,6 +49,41 @@ def test_every_bf16_value_survives_a_round_trip():
     same = again.view(torch.int16) == every.view(torch.int16)
     assert bool((same | every.isnan()).all())
     assert bool(again[every.isnan()].isnan().all())
+
+
+def by_integers(values):
+    """Reference: bits of bf16, ties away from zero; what is not finite is cut off, a NaN stays one."""
+    exact = values.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    exact += torch.where(exact & 0x7F800000 == 0x7F800000, 0, 0x8000)
+    return (exact >> 16).to(torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+LOW_HALVES = (0x0000, 0x0001, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xFFFE, 0xFFFF)
+
+
+@pytest.mark.parametrize("low", LOW_HALVES, ids=hex)
+def test_every_high_half_is_cast_right(low):
+    """All signs and exponents, denormals, infinities and NaNs, with low halves on both sides of a tie."""
+    high = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16
+    every = (high | low).view(torch.float32)
+    cast, wanted = to_compute(every, torch.bfloat16), by_integers(every)
+    same = cast.view(torch.int16) == wanted.view(torch.int16)
+    assert torch.equal(cast.isnan(), every.isnan())
+    assert bool((same | every.isnan()).all())
+
+
+@pytest.mark.parametrize("room", [1, 7, 64, 1000])
+def test_many_tensors_are_cast_like_each_of_them_in_groups_of_any_size(room):
+    sizes = (5, 0, 64, 1, 200, 63)
+    masters = [torch.randn(size) for size in sizes]
+    for master in masters:
+        master.view(torch.int32)[::2].bitwise_and_(~0xFFFF).bitwise_or_(0x8000)
+    before = [master.clone() for master in masters]
+    weights = [torch.zeros(size, dtype=torch.bfloat16) for size in sizes]
+    cast_all(list(zip(masters, weights, strict=True)), torch.empty(2 * room))
+    assert all(map(torch.equal, masters, before))
+    assert all(torch.equal(w, to_compute(m, torch.bfloat16)) for w, m in zip(weights, masters, strict=True))
+    assert all(torch.equal(w, by_integers(m)) for w, m in zip(weights, masters, strict=True))
 
 
 # --- the loss scale -------------------------------------------------------------------------------

@@ -248,6 +248,7 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
     for owned in engine.optimizer.pieces:
         states = checkpoint.states.get(engine.full_model.owner(owned.name), ())
         _restore_piece(reader, states, optimizer["scalars"], engine, owned)
+    engine.optimizer.adopted = False
     for group, saved in zip(engine.optimizer.torch.param_groups, optimizer["groups"], strict=True):
         group.update(from_json(saved, {key: value for key, value in group.items() if key != "params"}))
     if engine.scheduler is not None and manifest.value("scheduler") is not None:
@@ -302,7 +303,7 @@ def _frozen(unit: Unit, engine: EngineState) -> Iterator[tuple[str, Piece, Tenso
     if weights.sharded:
         pieces, values = unit.layout.pieces(engine.dp.rank), weights.shard
     else:
-        pieces, values = weights.whole_pieces(), weights.full
+        pieces, values = unit.layout.whole_pieces(), weights.full
     for piece in pieces:
         yield unit.layout.slots[piece.slot].name, piece, values[piece.offset : piece.offset + piece.stop - piece.start]
 

@@ -2,8 +2,11 @@
 
 degrees       sizes of the axes to ranks and back (no torch)
 mesh          the ranks of a run on their axes; starts torch.distributed
+devices       where a rank computes
 rendezvous    how the ranks of a run find each other in a store
 axis          one axis: its process groups, messages between its ranks, errors that say where
+groups        an axis' process groups: options by what they carry, and their first collective
+waiting       a few numbers through the store, for ranks that come hours apart
 algorithms    how collectives are done: natively, or by messages between every two ranks
 collectives   the collectives of the core over one axis, and the one choice of algorithm
 ledger        the traffic of every operation, by axis and unit (no torch)

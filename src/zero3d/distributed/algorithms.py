@@ -35,21 +35,24 @@ class Native:
         """Return `wire`: sums are rounded on the way."""
         return wire
 
-    def all_gather(self, call: Call, full: Tensor) -> Pending:
-        """Fill `full` from its slot of this rank and those of the others."""
-        slot = full.view(self._size, -1)[self._rank]
-        return self._start(call, partial(_all_gather, full, slot, group=call.group, async_op=True), lambda: None)
+    def all_gather(self, call: Call, full: Tensor, shard: Tensor | None = None) -> Pending:
+        """Fill `full` from this rank's shard, or its slot, and those of the others."""
+        mine = full.view(self._size, -1)[self._rank] if shard is None else shard
+        return self._start(call, partial(_all_gather, full, mine, group=call.group, async_op=True), lambda: None)
 
-    def reduce_scatter(self, call: Call, full: Tensor, wire: torch.dtype, take: Take) -> Pending:
-        """Give `take` one term, which is the sum; buffers for it and, if it is cast, for `full`."""
+    def reduce_scatter(
+        self, call: Call, full: Tensor, wire: torch.dtype, take: Take, out: Tensor | None = None
+    ) -> Pending:
+        """Give `take` one term, which is the sum; buffers for it where `out` is not, and for a cast of `full`."""
         sends = full if full.dtype == wire else self._borrow(full, full.numel(), wire).copy_(full)
-        out = self._borrow(full, full.numel() // self._size, wire)
+        lands = out is not None and out.dtype == wire
+        term = out if out is not None and lands else self._borrow(full, full.numel() // self._size, wire)
 
         def finish() -> None:
-            take([out])
-            self._give_back([out] if sends is full else [out, sends])
+            take([term])
+            self._give_back(([] if lands else [term]) + ([] if sends is full else [sends]))
 
-        work = partial(_reduce_scatter, out, sends, dist.ReduceOp.SUM, group=call.group, async_op=True)
+        work = partial(_reduce_scatter, term, sends, dist.ReduceOp.SUM, group=call.group, async_op=True)
         return self._start(call, work, finish)
 
     def all_to_all(self, call: Call, full: Tensor, take: Take) -> Pending:
@@ -110,10 +113,12 @@ class AllToAll(Native):
         """Return the narrower of `made` and `wire`: terms are not rounded on the way, however wide they are kept."""
         return made if made.itemsize < wire.itemsize else wire
 
-    def reduce_scatter(self, call: Call, full: Tensor, wire: torch.dtype, take: Take) -> Pending:
+    def reduce_scatter(
+        self, call: Call, full: Tensor, wire: torch.dtype, take: Take, out: Tensor | None = None
+    ) -> Pending:
         """Give `take` the ranks' terms in rank order if they are narrow; buffers for them and, if cast, for `full`."""
         if wire.itemsize >= torch.float32.itemsize:
-            return super().reduce_scatter(call, full, wire, take)
+            return super().reduce_scatter(call, full, wire, take, out)
         sends = full if full.dtype == wire else self._borrow(full, full.numel(), wire).copy_(full)
 
         def arrived(terms: list[Tensor]) -> None:
@@ -143,12 +148,16 @@ class Pairwise(Native):
         """Return the narrower of `kept` and `wire`: terms are not rounded on the way."""
         return kept if kept.itemsize < wire.itemsize else wire
 
-    def all_gather(self, call: Call, full: Tensor) -> Pending:
+    def all_gather(self, call: Call, full: Tensor, shard: Tensor | None = None) -> Pending:
         """Send this rank's slot to all others and receive theirs in place."""
         slots = list(full.view(self._size, -1))
+        if shard is not None:
+            slots[self._rank].copy_(shard)
         return Pending(self._swap(call, [slots[self._rank]] * self._size, slots))
 
-    def reduce_scatter(self, call: Call, full: Tensor, wire: torch.dtype, take: Take) -> Pending:
+    def reduce_scatter(
+        self, call: Call, full: Tensor, wire: torch.dtype, take: Take, out: Tensor | None = None
+    ) -> Pending:
         """Give `take` the ranks' terms in rank order; buffers for the others' and, if they are cast, for those sent."""
         sends, staged = self._cast(full, wire)
         slot = full.view(self._size, -1)[self._rank]

@@ -58,13 +58,15 @@ class Algorithm(Protocol):
         made  dtype that holds each of them without rounding
         """
 
-    def all_gather(self, call: Call, full: Tensor) -> Pending:
-        """Fill `full`, of which this rank's slot is there, from all ranks; moves (N-1) n elements per rank."""
+    def all_gather(self, call: Call, full: Tensor, shard: Tensor | None = None) -> Pending:
+        """Fill `full` from all ranks' `shard`, or their slot where that is in place; (N-1) n elements per rank."""
 
-    def reduce_scatter(self, call: Call, full: Tensor, wire: torch.dtype, take: Take) -> Pending:
+    def reduce_scatter(
+        self, call: Call, full: Tensor, wire: torch.dtype, take: Take, out: Tensor | None = None
+    ) -> Pending:
         """Give `take` terms [n] whose sum, in rank order, is that of all ranks' slots for this one; (N-1) n elements.
 
-        They travel as `wire`, and live until `take` returns.
+        They travel as `wire`, and live until `take` returns. A single term may be `out`, whose values are not needed.
         """
 
     def all_to_all(self, call: Call, full: Tensor, take: Take) -> Pending:
@@ -116,14 +118,15 @@ class Comm:
     def all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Pending:
         """Fill `full` [total] from every rank's `shard` [total/N]; moves (N-1)/N total per rank."""
         slot = full.view(self.size, -1)[self.rank]
-        if not same_memory(slot, shard):
-            slot.copy_(shard)
+        apart = None if same_memory(slot, shard) else shard
         if self.size == 1:
+            if apart is not None:
+                slot.copy_(apart)
             return DONE
         self._announce("all_gather", unit, full)
         if self._check:
             self.check_order()
-        return self._algorithm.all_gather(Call(self._axis, self._axis.gathers, "all_gather", unit), full)
+        return self._algorithm.all_gather(Call(self._axis, self._axis.gathers, "all_gather", unit), full, apart)
 
     def reduce_scatter(self, full: Tensor, shard: Tensor, unit: str, wire: torch.dtype, add: bool) -> Pending:
         """Sum `full` [total] over ranks into `shard` [total/N], travelling as `wire`.
@@ -136,7 +139,8 @@ class Comm:
         if self.size == 1:
             return Pending(partial(take, [full]))
         self._announce("reduce_scatter", unit, full, wire)
-        return self._algorithm.reduce_scatter(self._reduction("reduce_scatter", unit), full, wire, take)
+        out = None if add else shard
+        return self._algorithm.reduce_scatter(self._reduction("reduce_scatter", unit), full, wire, take, out)
 
     def all_to_all(self, full: Tensor, unit: str, take: Take) -> Pending:
         """Send slot r of every rank's `full` [total] to rank r, where `take` is given what came, by rank.
@@ -233,7 +237,9 @@ class Comm:
     def _sum(self, terms: list[Tensor], shard: Tensor, add: bool) -> None:
         """Set shard (+)= ((t0 + t1) + t2) + ...; a term may be the shard itself."""
         here = min(self.rank, len(terms) - 1)
-        if add:
+        if add and len(terms) == 1:
+            shard.add_(terms[0])
+        elif add:
             target = self._arena.borrow("wire", shard.numel(), shard.dtype)
             self._sum(terms, target, add=False)
             shard.add_(target)

@@ -59,6 +59,7 @@ class Mesh:
         debug: bool = False,
     ) -> None:
         self.device = choose_device(device, _launched())
+        self._known = read_note() if dist.is_initialized() else ""  # in a world that was there before
         start_distributed(self.device)
         check_carries(self.device)
         self.world = dist.get_world_size()
@@ -129,8 +130,8 @@ class Mesh:
 
     def _through_the_store(self, name: str, ranks: Sequence[int]) -> Callable[[Tensor], Tensor]:
         """Return what gathers a few numbers of ranks that may come hours apart."""
-        called = f"{name}/{ranks[0]}"
-        return StoreExchange(_get_default_store(), called, ranks.index(self.rank), len(ranks), A_DAY).exchange
+        store, called, position = _get_default_store(), f"{name}/{ranks[0]}", ranks.index(self.rank)
+        return StoreExchange(store, called, position, len(ranks), A_DAY, self._known).exchange
 
     @property
     def torch(self) -> DeviceMesh:

@@ -34,10 +34,11 @@ class StoreExchange:
     """Gathers vectors of N ranks through their store; `name` is that of the ranks, such as an axis and its first rank.
 
     Its keys are its own: each rank counts in the store what it has opened under a name, all in one order.
+    `known` is a note of an earlier failure, which is over.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, size: int, patience: float) -> None:
-        self._store, self._rank, self._size, self._patience = store, rank, size, patience
+    def __init__(self, store: Store, name: str, rank: int, size: int, patience: float, known: str = "") -> None:
+        self._store, self._rank, self._size, self._patience, self._known = store, rank, size, patience, known
         self._name, self._opened, self._count = name, 0, 0
 
     def exchange(self, values: Tensor) -> Tensor:
@@ -65,8 +66,8 @@ class StoreExchange:
         return "/".join(map(str, (_KEY, self._name, self._opened, *parts)))
 
     def _wait(self, keys: list[str]) -> None:
-        """Wait until all keys are there, or a note that was not there before."""
-        end, before = time.monotonic() + self._patience, read_note()
+        """Wait until all keys are there, or a note: its rank may have failed before this one came."""
+        end = time.monotonic() + self._patience
         while True:
             left = end - time.monotonic()
             try:
@@ -74,7 +75,7 @@ class StoreExchange:
             except RuntimeError as error:
                 if not _is_late(error):
                     raise
-                if left <= 0 or read_note() != before:
+                if left <= 0 or read_note() not in ("", self._known):
                     raise DistStoreError(f"timed out: {self._missing(keys)}") from error
             else:
                 return

@@ -29,6 +29,7 @@ from zero3d.engine.generation import Ending, check_options, generate
 from zero3d.engine.losses import Loss
 from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, ParallelOptions, StepOptions, ZeroOptions
 from zero3d.engine.state import engine_state
+from zero3d.engine.step import StepFigures
 from zero3d.errors import ConfigError
 from zero3d.precision import Precision
 from zero3d.zero.fingerprint import fingerprint
@@ -153,19 +154,21 @@ class Engine:
         self.optimizer.wait()
         return result
 
-    def _step(self) -> StepResult:
+    def _step(self, besides: Tensor | None = None) -> StepResult:
         """Step, and leave the new weights of stages 1 and 2 on their way."""
         if self._assembly.whole_parameters.any_open:
             raise ConfigError("step() inside full_params() would be undone on leaving it: leave the block first.")
-        return self._stepper.step()
+        return self._stepper.step(besides)
 
-    def train_batch(self, micro_batches: Iterable[Any]) -> Tensor:
+    def train_batch(self, micro_batches: Iterable[Any], besides: Callable[[], Tensor] | None = None) -> Tensor:
         """One step over a list of micro-batches; the global mean loss, on every rank.
 
         A mapping's entries that the model's forward does not take are left for the loss. Back-propagates
         the sum that `loss(output, batch) -> (sum, weight)` returns; without one output.loss times the
         number of shifted labels that are not -100; of a model that returns one number, that as the mean
-        loss of weight 1. The step is applied at the end of the list, whatever `accumulate` says.
+        loss of weight 1. The step is applied at the end of the list, whatever `accumulate` says. Of the device the
+        step reads once; `figures` has the loss and what else came with that, as plain numbers: also what `besides`
+        returns after the last backward, [k] float64 on the device.
         Batches are on the mesh's device: nothing of them is moved, here and in `evaluate`.
         At stages 1 and 2 new weights may still be on their way when it returns: every method here waits for them, the
         model's forward and its state_dict(), but p.data read by yourself only inside `full_params()`.
@@ -176,11 +179,13 @@ class Engine:
         with self._execution.together():
             try:
                 sums = self._execution.train(batches)
+                mean = self._mean(self._order.sum_of(sums, len(batches), trained=True))
+                parts = [mean.view(1)] if besides is None else [mean.view(1), besides()]
             except BaseException:
                 self._stepper.abandon()
                 raise
-            self.last_step = self._step()
-            return self._mean(self._order.sum_of(sums, len(batches), trained=True))
+            self.last_step = self._step(torch.cat(parts))
+            return mean
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[Any]) -> Tensor:
@@ -289,6 +294,11 @@ class Engine:
     def steps(self) -> int:
         """Applied steps so far."""
         return self._stepper.count
+
+    @property
+    def figures(self) -> StepFigures | None:
+        """The last step that was due in plain numbers, read together; of train_batch `besides` begins with the loss."""
+        return self._stepper.figures
 
     @property
     def traffic_units(self) -> list[UnitTraffic]:

@@ -68,7 +68,7 @@ def _then_on_device(fill: Fill, params: Collection[nn.Parameter], device: torch.
         for p in params:
             empty = torch.zeros((), dtype=p.dtype, device=device).expand(p.shape)
             if not torch._has_compatible_shallow_copy_type(p, empty):
-                torch.utils.swap_tensors(p, nn.Parameter(empty, p.requires_grad))
+                torch.utils.swap_tensors(p, nn.Parameter(empty, p.requires_grad))  # type: ignore[no-untyped-call]
 
     return filled
 

@@ -9,6 +9,7 @@ import torch
 
 from zero3d.checkpoint.resume_contract import BACKEND
 from zero3d.checkpoint.state import EngineState
+from zero3d.distributed.algorithms import AllToAll, Pairwise
 from zero3d.distributed.determinism import device_facts
 from zero3d.engine.assembly import Assembly
 
@@ -65,10 +66,11 @@ def _about(assembly: Assembly) -> dict[str, Any]:
 
 def who_adds(assembly: Assembly) -> dict[str, str]:
     """Return in which order gradients are added over dp and activations over tp; the backend's order is its own."""
-    axes, order = assembly.base.axes, assembly.base.order
-    travel = [unit.gradients.travels for unit in assembly.runtime.units if unit.grads is not None]
-    narrow = all(dtype.itemsize < torch.float32.itemsize for dtype in travel)
-    in_rank_order = axes.dp.algorithm == "pairwise" or (axes.dp.algorithm == "all-to-all" and narrow)
+    axes, order, runtime = assembly.base.axes, assembly.base.order, assembly.runtime
+    each = assembly.base.resolved.policy.reduce == "every_micro_batch" or runtime.accumulation.usual == 1
+    travel = [unit.gradients.travels for unit in runtime.units if unit.grads is not None]
+    narrow = each and all(dtype.itemsize < torch.float32.itemsize for dtype in travel)
+    in_rank_order = axes.dp.algorithm == Pairwise.name or (axes.dp.algorithm == AllToAll.name and narrow)
     over_dp = TREE if order.summands is not None else RANKS if in_rank_order else BACKEND
-    over_tp = RANKS if axes.tp.algorithm == "pairwise" else BACKEND
+    over_tp = RANKS if axes.tp.algorithm == Pairwise.name else BACKEND
     return {"dp_sums": over_dp if axes.dp.size > 1 else "none", "tp_sums": over_tp if axes.tp.size > 1 else "none"}

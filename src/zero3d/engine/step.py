@@ -7,9 +7,10 @@ due?  no   nothing changes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,11 +27,26 @@ from zero3d.zero.optimizer import APPLIED, NOT_DUE, OVERFLOW, ShardedOptimizer, 
 from zero3d.zero.reductions import Reductions
 
 
+class StepFigures(NamedTuple):
+    """A step's result as plain numbers, from the one read of the device that it needs anyway.
+
+    loss_scale, lr, applied, grad_norm  as in `StepResult`
+    besides                             what the caller of the step wanted to know with them
+    """
+
+    applied: bool
+    grad_norm: float
+    loss_scale: float
+    lr: float
+    besides: list[float]
+
+
 @dataclass
 class Stepper:
     """Applies a step when it is due, and forgets one that died.
 
-    count  applied steps so far
+    count    applied steps so far
+    figures  of the last boundary
     """
 
     dp: Comm
@@ -45,9 +61,14 @@ class Stepper:
     health: Health
     master: torch.dtype
     count: int = 0
+    figures: StepFigures | None = None
+    _known: dict[str, tuple[float, Tensor]] = field(default_factory=dict)
 
-    def step(self) -> StepResult:
-        """Apply the step if it is due. Raises ConfigError, OrderError, NonFiniteError."""
+    def step(self, besides: Tensor | None = None) -> StepResult:
+        """Apply the step if it is due; `besides` [k] float64 is read on the host with it.
+
+        Raises ConfigError, OrderError, NonFiniteError.
+        """
         lr = float(self.optimizer.torch.param_groups[0]["lr"])
         if not self.accumulation.reached:
             if self.accumulation.count == 0 and self.reductions.pending:
@@ -55,7 +76,7 @@ class Stepper:
                     "there are gradients, but no backward went through the model's own forward (only through "
                     "submodules), so no micro-batch was counted: call the model, or engine.backward(loss, last=True)."
                 )
-            return self._result(NOT_DUE, torch.full((), float("nan"), dtype=self.master, device=self.dp.device), lr)
+            return self._result(NOT_DUE, self._constant("no norm", math.nan, self.master), lr)
         try:
             weight = self.order.end(self.accumulation)
         except ConfigError:
@@ -65,7 +86,7 @@ class Stepper:
         if not self.reductions.adopted and self.dp.size > 1:
             self.reductions.adopt(broadcast_ints(self.dp, self.reductions.observed()))
         try:
-            outcome = self.optimizer.step(weight, self.loss_scale.value)
+            outcome = self.optimizer.step(weight, self.loss_scale.value, besides)
         finally:
             self.reset()  # whatever is still gathered holds the weights of before
         self.health.count(outcome.reason)
@@ -74,6 +95,8 @@ class Stepper:
             self.count += 1
             if self.scheduler is not None:
                 self.scheduler.step()
+        applied = outcome.reason == APPLIED
+        self.figures = StepFigures(applied, outcome.host_norm, self.loss_scale.value, lr, outcome.besides)
         return self._result(outcome.reason, outcome.norm, lr)
 
     def reset(self) -> None:
@@ -90,6 +113,13 @@ class Stepper:
         self.order.reset()
 
     def _result(self, reason: str, norm: Tensor, lr: float) -> StepResult:
-        scale = torch.tensor(self.loss_scale.value, device=norm.device)
-        rate = torch.tensor(lr, dtype=torch.float64, device=norm.device)
-        return StepResult(torch.tensor(reason == APPLIED, device=norm.device), norm, scale, rate, reason)
+        applied = self._constant(f"applied {reason == APPLIED}", reason == APPLIED, torch.bool)
+        scale = self._constant("loss scale", self.loss_scale.value, torch.float32)
+        return StepResult(applied, norm, scale, self._constant("lr", lr, torch.float64), reason)
+
+    def _constant(self, name: str, value: float, dtype: torch.dtype) -> Tensor:
+        """Return a number on the device: filled in there, which waits for nothing, and only where it has changed."""
+        known = self._known.get(name)
+        if known is None or (known[0] != value and not math.isnan(value)):
+            known = self._known[name] = value, torch.full((), value, dtype=dtype, device=self.dp.device)
+        return known[1]

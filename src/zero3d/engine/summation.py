@@ -120,8 +120,14 @@ class ExactOrder:
     def end(self, accumulation: Accumulation) -> float | Tensor:
         """Return [M], the weight of each micro-batch."""
         self.summands.end(accumulation.count)
-        weights = [torch.as_tensor(weight, dtype=torch.float64) for weight in accumulation.weights]
-        return torch.stack([weight.to(self.summands.comm.device) for weight in weights])
+        device = self.summands.comm.device
+        weights = [
+            weight.to(device, torch.float64)
+            if isinstance(weight, Tensor)
+            else torch.full((), weight, dtype=torch.float64, device=device)
+            for weight in accumulation.weights
+        ]
+        return torch.stack(weights)
 
     def sum_of(self, sums: Sequence[SumAndWeight], micro_batches: int, trained: bool) -> Tensor:
         """What is only evaluated is dealt out to ranks one by one, however gradients are reduced."""

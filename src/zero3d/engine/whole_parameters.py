@@ -63,7 +63,7 @@ class WholeParameters:
         anywhere = self._dp.exchange(flags).amax(0).tolist()
         written = [unit for unit, flag in zip(units, anywhere, strict=True) if flag]
         for unit in written:
-            unit.weights.share()
+            unit.weights.share().wait()
         self._group.share_ties(written)
 
     @contextmanager

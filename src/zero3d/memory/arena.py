@@ -4,7 +4,8 @@ Every buffer has a category and a place. Categories of model states are held for
 life; transient ones come and go with a unit:
 
     states     parameters | gradients | optimizer | padding (elements of a storage that are no parameter)
-    transient  gathered (full parameters) | bucket (local gradients on their way) | wire (send and receive) |
+    transient  gathered (full parameters) | bucket (local gradients on their way) | wire (send and receive; scratch of
+               sums and of the cast to weights) |
                received (activations and their gradients from neighbours in a pipeline)
 
 A dry run sees all memory here, and no value-dependent branch but through `host_value` or `Comm.read`.
@@ -13,6 +14,7 @@ A dry run sees all memory here, and no value-dependent branch but through `host_
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from typing import TypeVar
@@ -127,6 +129,12 @@ class Arena:
     def reset_peaks(self) -> None:
         """Start measuring peaks anew."""
         self._peak = dict(self._live)
+
+
+def device_values(values: Sequence[float], device: torch.device) -> Tensor:
+    """Return numbers of the host as a float64 vector on the device, which is not waited for."""
+    on_host = torch.tensor(values, dtype=torch.float64, pin_memory=device.type != "cpu")
+    return on_host.to(device, non_blocking=True)
 
 
 def host_value(values: Tensor, assumed: list[Number]) -> list[Number]:

@@ -8,7 +8,7 @@
     the embedding's backward                  its gradient                                       what is reduced last
     the end of a backward of inputs           all kept, of the running one too; gradients for W  the same
     the end of a backward of weights          the same                                           the chunk's gradients
-    optimizer step                            none                                               largest cast
+    optimizer step                            none                                               scratch of the casts
 
 A peak is the maximum over these, never a sum of categories' maxima; `parts` are the bytes at that instant. Bytes of
 activations come from `ModelSpec`'s operations (traced, or closed forms); all else from the engine's own arithmetic.
@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from zero3d.activations.policy import Policy
+from zero3d.memory.scratch import cast_scratch
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.constants import constant
 from zero3d.plan.footprint import Footprint, footprints
@@ -224,13 +225,14 @@ class _Rank:
         yield _peak(name, alive + footprint.again, max(footprint.transients), windows)
 
     def _step(self) -> Peak:
-        """Return the instant in which masters are cast to weights, the largest unit at once."""
+        """Return the instant in which masters are cast to weights, all units together."""
         width = WIDTHS[self.plan.precision].weight
         units = [unit for units in self.units.values() for unit in units if unit.trainable]
         share = self.plan.dp if self.plan.stage > 0 else 1
-        largest = max((unit.layout.total // share for unit in units), default=0)
-        scratch = 4.0 * largest if width == 2 and self.plan.offload == "none" else 0.0
-        return _peak("optimizer step", 0.0, scratch, NOTHING)
+        elements = sum(unit.layout.total // share for unit in units if unit.itemsize == width)
+        rounds = self.plan.precision == "bf16" and self.plan.offload == "none"
+        scratch = 4.0 * cast_scratch(elements, "cuda") if rounds else 0.0
+        return _peak("optimizer step", 0.0, 0.0, NOTHING._replace(wire=scratch))
 
 
 def _peak(instant: str, kept: float, transient: float, windows: Windows) -> Peak:

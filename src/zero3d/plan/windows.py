@@ -2,9 +2,9 @@
 
     gathered   stage 3, released after every use: the root, the unit in use, and WINDOW gathered ahead of it
     bucket     stages 2 and 3, in exact mode all of them: local gradients of the unit in its backward, of WINDOW being
-               reduced, of those that are reduced last (root and tied units)
-    wire       WINDOW reductions: the gradients as they travel, if that is another dtype, and what arrives: a shard, or
-               in 16 bits the terms of all ranks
+               reduced, of those that are reduced last (root and tied units); in the dtype in which they travel
+    wire       WINDOW reductions: the gradients as they travel, if that is another dtype, and what arrives: in 16 bits
+               the terms of all ranks; else a shard, if it is added to what is there or of another dtype
 
 The order is that of the second micro-batch on: head, last block, .. first block. `zero/gathers.py` has the engine's.
 """
@@ -74,7 +74,7 @@ def windows(order: Sequence[Sequence[RankUnit]], at: int, tied: frozenset[str], 
     moving = [unit for units in turns[:at] for unit in units if unit.trainable][-WINDOW:]
     if (reduce == "every_micro_batch" or plan.exact) and at > 0:
         filling = late if at == len(order) - 1 else roots
-        bucket = sum(_full_bytes(unit) for unit in (*moving, *turns[at], *filling) if unit.trainable)
+        bucket = sum(_bucket_bytes(unit, plan) for unit in (*moving, *turns[at], *filling) if unit.trainable)
     return Windows(gathered, bucket, sum(_wire_bytes(unit, plan, reduce) for unit in moving))
 
 
@@ -85,7 +85,7 @@ def flush(order: Sequence[Sequence[RankUnit]], tied: frozenset[str], plan: Paral
     early = [unit for units in order for unit in units if unit.trainable and unit not in late]
     moving = (early + late)[-WINDOW:]
     buckets = reduce == "every_micro_batch" or plan.exact
-    bucket = sum(map(_full_bytes, dict.fromkeys((*moving, *late)))) if buckets else 0.0
+    bucket = sum(_bucket_bytes(unit, plan) for unit in dict.fromkeys((*moving, *late))) if buckets else 0.0
     return Windows(0.0, bucket, sum(_wire_bytes(unit, plan, reduce) for unit in moving))
 
 
@@ -99,6 +99,12 @@ def _full_bytes(unit: RankUnit) -> int:
     return unit.layout.total * unit.itemsize
 
 
+def _bucket_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
+    """Return the bytes of local gradients that come and go with a backward: cast as they come where sums travel."""
+    cast = plan.dp > 1 and not plan.exact
+    return unit.layout.total * (wire_width(plan, unit.itemsize) if cast else unit.itemsize)
+
+
 def _wire_bytes(unit: RankUnit, plan: ParallelPlan, reduce: str) -> float:
     """Return the bytes of one reduction under way."""
     if plan.dp == 1:
@@ -109,7 +115,10 @@ def _wire_bytes(unit: RankUnit, plan: ParallelPlan, reduce: str) -> float:
         arrives = (unit.layout.total - unit.layout.shard) * (wide if sums else unit.itemsize)
         return arrives + unit.layout.shard * wide * plan.dp.bit_length() / WINDOW
     travels = wire_width(plan, unit.itemsize)
-    kept_wide = reduce == "every_step" and (plan.accumulate > 1 or plan.stage == 0)
-    local = wide if kept_wide else unit.itemsize
+    every_step = reduce == "every_step"
+    kept_wide = every_step and (plan.accumulate > 1 or plan.stage == 0)
+    local = wide if kept_wide else unit.itemsize if every_step else travels
     cast = 0 if travels == local else unit.layout.total * travels
-    return cast + (unit.layout.total if sends_terms(plan, travels) else unit.layout.shard) * travels
+    terms = sends_terms(plan, travels)
+    lands = not terms and travels == wide and (every_step or plan.accumulate == 1)
+    return cast + (0 if lands else unit.layout.total if terms else unit.layout.shard) * travels

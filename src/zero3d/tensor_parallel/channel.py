@@ -42,8 +42,7 @@ class Channel:
             return t
         self._record("all_gather", name, t, t.numel() * (self.size - 1))
         full = t.new_empty(self.size, *t.shape)
-        full[self.rank] = t
-        self._algorithm.all_gather(self._call("all_gather", name), full.view(-1)).wait()
+        self._algorithm.all_gather(self._call("all_gather", name), full.view(-1), t.reshape(-1)).wait()
         return torch.cat(list(full), dim)
 
     def reduce_scatter(self, t: Tensor, dim: int, name: str) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from zero3d.data.batches import BatchStream, validation_batches
 from zero3d.data.sequences import Sequences
 from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError, NonFiniteError
+from zero3d.memory.arena import device_values
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
 from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
@@ -70,6 +71,7 @@ class Loop:
         self._skip_limit, self._last_step, self._overflows = skip_limit(config.health), 0, 0
         self._validation, self._options = validation, options
         self._flops, self.tokens = flops, 0
+        self._of_ranks: list[float] = []  # signal and tokens of each in the last step
         device = engine.mesh.device
         self._device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
@@ -83,8 +85,8 @@ class Loop:
         tracer = Tracer(self.config.profile, self.folder.root, self.engine.world.rank)
         with StopRequest() as request, tracer:
             for step in progress.track(self.state.step + 1, steps):
-                record = self.step()
-                stop_signal = self._add_totals(record, request)
+                record = self.step(request)
+                stop_signal = self._add_totals(record)
                 last = step == steps
                 if self._validation is not None:
                     if stop_signal and last and not self.stuck:
@@ -106,33 +108,41 @@ class Loop:
 
     # --- one step -----------------------------------------------------------------------------------
 
-    def step(self) -> Record:
-        """Train on the next batch; return what this rank saw of it."""
+    def step(self, request: StopRequest) -> Record:
+        """Train on the next batch; return what this rank saw of it: of the device nothing but what the step reads."""
         begun = time.monotonic()
         batches = [self.on_device(batch) for batch in next(self.stream)]
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         self.tokens += tokens
-        loss = self._train(batches)
-        result = self.engine.last_step
+        self._train(batches, lambda: self._share(request, tokens))
+        result, figures = self.engine.last_step, self.engine.figures
         assert result is not None
+        assert figures is not None
         self._overflows += result.reason == OVERFLOW
+        loss, *self._of_ranks = figures.besides
         record = {
             "step": self.state.step + 1,
-            "loss": float(loss),
-            "grad_norm": float(result.grad_norm),
-            "lr": float(result.lr),
-            "loss_scale": float(result.loss_scale),
-            "applied": bool(result.applied),
+            "loss": loss,
+            "grad_norm": figures.grad_norm,
+            "lr": figures.lr,
+            "loss_scale": figures.loss_scale,
+            "applied": figures.applied,
             "tokens": tokens,
         }
         return record | {"seconds": time.monotonic() - begun}
 
-    def _train(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
+    def _share(self, request: StopRequest, tokens: int) -> Tensor:
+        """Return of every rank the signal that asks it to stop, or 0, and its tokens of this step; on the device."""
+        local = device_values([float(request.signal or 0), float(tokens)], self.engine.mesh.device)
+        with self.traffic.excluded():
+            return self.engine.world.exchange(local).flatten()
+
+    def _train(self, batches: Sequence[Mapping[str, Any]], besides: Callable[[], Tensor]) -> None:
         """Train one step. The last one that may be skipped is traced."""
         health = self.engine.health
         try:
             with health.tracing() if health.is_last(self._skip_limit) or self._is_last_chance else nullcontext():
-                return self.engine.train_batch(batches)
+                self.engine.train_batch(batches, besides)
         except NonFiniteError as error:  # of fp16's smallest loss scale
             self._give_up(str(error))
             raise
@@ -186,14 +196,11 @@ class Loop:
         nothing = "Nothing is saved" if self.engine.steps else "No step was applied and nothing saved"
         return f"{nothing}. {change}, then {ANEW}."
 
-    def _add_totals(self, record: Record, request: StopRequest) -> int:
+    def _add_totals(self, record: Record) -> int:
         """Add what all ranks know together; return the signal that asks them to stop, or 0."""
-        local = torch.tensor([float(request.signal or 0), float(record["tokens"])], dtype=torch.float64)
-        with self.traffic.excluded():
-            by_rank = self.engine.world.exchange(local)
-        mesh = self.engine.mesh
+        mesh, signals = self.engine.mesh, self._of_ranks[0::2]
         # The ranks of a model-parallel group see the same tokens.
-        tokens = int(by_rank[:, 1].sum()) // (mesh.pp * mesh.tp)
+        tokens = int(sum(self._of_ranks[1::2])) // (mesh.pp * mesh.tp)
         self.state = replace(
             self.state, step=record["step"], skipped=self.state.skipped + (not record["applied"]),
             in_a_row=self.engine.health.in_a_row, tokens=self.state.tokens + tokens, position=self.stream.state(),
@@ -206,7 +213,7 @@ class Loop:
         record |= {"memory_bytes": memory_bytes(self.engine), "traffic_bytes": self.traffic.last_step()}
         record |= {} if reserved is None else {"reserved_bytes": reserved}
         record["epoch"] = self.state.position["epoch"] + self.state.position["index"] / self.state.position["sequences"]
-        return int(by_rank[:, 0].max())
+        return int(max(signals))
 
     def _check_plan(self, progress: Progress) -> None:
         """Print plan against actual, once, where a run has that."""

@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.engine import Engine
+from zero3d.memory.scratch import cast_scratch
 from zero3d.precision import NAMES
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
 from zero3d.zero.layout import ROOT
@@ -115,8 +116,9 @@ def state_dtypes(engine: Engine) -> dict[str, str]:
     states = [s.dtype for state in engine.optimizer.torch.state.values() for s in state.values() if s.dim() == 1]
     compute, reduced = {w.full.dtype for w in weights}, {buffer.dtype for buffer in buffers}
     gathered = compute if engine.policy.stage.shards_parameters else ()
-    bucket = compute if engine.policy.reduce == "every_micro_batch" or engine.summands is not None else ()
     trainable = [unit for unit in engine.units if unit.grads is not None and engine.dp.size > 1]
+    transient = engine.policy.reduce == "every_micro_batch" or engine.summands is not None
+    bucket = {grad.local for grad in (unit.grads for unit in engine.units) if grad is not None} if transient else set()
     wire = {unit.gradients.travels for unit in trainable}
     kinds = {"parameters": compute, "gradients": reduced, "optimizer": {*masters, *states},
              "gathered": gathered, "bucket": bucket, "wire": wire}  # fmt: skip
@@ -130,7 +132,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     bucket    stages 2, 3: the root's gradients all the time, two units filling, WINDOW being reduced; parts of
               tied parameters' gradients are summed in the reduced dtype
     wire      WINDOW reductions: (N-1)/N of a unit received and, if it travels in another dtype, cast to be sent;
-              from the second micro-batch on, a shard that is added to the sum
+              from the second micro-batch on, a shard that is added to the sum. Scratch in which masters are cast
     exact     a bucket for every micro-batch at all stages, and as many shards being summed as the tree over ranks
               is deep
     """
@@ -138,20 +140,25 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     root = sum(unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name == ROOT)
     full = root + (2 + WINDOW) * max(sizes, default=0)
     policy, n = engine.policy, engine.dp.size
-    moving, shard, tied, exact = 0, 0, 0, engine.summands is not None
+    moving, shard, tied, masters, exact = 0, 0, 0, 0, engine.summands is not None
+    wider = 1
     for unit in engine.units:
         if unit.grads is not None:
             travels = unit.gradients.travels
-            local = unit.dtype if policy.stage.shards_optimizer else policy.master
-            local = travels if exact else local
+            local = travels if exact else unit.gradients.local
+            wider = max(wider, local.itemsize // unit.dtype.itemsize)
+            masters += 0 if unit.weights.cast is None else unit.weights.master.numel()
             copies = 1 if travels == local else 2
             moving = max(moving, copies * unit.layout.total * travels.itemsize * (n - 1) // n)
             shard = max(shard, unit.layout.shard * policy.master.itemsize)
             tied += unit.layout.total * policy.master.itemsize if unit.deferred else 0
     return {
         "gathered": full if policy.stage.shards_parameters else 0,
-        "bucket": full + tied if exact or policy.reduce == "every_micro_batch" else 0,
-        "wire": WINDOW * moving + shard * (n.bit_length() if exact else micro_batches > 1),
+        "bucket": wider * full + tied if exact or policy.reduce == "every_micro_batch" else 0,
+        "wire": max(
+            WINDOW * moving + shard * (n.bit_length() if exact else micro_batches > 1),
+            4 * cast_scratch(masters, engine.mesh.device.type),
+        ),
     }
 
 

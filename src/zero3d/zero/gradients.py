@@ -2,6 +2,7 @@
 
     full    [total]    local gradients of this rank, on their way to the reduction
     shard   [total/N]  reduced dtype; the sum over ranks of this rank's slice
+    pieces             1-D views of parameters' parts in either, for the optimizer; made anew only where it moves
 
 Note 1, where the sum may live. When local gradients already have the reduced dtype and the whole
 buffer is kept, the shard is this rank's slot of the buffer. Gradients that arrive after a
@@ -10,12 +11,14 @@ reduction would overwrite it, so it is stashed until the next reduction has been
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from zero3d.distributed.axis import DONE, Pending
 from zero3d.distributed.collectives import same_memory
-from zero3d.zero.layout import UnitLayout
+from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.policy import Setting, State, parameter_views
 
 
@@ -27,7 +30,9 @@ class Gradients:
         self._wide = setting.policy.master
         self.full: Tensor | None = None
         self._views: list[Tensor] = []
-        self.shard: Tensor
+        self._shard: Tensor
+        self._shard_pieces: list[Tensor] = []
+        self._whole_pieces: list[Tensor] = []
         self.state = State.EMPTY
         self._filled: set[int] = set()
         self._summed = False  # the shard already holds a sum of this step
@@ -46,6 +51,8 @@ class Gradients:
         # In which a single backward's gradients reach their owners: by plan, since ranks must agree on it.
         made = dtype if policy.accumulate == 1 else self._local
         self.travels = setting.comm.travels(self._local, made, self._wire)
+        if self._transient and setting.comm.size > 1 and self.travels.itemsize > self._local.itemsize:
+            self._local = self.travels  # cast as they come, not all once more on their way
         if not self._transient:
             self._use(arena.allocate("gradients", layout.total, layout.numel, self._local))
         if self.full is not None and self._local == self._wide:
@@ -54,7 +61,36 @@ class Gradients:
             self.shard = arena.allocate("gradients", layout.shard, layout.used_per_shard, policy.master)
 
     def _use(self, full: Tensor) -> None:
-        self.full, self._views = full, parameter_views(full, self._layout)
+        self.full, self._views, self._whole_pieces = full, parameter_views(full, self._layout), []
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's reduced gradients."""
+        return self._shard
+
+    @shard.setter
+    def shard(self, shard: Tensor) -> None:
+        self._shard, self._shard_pieces = shard, []
+
+    @property
+    def local(self) -> torch.dtype:
+        """In which gradients are taken from autograd."""
+        return self._local
+
+    def shard_pieces(self) -> list[Tensor]:
+        """Return this rank's pieces of the reduced gradients, in slot order."""
+        if not self._shard_pieces:
+            self._shard_pieces = _cut(self._shard, self._layout.pieces(self._setting.comm.rank))
+        return self._shard_pieces
+
+    def owned_pieces(self) -> list[Tensor]:
+        """Return the pieces of `owned`, in slot order."""
+        if self._gathering is None:
+            return self.shard_pieces()
+        self._gathering.wait()
+        if not self._whole_pieces:
+            self._whole_pieces = _cut(self.whole, self._layout.whole_pieces())
+        return self._whole_pieces
 
     @property
     def accumulates(self) -> bool:
@@ -204,3 +240,8 @@ class Gradients:
         if self._transient and self.full is not None:
             self._arena.give_back("bucket", self.full)
             self.full, self._views = None, []
+
+
+def _cut(buffer: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+    """Return the views of pieces in a buffer."""
+    return [buffer[piece.offset : piece.offset + piece.stop - piece.start] for piece in pieces]

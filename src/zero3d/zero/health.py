@@ -103,7 +103,7 @@ class Health:
                 f"{MANY} steps in a row were skipped because the gradient norm was not finite. If the loss is "
                 "NaN from the start at stage 3, a parameter is used outside its module's forward: see "
                 "engine.full_params().",
-                stacklevel=5,  # the caller of engine.step
+                stacklevel=6,  # the caller of engine.step or train_batch
             )
 
     def is_last(self, most: int) -> bool:

@@ -99,6 +99,10 @@ class UnitLayout:
                 pieces.append(Piece(index, start - slot.start, stop - slot.start, start - low))
         return pieces
 
+    def whole_pieces(self) -> list[Piece]:
+        """Return every parameter as one piece of the storage."""
+        return [Piece(i, 0, slot.numel, slot.start) for i, slot in enumerate(self.slots) if slot.numel]
+
     def grid_cells(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
         """Cut a flat range at the grid of equal cells: yield (cell, first, stop), counted from the range's start."""
         length = self.total // grid(self.n)

@@ -88,14 +88,13 @@ class NormKey(NamedTuple):
 class NormTable(NamedTuple):
     """Where the norms of a group stand in [ranks, longest]; known from the first step on.
 
-    rows, columns  of all of them, by cell and in model order
-    cells          of each of them
-    counted        [ranks, longest] 1.0, or 0.0 where another tp rank's norm of the same parameter counts
-    common         [stages, longest] the parameter's place in the model; NONE where tp ranks hold slices of it
+    order    of all of them by cell and in model order: indices into [ranks x longest], on the device
+    cells    of each of them
+    counted  [ranks, longest] 1.0, or 0.0 where another tp rank's norm of the same parameter counts
+    common   [stages, longest] the parameter's place in the model; NONE where tp ranks hold slices of it
     """
 
-    rows: list[int]
-    columns: list[int]
+    order: Tensor
     cells: list[int]
     counted: Tensor
     common: Tensor
@@ -105,11 +104,12 @@ class Norms(NamedTuple):
     """The norms of a group's gradients.
 
     values  [cells]
-    uneven  the place of a parameter on whose norm tp ranks differ, which they should have alike; NONE
+    uneven  the place of a parameter on whose norm tp ranks differ, which they should have alike; NONE. None where
+            this rank holds the whole model
     """
 
     values: Tensor
-    uneven: Tensor
+    uneven: Tensor | None
 
 
 class Peers:
@@ -155,7 +155,7 @@ class ModelGroup:
     @property
     def has_norms(self) -> bool:
         """Whether a step exchanges norms: false where all shards of this dp rank are padding."""
-        return self._table is not None and bool(self._table.rows)
+        return self._table is not None and bool(self._table.cells)
 
     @property
     def alone(self) -> bool:
@@ -228,13 +228,13 @@ class ModelGroup:
         norms = torch.stack([p.norm for p in pieces] or [torch.zeros((), dtype=dtype, device=self._comm.device)])
         if self._table is None and not self.alone:
             self._table = self._arrange([NormKey(p.cell, p.place, p.name in self._cuts.cut) for p in pieces])
-        if self._table is None or not self._table.rows:  # alone, or all of this dp rank's shards are padding
-            even = torch.full((), NONE, dtype=torch.int64, device=self._comm.device)
+        if self._table is None or not self._table.cells:  # alone, or all of this dp rank's shards are padding
+            even = None if self.alone else torch.full((), NONE, dtype=torch.int64, device=self._comm.device)
             return Norms(_norm_by_cell(norms, [piece.cell for piece in pieces], cells), even)
         row = torch.zeros(self.longest, dtype=torch.float64, device=self._comm.device)
         row[: len(pieces)] = norms[: len(pieces)].double()
         rows = self._comm.exchange(row)
-        counted = (rows * self._table.counted)[self._table.rows, self._table.columns]  # what is not finite stays so
+        counted = (rows * self._table.counted).take(self._table.order)  # what is not finite stays so
         uneven = find_uneven(rows.view(-1, self._cuts.tp.size, self.longest), self._table.common)
         return Norms(_norm_by_cell(counted.to(dtype), self._table.cells, cells), uneven)
 
@@ -251,9 +251,11 @@ class ModelGroup:
             if not key.cut:
                 counted[rank][column] = float(rank % tp == 0)
                 common[rank // tp][column] = key.place
-        rows, columns = [rank for _, rank, _ in norms], [column for *_, column in norms]
+        order = torch.tensor(
+            [rank * self.longest + column for _, rank, column in norms], dtype=torch.int64, device=device
+        )
         cells, counts = [key.cell for key, *_ in norms], torch.tensor(counted, dtype=torch.float64, device=device)
-        return NormTable(rows, columns, cells, counts, torch.tensor(common, dtype=torch.int64, device=device))
+        return NormTable(order, cells, counts, torch.tensor(common, dtype=torch.int64, device=device))
 
 
 def find_uneven(norms: Tensor, common: Tensor) -> Tensor:
@@ -270,6 +272,9 @@ def _norm_by_cell(norms: Tensor, cells: Sequence[int], count: int) -> Tensor:
     """Return [count], the norm in each cell, of what has these norms [k] in these cells, ascending."""
     if not cells:
         return norms.new_zeros(count)
+    if count == 1:
+        norm: Tensor = torch.linalg.vector_norm(norms)
+        return norm.view(1)
     sizes = Counter(cells)
     by_cell = torch.split(norms, [sizes[cell] for cell in range(count)])
     return torch.stack([torch.linalg.vector_norm(norms) for norms in by_cell])
@@ -280,4 +285,4 @@ def _overwrite(unit: Unit, master: Tensor) -> None:
     unit.weights.master.copy_(master)
     unit.weights.refresh().wait()
     if unit.weights.sharded:
-        unit.weights.share()
+        unit.weights.share().wait()

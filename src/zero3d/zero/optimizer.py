@@ -4,14 +4,20 @@
     2. unscale      gradients *= 1 / (loss scale x sum of weights)
     3. norm         of every piece, stacked in model order, then of the stack: torch's own
                     `clip_grad_norm_`; partial norms are exchanged and combined in rank order
-    4. one host read: norm, weight, orders. A non-finite norm or no weight skips the step, and `reason` says so
+    4. one host read: norm, weight, orders, and what the caller wants to know besides: nothing else of a step waits
+       for the device. A non-finite norm or no weight skips the step, and `reason` says so
     5. clip         gradients *= clip / (norm + 1e-6), at most 1
     6. update       a torch optimizer on 1-D pieces of the masters, states in flat buffers
-    7. refresh      masters to weights; stages 1 and 2 all-gather them, and `wait` ends it
+    7. refresh      masters to weights, all units together; stages 1 and 2 all-gather them, and `wait` ends it
 
 Stage 0 has gathered the gradient shards (the second half of an all-reduce) before 2: each when it was reduced, or here
 where tied and partial gradients had to be summed first. Factors then multiply all of them: the same bits.
 
+2, 3, 5 and 6 are torch's multi-tensor calls, one launch for many pieces. On the CPU they are the single ones in a
+row and give their bits; on an accelerator they are what torch's `clip_grad_norm_` and optimizers run there.
+
+2, 3, 5 and 7 are torch's multi-tensor calls, one launch for many pieces. On the CPU they are the single ones in a
+row and give their bits; on an accelerator they are what torch's `clip_grad_norm_` and optimizers run there.
 Factors are multiplied in two steps and skipped when exactly 1: one combined factor, a fused
 kernel's `grad_scale` or a norm per unit gives other bits than plain PyTorch. Pieces are per
 parameter for the same reason: one flat fused update differs in its vector tails.
@@ -32,7 +38,9 @@ from torch.optim import Optimizer
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm, same_memory
 from zero3d.errors import ConfigError
-from zero3d.memory.arena import Arena
+from zero3d.memory.arena import Arena, device_values
+from zero3d.memory.scratch import cast_scratch
+from zero3d.precision import cast_all, rounds_away
 from zero3d.zero.layout import Piece
 from zero3d.zero.model_group import NONE, ModelGroup, Norms, PieceNorm
 from zero3d.zero.param_groups import NOT_ELEMENTWISE, refuse_kind
@@ -60,10 +68,17 @@ class StepResult(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a boundary, on the host; `reason` as in `StepResult`."""
+    """What came of a boundary; `reason` as in `StepResult`.
+
+    norm       on the device
+    host_norm  the same on the host
+    besides    on the host: what was to be read with it
+    """
 
     reason: str
     norm: Tensor
+    host_norm: float
+    besides: list[float]
 
 
 @dataclass(frozen=True)
@@ -76,6 +91,7 @@ class MasterPiece:
     order: int  # position in model.parameters()
     group: int
     piece: Piece
+    place: int  # among the unit's pieces
     master: Tensor
 
 
@@ -84,6 +100,7 @@ class ShardedOptimizer:
 
     build    groups of pieces -> torch optimizer
     groups   options per parameter group; None: the pieces are passed as a plain list
+    adopted  all states are in flat buffers: from the first step on, and anew after others were loaded
     """
 
     def __init__(
@@ -94,6 +111,8 @@ class ShardedOptimizer:
         self._comm, self._arena, self._clip, self._model_group = comm, arena, clip_norm, model_group
         self._wide = self._units[0].weights.master.dtype if self._units else torch.float32  # of norms, too
         self.pieces = sorted(self._own(order), key=lambda piece: piece.order)
+        self._reduced = self._places_of_reduced()
+        self.adopted = False
         self._names = {place: name for name, place in reversed(order.items())}
         self._flat: dict[tuple[str, str], Tensor] = {}
         self.torch = build([[p.master for p in self.pieces if p.group == g] for g in range(groups)])
@@ -104,10 +123,20 @@ class ShardedOptimizer:
     def _own(self, order: dict[str, int]) -> Iterator[MasterPiece]:
         for unit in self._units:
             master = unit.weights.master
-            for piece in unit.weights.update_pieces(self._comm.rank):
+            for place, piece in enumerate(unit.weights.update_pieces(self._comm.rank)):
                 slot = unit.layout.slots[piece.slot]
                 view = master[piece.offset : piece.offset + piece.stop - piece.start]
-                yield MasterPiece(unit, slot.name, slot.shape, order[slot.name], slot.group, piece, view)
+                yield MasterPiece(unit, slot.name, slot.shape, order[slot.name], slot.group, piece, place, view)
+
+    def _places_of_reduced(self) -> list[tuple[MasterPiece, int]]:
+        """Return, in model order, where the piece of each reduced gradient stands in its unit's shard."""
+        owner = {(p.unit.name, p.name): p for p in self.pieces}
+        places = [
+            (owner[unit.name, unit.layout.slots[piece.slot].name], place)
+            for unit in self._units
+            for place, piece in enumerate(unit.layout.pieces(self._comm.rank))
+        ]
+        return sorted(places, key=lambda entry: entry[0].order)
 
     # --- states ---------------------------------------------------------------------------------
 
@@ -145,6 +174,7 @@ class ShardedOptimizer:
                     view = self.state_view(owned, key, value.dtype)
                     if not same_memory(value, view):
                         state[key] = view.copy_(value)
+        self.adopted = True
 
     def state_bytes(self, unit: Unit) -> int:
         """Return a unit's optimizer bytes per parameter: of its master (when that is a copy) and its states."""
@@ -154,13 +184,14 @@ class ShardedOptimizer:
 
     # --- the step -------------------------------------------------------------------------------
 
-    def step(self, weight: float | Tensor, scale: float) -> Outcome:
+    def step(self, weight: float | Tensor, scale: float, besides: Tensor | None = None) -> Outcome:
         """Apply what has been reduced. `weight`: this rank's sum of weights, `scale`: the loss scale.
 
+        besides  [k] float64, read on the host together with what the step must know there
         Raises OrderError before the update when ranks used units in different orders.
         """
         self.wait()
-        total, ordered = self._exchange(weight)
+        total, in_order = self._exchange(weight)
         self._model_group.sum_ties()
         self._model_group.sum_partial((owned.name, grad) for owned, grad in self.shard_grads())
         for unit in self._units:
@@ -169,23 +200,32 @@ class ShardedOptimizer:
         multiply(grads, 1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0)
         norms = self._norms()
         norm, even = self._over_dp(norms)
-        clip = torch.clamp(self._clip / (norm + 1e-6), max=1.0) if self._clip is not None else torch.ones_like(norm)
-        values = norm, torch.as_tensor(total, dtype=torch.float64, device=norm.device), ordered, even, clip
-        at_once = torch.stack([value.to(norm.device, torch.float64) for value in values])
-        host_norm, host_total, in_order, all_even, host_clip = self._comm.read(at_once, [1.0] * 5)
-        if not in_order:
+        clip = 1.0 if self._clip is None else torch.clamp(self._clip / (norm + 1e-6), max=1.0)
+        read, read_besides = self._read(
+            {"norm": norm, "total": total, "in order": in_order, "even": even, "clip": clip}, besides
+        )
+        if not read["in order"]:
             raise self._comm.order_error()
-        if not all_even:
+        if not read["even"]:
             agree(self._comm, partial(self._check_even, norms.uneven))
-        reason = NO_TARGETS if not host_total else APPLIED if isfinite(host_norm) else OVERFLOW
+        reason = NO_TARGETS if not read["total"] else APPLIED if isfinite(read["norm"]) else OVERFLOW
         if reason == APPLIED:
-            multiply(grads, clip if host_clip != 1.0 else 1.0)
+            multiply(grads, clip if read["clip"] != 1.0 else 1.0)
             self._update()
-        return Outcome(reason, norm)
+        return Outcome(reason, norm, read["norm"], read_besides)
 
-    def _check_even(self, uneven: Tensor) -> None:
+    def _read(self, values: dict[str, float | Tensor], besides: Tensor | None) -> tuple[dict[str, float], list[float]]:
+        """Read numbers on the host, those on the device at once, and a vector with them."""
+        on_device = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        packed = torch.stack(list(on_device.values()))
+        packed = packed if besides is None else torch.cat([packed, besides])
+        read = self._comm.read(packed, [1.0] * len(packed))
+        known = {name: float(value) for name, value in values.items() if not isinstance(value, Tensor)}
+        return known | dict(zip(on_device, read, strict=False)), read[len(on_device) :]
+
+    def _check_even(self, uneven: Tensor | None) -> None:
         """Raise ConfigError where the tp ranks of this model-parallel group differ on a parameter's norm."""
-        place = self._comm.read(uneven[None], [NONE])[0]
+        place = NONE if uneven is None else self._comm.read(uneven[None], [NONE])[0]
         if place == NONE:
             return
         name = self._names[place]
@@ -196,19 +236,25 @@ class ShardedOptimizer:
             "leave the matrices around it out with 'none'."
         )
 
-    def _exchange(self, weight: float | Tensor) -> tuple[float | Tensor, Tensor]:
+    def _exchange(self, weight: float | Tensor) -> tuple[float | Tensor, float | Tensor]:
         """Return the sum of all ranks' weights, and whether all used units in one order."""
         if self._comm.size == 1 and self._model_group.alone:
-            return weight, torch.ones((), dtype=torch.bool)
-        return self._sum_weights(torch.as_tensor(weight, dtype=torch.float64, device=self._arena.device).view(1))
+            return weight, 1.0
+        return self._sum_weights(weight)
 
-    def _sum_weights(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def _sum_weights(self, weights: float | Tensor) -> tuple[Tensor, Tensor]:
         """Sum [k] weights of every rank; the hashes of their orders come with them."""
-        orders = torch.tensor(self._comm.order_values(), dtype=torch.float64, device=weights.device)
-        rows = self._comm.exchange(torch.cat([weights, orders]))
-        hashes = rows[:, len(weights) :]
-        total, differ = self._total(rows[:, : len(weights)]), (hashes != hashes[0]).any()
-        stages = self._model_group.exchange(torch.stack([total, differ.double()]))
+        orders, device = self._comm.order_values(), self._arena.device
+        if isinstance(weights, Tensor):
+            row = torch.cat([weights.to(device, torch.float64).view(-1), device_values(orders, device)])
+        else:
+            row = device_values([weights, *orders], device)
+        rows = self._comm.exchange(row)
+        hashes = rows[:, -len(orders) :]
+        total, in_order = self._total(rows[:, : -len(orders)]), (hashes == hashes[0]).all()
+        if self._model_group.alone:
+            return total, in_order
+        stages = self._model_group.exchange(torch.stack([total, ~in_order]))
         return self._model_group.count_once(stages)[:, 0].sum(), stages[:, 1].sum() == 0
 
     def _total(self, weights: Tensor) -> Tensor:
@@ -217,50 +263,64 @@ class ShardedOptimizer:
 
     def shard_grads(self) -> Iterator[tuple[MasterPiece, Tensor]]:
         """Yield this rank's pieces of the reduced gradients, in model order (also at stage 0)."""
-        parts = []
-        owner = {(p.unit.name, p.name): p for p in self.pieces}
-        for unit in self._units:
-            for piece in unit.layout.pieces(self._comm.rank):
-                owned = owner[unit.name, unit.layout.slots[piece.slot].name]
-                parts.append((owned, unit.gradients.shard[piece.offset : piece.offset + piece.stop - piece.start]))
-        yield from sorted(parts, key=lambda part: part[0].order)
+        for owned, place in self._reduced:
+            yield owned, owned.unit.gradients.shard_pieces()[place]
 
     def _norms(self) -> Norms:
         """Return the norm of this dp rank's shards, over its model-parallel group."""
-        grads = ((o, g) for o, g in self.shard_grads() if o.unit not in self._model_group.copies)
-        pieces = [PieceNorm(0, o.order, o.name, torch.linalg.vector_norm(g)) for o, g in grads]
-        return self._model_group.norms(pieces, 1, self._wide)
+        pieces = [(0, owned, grad) for owned, grad in self.shard_grads() if owned.unit not in self._model_group.copies]
+        return self._model_group.norms(piece_norms(pieces), 1, self._wide)
 
-    def _over_dp(self, norms: Norms) -> tuple[Tensor, Tensor]:
+    def _over_dp(self, norms: Norms) -> tuple[Tensor, float | Tensor]:
         """Combine the norms of all dp ranks: the global norm, equal everywhere, and whether every group's are even.
 
         A rank that has no norm, since its group's are uneven, sends NO_NORM: the exchange is one number per rank.
         """
-        even = norms.uneven == NONE
-        partials = self._comm.exchange(torch.where(even, norms.values, NO_NORM).double()).flatten().to(self._wide)
+        own = norms.values if norms.uneven is None else torch.where(norms.uneven == NONE, norms.values, NO_NORM)
+        partials = self._comm.exchange(own.double()).flatten().to(self._wide)
         norm: Tensor = partials[0] if len(partials) == 1 else torch.linalg.vector_norm(partials)
-        return norm, (partials != NO_NORM).all()
+        return norm, 1.0 if norms.uneven is None else (partials != NO_NORM).all()
 
     def _update(self) -> None:
         for owned in self.pieces:
-            start = owned.piece.offset
-            owned.master.grad = owned.unit.gradients.owned[start : start + owned.master.numel()]
+            owned.master.grad = owned.unit.gradients.owned_pieces()[owned.place]
         self.torch.step()
-        self.adopt()
+        if not self.adopted:
+            self.adopt()
         for owned in self.pieces:
             owned.master.grad = None
+        self._cast()
         for unit in self._units:
-            unit.weights.refresh()
+            unit.weights.send()
 
     def wait(self) -> None:
         """Wait until the new weights are here, which stages 1 and 2 gather."""
         for unit in self._units:
             unit.weights.ready()
 
+    def _cast(self) -> None:
+        """Cast all masters to weights."""
+        pairs = [unit.weights.cast for unit in self._units if unit.weights.cast is not None]
+        to_round = [pair for pair in pairs if rounds_away(pair[0].dtype, pair[1].dtype)]
+        others = [pair for pair in pairs if not rounds_away(pair[0].dtype, pair[1].dtype)]
+        if others:
+            torch._foreach_copy_([weights for _, weights in others], [master for master, _ in others])
+        if to_round:
+            size = cast_scratch(sum(master.numel() for master, _ in to_round), self._arena.device.type)
+            scratch = self._arena.borrow("wire", size, torch.float32)
+            cast_all(to_round, scratch)
+            self._arena.give_back("wire", scratch)
+
+
+def piece_norms(grads: Sequence[tuple[int, MasterPiece, Tensor]]) -> list[PieceNorm]:
+    """Return the norms of pieces of gradients, each in its cell."""
+    norms = torch._foreach_norm([grad for *_, grad in grads]) if grads else ()
+    return [PieceNorm(cell, owned.order, owned.name, norm) for (cell, owned, _), norm in zip(grads, norms, strict=True)]
+
 
 def multiply(grads: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply in place; skipped when the factor is exactly 1."""
-    if isinstance(factor, float) and factor == 1.0:
-        return
-    for grad in grads:
-        grad.mul_(factor)
+    if isinstance(factor, Tensor) and grads:
+        torch._foreach_mul_(list(grads), factor.to(grads[0].dtype))
+    elif grads and factor != 1.0:
+        torch._foreach_mul_(list(grads), factor)

@@ -67,13 +67,9 @@ class Weights:
         """Parameters that `shard_or_full` stands for, padding apart."""
         return self.layout.numel if self.updates_all else self.layout.used_per_shard
 
-    def whole_pieces(self) -> list[Piece]:
-        """Return every parameter as one piece of `full`."""
-        return [Piece(i, 0, s.numel, s.start) for i, s in enumerate(self.layout.slots) if s.numel]
-
     def update_pieces(self, rank: int) -> list[Piece]:
         """Return the pieces of `shard_or_full`, in slot order."""
-        return self.whole_pieces() if self.updates_all else self.layout.pieces(rank)
+        return self.layout.whole_pieces() if self.updates_all else self.layout.pieces(rank)
 
     def _adopt(self, fill: Callable[[Tensor], None]) -> None:
         """Take the first weights: this rank's slice [total/N] and, where all are kept, all ((N-1)/N Psi elements)."""
@@ -146,16 +142,26 @@ class Weights:
 
     # --- after an update ------------------------------------------------------------------------
 
+    @property
+    def cast(self) -> tuple[Tensor, Tensor] | None:
+        """The master and the weights that it is cast to; None where it is they."""
+        return None if self.master is self.shard_or_full else (self.master, self.shard_or_full)
+
     def refresh(self) -> Pending:
-        """Cast masters to weights, and at stages 1 and 2 start to send them to all ranks; (N-1)/N Psi elements each.
+        """Cast the master to weights, and `send` them."""
+        if self.cast is not None:
+            master, weights = self.cast
+            to_compute(master, weights.dtype, out=weights)
+        return self.send()
+
+    def send(self) -> Pending:
+        """Start to send weights that were cast to all ranks at stages 1 and 2; (N-1)/N Psi elements each.
 
         `ready` waits for them.
         """
-        if self.master is not self.shard_or_full:
-            to_compute(self.master, self.shard_or_full.dtype, out=self.shard_or_full)
         if self.sharded or self.updates_all:
             return DONE
-        self._pending = self._setting.comm.all_gather(self.full, self.shard, self.name)
+        self._pending = self.share()
         return self._pending
 
     def absorb(self) -> bool:
@@ -176,9 +182,9 @@ class Weights:
                 written = True
         return written
 
-    def share(self) -> None:
+    def share(self) -> Pending:
         """Make every rank's gathered parameters agree after writes: each slice's owner wins."""
-        self._setting.comm.all_gather(self.full, self.shard, self.name).wait()
+        return self._setting.comm.all_gather(self.full, self.shard, self.name)
 
 
 def placeholder(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zero3d.zero.exact.summands import Summands
 from zero3d.zero.layout import CANONICAL
-from zero3d.zero.model_group import Norms, PieceNorm
-from zero3d.zero.optimizer import ShardedOptimizer
+from zero3d.zero.model_group import Norms
+from zero3d.zero.optimizer import MasterPiece, ShardedOptimizer, piece_norms
 
 
 class ExactOptimizer(ShardedOptimizer):
@@ -21,7 +20,7 @@ class ExactOptimizer(ShardedOptimizer):
         self._summands = summands
         super().__init__(*given)
 
-    def _exchange(self, weight: float | Tensor) -> tuple[float | Tensor, Tensor]:
+    def _exchange(self, weight: float | Tensor) -> tuple[float | Tensor, float | Tensor]:
         assert isinstance(weight, Tensor)
         return self._sum_weights(weight)
 
@@ -30,15 +29,15 @@ class ExactOptimizer(ShardedOptimizer):
 
     def _norms(self) -> Norms:
         """Return the norms of this rank's cells of the grid, 64/N of them, each that of its pieces in model order."""
-        pieces = sorted(self._cell_norms(), key=lambda piece: (piece.cell, piece.place))
+        pieces = sorted(piece_norms(list(self._in_cells())), key=lambda piece: (piece.cell, piece.place))
         return self._model_group.norms(pieces, CANONICAL // self._comm.size, self._wide)
 
-    def _cell_norms(self) -> Iterator[PieceNorm]:
-        """Yield the norms of this rank's reduced gradients, cut at the grid's lines."""
+    def _in_cells(self) -> Iterator[tuple[int, MasterPiece, Tensor]]:
+        """Yield this rank's reduced gradients, cut at the grid's lines, each part with its cell."""
         for owned, grad in self.shard_grads():
             if owned.unit in self._model_group.copies:
                 continue
             layout, shard = owned.unit.layout, owned.unit.gradients.shard
             begin = int(grad.storage_offset() - shard.storage_offset())
             for cell, low, high in layout.grid_cells(begin, grad.numel()):
-                yield PieceNorm(cell, owned.order, owned.name, torch.linalg.vector_norm(grad[low:high]))
+                yield cell, owned, grad[low:high]

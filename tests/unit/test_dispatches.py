@@ -1,0 +1,108 @@
+"""A step's launches: an engine has about as many as FSDP2, and what it reads of the device it reads at once."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import adamw, batch, build, loss_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zero3d
+from zero3d.distributed.collectives import Comm
+from zero3d.zero.optimizer import multiply, piece_norms
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from instruments.dispatches import Dispatches, count
+
+
+@pytest.fixture(scope="module")
+def stage3():
+    return count("stage3")
+
+
+def test_a_step_of_32_blocks_is_29_launches(stage3):
+    step = stage3.step.by_name
+    assert step.total() == 29
+    assert step["c10d::_allgather_base_"] == 2  # weight with orders, norms
+    single = (
+        "linalg_vector_norm",
+        "_foreach_norm",
+        "_foreach_mul_",
+        "_foreach_copy_",
+        "maximum",
+        "cat",
+        "_fused_adamw_",
+    )
+    assert {name: step[f"aten::{name}"] for name in single} == dict.fromkeys(single, 1) | {"linalg_vector_norm": 2}
+
+
+def test_gathers_and_reductions_copy_nothing(stage3):
+    """Forward: a gather a unit; backward: one again a block, a copy a parameter, a reduction a unit."""
+    forward, backward = stage3.forward.by_name, stage3.backward.by_name
+    assert "aten::copy_" not in forward
+    assert backward["aten::copy_"] == 32 * 9 + 3
+    assert backward["c10d::_reduce_scatter_base_"] == 32 + 3
+
+
+def test_all_phases_are_at_most_a_hundred_launches_more_than_fsdp2_s(stage3):
+    assert stage3.total <= count("fsdp2").total + 100
+
+
+def counted(engine, run):
+    with Dispatches() as seen:
+        run(engine)
+    return seen.by_name
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_off_the_boundary_a_step_launches_nothing(stage):
+    engine = zero3d.Engine(build("net"), stage=stage, precision="bf16", optimizer=adamw, accumulate=3)
+    for turn in range(6):
+        engine.backward(loss_of(engine, batch(turn)))
+        found = counted(engine, lambda engine: engine.step())
+        assert bool(found) == (turn % 3 == 2 or turn == 0), found  # the first makes the constants
+
+
+class Reads(TorchDispatchMode):
+    """Counts numbers that are taken off the device one at a time: float(), bool(), item()."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_training_step_reads_the_device_once(monkeypatch, precision):
+    read = []
+    real = Comm.read
+    monkeypatch.setattr(Comm, "read", lambda comm, *given: (read.append(given[0]), real(comm, *given))[1])
+    options = {"precision": precision, "optimizer": adamw, "loss": lambda out, _: (out.sum(), torch.tensor(3))}
+    engine = zero3d.Engine(build("net"), stage=2, **options)
+    besides = torch.tensor([5.0, 7.0], dtype=torch.float64)
+    for turn in range(3):
+        read.clear()
+        with Reads() as one_by_one:
+            loss = engine.train_batch([batch(turn), batch(turn + 1)], lambda: besides)
+        assert (len(read), one_by_one.count) == (1, 0)
+        result, figures = engine.last_step, engine.figures
+        assert figures.besides == [float(loss), 5.0, 7.0]
+        assert figures[:4] == (True, float(result.grad_norm), 1.0, float(result.lr))
+
+
+def test_multi_tensor_norms_and_scaling_have_the_bits_of_single_ones():
+    """On the CPU, where contract 1 is bitwise against single norms and products; all sizes of vector tails."""
+    for dtype in (torch.float32, torch.float64):
+        grads = [torch.randn(size, dtype=dtype) * 10.0 ** (size % 7 - 3) for size in (*range(1, 70), 4097)]
+        owned = type("Owned", (), {"order": 0, "name": ""})
+        for grad, of in zip(grads, piece_norms([(0, owned, grad) for grad in grads]), strict=True):
+            assert torch.equal(of.norm, torch.linalg.vector_norm(grad))
+        for factor in (1 / 3, torch.tensor(1 / 3, dtype=torch.float64), torch.tensor(1 / 7, dtype=dtype)):
+            scaled = [grad.clone() for grad in grads]
+            multiply(scaled, factor)
+            assert all(torch.equal(one, grad.clone().mul_(factor)) for one, grad in zip(scaled, grads, strict=True))
