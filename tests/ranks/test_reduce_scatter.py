@@ -87,12 +87,12 @@ def stepped(stage, micro_batches, precision, reduce_scatter, nccl):
         begun.clear()
         for m in range(micro_batches):
             engine.backward(loss_of(engine, batch(step * 10 + m, rank)))
-        engine.step()
+        wire = sum(elements * dtype.itemsize for category, elements, dtype in begun if category == "wire")
+        engine.step()  # has scratch of its own
     planned = step_traffic(
         stage, engine.traffic_units, engine.dp.size, count_gathers(engine.gathers.events), micro_batches
     )
     measured = {(e.op, e.unit): (e.calls, e.elements, e.bytes) for e in engine.traffic}
-    wire = sum(elements * dtype.itemsize for category, elements, dtype in begun if category == "wire")
     assert engine.arena.live("wire") == 0
     units = {unit.name: unit.layout.total for unit in engine.units}
     return engine.dp.algorithm, engine.fingerprint(), {k: tuple(v) for k, v in planned.items()}, measured, wire, units
