@@ -27,7 +27,7 @@ from campaign.training import (
     train_plainly,
 )
 from zero3d import make_deterministic
-from zero3d.distributed import algorithms, collectives
+from zero3d.distributed import algorithms, choice
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.groups import EARLY, new_group, timeout, warm_up
 from zero3d.distributed.mesh import Mesh
@@ -51,7 +51,7 @@ class Loopback(Mesh):
     """A mesh of one rank whose data axis has process groups. On gloo it takes native collectives, as NCCL does."""
 
     def __init__(self, device: str) -> None:
-        collectives.PAIRWISE_MAX_RANKS = 0
+        choice.PAIRWISE_MAX_RANKS = 0
         super().__init__(device=device)
 
     def open_axis(self, name: str) -> Axis:

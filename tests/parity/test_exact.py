@@ -9,7 +9,7 @@ from pipelines import covering
 
 import zero3d
 from zero3d.activations.recomputation import recompute
-from zero3d.distributed import collectives
+from zero3d.distributed import choice
 from zero3d.errors import ConfigError
 from zero3d.zero.exact.summands import Summands
 from zero3d.zero.traffic import Moved, count_gathers, step_traffic
@@ -375,13 +375,13 @@ def test_a_tp_axis_of_one_degree(ranks):
 
 
 def by_native_collectives():
-    collectives.PAIRWISE_MAX_RANKS = 0
+    choice.PAIRWISE_MAX_RANKS = 0
     try:
         engine = engine_of(precision="bf16")
         assert engine.dp.algorithm == "native"
         return train(engine, range(3)), engine.fingerprint()
     finally:
-        collectives.PAIRWISE_MAX_RANKS = 8
+        choice.PAIRWISE_MAX_RANKS = 8
 
 
 def by_messages():

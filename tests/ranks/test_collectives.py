@@ -8,8 +8,9 @@ import torch.distributed as dist
 from models import batch, build, loss_of
 
 import zero3d
-from zero3d.distributed import collectives
+from zero3d.distributed import choice
 from zero3d.distributed.algorithms import Native, Pairwise
+from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.memory.arena import Arena
 
@@ -26,7 +27,7 @@ def whole_numbers(rank, micro_batch, total):
 def reduced(algorithm):
     """(local dtype, wire dtype, in place) -> this rank's shard after every micro-batch; what is left in the arena."""
     arena, mesh = Arena(torch.device("cpu")), zero3d.Mesh()
-    comm, outcome = zero3d.distributed.collectives.Comm(mesh.data, arena, Ledger()), {}
+    comm, outcome = Comm(mesh.data, arena, Ledger()), {}
     comm._algorithm = {"pairwise": Pairwise, "native": Native}[algorithm](mesh.data, arena)
     total = SHARD * comm.size
     for local, wire, in_place in product((torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16), (0, 1)):
@@ -59,7 +60,7 @@ CASES = [(0, "auto"), (1, "auto"), (2, "auto"), (3, "auto"), (3, "every_step")]
 
 def gradients(algorithm, precision):
     """Of a step of three micro-batches in each of CASES: this rank's pieces by (case, name)."""
-    collectives.PAIRWISE_MAX_RANKS = 8 if algorithm == "pairwise" else 0
+    choice.PAIRWISE_MAX_RANKS = 8 if algorithm == "pairwise" else 0
     try:
         outcome = {}
         for stage, reduce in CASES:
@@ -74,7 +75,7 @@ def gradients(algorithm, precision):
                 outcome[stage, reduce, owned.name] = start, grad.clone()
         return outcome
     finally:
-        collectives.PAIRWISE_MAX_RANKS = 8
+        choice.PAIRWISE_MAX_RANKS = 8
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

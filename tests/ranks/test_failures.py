@@ -10,7 +10,7 @@ from models import VOCAB, batch, bits, build, loss_of
 from torch import nn
 
 import zero3d
-from zero3d.distributed import collectives
+from zero3d.distributed import choice
 from zero3d.errors import CheckpointError, DataError, MeshError
 
 TIMEOUT = 3.0
@@ -36,7 +36,7 @@ class TwoPaths(nn.Module):
 def disagree(orders, native, debug=False):
     """Each rank uses units in its own order; returns whether weights ever changed hands silently."""
     if native:
-        collectives.PAIRWISE_MAX_RANKS = 0
+        choice.PAIRWISE_MAX_RANKS = 0
     try:
         mesh = zero3d.Mesh(dp=2, debug=debug)
         engine = zero3d.Engine(
@@ -47,7 +47,7 @@ def disagree(orders, native, debug=False):
             engine.step()
         return "applied"
     finally:
-        collectives.PAIRWISE_MAX_RANKS = 8
+        choice.PAIRWISE_MAX_RANKS = 8
 
 
 CASES = {

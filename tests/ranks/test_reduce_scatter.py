@@ -1,7 +1,9 @@
 """The reductions of NCCL's ranks, run over gloo: narrow terms by an all-to-all have the bits of messages, and the
-formulas' bytes; wide ones and `reduce_scatter="native"` are the backend's.
+formulas' bytes; wide ones and `reduce_scatter="native"` are the backend's. Ranks choose alike, whatever each is told of
+its host.
 """
 
+import os
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
@@ -14,8 +16,10 @@ import zero3d
 from zero3d.distributed import collectives
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
+from zero3d.engine.foundation import Axes
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
+from zero3d.sim.group import FakeAxis
 from zero3d.zero.traffic import count_gathers, step_traffic
 
 SHARD = 64
@@ -120,23 +124,66 @@ def test_a_step_has_the_bits_of_messages_and_the_bytes_of_its_formula(ranks, wor
 
 @pytest.mark.parametrize(
     ("stage", "micro_batches", "precision", "reduce_scatter"),
-    [(1, 2, "bf16", "auto"), (3, 1, "fp32", "auto"), (3, 1, "bf16", "native")],
+    [(1, 2, "bf16", "auto"), (3, 1, "fp32", "auto"), (3, 1, "bf16", "native"), (3, 1, "fp32", "all-to-all")],
 )
 def test_sums_wide_terms_and_what_is_asked_for_are_the_backends(ranks, stage, micro_batches, precision, reduce_scatter):
     for nccl in (True, False):
         for algorithm, _, planned, measured, _, _ in ranks(
             2, stepped, stage, micro_batches, precision, reduce_scatter, nccl
         ):
-            expected = "native" if reduce_scatter == "native" else "all-to-all" if nccl else "pairwise"
+            expected = reduce_scatter if reduce_scatter != "auto" else "all-to-all" if nccl else "pairwise"
             assert algorithm == expected
             assert measured == planned
             assert all(f[2] == 4 * f[1] for (op, _), f in measured.items() if op == "reduce_scatter")
 
 
 def refused():
-    with pytest.raises(ConfigError, match="reduce_scatter='ring' is unknown: pass one of auto, native"):
+    with pytest.raises(ConfigError, match="reduce_scatter='ring' is unknown: pass one of auto, native, all-to-all"):
         zero3d.Engine(build("net"), reduce_scatter="ring")
 
 
 def test_other_ways_of_reducing_are_refused(ranks):
     ranks(1, refused)
+
+
+# --- which way, on several hosts ----------------------------------------------------------------
+
+
+class MeshOnNccl(zero3d.Mesh):
+    """Its axes say that they are NCCL's, and gloo carries them."""
+
+    def open_axis(self, name):
+        axis = super().open_axis(name)
+        if axis.size == 1:
+            return axis
+        meet = self._through_the_store(name, self._ranks(name))
+        return FakeAxis(name, axis.rank, axis.size, axis.gathers, axis.reductions, meet=meet)
+
+
+def chosen(tp, said):
+    """The algorithm of an engine's data axis, a fingerprint, and what opening axes sent, on NCCL's ranks and gloo's."""
+    local = {} if said[dist.get_rank()] is None else {"LOCAL_WORLD_SIZE": str(said[dist.get_rank()])}
+    with mock.patch.dict("os.environ", local):
+        if not local:
+            os.environ.pop("LOCAL_WORLD_SIZE", None)
+        sent = [Axes.of(kind(tp=tp), "auto").ledger for kind in (MeshOnNccl, zero3d.Mesh)]
+        engine = zero3d.Engine(build("net"), mesh=MeshOnNccl(tp=1), stage=2, optimizer=adamw)
+    traffic = [entry.op for entry in engine.traffic]
+    engine.backward(loss_of(engine, batch(0, dist.get_rank())))
+    engine.step()
+    return engine.dp.algorithm, [[(e.op, e.axis, e.calls) for e in ledger] for ledger in sent], traffic
+
+
+@pytest.mark.parametrize(("said", "algorithm"), [
+    ((3, 3, 3, 1), "native"), ((1, 3, None, 1), "native"), ((2, 2, 2, 2), "all-to-all"), ((1, 1, 2, None), "all-to-all"),
+    ((4, 1, 1, 1), "all-to-all"), ((None,) * 4, "all-to-all"),
+])  # fmt: skip
+def test_ranks_that_are_told_different_numbers_choose_alike(ranks, said, algorithm):
+    for found, sent, traffic in ranks(4, chosen, 1, said):
+        assert found == algorithm
+        assert sent == [[("exchange", "dp", 1)], []]  # nothing on gloo
+        assert traffic == []  # construction does not count
+
+
+def test_they_tell_each_other_over_all_axes(ranks):
+    assert all(sent == [[("exchange", "world", 1)], []] for _, sent, _ in ranks(4, chosen, 2, (4,) * 4))

@@ -154,7 +154,7 @@ def test_an_emitted_file_means_the_plan_it_was_made_of(tmp_path):
                      schedule="interleaved", virtual=2),
         ParallelPlan(dp=4, stage=3, micro_batch=4, accumulate=1),
         ParallelPlan(dp=2, pp=2, stage=3, accumulate=2, release="every_use", reduce="every_micro_batch"),
-        ParallelPlan(dp=64, reduce_scatter="native"),
+        ParallelPlan(dp=64, reduce_scatter="native"), ParallelPlan(dp=64, reduce_scatter="all-to-all"),
     ):  # fmt: skip
         config = load(train_config(MODEL, plan, "gpt2", "bytes"))
         assert plan_of(config, None) == plan

@@ -4,14 +4,17 @@ from dataclasses import replace
 
 import pytest
 
+from zero3d.distributed.choice import REDUCTIONS
 from zero3d.errors import ConfigError
 from zero3d.plan import Estimate, ParallelPlan, evaluate
+from zero3d.plan.emit import train_config
 from zero3d.plan.hardware import cluster
 from zero3d.plan.kernels import digest, part_work
 from zero3d.plan.network import REACHED, Group, Groups, exchange_seconds, gather_seconds, reduce_seconds, send_seconds
 from zero3d.plan.profiles import SYSTEMS, profile
 from zero3d.plan.shapes import gpt, llama, of_params
 from zero3d.plan.spec import Link
+from zero3d.plan.states import settled
 from zero3d.plan.time import Pace, faster_reduction, part_indices, step_seconds
 
 A100 = cluster("a100", 64)
@@ -64,18 +67,28 @@ def test_16_bit_terms_are_sent_unless_many_ranks_of_a_host_reduce_across_hosts()
 
     assert chosen(dp=8) == "auto"  # one host: half the bytes
     assert chosen(dp=8, tp=8) == "auto"  # one rank of each host: half the bytes
-    assert chosen(dp=64) == "native"  # 8 ranks of each: four times as many bytes leave it
+    assert chosen(dp=64) == "auto"  # 8 ranks of each: four times as many bytes would leave it, and the rule knows
     assert chosen(dp=64, stage=1, accumulate=2) == "auto"  # wide ones are the backend's in any case
     assert chosen(dp=64, precision="fp32") == "auto"
 
 
-@pytest.mark.parametrize(("plan", "faster"), [({"dp": 8}, "auto"), ({"dp": 64}, "native")])
+@pytest.mark.parametrize(("plan", "faster"), [({"dp": 8}, "all-to-all"), ({"dp": 64}, "native")])
 def test_both_ways_of_reducing_are_priced(plan, faster):
     system, spec = profile("zero3d").pace, cluster("h100", 64)
-    by_way = {way: seconds(ParallelPlan(reduce_scatter=way, **plan), system, spec=spec) for way in ("auto", "native")}
-    assert min(by_way, key=lambda way: by_way[way].parts["dp"]) == faster
+    by_way = {way: seconds(ParallelPlan(reduce_scatter=way, **plan), system, spec=spec) for way in REDUCTIONS}
+    assert min(("all-to-all", "native"), key=lambda way: by_way[way].parts["dp"]) == faster
+    assert by_way["auto"] == by_way[faster]
     other = {way: seconds(ParallelPlan(reduce_scatter=way, **plan), spec=spec) for way in by_way}
-    assert other["auto"] == other["native"]  # of other systems it is no setting
+    assert other["auto"] == other["native"] == other["all-to-all"]  # of other systems it is no setting
+
+
+def test_what_is_faster_than_the_rule_says_is_asked_for():
+    """Three ranks on each of two hosts, with slow links inside: half the bytes there are worth half as many more between."""
+    slow = replace(cluster("h100", 6, 2), inside=Link(1e9, 0.0, 0.0), across=Link(100e9, 0.0, 0.0))
+    found = faster_reduction(MODEL, ParallelPlan(dp=6), slow)
+    assert found.reduce_scatter == "all-to-all"
+    assert settled(ParallelPlan(dp=6), slow).reduce_scatter == "native"
+    assert train_config(MODEL, found, "gpt2", None)["zero"]["reduce_scatter"] == "all-to-all"
 
 
 def test_trees_win_where_latency_counts_and_rings_where_bytes_do():

@@ -25,7 +25,7 @@ def tiny(*overrides):
 
 
 def dry(request):
-    return dry_run(load(request.config), request.rank, request.world, request.backend, request.whole)
+    return dry_run(load(request.config), request.rank, request.world, request.backend, request.whole, request.per_host)
 
 
 def in_this_process(request):
@@ -111,6 +111,7 @@ def test_micro_batches_that_are_not_run_change_nothing(alone, four_blocks, overr
     (["model.path=nowhere"], "no folder, no config.json"),
     (["train.batch=3"], "not a multiple of"),
     (["--backend", "smoke"], "pass one of nccl, gloo"),
+    (["--nodes", "3"], "2 ranks on 3 nodes: pass --nodes as a divisor of the ranks"),
     (["mesh.pp=2", "train.accumulate=1"], "needs a micro-batch for each of 2 pipeline stages"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(capsys, monkeypatch, words, said):
@@ -119,6 +120,20 @@ def test_bad_input_is_one_line(capsys, monkeypatch, words, said):
     assert main(["simulate", *TINY, *world, *words]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert said in error or (said == "ConfigError" and error.startswith("ConfigError: "))
+
+
+def test_gradients_of_three_dp_ranks_a_host_are_summed_by_the_backend(alone, monkeypatch):
+    width = {}
+
+    def run(request):
+        found = alone(dry, request)
+        width[request.per_host] = {each.nbytes / each.elements for each in found.traffic if each.op == "reduce_scatter"}
+        return found
+
+    monkeypatch.setattr("zero3d.sim.simulate.in_own_process", run)
+    for nodes in (1, 2):
+        simulate(tiny("zero.stage=2", "precision=bf16"), world=6, rank=0, nodes=nodes)
+    assert width == {6: {2}, 3: {4}}
 
 
 def test_tables_json_and_trace(capsys, tmp_path, pipeline, monkeypatch):

@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words", nargs="*", metavar="CONFIG KEY=VALUE", help="a YAML file (default: the demo), overrides"
     )
     parser.add_argument("--ranks", type=int, help="size of the world (default: as zero3d train would start here)")
+    parser.add_argument("--nodes", type=int, default=1, help="machines that the ranks are in, evenly (default: 1)")
     parser.add_argument("--rank", type=int, help="simulate this rank alone (default: one of every class)")
     parser.add_argument("--backend", default="nccl", help="whose collectives: nccl (default), or gloo as on CPU ranks")
     parser.add_argument(
@@ -55,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     def report(rank: RankResult) -> None:
         print(f"rank {rank.rank} of {world}: {rank.seconds:.1f} s", file=sys.stderr, flush=True)
 
-    simulation = simulate(config, world, arguments.rank, arguments.backend, arguments.every_micro_batch, report)
+    given = arguments.rank, arguments.backend, arguments.every_micro_batch
+    simulation = simulate(config, world, *given, report, arguments.nodes)
     if arguments.trace is not None:
         write("--trace", arguments.trace, json.dumps(chrome_trace(simulation)))
     if arguments.html is not None:

@@ -146,9 +146,9 @@ class Zero:
     reduce: str = key("auto", "when gradients are reduced", choices=("auto", "every_micro_batch", "every_step"))
     reduce_scatter: str = key(
         "auto",
-        "how gradients are summed: their 16-bit terms sent and added in rank order, or by the backend; the planner "
-        "says which is faster",
-        choices=("auto", "native"),
+        "how gradients are summed: their 16-bit terms sent and added in rank order (all-to-all), or by the backend "
+        "(native); auto: the first where it sends no more bytes between hosts",
+        choices=("auto", "native", "all-to-all"),
     )
     exact: bool = key(
         False, "the same bits at every dp that is a power of two up to 64; give train.batch and train.micro_batch"

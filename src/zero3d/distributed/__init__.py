@@ -8,7 +8,8 @@ axis          one axis: its process groups, messages between its ranks, errors t
 groups        an axis' process groups: options by what they carry, and their first collective
 waiting       a few numbers through the store, for ranks that come hours apart
 algorithms    how collectives are done: natively, or by messages between every two ranks
-collectives   the collectives of the core over one axis, and the one choice of algorithm
+choice        which of them an axis has, by rule (no torch)
+collectives   the collectives of the core over one axis
 ledger        the traffic of every operation, by axis and unit (no torch)
 agreement     all ranks go on, or all raise the same error
 determinism   deterministic algorithms on accelerators, and what bits depend on there

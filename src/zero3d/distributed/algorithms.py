@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero3d.distributed.axis import Axis, Call, Pending, Take
+from zero3d.distributed.choice import ALL_TO_ALL, FAKE, NATIVE, PAIRWISE
 from zero3d.memory.arena import Arena
 
 # torch 2.13 renames these; 2.11 has the old names only.
@@ -26,7 +27,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class Native:
     """Calls torch.distributed once for each operation; the order of a sum is the backend's."""
 
-    name = "native"
+    name = NATIVE
 
     def __init__(self, axis: Axis, arena: Arena | None) -> None:
         self._rank, self._size, self._arena = axis.rank, axis.size, arena
@@ -107,7 +108,7 @@ class AllToAll(Native):
     share a host, for nothing is added up on the way. exact=True fixes that order, too.
     """
 
-    name = "all-to-all"
+    name = ALL_TO_ALL
 
     def travels(self, kept: torch.dtype, made: torch.dtype, wire: torch.dtype) -> torch.dtype:
         """Return the narrower of `made` and `wire`: terms are not rounded on the way, however wide they are kept."""
@@ -131,7 +132,7 @@ class AllToAll(Native):
 class Fake(Native):
     """Calls a process group without peers, in a dry run: what the others would send is what this rank does."""
 
-    name = "fake"
+    name = FAKE
 
     def exchange(self, call: Call, values: Tensor) -> Tensor:
         """Gather a small vector, which all ranks have alike."""
@@ -142,7 +143,7 @@ class Fake(Native):
 class Pairwise(Native):
     """Sends and receives; small vectors are gathered natively. What travels are terms of a sum, never sums."""
 
-    name = "pairwise"
+    name = PAIRWISE
 
     def travels(self, kept: torch.dtype, made: torch.dtype, wire: torch.dtype) -> torch.dtype:
         """Return the narrower of `kept` and `wire`: terms are not rounded on the way."""

@@ -9,15 +9,7 @@
 A host read (`Comm.read`) is where a rank learns that a collective never ends: on an accelerator it begins without
 waiting for peers, so the read waits, no longer than the axis' patience.
 
-How it is done is chosen here for every axis, by a rule on (backend, N) and a setting alone, since a timing probe could
-choose otherwise when a run is resumed:
-
-    pairwise    messages between every two ranks, summed in rank order: on gloo up to 8 ranks, whose own reduce-scatter
-                is a clone and an all-reduce
-    all-to-all  native, but for 16-bit gradients, whose terms are sent to their owner and summed there in rank order:
-                on NCCL and its like, over the axis that reduces gradients
-    native      torch.distributed's collectives: elsewhere, and for gradients where reduce_scatter="native" asks for it
-    fake        native ones without peers: in a dry run
+How it is done is chosen for every axis by a rule (choice.py).
 
 Ranks must run the same operations on the same units in the same order. Pairwise messages carry a tag made of
 (operation, unit), so ranks that disagree time out instead of swapping weights; for native ones a running hash of
@@ -38,11 +30,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zero3d.distributed.algorithms import AllToAll, Fake, Native, Pairwise
 from zero3d.distributed.axis import DONE, Axis, Call, Pending, Take, messages
+from zero3d.distributed.choice import choose_algorithm
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import OrderError
 from zero3d.memory.arena import Arena, Number
 
-PAIRWISE_MAX_RANKS = 8
 _HASH_MODULUS = (1 << 52) - 1  # an exact float64
 
 
@@ -79,38 +71,29 @@ class Algorithm(Protocol):
         """Return a small vector [k] of every rank as [N k], when it is there."""
 
 
-def choose_algorithm(backend: str, size: int, reduce_scatter: str = "") -> str:
-    """Return the name of an axis' algorithm, by the rule on (backend, N) and how gradients are reduced over it, if so.
-
-    reduce_scatter  auto or native; empty for an axis over which no gradients are reduced
-    """
-    if backend == "fake":
-        return Fake.name
-    if backend == "gloo":
-        return Pairwise.name if size <= PAIRWISE_MAX_RANKS and reduce_scatter != "native" else Native.name
-    return AllToAll.name if reduce_scatter == "auto" and size > 1 else Native.name
-
-
-def open_algorithm(axis: Axis, arena: Arena | None = None, reduce_scatter: str = "") -> Algorithm:
-    """Return the algorithm of an axis; its buffers are on the account of `arena`, if there is one."""
+def open_algorithm(
+    axis: Axis, arena: Arena | None = None, reduce_scatter: str = "", on_host: int | None = None
+) -> Algorithm:
+    """Return the algorithm of an axis (`choose_algorithm`); its buffers are on the account of `arena`, if any."""
     kinds = {kind.name: kind for kind in (Native, Pairwise, AllToAll, Fake)}
-    return kinds[choose_algorithm(axis.backend, axis.size, reduce_scatter)](axis, arena)
+    return kinds[choose_algorithm(axis.backend, axis.size, reduce_scatter, on_host)](axis, arena)
 
 
 class Comm:
     """Owns the collectives over one axis and a running hash of each kind of operation, `_order`.
 
-    reduce_scatter  how gradients are reduced over it, if they are: `choose_algorithm`
+    reduce_scatter, on_host  how gradients are reduced over it, if they are: `choose_algorithm`
     """
 
     def __init__(
-        self, axis: Axis, arena: Arena, ledger: Ledger, check_every_gather: bool = False, reduce_scatter: str = ""
-    ) -> None:
+        self, axis: Axis, arena: Arena, ledger: Ledger, check_every_gather: bool = False,
+        reduce_scatter: str = "", on_host: int | None = None,
+    ) -> None:  # fmt: skip
         self.axis, self.rank, self.size, self.device = axis.name, axis.rank, axis.size, arena.device
         self._axis, self._arena, self._ledger, self._check = axis, arena, ledger, check_every_gather
         self._last = "nothing yet"
         self._order = {"all_gather": 0, "reduce_scatter": 0}
-        self._algorithm = open_algorithm(axis, arena, reduce_scatter)
+        self._algorithm = open_algorithm(axis, arena, reduce_scatter, on_host)
         self.algorithm = self._algorithm.name
 
     # --- operations -----------------------------------------------------------------------------

@@ -87,6 +87,16 @@ class Degrees(NamedTuple):
         here = self.place(rank)
         return [self.rank(Place(pp, here.dp, tp)) for pp in range(self.pp) for tp in range(self.tp)]
 
+    def dp_on_host(self, ranks: int | None) -> int | None:
+        """Return the most ranks that a dp axis of several hosts has on one of them, all if none is on several.
+
+        ranks  of the largest host; None where nobody knows: then None
+        """
+        if ranks is None:
+            return None
+        together = self.dp == 1 or ranks >= self.world or ranks % (self.dp * self.tp) == 0
+        return self.dp if together else min(self.dp - 1, -(-ranks // self.tp))
+
     def table(self) -> str:
         """Return the rank map as text, as in this module's head."""
         cells = [[f"pp {p}"] + [self._cell(p, d) for d in range(self.dp)] for p in range(self.pp)]

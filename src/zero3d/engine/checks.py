@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from zero3d.distributed.choice import REDUCTIONS
 from zero3d.engine.guards import is_guarded
 from zero3d.errors import ConfigError
 from zero3d.precision import DTYPES, Precision
@@ -60,8 +61,8 @@ def check_model(model: nn.Module, weights: Source | None) -> None:
 
 def check_reduce_scatter(reduce_scatter: str) -> None:
     """Raise ConfigError for a way of reducing gradients that is none."""
-    if reduce_scatter not in ("auto", "native"):
-        raise ConfigError(f"reduce_scatter={reduce_scatter!r} is unknown: pass one of auto, native.")
+    if reduce_scatter not in REDUCTIONS:
+        raise ConfigError(f"reduce_scatter={reduce_scatter!r} is unknown: pass one of {', '.join(REDUCTIONS)}.")
 
 
 def reduce_dtype_of(reduce_dtype: str, precision: Precision) -> torch.dtype:

@@ -58,9 +58,10 @@ class Engine:
     release       "auto" | "every_use" | "every_step": gathered parameters at stage 3
     reduce        "auto" | "every_micro_batch" | "every_step": when gradients are reduced; stages that reduce at the
                   same moments give the same bits ("auto": stages 0, 1 every step, 2, 3 every micro-batch)
-    reduce_scatter  "auto" | "native": how they are summed over dp. "auto": their terms are sent, in as few bytes as
-                  they were made in, and added in rank order (on NCCL what is no sum yet, so in 16 bits); "native": by
-                  the backend, in `reduce_dtype`, which is faster where many ranks of a host reduce across hosts
+    reduce_scatter  "auto" | "native" | "all-to-all": how they are summed over dp. "native": by the backend, in
+                  `reduce_dtype`; "all-to-all": those in 16 bits, as gradients of one micro-batch may be, are sent as
+                  terms and added in rank order, others are the backend's. "auto": on NCCL all-to-all where dp is on one
+                  host, or has at most two ranks on each, else native; on gloo in rank order up to 8 ranks
     schedule      of a pipeline (mesh.pp > 1): gpipe, 1f1b (None), interleaved, zero-bubble or zbv; for train_batch
     exact         the same bits at every dp (a power of two), stage and `reduce`, of one global list of micro-batches,
                   numbered as `exact.Summands` says; on a GPU after `zero3d.make_deterministic()`

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
-from zero3d.distributed.algorithms import AllToAll
 from zero3d.distributed.collectives import Comm
-from zero3d.distributed.degrees import Degrees
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.division import Division, divide
@@ -43,8 +41,10 @@ class Axes:
         """
         arena, ledger = mesh.make_arena(mesh.device), Ledger()
         pp, tp = (Comm(mesh.axis(name), arena, ledger) for name in ("pp", "tp"))
-        dp = Comm(mesh.data, arena, ledger, mesh.debug, reduce_scatter)
+        data = mesh.data
         world, model_parallel = (Comm(axis, arena, ledger) for axis in (mesh.everyone, mesh.model_parallel))
+        on_host = mesh.degrees.dp_on_host(ranks_per_host(mesh, world))
+        dp = Comm(data, arena, ledger, mesh.debug, reduce_scatter, on_host)
         return cls(arena, ledger, pp, tp, dp, world, model_parallel)
 
 
@@ -68,8 +68,6 @@ class Foundation:
         """Check options, open axes and divide the model, in place. Raises ConfigError, MeshError."""
         resolved = resolve(model, mesh, options)
         axes = Axes.of(resolved.mesh, options.zero.reduce_scatter)
-        if resolved.mesh.rank == 0:
-            warn_of_terms_across_hosts(axes.dp.algorithm, resolved.mesh.degrees, resolved.mesh.local_world)
         if resolved.precision.name == "fp64":
             compute_in_fp64(model)
         division = divide(model, resolved, options, axes.tp, axes.ledger)
@@ -81,13 +79,12 @@ class Foundation:
         return cls(done, resolved, axes, division, order)
 
 
-def warn_of_terms_across_hosts(algorithm: str, degrees: Degrees, local: int | None) -> None:
-    """Warn where 16-bit terms that leave a host of `local` ranks are more bytes than fp32 sums would be."""
-    members = min(degrees.dp, max(1, (local or 1) // degrees.tp))
-    if algorithm == AllToAll.name and degrees.dp > members > 2:
-        warnings.warn(
-            f"zero.reduce_scatter=auto with dp={degrees.dp} on hosts that have {members} of its ranks each: 16-bit "
-            f"terms of gradients leave a host unsummed, {members / 2:g} times the bytes of fp32 sums. Type "
-            "zero.reduce_scatter=native if gradients are reduced too slowly; `zero3d plan` prices both.",
-            stacklevel=2,
-        )
+def ranks_per_host(mesh: Mesh, world: Comm) -> int | None:
+    """Return how many ranks the largest host has, the same on all ranks; None where no launcher says so on any.
+
+    Hosts may differ, and not all may know: on accelerators, where an algorithm depends on it, all tell each other.
+    """
+    if mesh.everyone.meet is None:
+        return mesh.local_world
+    told = world.read(world.exchange(torch.tensor([mesh.local_world or 0], device=mesh.device)).view(-1), [0])
+    return int(max(told)) or None

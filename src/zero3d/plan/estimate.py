@@ -12,6 +12,7 @@ from zero3d.plan.profile_memory import profile_memory
 from zero3d.plan.profiles import Profile, profile
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
+from zero3d.plan.states import settled
 from zero3d.plan.time import step_seconds
 from zero3d.plan.traffic import busiest_traffic
 from zero3d.zero.layout import padding_warning
@@ -32,6 +33,7 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
     if as_zero3d:  # its schedules are torch's: the chunks per rank follow
         plan = replace(plan, virtual=Schedule.of(plan.schedule).chunks_per_rank)
     check(model, cluster, plan)
+    plan = settled(plan, cluster)
     memory = engine_memory(model, plan, cluster) if as_zero3d else profile_memory(model, plan, cluster, chosen)
     seconds = step_seconds(model, plan, cluster, chosen.pace)
     tokens = plan.dp * plan.accumulate * plan.micro_batch * model.length

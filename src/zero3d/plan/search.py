@@ -10,7 +10,7 @@
     recomputation      none, selective, full
     sequence parallel  off, on                                                         tp = 1, the length not whole
     schedule           1f1b, interleaved, zero-bubble                                  pp = 1
-    reduce_scatter     auto, native: the faster one by the links' formulas             dp = 1
+    reduce_scatter     auto, or what the links' formulas call faster than it           dp = 1
     in a pipeline      stage 2 reduces every micro-batch, 3 also releases every use    (by default they are as 1)
 
 Memory decides first: it grows with the micro-batch, so the first that does not fit ends its row. What fits is
@@ -23,10 +23,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from zero3d.distributed.choice import ALL_TO_ALL, NATIVE
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
-from zero3d.plan.states import wire_width
+from zero3d.plan.states import settled, wire_width
 from zero3d.plan.time import faster_reduction
 
 GOALS = ("fastest", "fewest-gpus", "largest-batch")
@@ -286,7 +287,7 @@ class WhatIf(NamedTuple):
 def what_if(row: Row, model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate) -> list[WhatIf]:
     """Turn every single knob of a plan once; those that buy the most memory per second come first."""
     changes = []
-    for change, plan in _neighbours(row.plan, model):
+    for change, plan in _neighbours(row.plan, model, cluster):
         estimate = evaluate(model, cluster, plan)
         memory = estimate.memory.allocated - row.estimate.memory.allocated
         seconds = estimate.seconds.mid - row.estimate.seconds.mid
@@ -294,7 +295,7 @@ def what_if(row: Row, model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate
     return sorted(changes, key=lambda knob: knob.memory / max(knob.seconds / row.estimate.seconds.mid, 1e-3))
 
 
-def _neighbours(plan: ParallelPlan, model: ModelSpec) -> Iterable[tuple[str, ParallelPlan]]:
+def _neighbours(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterable[tuple[str, ParallelPlan]]:
     """Yield the plans that differ from `plan` in one knob, each with what changed as a configuration says it."""
     for activations in ACTIVATIONS:
         if activations != plan.activations:
@@ -313,11 +314,12 @@ def _neighbours(plan: ParallelPlan, model: ModelSpec) -> Iterable[tuple[str, Par
         yield f"mesh.sequence_parallel: {str(other).lower()}", replace(plan, sequence_parallel=other)
     if plan.reduce_dtype == "fp32" and plan.dp > 1:
         yield "zero.reduce_dtype: bf16", replace(plan, reduce_dtype="bf16")
-    way = replace(plan, reduce_scatter="native" if plan.reduce_scatter == "auto" else "auto")
+    now = settled(plan, cluster)
+    way = replace(plan, reduce_scatter=ALL_TO_ALL if now.reduce_scatter == NATIVE else NATIVE)
     if (
         plan.dp > 1
         and not plan.exact
-        and wire_width(plan, 2) != wire_width(way, 2)
+        and wire_width(now, 2) != wire_width(way, 2)
         and plan.precision in ("bf16", "fp16")
     ):
         yield f"zero.reduce_scatter: {way.reduce_scatter}", way

@@ -250,7 +250,7 @@ class ParallelPlan:
     virtual        model chunks per rank of a pipeline
     offload        none, host (optimizer states and their update on the host)
     exact          gradients are summed in one tree at any dp
-    reduce_scatter auto (on NCCL: 16-bit terms by an all-to-all), native
+    reduce_scatter all-to-all (of 16-bit terms), native (sums of the backend), auto (by the rule: `states.settled`)
     """
 
     dp: int = 1

@@ -14,9 +14,11 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
+from zero3d.distributed.choice import NATIVE, choose_algorithm
+from zero3d.distributed.degrees import Degrees
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.plan.rank_model import RankUnit, rank_model
-from zero3d.plan.spec import ModelSpec, ParallelPlan
+from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
 from zero3d.zero.stages import NO_BYTES, WIDTHS, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
 
 NAMES = {2: "bf16", 4: "fp32", 8: "fp64"}
@@ -71,16 +73,24 @@ def reduced_width(plan: ParallelPlan, narrow: float = 2.0) -> float:
 def wire_width(plan: ParallelPlan, itemsize: int) -> int:
     """Return the bytes in which gradients of weights of `itemsize` travel: as asked, unless that would round them.
 
-    Terms that are no sums yet travel as they were made, unless the backend is to sum them (reduce_scatter=native).
+    Terms that are no sums yet travel as they were made, unless the backend is to sum them (`settled`: native).
     """
     requested = WIDTHS[plan.reduce_dtype].weight if plan.precision != "fp64" else 8
     wire = requested if requested >= itemsize else WIDTHS[plan.precision].reduced
-    return min(wire, itemsize) if _alone(plan) and plan.reduce_scatter == "auto" else wire
+    return min(wire, itemsize) if _alone(plan) and plan.reduce_scatter != NATIVE else wire
+
+
+def settled(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
+    """Return the plan with `reduce_scatter` as the engine takes it on a cluster's NCCL: no longer auto."""
+    if plan.dp == 1:
+        return plan
+    on_host = Degrees(plan.pp, plan.dp, plan.tp).dp_on_host(cluster.per_node)
+    return replace(plan, reduce_scatter=choose_algorithm("nccl", plan.dp, plan.reduce_scatter, on_host))
 
 
 def sends_terms(plan: ParallelPlan, width: int) -> bool:
     """Return whether gradients that travel in so many bytes are exchanged, and summed by their owner, on NCCL."""
-    return plan.exact or (plan.reduce_scatter == "auto" and width < WIDTHS["fp32"].weight)
+    return plan.exact or (plan.reduce_scatter != NATIVE and width < WIDTHS["fp32"].weight)
 
 
 def _alone(plan: ParallelPlan) -> bool:

@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from zero3d.activations.policy import Policy
+from zero3d.distributed.choice import REDUCTIONS
 from zero3d.plan.constants import constant
 from zero3d.plan.kernels import KERNELS, Kernels, PartWork, Shape, digest, part_work, total
 from zero3d.plan.network import Group, Groups, exchange_seconds, gather_seconds, reduce_seconds, send_seconds
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
-from zero3d.plan.states import policies, reduced_width, sends_terms, wire_width
+from zero3d.plan.states import policies, reduced_width, sends_terms, settled, wire_width
 from zero3d.plan.timeline import pipeline_seconds
 from zero3d.zero.stages import WIDTHS, resolve_policies, stage_row
 
@@ -184,7 +185,9 @@ def _data(step: _Step, numel: float, end: float, backward: float) -> float:
         hops = (group.size - 1) * step.cluster.across.latency if group.nodes > 1 else 0.0
         return units * (seconds / pace.network + (pace.unit_hops - 1) * hops)
 
-    reducing = reductions * collective(trained, *(_reduction(plan) if pace.as_zero3d else (reduced_width(plan),)))
+    reducing = reductions * collective(
+        trained, *(_reduction(plan, step.cluster) if pace.as_zero3d else (reduced_width(plan),))
+    )
     if row.shards_parameters:
         gathers = collective(numel, 2.0) * (2 * plan.accumulate if release != "every_step" else 1)
         return _exposed(reducing + gathers, end, pace.hide_dp) + collective(numel, 2.0) / units
@@ -193,25 +196,26 @@ def _data(step: _Step, numel: float, end: float, backward: float) -> float:
     return _exposed(reducing, overlapped, pace.hide_dp) + _exposed(gathers, overlapped / 2, pace.hide_dp)
 
 
-def _reduction(plan: ParallelPlan) -> tuple[float, Collective]:
+def _reduction(plan: ParallelPlan, cluster: ClusterSpec) -> tuple[float, Collective]:
     """Return a gradient's bytes on its way, and what times its collective.
 
     Passes over memory beside it are left out on both sides: a cast to fp32 (6 bytes), or the sum of terms (10).
     """
+    plan = settled(plan, cluster)
     width = int(reduced_width(plan)) if plan.exact else wire_width(plan, WIDTHS[plan.precision].weight)
     return width, exchange_seconds if sends_terms(plan, width) else gather_seconds
 
 
 def faster_reduction(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
-    """Return the plan with the `reduce_scatter` that is the faster one, and auto where both are alike."""
+    """Return the plan with `reduce_scatter` auto, or what is faster than the engine's rule if anything is."""
     group = Groups.of(plan, cluster).dp
     elements = model.trainable / plan.tp / max(1, len(model.blocks))
 
     def seconds(plan: ParallelPlan) -> float:
-        width, seconds_of = _reduction(plan)
+        width, seconds_of = _reduction(plan, cluster)
         return seconds_of(elements * width, group, cluster)
 
-    return min((replace(plan, reduce_scatter=choice) for choice in ("auto", "native")), key=seconds)
+    return min((replace(plan, reduce_scatter=choice) for choice in REDUCTIONS), key=seconds)
 
 
 def _exposed(communication: float, computation: float, hide: float) -> float:

@@ -42,11 +42,18 @@ class FakeAxis(Axis):
 
 
 class FakeMesh(Mesh):
-    """A mesh on the fake group, on the CPU, whose axes stand for those of `backend`."""
+    """A mesh on the fake group, on the CPU, whose axes stand for those of `backend`, on hosts of `per_host` ranks."""
 
-    def __init__(self, dp: int | None, tp: int | None, pp: int | None, backend: str) -> None:
+    def __init__(
+        self, dp: int | None, tp: int | None, pp: int | None, backend: str, per_host: int | None = None
+    ) -> None:
         super().__init__(dp, tp, pp, device="cpu")
-        self._backend = backend
+        self._backend, self._per_host = backend, per_host
+
+    @property
+    def local_world(self) -> int | None:
+        """How many ranks a host would have; None where nobody says so, whatever is true of this process."""
+        return self._per_host
 
     def open_axis(self, name: str) -> Axis:
         """Make an axis over groups that send nothing."""

@@ -46,14 +46,17 @@ from zero3d.sim.result import RankResult, to_json
 STEPS = 1000  # of the learning rate's schedule, where the configuration counts epochs
 
 
-def dry_run(config: Config, rank: int, world: int, backend: str = "nccl", whole: bool = False) -> RankResult:
+def dry_run(
+    config: Config, rank: int, world: int, backend: str = "nccl", whole: bool = False, per_host: int | None = None
+) -> RankResult:
     """Build this rank's engine and return its second step. Once in a process. Raises ConfigError, MeshError.
 
-    whole   run every micro-batch, though some repeat others (repeats.py)
+    whole     run every micro-batch, though some repeat others (repeats.py)
+    per_host  ranks on each host; None: on one
     """
     begun = time.monotonic()
     with fake_group(rank, world), standing_in(backend, config.data.packing):
-        mesh = FakeMesh(config.mesh.dp, config.mesh.tp, config.mesh.pp, backend)
+        mesh = FakeMesh(config.mesh.dp, config.mesh.tp, config.mesh.pp, backend, per_host)
         place, m = mesh.place, resolve_batch(config.train, mesh.dp).accumulate
         schedule = Schedule.of(config.mesh.schedule)
         if mesh.pp > 1:
@@ -128,7 +131,8 @@ def main(lines: Sequence[str]) -> int:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what models print is no part of the answer
     try:
-        answer = to_json(dry_run(load(request.config), request.rank, request.world, request.backend, request.whole))
+        asked = request.rank, request.world, request.backend, request.whole, request.per_host
+        answer = to_json(dry_run(load(request.config), *asked))
     except Zero3dError as error:
         answer = {"error": type(error).__name__, "text": str(error)}
     with out:

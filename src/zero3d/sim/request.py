@@ -11,7 +11,8 @@ from typing import Any
 class Request:
     """A rank of a world under a configuration (config.to_dict), with the collectives of a backend: nccl or gloo.
 
-    whole   run every micro-batch, though some repeat others
+    whole     run every micro-batch, though some repeat others
+    per_host  ranks on each host; None: on one
     """
 
     config: Mapping[str, Any]
@@ -19,3 +20,4 @@ class Request:
     world: int
     backend: str
     whole: bool = False
+    per_host: int | None = None

@@ -34,12 +34,13 @@ Report = Callable[[RankResult], None]
 
 def simulate(
     config: Config, world: int, rank: int | None = None, backend: str = "nccl", whole: bool = False,
-    report: Report = lambda _: None,
+    report: Report = lambda _: None, nodes: int = 1,
 ) -> Simulation:  # fmt: skip
     """Simulate one step of one rank per class (or of `rank` alone).
 
     whole   run every micro-batch, though some repeat others (repeats.py)
     report  called with each result as it comes
+    nodes   hosts that the ranks are on, evenly
     Raises ConfigError and MeshError for what `train` could not run, and for a rank that is not there.
     """
     degrees = Degrees.resolve(world, config.mesh.dp, config.mesh.tp, config.mesh.pp)
@@ -48,9 +49,11 @@ def simulate(
         raise ConfigError(f"rank {rank} is not there: {degrees} has ranks 0 to {world - 1}.")
     if backend not in BACKENDS:
         raise ConfigError(f"backend {backend!r} is unknown: pass one of {', '.join(BACKENDS)}.")
+    if nodes < 1 or world % nodes:
+        raise ConfigError(f"{world} ranks on {nodes} nodes: pass --nodes as a divisor of the ranks, from 1.")
 
     def run(number: int) -> RankResult:
-        result = in_own_process(Request(to_dict(config), number, world, backend, whole))
+        result = in_own_process(Request(to_dict(config), number, world, backend, whole, world // nodes))
         report(result)
         return result
 

@@ -5,7 +5,7 @@
     reduce_scatter   [.., N d, ..]  -> [.., d, ..]          moves (N-1)/N of the argument
     broadcast        rank 0's values, at construction
 
-How they are done is chosen as for the core (distributed/collectives.py). Pairwise sums are taken in rank order, so
+How they are done is chosen as for the core (distributed/choice.py). Pairwise sums are taken in rank order, so
 every rank gets the same bits.
 """
 

@@ -1,0 +1,41 @@
+"""Which algorithm an axis has, by rule alone, since a timing probe could choose otherwise when a run is resumed.
+
+    pairwise    messages between every two ranks, summed in rank order: on gloo up to 8 ranks, whose own reduce-scatter
+                is a clone and an all-reduce
+    all-to-all  native, but for 16-bit gradients, whose terms are sent to their owner and summed there in rank order:
+                on NCCL and its like, over the axis that reduces gradients, where that sends no more between hosts
+    native      torch.distributed's collectives: elsewhere
+    fake        native ones without peers: in a dry run
+
+All-to-all or native can be asked for by name for gradients (zero.reduce_scatter).
+
+Between hosts, of N ranks that have n elements each to own, L of them on each of several hosts, a host sends
+
+    16-bit terms                 2 bytes x L x (N - L) n        nothing is added up on the way
+    fp32 sums, a ring            4 bytes x (N - 1) n            one term per element leaves it
+
+so terms are at most as many bytes with one or two ranks of the axis on a host, and about L/2 times as many with more.
+"""
+
+from __future__ import annotations
+
+NATIVE, PAIRWISE, ALL_TO_ALL, FAKE = "native", "pairwise", "all-to-all", "fake"
+REDUCTIONS = ("auto", NATIVE, ALL_TO_ALL)
+PAIRWISE_MAX_RANKS = 8
+FEW = 2  # ranks of an axis on a host whose terms are no more bytes than fp32 sums
+
+
+def choose_algorithm(backend: str, size: int, reduce_scatter: str = "", on_host: int | None = None) -> str:
+    """Return the name of an axis' algorithm, by (backend, N), how gradients are reduced over it, if so, and its hosts.
+
+    reduce_scatter  one of REDUCTIONS; empty for an axis over which no gradients are reduced
+    on_host         the most ranks of the axis on a host; None where nobody knows, which counts as one host
+    """
+    if backend == "fake":
+        return FAKE
+    if reduce_scatter in (NATIVE, ALL_TO_ALL) and size > 1:
+        return reduce_scatter
+    if backend == "gloo":
+        return PAIRWISE if size <= PAIRWISE_MAX_RANKS else NATIVE
+    few = on_host is None or on_host >= size or on_host <= FEW
+    return ALL_TO_ALL if reduce_scatter == "auto" and size > 1 and few else NATIVE
