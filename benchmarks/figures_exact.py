@@ -249,6 +249,47 @@ def counts() -> str:
     )
 
 
+# --- instruments --------------------------------------------------------------------------------
+
+PHASES = ("forward", "backward", "step")
+VARIANTS = {"plain": "plain PyTorch", "fsdp2": "FSDP2, root not resharded"} | {
+    f"stage{n}": f"zero3d stage {n}" for n in range(4)
+}
+WAITS = {
+    "forward and backward": ("forward", "backward"), "`step()`, not due": ("off_the_boundary",), "`step()`": ("step",),
+    "`train_batch`": ("train_batch",), "`evaluate`": ("evaluate",),
+}  # fmt: skip
+
+
+def launches() -> str:
+    """Dispatches of a step by phase, before and now."""
+    rows = []
+    for before, now in zip(results("launches-before")[:2], results("launches")[:2], strict=True):
+        for variant, name in VARIANTS.items():
+            counts = [[sum(run["dispatches"][variant][phase].values()) for phase in PHASES] for run in (before, now)]
+            pairs = zip(*([*each, sum(each)] for each in counts), strict=True)
+            rows.append([f"dp {now['dp']}", name, *(_changed(*pair) for pair in pairs)])
+    return table(["", "", *PHASES, "all"], rows)
+
+
+def _changed(before: int, now: int) -> str:
+    return f"{now:,}" if before == now else f"{before:,} → {now:,}"
+
+
+def waits() -> str:
+    """How often a step's phases make the host wait, before and now, and where transformers does."""
+    rows = []
+    for name, phases in WAITS.items():
+        found = [
+            [wait for phase in phases for wait in results(file)[2][phase]["waits"]]
+            for file in ("launches-before", "launches")
+        ]
+        ours = [sum(n for _, line, n in each if "transformers/" not in line) for each in found]
+        others = sum(n for _, line, n in found[1] if "transformers/" in line)
+        rows.append([name, _changed(*ours), str(others)])
+    return table(["", "in zero3d", "in transformers"], rows)
+
+
 EXACT: dict[str, Callable[[], str]] = {
     "demo-memory": demo_memory,
     "four-stages": four_stages,
@@ -264,4 +305,6 @@ EXACT: dict[str, Callable[[], str]] = {
     "planner-counts": counts,
     "planner-constants": constants,
     "judging-constants": judging,
+    "launches": launches,
+    "waits": waits,
 }

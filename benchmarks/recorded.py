@@ -17,6 +17,8 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
-MEASURED = ("src", "benchmarks/*.py", "examples", "constraints.txt")
+MEASURED = ("src", "benchmarks/*.py", "benchmarks/instruments", "examples", "constraints.txt")
 DROPPED = ("paths", "config", "sample")  # of what `zero3d train --json` prints: where it was, and what it was told
 
 
@@ -35,12 +37,14 @@ class Recipe:
 
     timed    seconds matter: to be run on a quiet machine
     repeats  figures matter that are the same in every run
+    source   a commit whose package is run, by the benchmarks of today; "" for today's
     """
 
     name: str
     commands: tuple[str, ...]
     timed: bool = True
     repeats: bool = False
+    source: str = ""
 
 
 def trains(*words: str) -> tuple[str, ...]:
@@ -51,6 +55,10 @@ def trains(*words: str) -> tuple[str, ...]:
 _MESHES = "train.batch=32 zero.stage=3 precision=fp32 train.steps=20"
 _ENGINES = "python benchmarks/engines.py --engines zero3d,fsdp2,ddp,plain --json OUT"
 _DEEPSPEED = "python benchmarks/engines.py --engines zero3d,deepspeed,plain --memory-steps 0 --json OUT"
+_LAUNCHES = (
+    *(f"python benchmarks/instruments/dispatches.py --dp {dp} --json OUT" for dp in (8, 1)),
+    "python benchmarks/instruments/step_syncs.py --layers 32 --stage 3",
+)
 _LLAVA = "zero3d plan llava-1.5-7b --lora r=128 --seq 2048 --gpu a6000 --json"
 RECIPES = {
     recipe.name: recipe
@@ -80,6 +88,8 @@ RECIPES = {
             timed=False,
             repeats=True,
         ),
+        Recipe("launches", _LAUNCHES, timed=False, repeats=True),
+        Recipe("launches-before", _LAUNCHES, timed=False, source="cff2239dfe"),
         Recipe("engines", (_ENGINES, *2 * (f"{_ENGINES} --memory-steps 0",))),
         Recipe(
             "engines-one-rank",
@@ -116,14 +126,30 @@ def record(name: str, tables: Path | None = None) -> Path:
     changed = _git("status", "--porcelain", "--", *MEASURED)
     if changed:
         raise RuntimeError(f"commit first, so that results can name what they are of:\n{changed}")
-    header = _header(name)
-    runs = [run(command, tables) for command in RECIPES[name].commands]
+    recipe = RECIPES[name]
+    with _package(recipe.source) as package:
+        header = _header(name) | ({"commit": recipe.source} if recipe.source else {})
+        runs = [run(command, tables, package) for command in recipe.commands]
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({**header, "runs": runs}, indent=1) + "\n")
     return path
 
 
-def run(command: str, tables: Path | None = None) -> dict[str, Any]:
+@contextmanager
+def _package(commit: str) -> Iterator[Path]:
+    """The folder of today's package, or of a commit's, which is checked out meanwhile."""
+    if not commit:
+        yield ROOT / "src"
+        return
+    with TemporaryDirectory(prefix="zero3d-source-") as folder:
+        _git("worktree", "add", "--detach", folder, commit)
+        try:
+            yield Path(folder) / "src"
+        finally:
+            _git("worktree", "remove", "--force", folder)
+
+
+def run(command: str, tables: Path | None = None, package: Path = ROOT / "src") -> dict[str, Any]:
     """One command in an empty folder: what it printed, or wrote where OUT stands."""
     begun = time.monotonic()
     with TemporaryDirectory(prefix="zero3d-tables-") as folder:
@@ -133,7 +159,9 @@ def run(command: str, tables: Path | None = None) -> dict[str, Any]:
             raise RuntimeError(f"{command}: pass --tables, the folder of published tables")
         words = [_word(word, places) for word in shlex.split(command)]
         start = [sys.executable, "-m", "zero3d.cli.main"] if words[0] == "zero3d" else [sys.executable]
-        done = subprocess.run([*start, *words[1:]], cwd=folder, capture_output=True, text=True, env=_environment())
+        done = subprocess.run(
+            [*start, *words[1:]], cwd=folder, capture_output=True, text=True, env=_environment(package)
+        )
         if done.returncode:
             raise RuntimeError(f"{command}: exit code {done.returncode}\n{done.stderr[-2000:]}")
         result = _parsed(out.read_text() if out.exists() else done.stdout)
@@ -147,9 +175,9 @@ def _word(word: str, places: dict[str, str]) -> str:
     return "/".join(part for part in (places.get(name, name), rest) if part) if name in places else word
 
 
-def _environment() -> dict[str, str]:
-    """This tree's package, one thread a rank."""
-    path = os.pathsep.join(part for part in (str(ROOT / "src"), os.environ.get("PYTHONPATH", "")) if part)
+def _environment(package: Path) -> dict[str, str]:
+    """One package, one thread a rank."""
+    path = os.pathsep.join(part for part in (str(package), os.environ.get("PYTHONPATH", "")) if part)
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 

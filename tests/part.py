@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 BUDGET = 120.0  # seconds; with collection and imports a part should stay below four minutes
 UNMEASURED = 20.0
-SECONDS = {  # of a case; 45 for test_exact and test_figures_again, which may take longer, so that they get a turn
+SECONDS = {  # of a case; 45 for test_exact, test_figures_again and test_gpu_check, which may take longer, so that they get a turn
     "tests/parity/test_benchmark_mesh.py": 10.0,
     "tests/parity/test_checkpoint.py": 0.7,
     "tests/parity/test_checkpoint_damage.py": 3.0,
@@ -51,6 +51,7 @@ SECONDS = {  # of a case; 45 for test_exact and test_figures_again, which may ta
     "tests/unit/test_72b.py": 18.4,
     "tests/unit/test_config_hostile.py": 10.4,
     "tests/unit/test_data_batches.py": 2.8,
+    "tests/unit/test_gpu_check.py": 45.0,
     "tests/unit/test_odd_json.py": 1.0,
     "tests/unit/test_simulate.py": 6.6,
 }

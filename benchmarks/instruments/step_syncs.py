@@ -103,8 +103,8 @@ def engine_of(options: Options, device: Any) -> Any:
         tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     return zero3d.Engine(
-        LlamaForCausalLM(config), stage=options.stage, mesh=zero3d.Mesh(device=device), precision=options.precision,
-        clip_norm=1.0, accumulate=options.micro_batches, exact=options.exact,
+        LlamaForCausalLM(config).to(device), stage=options.stage, mesh=zero3d.Mesh(device=device),
+        precision=options.precision, clip_norm=1.0, accumulate=options.micro_batches, exact=options.exact,
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """What a signal at the launcher of a bare machine comes to, with workers that stop as the training loop does."""
 
+import json
 import os
 import select
 import signal
@@ -130,7 +131,8 @@ def test_workers_whose_launcher_was_killed_save_and_stop(launcher):
     launcher.both("ready")
     launcher.process.kill()  # nobody is there for another start: keep this the last to need it
     launcher.both("asked")
-    assert launcher.release() == ["[15]", "[15]"]
+    # Linux signals when a thread of the parent ends that has the child: once more where another one had inherited it.
+    assert [set(json.loads(signals)) for signals in launcher.release()] == [{signal.SIGTERM}] * 2
 
 
 @pytest.mark.long

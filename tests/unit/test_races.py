@@ -71,7 +71,8 @@ def test_accesses_are_ordered_and_all_memory_is_of_computes_pool(case):
     model = run(case)
     assert model.races == {}
     assert {allocation.stream for allocation in model.allocations} == {COMPUTE}
-    assert "wire" in {allocation.buffer for allocation in model.allocations} or case[0][0] == 1
+    lent = {allocation.buffer for allocation in model.allocations}
+    assert "wire" in lent or case[0][0] == 1 or "fp32" in case  # whose sums of one micro-batch land where they stay
 
 
 def read_by(engine):
