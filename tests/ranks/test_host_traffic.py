@@ -14,12 +14,12 @@ from training import save_model, save_rows, tree
 WORLD = 8
 
 
-def engine_on(device, stage, micro_batches=1, exact=False, precision="bf16"):
+def engine_on(device, stage, micro_batches=1, exact=False, precision="bf16", loss=None):
     import zero3d
 
     return zero3d.Engine(
         net(), stage=stage, mesh=zero3d.Mesh(device=device), precision=precision, clip_norm=0.5,
-        accumulate=micro_batches, exact=exact, loss=sum_of,
+        accumulate=micro_batches, exact=exact, loss=loss or sum_of,
     )  # fmt: skip
 
 
@@ -70,6 +70,23 @@ def test_training_has_the_bits_of_the_cpu_at_every_stage_accumulated_and_exact(a
 def test_bf16_is_that_of_the_cpu_but_for_its_matrix_products(alone):
     (on_cpu, _), (on_device, _) = (runs[0] for runs in alone(train_on_both, [(3, 1)]))
     assert on_device == pytest.approx(on_cpu, rel=0.01)
+
+
+def train_on_weights_of_the_host():
+    from instruments import accelerator, groups
+
+    device = accelerator.register()
+    losses = []
+    for here in (torch.device("cpu"), device):
+        with groups.alike(1, device=here.type):
+            engine = engine_on(here, 3, 1, False, "fp32", loss=lambda *given: (sum_of(*given)[0], torch.tensor(3.0)))
+            losses.append([float(engine.train_batch([batch(step).to(here)])) for step in range(2)])
+    return losses
+
+
+def test_a_weight_may_be_a_tensor_of_the_host(alone):
+    on_cpu, on_device = alone(train_on_weights_of_the_host)
+    assert on_device == on_cpu
 
 
 # --- what is refused, and what is counted -------------------------------------------------------

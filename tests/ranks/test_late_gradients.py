@@ -214,3 +214,31 @@ def on_two_ranks():
 def test_late_gradients_of_two_ranks_come_while_reductions_are_under_way(ranks):
     for found in ranks(2, on_two_ranks):
         assert max(found) < 1e-6
+
+
+class Branching(nn.Module):
+    """Calls its last layer first, too, and may leave others out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x, left_out):
+        for number in (3, *(number for number in range(3) if number not in left_out), 3):
+            x = checkpoint(self.layers[number], x, use_reentrant=True)
+        return x
+
+
+def train_with_branches(stage):
+    engine = engine_of(Branching(), stage, units=[nn.Sequential])
+    for step in range(2):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        engine(x, [2] if torch.distributed.get_rank() else []).square().mean().backward()
+        assert engine.step().applied
+    return engine.fingerprint()
+
+
+def test_ranks_may_leave_units_out_while_others_have_late_gradients(ranks):
+    found = [ranks(2, train_with_branches, stage) for stage in range(3)]
+    assert len({fingerprint for ranks_of in found for fingerprint in ranks_of}) == 1

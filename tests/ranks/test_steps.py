@@ -148,6 +148,39 @@ def test_train_batch_returns_the_global_mean_and_skips_a_batch_without_targets(r
     assert len({(tuple(found for found, _ in means), weights) for means, _, weights in results}) == 1
 
 
+class HeadFirst(nn.Module):
+    """Reads its head's matrix before the head is called."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+        self.head = nn.Linear(256, VOCAB, bias=False)
+
+    def forward(self, ids):
+        x = F.embedding(ids, self.head.weight)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def lists_of_engines_that_are_dropped(stage):
+    found = []
+    for _ in range(2):
+        engine = make(stage, HeadFirst(), loss=lambda output, _: (output.float().square().sum(), float(output.numel())))
+        found.append([engine.train_batch([batch(step, dist.get_rank())]) for step in range(3)])
+        found.append([p.detach().clone() for p in engine.module.parameters()])
+        del engine
+    return [bits(values) for values in found]
+
+
+def test_new_weights_are_there_when_train_batch_returns_whoever_reads_them(ranks):
+    """Also for a forward that reads a matrix before its module is called, and for the next engine on these ranks."""
+    results = [result for stage in (0, 1, 2) for result in ranks(2, lists_of_engines_that_are_dropped, stage)]
+    assert len(set(map(tuple, results))) == 1
+    assert results[0][:2] == results[0][2:]
+
+
 def custom_loss(stage):
     rank = dist.get_rank()
 

@@ -282,6 +282,16 @@ def test_groups_that_do_not_match_are_refused_before_anything_is_written(tmp_pat
     assert weights(second) == before
 
 
+def test_momentum_that_begins_later_is_on_the_account():
+    engine = make(optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    train(engine, 0, 1)
+    before = {row.category: row.measured for row in engine.memory}["optimizer"]
+    engine.optimizer.torch.param_groups[0]["momentum"] = 0.9
+    train(engine, 2)
+    after = {row.category: row.measured for row in engine.memory}["optimizer"]
+    assert after - before == sum(4 * p.numel() for p in engine.module.parameters())
+
+
 def test_going_back_to_a_checkpoint_without_momentum_forgets_it(tmp_path):
     def sgd(params):
         return torch.optim.SGD(params, lr=0.1, momentum=0.9)

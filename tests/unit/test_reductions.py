@@ -36,9 +36,6 @@ class Gradients:
         self._filled_up = False
         self.state = State.REDUCED
 
-    def gather(self):
-        self._log.append(f"gather {self._name}")
-
     def complete(self):
         self._log.append(f"complete {self._name}")
 
@@ -63,14 +60,14 @@ class Trained:
 class Backwards:
     """Reductions of a, b (two parameters), root (deferred) and c, in layout order."""
 
-    def __init__(self, closes=Closes.NOTHING, gathered=""):
+    def __init__(self, closes=Closes.NOTHING):
         self.log = []
         self.units = {
             name: Trained(name, self.log, 1 + (name == "b"), name == "root") for name in ("a", "b", "root", "c")
         }
         lane = Lane("lane", CPU)
         lane.join = lambda unit: self.log.append(f"join {unit}")
-        self.reductions = Reductions(list(self.units.values()), lane, closes, [self.units[name] for name in gathered])
+        self.reductions = Reductions(list(self.units.values()), lane, closes)
 
     def take(self, names, due=True):
         """The log of gradients that arrive: `b0 b1` one parameter's each, other names a unit's."""
@@ -136,20 +133,6 @@ def test_what_did_not_come_is_reduced_at_the_end_and_what_comes_late_once_more()
     assert late.count("reduce c") == late.count("reduce root") == 1
     assert late[-1] == "finish c"
     assert not backwards.reductions.pending
-
-
-def test_sums_are_gathered_as_soon_as_they_are_there_and_once_more_where_gradients_come_late():
-    backwards = Backwards(gathered="cb")
-    assert backwards.run("root c b0 b1 a") == [
-        "reduce c", "reduce b", "finish c", "gather c", "reduce a", "|",
-        "finish b", "gather b", "reduce root", "finish a", "finish root",
-    ]  # fmt: skip
-    backwards.reductions.begin()
-    assert backwards.take("c") == ["reduce c"]
-    backwards.units["c"].gradients.state = State.FILLING  # more has come since, which ends the reduction
-    late = backwards.flush()
-    assert late.count("gather c") == late.count("gather b") == 1
-    assert late.index("gather c") > max(place for place, what in enumerate(late) if what == "reduce c")
 
 
 def test_the_recorded_order_has_deferred_and_absent_units_behind_the_others():

@@ -248,7 +248,6 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
     for owned in engine.optimizer.pieces:
         states = checkpoint.states.get(engine.full_model.owner(owned.name), ())
         _restore_piece(reader, states, optimizer["scalars"], engine, owned)
-    engine.optimizer.adopted = False
     for group, saved in zip(engine.optimizer.torch.param_groups, optimizer["groups"], strict=True):
         group.update(from_json(saved, {key: value for key, value in group.items() if key != "params"}))
     if engine.scheduler is not None and manifest.value("scheduler") is not None:

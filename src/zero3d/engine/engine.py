@@ -151,12 +151,10 @@ class Engine:
         no micro-batch had a target: the result's `reason`, and `engine.health` counts. Raises OrderError when
         ranks ran different units, NonFiniteError when fp16 overflows at its smallest loss scale.
         """
-        result = self._step()
-        self.optimizer.wait()
-        return result
+        return self._step()
 
     def _step(self, besides: Tensor | None = None) -> StepResult:
-        """Step, and leave the new weights of stages 1 and 2 on their way."""
+        """Step, and read `besides` on the host with what it reads itself."""
         if self._assembly.whole_parameters.any_open:
             raise ConfigError("step() inside full_params() would be undone on leaving it: leave the block first.")
         return self._stepper.step(besides)
@@ -171,8 +169,6 @@ class Engine:
         step reads once; `figures` has the loss and what else came with that, as plain numbers: also what `besides`
         returns after the last backward, [k] float64 on the device.
         Batches are on the mesh's device: nothing of them is moved, here and in `evaluate`.
-        At stages 1 and 2 new weights may still be on their way when it returns: every method here waits for them, the
-        model's forward and its state_dict(), but p.data read by yourself only inside `full_params()`.
         After a failure on some rank of a pipeline every further call raises Zero3dError.
         """
         batches = list(micro_batches)
@@ -228,7 +224,6 @@ class Engine:
             return generate(self._execution.next_logits, self.model_group.sum, ids, max_new_tokens, ending, **options)
 
     def _evaluating(self, keep_full: bool) -> AbstractContextManager[None]:
-        self.optimizer.wait()
         return evaluating(self.module, self._assembly.runtime.hooks, self.gathers, keep_full)
 
     # --- whole parameters -----------------------------------------------------------------------
@@ -273,7 +268,6 @@ class Engine:
 
     def fingerprint(self) -> str:
         """One hash of all masters and optimizer states, the same at any dp that divides 64; all ranks call it."""
-        self.optimizer.wait()
         return fingerprint(self.optimizer, self.dp, self.model_group)
 
     def export(self, directory: str | Path) -> Path:

@@ -35,8 +35,6 @@ def guard(model: nn.Module, unit_of: Mapping[nn.Parameter, Unit], opened: Callab
             unit = unit_of.get(p)
             if unit is not None and unit.weights.state is not State.FULL:
                 _refuse("state_dict()", name)
-            elif unit is not None:
-                unit.weights.ready()
 
     def detach_copies(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
         for name, p in module.named_parameters(prefix.rstrip("."), recurse=False):

@@ -120,6 +120,6 @@ class Stepper:
     def _constant(self, name: str, value: float, dtype: torch.dtype) -> Tensor:
         """Return a number on the device: filled in there, which waits for nothing, and only where it has changed."""
         known = self._known.get(name)
-        if known is None or (known[0] != value and not math.isnan(value)):
+        if known is None or (known[0] != value and not (math.isnan(known[0]) and math.isnan(value))):
             known = self._known[name] = value, torch.full((), value, dtype=dtype, device=self.dp.device)
         return known[1]

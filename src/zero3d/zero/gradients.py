@@ -140,7 +140,6 @@ class Gradients:
     def _open(self) -> None:
         """Make room for local gradients."""
         self.finish()
-        self._forget_gather()
         if self.state is State.REDUCED and self._in_place:
             self._stash = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype).copy_(self.shard)
         if self.full is None:
@@ -206,12 +205,6 @@ class Gradients:
         if self._gathering is None and not self._setting.policy.stage.shards_optimizer:
             self._gathering = self._setting.comm.all_gather(self.whole, self.shard, self._name)
 
-    def _forget_gather(self) -> None:
-        """Let a gather end whose sum is over, or was not the last."""
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
-
     def close(self) -> None:
         """Do nothing for a backward that ends in no reduction: its gradients add up."""
 
@@ -222,7 +215,9 @@ class Gradients:
     def reset(self) -> None:
         """Forget this step's gradients."""
         self.finish()
-        self._forget_gather()
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
         self._drop_stash()
         self._drop_bucket()
         self._filled.clear()

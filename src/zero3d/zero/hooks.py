@@ -2,13 +2,11 @@
 
     event                                     verb
     ----------------------------------------  ----------------------------------------------------
-    a user module's forward starts            acquire a forward token; take the turn token (stage 3)
-                                              wait for the refresh (stages 1 and 2)
+    a user module's forward starts            acquire a forward token; take the turn token
     its forward ends, also by an exception    release the forward token
     a gradient reaches any of its outputs     acquire a backward token
     gradients of all its inputs are done      release the backward token
     a parameter's gradient is accumulated     take it
-    the root's forward starts or ends         wait for refreshes of units that it may use without their modules
     a gradient reaches an output of the root  a backward begins (once per graph task)
     the backward ends                         flush reductions; drop backward and turn tokens
 
@@ -69,7 +67,6 @@ class Hooks:
         self._without_grad = Order()
         for order in (self._without_grad, gathers.training):  # until there is a record
             order.expect([unit for unit in units if unit.weights.sharded and unit not in self._root_units])
-        self._called: set[Unit] = set()  # persistent ones, by their modules in the last forward in training
         # The root's turn token must be taken before its forward token is given back: first hook first.
         root.register_forward_pre_hook(self._root_begins, with_kwargs=True)
         root.register_forward_hook(self._root_ends, always_call=True)
@@ -77,8 +74,6 @@ class Hooks:
             sharded = [unit for unit in needed if unit.weights.sharded]
             if sharded:
                 self._hook_user(module, sharded)
-            if refreshed := [unit for unit in needed if not (unit.weights.sharded or unit.weights.updates_all)]:
-                module.register_forward_pre_hook(self._awaiter(refreshed))
         for unit in units:
             if unit.grads is not None:
                 for index, p in enumerate(unit.weights.params):
@@ -118,15 +113,6 @@ class Hooks:
         module.register_forward_pre_hook(begins, with_kwargs=True)
         module.register_forward_hook(ends, always_call=True)  # Note 2
 
-    def _awaiter(self, units: list[Unit]) -> Callable[[nn.Module, Any], None]:
-        def wait(module: nn.Module, args: Any) -> None:
-            for unit in units:
-                unit.weights.ready()
-            if self._mode == "train":
-                self._called.update(units)
-
-        return wait
-
     def _backward_needs(self, units: list[Unit], call: int) -> None:
         for unit in units:
             self._gathers.acquire(unit, ("backward", call))
@@ -165,10 +151,7 @@ class Hooks:
                 self._gathers.begin()
             else:
                 self._gathers.begin_forward(self._without_grad)
-        awaited, self._called = self._called if self._mode == "train" else set(), set()
         for unit in self._persistent:
-            if unit not in awaited:  # it may be used by others than its modules
-                unit.weights.ready()
             unit.weights.check()
         return map_tensors((args, kwargs), lambda t: self._cast(t) if t.is_floating_point() else t)
 
@@ -176,8 +159,6 @@ class Hooks:
         mode, self._mode = self._mode, None
         if mode == "eval":
             self._gathers.end_forward()
-        for unit in self._persistent:
-            unit.weights.ready()
         outputs = [t for t in tensors_out(output) if t.requires_grad]
         if mode != "train" or not outputs:
             return

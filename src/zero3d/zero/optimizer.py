@@ -8,15 +8,12 @@
        for the device. A non-finite norm or no weight skips the step, and `reason` says so
     5. clip         gradients *= clip / (norm + 1e-6), at most 1
     6. update       a torch optimizer on 1-D pieces of the masters, states in flat buffers
-    7. refresh      masters to weights, all units together; stages 1 and 2 all-gather them, and `wait` ends it
+    7. refresh      masters to weights, all units together; stages 1 and 2 all-gather them
 
-Stage 0 has gathered the gradient shards (the second half of an all-reduce) before 2: each when it was reduced, or here
-where tied and partial gradients had to be summed first. Factors then multiply all of them: the same bits.
+Stage 0 gathers the gradient shards (the second half of an all-reduce) before 2, and factors multiply all of them: the
+same bits.
 
-2, 3, 5 and 6 are torch's multi-tensor calls, one launch for many pieces. On the CPU they are the single ones in a
-row and give their bits; on an accelerator they are what torch's `clip_grad_norm_` and optimizers run there.
-
-2, 3, 5 and 7 are torch's multi-tensor calls, one launch for many pieces. On the CPU they are the single ones in a
+2, 3, 5, 6 and 7 are torch's multi-tensor calls, one launch for many pieces. On the CPU they are the single ones in a
 row and give their bits; on an accelerator they are what torch's `clip_grad_norm_` and optimizers run there.
 Factors are multiplied in two steps and skipped when exactly 1: one combined factor, a fused
 kernel's `grad_scale` or a norm per unit gives other bits than plain PyTorch. Pieces are per
@@ -29,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,7 +48,7 @@ APPLIED, OVERFLOW, NO_TARGETS, NOT_DUE = "applied", "overflow", "no targets", "n
 
 
 class StepResult(NamedTuple):
-    """What a step did; device tensors, so that reading them is the caller's choice.
+    """What a step did; device tensors, so that reading them is the caller's choice. Results share them: never write.
 
     applied     bool; false off the boundary and for skipped steps
     grad_norm   fp32 (fp64 under fp64), before clipping, equal on all ranks and stages; NaN off the boundary
@@ -100,7 +97,6 @@ class ShardedOptimizer:
 
     build    groups of pieces -> torch optimizer
     groups   options per parameter group; None: the pieces are passed as a plain list
-    adopted  all states are in flat buffers: from the first step on, and anew after others were loaded
     """
 
     def __init__(
@@ -112,7 +108,7 @@ class ShardedOptimizer:
         self._wide = self._units[0].weights.master.dtype if self._units else torch.float32  # of norms, too
         self.pieces = sorted(self._own(order), key=lambda piece: piece.order)
         self._reduced = self._places_of_reduced()
-        self.adopted = False
+        self._adopted: list[tuple[dict[str, Any], dict[str, Any]]] = []  # live states, and what was in flat buffers
         self._names = {place: name for name, place in reversed(order.items())}
         self._flat: dict[tuple[str, str], Tensor] = {}
         self.torch = build([[p.master for p in self.pieces if p.group == g] for g in range(groups)])
@@ -174,7 +170,7 @@ class ShardedOptimizer:
                     view = self.state_view(owned, key, value.dtype)
                     if not same_memory(value, view):
                         state[key] = view.copy_(value)
-        self.adopted = True
+        self._adopted = [(state, dict(state)) for state in self.torch.state.values()]
 
     def state_bytes(self, unit: Unit) -> int:
         """Return a unit's optimizer bytes per parameter: of its master (when that is a copy) and its states."""
@@ -190,7 +186,6 @@ class ShardedOptimizer:
         besides  [k] float64, read on the host together with what the step must know there
         Raises OrderError before the update when ranks used units in different orders.
         """
-        self.wait()
         total, in_order = self._exchange(weight)
         self._model_group.sum_ties()
         self._model_group.sum_partial((owned.name, grad) for owned, grad in self.shard_grads())
@@ -239,7 +234,7 @@ class ShardedOptimizer:
     def _exchange(self, weight: float | Tensor) -> tuple[float | Tensor, float | Tensor]:
         """Return the sum of all ranks' weights, and whether all used units in one order."""
         if self._comm.size == 1 and self._model_group.alone:
-            return weight, 1.0
+            return weight.to(self._arena.device) if isinstance(weight, Tensor) else weight, 1.0
         return self._sum_weights(weight)
 
     def _sum_weights(self, weights: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -285,16 +280,13 @@ class ShardedOptimizer:
         for owned in self.pieces:
             owned.master.grad = owned.unit.gradients.owned_pieces()[owned.place]
         self.torch.step()
-        if not self.adopted:
+        if not self._adopted or any(_differs(*states) for states in self._adopted):
             self.adopt()
         for owned in self.pieces:
             owned.master.grad = None
         self._cast()
         for unit in self._units:
             unit.weights.send()
-
-    def wait(self) -> None:
-        """Wait until the new weights are here, which stages 1 and 2 gather."""
         for unit in self._units:
             unit.weights.ready()
 
@@ -316,6 +308,11 @@ def piece_norms(grads: Sequence[tuple[int, MasterPiece, Tensor]]) -> list[PieceN
     """Return the norms of pieces of gradients, each in its cell."""
     norms = torch._foreach_norm([grad for *_, grad in grads]) if grads else ()
     return [PieceNorm(cell, owned.order, owned.name, norm) for (cell, owned, _), norm in zip(grads, norms, strict=True)]
+
+
+def _differs(state: dict[str, Any], known: dict[str, Any]) -> bool:
+    """Say whether an optimizer has made or replaced a state since `known`."""
+    return len(state) != len(known) or any(state.get(key) is not value for key, value in known.items())
 
 
 def multiply(grads: Sequence[Tensor], factor: float | Tensor) -> None:

@@ -8,7 +8,7 @@ those before it. At most WINDOW are in flight.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import torch
@@ -33,17 +33,13 @@ class Closes(Enum):
 class Reductions:
     """Owns the queue of units whose gradients are complete.
 
-    watch     is shown every local gradient before it is taken (health.py)
-    gathered  units whose reduced gradients all ranks get at once (stage 0)
+    watch   is shown every local gradient before it is taken (health.py)
     """
 
     watch: Callable[[Unit, int, torch.Tensor], None] | None = None
 
-    def __init__(
-        self, units: Sequence[Unit], lane: Lane, closes: Closes = Closes.NOTHING,
-        gathered: Collection[Unit] = (),
-    ) -> None:  # fmt: skip
-        self._closes, self._gathered = closes, gathered
+    def __init__(self, units: Sequence[Unit], lane: Lane, closes: Closes = Closes.NOTHING) -> None:
+        self._closes = closes
         trainable = [unit for unit in units if unit.grads is not None]
         self._order = [u for u in reversed(trainable) if not u.deferred] + [u for u in trainable if u.deferred]
         self._lane = lane
@@ -118,9 +114,6 @@ class Reductions:
         unit = self._in_flight.popleft()
         self._lane.join(unit.name)
         unit.gradients.finish()
-        if unit in self._gathered and unit.gradients.state is State.REDUCED:  # none has come since
-            with self._lane.issue(unit.name):
-                unit.gradients.gather()
 
     def flush(self) -> None:
         """End a backward: reduce what is left, in order; missing gradients count as zero."""
