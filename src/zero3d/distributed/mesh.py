@@ -130,8 +130,9 @@ class Mesh:
 
     def _through_the_store(self, name: str, ranks: Sequence[int]) -> Callable[[Tensor], Tensor]:
         """Return what gathers a few numbers of ranks that may come hours apart."""
-        store, called, position = _get_default_store(), f"{name}/{ranks[0]}", ranks.index(self.rank)
-        return StoreExchange(store, called, position, len(ranks), A_DAY, self._known).exchange
+        called = f"{name}/{ranks[0]}-{ranks[-1]}x{len(ranks)}"  # in one world no other axis of this name has these
+        position = ranks.index(self.rank)
+        return StoreExchange(_get_default_store(), called, position, len(ranks), A_DAY, self._known).exchange
 
     @property
     def torch(self) -> DeviceMesh:

@@ -31,7 +31,7 @@ _NAMED = 5  # ranks in a message
 
 
 class StoreExchange:
-    """Gathers vectors of N ranks through their store; `name` is that of the ranks, such as an axis and its first rank.
+    """Gathers vectors of N ranks through their store; `name` is that of these ranks and of no others.
 
     Its keys are its own: each rank counts in the store what it has opened under a name, all in one order.
     `known` is a note of an earlier failure, which is over.
