@@ -50,7 +50,7 @@ def test_one_axis_of_all_ranks_uses_the_default_group(ranks):
 
 def met_in_the_store(*meshes):
     """The ranks that this one meets on the axes of several meshes, which begin at the same rank."""
-    nccl = mock.patch("zero3d.distributed.mesh.backends_of", lambda: {"cpu": "stand-in"})  # not on the host
+    nccl = mock.patch("zero3d.distributed.mesh.backends_of", return_value={"cpu": "stand-in"})  # not on the host
     with nccl, mock.patch("zero3d.distributed.mesh.A_DAY", 5.0):
         axes = [zero3d.Mesh(**degrees).axis(name) for name, degrees in meshes]
         return [axis.meet(torch.tensor([dist.get_rank()])).flatten().tolist() for axis in axes]
