@@ -1,5 +1,6 @@
 """Which groups a rank makes, what they are like, and that each one's first operation is of all its ranks."""
 
+import math
 import sys
 from contextlib import contextmanager
 from datetime import timedelta
@@ -155,6 +156,15 @@ def test_no_group_is_made_or_used_first_after_an_engine_is_built(recorded, monke
     sent = [group for name, group in after if name == "batch_isend_irecv"]
     assert sent
     assert all(any(group is one for one in warm) for group in sent)
+
+
+def test_a_read_waits_as_long_for_a_peer_of_another_axis_and_alone_for_ever():
+    with world_of(4):
+        mesh = zero3d.Mesh(tp=4)
+        patiences = {mesh.axis(name).patience for name in NAMES}
+    assert patiences == {0.9 * groups.timeout(mesh.device).total_seconds()}
+    with world_of(1):
+        assert {zero3d.Mesh().axis(name).patience for name in NAMES} == {math.inf}
 
 
 def test_a_dry_run_warms_nothing(monkeypatch):

@@ -7,6 +7,7 @@ rank's axes make torch's DeviceMesh.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import weakref
@@ -106,8 +107,9 @@ class Mesh:
         """Make an axis and its groups. All its ranks call it; a dry run has axes of its own."""
         ranks = self._ranks(name)
         position, size = ranks.index(self.rank), len(ranks)
-        if size == 1:
-            return Axis(name, 0, 1, device=self.device)
+        patience = EARLY * timeout(self.device).total_seconds() if self.world > 1 else math.inf
+        if size == 1:  # a read may wait for a peer on another axis
+            return Axis(name, 0, 1, device=self.device, patience=patience)
         on_host = backends_of()[self.device.type] in ("gloo", "fake")
         make = partial(new_group, name, ranks, self.device, size == self.world)  # in the order of the axis
         if name == "world":
@@ -116,8 +118,7 @@ class Mesh:
             first = second = make()
         else:  # on the host a group has no options, and every pair of its ranks a connection
             first, second = dist.group.WORLD if on_host and size == self.world else make(), make()
-        axis = Axis(name, position, size, first, second, device=self.device)
-        axis.patience = EARLY * timeout(self.device).total_seconds()
+        axis = Axis(name, position, size, first, second, device=self.device, patience=patience)
         axis.meet = None if on_host else self._through_the_store(name, ranks)
         warm_up(axis)
         return axis
