@@ -185,11 +185,11 @@ def _lost(where: str, error: RuntimeError) -> Zero3dError | None:
     _, found, reason = message.rpartition("Last error:")  # NCCL ends with its own
     reason = reason.strip()[:_SHOWN] if found else reason[-_SHOWN:]
     backend = "the backend (such as NCCL) failed or " if isinstance(error, DistBackendError) else ""
-    return _gone(f"{where} when {backend}a peer went away" if not late else where, late, reason)
+    return _gone(where if late else f"{where} when {backend}a peer went away", late, reason)
 
 
 def _gone(where: str, late: bool, message: str = "") -> Zero3dError:
-    """Return the error of a rank whose peer came `late` or, as `where` says, went away; with its note if it left one."""
+    """Return the error of a rank whose peer came `late` or, as `where` says, went away, with its note if it has one."""
     note, code = _note()
     if note:
         lost = Zero3dError(f"{note} ({where}{' and no peer came' if late else ''}.)")

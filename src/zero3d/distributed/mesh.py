@@ -43,7 +43,8 @@ class Mesh:
 
     dp, tp, pp  degrees, whose product must equal the world; one may be left out (dp: or with others, which are 1)
     device      where this rank computes; it becomes the current device (default: its accelerator by LOCAL_RANK, if
-                that has float64, else cpu). Where nobody has, it decides with what torch.distributed starts
+                that has float64, else cpu; without a number, as "cuda": the current one, if 0 that by LOCAL_RANK).
+                Where nobody has, it decides with what torch.distributed starts
     debug       compare the order of gathers before every gather: slow, and names a culprit at once
 
     Raises MeshError. Groups are made on first use of an axis, by its ranks together; an engine uses all it needs
