@@ -78,6 +78,11 @@ class Axis:
         if sent is not raw:
             raw.copy_(sent)
 
+    def barrier(self) -> None:
+        """Return when all its ranks have come; a backend of devices is told which one, or it would guess."""
+        ids = None if self.place == HOST else [self.device.index]
+        self.call("barrier", "-", lambda: dist.barrier(group=self.gathers, device_ids=ids))
+
     def late(self, last: Mapping[str, tuple[str, str]]) -> Zero3dError:
         """Return the error of a rank whose device does not come to an end; `last` it began these, by axis."""
         begun = ", ".join(f"{op} of unit {unit!r} on axis {axis}" for axis, (op, unit) in last.items())
@@ -166,7 +171,7 @@ def forget_note(axis: Axis) -> None:
     if axis.size == 1:
         return
     for turn in range(2):  # all have left what failed; none can fail again before the note is gone
-        axis.call("barrier", "-", lambda: dist.barrier(group=axis.gathers))
+        axis.barrier()
         if turn == 0 and axis.rank == 0:
             with suppress(RuntimeError, ValueError):
                 _get_default_store().delete_key(_NOTE)
