@@ -1,5 +1,8 @@
 """Axes of real ranks: who is in which group, and torch's DeviceMesh over the same groups."""
 
+from unittest import mock
+
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -43,3 +46,24 @@ def test_one_axis_of_all_ranks_uses_the_default_group(ranks):
         assert sums["pp"] == [6] * 3
         assert place[1:] == (0, 0)
         assert shape == (4,)
+
+
+def met_in_the_store(*meshes):
+    """The ranks that this one meets on the axes of several meshes, which begin at the same rank."""
+    nccl = mock.patch("zero3d.distributed.mesh.backends_of", return_value={"cpu": "stand-in"})  # not on the host
+    with nccl, mock.patch("zero3d.distributed.mesh.A_DAY", 5.0):
+        axes = [zero3d.Mesh(**degrees).axis(name) for name, degrees in meshes]
+        return [axis.meet(torch.tensor([dist.get_rank()])).flatten().tolist() for axis in axes]
+
+
+@pytest.mark.parametrize(("name", "degrees", "groups"), [
+    ("dp", [{"pp": 1, "dp": 2, "tp": 2}, {"dp": 4}, {"pp": 2, "dp": 2}], ["02 13 02 13", "0123" * 4, "01 01 23 23"]),
+    ("replica", [{"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}],
+     ["01 01 23 23", "02 13 02 13", "0123" * 4]),
+])  # fmt: skip
+def test_axes_of_several_meshes_that_begin_at_one_rank_meet_apart(ranks, name, degrees, groups):
+    found = ranks(4, met_in_the_store, *[(name, each) for each in degrees])
+    for number, text in enumerate(groups):
+        flat = [int(digit) for digit in text.replace(" ", "")]
+        size = len(flat) // 4
+        assert [met[number] for met in found] == [flat[rank * size :][:size] for rank in range(4)]

@@ -50,6 +50,22 @@ def test_the_device_has_a_number_and_becomes_the_current_one(host, asked, launch
     assert chosen == current
 
 
+@pytest.mark.parametrize(("asked", "launched", "index"), [
+    ("cuda", Launched(3, 4, own_device=False), 3), ("cuda", ALONE, 0), ("cuda:0", Launched(3, 4, own_device=False), 0),
+])  # fmt: skip
+def test_a_kind_without_a_number_is_this_rank_s_own_device_where_none_was_made_current(host, asked, launched, index):
+    chosen = host("cuda", 4, current=0)
+    assert choose_device(asked, launched) == torch.device("cuda", index)
+    assert chosen == [index]
+
+
+def test_an_accelerator_without_float64_is_refused_when_it_is_asked_for(host):
+    chosen = host("mps", 1)
+    with pytest.raises(MeshError, match=r'mps was asked for, and mps here has no float64, .*Mesh\(device="cpu"\)'):
+        choose_device("mps", ALONE)
+    assert chosen == []
+
+
 @pytest.mark.parametrize("kind", [None, "mps"])
 def test_without_an_accelerator_that_has_float64_ranks_compute_on_the_cpu(host, kind):
     chosen = host(kind, 1)

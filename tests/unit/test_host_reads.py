@@ -1,5 +1,8 @@
 """A host read waits for the device no longer than its peers may take, and says what this rank was in."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +14,7 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import OrderError, Zero3dError
 from zero3d.memory.arena import Arena
+from zero3d.train.loop import Loop
 
 CPU, DEVICE = torch.device("cpu"), torch.device("meta")  # a device without kernels: what is copied is stubbed
 
@@ -103,6 +107,15 @@ def test_a_dry_run_assumes_what_it_cannot_read():
     with FakeTensorMode():
         assert comm.read(torch.ones(2), [7.0, 8.0]) == [7.0, 8.0]
     assert comm.read(torch.tensor([1, 2]), [7, 8]) == [1, 2]
+
+
+def test_the_mean_of_the_held_out_part_is_read_with_patience_too(event):
+    event.looks = 10**9
+    mean = SimpleNamespace(view=lambda *shape: OnDevice(torch.ones(shape)))
+    engine = SimpleNamespace(evaluate=lambda batches: mean, world=comm_that_waits(Ledger()))
+    loop = SimpleNamespace(engine=engine, held_out_batches=lambda: [], traffic=SimpleNamespace(excluded=nullcontext))
+    with pytest.raises(OrderError, match="waited 0.0 s for its device"):
+        Loop.evaluate(loop)
 
 
 # --- where numbers travel -----------------------------------------------------------------------

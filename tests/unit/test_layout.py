@@ -66,6 +66,7 @@ def test_padding_above_a_tenth_is_told_with_the_arithmetic_and_what_to_type():
     assert padding_warning(units(1000, 145_664)) is None  # filled up with 14,336, a tenth would be 14,566
     assert padding_warning(units(1000, 144_128)) is not None
     assert padding_warning(units(64, 160)) is None, "nothing that another dp would change"
+    assert padding_warning(units(1000, 0)) is None, "nothing to compare with"
 
 
 def test_boxes_of_random_ranges_are_tight_contiguous_covers():

@@ -26,7 +26,6 @@ LATE = [
     RuntimeError("Wait timeout"),
 ]
 LOST = [
-    DistBackendError("NCCL error in: ProcessGroupNCCL.cpp: unhandled system error"),
     DistNetworkError("failed to recv, got 0 bytes"),
     RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:4242"),
     RuntimeError("Connection reset"),
@@ -53,6 +52,22 @@ def test_a_peer_that_went_away(error):
     assert "in all_gather of unit 'head' when a peer went away: look at the first rank" in str(found)
     assert str(error) in str(found)
     assert found.__cause__ is error
+
+
+NCCL = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3699, unhandled cuda error (run with
+NCCL_DEBUG=INFO for details), NCCL version 2.28.9
+ncclUnhandledCudaError: Call to CUDA function failed."""
+
+
+@pytest.mark.parametrize(("message", "reason"), [
+    (f"{NCCL}\nLast error:\nCuda failure 2 'out of memory'", "(Cuda failure 2 'out of memory')"),
+    (NCCL, "ncclUnhandledCudaError: Call to CUDA function failed.)"),
+])  # fmt: skip
+def test_a_backend_s_own_reason_is_told_which_may_be_another_than_a_lost_peer(message, reason):
+    found = raised_of(DistBackendError(message))
+    assert type(found) is Zero3dError
+    assert "of unit 'head' when the backend (such as NCCL) failed or a peer went away: look at the first" in str(found)
+    assert str(found).endswith(reason)
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=lambda error: type(error).__name__)

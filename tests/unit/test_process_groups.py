@@ -1,5 +1,6 @@
 """Which groups a rank makes, what they are like, and that each one's first operation is of all its ranks."""
 
+import math
 import sys
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,9 +13,10 @@ from pipelines import build, engine_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zero3d
-from zero3d.distributed import groups
-from zero3d.distributed.axis import Axis
+from zero3d.distributed import axis as axis_module, groups
+from zero3d.distributed.axis import Axis, forget_note
 from zero3d.distributed.groups import GroupOptions, backend_options, options_of, warm_up
+from zero3d.plan.calibrate import Sizes, calibrate
 
 MANY = 4096
 NAMES = ("pp", "tp", "dp", "world", "replica")  # in the order in which an engine opens them
@@ -155,6 +157,39 @@ def test_no_group_is_made_or_used_first_after_an_engine_is_built(recorded, monke
     sent = [group for name, group in after if name == "batch_isend_irecv"]
     assert sent
     assert all(any(group is one for one in warm) for group in sent)
+
+
+def test_a_read_waits_as_long_for_a_peer_of_another_axis_and_alone_for_ever():
+    with world_of(4):
+        mesh = zero3d.Mesh(tp=4)
+        patiences = {mesh.axis(name).patience for name in NAMES}
+    assert patiences == {0.9 * groups.timeout(mesh.device).total_seconds()}
+    with world_of(1):
+        assert {zero3d.Mesh().axis(name).patience for name in NAMES} == {math.inf}
+
+
+@pytest.mark.parametrize(("backend", "ids"), [("nccl", [3]), ("gloo", None)])
+def test_a_barrier_is_on_the_device_of_its_rank(monkeypatch, backend, ids):
+    seen, axis = [], Axis("dp", 1, 2, gathers="gathers", device=torch.device("cuda:3"))
+    monkeypatch.setattr(axis_module, "backends_of", lambda group: {"cuda": backend})
+    monkeypatch.setattr(dist, "barrier", lambda **options: seen.append(options))
+    forget_note(axis)
+    assert seen == [{"group": "gathers", "device_ids": ids}] * 2
+
+
+def test_calibration_uses_no_group_that_was_not_warmed(recorded, monkeypatch, tmp_path):
+    for name in ("barrier", "broadcast"):
+        monkeypatch.setattr(
+            dist, name, lambda *_, group=None, name=name, **__: recorded.append((name, group or dist.group.WORLD))
+        )
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with world_of(2):
+        monkeypatch.setattr("zero3d.distributed.mesh.backends_of", lambda: {"cpu": "stand-in"})
+        calibrate(zero3d.Mesh(dp=2), tmp_path, Sizes(side=256, copied=1 << 20, disk=1 << 20, messages=(64, 128)))
+    warm = [group for name, group in recorded if name == "all_reduce"]
+    used = [group for name, group in recorded if name in ("barrier", "broadcast")]
+    assert len(used) == 2 * 5 + 1
+    assert all(any(group is one for one in warm) for group in used)
 
 
 def test_a_dry_run_warms_nothing(monkeypatch):

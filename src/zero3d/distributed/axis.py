@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DistError, DistStoreError
+from torch.distributed import DistBackendError, DistError, DistStoreError
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zero3d.errors import FAULT, OrderError, Zero3dError
@@ -77,6 +77,11 @@ class Axis:
         self.call("broadcast", unit, lambda: dist.broadcast(sent, group=self.reductions, group_src=0))
         if sent is not raw:
             raw.copy_(sent)
+
+    def barrier(self) -> None:
+        """Return when all its ranks have come; a backend of devices is told which one, or it would guess."""
+        ids = None if self.place == HOST else [self.device.index]
+        self.call("barrier", "-", lambda: dist.barrier(group=self.gathers, device_ids=ids))
 
     def late(self, last: Mapping[str, tuple[str, str]]) -> Zero3dError:
         """Return the error of a rank whose device does not come to an end; `last` it began these, by axis."""
@@ -166,7 +171,7 @@ def forget_note(axis: Axis) -> None:
     if axis.size == 1:
         return
     for turn in range(2):  # all have left what failed; none can fail again before the note is gone
-        axis.call("barrier", "-", lambda: dist.barrier(group=axis.gathers))
+        axis.barrier()
         if turn == 0 and axis.rank == 0:
             with suppress(RuntimeError, ValueError):
                 _get_default_store().delete_key(_NOTE)
@@ -182,14 +187,17 @@ def _lost(where: str, error: RuntimeError) -> Zero3dError | None:
     late = isinstance(error, DistStoreError) or any(word in words for word in ("timed out", "timeout"))
     if not (late or isinstance(error, DistError) or any(w in words for w in ("connection", "closed", "peer", "reset"))):
         return None
-    return _gone(where, late, message)
+    _, found, reason = message.rpartition("Last error:")  # NCCL ends with its own
+    reason = reason.strip()[:_SHOWN] if found else reason[-_SHOWN:]
+    backend = "the backend (such as NCCL) failed or " if isinstance(error, DistBackendError) else ""
+    return _gone(where if late else f"{where} when {backend}a peer went away", late, reason)
 
 
 def _gone(where: str, late: bool, message: str = "") -> Zero3dError:
-    """Return the error of a rank whose peer went away or came `late`, with its note if it left one."""
+    """Return the error of a rank whose peer came `late` or, as `where` says, went away, with its note if it has one."""
     note, code = _note()
     if note:
-        lost = Zero3dError(f"{note} ({where} {'and no peer came' if late else 'when a peer went away'}.)")
+        lost = Zero3dError(f"{note} ({where}{' and no peer came' if late else ''}.)")
         lost.agreed = code
         return lost
     if late:
@@ -197,4 +205,4 @@ def _gone(where: str, late: bool, message: str = "") -> Zero3dError:
             f"{where} and no peer came: ranks used units in different orders or numbers, or a peer is stuck. "
             "At stage 3 all ranks must run the same units in the same order; look at what the other ranks say."
         )
-    return Zero3dError(f"{where} when a peer went away: look at the first rank that failed. ({message[:_SHOWN]})")
+    return Zero3dError(f"{where}: look at the first rank that failed. ({message[:_SHOWN]})")

@@ -34,7 +34,14 @@ def choose_device(asked: str | torch.device | None, launched: Launched) -> torch
         device = torch.device(asked)
         if kind is None or device.type != kind.type:
             return device
+        if not has_float64(kind):
+            raise MeshError(
+                f"{device} was asked for, and {kind.type} here has no float64, in which ranks add losses and norms: "
+                'zero3d.Mesh(device="cpu").'
+            )
         index = torch.accelerator.current_device_index() if device.index is None else device.index
+        if device.index is None and index == 0:  # as it is before anyone has chosen
+            index = _own_index(kind, launched)
     elif kind is None or not has_float64(kind):
         return torch.device("cpu")
     else:

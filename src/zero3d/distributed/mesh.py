@@ -7,6 +7,7 @@ rank's axes make torch's DeviceMesh.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import weakref
@@ -42,7 +43,8 @@ class Mesh:
 
     dp, tp, pp  degrees, whose product must equal the world; one may be left out (dp: or with others, which are 1)
     device      where this rank computes; it becomes the current device (default: its accelerator by LOCAL_RANK, if
-                that has float64, else cpu). Where nobody has, it decides with what torch.distributed starts
+                that has float64, else cpu; without a number, as "cuda": the current one, if 0 that by LOCAL_RANK).
+                Where nobody has, it decides with what torch.distributed starts
     debug       compare the order of gathers before every gather: slow, and names a culprit at once
 
     Raises MeshError. Groups are made on first use of an axis, by its ranks together; an engine uses all it needs
@@ -106,8 +108,9 @@ class Mesh:
         """Make an axis and its groups. All its ranks call it; a dry run has axes of its own."""
         ranks = self._ranks(name)
         position, size = ranks.index(self.rank), len(ranks)
-        if size == 1:
-            return Axis(name, 0, 1, device=self.device)
+        patience = EARLY * timeout(self.device).total_seconds() if self.world > 1 else math.inf
+        if size == 1:  # a read may wait for a peer on another axis
+            return Axis(name, 0, 1, device=self.device, patience=patience)
         on_host = backends_of()[self.device.type] in ("gloo", "fake")
         make = partial(new_group, name, ranks, self.device, size == self.world)  # in the order of the axis
         if name == "world":
@@ -116,8 +119,7 @@ class Mesh:
             first = second = make()
         else:  # on the host a group has no options, and every pair of its ranks a connection
             first, second = dist.group.WORLD if on_host and size == self.world else make(), make()
-        axis = Axis(name, position, size, first, second, device=self.device)
-        axis.patience = EARLY * timeout(self.device).total_seconds()
+        axis = Axis(name, position, size, first, second, device=self.device, patience=patience)
         axis.meet = None if on_host else self._through_the_store(name, ranks)
         warm_up(axis)
         return axis
@@ -130,8 +132,9 @@ class Mesh:
 
     def _through_the_store(self, name: str, ranks: Sequence[int]) -> Callable[[Tensor], Tensor]:
         """Return what gathers a few numbers of ranks that may come hours apart."""
-        store, called, position = _get_default_store(), f"{name}/{ranks[0]}", ranks.index(self.rank)
-        return StoreExchange(store, called, position, len(ranks), A_DAY, self._known).exchange
+        called = f"{name}/{ranks[0]}-{ranks[-1]}x{len(ranks)}"  # in one world no other axis of this name has these
+        position = ranks.index(self.rank)
+        return StoreExchange(_get_default_store(), called, position, len(ranks), A_DAY, self._known).exchange
 
     @property
     def torch(self) -> DeviceMesh:

@@ -3,11 +3,12 @@
     rank r > 0                             rank 0
     in/k/r = its numbers                   wait for in/k/1 .. in/k/(N-1)
     wait for out/k                         out/k = all numbers, by rank
-    delete in/k/r                          delete out/(k-1): all have read it, since they have come to k
+    delete in/k/r, count read              stay until all have read, or some seconds
+                                           delete out/(k-1): all have read it, since they have come to k
 
-No rank is connected to another, and each asks the store four times an exchange, rank 0 for N values; one key stays. A
-rank that waits looks now and then for the note of one that failed (`axis.leave_note`). Of one that was killed nobody
-here hears: its launcher ends the others.
+No rank is connected to another, and each asks the store five times an exchange, rank 0 for N values; two keys stay. A
+rank that waits looks for it again and again, and for the note of one that failed (`axis.leave_note`). Of one that was
+killed nobody here hears: its launcher ends the others.
 """
 
 from __future__ import annotations
@@ -15,23 +16,22 @@ from __future__ import annotations
 import base64
 import time
 import zlib
-from datetime import timedelta
 
 import torch
 from torch import Tensor
-from torch.distributed import DistError, DistStoreError
+from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from zero3d.distributed.axis import read_note
 
-LOOK = 5.0  # seconds between two looks for a note
-A_MOMENT = 1e-3  # none at all would be for ever
+A_MOMENT, LOOK = 1e-3, 1.0  # seconds between two looks: at first, and at most
+LINGER = 5.0  # seconds: some times LOOK
 _KEY = "zero3d/waiting"
 _NAMED = 5  # ranks in a message
 
 
 class StoreExchange:
-    """Gathers vectors of N ranks through their store; `name` is that of the ranks, such as an axis and its first rank.
+    """Gathers vectors of N ranks through their store; `name` is that of these ranks and of no others.
 
     Its keys are its own: each rank counts in the store what it has opened under a name, all in one order.
     `known` is a note of an earlier failure, which is over.
@@ -52,6 +52,7 @@ class StoreExchange:
             self._wait([self._key("out", self._count)])
             rows = _unpack(self._store.get(self._key("out", self._count)))
             self._store.delete_key(key)
+            self._store.add(self._key("read"), 1)
         else:
             keys = [self._key("in", self._count, rank) for rank in range(1, self._size)]
             self._wait(keys)
@@ -59,6 +60,7 @@ class StoreExchange:
             come = self._store.multi_get(keys) if at_once else [self._store.get(key) for key in keys]
             rows = mine + b"".join(map(_unpack, come))
             self._store.set(self._key("out", self._count), _pack(rows))
+            self._linger()
             self._store.delete_key(self._key("out", self._count - 1))
         return torch.frombuffer(bytearray(rows), dtype=values.dtype).view(self._size, -1)
 
@@ -66,28 +68,27 @@ class StoreExchange:
         return "/".join(map(str, (_KEY, self._name, self._opened, *parts)))
 
     def _wait(self, keys: list[str]) -> None:
-        """Wait until all keys are there, or a note: its rank may have failed before this one came."""
-        end = time.monotonic() + self._patience
-        while True:
-            left = end - time.monotonic()
-            try:
-                self._store.wait(keys, timedelta(seconds=max(A_MOMENT, min(LOOK, left))))
-            except RuntimeError as error:
-                if not _is_late(error):
-                    raise
-                if left <= 0 or read_note() not in ("", self._known):
-                    raise DistStoreError(f"timed out: {self._missing(keys)}") from error
-            else:
-                return
+        """Return once all keys are there. Raises DistStoreError where time is up, or a rank failed, perhaps before.
+
+        It looks again and again: a store's own wait is not told of a note, and torch warns of each that runs out.
+        """
+        end, pause = time.monotonic() + self._patience, A_MOMENT
+        while not self._store.check(keys):
+            ended = time.monotonic() >= end or read_note() not in ("", self._known)
+            if ended and not self._store.check(keys):  # the rank that left a note may have come before
+                raise DistStoreError(f"timed out: {self._missing(keys)}")
+            time.sleep(pause)
+            pause = min(2 * pause, LOOK)
+
+    def _linger(self) -> None:
+        """Stay for some seconds until all have read: the store may live in this process, and end with it."""
+        end = time.monotonic() + LINGER
+        while self._store.add(self._key("read"), 0) < self._count * (self._size - 1) and time.monotonic() < end:
+            time.sleep(A_MOMENT)
 
     def _missing(self, keys: list[str]) -> str:
         missing = [rank for rank, key in enumerate(keys, 1) if not self._store.check([key])] if not self._rank else [0]
         return f"of {self._size} ranks {len(missing)} did not come: {', '.join(map(str, missing[:_NAMED]))}"
-
-
-def _is_late(error: RuntimeError) -> bool:
-    """Return whether a wait has only taken too long; a store of files says so in words alone."""
-    return isinstance(error, DistStoreError) or (not isinstance(error, DistError) and "timeout" in str(error).lower())
 
 
 def _pack(raw: bytes) -> str:

@@ -101,10 +101,10 @@ def _spec(mesh: Mesh, rates: Rates, local: int, inside: Link | None, across: Lin
 def _with_all(mesh: Mesh, sweep: Callable[[], float]) -> float:
     """Run a measurement on all ranks at once, and return rank 0's figure on all."""
     if mesh.world > 1:
-        dist.barrier()
+        mesh.everyone.barrier()
     figure = torch.tensor([sweep()], dtype=torch.float64, device=mesh.device)
     if mesh.world > 1:
-        dist.broadcast(figure, 0)
+        mesh.everyone.broadcast(figure, "-")
     return float(figure)
 
 
@@ -209,7 +209,7 @@ def _link(mesh: Mesh, ranks: Sequence[int], messages: Sequence[int]) -> Link | N
         seconds.append(_seconds(reduce, mesh.device))
     link = fit(n, messages, seconds)
     agreed = torch.tensor([link.bandwidth, link.latency], dtype=torch.float64, device=mesh.device)
-    dist.broadcast(agreed, 0)
+    mesh.everyone.broadcast(agreed, "-")
     return Link(float(agreed[0]), float(agreed[1]), 0.0)
 
 

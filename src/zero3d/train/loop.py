@@ -240,7 +240,8 @@ class Loop:
     def evaluate(self) -> Record:
         """Return the mean loss per held-out target and its perplexity."""
         with self.traffic.excluded():
-            loss = float(self.engine.evaluate(self.held_out_batches()))
+            mean = self.engine.evaluate(self.held_out_batches())
+            loss = self.engine.world.read(mean.view(1), [0.0])[0]
         return {"validation_loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
     # --- checkpoints --------------------------------------------------------------------------------
