@@ -121,7 +121,7 @@ def padding_warning(layouts: Sequence[UnitLayout]) -> str | None:
     Up to there no unit has more padding than on one rank.
     """
     n, tail, numel = layouts[0].n, sum(unit.tail for unit in layouts), sum(unit.numel for unit in layouts)
-    if n <= CANONICAL or 10 * tail <= numel:
+    if n <= CANONICAL or not 0 < numel < 10 * tail:
         return None
     return (
         f"padding: {tail:,} elements for {numel:,} parameters ({tail / numel:.0%}); dp={n} cuts {len(layouts)} units "
