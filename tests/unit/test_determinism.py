@@ -201,7 +201,8 @@ def test_what_is_sent_in_16_bits_is_added_in_rank_order_and_wide_gradients_by_th
     assert added("all-to-all", [narrow, wide]) == ("by the backend", "none")
     assert added("native", [narrow]) == ("by the backend", "none")
     assert added("pairwise", [wide]) == ("in rank order", "none")
-    assert added("native", [wide], exact=True) == ("in exact mode's tree", "none")
+    for dp in (1, 2):  # one rank has summands, too
+        assert added("native", [wide], dp=dp, exact=True) == ("in exact mode's tree", "none")
     assert added("native", [wide], dp=1, tp=2) == ("none", "by the backend")
 
 
@@ -222,7 +223,7 @@ def test_on_a_gpu_a_resume_is_bitwise_where_all_of_it_is_equal(about):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("deterministic", "off"), ("cublas_workspace", ":16:8"), ("capability", "8.0"), ("cuda", "12.6"), ("cudnn", "90000"),
-     ("fp32", "matmul tf32"), ("narrow_sums", "bf16 False"), ("backend", "gloo"), ("dp_sums", "by the backend")],
+     ("fp32", "matmul tf32"), ("narrow_sums", "bf16 False"), ("dp_sums", "by the backend")],
 )  # fmt: skip
 @pytest.mark.parametrize("exact", [None, 8])
 def test_on_a_gpu_what_differs_is_named(name, value, exact):
@@ -233,7 +234,14 @@ def test_on_a_gpu_what_differs_is_named(name, value, exact):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("nccl", "2.28.1"), ("nccl_algorithm", "Tree"), ("nccl_protocol", "LL"), ("ranks_per_host", 4), ("stage", 2)],
+    [
+        ("backend", "gloo"),
+        ("nccl", "2.28.1"),
+        ("nccl_algorithm", "Tree"),
+        ("nccl_protocol", "LL"),
+        ("ranks_per_host", 4),
+        ("stage", 2),
+    ],
 )
 def test_nccl_matters_where_it_adds(name, value):
     for adds in (NATIVE, OVER_TP):
@@ -281,7 +289,16 @@ def test_a_checkpoint_holds_the_facts_and_its_resume_names_what_differs(tmp_path
     assert resumed(facts).startswith("bitwise: ")
     assert resumed(facts | {"cuda": "12.9"}).startswith("not bitwise: cuda 12.8 -> 12.9 (sums may be taken in another")
     assert resumed({}).startswith("bitwise: ")  # as on the CPU, which compares what it said before
-    assert resumed(old).startswith("not bitwise: deterministic unknown -> on; backend unknown -> nccl; cuda unknown")
+    assert resumed(old).startswith("not bitwise: deterministic unknown -> on; cuda unknown")
+
+
+@pytest.mark.parametrize("alone", ["saved", "live"])
+def test_an_exact_run_on_gpus_goes_on_bitwise_on_one_and_back(alone):
+    several = HERE | {"leaves": 8, "dp_sums": added("all-to-all", [torch.bfloat16], exact=True)[0]}
+    one = several | {"dp": 1, "backend": "none", "dp_sums": added("native", [torch.bfloat16], dp=1, exact=True)[0]}
+    one = {name: value for name, value in one.items() if not name.startswith("nccl") and name != "ranks_per_host"}
+    saved, live = (one, several) if alone == "saved" else (several, one)
+    assert resume_guarantee(saved, live).startswith("bitwise: ")
 
 
 # --- random states ------------------------------------------------------------------------------

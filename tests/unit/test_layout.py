@@ -65,6 +65,7 @@ def test_padding_above_a_tenth_is_told_with_the_arithmetic_and_what_to_type():
     assert padding_warning(units(1000, 160)) is not None
     assert padding_warning(units(1000, 145_664)) is None  # filled up with 14,336, a tenth would be 14,566
     assert padding_warning(units(1000, 144_128)) is not None
+    assert padding_warning(units(1000, 0)) is None, "no parameters, of which a share could be said"
     assert padding_warning(units(64, 160)) is None, "nothing that another dp would change"
     assert padding_warning(units(1000, 0)) is None, "nothing to compare with"
 

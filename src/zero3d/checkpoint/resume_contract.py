@@ -9,8 +9,8 @@
 
 On an accelerator all of `distributed.determinism.device_facts` beside them: deterministic algorithms, which must be on,
 its libraries, their settings. Where the backend adds what ranks have (native gradients over dp, activations over tp) it
-must be one whose order is known: NCCL of the same version, with a named algorithm, its ranks placed alike; then the
-stage must be the same, too.
+must be the same, and its order known: NCCL of the same version, with a named algorithm, its ranks placed alike; then
+the stage must be the same, too.
 
 The batches must be the same ones, in micro-batches of the same size: that is not looked at here.
 """
@@ -30,10 +30,11 @@ EXACT = {"leaves": "micro-batches of a step over all ranks"}
 FREE = ("dp", "stage", "reduce")  # named where they differ and change no bit
 SUMS = "sums may be taken in another order"
 BACKEND = "by the backend"  # NCCL, above all
-DEVICE = {"deterministic": "", "backend": "", "dp_sums": "", "tp_sums": "", "cublas_workspace": SUMS,
+DEVICE = {"deterministic": "", "dp_sums": "", "tp_sums": "", "cublas_workspace": SUMS,
           "capability": SUMS, "cuda": SUMS, "cudnn": SUMS, "narrow_sums": SUMS,
           "fp32": "products are rounded otherwise"}  # fmt: skip
-NCCL = {"nccl": SUMS, "nccl_algorithm": SUMS, "nccl_protocol": SUMS, "ranks_per_host": SUMS, "stage": SUMS}
+NCCL = {"backend": SUMS, "nccl": SUMS, "nccl_algorithm": SUMS, "nccl_protocol": SUMS, "ranks_per_host": SUMS,
+        "stage": SUMS}  # fmt: skip
 
 
 def resume_guarantee(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str:

@@ -70,6 +70,6 @@ def who_adds(assembly: Assembly) -> dict[str, str]:
     travel = [unit.gradients.travels for unit in runtime.units if unit.grads is not None]
     narrow = each and all(dtype.itemsize < torch.float32.itemsize for dtype in travel)
     in_rank_order = axes.dp.algorithm == Pairwise.name or (axes.dp.algorithm == AllToAll.name and narrow)
-    over_dp = TREE if order.summands is not None else RANKS if in_rank_order else BACKEND
+    over_dp = "none" if axes.dp.size == 1 else RANKS if in_rank_order else BACKEND
     over_tp = RANKS if axes.tp.algorithm == Pairwise.name else BACKEND
-    return {"dp_sums": over_dp if axes.dp.size > 1 else "none", "tp_sums": over_tp if axes.tp.size > 1 else "none"}
+    return {"dp_sums": over_dp if order.summands is None else TREE, "tp_sums": over_tp if axes.tp.size > 1 else "none"}

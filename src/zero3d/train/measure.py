@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from zero3d.distributed.choice import ALL_TO_ALL, PAIRWISE
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.engine import Engine
 from zero3d.memory.scratch import cast_scratch
@@ -31,6 +32,7 @@ from zero3d.precision import NAMES
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
 from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import WINDOW
+from zero3d.zero.unit import Unit
 
 
 class MemoryRow(NamedTuple):
@@ -131,16 +133,14 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     gathered  stage 3: the root all the time, two units at a hand-over, WINDOW ahead
     bucket    stages 2, 3: the root's gradients all the time, two units filling, WINDOW being reduced; parts of
               tied parameters' gradients are summed in the reduced dtype
-    wire      WINDOW reductions: (N-1)/N of a unit received and, if it travels in another dtype, cast to be sent;
-              from the second micro-batch on, a shard that is added to the sum. Scratch in which masters are cast
-    exact     a bucket for every micro-batch at all stages, and as many shards being summed as the tree over ranks
-              is deep
+    wire      WINDOW reductions (`reduction_bytes`), of which one is being added up. Scratch in which masters are cast
+    exact     a bucket for every micro-batch at all stages
     """
     sizes = [unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name != ROOT]
     root = sum(unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name == ROOT)
     full = root + (2 + WINDOW) * max(sizes, default=0)
-    policy, n = engine.policy, engine.dp.size
-    moving, shard, tied, masters, exact = 0, 0, 0, 0, engine.summands is not None
+    policy = engine.policy
+    moving, adding, tied, masters, exact = 0, 0, 0, 0, engine.summands is not None
     wider = 1
     for unit in engine.units:
         if unit.grads is not None:
@@ -148,18 +148,36 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
             local = travels if exact else unit.gradients.local
             wider = max(wider, local.itemsize // unit.dtype.itemsize)
             masters += 0 if unit.weights.cast is None else unit.weights.master.numel()
-            copies = 1 if travels == local else 2
-            moving = max(moving, copies * unit.layout.total * travels.itemsize * (n - 1) // n)
-            shard = max(shard, unit.layout.shard * policy.master.itemsize)
+            travelling, sums = reduction_bytes(engine, unit, micro_batches)
+            moving, adding = max(moving, travelling), max(adding, sums)
             tied += unit.layout.total * policy.master.itemsize if unit.deferred else 0
     return {
         "gathered": full if policy.stage.shards_parameters else 0,
         "bucket": wider * full + tied if exact or policy.reduce == "every_micro_batch" else 0,
-        "wire": max(
-            WINDOW * moving + shard * (n.bit_length() if exact else micro_batches > 1),
-            4 * cast_scratch(masters, engine.mesh.device.type),
-        ),
+        "wire": max(WINDOW * moving + adding, 4 * cast_scratch(masters, engine.mesh.device.type)),
     }
+
+
+def reduction_bytes(engine: Engine, unit: Unit, micro_batches: int) -> tuple[int, int]:
+    """Return the most bytes of one reduction: what travels, until it is over; shards, while terms are added up.
+
+    messages     a rank's own slot stays: (N-1)/N of a unit received and, if it travels in another dtype, cast to go
+    all-to-all   terms in 16 bits, and exact ones: a unit received, a unit cast
+    sums         all others: a unit cast; a shard received, unless it lands where it stays
+
+    Terms are added up in a shard from the second micro-batch on; exact ones in as many as the tree over ranks is deep.
+    """
+    n, shard, master = engine.dp.size, unit.layout.shard, engine.policy.master
+    travels, exact, way = unit.gradients.travels, engine.summands is not None, engine.dp.algorithm
+    if n == 1:
+        return 0, exact * shard * master.itemsize
+    slots = n - 1 if way == PAIRWISE else n
+    terms = exact or way == PAIRWISE or (way == ALL_TO_ALL and travels.itemsize < torch.float32.itemsize)
+    adds = micro_batches > 1 and (way == PAIRWISE or engine.policy.reduce == "every_micro_batch")
+    received = slots if terms else int(adds or travels != master)
+    cast = 0 if exact or travels == unit.gradients.local else slots
+    deep = n.bit_length() if exact else int(terms and adds)
+    return (received + cast) * shard * travels.itemsize, deep * shard * master.itemsize
 
 
 def _name(dtype: torch.dtype) -> str:

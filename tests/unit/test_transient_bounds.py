@@ -1,0 +1,53 @@
+"""Upper bounds of the memory table on accelerators: no buffer of an engine on NCCL's algorithms is above its own."""
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from meshes import engine_of, micro_batches
+from models import adamw
+from tensors import tiny
+
+from zero3d.train.measure import transient_bounds
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from instruments.races import Model, alone_in, collectives_of, lonely_mesh
+
+
+def held(engine, count):
+    """The most that was held of each kind, and the bound."""
+    return {kind: (int(engine.arena.peak(kind)), bound) for kind, bound in transient_bounds(engine, count).items()}
+
+
+def peaks(n, stage, count, **options):
+    """Of two steps; then of the backwards of another step, without the scratch of casts."""
+    options = {"precision": "bf16", "optimizer": adamw} | options
+    with alone_in(n), collectives_of(Model()):
+        engine = engine_of(tiny("llama", layers=4), lonely_mesh(n), stage=stage, accumulate=count, **options)
+        for number in range(2):
+            engine.train_batch(micro_batches(number, count))
+        steps = held(engine, count)
+        engine.arena.reset_peaks()
+        for given in micro_batches(2, count):
+            engine.backward(engine(**given).loss)
+        with mock.patch("zero3d.train.measure.cast_scratch", return_value=0):
+            return steps, held(engine, count)
+
+
+OPTIONS = {
+    "default": {}, "native": {"reduce_scatter": "native"}, "in bf16": {"reduce_dtype": "bf16"},
+    "fp32": {"precision": "fp32"}, "exact": {"exact": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("n", [1, 4])
+def test_no_buffer_exceeds_its_bound_and_what_travels_reaches_it(n, stage, count, options):
+    steps, backwards = peaks(n, stage, count, **OPTIONS[options])
+    for found in (steps, backwards):
+        assert {kind: both for kind, both in found.items() if both[0] > both[1]} == {}
+    peak, bound = backwards["wire"]
+    assert peak == bound or (options == "exact" and (n == 1 or 2 * peak >= bound))  # whose tree is not always full
