@@ -57,7 +57,7 @@ class Part(NamedTuple):
 # libraries, 3 s for NCCL's first communicator. A training of the middle GPT takes about 0.5 s with its engine.
 PARTS = (
     Part("parity", "campaign.numbers:parity", 28, 11, "8 + 5 trainings of the small GPT x 0.5"),
-    Part("nccl", "campaign.loopback:nccl", 50, 34, "8 + 4 communicators x 1 + 44 trainings x 0.5"),
+    Part("nccl", "campaign.loopback:nccl", 50, 38, "8 + 4 communicators x 1 + 52 trainings x 0.5"),
     Part("streams.late", "campaign.streams:late", 50, 25, "8 + 15 trainings x 0.5 + 12 of them x 0.8 asleep"),
     Part("streams.sanitizer", "campaign.streams:sanitizer", 45, 32, "8 + 8 trainings x 3 steps x 5,000 calls x 0.2 ms"),
     Part("syncs", "campaign.host:syncs", 28, 11, "8 + 4 trainings of 3 steps x 0.7"),

@@ -1,14 +1,16 @@
 """A data axis of one rank that calls its backend's collectives, on groups of this rank alone.
 
 An engine on one rank communicates nothing: everywhere a size of 1 is asked for first. The data axis of `Loopback`
-has the size `One`, a 1 that equals no number. So the engine takes the path of many ranks, with the streams, buffers,
-events and calls that go with it, and what comes back is what was sent: every figure stays that of an engine
-without it, to the bit. The other two axes stay alone: at degree 1 nothing is cut that they could carry.
+has the size `One`, a 1 that equals no number and exceeds itself. So the engine takes the path of many ranks, with the
+algorithm, streams, buffers, events and calls that go with it, and what comes back is what was sent: every figure stays
+that of an engine without it, to the bit. The other two axes stay alone: at degree 1 nothing is cut that they could
+carry.
 """
 
 from __future__ import annotations
 
 import atexit
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +29,9 @@ from campaign.training import (
     train_plainly,
 )
 from zero3d import make_deterministic
-from zero3d.distributed import algorithms, choice
+from zero3d.distributed import algorithms, choice, collectives
 from zero3d.distributed.axis import Axis
+from zero3d.distributed.choice import ALL_TO_ALL, NATIVE
 from zero3d.distributed.groups import EARLY, new_group, timeout, warm_up
 from zero3d.distributed.mesh import Mesh
 
@@ -44,14 +47,22 @@ class One(int):
     def __ne__(self, other: object) -> bool:
         return True
 
+    def __gt__(self, other: int) -> bool:
+        return int(self) >= other
+
     __hash__ = int.__hash__
 
 
+def as_on_nccl(backend: str, *rest: Any) -> str:
+    """Return the name of an axis' algorithm by its rule, where gloo is NCCL."""
+    return choice.choose_algorithm("nccl" if backend == "gloo" else backend, *rest)
+
+
 class Loopback(Mesh):
-    """A mesh of one rank whose data axis has process groups. On gloo it takes native collectives, as NCCL does."""
+    """A mesh of one rank whose data axis has process groups. On gloo it takes the algorithms that NCCL has."""
 
     def __init__(self, device: str) -> None:
-        choice.PAIRWISE_MAX_RANKS = 0
+        collectives.choose_algorithm = as_on_nccl
         super().__init__(device=device)
 
     def open_axis(self, name: str) -> Axis:
@@ -84,13 +95,21 @@ def nccl(place: Place, account: Account) -> None:
             for stage in STAGES:
                 compare_looped(account, (alone, looped), of_precision._replace(accumulate=micro_batches), stage)
     for stage in STAGES:
-        compare_looped(account, (alone, looped), run._replace(precision="bf16", accumulate=2), stage, exact=True)
+        in_bf16 = run._replace(precision="bf16")
+        compare_looped(account, (alone, looped), in_bf16, stage, reduce_scatter=NATIVE)
+        compare_looped(account, (alone, looped), in_bf16._replace(accumulate=2), stage, exact=True)
 
 
-def compare_looped(account: Account, meshes: tuple[Mesh, Loopback], run: Run, stage: int, exact: bool = False) -> None:
-    """Train with axes that return at once and with looped ones; equal bits are due, and calls."""
-    alone, looped = (engine_of(mesh, run, stage, exact) for mesh in meshes)
+def compare_looped(
+    account: Account, meshes: tuple[Mesh, Loopback], run: Run, stage: int, exact: bool = False,
+    reduce_scatter: str = "auto",
+) -> None:  # fmt: skip
+    """Train with axes that return at once and with looped ones; equal bits are due, and calls by NCCL's algorithm."""
+    alone, looped = (engine_of(mesh, run, stage, exact, reduce_scatter=reduce_scatter) for mesh in meshes)
     what = f"{run.precision} stage {stage}, {run.accumulate} micro-batches{', exact' if exact else ''}"
+    what += ", native" if reduce_scatter == NATIVE else ""
+    found, due = looped.dp.algorithm, NATIVE if reduce_scatter == NATIVE else ALL_TO_ALL
+    account.ran(f"{what}: algorithm", found, "" if found == due else f"many ranks would reduce by {due}")
     compare(account, what, train(looped, run), train(alone, run), 0.0)
     calls = sum(entry.calls for entry in looped.traffic)
     account.ran(f"{what}: calls", calls, "" if calls else "the axes called nothing")

@@ -67,12 +67,15 @@ def own_batch(device: torch.device, run: Run, step: int) -> tuple[Tensor, Tensor
     return ids.chunk(ranks)[rank], targets.chunk(ranks)[rank]
 
 
-def engine_of(mesh: Mesh, run: Run, stage: int, exact: bool = False, reduce_dtype: str = "fp32") -> Engine:
+def engine_of(
+    mesh: Mesh, run: Run, stage: int, exact: bool = False, reduce_dtype: str = "fp32", reduce_scatter: str = "auto"
+) -> Engine:
     """Build the engine of a run, with the optimizer and the clip of every variant of `peers`."""
     setting = setting_of(mesh.device, run)
     return Engine(
         setting.build(), stage=stage, mesh=mesh, precision=run.precision, reduce_dtype=reduce_dtype,
         clip_norm=CLIP, optimizer=adamw, exact=exact, accumulate=run.accumulate,
+        reduce_scatter=reduce_scatter,
     )  # fmt: skip
 
 

@@ -15,10 +15,12 @@ import psutil
 import pytest
 import torch
 
+from zero3d.distributed.choice import choose_algorithm
+
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 import gpu_check  # noqa: E402
-from campaign import account, host, record, speed, streams  # noqa: E402
+from campaign import account, host, loopback, record, speed, streams  # noqa: E402
 
 FAULTS = """
 import os, signal, subprocess, time
@@ -312,3 +314,18 @@ def test_a_table_has_a_line_for_every_part_and_what_is_wrong():
         "nccl  failed        10     60    1        0",
         "    a: off",
     ]
+
+
+# --- an axis of one rank that takes the path of many ------------------------------------------------
+
+
+def test_its_size_is_more_than_one_and_no_more_than_others():
+    size = loopback.One(1)
+    assert [size > other for other in (0, 1, 2, 8)] == [True, True, False, False]
+    assert [size == 1, size != 1, size - 1, 8 // size] == [False, True, 0, 8]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("asked", ["auto", "native", "all-to-all"])
+def test_it_reduces_as_several_ranks_on_nccl_do(backend, asked):
+    assert loopback.as_on_nccl(backend, loopback.One(1), asked, None) == choose_algorithm("nccl", 8, asked, None)
