@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 from meshes import LOSSES, engine_of, micro_batches, sum_of
-from models import adamw
+from models import adamw, batch, net
 from pipelines import covering
 from tensors import tiny
 
+import zero3d
 from zero3d.activations.recomputation import recompute
-from zero3d.zero.weights import Weights
+from zero3d.zero import weights
+from zero3d.zero.gradients import Gradients
+from zero3d.zero.hooks import Hooks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from instruments.races import COMPUTE, FAULTS, Model, alone_in, collectives_of, lonely_mesh, modelled
@@ -73,8 +76,67 @@ def test_accesses_are_ordered_and_all_memory_is_of_computes_pool(case):
     assert "wire" in lent or case[0][0] == 1 or "fp32" in case  # whose sums of one micro-batch land where they stay
 
 
-def test_new_weights_that_nobody_waits_for_are_found(monkeypatch):
-    monkeypatch.setattr(Weights, "ready", lambda self: None)
+def read_by(engine):
+    """What reads all weights after a step: by name, how."""
+
+    def in_full_params():
+        with engine.full_params():
+            return list(engine.module.parameters())
+
+    def after_a_bare_step():
+        for given in micro_batches(2, engine.accumulation.usual):
+            engine.backward(engine(**given).loss)
+        engine.step()
+        return list(engine.module.parameters())
+
+    def after(do):
+        do()
+        return list(engine.module.parameters())
+
+    ids = micro_batches(1, 1)[0]["input_ids"]
+    return {
+        "full_params": in_full_params,
+        "state_dict": lambda: list(engine.module.state_dict().values()),
+        "evaluate": lambda: after(lambda: engine.evaluate([])),
+        "generate": lambda: after(lambda: engine.generate(ids, max_new_tokens=1)),
+        "step": after_a_bare_step,
+        "no method": lambda: list(engine.module.parameters()),
+    }
+
+
+@pytest.mark.parametrize("reader", list(read_by(None)))
+@pytest.mark.parametrize("planted", [False, True])
+def test_new_weights_are_waited_for_by_all_that_reads_them(monkeypatch, reader, planted):
+    if planted:
+        monkeypatch.setattr(weights, "expect", lambda params, wait: True)
+    with alone_in(4), collectives_of(Model()):
+        engine = engine_of(tiny("llama"), lonely_mesh(4), stage=1, precision="bf16", optimizer=adamw)
+        with modelled(engine) as model:
+            engine.train_batch(micro_batches(0, 2))
+            for weight in read_by(engine)[reader]():
+                weight.detach().sum()
+    assert bool(model.races) is (planted and reader in ("state_dict", "evaluate", "no method"))
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_gradients_that_come_after_the_sum_is_gathered_wait_for_that(monkeypatch, planted):
+    if planted:
+        monkeypatch.setattr(Gradients, "_forget_gather", lambda self: setattr(self, "_gathering", None))
+        monkeypatch.setattr(Gradients, "wait", lambda self: None)
+    with alone_in(4), collectives_of(Model()):
+        engine = zero3d.Engine(net(), stage=0, mesh=lonely_mesh(4), optimizer=adamw)
+        with modelled(engine) as model:
+            for number in range(2):
+                output = engine(batch(number)).float()
+                for loss in (output.square().mean(), output.sin().mean()):
+                    loss.backward(retain_graph=True)
+                assert engine.step().applied
+    assert bool(model.races) is planted
+
+
+def test_modules_and_parameters_that_do_not_wait_for_new_weights_are_found(monkeypatch):
+    monkeypatch.setattr(Hooks, "_waiter", lambda self, units: lambda *_: self._called.update(units))
+    monkeypatch.setattr(weights, "expect", lambda params, wait: True)
     assert run(((4, 1, 1), 1, *PLAIN[1:])).races
 
 

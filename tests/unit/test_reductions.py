@@ -36,6 +36,12 @@ class Gradients:
         self._filled_up = False
         self.state = State.REDUCED
 
+    def gather(self):
+        self._log.append(f"gather {self._name}")
+
+    def wait(self):
+        self._log.append(f"wait {self._name}")
+
     def complete(self):
         self._log.append(f"complete {self._name}")
 
@@ -60,14 +66,14 @@ class Trained:
 class Backwards:
     """Reductions of a, b (two parameters), root (deferred) and c, in layout order."""
 
-    def __init__(self, closes=Closes.NOTHING):
+    def __init__(self, closes=Closes.NOTHING, gathered=""):
         self.log = []
         self.units = {
             name: Trained(name, self.log, 1 + (name == "b"), name == "root") for name in ("a", "b", "root", "c")
         }
         lane = Lane("lane", CPU)
         lane.join = lambda unit: self.log.append(f"join {unit}")
-        self.reductions = Reductions(list(self.units.values()), lane, closes)
+        self.reductions = Reductions(list(self.units.values()), lane, closes, [self.units[name] for name in gathered])
 
     def take(self, names, due=True):
         """The log of gradients that arrive: `b0 b1` one parameter's each, other names a unit's."""
@@ -133,6 +139,29 @@ def test_what_did_not_come_is_reduced_at_the_end_and_what_comes_late_once_more()
     assert late.count("reduce c") == late.count("reduce root") == 1
     assert late[-1] == "finish c"
     assert not backwards.reductions.pending
+
+
+def test_sums_are_gathered_as_soon_as_they_are_there_and_awaited_when_the_backward_ends():
+    backwards = Backwards(gathered="cb")
+    assert backwards.run("root c b0 b1 a") == [
+        "reduce c", "reduce b", "finish c", "gather c", "reduce a", "|",
+        "finish b", "gather b", "reduce root", "finish a", "finish root", "wait c", "wait b",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("late", ["b0", "c"])
+def test_sums_end_and_are_gathered_in_one_order_wherever_more_gradients_come(late):
+    """Ranks on which they come before the first sums are over, after them, or when nothing is left to be reduced."""
+    orders = []
+    for arriving in ((f"c b0 b1 {late} a root",), (f"c b0 b1 a {late} root",), ("c b0 b1 a root", late)):
+        backwards = Backwards(gathered="cba")
+        backwards.reductions.begin()
+        log = [what for names in arriving for what in backwards.take(names)] + backwards.flush()
+        orders.append([[what for what in log if what.startswith(kind)] for kind in ("reduce", "gather")])
+    assert orders[0] == orders[1] == orders[2]
+    reduced, gathered = orders[0]
+    assert reduced == [*(f"reduce {name}" for name in ("c", "b", "a", "root")), f"reduce {late[0]}"]
+    assert gathered == [*(f"gather {name}" for name in "cba"), f"gather {late[0]}"]
 
 
 def test_the_recorded_order_has_deferred_and_absent_units_behind_the_others():

@@ -7,8 +7,9 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ class Axis:
     patience  seconds until a device that still waits for a peer is given up, before the groups give up themselves
     meet      gathers a few numbers through the store, for ranks that come hours apart: where groups are on devices,
               whose watchdog would not wait, and where there are none
+    under_way what outlives the step that began it
     """
 
     name: str
@@ -43,9 +45,14 @@ class Axis:
     device: torch.device = HOST
     patience: float = math.inf
     meet: Callable[[Tensor], Tensor] | None = None
+    under_way: WeakSet[Pending] = field(default_factory=WeakSet)
 
     def close(self) -> None:
-        """Drop the groups: their threads must end before the interpreter does."""
+        """Complete what is under way, for peers that need it, and drop the groups, whose threads must end now."""
+        left = [pending for pending in self.under_way if not pending.over]
+        for pending in left if left and read_note() == "" else []:  # after a failure a peer may never come
+            with suppress(Zero3dError, RuntimeError):
+                pending.wait()
         self.gathers = self.reductions = None
 
     @property
@@ -103,6 +110,11 @@ class Pending:
 
     def __init__(self, finish: Callable[[], object] | None = None) -> None:
         self._finish = finish
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to wait for."""
+        return self._finish is None
 
     def wait(self) -> None:
         finish, self._finish = self._finish, None

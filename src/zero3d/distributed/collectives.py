@@ -20,6 +20,7 @@ rank whose reductions come later (unused parameters) cannot interleave them with
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -171,6 +172,10 @@ class Comm:
         messages(self._axis, "trade", unit, {peer: values}, {peer: received})
         return received
 
+    def leave_under_way(self, pending: Iterable[Pending]) -> None:
+        """Leave operations under way when a step returns; this rank does not end before they are complete."""
+        self._axis.under_way.update(operation for operation in pending if not operation.over)
+
     def broadcast(self, buffer: Tensor, unit: str) -> None:
         """Overwrite `buffer` with rank 0's."""
         if self.size == 1:
@@ -205,7 +210,9 @@ class Comm:
             raise self._axis.late(self._ledger.last) from error
 
     def _moved(self, values: Tensor, device: torch.device) -> Tensor:
-        return self._on_host(values) if device.type == "cpu" else values.to(device)
+        if device.type == "cpu":
+            return self._on_host(values)
+        return values.pin_memory().to(device, non_blocking=True) if values.device.type == "cpu" else values
 
     def _reduction(self, op: str, unit: str) -> Call:
         return Call(self._axis, self._axis.reductions, op, unit)

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from zero3d.errors import Zero3dError
 
-LOOK = 1.0  # seconds between two looks at the session
+A_MOMENT, LOOK = 0.01, 1.0  # seconds between two looks at the answer, at the session
 _KEY = "zero3d/attempt"
 
 
@@ -64,13 +64,13 @@ def _welcome(store: Store, rank: int, token: str, patience: float) -> str:
         _wait(store, f"{_KEY}/session", patience)
         session = store.get(f"{_KEY}/session").decode()
         store.set(f"{_KEY}/hello/{session}/{rank}", token)
-        try:
-            _wait(store, f"{_KEY}/welcome/{token}", LOOK)
-        except DistStoreError:
-            if time.monotonic() > end:
-                raise
-        else:
+        again = time.monotonic() + LOOK
+        while not store.check([f"{_KEY}/welcome/{token}"]) and time.monotonic() < again:
+            time.sleep(A_MOMENT)  # of a store's own wait that runs out torch warns
+        if store.check([f"{_KEY}/welcome/{token}"]):
             return store.get(f"{_KEY}/welcome/{token}").decode()
+        if time.monotonic() > end:
+            raise DistStoreError(f"rank 0 did not answer in {patience:.0f} s")
 
 
 def _wait(store: Store, key: str, seconds: float) -> None:

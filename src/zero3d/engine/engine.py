@@ -151,10 +151,12 @@ class Engine:
         no micro-batch had a target: the result's `reason`, and `engine.health` counts. Raises OrderError when
         ranks ran different units, NonFiniteError when fp16 overflows at its smallest loss scale.
         """
-        return self._step()
+        result = self._step()
+        self.optimizer.wait()
+        return result
 
     def _step(self, besides: Tensor | None = None) -> StepResult:
-        """Step, and read `besides` on the host with what it reads itself."""
+        """Step, read `besides` on the host with what it reads itself, and leave new weights on their way."""
         if self._assembly.whole_parameters.any_open:
             raise ConfigError("step() inside full_params() would be undone on leaving it: leave the block first.")
         return self._stepper.step(besides)
@@ -169,6 +171,7 @@ class Engine:
         step reads once; `figures` has the loss and what else came with that, as plain numbers: also what `besides`
         returns after the last backward, [k] float64 on the device.
         Batches are on the mesh's device: nothing of them is moved, here and in `evaluate`.
+        At stages 1 and 2 new weights may still be on their way when it returns: whatever touches one waits for it.
         After a failure on some rank of a pipeline every further call raises Zero3dError.
         """
         batches = list(micro_batches)

@@ -84,7 +84,8 @@ def start(base: Foundation, units: list[Unit], uses: Uses) -> Runtime:
         base.options.optimizer.clip_norm, model_group,
     )  # fmt: skip
     gathers = Gathers(Lane("gather", axes.arena), policy.release == "every_step", pipelined)
-    reductions = Reductions(units, Lane("reduce", axes.arena), order.closes)
+    everywhere = [] if policy.stage.shards_optimizer else model_group.untouched(units)
+    reductions = Reductions(units, Lane("reduce", axes.arena), order.closes, everywhere)
     loss_scale = LossScale(precision)
     health = Health(axes.world, reductions, loss_scale, chunks)
     accumulation = Accumulation(

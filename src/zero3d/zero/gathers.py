@@ -3,7 +3,8 @@
 A unit is gathered when its users go from none to one and released when the last one leaves. The
 order of one micro-batch is recorded and, in the next, up to WINDOW gathers run ahead of it; in a
 pipeline that of a whole step, whose micro-batches follow each other in a fixed but uneven order.
-Forwards without grad have a record of their own. Before there is one, the layout's order stands for it.
+Forwards without grad have a record of their own. Before there is one, the layout's order stands for it, in a forward;
+the first backward gathers nothing ahead.
 
 What is gathered ahead follows from the record and from the gathers so far: it is the same on all ranks as
 long as they use the same units in the same order, which stage 3 requires anyway. A unit that the plan did
@@ -71,7 +72,7 @@ class Gathers:
     def acquire(self, unit: Unit, token: object) -> None:
         """Gather a unit for `token`, which needs its full parameters from now on."""
         if not unit.weights.sharded:
-            unit.weights.ready()
+            unit.weights.ready()  # new ones may be on their way
             return
         self._note(unit, token, True)
         first = not unit.users

@@ -38,7 +38,7 @@ class Gradients:
         self._summed = False  # the shard already holds a sum of this step
         self._stash: Tensor | None = None  # Note 1
         self._pending = DONE
-        self._gathering: Pending | None = None  # stage 0, since the step's sum was there
+        self._gathering: Pending | None = None  # stage 0, since the sum was there
         self._keep(dtype)
 
     def _keep(self, dtype: torch.dtype) -> None:
@@ -87,7 +87,7 @@ class Gradients:
         """Return the pieces of `owned`, in slot order."""
         if self._gathering is None:
             return self.shard_pieces()
-        self._gathering.wait()
+        self.wait()
         if not self._whole_pieces:
             self._whole_pieces = _cut(self.whole, self._layout.whole_pieces())
         return self._whole_pieces
@@ -118,7 +118,7 @@ class Gradients:
         """Reduced gradients of what this rank updates: its shard, at stage 0 all that was gathered."""
         if self._gathering is None:
             return self.shard
-        self._gathering.wait()
+        self.wait()
         return self.whole
 
     @property
@@ -140,6 +140,7 @@ class Gradients:
     def _open(self) -> None:
         """Make room for local gradients."""
         self.finish()
+        self._forget_gather()
         if self.state is State.REDUCED and self._in_place:
             self._stash = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype).copy_(self.shard)
         if self.full is None:
@@ -201,9 +202,22 @@ class Gradients:
         self.state = State.REDUCED
 
     def gather(self) -> None:
-        """Start giving every rank's sums to all where each updates all (stage 0): the second half of an all-reduce."""
+        """Start giving every rank's sums to all where each updates all (stage 0): the second half of an all-reduce.
+
+        A sum is gathered once: this does nothing where that was begun.
+        """
         if self._gathering is None and not self._setting.policy.stage.shards_optimizer:
             self._gathering = self._setting.comm.all_gather(self.whole, self.shard, self._name)
+
+    def wait(self) -> None:
+        """Wait for what is gathered."""
+        if self._gathering is not None:
+            self._gathering.wait()
+
+    def _forget_gather(self) -> None:
+        """Let a gather end whose sum is over, or was not the last."""
+        self.wait()
+        self._gathering = None
 
     def close(self) -> None:
         """Do nothing for a backward that ends in no reduction: its gradients add up."""
@@ -215,9 +229,7 @@ class Gradients:
     def reset(self) -> None:
         """Forget this step's gradients."""
         self.finish()
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
+        self._forget_gather()
         self._drop_stash()
         self._drop_bucket()
         self._filled.clear()

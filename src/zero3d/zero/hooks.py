@@ -2,7 +2,8 @@
 
     event                                     verb
     ----------------------------------------  ----------------------------------------------------
-    a user module's forward starts            acquire a forward token; take the turn token
+    a user module's forward starts            acquire a forward token; take the turn token (stage 3)
+                                              wait for new weights (stages 1 and 2)
     its forward ends, also by an exception    release the forward token
     a gradient reaches any of its outputs     acquire a backward token
     gradients of all its inputs are done      release the backward token
@@ -67,6 +68,7 @@ class Hooks:
         self._without_grad = Order()
         for order in (self._without_grad, gathers.training):  # until there is a record
             order.expect([unit for unit in units if unit.weights.sharded and unit not in self._root_units])
+        self._called: set[Unit] = set()  # persistent ones, by their modules in the last forward
         # The root's turn token must be taken before its forward token is given back: first hook first.
         root.register_forward_pre_hook(self._root_begins, with_kwargs=True)
         root.register_forward_hook(self._root_ends, always_call=True)
@@ -74,6 +76,8 @@ class Hooks:
             sharded = [unit for unit in needed if unit.weights.sharded]
             if sharded:
                 self._hook_user(module, sharded)
+            if sent := [unit for unit in needed if not (unit.weights.sharded or unit.weights.updates_all)]:
+                module.register_forward_pre_hook(self._waiter(sent))
         for unit in units:
             if unit.grads is not None:
                 for index, p in enumerate(unit.weights.params):
@@ -113,6 +117,14 @@ class Hooks:
         module.register_forward_pre_hook(begins, with_kwargs=True)
         module.register_forward_hook(ends, always_call=True)  # Note 2
 
+    def _waiter(self, units: list[Unit]) -> Callable[[nn.Module, Any], None]:
+        def wait(module: nn.Module, args: Any) -> None:
+            self._called.update(units)
+            for unit in units:
+                unit.weights.ready()
+
+        return wait
+
     def _backward_needs(self, units: list[Unit], call: int) -> None:
         for unit in units:
             self._gathers.acquire(unit, ("backward", call))
@@ -151,7 +163,11 @@ class Hooks:
                 self._gathers.begin()
             else:
                 self._gathers.begin_forward(self._without_grad)
+        awaited, self._called = self._called, set()
         for unit in self._persistent:
+            if unit in awaited and unit.weights.arriving:
+                continue  # nobody has touched it since
+            unit.weights.ready()
             unit.weights.check()
         return map_tensors((args, kwargs), lambda t: self._cast(t) if t.is_floating_point() else t)
 
@@ -159,6 +175,8 @@ class Hooks:
         mode, self._mode = self._mode, None
         if mode == "eval":
             self._gathers.end_forward()
+        for unit in self._persistent:
+            unit.weights.ready()
         outputs = [t for t in tensors_out(output) if t.requires_grad]
         if mode != "train" or not outputs:
             return

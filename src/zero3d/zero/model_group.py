@@ -174,6 +174,12 @@ class ModelGroup:
         """Return of [ranks, ...] those of the first tp rank of each pipeline stage."""
         return rows[:: self._cuts.tp.size]
 
+    def untouched(self, units: Iterable[Unit]) -> list[Unit]:
+        """Return the trainable units whose reduced gradients are no terms of a sum over this group."""
+        partial = self._cuts.partial if self._cuts.tp.size > 1 else ()
+        own = (unit for unit in units if unit.grads is not None and unit not in self.tied)
+        return [unit for unit in own if not any(slot.name in partial for slot in unit.layout.slots)]
+
     def sum_partial(self, grads: Iterable[tuple[str, Tensor]]) -> None:
         """Add up the reduced gradients of partial parameters, by name; their shards to every other tp rank."""
         if self._cuts.tp.size == 1:

@@ -8,10 +8,10 @@
        for the device. A non-finite norm or no weight skips the step, and `reason` says so
     5. clip         gradients *= clip / (norm + 1e-6), at most 1
     6. update       a torch optimizer on 1-D pieces of the masters, states in flat buffers
-    7. refresh      masters to weights, all units together; stages 1 and 2 all-gather them
+    7. refresh      masters to weights, all units together; stages 1 and 2 all-gather them, and `wait` ends that
 
-Stage 0 gathers the gradient shards (the second half of an all-reduce) before 2, and factors multiply all of them: the
-same bits.
+Stage 0 has gathered the gradient shards (the second half of an all-reduce) before 2: each when it was reduced, or here
+where tied and partial gradients had to be summed first. Factors then multiply all of them: the same bits.
 
 2, 3, 5, 6 and 7 are torch's multi-tensor calls, one launch for many pieces. On the CPU they are the single ones in a
 row and give their bits; on an accelerator they are what torch's `clip_grad_norm_` and optimizers run there.
@@ -181,9 +181,13 @@ class ShardedOptimizer:
     # --- the step -------------------------------------------------------------------------------
 
     def step(self, weight: float | Tensor, scale: float, besides: Tensor | None = None) -> Outcome:
-        """Apply what has been reduced. `weight`: this rank's sum of weights, `scale`: the loss scale.
+        """Apply what has been reduced, and leave new weights on their way (`wait`).
+
+        weight   this rank's sum of weights
+        scale    the loss scale
 
         besides  [k] float64, read on the host together with what the step must know there
+
         Raises OrderError before the update when ranks used units in different orders.
         """
         total, in_order = self._exchange(weight)
@@ -284,9 +288,14 @@ class ShardedOptimizer:
             self.adopt()
         for owned in self.pieces:
             owned.master.grad = None
+        self.wait()
         self._cast()
+        self._comm.leave_under_way([unit.weights.send() for unit in self._units])
         for unit in self._units:
-            unit.weights.send()
+            unit.weights.leave()
+
+    def wait(self) -> None:
+        """Wait for new weights, which stages 1 and 2 gather; whatever touches one of their parameters waits, too."""
         for unit in self._units:
             unit.weights.ready()
 

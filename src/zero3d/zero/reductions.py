@@ -3,12 +3,15 @@
 Complete units are reduced in one order, the same on all ranks without communication: reverse
 layout order in the first backward, afterwards rank 0's recorded one. A complete unit waits for
 those before it. At most WINDOW are in flight.
+
+At stage 0 every sum is gathered as soon as it is there. Sums end in the order in which they began, also where more
+gradients of a unit come while its sum is under way: ranks on which they come at other moments gather in one order.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum, auto
 
 import torch
@@ -33,13 +36,16 @@ class Closes(Enum):
 class Reductions:
     """Owns the queue of units whose gradients are complete.
 
-    watch   is shown every local gradient before it is taken (health.py)
+    watch     is shown every local gradient before it is taken (health.py)
+    gathered  units whose sums all ranks need, and which are terms of no further sum
     """
 
     watch: Callable[[Unit, int, torch.Tensor], None] | None = None
 
-    def __init__(self, units: Sequence[Unit], lane: Lane, closes: Closes = Closes.NOTHING) -> None:
-        self._closes = closes
+    def __init__(
+        self, units: Sequence[Unit], lane: Lane, closes: Closes = Closes.NOTHING, gathered: Collection[Unit] = ()
+    ) -> None:
+        self._closes, self._gathered = closes, gathered
         trainable = [unit for unit in units if unit.grads is not None]
         self._order = [u for u in reversed(trainable) if not u.deferred] + [u for u in trainable if u.deferred]
         self._lane = lane
@@ -70,6 +76,8 @@ class Reductions:
                 f"exact=True: {unit.layout.slots[index].name} got a second gradient in one backward, after the first "
                 "was summed (a block called twice in reentrant checkpoints): pass use_reentrant=False, or exact=False."
             )
+        while unit in self._in_flight:
+            self._finish_oldest()
         unit.gradients.take(index, grad)
         arrived = self._arrived.setdefault(unit, set())
         arrived.add(index)
@@ -114,6 +122,9 @@ class Reductions:
         unit = self._in_flight.popleft()
         self._lane.join(unit.name)
         unit.gradients.finish()
+        if unit in self._gathered:
+            with self._lane.issue(unit.name):
+                unit.gradients.gather()
 
     def flush(self) -> None:
         """End a backward: reduce what is left, in order; missing gradients count as zero."""
@@ -129,6 +140,8 @@ class Reductions:
             self.close(self._order)
         while self._in_flight:
             self._finish_oldest()
+        for unit in self._gathered:  # an engine may be dropped between its backward and its step
+            unit.gradients.wait()
 
     def sweep(self) -> None:
         """Take gradients that came without a hook."""

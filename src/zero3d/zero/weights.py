@@ -15,6 +15,7 @@ same storage brings them alive again, which is why a release between forward and
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from fractions import Fraction
 
 import torch
@@ -22,14 +23,20 @@ from torch import Tensor, nn
 
 from zero3d.distributed.axis import DONE, Pending
 from zero3d.distributed.collectives import same_memory
-from zero3d.errors import LayoutError
+from zero3d.errors import LayoutError, Zero3dError
 from zero3d.precision import to_compute
+from zero3d.zero.arriving import arrived, expect
 from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.policy import Setting, State, parameter_views
 
 
 class Weights:
-    """Owns a unit's parameters: their storage, this rank's shard and its master."""
+    """Owns a unit's parameters: their storage, this rank's shard and its master.
+
+    arriving  new weights were left on their way (`leave`)
+    """
+
+    arriving = False
 
     def __init__(
         self, name: str, params: list[nn.Parameter], layout: UnitLayout, dtype: torch.dtype, setting: Setting,
@@ -100,6 +107,9 @@ class Weights:
     def ready(self) -> None:
         """Complete a gather or a refresh: parameters are views of `full`."""
         self._pending.wait()
+        if self.arriving:
+            self.arriving = False
+            arrived(self.params)
         if self.state in (State.GATHERING, State.KEPT):
             self._point_at(self.views)
             self.state = State.FULL
@@ -149,6 +159,7 @@ class Weights:
 
     def refresh(self) -> Pending:
         """Cast the master to weights, and `send` them."""
+        self.ready()
         if self.cast is not None:
             master, weights = self.cast
             to_compute(master, weights.dtype, out=weights)
@@ -163,6 +174,18 @@ class Weights:
             return DONE
         self._pending = self.share()
         return self._pending
+
+    def leave(self) -> None:
+        """Leave what `send` began on its way where whatever touches a parameter will wait for it; else wait now."""
+        self.arriving = not self._pending.over and expect(self.params, self.ready)
+        if not self.arriving:
+            self.ready()
+
+    def __del__(self) -> None:
+        """Complete what was left on its way: its memory goes, and peers still want what this rank sends."""
+        if self.arriving:
+            with suppress(Zero3dError, RuntimeError):
+                self._pending.wait()
 
     def absorb(self) -> bool:
         """Keep what was written into gathered parameters, and return whether anything was.
