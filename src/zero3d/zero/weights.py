@@ -2,7 +2,7 @@
 
     full    [total]    compute dtype   every parameter is a view into it while gathered
     shard   [total/N]  compute dtype   this rank's slice; a view of full where full is kept
-    master             fp32            of what this rank updates; the shard itself in fp32, and when frozen
+    masters            fp32            of what this rank updates (masters.py)
 
 Note 1, placeholders. While SHARDED a parameter's data is one NaN expanded to its shape: reading
 a view of a freed storage is a segmentation fault, reading a NaN is not. Each parameter has its
@@ -27,11 +27,12 @@ from zero3d.errors import LayoutError, Zero3dError
 from zero3d.precision import to_compute
 from zero3d.zero.arriving import arrived, expect
 from zero3d.zero.layout import Piece, UnitLayout
+from zero3d.zero.masters import REMAINDER, Masters, SplitMasters, StoredMasters, bits
 from zero3d.zero.policy import Setting, State, parameter_views
 
 
 class Weights:
-    """Owns a unit's parameters: their storage, this rank's shard and its master.
+    """Owns a unit's parameters: their storage, this rank's shard and its masters.
 
     arriving  new weights were left on their way (`leave`)
     """
@@ -56,7 +57,7 @@ class Weights:
             self.full = setting.arena.borrow("gathered", layout.total, dtype)
             self.shard = setting.arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype)
         self.views = parameter_views(self.full, layout)
-        self.master = self.shard_or_full
+        self.masters: Masters = StoredMasters(self.shard_or_full, self.shard_or_full)
         self._placeholders = [placeholder(p, dtype, self.full.device) for p in params]
         self._adopt(fill)
         self._point_at(self.views)
@@ -80,16 +81,25 @@ class Weights:
 
     def _adopt(self, fill: Callable[[Tensor], None]) -> None:
         """Take the first weights: this rank's slice [total/N] and, where all are kept, all ((N-1)/N Psi elements)."""
-        comm, dtype, wide = self._setting.comm, self.full.dtype, self._setting.policy.master
-        if self.trainable and dtype != wide:
-            self.master = self._setting.arena.allocate("optimizer", self.shard_or_full.numel(), self.used, wide)
-            slot = self._setting.slot(self.master) if self.updates_all else self.master
+        comm, dtype, policy, arena = self._setting.comm, self.full.dtype, self._setting.policy, self._setting.arena
+        if not self.trainable or dtype == policy.master:
+            fill(self.shard)
+        elif policy.split_master:
+            remainder = arena.allocate("optimizer", self.shard_or_full.numel(), self.used, REMAINDER)
+            self.masters = SplitMasters(self.shard_or_full, remainder)
+            first = arena.borrow("wire", self.layout.shard, policy.master).zero_()
+            fill(first)
+            self.masters.write(comm.rank * self.layout.shard if self.updates_all else 0, first)
+            arena.give_back("wire", first)
+            self._share_remainder()
+        else:
+            master = arena.allocate("optimizer", self.shard_or_full.numel(), self.used, policy.master)
+            self.masters = StoredMasters(self.shard_or_full, master)
+            slot = self._setting.slot(master) if self.updates_all else master
             fill(slot)
             if self.updates_all:
-                comm.all_gather(self.master, slot, "-").wait()
-            to_compute(self.master, dtype, out=self.shard_or_full)
-        else:
-            fill(self.shard)
+                comm.all_gather(master, slot, "-").wait()
+            to_compute(master, dtype, out=self.shard_or_full)
         if not self.sharded:
             comm.all_gather(self.full, self.shard, "-").wait()
 
@@ -152,17 +162,12 @@ class Weights:
 
     # --- after an update ------------------------------------------------------------------------
 
-    @property
-    def cast(self) -> tuple[Tensor, Tensor] | None:
-        """The master and the weights that it is cast to; None where it is they."""
-        return None if self.master is self.shard_or_full else (self.master, self.shard_or_full)
-
     def refresh(self) -> Pending:
-        """Cast the master to weights, and `send` them."""
+        """Cast the masters to weights, and `send` them."""
         self.ready()
-        if self.cast is not None:
-            master, weights = self.cast
-            to_compute(master, weights.dtype, out=weights)
+        if self.masters.cast is not None:
+            masters, weights = self.masters.cast
+            to_compute(masters, weights.dtype, out=weights)
         return self.send()
 
     def send(self) -> Pending:
@@ -187,36 +192,36 @@ class Weights:
             with suppress(Zero3dError, RuntimeError):
                 self._pending.wait()
 
-    def absorb(self) -> bool:
-        """Keep what was written into gathered parameters, and return whether anything was.
+    def open(self) -> None:
+        """Let gathered parameters be written until `absorb`."""
+        if self._keeps_full:  # they are this rank's weights
+            self.masters.hold(self._setting.arena)
 
-        A master changes only where the weight differs from its cast, so that reading costs no bit.
-        """
+    def absorb(self) -> bool:
+        """Keep what was written into gathered parameters, and return whether anything was."""
         written = [p._version for p in self.params] != self._versions
         self._versions = [p._version for p in self.params]
         values = self.full if self.updates_all else self._setting.slot(self.full)
-        if self.sharded and not torch.equal(_bits(values), _bits(self.shard)):
+        written = self.masters.absorb(values) or written
+        if self.sharded and not torch.equal(bits(values), bits(self.shard)):
             self.shard.copy_(values)
             written = True
-        if self.master is not self.shard_or_full:
-            changed = _bits(values) != _bits(to_compute(self.master, values.dtype))
-            if bool(changed.any()):
-                self.master[changed] = values[changed].to(self.master.dtype)
-                written = True
         return written
 
     def share(self) -> Pending:
         """Make every rank's gathered parameters agree after writes: each slice's owner wins."""
+        self._share_remainder()
         return self._setting.comm.all_gather(self.full, self.shard, self.name)
+
+    def _share_remainder(self) -> None:
+        """Give all ranks the owners' remainders where each updates all (stage 0): half as many bytes as masters."""
+        stored = self.masters.stored
+        if self.updates_all and stored is not None and stored.dtype == REMAINDER:
+            travels = stored.view(self.full.dtype)  # backends send no 16-bit integers
+            self._setting.comm.all_gather(travels, self._setting.slot(travels), self.name).wait()
 
 
 def placeholder(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return one NaN in the shape of a parameter that is released (Note 1)."""
     value = float("nan") if dtype.is_floating_point else 0
     return torch.full((), value, dtype=dtype, device=device).expand(p.shape)
-
-
-def _bits(values: Tensor) -> Tensor:
-    """Return the raw bits, so that NaNs and signed zeros compare as what they are."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return values.view(integers[values.dtype.itemsize])
