@@ -192,3 +192,28 @@ def loss(output, ids):
 def test_checkpoints_hold_fp32_masters_and_go_on_in_either_form(ranks, tmp_path, world, stages, masters):
     for (straight, again), _, _ in ranks(world, resumed, stages, masters, str(tmp_path / "saved")):
         assert again == straight
+
+
+# --- writes ---------------------------------------------------------------------------------------
+
+
+def written_apart(stage, master):
+    """Weights after every rank has written other values, and after a step; the fingerprint."""
+    rank, found = dist.get_rank(), []
+    engine = zero3d.Engine(build("net", width=96), stage=stage, optimizer=adamw, master=master)
+    for number in range(2):
+        engine.backward(loss_of(engine, batch(number, rank)))
+        engine.step()
+        with engine.full_params(), torch.no_grad():
+            found.append(bits(engine.module.parameters()))
+            for p in engine.module.parameters():
+                p.view(-1)[rank::3].mul_(1.5 + rank)
+    with engine.full_params():
+        found.append(bits(engine.module.parameters()))
+    return [*found, engine.fingerprint()]
+
+
+def test_of_what_ranks_write_apart_the_owner_of_each_slice_wins_at_all_stages(ranks):
+    """The second step begins from what is stored: masters that differed between ranks would show."""
+    found = [ranks(2, written_apart, stage, master) for stage in (0, 1, 3) for master in BOTH]
+    assert all(of_rank == found[0][0] for of_all in found for of_rank in of_all)

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from zero3d.distributed.collectives import same_memory
 from zero3d.memory.arena import Arena
 from zero3d.memory.scratch import update_bucket
 from zero3d.precision import Halves, join_master, split_master, to_compute
@@ -71,7 +72,9 @@ class StoredMasters(Masters):
         return self.values[start:stop]
 
     def write(self, start: int, values: Tensor) -> None:
-        self.values[start : start + values.numel()].copy_(values)
+        target = self.values[start : start + values.numel()]
+        if not same_memory(target, values):
+            target.copy_(values)
 
     def hold(self, arena: Arena) -> None:
         pass

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from zero3d.distributed.axis import DONE, Pending
 from zero3d.distributed.collectives import same_memory
 from zero3d.errors import LayoutError, Zero3dError
-from zero3d.precision import to_compute
+from zero3d.precision import joined, to_compute
 from zero3d.zero.arriving import arrived, expect
 from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.masters import REMAINDER, Masters, SplitMasters, StoredMasters, bits
@@ -81,25 +81,19 @@ class Weights:
 
     def _adopt(self, fill: Callable[[Tensor], None]) -> None:
         """Take the first weights: this rank's slice [total/N] and, where all are kept, all ((N-1)/N Psi elements)."""
-        comm, dtype, policy, arena = self._setting.comm, self.full.dtype, self._setting.policy, self._setting.arena
-        if not self.trainable or dtype == policy.master:
-            fill(self.shard)
-        elif policy.split_master:
-            remainder = arena.allocate("optimizer", self.shard_or_full.numel(), self.used, REMAINDER)
-            self.masters = SplitMasters(self.shard_or_full, remainder)
-            first = arena.borrow("wire", self.layout.shard, policy.master).zero_()
+        comm, policy = self._setting.comm, self._setting.policy
+        if self.trainable and self.full.dtype != policy.master:
+            weights = self.shard_or_full
+            kind, dtype = (SplitMasters, REMAINDER) if policy.split_master else (StoredMasters, policy.master)
+            self.masters = kind(weights, self._setting.arena.allocate("optimizer", weights.numel(), self.used, dtype))
+            start = comm.rank * self.layout.shard if self.updates_all else 0
+            first = joined(self.masters.read(start, start + self.layout.shard))
             fill(first)
-            self.masters.write(comm.rank * self.layout.shard if self.updates_all else 0, first)
-            arena.give_back("wire", first)
-            self._share_remainder()
+            self.masters.write(start, first)
+            self._share_masters()
+            self._cast()
         else:
-            master = arena.allocate("optimizer", self.shard_or_full.numel(), self.used, policy.master)
-            self.masters = StoredMasters(self.shard_or_full, master)
-            slot = self._setting.slot(master) if self.updates_all else master
-            fill(slot)
-            if self.updates_all:
-                comm.all_gather(master, slot, "-").wait()
-            to_compute(master, dtype, out=self.shard_or_full)
+            fill(self.shard)
         if not self.sharded:
             comm.all_gather(self.full, self.shard, "-").wait()
 
@@ -165,10 +159,13 @@ class Weights:
     def refresh(self) -> Pending:
         """Cast the masters to weights, and `send` them."""
         self.ready()
+        self._cast()
+        return self.send()
+
+    def _cast(self) -> None:
         if self.masters.cast is not None:
             masters, weights = self.masters.cast
             to_compute(masters, weights.dtype, out=weights)
-        return self.send()
 
     def send(self) -> Pending:
         """Start to send weights that were cast to all ranks at stages 1 and 2; (N-1)/N Psi elements each.
@@ -210,15 +207,15 @@ class Weights:
 
     def share(self) -> Pending:
         """Make every rank's gathered parameters agree after writes: each slice's owner wins."""
-        self._share_remainder()
+        self._share_masters()
         return self._setting.comm.all_gather(self.full, self.shard, self.name)
 
-    def _share_remainder(self) -> None:
-        """Give all ranks the owners' remainders where each updates all (stage 0): half as many bytes as masters."""
+    def _share_masters(self) -> None:
+        """Give all ranks the owners' masters where each updates all (stage 0); (N-1)/N Psi elements of those stored."""
         stored = self.masters.stored
-        if self.updates_all and stored is not None and stored.dtype == REMAINDER:
-            travels = stored.view(self.full.dtype)  # backends send no 16-bit integers
-            self._setting.comm.all_gather(travels, self._setting.slot(travels), self.name).wait()
+        if self.updates_all and stored is not None:
+            travel = stored.view(self.full.dtype) if stored.dtype == REMAINDER else stored  # no backend sends int16
+            self._setting.comm.all_gather(travel, self._setting.slot(travel), self.name).wait()
 
 
 def placeholder(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
