@@ -227,14 +227,14 @@ def _exposed(communication: float, computation: float, hide: float) -> float:
 def _update(step: _Step, trained: float) -> dict[str, float]:
     """Time optimizer and offload. Adam reads gradient, master, m, v, writes master, m, v, weight: 30 bytes.
 
-    A split master is joined before it (16 bytes, in fp32 scratch) and split after it (28), where a stored one is cast
-    (18 in scratch): 26 more.
+    A split master is joined before it (16 bytes, in fp32 scratch) and split after it (36), where a stored one is cast
+    (18 in scratch): 34 more.
     """
     plan, cluster, kernels = step.plan, step.cluster, step.pace.kernels
     share = trained / (plan.dp if stage_row(plan.stage).shards_optimizer else 1)
     if plan.offload == "none":
         bandwidth = kernels.rates_of(cluster.gpu).memory * cluster.gpu.bandwidth
-        touched, buckets = (30, 0.0) if plan.master == "fp32" else (56, share / update_bucket("cuda"))
+        touched, buckets = (30, 0.0) if plan.master == "fp32" else (64, share / update_bucket("cuda"))
         return {"optimizer": touched * share / bandwidth + (100 + 10 * buckets) * kernels.launch}
     return {
         "optimizer": 30 * share / (HOST_BANDWIDTH / cluster.per_node),

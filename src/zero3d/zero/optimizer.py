@@ -40,7 +40,7 @@ from zero3d.precision import cast_all, rounds_away
 from zero3d.zero.model_group import NONE, ModelGroup, Norms, PieceNorm
 from zero3d.zero.param_groups import NOT_ELEMENTWISE, refuse_kind
 from zero3d.zero.unit import Unit
-from zero3d.zero.updates import MasterPiece, turns_of, update
+from zero3d.zero.updates import MasterPiece, portions_of, update
 
 NO_NORM = -1.0  # no norm is negative
 APPLIED, OVERFLOW, NO_TARGETS, NOT_DUE = "applied", "overflow", "no targets", "not due"
@@ -96,7 +96,7 @@ class ShardedOptimizer:
         self._adopted: list[tuple[dict[str, Any], dict[str, Any]]] = []  # live states, and what was in flat buffers
         self._names = {place: name for name, place in reversed(order.items())}
         self._flat: dict[tuple[str, str], Tensor] = {}
-        self._turns = turns_of(self.pieces)
+        self._portions = portions_of(self.pieces)
         self.torch = build([[p.master for p in self.pieces if p.group == g] for g in range(groups)])
         if type(self.torch).__name__ in NOT_ELEMENTWISE:
             refuse_kind(self.torch)
@@ -268,7 +268,7 @@ class ShardedOptimizer:
 
     def _update(self) -> None:
         self.wait()
-        update(self.torch, self._turns, self._arena)
+        update(self.torch, self._portions, self._arena)
         if not self._adopted or any(_differs(*states) for states in self._adopted):
             self.adopt()
         self._cast()

@@ -1,10 +1,10 @@
-"""Pieces of masters in the turns in which a torch optimizer updates them.
+"""Pieces of masters in the portions in which a torch optimizer updates them.
 
     stored as they are   all at once
-    in halves            bucket by bucket, each a turn or, of small units, several:
+    in halves            bucket by bucket, each a portion or, of small units, several:
 
-        join   scratch = weight, remainder      fp32, one bucket long, for all turns
-        step   the optimizer's own, on the pieces of this turn, which are views of the scratch
+        join   scratch = weight, remainder      fp32, one bucket long, for all portions
+        step   the optimizer's own, on the pieces of this portion, which are views of the scratch
         split  weight, remainder = scratch
 
 A piece that reaches over several buckets is cut at their borders, which are multiples of 16 elements as all cuts are:
@@ -36,7 +36,7 @@ class MasterPiece:
     """A piece of a parameter that this rank updates: `master` and all its states are 1-D tensors.
 
     `master` is the key of its states in the torch optimizer; its values are read and written here, since those of
-    masters in halves are in it only during their turn.
+    masters in halves are in it only during their portion.
     """
 
     unit: Unit
@@ -75,7 +75,7 @@ class Bucket(NamedTuple):
 
 
 @dataclass
-class Turn:
+class Portion:
     """Holds the pieces of one step of the torch optimizer.
 
     buckets  that those in halves are in
@@ -116,44 +116,46 @@ class Turn:
             masters.write(start, scratch[at : at + stop - start])
 
 
-def turns_of(pieces: Sequence[MasterPiece]) -> list[Turn]:
-    """Put pieces into turns: those whose masters are stored as they are into the first."""
-    turns = [Turn([owned for owned in pieces if not isinstance(owned.unit.weights.masters, SplitMasters)])]
-    known: dict[tuple[str, int], tuple[Turn, Bucket]] = {}
+def portions_of(pieces: Sequence[MasterPiece]) -> list[Portion]:
+    """Put pieces into portions: those whose masters are stored as they are into the first."""
+    portions = [Portion([owned for owned in pieces if not isinstance(owned.unit.weights.masters, SplitMasters)])]
+    known: dict[tuple[str, int], tuple[Portion, Bucket]] = {}
     for owned in pieces:
         masters, offset = owned.unit.weights.masters, owned.piece.offset
         if isinstance(masters, SplitMasters):
             (start, stop), *_ = masters.buckets(offset, offset + 1)
             if (owned.unit.name, start) not in known:
-                if not turns[-1].buckets or turns[-1].filled + stop - start > update_bucket(owned.master.device.type):
-                    turns.append(Turn())
-                bucket = Bucket(masters, start, stop, turns[-1].filled)
-                turns[-1].buckets.append(bucket)
-                known[owned.unit.name, start] = turns[-1], bucket
-            turn, bucket = known[owned.unit.name, start]
-            turn.pieces.append(owned)
-            turn.places.append((owned, bucket.at + offset - start))
-    return turns if turns[0].pieces or len(turns) == 1 else turns[1:]
+                if not portions[-1].buckets or portions[-1].filled + stop - start > update_bucket(
+                    owned.master.device.type
+                ):
+                    portions.append(Portion())
+                bucket = Bucket(masters, start, stop, portions[-1].filled)
+                portions[-1].buckets.append(bucket)
+                known[owned.unit.name, start] = portions[-1], bucket
+            portion, bucket = known[owned.unit.name, start]
+            portion.pieces.append(owned)
+            portion.places.append((owned, bucket.at + offset - start))
+    return portions if portions[0].pieces or len(portions) == 1 else portions[1:]
 
 
-def update(optimizer: Optimizer, turns: Sequence[Turn], arena: Arena) -> None:
-    """Step a torch optimizer over all pieces; masters in halves need scratch of the longest turn.
+def update(optimizer: Optimizer, portions: Sequence[Portion], arena: Arena) -> None:
+    """Step a torch optimizer over all pieces; masters in halves need scratch of the longest portion.
 
-    In each of several turns it sees those pieces alone, and the options of before: some count their steps there.
+    In each of several portions it sees those pieces alone, and the options of before: some count their steps there.
     """
-    longest = max(turn.filled for turn in turns)
+    longest = max(portion.filled for portion in portions)
     if not longest:
-        turns[0].step(optimizer)
+        portions[0].step(optimizer)
         return
     scratch = arena.borrow("wire", longest, torch.float32)
     before = [dict(group) for group in optimizer.param_groups]
     try:
-        for turn in turns:
+        for portion in portions:
             for number, (group, options) in enumerate(zip(optimizer.param_groups, before, strict=True)):
                 group.clear()
-                group.update(options, params=[owned.master for owned in turn.pieces if owned.group == number])
-            with turn.joined(scratch):
-                turn.step(optimizer)
+                group.update(options, params=[owned.master for owned in portion.pieces if owned.group == number])
+            with portion.joined(scratch):
+                portion.step(optimizer)
     finally:
         for group, options in zip(optimizer.param_groups, before, strict=True):
             group["params"] = options["params"]
