@@ -162,7 +162,7 @@ def resumed(stages, masters, folder):
 
     def train(engine, numbers):
         for number in numbers:
-            engine.train_batch([batch(number, rank)])
+            engine.train_batch([batch(number, rank)], wait=False)
 
     with buckets_of(1024):
         engines = [

@@ -22,7 +22,6 @@ def engine_state(assembly: Assembly, loop: Mapping[str, Any] | None = None) -> E
     Raises Zero3dError where an earlier failure left the ranks of a pipeline apart.
     """
     assembly.execution.check()
-    assembly.runtime.optimizer.wait()  # for weights that may be halves of masters
     base, runtime, stepper = assembly.base, assembly.runtime, assembly.stepper
     axes, division = base.axes, base.division
     return EngineState(

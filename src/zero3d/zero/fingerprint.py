@@ -31,7 +31,6 @@ def fingerprint(optimizer: ShardedOptimizer, comm: Comm, model_group: ModelGroup
 
     Reads this rank's part of them; 32 bytes for each of its cells to every rank.
     """
-    optimizer.wait()  # for weights that may be halves of masters
     cells = grid(comm.size) // comm.size  # of this rank
     hashes = [hashlib.sha256() for _ in range(cells)]
     for _, parts in groupby(optimizer.pieces, lambda owned: (owned.unit.name, owned.name)):

@@ -267,7 +267,7 @@ class ShardedOptimizer:
         return norm, 1.0 if norms.uneven is None else (partials != NO_NORM).all()
 
     def _update(self) -> None:
-        self.wait()
+        self.wait()  # masters may be what is sent
         update(self.torch, self._portions, self._arena)
         if not self._adopted or any(_differs(*states) for states in self._adopted):
             self.adopt()

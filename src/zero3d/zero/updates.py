@@ -125,9 +125,8 @@ def portions_of(pieces: Sequence[MasterPiece]) -> list[Portion]:
         if isinstance(masters, SplitMasters):
             (start, stop), *_ = masters.buckets(offset, offset + 1)
             if (owned.unit.name, start) not in known:
-                if not portions[-1].buckets or portions[-1].filled + stop - start > update_bucket(
-                    owned.master.device.type
-                ):
+                full = portions[-1].filled + stop - start > update_bucket(owned.master.device.type)
+                if full or not portions[-1].buckets:
                     portions.append(Portion())
                 bucket = Bucket(masters, start, stop, portions[-1].filled)
                 portions[-1].buckets.append(bucket)
