@@ -7,7 +7,7 @@ import pytest
 import torch
 from buckets import buckets_of
 from by_hand import model_of
-from models import adamw, batch, bits, build, loss_of
+from models import adamw, batch, build, loss_of
 from torch import nn
 
 import zero3d
