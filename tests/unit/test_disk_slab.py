@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import namedtuple
 from contextlib import contextmanager
@@ -161,6 +162,26 @@ def test_a_record_that_cannot_be_written_keeps_what_it_held(tmp_path, io, monkey
         assert holds(slab, 1)
 
 
+def test_all_transfers_have_ended_when_one_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(direct_file, "CHUNK", 2 * BLOCK)
+    failed, ended = threading.Event(), []
+
+    def pwritev(file, given, offset):
+        if offset % (16 * BLOCK) == 2 * BLOCK:  # the first of the record's five
+            failed.set()
+            raise OSError(errno.EIO, "Input/output error")
+        failed.wait()
+        time.sleep(0.05)
+        ended.append(offset)
+        return len(given[0])
+
+    with open_slab(tmp_path) as slab:
+        monkeypatch.setattr(os, "pwritev", pwritev)
+        with pytest.raises(CheckpointError):
+            slab.write(2, memory(RECORDS["block.1"]))
+        assert len(ended) == 4
+
+
 def test_memory_that_is_too_short_or_begins_inside_of_a_block_is_refused(tmp_path):
     with open_slab(tmp_path) as slab:
         with pytest.raises(AssertionError, match=r"record block\.1 takes 40960 bytes, not 36864"):
@@ -207,6 +228,8 @@ def test_nothing_is_written_before_all_ranks_have_committed(tmp_path):
             slab.confirm(4)
         slab.confirm(5)
         slab.write(0, memory(1))
+        with pytest.raises(AssertionError, match=r"step 6 is committed without record block\.0"):
+            slab.commit(6)
 
 
 def test_a_rank_that_is_one_step_further_goes_back_and_is_not_mistaken_for_further_again(tmp_path):
