@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from offloading import copies
+from offloading import copies, disk
 
 from zero3d.errors import Zero3dError
 
@@ -42,7 +42,10 @@ class Part(NamedTuple):
     why: str
 
 
-PARTS = {"copies": Part(copies.measure, "copies in memory")}
+PARTS = {
+    "copies": Part(copies.measure, "copies between a host slab and ordinary memory"),
+    "disk": Part(disk.measure, "records through a ring, and plainly, beside dd with direct I/O"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -77,7 +77,7 @@ def test_records_of_any_size_come_back(tmp_path, io, seed):
 def test_this_file_system_has_direct_transfers_or_says_so(tmp_path):
     with open_slab(tmp_path) as slab:
         flags = fcntl.fcntl(slab._file._file, fcntl.F_GETFL)
-        assert slab._file.direct == bool(direct_file.DIRECT and flags & direct_file.DIRECT)
+        assert slab.direct == bool(direct_file.DIRECT and flags & direct_file.DIRECT)
 
 
 def test_a_file_system_that_refuses_direct_transfers_when_they_come_is_read_through_the_cache(tmp_path, monkeypatch):
@@ -90,7 +90,7 @@ def test_a_file_system_that_refuses_direct_transfers_when_they_come_is_read_thro
 
     monkeypatch.setattr(os, "preadv", refusing)
     with open_slab(tmp_path) as slab:
-        assert not slab._file.direct
+        assert not slab.direct
         write_step(slab, 0)
         slab.commit(0)
         assert holds(slab, 0)
@@ -117,7 +117,7 @@ def test_a_transfer_that_moves_nothing_more_is_one_error(tmp_path, monkeypatch, 
         write_step(slab, 0)
         slab.commit(0)
         slab.confirm(0)
-        if not slab._file.direct and moved:
+        if not slab.direct and moved:
             pytest.skip("any byte is progress through the page cache")
         call = getattr(os, name)
         with monkeypatch.context() as patched:

@@ -90,6 +90,11 @@ class DiskSlab:
         """Return the bytes on the disk: both slots, in whole blocks."""
         return 2 * self._starts[-1]
 
+    @property
+    def direct(self) -> bool:
+        """Return whether it is read and written past the page cache."""
+        return self._file.direct
+
     # --- opening ------------------------------------------------------------------------------------
 
     def _take(self, lock: Path) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Protocol, Self
 
@@ -195,7 +195,6 @@ class Ring:
     def close(self) -> None:
         """Wait for all that is under way and end the threads; the buffers are the caller's again."""
         self._wanted.clear()
-        wait([buffer.left for buffer in self._buffers] + [buffer.came for buffer in self._held.values()])
         for thread in self._threads:
             thread.shutdown()
         for stream in (self._in, self._out):
@@ -217,7 +216,8 @@ class Ring:
             return self._threads[direction].submit(work, *arguments)
         done: Future[None] = Future()
         try:
-            done.set_result(work(*arguments))
+            work(*arguments)
+            done.set_result(None)
         except Exception as error:  # noqa: BLE001  comes out of the call that waits for it, as a thread's does
             done.set_exception(error)
         return done
