@@ -286,6 +286,7 @@ def test_on_an_accelerator_streams_wait_for_what_they_need(monkeypatch, without,
     records = RECORDS[:count]
     memory = [torch.zeros(record.nbytes, dtype=torch.uint8) for record in records]
     buffers = [torch.empty(record.nbytes, dtype=torch.uint8, device="meta") for record in ring_buffers(records)]
+    streams.use(buffers)  # as compute used this memory before
     with Ring(HostTier(memory), records, buffers) as ring:
         for step in range(3):
             for index in range(count):

@@ -136,6 +136,7 @@ class Ring:
         self, tier: Tier, records: Sequence[Record], buffers: Sequence[Tensor], staging: Sequence[Tensor] = ()
     ) -> None:
         """Take over uint8 buffers of the device; staging: as many of the host, for a disk and an accelerator."""
+        assert min(memory.numel() for memory in buffers) >= max(record.nbytes for record in records)
         self._tier, self._records = tier, records
         self._device = buffers[0].device
         on_cpu = self._device.type == "cpu"
@@ -144,6 +145,9 @@ class Ring:
         self._wanted: deque[int] = deque()
         self._held: dict[int, Buffer] = {}
         self._in, self._out = (None if on_cpu else torch.Stream(self._device) for _ in range(2))
+        if not on_cpu:
+            for buffer in self._buffers:  # compute may still have to do with what was in this memory
+                buffer.used.record(torch.accelerator.current_stream(self._device))
         self._threads = (
             [ThreadPoolExecutor(1, f"zero3d-ring-{name}") for name in ("in", "out")] if on_cpu or tier.waits else []
         )
