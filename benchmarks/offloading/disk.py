@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from offloading.turns import at_least, in_turns, rates
+from zero3d.errors import ConfigError
 from zero3d.memory.budget import host_budget
 from zero3d.memory.disk_slab import DiskSlab
 from zero3d.memory.host_slab import HostSlab
@@ -54,15 +55,17 @@ class Bed:
         self.dd("read", writes=True)  # the file that it reads
 
     def dd(self, name: str, writes: bool) -> None:
-        """Move the bytes of all records by dd."""
+        """Move the bytes of all records by dd, with direct I/O where the slab has it."""
         file = self._files[name]
         blocks = max(self.nbytes // BLOCK, 1)
-        ways = (
-            ["if=/dev/zero", f"of={file}", "oflag=direct", "conv=notrunc,fdatasync"]
-            if writes
-            else [f"if={file}", "of=/dev/null", "iflag=direct"]
-        )
-        subprocess.run(["dd", *ways, f"bs={BLOCK}", f"count={blocks}"], check=True, capture_output=True)
+        if writes:
+            ways = ["if=/dev/zero", f"of={file}", "conv=notrunc,fdatasync", *["oflag=direct"] * self.slab.direct]
+        else:
+            ways = [f"if={file}", "of=/dev/null", *["iflag=direct"] * self.slab.direct]
+        words = ["dd", *ways, f"bs={BLOCK}", f"count={blocks}"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ConfigError(f"{' '.join(words)} failed: {done.stderr.strip()}")
 
     def read(self) -> None:
         """Read all records."""
