@@ -1,4 +1,4 @@
-"""Compute dtypes, the cast from master to compute weight, and dynamic loss scaling."""
+"""Compute dtypes, the cast from master to compute weight, masters in two halves, and dynamic loss scaling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zero3d.errors import ConfigError, NonFiniteError
-from zero3d.memory.scratch import cast_scratch
+from zero3d.memory.scratch import cast_group, cast_scratch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -119,6 +119,45 @@ def _groups(pairs: Sequence[tuple[Tensor, Tensor]], room: int) -> Iterator[list[
                 group, left = [], room
     if group:
         yield group
+
+
+def join_master(weights: Tensor, remainder: Tensor, out: Tensor, scratch: Tensor | None = None) -> Tensor:
+    """Rebuild flat fp32 masters from bf16 weights and their int16 remainders, bit for bit, and return them.
+
+    As integers: master = (weight << 16) + remainder. The remainder is the master's low half taken as a signed number,
+    so that the weight beside it is the high half rounded half away from zero, which is `to_compute`'s.
+
+    scratch  [k] fp32, for groups of k elements; one is made where none is given
+    """
+    bits = out.view(torch.int32)
+    for high, low, exact, wide in _in_groups([weights.view(torch.int16), remainder, bits], scratch):
+        wide.copy_(high)
+        exact.copy_(low).add_(wide, alpha=1 << 16)
+    return out
+
+
+def split_master(master: Tensor, weights: Tensor, remainder: Tensor, scratch: Tensor | None = None) -> None:
+    """Split flat fp32 masters into bf16 weights and int16 remainders, from which `join_master` rebuilds every bit.
+
+    Weights are `to_compute`'s, but for a NaN with a payload in its low half: whatever the weight then reads as, the
+    pair is the NaN. Finiteness is never read from the weights.
+
+    scratch  as in `join_master`; masters that are no longer needed may lend their own memory
+    """
+    bits = master.view(torch.int32)
+    for high, low, exact, wide in _in_groups([weights.view(torch.int16), remainder, bits], scratch):
+        low.copy_(exact)  # modulo 2^16
+        torch.add(exact, 1 << 15, out=wide)  # carries into the high half where the remainder is negative
+        high.copy_(wide.bitwise_right_shift_(16))
+
+
+def _in_groups(flat: list[Tensor], scratch: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
+    """Cut flat tensors of one length into groups that fit the scratch, and yield it with each, as integers."""
+    size, device = flat[0].numel(), flat[0].device
+    room = min(size, cast_group(device.type)) if scratch is None else scratch.numel()
+    wide = torch.empty(room, dtype=torch.int32, device=device) if scratch is None else scratch.view(torch.int32)
+    for parts in zip(*(each.split(max(room, 1)) for each in flat), strict=True):
+        yield (*parts, wide[: parts[0].numel()])
 
 
 class LossScale:

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from zero3d.errors import ConfigError, Zero3dError
-from zero3d.precision import LossScale, LossScaling, Precision, at_least_fp32, cast_all, to_compute
+from zero3d.precision import (
+    LossScale,
+    LossScaling,
+    Precision,
+    at_least_fp32,
+    cast_all,
+    join_master,
+    split_master,
+    to_compute,
+)
 
 
 def half_away(value):
@@ -84,6 +93,44 @@ def test_many_tensors_are_cast_like_each_of_them_in_groups_of_any_size(room):
     assert all(map(torch.equal, masters, before))
     assert all(torch.equal(w, to_compute(m, torch.bfloat16)) for w, m in zip(weights, masters, strict=True))
     assert all(torch.equal(w, by_integers(m)) for w, m in zip(weights, masters, strict=True))
+
+
+# --- masters in two halves ------------------------------------------------------------------------
+
+
+def halves_of(master, scratch=None):
+    weights, remainder = torch.empty(len(master), dtype=torch.bfloat16), torch.empty(len(master), dtype=torch.int16)
+    split_master(master, weights, remainder, scratch)
+    return weights, remainder
+
+
+@pytest.mark.parametrize("low", LOW_HALVES, ids=hex)
+def test_a_weight_and_its_remainder_are_the_master_to_the_bit(low):
+    """All signs and exponents, denormals, infinities and NaNs; the weight is the cast's, as far as it is a number."""
+    every = ((torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16) | low).view(torch.float32)
+    weights, remainder = halves_of(every)
+    again = join_master(weights, remainder, torch.empty(1 << 16))
+    assert torch.equal(again.view(torch.int32), every.view(torch.int32))
+    same = weights.view(torch.int16) == to_compute(every, torch.bfloat16).view(torch.int16)
+    assert bool((same | every.isnan()).all())
+
+
+def test_a_nan_of_arithmetic_is_one_in_the_weight_too():
+    weights, _ = halves_of(torch.tensor([math.inf, 0.0, -1.0]) * 0.0)
+    assert weights.isnan().tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("room", [1, 7, 64, 1000])
+def test_masters_are_split_and_joined_alike_in_groups_of_any_size(room):
+    master = torch.randn(333) * torch.logspace(-44, 38, 333)
+    wanted = halves_of(master)
+    weights, remainder = halves_of(master, torch.empty(room))
+    assert torch.equal(weights, wanted[0])
+    assert torch.equal(remainder, wanted[1])
+    assert torch.equal(join_master(weights, remainder, torch.empty(333), torch.empty(room)), master)
+    assert join_master(weights[:0], remainder[:0], torch.empty(0)).numel() == 0
+    in_place = master.clone()
+    assert all(map(torch.equal, halves_of(in_place, in_place), wanted))  # the masters lend their memory
 
 
 # --- the loss scale -------------------------------------------------------------------------------
