@@ -1,0 +1,1 @@
+"""Parts of benchmarks/offload.py, one file each, and how all of them take turns."""
