@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from offloading import copies
+from offloading import copies, update
 
 from zero3d.errors import Zero3dError
 
@@ -42,7 +42,10 @@ class Part(NamedTuple):
     why: str
 
 
-PARTS = {"copies": Part(copies.measure, "copies in memory")}
+PARTS = {
+    "copies": Part(copies.measure, "copies in memory"),
+    "update": Part(update.measure, "Adam's update on the host: in chunks, of whole tensors, a copy"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

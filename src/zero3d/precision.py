@@ -156,7 +156,7 @@ def _in_groups(flat: list[Tensor], scratch: Tensor | None) -> Iterator[tuple[Ten
     size, device = flat[0].numel(), flat[0].device
     room = min(size, cast_group(device.type)) if scratch is None else scratch.numel()
     wide = torch.empty(room, dtype=torch.int32, device=device) if scratch is None else scratch.view(torch.int32)
-    for parts in zip(*(each.split(max(room, 1)) for each in flat), strict=True):
+    for parts in zip(*(torch.split(each, max(room, 1)) for each in flat), strict=True):
         yield (*parts, wide[: parts[0].numel()])
 
 

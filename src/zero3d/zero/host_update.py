@@ -1,0 +1,224 @@
+"""Adam's update on the host, in chunks that stay inside a core's cache: ZeRO-Offload, section 5 of arXiv:2101.06840.
+
+A bucket is a run of a unit's shard. Its update is one pass over memory; every cast is done inside a chunk:
+
+    weights + remainder --join--> master   \\                              / --split--> weights + remainder
+    gradient --cast, x factors--> gradient  > torch's own fused kernel, / --cast---> weights (of an fp32 master)
+    bf16 moments -------cast----> moments  /  on pieces of parameters   \\ --round--> bf16 moments (`rounding`)
+
+Whatever is fp32 already is read and written where it is. The bits are those of the same kernel on whole tensors: chunks
+are cut at multiples of 16 elements, which is where its vectors end (Adam: arXiv:1412.6980; AdamW: arXiv:1711.05101).
+
+One Python thread per core takes chunk after chunk. Torch's kernels release Python's lock, and run on their own thread
+alone: threads inside a chunk would wait for each other once for every operation.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero3d.errors import ConfigError
+from zero3d.memory.arena import Arena
+from zero3d.precision import cast_all, join_master, rounds_away, split_master
+from zero3d.zero.rounding import TILE, Draw, noise_table, round_to_bf16
+
+VECTOR = 16  # elements of the longest vector of torch's kernels on CPUs, at whose ends chunks may be cut
+CHUNK = 1 << 17
+HELD = {torch.float32, torch.bfloat16, torch.float16, torch.int16}
+WIDE = 4  # fp32 values of scratch an element: master, gradient and two moments
+
+
+@dataclass(frozen=True)
+class AdamRule:
+    """Hyperparameters of a group of parameters, as torch's Adam and AdamW have them."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    maximize: bool = False
+    decoupled: bool = True
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, group: Mapping[str, Any]) -> AdamRule:
+        """Return what a group of a torch optimizer says now. Raises ConfigError for what the host cannot update."""
+        kind = type(optimizer)
+        if kind not in (torch.optim.Adam, torch.optim.AdamW) or group["amsgrad"]:
+            asked = f"{kind.__name__}(amsgrad=True)" if group.get("amsgrad") else kind.__name__
+            raise ConfigError(
+                f"{asked} cannot be updated on the host, which has Adam and AdamW without amsgrad: "
+                "use one of them, or the device executor."
+            )
+        beta1, beta2 = group["betas"]
+        names = ("lr", "eps", "weight_decay")
+        return cls(
+            **{name: float(group[name]) for name in names}, beta1=float(beta1), beta2=float(beta2),
+            maximize=group["maximize"], decoupled=group["decoupled_weight_decay"],
+        )  # fmt: skip
+
+    def update(self, step: Tensor, tensors: Sequence[list[Tensor]]) -> None:
+        """Update pieces; `step` counts this one.
+
+        tensors  [4] masters, gradients, first and second moments of all pieces
+        """
+        kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+        masters, grads, exp_avgs, exp_avg_sqs = tensors
+        kernel(
+            masters, grads, exp_avgs, exp_avg_sqs, [], [step] * len(masters), lr=self.lr, beta1=self.beta1,
+            beta2=self.beta2, weight_decay=self.weight_decay, eps=self.eps, amsgrad=False, maximize=self.maximize,
+        )  # fmt: skip
+
+
+class Span(NamedTuple):
+    """A piece of a parameter in a bucket, as elements of it; it starts at a multiple of VECTOR."""
+
+    start: int
+    stop: int
+    rule: AdamRule
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What an update reads and writes: 1-D views of one length.
+
+    master      fp32, or int16: the remainders of a split master, whose upper halves are `weights`
+    weights     bf16 or fp16; None where the master is the weight
+    exp_avg     fp32 or bf16, and `exp_avg_sq` alike
+    grad        fp32 or bf16, only read
+    first       global index of the first element, for the rounding of bf16 moments; a multiple of VECTOR
+    """
+
+    master: Tensor
+    weights: Tensor | None
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    grad: Tensor
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        tensors = [
+            each for each in (self.master, self.weights, self.exp_avg, self.exp_avg_sq, self.grad) if each is not None
+        ]
+        lengths = {len(each) for each in tensors}
+        assert len(lengths) == 1, f"tensors of one bucket have {lengths} elements, and torch's kernel does not look"
+        assert {each.dtype for each in tensors} <= HELD, f"a bucket of {[each.dtype for each in tensors]}"
+
+    @property
+    def halves(self) -> tuple[Tensor, Tensor] | None:
+        """Weights and remainders of a split master."""
+        return (self.weights, self.master) if self.weights is not None and self.master.dtype == torch.int16 else None
+
+    def cut(self, start: int, stop: int) -> Bucket:
+        """Return a part of it."""
+        cut = slice(start, stop)
+        weights = None if self.weights is None else self.weights[cut]
+        exp_avg, exp_avg_sq = self.exp_avg[cut], self.exp_avg_sq[cut]
+        return Bucket(self.master[cut], weights, exp_avg, exp_avg_sq, self.grad[cut], self.first + start)
+
+
+class HostExecutor:
+    """Owns the threads that update buckets on the host, and their scratch.
+
+    It is 16 bytes for an element of a chunk, for each thread, and the table of noise, 1 MiB.
+
+    threads  one per core that it may use
+    seed     of the rounding of bf16 moments
+    chunk    elements, a multiple of VECTOR; changes no bit
+
+    Torch's number of threads stays what it was for everybody else: set in a thread, it holds there and in those that
+    start later, so that it is put back when all have started.
+    """
+
+    def __init__(self, threads: int, arena: Arena, seed: int = 0, chunk: int = CHUNK) -> None:
+        assert chunk % VECTOR == 0, f"chunks of {chunk} elements would end inside a vector of {VECTOR}"
+        self._arena, self._seed, self._chunk = arena, seed, chunk
+        self._scratch = arena.borrow("wire", threads * WIDE * chunk, torch.float32)
+        self._table = arena.borrow("wire", TILE, torch.int32).copy_(noise_table(arena.device))
+        self._own = threading.local()
+        self._pool = ThreadPoolExecutor(threads, "host-update")
+        before, together = torch.get_num_threads(), threading.Barrier(threads, timeout=60)
+        list(self._pool.map(self._start, [together] * threads))
+        torch.set_num_threads(before)
+
+    def _start(self, together: threading.Barrier) -> None:
+        torch.get_num_threads()  # a thread's first question takes over what holds for all: later it would undo the next
+        torch.set_num_threads(1)
+        self._own.scratch = self._scratch.view(together.parties, WIDE, self._chunk)[together.wait()]
+
+    def close(self) -> None:
+        """End the threads and give the scratch back."""
+        self._pool.shutdown()
+        for buffer in (self._scratch, self._table):
+            self._arena.give_back("wire", buffer)
+
+    def update(self, bucket: Bucket, spans: Sequence[Span], step: int, factors: Sequence[float] = ()) -> None:
+        """Update a bucket, and return when it is done. What lies between spans is padding, all zeros.
+
+        spans    in order
+        step     steps applied, this one included
+        factors  multiply the gradient, one after the other (`optimizer.multiply`)
+        """
+        work = partial(self._update, bucket, spans, torch.tensor(float(step)), [f for f in factors if f != 1.0])
+        list(self._pool.map(work, range(0, bucket.grad.numel(), self._chunk)))
+
+    def _update(
+        self, bucket: Bucket, spans: Sequence[Span], step: Tensor, factors: Sequence[float], start: int
+    ) -> None:
+        """Update the chunk that begins at `start`."""
+        stop = min(start + self._chunk, bucket.grad.numel())
+        part = bucket.cut(start, stop)
+        wide = self._cast_in(part, factors)
+        _apply(spans, step, start, stop, wide)
+        self._cast_out(part, wide, int(step))
+
+    def _cast_in(self, part: Bucket, factors: Sequence[float]) -> list[Tensor]:
+        """Return master, gradient and moments in fp32: where they are, or in this thread's scratch."""
+        master, grad, *moments = self._own.scratch[:, : part.grad.numel()]
+        master = join_master(*part.halves, master, grad) if part.halves else part.master
+        held = zip((part.exp_avg, part.exp_avg_sq), moments, strict=True)
+        moments = [own if own.dtype == torch.float32 else room.copy_(own) for own, room in held]
+        return [master, _multiplied(part.grad, factors, grad), *moments]
+
+    def _cast_out(self, part: Bucket, wide: Sequence[Tensor], step: int) -> None:
+        """Write what is not updated in place; the gradient's scratch is free by now, then that of the moments, too."""
+        master, _, *moments = wide
+        scratch = self._own.scratch[1:]
+        for moment, (own, room) in enumerate(zip((part.exp_avg, part.exp_avg_sq), moments, strict=True)):
+            if own is not room:
+                round_to_bf16(room, own, Draw(self._seed, step, moment), part.first, self._table, scratch[0])
+        if part.halves:
+            split_master(master, *part.halves, scratch=master)
+        elif part.weights is not None and rounds_away(master.dtype, part.weights.dtype):
+            cast_all([(master, part.weights)], scratch[:2].view(-1))
+        elif part.weights is not None:
+            part.weights.copy_(master)
+
+
+def _multiplied(grad: Tensor, factors: Sequence[float], scratch: Tensor) -> Tensor:
+    """Return the gradient in fp32, times each factor; itself where nothing is to be done."""
+    if grad.dtype != scratch.dtype:
+        grad = scratch.copy_(grad)
+    for factor in factors:
+        grad = torch.mul(grad, factor, out=scratch)
+    return grad
+
+
+def _apply(spans: Sequence[Span], step: Tensor, start: int, stop: int, chunk: Sequence[Tensor]) -> None:
+    """Update the pieces of a bucket's spans that lie in a chunk, whose tensors are `chunk`."""
+    first = bisect_right(spans, start, key=lambda span: span.stop)
+    last = bisect_left(spans, stop, key=lambda span: span.start)
+    for rule, pieces in groupby(spans[first:last], key=lambda span: span.rule):
+        cuts = [slice(max(piece.start, start) - start, min(piece.stop, stop) - start) for piece in pieces]
+        rule.update(step, [[each[cut] for cut in cuts] for each in chunk])
