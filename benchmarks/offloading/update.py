@@ -23,7 +23,7 @@ from torch import Tensor
 from offloading.turns import at_least, in_turns, rates
 from zero3d.memory.arena import Arena
 from zero3d.precision import join_master, split_master
-from zero3d.zero.host_update import AdamRule, Bucket, HostExecutor, Span
+from zero3d.zero.host_update import AdamRule, Bucket, BucketPiece, HostExecutor
 from zero3d.zero.rounding import Draw, noise_table, round_to_bf16
 
 RULE = AdamRule(lr=1e-4, weight_decay=0.01)
@@ -49,7 +49,7 @@ FORMS = {
 class Whole:
     """Owns what an update of whole tensors needs beside the bucket: fp32 copies, all of full length."""
 
-    def __init__(self, bucket: Bucket, pieces: list[Span]) -> None:
+    def __init__(self, bucket: Bucket, pieces: list[BucketPiece]) -> None:
         count = len(bucket.grad)
         self.bucket, self.pieces = bucket, pieces
         self.grad, self.scratch = torch.empty(count), torch.empty(count)
@@ -91,7 +91,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         torch.set_num_threads(threads)
         for name, form in FORMS.items():
             bucket, moved = bucket_of(form, count), form.moved * count
-            pieces = [Span(start, min(start + PIECE, count), RULE) for start in range(0, count, PIECE)]
+            pieces = [BucketPiece(start, min(start + PIECE, count), RULE) for start in range(0, count, PIECE)]
             with closing(HostExecutor(threads, Arena(torch.device("cpu"), "host"))) as executor:
                 ways = ways_of(executor, bucket, pieces, moved)
                 seconds = in_turns(ways, arguments.rounds)
@@ -109,7 +109,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def ways_of(executor: HostExecutor, bucket: Bucket, pieces: list[Span], moved: int) -> dict[str, Callable[[], object]]:
+def ways_of(
+    executor: HostExecutor, bucket: Bucket, pieces: list[BucketPiece], moved: int
+) -> dict[str, Callable[[], object]]:
     """Return what takes turns on one bucket."""
     here, there = (torch.ones(moved // 2, dtype=torch.uint8) for _ in range(2))
     ways: dict[str, Callable[[], object]] = {

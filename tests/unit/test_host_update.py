@@ -1,7 +1,6 @@
 """The update on the host in chunks: torch's own bits, whatever is cut where, by however many threads."""
 
 import threading
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.precision import join_master, split_master, to_compute
-from zero3d.zero.host_update import AdamRule, Bucket, HostExecutor, Span
+from zero3d.zero.host_update import AdamRule, Bucket, BucketPiece, HostExecutor
 from zero3d.zero.optimizer import multiply
 from zero3d.zero.rounding import Draw, noise_table, round_to_bf16
 
@@ -34,15 +33,15 @@ def executors():
         each.close()
 
 
-def spans_of(sizes=SIZES, rules=RULES):
-    spans, start = [], 0
+def pieces_of(sizes=SIZES, rules=RULES):
+    pieces, start = [], 0
     for place, size in enumerate(sizes):
-        spans.append(Span(start, start + size, rules[place >= len(sizes) // 2]))
+        pieces.append(BucketPiece(start, start + size, rules[place >= len(sizes) // 2]))
         start += -(-size // 16) * 16
-    return spans, start
+    return pieces, start
 
 
-def states_of(spans, length, seed=0, special=False):
+def states_of(pieces, length, seed=0, special=False):
     """Master, exp_avg and exp_avg_sq in fp32, and gradients of three steps; padding is zeros."""
     generator = torch.Generator().manual_seed(seed)
     tensors = [torch.randn(length, generator=generator) for _ in range(6)]
@@ -53,28 +52,28 @@ def states_of(spans, length, seed=0, special=False):
             tensor[shift::7] = torch.tensor(values).repeat(length)[: len(tensor[shift::7])]
         tensors[2].abs_()
     used = torch.zeros(length, dtype=torch.bool)
-    for span in spans:
-        used[span.start : span.stop] = True
+    for piece in pieces:
+        used[piece.start : piece.stop] = True
     return [tensor.where(used, 0.0) for tensor in tensors]
 
 
-def by_torch(states, spans, factors, steps=3):
+def by_torch(states, pieces, factors, steps=3):
     """Whole parameters by torch's optimizer, gradients multiplied as in a step; returns master, exp_avg, exp_avg_sq."""
     master, exp_avg, exp_avg_sq = (state.clone() for state in states[:3])
     for step in range(1, steps + 1):
         grads = states[2 + step].clone()
         for factor in factors:
             multiply([grads], factor)
-        for span in spans:
-            cut, rule = slice(span.start, span.stop), span.rule
-            piece = master[cut].requires_grad_()
+        for piece in pieces:
+            cut, rule = slice(piece.start, piece.stop), piece.rule
+            values = master[cut].requires_grad_()
             kind = torch.optim.AdamW if rule.decoupled else torch.optim.Adam
-            optimizer = kind([piece], lr=rule.lr, betas=(rule.beta1, rule.beta2), eps=rule.eps,
+            optimizer = kind([values], lr=rule.lr, betas=(rule.beta1, rule.beta2), eps=rule.eps,
                              weight_decay=rule.weight_decay, maximize=rule.maximize, fused=True)  # fmt: skip
-            optimizer.state[piece] = {
+            optimizer.state[values] = {
                 "step": torch.tensor(float(step - 1)), "exp_avg": exp_avg[cut], "exp_avg_sq": exp_avg_sq[cut]
             }  # fmt: skip
-            piece.grad = grads[cut]
+            values.grad = grads[cut]
             optimizer.step()
             master = master.detach()
     return master, exp_avg, exp_avg_sq
@@ -96,9 +95,9 @@ def master_of(bucket):
     return join_master(bucket.weights, bucket.master, torch.empty(len(bucket.master)))
 
 
-def run(executor, bucket, spans, grads, factors=()):
+def run(executor, bucket, pieces, grads, factors=()):
     for step, grad in enumerate(grads, 1):
-        executor.update(replace(bucket, grad=grad), spans, step, factors)
+        executor.update(bucket._replace(grad=grad), pieces, step, factors)
     return bucket
 
 
@@ -116,12 +115,12 @@ FACTORS = {"none": (), "unscaled": (1 / 3,), "clipped too": (1 / 3, 0.37), "exac
 @pytest.mark.parametrize("factors", FACTORS.values(), ids=FACTORS)
 @pytest.mark.parametrize("form", FORMS)
 def test_it_has_the_bits_of_torch_on_whole_parameters(executors, form, factors, special):
-    spans, length = spans_of()
-    states = states_of(spans, length, special=special)
+    pieces, length = pieces_of()
+    states = states_of(pieces, length, special=special)
     if form == "split" and special:  # what arithmetic makes of NaN; a payload is for the test of the halves
         states[0].nan_to_num_(nan=1.0)
-    bucket = run(executors(), bucket_of(form, states), spans, states[3:], factors)
-    master, exp_avg, exp_avg_sq = by_torch(states, spans, factors)
+    bucket = run(executors(), bucket_of(form, states), pieces, states[3:], factors)
+    master, exp_avg, exp_avg_sq = by_torch(states, pieces, factors)
     assert same_bits(master_of(bucket), master)
     assert same_bits(bucket.exp_avg, exp_avg)
     assert same_bits(bucket.exp_avg_sq, exp_avg_sq)
@@ -132,13 +131,13 @@ def test_it_has_the_bits_of_torch_on_whole_parameters(executors, form, factors, 
 
 @pytest.mark.parametrize("form", ["split", "bf16"])
 def test_new_weights_round_ties_away_from_zero(executors, form):
-    spans, length = spans_of(rules=(AdamRule(lr=0.0), AdamRule(lr=0.0)))
-    states = states_of(spans, length)
+    pieces, length = pieces_of(rules=(AdamRule(lr=0.0), AdamRule(lr=0.0)))
+    states = states_of(pieces, length)
     states[0].view(torch.int32).bitwise_and_(~0xFFFF).bitwise_or_(0x8000)
     bucket = bucket_of(form, states)
     if form == "bf16":
         bucket.weights.zero_()  # what it was is not read there
-    run(executors(), bucket, spans, states[3:])
+    run(executors(), bucket, pieces, states[3:])
     assert same_bits(bucket.weights, to_compute(states[0], torch.bfloat16))
     assert not same_bits(bucket.weights, states[0].bfloat16())
 
@@ -146,11 +145,11 @@ def test_new_weights_round_ties_away_from_zero(executors, form):
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=["fp32 moments", "bf16 moments"])
 @pytest.mark.parametrize("form", ["split", "bf16"])
 def test_chunks_and_threads_change_no_bit(executors, form, moments):
-    spans, length = spans_of()
-    states = states_of(spans, length)
+    pieces, length = pieces_of()
+    states = states_of(pieces, length)
     runs = [
-        run(executors(*cut), bucket_of(form, states, moments, first=1 << 33), spans, states[3:], (0.1,))
-        for cut in ((1, 1 << 14), (1, 16), (2, 16), (2, 48), (2, 1024), (3, 2032))
+        run(executors(*cut), bucket_of(form, states, moments, first=1 << 33), pieces, states[3:], (0.1,))
+        for cut in ((1, 1 << 14), (1, 1024), (2, 16), (2, 1024), (3, 2032))
     ]
     for bucket in runs[1:]:
         assert same_bits(master_of(bucket), master_of(runs[0]))
@@ -162,14 +161,16 @@ def test_chunks_and_threads_change_no_bit(executors, form, moments):
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=["fp32 moments", "bf16 moments"])
 def test_a_bucket_may_be_cut_at_any_multiple_of_16(executors, moments):
     """Also inside a parameter: each part has the bits of its elements in the whole."""
-    spans, length = spans_of()
-    states = states_of(spans, length)
-    whole = run(executors(), bucket_of("split", states, moments, first=64), spans, states[3:])
+    pieces, length = pieces_of()
+    states = states_of(pieces, length)
+    whole = run(executors(), bucket_of("split", states, moments, first=64), pieces, states[3:])
     parts = bucket_of("split", states, moments, first=64)
     cuts = [0, 16, 48, 400, 2048, length]
     for start, stop in pairwise(cuts):
         inside = [
-            Span(max(a, start) - start, min(b, stop) - start, rule) for a, b, rule in spans if a < stop and b > start
+            BucketPiece(max(a, start) - start, min(b, stop) - start, rule)
+            for a, b, rule in pieces
+            if a < stop and b > start
         ]
         run(executors(), parts.cut(start, stop), inside, [grad[start:stop] for grad in states[3:]])
     assert same_bits(master_of(parts), master_of(whole))
@@ -179,18 +180,18 @@ def test_a_bucket_may_be_cut_at_any_multiple_of_16(executors, moments):
 
 @pytest.mark.parametrize("form", ["split", "bf16"])
 def test_bf16_moments_are_those_of_the_whole_rounded_by_step_moment_and_index(executors, form):
-    spans, length = spans_of()
-    states, first = states_of(spans, length), (1 << 18) - 160
+    pieces, length = pieces_of()
+    states, first = states_of(pieces, length), (1 << 18) - 160
     bucket = bucket_of(form, states, torch.bfloat16, first)
-    run(executors(), bucket, spans, states[3:])
+    run(executors(), bucket, pieces, states[3:])
     master, moments = states[0], [state.bfloat16() for state in states[1:3]]
     table = noise_table(CPU)
     for step in range(1, 4):
         wide = [moment.float() for moment in moments]
         grads = states[2 + step]
-        for span in spans:
-            cut = slice(span.start, span.stop)
-            span.rule.update(torch.tensor(float(step)), [[each[cut]] for each in (master, grads, *wide)])
+        for piece in pieces:
+            cut = slice(piece.start, piece.stop)
+            piece.rule.update(torch.tensor(float(step)), [[each[cut]] for each in (master, grads, *wide)])
         for moment in (0, 1):
             round_to_bf16(wide[moment], moments[moment], Draw(3, step, moment), first, table, torch.empty(length))
     assert same_bits(master_of(bucket), master)
@@ -204,10 +205,10 @@ def test_bf16_moments_are_those_of_the_whole_rounded_by_step_moment_and_index(ex
     AdamRule(lr=3e-4, beta1=0.0, beta2=0.5, eps=1e-12, weight_decay=0.01),
 ])  # fmt: skip
 def test_every_hyperparameter_is_torchs(executors, rule):
-    spans, length = spans_of(rules=(rule, rule))
-    states = states_of(spans, length)
-    bucket = run(executors(), bucket_of("split", states), spans, states[3:])
-    master, *moments = by_torch(states, spans, ())
+    pieces, length = pieces_of(rules=(rule, rule))
+    states = states_of(pieces, length)
+    bucket = run(executors(), bucket_of("split", states), pieces, states[3:])
+    master, *moments = by_torch(states, pieces, ())
     assert same_bits(master_of(bucket), master)
     assert same_bits(bucket.exp_avg, moments[0])
     assert same_bits(bucket.exp_avg_sq, moments[1])
@@ -215,22 +216,22 @@ def test_every_hyperparameter_is_torchs(executors, rule):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_of_16_bits_are_those_of_32_with_the_same_values_and_none_are_written(executors, form):
-    spans, length = spans_of()
-    states = states_of(spans, length)
+    pieces, length = pieces_of()
+    states = states_of(pieces, length)
     narrow = [grad.bfloat16() for grad in states[3:]]
     before = [grad.clone() for grad in narrow]
-    one = run(executors(), bucket_of(form, states), spans, narrow, (0.3, 0.7))
-    other = run(executors(), bucket_of(form, states), spans, [grad.float() for grad in narrow], (0.3, 0.7))
+    one = run(executors(), bucket_of(form, states), pieces, narrow, (0.3, 0.7))
+    other = run(executors(), bucket_of(form, states), pieces, [grad.float() for grad in narrow], (0.3, 0.7))
     assert same_bits(master_of(one), master_of(other))
     assert all(map(torch.equal, narrow, before))
 
 
 def test_padding_stays_zero_and_a_bucket_without_pieces_is_left_alone(executors):
-    spans, length = spans_of()
-    bucket = run(executors(), bucket_of("split", states_of(spans, length)), spans, states_of(spans, length)[3:])
+    pieces, length = pieces_of()
+    bucket = run(executors(), bucket_of("split", states_of(pieces, length)), pieces, states_of(pieces, length)[3:])
     padding = torch.ones(length, dtype=torch.bool)
-    for span in spans:
-        padding[span.start : span.stop] = False
+    for piece in pieces:
+        padding[piece.start : piece.stop] = False
     for tensor in (bucket.master, bucket.weights, bucket.exp_avg, bucket.exp_avg_sq):
         assert not tensor[padding].any()
     for empty in (0, 32):
@@ -239,13 +240,13 @@ def test_padding_stays_zero_and_a_bucket_without_pieces_is_left_alone(executors)
 
 
 def test_5000_small_tensors_are_updated_like_each_alone(executors):
-    spans, length = spans_of(sizes=[1 + place % 7 for place in range(5000)])
-    states = states_of(spans, length)
-    bucket = run(executors(), bucket_of("split", states), spans, states[3:4])
-    picked = spans[::613]
+    pieces, length = pieces_of(sizes=[1 + place % 7 for place in range(5000)])
+    states = states_of(pieces, length)
+    bucket = run(executors(), bucket_of("split", states), pieces, states[3:4])
+    picked = pieces[::613]
     master, *_ = by_torch(states, picked, (), steps=1)
-    for span in picked:
-        assert torch.equal(master_of(bucket)[span.start : span.stop], master[span.start : span.stop])
+    for piece in picked:
+        assert torch.equal(master_of(bucket)[piece.start : piece.stop], master[piece.start : piece.stop])
 
 
 def test_its_threads_run_kernels_alone_and_nobody_elses_number_of_threads_changes():
@@ -273,19 +274,19 @@ def test_scratch_is_on_the_arenas_account_and_given_back():
 
 
 def test_what_fails_in_a_thread_is_raised(executors):
-    spans, length = spans_of()
-    bucket = bucket_of("split", states_of(spans, length))
+    pieces, length = pieces_of()
+    bucket = bucket_of("split", states_of(pieces, length))
     with pytest.raises(TypeError, match="lr"):
-        executors().update(bucket, [span._replace(rule=AdamRule(lr="high")) for span in spans], 1)
+        executors().update(bucket, [piece._replace(rule=AdamRule(lr="high")) for piece in pieces], 1)
 
 
-def test_tensors_that_are_no_bucket_are_refused():
+def test_tensors_that_are_no_bucket_are_refused(executors):
     """Torch's kernel would read beyond the end of the shorter ones."""
-    spans, length = spans_of()
-    bucket = bucket_of("split", states_of(spans, length))
+    pieces, length = pieces_of()
+    bucket = bucket_of("split", states_of(pieces, length))
     for others in ({"exp_avg": bucket.exp_avg[:-16]}, {"exp_avg": bucket.exp_avg.double()}):
         with pytest.raises(AssertionError, match="bucket"):
-            replace(bucket, **others)
+            executors().update(bucket._replace(**others), pieces, 1)
 
 
 def test_a_groups_hyperparameters_are_read_as_they_are_now():

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +82,7 @@ class AdamRule:
         )  # fmt: skip
 
 
-class Span(NamedTuple):
+class BucketPiece(NamedTuple):
     """A piece of a parameter in a bucket, as elements of it; it starts at a multiple of VECTOR."""
 
     start: int
@@ -89,8 +90,7 @@ class Span(NamedTuple):
     rule: AdamRule
 
 
-@dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     """What an update reads and writes: 1-D views of one length.
 
     master      fp32, or int16: the remainders of a split master, whose upper halves are `weights`
@@ -107,14 +107,6 @@ class Bucket:
     grad: Tensor
     first: int = 0
 
-    def __post_init__(self) -> None:
-        tensors = [
-            each for each in (self.master, self.weights, self.exp_avg, self.exp_avg_sq, self.grad) if each is not None
-        ]
-        lengths = {len(each) for each in tensors}
-        assert len(lengths) == 1, f"tensors of one bucket have {lengths} elements, and torch's kernel does not look"
-        assert {each.dtype for each in tensors} <= HELD, f"a bucket of {[each.dtype for each in tensors]}"
-
     @property
     def halves(self) -> tuple[Tensor, Tensor] | None:
         """Weights and remainders of a split master."""
@@ -126,6 +118,14 @@ class Bucket:
         weights = None if self.weights is None else self.weights[cut]
         exp_avg, exp_avg_sq = self.exp_avg[cut], self.exp_avg_sq[cut]
         return Bucket(self.master[cut], weights, exp_avg, exp_avg_sq, self.grad[cut], self.first + start)
+
+
+def _check(bucket: Bucket) -> None:
+    """Assert what torch's kernel does not look at: it would read beyond a shorter tensor."""
+    tensors = [each for each in bucket if isinstance(each, Tensor)]
+    lengths, dtypes = {len(each) for each in tensors}, {each.dtype for each in tensors}
+    assert len(lengths) == 1, f"tensors of one bucket have {lengths} elements"
+    assert dtypes <= HELD, f"tensors of a bucket are {dtypes}, beside {HELD}"
 
 
 class HostExecutor:
@@ -143,7 +143,7 @@ class HostExecutor:
 
     def __init__(self, threads: int, arena: Arena, seed: int = 0, chunk: int = CHUNK) -> None:
         assert chunk % VECTOR == 0, f"chunks of {chunk} elements would end inside a vector of {VECTOR}"
-        self._arena, self._seed, self._chunk = arena, seed, chunk
+        self._threads, self._arena, self._seed, self._chunk = threads, arena, seed, chunk
         self._scratch = arena.borrow("wire", threads * WIDE * chunk, torch.float32)
         self._table = arena.borrow("wire", TILE, torch.int32).copy_(noise_table(arena.device))
         self._own = threading.local()
@@ -163,25 +163,32 @@ class HostExecutor:
         for buffer in (self._scratch, self._table):
             self._arena.give_back("wire", buffer)
 
-    def update(self, bucket: Bucket, spans: Sequence[Span], step: int, factors: Sequence[float] = ()) -> None:
-        """Update a bucket, and return when it is done. What lies between spans is padding, all zeros.
+    def update(self, bucket: Bucket, pieces: Sequence[BucketPiece], step: int, factors: Sequence[float] = ()) -> None:
+        """Update a bucket, and return when it is done. What lies between pieces is padding, all zeros.
 
-        spans    in order
+        pieces   in order
         step     steps applied, this one included
         factors  multiply the gradient, one after the other (`optimizer.multiply`)
         """
-        work = partial(self._update, bucket, spans, torch.tensor(float(step)), [f for f in factors if f != 1.0])
-        list(self._pool.map(work, range(0, bucket.grad.numel(), self._chunk)))
+        _check(bucket)
+        starts: SimpleQueue[int | None] = SimpleQueue()
+        for start in (*range(0, bucket.grad.numel(), self._chunk), *[None] * self._threads):
+            starts.put(start)
+        factors = [factor for factor in factors if factor != 1.0]
+        work = partial(self._update, bucket, pieces, torch.tensor(float(step)), factors)
+        list(self._pool.map(work, [starts] * self._threads))
 
     def _update(
-        self, bucket: Bucket, spans: Sequence[Span], step: Tensor, factors: Sequence[float], start: int
-    ) -> None:
-        """Update the chunk that begins at `start`."""
-        stop = min(start + self._chunk, bucket.grad.numel())
-        part = bucket.cut(start, stop)
-        wide = self._cast_in(part, factors)
-        _apply(spans, step, start, stop, wide)
-        self._cast_out(part, wide, int(step))
+        self, bucket: Bucket, pieces: Sequence[BucketPiece], step: Tensor, factors: Sequence[float],
+        starts: SimpleQueue[int | None],
+    ) -> None:  # fmt: skip
+        """Update the chunks that begin at `starts`, until there is none."""
+        for start in iter(starts.get, None):
+            stop = min(start + self._chunk, bucket.grad.numel())
+            part = bucket.cut(start, stop)
+            wide = self._cast_in(part, factors)
+            _apply(pieces, step, start, stop, wide)
+            self._cast_out(part, wide, int(step))
 
     def _cast_in(self, part: Bucket, factors: Sequence[float]) -> list[Tensor]:
         """Return master, gradient and moments in fp32: where they are, or in this thread's scratch."""
@@ -215,10 +222,10 @@ def _multiplied(grad: Tensor, factors: Sequence[float], scratch: Tensor) -> Tens
     return grad
 
 
-def _apply(spans: Sequence[Span], step: Tensor, start: int, stop: int, chunk: Sequence[Tensor]) -> None:
-    """Update the pieces of a bucket's spans that lie in a chunk, whose tensors are `chunk`."""
-    first = bisect_right(spans, start, key=lambda span: span.stop)
-    last = bisect_left(spans, stop, key=lambda span: span.start)
-    for rule, pieces in groupby(spans[first:last], key=lambda span: span.rule):
-        cuts = [slice(max(piece.start, start) - start, min(piece.stop, stop) - start) for piece in pieces]
+def _apply(pieces: Sequence[BucketPiece], step: Tensor, start: int, stop: int, chunk: Sequence[Tensor]) -> None:
+    """Update what of a bucket's pieces lies in a chunk, whose tensors are `chunk`."""
+    first = bisect_right(pieces, start, key=lambda piece: piece.stop)
+    last = bisect_left(pieces, stop, key=lambda piece: piece.start)
+    for rule, alike in groupby(pieces[first:last], key=lambda piece: piece.rule):
+        cuts = [slice(max(piece.start, start) - start, min(piece.stop, stop) - start) for piece in alike]
         rule.update(step, [[each[cut] for cut in cuts] for each in chunk])

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 TILE = 1 << 18
-_LARGEST = 0x7F7F0000  # bits of bf16's largest finite value; what is not less has no neighbour to be rounded up to
 _INFINITY = 0x7F800000
+_LARGEST_BITS = 0x7F7F0000
+_LARGEST = 255 * 2.0**120  # of bf16's finite values; what is not less has no next one to be rounded up to
 _GOLDEN = 0x9E3779B1  # 2^32 over the golden ratio, odd: a factor that scatters what is near
 
 
@@ -65,19 +66,19 @@ def round_to_bf16(values: Tensor, out: Tensor, draw: Draw, first: int, table: Te
     scratch  fp32, at least as many elements
     """
     bits, noise = values.view(torch.int32), scratch.view(torch.int32)[: values.numel()]
-    torch.bitwise_and(bits, 0x7FFFFFFF, out=noise)
-    # On an accelerator the answer would have to be waited for; the guard is cheap there.
-    guarded = values.device.type != "cpu" or (noise.numel() > 0 and int(noise.amax()) >= _LARGEST)
-    exact = _without_neighbour(bits, noise) if guarded else None
+    # On an accelerator the norm would have to be waited for, and the guard is cheap.
+    plain = values.device.type == "cpu" and float(torch.linalg.vector_norm(values)) < _LARGEST
+    cut_off = None if plain else _cut_off(bits)
     _fill(noise, draw, first, table)
     upper = bits.add_(noise).add_(1 << 15).bitwise_right_shift_(16)  # noise is from -2^15 here
-    out.view(torch.int16).copy_(upper if exact is None else torch.where(*exact, upper))
+    out.view(torch.int16).copy_(upper if cut_off is None else torch.where(*cut_off, upper))
 
 
-def _without_neighbour(bits: Tensor, magnitude: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where values are cut off instead of rounded, and the upper halves there; those of NaN stay NaN's."""
+def _cut_off(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where values have no next one to be rounded up to, and their upper halves; those of NaN stay NaN's."""
+    magnitude = bits & 0x7FFFFFFF
     quiet = (magnitude > _INFINITY).to(torch.int32) << 6
-    return magnitude >= _LARGEST, (bits >> 16) | quiet
+    return magnitude >= _LARGEST_BITS, (bits >> 16) | quiet
 
 
 def _fill(noise: Tensor, draw: Draw, first: int, table: Tensor) -> None:
@@ -87,7 +88,7 @@ def _fill(noise: Tensor, draw: Draw, first: int, table: Tensor) -> None:
         tile, offset = divmod(first + start, TILE)
         stop = min(noise.numel(), start + TILE - offset)
         a, b = draw.keys(tile)
-        torch.mul(table[offset : offset + stop - start], a, out=noise[start:stop])
-        noise[start:stop].add_(b)
+        scattered = table[offset : offset + stop - start]
+        torch.add(torch.tensor(b, dtype=torch.int32), scattered, alpha=a, out=noise[start:stop])
         start = stop
     noise.bitwise_right_shift_(16)
