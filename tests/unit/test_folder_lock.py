@@ -10,7 +10,7 @@ from lock_holder import locked_by_another
 
 from zero3d.config import load
 from zero3d.errors import ConfigError
-from zero3d.train import lock as module
+from zero3d.memory import file_lock as module
 from zero3d.train.folder import Folder
 from zero3d.train.lock import LOCK, FolderLock, check_free
 from zero3d.train.start import Start, check_start

@@ -12,20 +12,19 @@ from __future__ import annotations
 import resource
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-ROOT = Path("/")
+from zero3d.memory.cgroups import ROOT, cgroups, text
+
 LESS = "lower train.micro_batch or data.length, try activations=full or zero.stage=3, or take more memory"
-V2, V1 = ("memory.events", "memory.max"), ("memory.oom_control", "memory.limit_in_bytes")
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
     """Count processes that the out-of-memory killer has ended, as far back as the system counts; None if unknown."""
-    for file in (*(folder / name for folder, (name, _) in _cgroups(root)), root / "proc/vmstat"):
-        for line in _text(file).splitlines():
+    for file in (*(group.folder / group.files.events for group in cgroups(root)), root / "proc/vmstat"):
+        for line in text(file).splitlines():
             name, _, value = line.partition(" ")
             if name == "oom_kill" and value.strip().isdecimal():
                 return int(value)
@@ -49,22 +48,5 @@ def _figures(root: Path) -> str:
     """Say how much memory the largest worker had, and how much there is for all."""
     unit = 1 if sys.platform == "darwin" else 1024
     largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
-    limits = [int(text) for folder, (_, name) in _cgroups(root) if (text := _text(folder / name).strip()).isdecimal()]
+    limits = [limit for group in cgroups(root) if (limit := group.limit()) is not None]
     return f"the largest worker had {largest / 1e9:.1f} of {min([psutil.virtual_memory().total, *limits]) / 1e9:.1f} GB"
-
-
-def _cgroups(root: Path) -> Iterator[tuple[Path, tuple[str, str]]]:
-    """Yield folders that may be this process's memory cgroup, with the names of their files."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if controllers in ("", "memory"):
-            base, names = (root / "sys/fs/cgroup", V2) if not controllers else (root / "sys/fs/cgroup/memory", V1)
-            yield base / path.lstrip("/"), names
-            yield base, names  # a container sees its own cgroup as the root
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""

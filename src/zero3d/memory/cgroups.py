@@ -1,0 +1,88 @@
+"""Memory cgroups of this process on Linux: what they allow and what they hold. No torch.
+
+              v2, /sys/fs/cgroup/PATH              v1, /sys/fs/cgroup/memory/PATH
+limit         memory.max, memory.high              memory.limit_in_bytes
+use           memory.current                       memory.usage_in_bytes
+given back    active_file, inactive_file and       total_active_file, total_inactive_file of memory.stat:
+              slab_reclaimable of memory.stat      what the kernel takes back before it refuses memory
+
+PATH is in /proc/self/cgroup; a limit of any folder above it holds too. A container sees its own cgroup as the root.
+Outside Linux, and where a file is missing, there is nothing to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path("/")
+NO_LIMIT = 1 << 60  # bytes; v1 writes the largest whole number of pages where there is none
+
+
+@dataclass(frozen=True)
+class Files:
+    """Names of a version's files, and the lines of memory.stat that count memory which is given back."""
+
+    events: str
+    limits: tuple[str, ...]
+    use: str
+    given_back: tuple[str, ...]
+
+
+V2 = Files(
+    events="memory.events",
+    limits=("memory.max", "memory.high"),
+    use="memory.current",
+    given_back=("active_file", "inactive_file", "slab_reclaimable"),
+)
+V1 = Files(
+    events="memory.oom_control",
+    limits=("memory.limit_in_bytes",),
+    use="memory.usage_in_bytes",
+    given_back=("total_active_file", "total_inactive_file"),
+)
+
+
+@dataclass(frozen=True)
+class Cgroup:
+    """One memory cgroup: its folder, and what its files are called."""
+
+    folder: Path
+    files: Files
+
+    def limit(self) -> int | None:
+        """Return the bytes that it allows, None without a limit."""
+        found = [int(words) for name in self.files.limits if (words := text(self.folder / name).strip()).isdecimal()]
+        return min((limit for limit in found if limit < NO_LIMIT), default=None)
+
+    def held(self) -> int:
+        """Return the bytes in use that the kernel cannot take back: no page cache."""
+        use = text(self.folder / self.files.use).strip()
+        counts = self.counts("memory.stat")
+        return max(int(use or 0) - sum(counts.get(name, 0) for name in self.files.given_back), 0)
+
+    def counts(self, name: str) -> dict[str, int]:
+        """Return the numbers of a file of lines `name number`."""
+        pairs = (line.partition(" ") for line in text(self.folder / name).splitlines())
+        return {name: int(value) for name, _, value in pairs if value.strip().isdecimal()}
+
+
+def cgroups(root: Path = ROOT) -> Iterator[Cgroup]:
+    """Yield the folders that may be this process's memory cgroup, from its own up to the root of all."""
+    for line in text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base, files = (root / "sys/fs/cgroup/memory", V1) if controllers else (root / "sys/fs/cgroup", V2)
+        parts = [part for part in path.split("/") if part]
+        for depth in range(0 if ".." in parts else len(parts), -1, -1):
+            yield Cgroup(base.joinpath(*parts[:depth]), files)
+
+
+def text(file: Path) -> str:
+    """Return what a file of the system says, nothing where it cannot be read."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,97 @@
+"""The file that says which step a rank's disk slab holds whole, and where. No torch.
+
+    {"format": 1, "owner": ..., "records": ..., "step": 7, "slot": 1, "before": 6, "sha256": ...}
+
+    owner    what the caller calls the run and the rank
+    records  SHA-256 of the records' names and sizes
+    slot     where `step` is, 0 or 1; `before`, the step committed before it, is in the other one until that is
+             overwritten (null: there is none)
+    sha256   of all the rest
+
+It is written beside itself, fsynced and renamed: a reader finds the old one or the new one, never a part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero3d.errors import CheckpointError
+from zero3d.reading import Unreadable, read_object
+
+FORMAT = 1
+
+
+class Commit(NamedTuple):
+    """A whole step and its slot, and the step committed before it, which the other slot held then."""
+
+    step: int
+    slot: int
+    before: int | None = None
+
+
+def digest(records: Mapping[str, int]) -> str:
+    """Return the SHA-256 of records' names and bytes in order."""
+    return hashlib.sha256(json.dumps(list(records.items())).encode()).hexdigest()
+
+
+def write(path: Path, commit: Commit, owner: str, records: str) -> None:
+    """Put a commit in the place of the one before. Raises OSError; the one before is whole then."""
+    entries = {"format": FORMAT, "owner": owner, "records": records, **commit._asdict()}
+    fresh = path.with_name(f".{path.name}.tmp")
+    with fresh.open("w") as file:
+        file.write(json.dumps(entries | {"sha256": _checksum(entries)}))
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+    _sync(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a commit for good: no loss of power brings it back. Raises OSError."""
+    path.unlink(missing_ok=True)
+    _sync(path.parent)
+
+
+def _sync(directory: Path) -> None:
+    """Have the disk take the entries of a folder."""
+    folder = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read(path: Path, owner: str, records: str) -> Commit | None:
+    """Return what is committed, None where nothing is. Raises CheckpointError for a file of others or a damaged one."""
+    if not path.exists():
+        return None
+    try:
+        entries = read_object(path)
+    except Unreadable as error:
+        raise CheckpointError(f"{path} {error}: {_remedy(path)}") from error
+    checksum = entries.pop("sha256", None)
+    if checksum != _checksum(entries) or entries.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is damaged, or of another version of zero3d: {_remedy(path)}")
+    for what, wanted in (("owner", owner), ("records", records)):
+        if entries.get(what) != wanted:
+            raise CheckpointError(
+                f"{path} is of another run or model: its {what} is {entries.get(what)}, and {wanted} is wanted. "
+                f"{_remedy(path).capitalize()}"
+            )
+    return Commit(entries["step"], entries["slot"], entries["before"])
+
+
+def _checksum(entries: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+def _remedy(path: Path) -> str:
+    return (
+        "go on from a checkpoint in another folder (offload.directory=FOLDER), or remove "
+        f"{path.parent} if nobody needs what is in it."
+    )

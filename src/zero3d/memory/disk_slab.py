@@ -1,0 +1,240 @@
+"""A rank's records on a disk: two slots for each, of which one is always whole. No torch.
+
+    DIRECTORY/
+      rank-00003.states     | slot 0: record 0 | record 1 | ... | slot 1: record 0 | record 1 | ... |
+      rank-00003.commit     which step is whole, and in which slot (commit_file.py)
+      rank-00003.lock       while a process uses them (file_lock.py)
+
+    write(record) ...   into the slot that is not committed, all records of a step
+    commit(k)           the disk has them; from now on slot s holds step k, the other one step k-1
+    confirm(k)          all ranks have committed k: k-1 may be overwritten, so writing may go on
+
+A process that ends at any byte leaves step k-1 or k whole on each rank. After a restart all ranks go on from the newest
+step that every rank has committed: the least of their `steps[0]`. A rank that is one step further has that one, too
+(`steps[1]`): it could not overwrite it before all others were as far.
+
+A record is read from where it was written last, be that committed or not. One that cannot be written keeps its former
+contents. Memory begins at a whole block and takes whole blocks (blocks.py), as that of a host slab does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+from zero3d.errors import CheckpointError, ConfigError, OutOfBudget
+from zero3d.memory import commit_file
+from zero3d.memory.blocks import BLOCK, padded
+from zero3d.memory.budget import decimal
+from zero3d.memory.commit_file import Commit
+from zero3d.memory.direct_file import DirectFile
+from zero3d.memory.file_lock import FileLock, holder
+
+IN_MEMORY = ("tmpfs", "ramfs")
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+ELSEWHERE = "choose another with offload.directory=FOLDER"
+
+
+class DiskSlab:
+    """Owns a rank's file of records, and says which step of it is whole.
+
+    steps  the whole steps, newest first: none, one, or two (see above when the second one counts)
+    """
+
+    def __init__(
+        self, directory: Path, rank: int, records: Mapping[str, int], owner: str, discard: bool = False
+    ) -> None:
+        """Lock and open the files of a rank. records: bytes by name.
+
+        owner    what a commit must say for its states to be this run's
+        discard  begin without steps, whatever is there
+
+        Raises ConfigError for a folder that cannot be used, OutOfBudget for a full disk, CheckpointError for a commit
+        of others or a damaged one.
+        """
+        self.directory = directory.absolute()
+        self._records = dict(records)
+        self._names = list(records)
+        self._about = owner, commit_file.digest(records)
+        self._starts = list(accumulate((padded(nbytes) for nbytes in records.values()), initial=0))
+        stem = self.directory / f"rank-{rank:05d}"
+        self.path, self._commit_path = stem.with_suffix(".states"), stem.with_suffix(".commit")
+        self._lock = FileLock()
+        self._take(stem.with_suffix(".lock"))
+        try:
+            self._file = self._open(discard)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._newest = [0 if self._commit is None else self._commit.slot] * len(records)
+        self._written: set[int] = set()
+        self._confirmed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes on the disk: both slots, in whole blocks."""
+        return 2 * self._starts[-1]
+
+    # --- opening ------------------------------------------------------------------------------------
+
+    def _take(self, lock: Path) -> None:
+        """Make the folder and lock this rank's files. Raises ConfigError."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(lock)
+        except BlockingIOError:
+            who, end = holder(lock)
+            raise ConfigError(
+                f"offload.directory {self.directory} is in use by {who}: wait for that run, {end}, or {ELSEWHERE}."
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"offload.directory {self.directory} cannot be written ({error.strerror}): {ELSEWHERE}."
+            ) from error
+        if (kind := _file_system(self.directory)) in IN_MEMORY:
+            warnings.warn(
+                f"offload.directory {self.directory} is on {kind}, which is memory of the host and no disk: type "
+                "offload.optimizer=host, or choose a folder on a disk.",
+                stacklevel=4,
+            )
+
+    def _open(self, discard: bool) -> DirectFile:
+        """Read what is committed, and reserve the file. Raises as the constructor does."""
+        try:
+            if discard:
+                commit_file.remove(self._commit_path)
+            self._commit = commit_file.read(self._commit_path, *self._about)
+            there = self.path.stat().st_size if self.path.exists() else 0
+            if self._commit is not None and there != self.nbytes:
+                raise CheckpointError(
+                    f"{self.path} has {there} bytes where its commit means {self.nbytes}: go on from a checkpoint in "
+                    f"another folder (offload.directory=FOLDER), or remove {self.directory}."
+                )
+            return DirectFile(self.path, self.nbytes)
+        except OSError as error:
+            asked = f"{self.path} takes {decimal(self.nbytes)} ({self.nbytes} bytes: two slots for each record)"
+            if error.errno in FULL:
+                free = decimal(shutil.disk_usage(self.directory).free)
+                raise OutOfBudget(
+                    f"{asked}, and the disk has {free} free ({error.strerror}): make room, lower offload.fraction, or "
+                    f"{ELSEWHERE}."
+                ) from error
+            raise ConfigError(f"{asked}, and cannot be opened ({error.strerror}): {ELSEWHERE}.") from error
+
+    # --- records ------------------------------------------------------------------------------------
+
+    def read(self, index: int, memory: memoryview) -> None:
+        """Fill memory, in whole blocks, with what a record holds now. Raises CheckpointError."""
+        with self._told("read", index):
+            self._file.read(*self._place(index, self._newest[index], memory))
+
+    def write(self, index: int, memory: memoryview) -> None:
+        """Write a record, from memory in whole blocks, for the step to come. Raises CheckpointError."""
+        assert self._confirmed, f"{self.path}: a step is written before all ranks have committed the one before"
+        committed = 1 if self._commit is None else self._commit.slot
+        slot = 1 - committed
+        self._written.discard(index)
+        self._newest[index] = committed  # until it is written whole
+        with self._told("written", index):
+            self._file.write(*self._place(index, slot, memory))
+        self._newest[index] = slot
+        self._written.add(index)
+
+    def _place(self, index: int, slot: int, memory: memoryview) -> tuple[memoryview, int]:
+        """Return the part of memory that a record takes, and where it is in the file."""
+        nbytes = self._starts[index + 1] - self._starts[index]
+        taken = memory.cast("B")[:nbytes]
+        assert len(taken) == nbytes, f"record {self._names[index]} takes {nbytes} bytes, not {len(taken)}"
+        if nbytes:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(taken))
+            assert address % BLOCK == 0, f"record {self._names[index]}: its memory begins inside of a block"
+        return taken, slot * self._starts[-1] + self._starts[index]
+
+    @contextmanager
+    def _told(self, what: str, index: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            name = self._names[index]
+            whole = f"step {self.steps[0]} is whole there" if self.steps else "no step is whole there yet"
+            raise CheckpointError(
+                f"record {name} ({self._records[name]} bytes) cannot be {what}: {self.path}: {error.strerror}. "
+                f"{whole}: make room or have the disk looked at, and go on from a checkpoint with --resume auto."
+            ) from error
+
+    # --- steps --------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Return the steps that are whole, newest first."""
+        if self._commit is None:
+            return ()
+        return self._commit.step, *(() if self._commit.before is None else (self._commit.before,))
+
+    def resume(self, step: int) -> None:
+        """Go back to one of `steps`, which all ranks have; what was written since is void. Raises CheckpointError."""
+        assert self._commit is not None, f"{self.path} holds no step"
+        assert step in self.steps, f"{self.path} holds steps {self.steps}, not {step}"
+        here = step == self._commit.step
+        self._put(Commit(step, self._commit.slot if here else 1 - self._commit.slot))
+        self._newest = [self._commit.slot] * len(self._names)
+        self._written.clear()
+        self._confirmed = True
+
+    def commit(self, step: int) -> None:
+        """Say that all records of a step are written; the disk has them when this returns. Raises CheckpointError."""
+        missing = sorted(set(range(len(self._names))) - self._written)
+        assert not missing, f"{self.path}: step {step} is committed without record {self._names[missing[0]]}"
+        slot, before = (0, None) if self._commit is None else (1 - self._commit.slot, self._commit.step)
+        try:
+            self._file.sync()
+        except OSError as error:
+            raise self._uncommitted(step, error) from error
+        self._put(Commit(step, slot, before))
+        self._written.clear()
+        self._confirmed = False
+
+    def _put(self, commit: Commit) -> None:
+        try:
+            commit_file.write(self._commit_path, commit, *self._about)
+        except OSError as error:
+            raise self._uncommitted(commit.step, error) from error
+        self._commit = commit
+
+    def _uncommitted(self, step: int, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"step {step} ({self.nbytes // 2} bytes) cannot be committed in {self._commit_path} ({error.strerror}): "
+            "make room or have the disk looked at, and go on from a checkpoint with --resume auto."
+        )
+
+    def confirm(self, step: int) -> None:
+        """Say that all ranks have committed this step: the one before it may be overwritten."""
+        assert self.steps[:1] == (step,), f"{self.path} has not committed step {step}"
+        self._confirmed = True
+
+    def close(self) -> None:
+        """Close the files, which stay, and release the lock."""
+        self._file.close()
+        self._lock.release()
+
+
+def _file_system(folder: Path) -> str:
+    """Return the type of the file system that a folder is on, nothing where the system does not say."""
+    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    resolved = folder.resolve()
+    return next((mounts[path] for path in (resolved, *resolved.parents) if path in mounts), "")
