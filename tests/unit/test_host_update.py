@@ -304,5 +304,5 @@ def test_a_groups_hyperparameters_are_read_as_they_are_now():
 ])  # fmt: skip
 def test_other_optimizers_are_refused_with_the_way_out(build):
     optimizer = build([torch.zeros(1)])
-    with pytest.raises(ConfigError, match=r"(SGD|AdamW\(amsgrad=True\)|Adamax) .*device executor"):
+    with pytest.raises(ConfigError, match=r"(SGD|AdamW\(amsgrad=True\)|Adamax) .*offload.executor=device"):
         AdamRule.of(optimizer, optimizer.param_groups[0])

@@ -1,13 +1,15 @@
 """Adam's update on the host, in chunks that stay inside a core's cache: ZeRO-Offload, section 5 of arXiv:2101.06840.
 
-A bucket is a run of a unit's shard. Its update is one pass over memory; every cast is done inside a chunk:
+A bucket of states is updated in one pass over memory, since every cast is done inside a chunk:
 
-    weights + remainder --join--> master   \\                              / --split--> weights + remainder
-    gradient --cast, x factors--> gradient  > torch's own fused kernel, / --cast---> weights (of an fp32 master)
-    bf16 moments -------cast----> moments  /  on pieces of parameters   \\ --round--> bf16 moments (`rounding`)
+    gradient       cast to fp32, multiplied by factors; only read
+    split master   joined to fp32, updated, split again: the weights and their remainders
+    fp32 master    updated where it is, then cast to the weights
+    fp32 moments   updated where they are
+    bf16 moments   cast to fp32, updated, rounded at random (rounding.py)
 
-Whatever is fp32 already is read and written where it is. The bits are those of the same kernel on whole tensors: chunks
-are cut at multiples of 16 elements, which is where its vectors end (Adam: arXiv:1412.6980; AdamW: arXiv:1711.05101).
+The update itself is torch's own fused kernel on pieces of parameters (Adam: arXiv:1412.6980; AdamW: arXiv:1711.05101).
+Its bits are those of whole parameters: chunks are cut at multiples of 16 elements, where its vectors end.
 
 One Python thread per core takes chunk after chunk. Torch's kernels release Python's lock, and run on their own thread
 alone: threads inside a chunk would wait for each other once for every operation.
@@ -59,15 +61,12 @@ class AdamRule:
         if kind not in (torch.optim.Adam, torch.optim.AdamW) or group["amsgrad"]:
             asked = f"{kind.__name__}(amsgrad=True)" if group.get("amsgrad") else kind.__name__
             raise ConfigError(
-                f"{asked} cannot be updated on the host, which has Adam and AdamW without amsgrad: "
-                "use one of them, or the device executor."
+                f"{asked} cannot be updated on the host, which has Adam and AdamW without amsgrad: use one of them, "
+                "or pass offload.executor=device."
             )
-        beta1, beta2 = group["betas"]
-        names = ("lr", "eps", "weight_decay")
-        return cls(
-            **{name: float(group[name]) for name in names}, beta1=float(beta1), beta2=float(beta2),
-            maximize=group["maximize"], decoupled=group["decoupled_weight_decay"],
-        )  # fmt: skip
+        lr, eps, weight_decay = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
+        beta1, beta2 = map(float, group["betas"])
+        return cls(lr, beta1, beta2, eps, weight_decay, group["maximize"], group["decoupled_weight_decay"])
 
     def update(self, step: Tensor, tensors: Sequence[list[Tensor]]) -> None:
         """Update pieces; `step` counts this one.

@@ -43,7 +43,7 @@ class Draw(NamedTuple):
 
     def keys(self, tile: int) -> tuple[int, int]:
         """Return a tile's two numbers, signed."""
-        digest = blake2b(repr((*self, tile)).encode(), digest_size=8).digest()
+        digest = blake2b(repr((*map(int, self), tile)).encode(), digest_size=8).digest()
         multiplier, offset = struct.unpack("<2i", digest)
         return multiplier, offset
 
