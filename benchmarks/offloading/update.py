@@ -1,7 +1,7 @@
 """Adam's update on the host: chunk by chunk beside whole tensors, and beside a copy of as many bytes.
 
     chunks         `HostExecutor`: casts inside chunks, one thread of Python per core
-    whole tensors  torch's fused AdamW, every cast a pass of its own over memory, by torch's threads
+    whole tensors  torch's fused AdamW and the same casts, each a pass of its own over memory, by torch's threads
     DeepSpeed      DeepSpeedCPUAdam and its two casts, where it is installed: fp32 masters only
     copy           of half the bytes, which reads and writes as many as the update
 
@@ -22,7 +22,8 @@ from torch import Tensor
 
 from offloading.turns import at_least, in_turns, rates
 from zero3d.memory.arena import Arena
-from zero3d.precision import join_master, split_master
+from zero3d.memory.scratch import cast_scratch
+from zero3d.precision import cast_all, join_master, split_master
 from zero3d.zero.host_update import AdamRule, Bucket, BucketPiece, HostExecutor
 from zero3d.zero.rounding import Draw, noise_table, round_to_bf16
 
@@ -75,7 +76,7 @@ class Whole:
         if self.master is not bucket.master:
             split_master(self.master, bucket.weights, bucket.master, self.scratch)
         else:
-            bucket.weights.copy_(self.master)
+            cast_all([(self.master, bucket.weights)], self.scratch[: cast_scratch(len(self.master), "cpu")])
 
     def adam(self) -> None:
         """Call torch's kernel on every piece."""

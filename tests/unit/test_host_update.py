@@ -268,7 +268,7 @@ def test_its_threads_run_kernels_alone_and_nobody_elses_number_of_threads_change
 def test_scratch_is_on_the_arenas_account_and_given_back():
     arena = Arena(CPU, "host")
     executor = HostExecutor(2, arena, chunk=256)
-    assert arena.live("wire") == 2 * 256 * 16 + (1 << 20)
+    assert arena.live("wire") == 2 * 256 * 16 + 256 * 4 + (1 << 20)
     executor.close()
     assert arena.live("wire") == 0
 

@@ -33,11 +33,11 @@ from torch.optim import Optimizer
 
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
-from zero3d.precision import cast_all, join_master, rounds_away, split_master
+from zero3d.precision import join_master, least_halves, raise_ties, rounds_away, split_master
 from zero3d.zero.rounding import TILE, Draw, noise_table, round_to_bf16
 
 VECTOR = 16  # elements of the longest vector of torch's kernels on CPUs, at whose ends chunks may be cut
-CHUNK = 1 << 17
+CHUNK = 1 << 18  # a few arrays of it fit a core's caches, and Python's share, some 25 us, is small beside it
 HELD = {torch.float32, torch.bfloat16, torch.float16, torch.int16}
 WIDE = 4  # fp32 values of scratch an element: master, gradient and two moments
 
@@ -130,7 +130,7 @@ def _check(bucket: Bucket) -> None:
 class HostExecutor:
     """Owns the threads that update buckets on the host, and their scratch.
 
-    It is 16 bytes for an element of a chunk, for each thread, and the table of noise, 1 MiB.
+    It is 16 bytes for an element of a chunk, for each thread; once, 4 more, and the table of noise, 1 MiB.
 
     threads  one per core that it may use
     seed     of the rounding of bf16 moments
@@ -145,6 +145,7 @@ class HostExecutor:
         self._threads, self._arena, self._seed, self._chunk = threads, arena, seed, chunk
         self._scratch = arena.borrow("wire", threads * WIDE * chunk, torch.float32)
         self._table = arena.borrow("wire", TILE, torch.int32).copy_(noise_table(arena.device))
+        self._least = least_halves(arena.borrow("wire", chunk, torch.float32))
         self._own = threading.local()
         self._pool = ThreadPoolExecutor(threads, "host-update")
         before, together = torch.get_num_threads(), threading.Barrier(threads, timeout=60)
@@ -159,7 +160,7 @@ class HostExecutor:
     def close(self) -> None:
         """End the threads and give the scratch back."""
         self._pool.shutdown()
-        for buffer in (self._scratch, self._table):
+        for buffer in (self._scratch, self._table, self._least):
             self._arena.give_back("wire", buffer)
 
     def update(self, bucket: Bucket, pieces: Sequence[BucketPiece], step: int, factors: Sequence[float] = ()) -> None:
@@ -198,16 +199,16 @@ class HostExecutor:
         return [master, _multiplied(part.grad, factors, grad), *moments]
 
     def _cast_out(self, part: Bucket, wide: Sequence[Tensor], step: int) -> None:
-        """Write what is not updated in place; the gradient's scratch is free by now, then that of the moments, too."""
+        """Write what is not updated in place; the gradient's scratch is free by now."""
         master, _, *moments = wide
-        scratch = self._own.scratch[1:]
+        scratch = self._own.scratch[1]
         for moment, (own, room) in enumerate(zip((part.exp_avg, part.exp_avg_sq), moments, strict=True)):
             if own is not room:
-                round_to_bf16(room, own, Draw(self._seed, step, moment), part.first, self._table, scratch[0])
+                round_to_bf16(room, own, Draw(self._seed, step, moment), part.first, self._table, scratch)
         if part.halves:
             split_master(master, *part.halves, scratch=master)
         elif part.weights is not None and rounds_away(master.dtype, part.weights.dtype):
-            cast_all([(master, part.weights)], scratch[:2].view(-1))
+            part.weights.copy_(raise_ties(master, self._least, scratch[: len(master)]))
         elif part.weights is not None:
             part.weights.copy_(master)
 
