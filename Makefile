@@ -22,10 +22,11 @@ CAMPAIGN = $(BIN)/python benchmarks/gpu_check.py --device cpu --json $(VENV)/cam
 # Ranks wait for one another: two halves of equal length fill what that leaves of two cores; the second is told last.
 PARITY := $(wildcard tests/parity/test_[a-r]*.py)
 BESIDE := tests/map tests/unit tests/ranks $(wildcard tests/parity/test_[s-z]*.py)
+LONG_BESIDE := $(wildcard tests/parity/test_pipeline_*.py tests/parity/test_plan*.py tests/parity/test_re*.py)
 define both
-@{ $(BIN)/mypy && $(PYTEST) $(1) $(BESIDE); } > $(VENV)/beside.log 2>&1 & beside=$$!; \
+@{ $(BIN)/mypy && $(PYTEST) $(1) $(3); } > $(VENV)/beside.log 2>&1 & beside=$$!; \
   trap "kill $$beside; exit 130" INT TERM; \
-  $(PYTEST) $(1) $(PARITY); parity=$$?; \
+  $(PYTEST) $(1) $(2); parity=$$?; \
   wait $$beside; beside=$$?; cat $(VENV)/beside.log; exit $$((parity | beside))
 endef
 
@@ -35,14 +36,14 @@ demo: $(VENV)/.installed
 	$(BIN)/zero3d train
 
 test: style
-	$(call both,)
+	$(call both,,$(PARITY),$(BESIDE))
 	$(if $(TORCH),$(CAMPAIGN))
 
 test-part: $(VENV)/.installed-dev
 	$(PYTEST) --part=$(PART)
 
 test-all: style
-	$(call both,-m "long or not long")
+	$(call both,-m "long or not long",$(filter-out $(LONG_BESIDE),$(PARITY)),$(BESIDE) $(LONG_BESIDE))
 
 style: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -27,6 +27,7 @@ import psutil
 from campaign.account import Place
 
 GLANCE_S = 0.5  # how often the account is looked at
+ENDING_S = 10.0  # for processes that were killed to be gone
 LAST_LINES = 40
 BENCHMARKS = Path(__file__).parents[1]
 Result = dict[str, Any]
@@ -100,15 +101,17 @@ def account_of(folder: Path) -> Result:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the worker and all that it has started, in whatever sessions."""
+    """Kill the worker and all that it has started, in whatever sessions, and see them ended."""
+    family: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
         family = psutil.Process(process.pid).children(recursive=True)
-        for child in family:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
+    for child in family:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    psutil.wait_procs(family, timeout=ENDING_S)
 
 
 def describe(code: int) -> str:

@@ -1,4 +1,4 @@
-"""New weights of stages 1 and 2 that are on their way when `train_batch` returns: read by anyone, dropped, or the last."""
+"""New weights of stages 1 and 2 that `train_batch(wait=False)` leaves on their way: read, dropped, or the last."""
 
 import gc
 import os
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch, bits, net
+from models import VOCAB, batch, bits, net
+from torch import nn
 
 import zero3d
 
@@ -29,28 +30,31 @@ def sum_of(output, _):
     return output.float().square().sum(), float(output.numel())
 
 
-def engine_of(stage, **options):
-    return zero3d.Engine(net(width=96), stage=stage, loss=sum_of, optimizer=Late, **({"precision": "bf16"} | options))
+def engine_of(stage, model=None, **options):
+    return zero3d.Engine(
+        model or net(width=96), stage=stage, loss=sum_of, optimizer=Late, **({"precision": "bf16"} | options)
+    )
 
 
 def on_their_way(engine):
     return any(unit.weights.arriving for unit in engine.units)
 
 
-def averages(stage):
+def averages(stage, precision):
     """Averages of weights between steps, by hand; whether there was anything to wait for."""
-    engine, waited = engine_of(stage), []
+    engine, waited = engine_of(stage, precision=precision), []
     averages = [p.detach().clone() for p in engine.module.parameters()]
     for step in range(2):
-        engine.train_batch([batch(step, dist.get_rank())])
+        engine.train_batch([batch(step, dist.get_rank())], wait=False)
         waited.append(on_their_way(engine))
         torch._foreach_lerp_(averages, [p.detach() for p in engine.module.parameters()], 0.5)
         assert not on_their_way(engine)
     return waited, bits(averages)
 
 
-def test_a_caller_who_reads_parameters_between_steps_finds_the_new_ones(ranks):
-    results = {stage: ranks(2, averages, stage) for stage in (0, 1, 2)}
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])  # in fp32 what is sent are the masters
+def test_a_caller_who_reads_parameters_between_steps_finds_the_new_ones(ranks, precision):
+    results = {stage: ranks(2, averages, stage, precision) for stage in (0, 1, 2)}
     assert len({found for result in results.values() for _, found in result}) == 1
     assert {stage: {any(waited) for waited, _ in result} for stage, result in results.items()} == {
         0: {False}, 1: {True}, 2: {True},
@@ -62,7 +66,7 @@ def what_else_reads(stage, folder):
     rank, engine, found = dist.get_rank(), engine_of(stage), []
 
     def train(step):
-        engine.train_batch([batch(step, rank)])
+        engine.train_batch([batch(step, rank)], wait=False)
         assert on_their_way(engine) is (stage == 1)
 
     train(0)
@@ -92,19 +96,75 @@ def dropped(stage):
     rank = dist.get_rank()
     for step in range(3):
         engine = engine_of(stage)
-        engine.train_batch([batch(step, rank)])
+        engine.train_batch([batch(step, rank)], wait=False)
         assert on_their_way(engine)
         if rank == step % 2:
             del engine
             gc.collect()
     engine = engine_of(stage)
     for step in range(2):
-        engine.train_batch([batch(step, rank)])
+        engine.train_batch([batch(step, rank)], wait=False)
     return bits(engine.module.parameters())
 
 
 def test_a_dropped_engine_takes_nothing_from_its_peers(ranks):
     assert len(set(ranks(2, dropped, 1))) == 1
+
+
+def compiled(stage, what):
+    """A model that its user compiled himself, after the engine was built."""
+    engine = engine_of(stage)
+    for module in [engine.module] if what == "model" else engine.module.layers:
+        module.compile(backend="eager")
+    for step in range(3):
+        engine.train_batch([batch(step, dist.get_rank())], wait=False)
+        assert on_their_way(engine) is (stage == 1)
+    return bits(engine.module.parameters())
+
+
+@pytest.mark.parametrize("what", ["blocks", pytest.param("model", marks=pytest.mark.long)])
+def test_compiled_modules_find_the_new_weights(ranks, what):
+    assert len({found for stage in (0, 1) for found in ranks(2, compiled, stage, what)}) == 1
+
+
+class Attentive(nn.Module):
+    """Has torch's own encoder, which looks whether it may take a faster path before its layers are called."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(VOCAB, 96)
+        layer = nn.TransformerEncoderLayer(96, 4, 192, batch_first=True, dropout=0.0)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, ids):
+        padded = torch.arange(ids.shape[1]).expand(ids.shape) >= 4
+        return self.encoder(self.embed(ids), src_key_padding_mask=padded)
+
+
+def evaluations(stage):
+    engine = engine_of(stage, Attentive(), precision="fp32")
+    engine.train_batch([batch(0, dist.get_rank())], wait=False)
+    return [float(engine.evaluate([batch(0, dist.get_rank())])) for _ in range(2)]
+
+
+def test_an_evaluation_takes_the_path_that_it_would_take_without_waiting(ranks):
+    results = [result for stage in (0, 1) for result in ranks(2, evaluations, stage)]
+    assert len({loss for result in results for loss in result}) == 1
+
+
+def train_alone(stage):
+    engine = engine_of(stage)
+    engine.train_batch([batch(0, dist.get_rank())])
+    aliases = [p.data for p in engine.module.parameters()]
+    engine.train_batch([batch(1, dist.get_rank())])
+    return on_their_way(engine), bits(aliases)
+
+
+def test_weights_are_there_when_train_batch_returns_unless_asked_otherwise(ranks):
+    (waits, found), *others = [result for stage in (1, 2, 0) for result in ranks(2, train_alone, stage)]
+    assert others == [(waits, found)] * 5
+    assert not waits
 
 
 LAST = """
@@ -116,7 +176,7 @@ from ranks.test_new_weights import engine_of, on_their_way
 torch.set_num_threads(1)
 zero3d.Mesh()
 engine = engine_of(1)
-engine.train_batch([batch(0, dist.get_rank())])
+engine.train_batch([batch(0, dist.get_rank())], wait=False)
 assert on_their_way(engine)
 if dist.get_rank():
     with open({out!r}, "w") as out:

@@ -1,4 +1,4 @@
-"""Parameters whose new values are on their way: every way to touch one waits, and finds a plain parameter."""
+"""Parameters whose new values are on their way: operations on one wait, and find a plain parameter."""
 
 import copy
 import io
@@ -10,7 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import zero3d
+from zero3d.distributed.axis import Pending
+from zero3d.errors import Zero3dError
 from zero3d.zero.arriving import arrived, expect
+from zero3d.zero.streams import current_stream, wait_on
 
 
 class Product(torch.autograd.Function):
@@ -92,6 +96,61 @@ def test_a_copy_is_a_plain_parameter():
     copied = copy.deepcopy(module.weight)
     assert type(copied) is nn.Parameter
     assert torch.equal(copied, module.weight)
+
+
+def test_one_that_was_swapped_away_waits_once_and_is_plain_then():
+    module, _, waits = arriving()
+    other = nn.Parameter(torch.ones(4, 4))
+    torch.utils.swap_tensors(module.weight, other)
+    for _ in range(2):
+        other.detach()
+    assert type(other) is nn.Parameter
+    assert waits == [True]
+
+
+def test_a_wait_that_failed_is_told_again_and_does_not_pass_for_new_weights():
+    def lost():
+        raise Zero3dError("a peer went away")
+
+    engine = zero3d.Engine(nn.Linear(4, 4), stage=1, precision="fp32")
+    weights = engine.units[0].weights
+    weights._pending = Pending(lost)
+    weights.leave()
+    with pytest.raises(Zero3dError, match="a peer went away"):
+        engine.module.weight.detach()
+    for _ in range(2):
+        with pytest.raises(Zero3dError, match=r"new weights of unit '.*' did not arrive: look at the first error"):
+            engine.module(X)
+
+
+class Stream:
+    """A stream of an accelerator that is not there."""
+
+    device, current = torch.device("cuda", 0), []
+
+    def __init__(self, log):
+        self.log = log
+
+    def __enter__(self):
+        Stream.current.append(self)
+
+    def __exit__(self, *_):
+        Stream.current.pop()
+
+    def wait_stream(self, other):
+        self.log.append((self, "waits for", other))
+
+
+def test_the_stream_of_compute_waits_also_where_another_one_asks_first(monkeypatch):
+    log = []
+    compute, side = Stream(log), Stream(log)
+    Stream.current[:] = [compute]
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream.current[-1])
+    stream = current_stream(Stream.device)
+    pending = Pending(lambda: log.append((Stream.current[-1], "waits for", "weights")))
+    with side:
+        wait_on(stream, pending)
+    assert log == [(compute, "waits for", "weights"), (side, "waits for", compute)]
 
 
 class OfItsOwn(nn.Parameter):

@@ -60,7 +60,7 @@ def run(case, without=""):
         )  # fmt: skip
         with modelled(engine, without) as model:
             for number in range(2):
-                engine.train_batch(micro_batches(number, count))
+                engine.train_batch(micro_batches(number, count), wait=False)
                 assert engine.last_step.reason == "applied"
             engine.evaluate(micro_batches(0, 2))
     assert model.operations > 500
@@ -112,7 +112,7 @@ def test_new_weights_are_waited_for_by_all_that_reads_them(monkeypatch, reader, 
     with alone_in(4), collectives_of(Model()):
         engine = engine_of(tiny("llama"), lonely_mesh(4), stage=1, precision="bf16", optimizer=adamw)
         with modelled(engine) as model:
-            engine.train_batch(micro_batches(0, 2))
+            engine.train_batch(micro_batches(0, 2), wait=False)
             for weight in read_by(engine)[reader]():
                 weight.detach().sum()
     assert bool(model.races) is (planted and reader in ("state_dict", "evaluate", "no method"))

@@ -50,8 +50,8 @@ class Axis:
     def close(self) -> None:
         """Complete what is under way, for peers that need it, and drop the groups, whose threads must end now."""
         left = [pending for pending in self.under_way if not pending.over]
-        for pending in left if left and read_note() == "" else []:  # after a failure a peer may never come
-            with suppress(Zero3dError, RuntimeError):
+        with suppress(Zero3dError, RuntimeError):
+            for pending in left if left and read_note() == "" else []:  # after a failure a peer may never come
                 pending.wait()
         self.gathers = self.reductions = None
 
@@ -106,7 +106,12 @@ def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
 
 
 class Pending:
-    """A collective under way. `wait()` completes it once; later calls do nothing."""
+    """A collective under way. `wait()` completes it once; later calls do nothing.
+
+    failed  a wait began and has not come to its end
+    """
+
+    failed = False
 
     def __init__(self, finish: Callable[[], object] | None = None) -> None:
         self._finish = finish
@@ -119,7 +124,9 @@ class Pending:
     def wait(self) -> None:
         finish, self._finish = self._finish, None
         if finish is not None:
+            self.failed = True
             finish()
+            self.failed = False
 
 
 DONE = Pending()

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from zero3d.errors import Zero3dError
 
-A_MOMENT, LOOK = 0.01, 1.0  # seconds between two looks at the answer, at the session
+A_MOMENT, LOOK = 0.01, 1.0  # seconds between two looks at the answer: at first, and before the session is looked at
 _KEY = "zero3d/attempt"
 
 
@@ -64,9 +64,10 @@ def _welcome(store: Store, rank: int, token: str, patience: float) -> str:
         _wait(store, f"{_KEY}/session", patience)
         session = store.get(f"{_KEY}/session").decode()
         store.set(f"{_KEY}/hello/{session}/{rank}", token)
-        again = time.monotonic() + LOOK
-        while not store.check([f"{_KEY}/welcome/{token}"]) and time.monotonic() < again:
-            time.sleep(A_MOMENT)  # of a store's own wait that runs out torch warns
+        pause = A_MOMENT
+        while not store.check([f"{_KEY}/welcome/{token}"]) and pause < LOOK:  # torch warns of a wait that runs out
+            time.sleep(pause)
+            pause *= 2
         if store.check([f"{_KEY}/welcome/{token}"]):
             return store.get(f"{_KEY}/welcome/{token}").decode()
         if time.monotonic() > end:

@@ -161,7 +161,9 @@ class Engine:
             raise ConfigError("step() inside full_params() would be undone on leaving it: leave the block first.")
         return self._stepper.step(besides)
 
-    def train_batch(self, micro_batches: Iterable[Any], besides: Callable[[], Tensor] | None = None) -> Tensor:
+    def train_batch(
+        self, micro_batches: Iterable[Any], besides: Callable[[], Tensor] | None = None, wait: bool = True
+    ) -> Tensor:
         """One step over a list of micro-batches; the global mean loss, on every rank.
 
         A mapping's entries that the model's forward does not take are left for the loss. Back-propagates
@@ -171,7 +173,10 @@ class Engine:
         step reads once; `figures` has the loss and what else came with that, as plain numbers: also what `besides`
         returns after the last backward, [k] float64 on the device.
         Batches are on the mesh's device: nothing of them is moved, here and in `evaluate`.
-        At stages 1 and 2 new weights may still be on their way when it returns: whatever touches one waits for it.
+        `wait=False` leaves new weights of stages 1 and 2 on their way when it returns: they come behind the next
+        forward. That, `state_dict()`, this engine's methods and operations on a parameter wait for them. What has
+        shared a parameter's memory since before (its `data`, an array, a graph), or reads it in C++, does not: call
+        `engine.optimizer.wait()` first, as before a process ends by other ways than its script's end.
         After a failure on some rank of a pipeline every further call raises Zero3dError.
         """
         batches = list(micro_batches)
@@ -185,6 +190,8 @@ class Engine:
                 self._stepper.abandon()
                 raise
             self.last_step = self._step(torch.cat(parts))
+            if wait:
+                self.optimizer.wait()
             return mean
 
     @torch.no_grad()
@@ -264,6 +271,7 @@ class Engine:
             raise ConfigError("load() inside full_params() would be undone on leaving it: leave the block first.")
         state = engine_state(self._assembly)
         checked = restore.check(Path(directory), state)
+        self.optimizer.wait()  # it writes masters, which may be what is sent
         self._stepper.reset()
         self._stepper.count, loop, self.resumed = restore.load(checked, state)
         self.health.in_a_row = 0

@@ -39,14 +39,22 @@ class FlopCounter:
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    flops: int = sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
+    flops: int = sdpa_flop_count(query.shape, *_for_all_heads(query, key, value))  # type: ignore[no-untyped-call]
     return flops
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    shapes = grad.shape, query.shape, key.shape, value.shape
+    shapes = grad.shape, query.shape, *_for_all_heads(query, key, value)
     flops: int = sdpa_backward_flop_count(*shapes)  # type: ignore[no-untyped-call]
     return flops
+
+
+def _for_all_heads(query: Any, *others: Any) -> list[tuple[int, ...]]:
+    """Return shapes with as many heads as queries: each works with keys and values, of which there may be fewer.
+
+    Formulas of older torch do not know that.
+    """
+    return [(batch, query.shape[1], length, width) for batch, _, length, width in (t.shape for t in others)]
 
 
 _ATEN = torch.ops.aten

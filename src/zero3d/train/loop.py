@@ -142,7 +142,7 @@ class Loop:
         health = self.engine.health
         try:
             with health.tracing() if health.is_last(self._skip_limit) or self._is_last_chance else nullcontext():
-                self.engine.train_batch(batches, besides)
+                self.engine.train_batch(batches, besides, wait=False)
         except NonFiniteError as error:  # of fp16's smallest loss scale
             self._give_up(str(error))
             raise

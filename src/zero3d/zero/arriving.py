@@ -1,8 +1,8 @@
-"""Parameters whose new values are on their way: whatever touches one waits for them first.
+"""Parameters whose new values are on their way: operations on one wait for them first.
 
-When `train_batch` returns, new weights of stages 1 and 2 may still be on their way from their owners. A unit's modules
-wait when they are called (hooks.py). Anyone else, a forward that reads another module's matrix or a caller who averages
-weights, meets a parameter of this class: each operation on it waits, and is then run on the plain parameter.
+After `train_batch(wait=False)` new weights of stages 1 and 2 may still be on their way from their owners. A unit's
+modules wait when they are called (hooks.py). Who reads a parameter elsewhere, as a forward does that uses another
+module's matrix, meets one of this class: torch's operations on it wait, and then see the plain parameter.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from zero3d.nested import tensors_in
 
@@ -31,10 +32,16 @@ class ArrivingParameter(nn.Parameter):
     ) -> Any:  # fmt: skip
         """Wait for those among the arguments, and call the function again."""
         kwargs = kwargs or {}
-        for t in tensors_in((args, kwargs)):
-            if type(t) is ArrivingParameter:
-                t.wait()
+        _wait_for((args, kwargs))
         return func(*args, **kwargs)
+
+
+@_disable_dynamo
+def _wait_for(arguments: Any) -> None:
+    for t in tensors_in(arguments):
+        if type(t) is ArrivingParameter:
+            t.wait()
+            arrived([t])  # one whose unit knows nothing of it, as torch.utils.swap_tensors makes
 
 
 def expect(params: Sequence[nn.Parameter], wait: Callable[[], object]) -> bool:
@@ -51,5 +58,5 @@ def arrived(params: Sequence[nn.Parameter]) -> None:
     """Make these plain parameters again."""
     for p in params:
         if type(p) is ArrivingParameter:
-            p.__class__ = nn.Parameter
+            p.__class__ = nn.Parameter  # type: ignore[assignment]
             del p.wait

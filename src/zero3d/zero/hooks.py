@@ -165,7 +165,7 @@ class Hooks:
                 self._gathers.begin_forward(self._without_grad)
         awaited, self._called = self._called, set()
         for unit in self._persistent:
-            if unit in awaited and unit.weights.arriving:
+            if unit in awaited and unit.weights.arriving and torch.is_grad_enabled():  # else modules ask for fast paths
                 continue  # nobody has touched it since
             unit.weights.ready()
             unit.weights.check()

@@ -281,6 +281,7 @@ class ShardedOptimizer:
         return norm, 1.0 if norms.uneven is None else (partials != NO_NORM).all()
 
     def _update(self) -> None:
+        self.wait()  # masters may be what is sent
         for owned in self.pieces:
             owned.master.grad = owned.unit.gradients.owned_pieces()[owned.place]
         self.torch.step()
@@ -288,7 +289,6 @@ class ShardedOptimizer:
             self.adopt()
         for owned in self.pieces:
             owned.master.grad = None
-        self.wait()
         self._cast()
         self._comm.leave_under_way([unit.weights.send() for unit in self._units])
         for unit in self._units:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from zero3d.distributed.axis import Pending
 from zero3d.memory.arena import Arena
 
 PRIORITY = -1  # high: a collective that is ready does not wait behind compute's kernels
@@ -52,3 +53,18 @@ class Lane:
         """Write the log that tests read."""
         if self._log is not None:
             self._log.append((f"{self._name}.{what}", unit))
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """Return the stream on which the caller computes; None on the CPU."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+
+def wait_on(stream: torch.Stream | None, pending: Pending) -> None:
+    """Let a stream wait for what is under way, and the current one for that: also where another one asks first."""
+    if stream is None:
+        pending.wait()
+        return
+    with stream:
+        pending.wait()
+    torch.accelerator.current_stream(stream.device).wait_stream(stream)

@@ -20,6 +20,7 @@ from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from zero3d.distributed.axis import DONE, Pending
 from zero3d.distributed.collectives import same_memory
@@ -28,6 +29,7 @@ from zero3d.precision import to_compute
 from zero3d.zero.arriving import arrived, expect
 from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.policy import Setting, State, parameter_views
+from zero3d.zero.streams import current_stream, wait_on
 
 
 class Weights:
@@ -106,10 +108,9 @@ class Weights:
 
     def ready(self) -> None:
         """Complete a gather or a refresh: parameters are views of `full`."""
-        self._pending.wait()
         if self.arriving:
-            self.arriving = False
-            arrived(self.params)
+            self._arrive()
+        self._pending.wait()
         if self.state in (State.GATHERING, State.KEPT):
             self._point_at(self.views)
             self.state = State.FULL
@@ -177,15 +178,25 @@ class Weights:
 
     def leave(self) -> None:
         """Leave what `send` began on its way where whatever touches a parameter will wait for it; else wait now."""
+        self._arriving_at = current_stream(self._setting.arena.device)
         self.arriving = not self._pending.over and expect(self.params, self.ready)
         if not self.arriving:
             self.ready()
+
+    @_disable_dynamo
+    def _arrive(self) -> None:
+        """Wait for what was left on its way. Raises Zero3dError where an earlier wait failed."""
+        if self._pending.failed:
+            raise Zero3dError(f"new weights of unit {self.name!r} did not arrive: look at the first error.")
+        wait_on(self._arriving_at, self._pending)
+        self.arriving = False
+        arrived(self.params)
 
     def __del__(self) -> None:
         """Complete what was left on its way: its memory goes, and peers still want what this rank sends."""
         if self.arriving:
             with suppress(Zero3dError, RuntimeError):
-                self._pending.wait()
+                wait_on(self._arriving_at, self._pending)
 
     def absorb(self) -> bool:
         """Keep what was written into gathered parameters, and return whether anything was.
