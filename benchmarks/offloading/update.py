@@ -64,7 +64,7 @@ class Whole:
         bucket, narrow = self.bucket, (self.bucket.exp_avg, self.bucket.exp_avg_sq)
         assert bucket.weights is not None
         if self.master is not bucket.master:
-            join_master(bucket.weights, bucket.master, self.master, self.scratch)
+            join_master(bucket.weights, bucket.master, self.master)
         self.grad.copy_(bucket.grad)
         for own, wide in zip(narrow, self.moments, strict=True):
             if own is not wide:

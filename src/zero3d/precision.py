@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -131,43 +133,64 @@ def _groups(pairs: Sequence[tuple[Tensor, Tensor]], room: int) -> Iterator[list[
         yield group
 
 
-def join_master(weights: Tensor, remainder: Tensor, out: Tensor, scratch: Tensor | None = None) -> Tensor:
+@dataclass(frozen=True)
+class Halves:
+    """Holds an fp32 tensor as its bf16 weights and the remainders beside them, of one shape."""
+
+    weights: Tensor
+    remainder: Tensor
+    dtype: ClassVar[torch.dtype] = torch.float32
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weights.shape
+
+    def __getitem__(self, index: Any) -> Halves:
+        """Return a part of it, which is a view."""
+        return Halves(self.weights[index], self.remainder[index])
+
+
+def joined(values: Tensor | Halves) -> Tensor:
+    """Return a tensor itself, halves as a new fp32 tensor."""
+    if isinstance(values, Tensor):
+        return values
+    flat = values.weights.new_empty(values.shape.numel(), dtype=values.dtype)
+    return join_master(values.weights.reshape(-1), values.remainder.reshape(-1), flat).view(values.shape)
+
+
+def join_master(weights: Tensor, remainder: Tensor, out: Tensor) -> Tensor:
     """Rebuild flat fp32 masters from bf16 weights and their int16 remainders, bit for bit, and return them.
 
     As integers: master = (weight << 16) + remainder. The remainder is the master's low half taken as a signed number,
     so that the weight beside it is the high half rounded half away from zero, which is `to_compute`'s.
-
-    scratch  [k] fp32, for groups of k elements; one is made where none is given
     """
-    bits = out.view(torch.int32)
-    for high, low, exact, wide in _in_groups([weights.view(torch.int16), remainder, bits], scratch):
-        wide.copy_(high)
-        exact.copy_(low).add_(wide, alpha=1 << 16)
+    size = cast_group(out.device.type)
+    for high, low, exact in _parts([weights.view(torch.int16), remainder, out.view(torch.int32)], size):
+        torch.add(low, exact.copy_(high), alpha=1 << 16, out=exact)
     return out
 
 
 def split_master(master: Tensor, weights: Tensor, remainder: Tensor, scratch: Tensor | None = None) -> None:
-    """Split flat fp32 masters into bf16 weights and int16 remainders, from which `join_master` rebuilds every bit.
+    """Split flat fp32 masters into bf16 weights and int16 remainders, from which `join_master` rebuilds every number.
 
-    Weights are `to_compute`'s, but for a NaN with a payload in its low half: whatever the weight then reads as, the
-    pair is the NaN. Finiteness is never read from the weights.
+    Weights are `to_compute`'s, and NaN where masters are. Of a NaN nothing else is kept: rounding up makes a zero of
+    an accelerator's own, 0x7FFFFFFF.
 
-    scratch  as in `join_master`; masters that are no longer needed may lend their own memory
+    scratch  [k] fp32, for groups of k elements; one is made where none is given. Masters that are no longer needed may
+             lend their own memory
     """
-    bits = master.view(torch.int32)
-    for high, low, exact, wide in _in_groups([weights.view(torch.int16), remainder, bits], scratch):
-        low.copy_(exact)  # modulo 2^16
-        torch.add(exact, 1 << 15, out=wide)  # carries into the high half where the remainder is negative
-        high.copy_(wide.bitwise_right_shift_(16))
+    room = min(master.numel(), cast_group(master.device.type)) if scratch is None else scratch.numel()
+    wide = master.new_empty(room) if scratch is None else scratch
+    for high, low, exact in _parts([weights.view(torch.int16), remainder, master], room):
+        number = torch.nan_to_num(exact, math.nan, math.inf, -math.inf, out=wide[: len(exact)]).view(torch.int32)
+        low.copy_(number)  # modulo 2^16
+        number.add_(1 << 15)  # carries into the high half where the remainder is negative
+        torch.bitwise_right_shift(number, 16, out=high)
 
 
-def _in_groups(flat: list[Tensor], scratch: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
-    """Cut flat tensors of one length into groups that fit the scratch, and yield it with each, as integers."""
-    size, device = flat[0].numel(), flat[0].device
-    room = min(size, cast_group(device.type)) if scratch is None else scratch.numel()
-    wide = torch.empty(room, dtype=torch.int32, device=device) if scratch is None else scratch.view(torch.int32)
-    for parts in zip(*(torch.split(each, max(room, 1)) for each in flat), strict=True):
-        yield (*parts, wide[: parts[0].numel()])
+def _parts(flat: list[Tensor], size: int) -> Iterator[tuple[Tensor, ...]]:
+    """Cut flat tensors of one length into parts of at most `size` elements."""
+    return zip(*(torch.split(each, max(size, 1)) for each in flat), strict=True)
 
 
 class LossScale:

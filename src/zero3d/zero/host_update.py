@@ -193,7 +193,7 @@ class HostExecutor:
     def _cast_in(self, part: Bucket, factors: Sequence[float]) -> list[Tensor]:
         """Return master, gradient and moments in fp32: where they are, or in this thread's scratch."""
         master, grad, *moments = self._own.scratch[:, : part.grad.numel()]
-        master = join_master(*part.halves, master, grad) if part.halves else part.master
+        master = join_master(*part.halves, master) if part.halves else part.master
         held = zip((part.exp_avg, part.exp_avg_sq), moments, strict=True)
         moments = [own if own.dtype == torch.float32 else room.copy_(own) for own, room in held]
         return [master, _multiplied(part.grad, factors, grad), *moments]
