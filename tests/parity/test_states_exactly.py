@@ -74,7 +74,7 @@ def engine_of(family, frozen, plan):
     return zero3d.Engine(
         model, stage=plan.stage, mesh=zero3d.Mesh(dp=plan.dp, tp=plan.tp, pp=plan.pp), precision=plan.precision,
         optimizer=adamw, param_groups=decay_groups(model, Optimizer()), accumulate=plan.accumulate,
-        release=plan.release, reduce=plan.reduce, schedule=plan.schedule if plan.pp > 1 else None, exact=plan.exact,
+        release=plan.release, reduce=plan.reduce, schedule=plan.schedule if plan.pp > 1 else None, exact=plan.exact, master=plan.master,
     )  # fmt: skip
 
 
@@ -164,3 +164,18 @@ def test_states_of_exact_mode_on_gloo_ranks(ranks, plan):
 def test_states_of_exact_mode_on_fake_ranks():
     check_on_fake_ranks("qwen3", "nothing", ParallelPlan(dp=64, stage=3, accumulate=7, exact=True))
     check_on_fake_ranks("llama", "embedding", ParallelPlan(dp=4, tp=2, pp=2, accumulate=8, exact=True))
+
+
+SPLIT = [
+    ("qwen3", "half of the blocks", ParallelPlan(dp=16, tp=4, stage=1, master="split")),
+    ("gpt2", "nothing", ParallelPlan(dp=5, pp=2, stage=0, accumulate=4, schedule="zbv", master="split")),
+]
+
+
+@pytest.mark.parametrize(("family", "frozen", "plan"), SPLIT)
+def test_states_with_split_masters_on_fake_ranks(family, frozen, plan):
+    check_on_fake_ranks(family, frozen, plan)
+
+
+def test_states_with_split_masters_on_gloo_ranks(ranks):
+    check_on_gloo(ranks, "llama", "embedding", ParallelPlan(dp=2, tp=2, stage=3, accumulate=4, master="split"))

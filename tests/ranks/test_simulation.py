@@ -72,6 +72,7 @@ def plain(value):
     *(pytest.param(words, marks=pytest.mark.long) for words in (
         ["zero.stage=0"], ["zero.stage=3", "zero.exact=true"], ["zero.stage=1", "zero.exact=true"],
         ["zero.stage=3", "zero.exact=true", "mesh.pp=2"], ["zero.stage=1", "precision=fp32"], ["zero.stage=2", "activations=full"],
+        ["zero.stage=1", "zero.master=split"], ["zero.stage=3", "zero.master=split"],
         ["zero.stage=1", "mesh.tp=2", "mesh.sequence_parallel=true"], ["zero.stage=0", "mesh.pp=2"],
         ["zero.stage=3", "mesh.pp=2"], ["zero.stage=2", "mesh.pp=2", "mesh.schedule=gpipe", "activations=full"],
         ["zero.stage=1", "mesh.pp=2", "mesh.schedule=zbv", "model.path=four_blocks", "train.accumulate=4"],

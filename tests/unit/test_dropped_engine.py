@@ -15,7 +15,7 @@ def trained(stage: int) -> list[weakref.ref]:
     engine = Engine(model, stage=stage, precision="bf16")
     engine.backward(engine(torch.randn(2, 8)).float().sum())
     engine.step()
-    states = [unit.weights.master for unit in engine.units] + [unit.gradients.shard for unit in engine.units]
+    states = [unit.weights.masters.stored for unit in engine.units] + [unit.gradients.shard for unit in engine.units]
     return [weakref.ref(held) for held in (engine, model, engine.arena, *engine.units, *states)]
 
 

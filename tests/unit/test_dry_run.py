@@ -22,10 +22,13 @@ def world_of_64():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("stage", "model"), [(0, "net"), (1, "llama"), (2, "tied"), (3, "llama")])
-def test_one_step_of_each_stage(world_of_64, stage, model):
+@pytest.mark.parametrize(("stage", "model", "master"), [
+    (0, "net", "fp32"), (1, "llama", "fp32"), (2, "tied", "fp32"), (3, "llama", "fp32"), (0, "tied", "split"),
+    (3, "llama", "split"),
+])  # fmt: skip
+def test_one_step_of_each_stage(world_of_64, stage, model, master):
     with FakeTensorMode():
-        engine = zero3d.Engine(build(model), stage=stage, precision="bf16", optimizer=adamw)
+        engine = zero3d.Engine(build(model), stage=stage, precision="bf16", optimizer=adamw, master=master)
         engine.gathers.events = []
         ids = torch.randint(0, 60, (2, 9))
         engine.backward(loss_of(engine, ids))

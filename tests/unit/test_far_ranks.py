@@ -107,7 +107,7 @@ def check(engine, stage, degree, place, position):
         assert unit.name == NAMES.get(kind, f"model.layers.{PP_RANK[place]}")
         assert (unit.layout.total, unit.layout.shard) == (TOTAL[kind], shards[kind])
         assert unit.weights.shard.numel() == unit.gradients.shard.numel() == shards[kind]
-        assert unit.weights.master.numel() == (TOTAL[kind] if stage == 0 else shards[kind])
+        assert unit.weights.masters.stored.numel() == (TOTAL[kind] if stage == 0 else shards[kind])
         assert sum(p.stop - p.start for p in unit.layout.pieces(engine.dp.rank)) == used[kind]
         if kind == "block":  # its second norm begins a slot of 256 after the first
             assert unit.layout.slots[-1].start == ATTENTION + MLP + 256

@@ -31,13 +31,14 @@ def peaks(n, stage, count, **options):
         engine.arena.reset_peaks()
         for given in micro_batches(2, count):
             engine.backward(engine(**given).loss)
-        with mock.patch("zero3d.train.measure.cast_scratch", return_value=0):
+        scratch = {"cast_scratch": lambda *_: 0, "update_scratch": lambda *_: 0}
+        with mock.patch.multiple("zero3d.train.measure", **scratch):
             return steps, held(engine, count)
 
 
 OPTIONS = {
     "default": {}, "native": {"reduce_scatter": "native"}, "in bf16": {"reduce_dtype": "bf16"},
-    "fp32": {"precision": "fp32"}, "exact": {"exact": True},
+    "fp32": {"precision": "fp32"}, "exact": {"exact": True}, "split": {"master": "split"},
 }  # fmt: skip
 
 

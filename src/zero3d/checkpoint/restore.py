@@ -44,12 +44,12 @@ from zero3d.checkpoint.resume_contract import resume_guarantee
 from zero3d.checkpoint.state import EngineState, StatePiece
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError
-from zero3d.precision import to_compute
+from zero3d.precision import joined, to_compute
 from zero3d.rng import set_rng_state
 from zero3d.shards.boxes import Box, intersect, slices
 from zero3d.zero.layout import Piece
-from zero3d.zero.optimizer import MasterPiece
 from zero3d.zero.unit import Unit
+from zero3d.zero.updates import MasterPiece
 
 
 class Reader:
@@ -84,6 +84,7 @@ class Reader:
     def _overlaps(self, piece: StatePiece) -> Iterator[tuple[str, BoxRow, Box, Box, Tensor]]:
         rows = self._rows.get((piece.name, piece.state), [])
         for box, target in piece.boxes():
+            assert isinstance(target, Tensor)  # what is stored in halves is read as a whole
             for file, row in rows:
                 common = intersect(box, row.box)
                 if common is not None:
@@ -279,7 +280,9 @@ def _restore_piece(
     reader: Reader, states: Sequence[str], scalars: Mapping[str, float], engine: EngineState, owned: MasterPiece
 ) -> None:
     optimizer = engine.optimizer
-    reader.fill(_state_piece(engine, owned, MASTER, owned.master))
+    masters = joined(owned.read())
+    reader.fill(_state_piece(engine, owned, MASTER, masters))
+    owned.write(masters)
     state: dict[str, Any] = optimizer.torch.state[owned.master]
     saved = [key for key in states if key != MASTER]
     for key in set(state) - {*saved, *scalars}:

@@ -39,6 +39,7 @@ from zero3d.checkpoint.writing import json_text, removed_on_failure, sync, write
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError
+from zero3d.precision import Halves
 from zero3d.rng import rng_state
 
 ENTRIES = ("step-", "best")  # how names in a directory of checkpoints begin, behind a dot perhaps
@@ -73,7 +74,7 @@ def _prepare(directory: Path, temporary: Path) -> None:
 def _write_rank(temporary: Path, engine: EngineState) -> str:
     """Write this rank's tensors, then its part of the manifest; return the SHA-256 of that."""
     rank = engine.world.rank
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | Halves] = {}
     rows = []
     for piece in state_pieces(engine):
         for box, values in piece.boxes():
@@ -108,7 +109,7 @@ def _write_rank(temporary: Path, engine: EngineState) -> str:
     return write_text(path, text)
 
 
-def _dtype(values: Tensor) -> str:
+def _dtype(values: Tensor | Halves) -> str:
     return str(values.dtype).removeprefix("torch.")
 
 

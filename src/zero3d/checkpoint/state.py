@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zero3d.checkpoint.manifest import FROZEN, MASTER
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.degrees import Degrees
-from zero3d.precision import LossScale
+from zero3d.precision import Halves, LossScale
 from zero3d.shards.boxes import Box, Shape
 from zero3d.shards.cuts import Cut, cover
 from zero3d.zero.exact.summands import Summands
@@ -108,7 +108,7 @@ class EngineState:
 
 @dataclass(frozen=True)
 class StatePiece:
-    """Holds a flat range of one state of one parameter, which this rank has as a 1-D tensor.
+    """Holds a flat range of one state of one parameter, which this rank has as a 1-D tensor or its halves.
 
     shape, start  of this rank's parameter, and where in it the range begins
     cut           how that lies in the full model's parameter; None where it is that
@@ -118,12 +118,18 @@ class StatePiece:
     state: str
     shape: Shape
     start: int
-    values: Tensor
+    values: Tensor | Halves
     cut: Cut | None = None
 
-    def boxes(self) -> Iterator[tuple[Box, Tensor]]:
+    def boxes(self) -> Iterator[tuple[Box, Tensor | Halves]]:
         """Yield its boxes of the full model's tensor, each with a view of its values in the box's shape."""
-        return cover(self.shape, self.start, self.values, self.cut)
+        if isinstance(self.values, Tensor):
+            yield from cover(self.shape, self.start, self.values, self.cut)
+            return
+        weights, remainder = self.values.weights, self.values.remainder
+        halves = (cover(self.shape, self.start, values, self.cut) for values in (weights, remainder))
+        for (box, of_weights), (_, of_remainder) in zip(*halves, strict=True):
+            yield box, Halves(of_weights, of_remainder)
 
 
 def state_pieces(engine: EngineState) -> Iterator[StatePiece]:
@@ -139,11 +145,14 @@ def state_pieces(engine: EngineState) -> Iterator[StatePiece]:
         share = {p.slot: p for p in owned.unit.layout.pieces(engine.dp.rank)}.get(owned.piece.slot)
         if share is None or not engine.saves(owned.name):
             continue
-        within = slice(share.start - owned.piece.start, share.stop - owned.piece.start)
+        start, stop = max(share.start, owned.piece.start), min(share.stop, owned.piece.stop)
+        if start >= stop:
+            continue
+        within = slice(start - owned.piece.start, stop - owned.piece.start)
         states = engine.optimizer.torch.state.get(owned.master, {})
-        flat_states = {MASTER: owned.master} | {k: v for k, v in states.items() if _is_flat(v, owned.master)}
-        for state, values in flat_states.items():
-            yield StatePiece(owned.name, state, owned.shape, share.start, values[within], engine.cut(owned.name))
+        flat = {k: v for k, v in states.items() if _is_flat(v, owned.master)}
+        for state, values in ({MASTER: owned.read()} | flat).items():
+            yield StatePiece(owned.name, state, owned.shape, start, values[within], engine.cut(owned.name))
 
 
 def _is_flat(value: Any, master: Tensor) -> bool:

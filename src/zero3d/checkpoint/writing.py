@@ -26,6 +26,7 @@ from zero3d.checkpoint.json_values import to_json
 from zero3d.checkpoint.manifest import CODES
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError, Zero3dError
+from zero3d.precision import Halves, joined
 
 BUFFER_BYTES = 1 << 25  # of host memory, whatever the size of the states
 
@@ -41,16 +42,17 @@ def removed_on_failure(temporary: Path, world: Comm) -> Iterator[None]:
         raise
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], **about: str) -> str:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor | Halves], **about: str) -> str:
     """Write and fsync a safetensors file; return its SHA-256. Raises CheckpointError where the disk does not take it.
 
-    Tensors may be on any device and strided. Beside them it takes BUFFER_BYTES of host memory, or less.
+    Tensors may be on any device and strided. Beside them it takes BUFFER_BYTES of host memory, or less; of those in
+    halves it joins as many bytes at a time.
     """
-    in_order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))  # so that each is aligned
+    in_order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))  # so that each is aligned
     hashed = hashlib.sha256()
     try:
         with path.open("wb") as file:
-            for data in _contents(path, {key: tensors[key].detach() for key in in_order}, about):
+            for data in _contents(path, {key: tensors[key] for key in in_order}, about):
                 file.write(data)
                 hashed.update(data)
             file.flush()
@@ -62,12 +64,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], **about: str) -> st
     return hashed.hexdigest()
 
 
-def _contents(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+def _contents(
+    path: Path, tensors: Mapping[str, Tensor | Halves], about: Mapping[str, str]
+) -> Iterator[bytes | memoryview]:
     yield _header(path, tensors, about)
     yield from _staged(list(tensors.values()))
 
 
-def _header(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> bytes:
+def _header(path: Path, tensors: Mapping[str, Tensor | Halves], about: Mapping[str, str]) -> bytes:
     """Return what a safetensors file begins with: its length, and dtype, shape and place of every tensor as JSON."""
     listed: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
     end = 0
@@ -75,27 +79,36 @@ def _header(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str])
         dtype = str(values.dtype).removeprefix("torch.")
         if dtype not in CODES:
             raise CheckpointError(f"cannot write {path}: {key} is {dtype}, which safetensors files do not hold.")
-        start, end = end, end + values.numel() * values.element_size()
+        start, end = end, end + values.shape.numel() * values.dtype.itemsize
         listed[key] = {"dtype": CODES[dtype], "shape": list(values.shape), "data_offsets": [start, end]}
     text = json.dumps(listed, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _staged(tensors: list[Tensor]) -> Iterator[memoryview]:
+def _staged(tensors: list[Tensor | Halves]) -> Iterator[memoryview]:
     """Yield the bytes of tensors in order, each time a part of one buffer that the next one overwrites."""
-    largest = max((values.numel() * values.element_size() for values in tensors), default=0)
-    pinned = any(values.device.type != "cpu" for values in tensors)
+    largest = max((values.shape.numel() * values.dtype.itemsize for values in tensors), default=0)
+    stored = [values if isinstance(values, Tensor) else values.weights for values in tensors]
+    pinned = any(values.device.type != "cpu" for values in stored)
     buffer = torch.empty(min(largest, BUFFER_BYTES), dtype=torch.uint8, pin_memory=pinned)
     for values in tensors:
-        for chunk in _chunks(values, buffer.numel() // values.element_size()):
+        for chunk in _chunks(values, buffer.numel() // values.dtype.itemsize):
             staged = buffer[: chunk.numel() * chunk.element_size()]
             staged.view(chunk.dtype).view(chunk.shape).copy_(chunk)  # blocking: the bytes are read next
             yield staged.numpy().data
 
 
-def _chunks(values: Tensor, most: int) -> Iterator[Tensor]:
-    """Cut a tensor, strided or not, into views of at most `most` elements that follow one another."""
+def _chunks(values: Tensor | Halves, most: int) -> Iterator[Tensor]:
+    """Cut a tensor, strided or not, into views of at most `most` elements that follow one another; those are joined."""
+    if isinstance(values, Tensor):
+        yield from _views(values.detach(), most)
+        return
+    for weights, remainder in zip(_views(values.weights, most), _views(values.remainder, most), strict=True):
+        yield joined(Halves(weights, remainder))
+
+
+def _views(values: Tensor, most: int) -> Iterator[Tensor]:
     if values.numel() <= most:
         if values.numel():
             yield values
@@ -105,7 +118,7 @@ def _chunks(values: Tensor, most: int) -> Iterator[Tensor]:
         yield from torch.split(values, rows)
         return
     for row in values:
-        yield from _chunks(row, most)
+        yield from _views(row, most)
 
 
 def write_json(path: Path, value: Any) -> str:

@@ -150,6 +150,12 @@ class Zero:
         "(native); auto: the first where it sends no more bytes between hosts",
         choices=("auto", "native", "all-to-all"),
     )
+    master: str = key(
+        "fp32",
+        "how masters of bf16 weights are kept: in fp32, or as a 16-bit remainder beside the weight, 2 bytes less per "
+        "parameter with the same bits (split)",
+        choices=("fp32", "split"),
+    )
     exact: bool = key(
         False, "the same bits at every dp that is a power of two up to 64; give train.batch and train.micro_batch"
     )

@@ -63,6 +63,8 @@ class Engine:
                   terms and added in rank order, others are the backend's. "auto": on NCCL all-to-all where dp is on one
                   host, or has at most two ranks on each, else native; on gloo in rank order up to 8 ranks
     schedule      of a pipeline (mesh.pp > 1): gpipe, 1f1b (None), interleaved, zero-bubble or zbv; for train_batch
+    master        "fp32" | "split": of bf16 weights. "split": weight and a 16-bit remainder are the fp32 master, bit for
+                  bit, which is not stored: 10 bytes of optimizer states per parameter for 12, and the same training
     exact         the same bits at every dp (a power of two), stage and `reduce`, of one global list of micro-batches,
                   numbered as `exact.Summands` says; on a GPU after `zero3d.make_deterministic()`
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
@@ -98,6 +100,7 @@ class Engine:
         release: str = "auto",
         reduce: str = "auto",
         reduce_scatter: str = "auto",
+        master: str = "fp32",
         exact: bool = False,
         weights: Source | None = None,
         schedule: str | None = None,
@@ -107,7 +110,7 @@ class Engine:
     ) -> None:
         options = Options(
             ModelOptions(precision, weights, units),
-            ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter),
+            ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter, master),
             ParallelOptions(schedule, blocks, tp_plan, sequence_parallel),
             OptimizerOptions(optimizer, scheduler, param_groups, clip_norm),
             StepOptions(accumulate, loss),

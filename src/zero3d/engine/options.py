@@ -23,7 +23,7 @@ from zero3d.zero.exact.summands import check_exact
 from zero3d.zero.initial_weights import Source
 from zero3d.zero.param_groups import OptimizerChoice, choose_optimizer
 from zero3d.zero.policy import Policy
-from zero3d.zero.stages import resolve_policies, stage_row
+from zero3d.zero.stages import resolve_policies, splits_master, stage_row
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class ZeroOptions:
     reduce_dtype: str
     exact: bool
     reduce_scatter: str
+    master: str
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     wide = torch.float64 if precision.name == "fp64" else torch.float32
     # In a pipeline exact gradients are summed apart even where a step has one micro-batch.
     accumulate = max(2, step.accumulate) if zero.exact and mesh.pp > 1 else step.accumulate
-    policy = Policy(row, release, reduce, accumulate, wide, reduce_dtype_of(zero.reduce_dtype, precision))
+    wire, splits = reduce_dtype_of(zero.reduce_dtype, precision), splits_master(zero.master, precision.name)
+    policy = Policy(row, release, reduce, accumulate, wide, wire, split_master=splits)
     if zero.exact:
         check_exact(mesh.dp, reduce == "every_step", mesh.pp, (policy.wire, policy.master))
         if mesh.rank == 0:

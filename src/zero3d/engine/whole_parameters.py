@@ -48,6 +48,7 @@ class WholeParameters:
         for unit in units:
             self._gathers.acquire(unit, OPENED)
             unit.users.add(OPENED)
+            unit.weights.open()
         try:
             yield
         finally:

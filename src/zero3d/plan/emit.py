@@ -36,7 +36,7 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
         mesh["sequence_parallel"] = True
     policies = {
         key: value for key in ("release", "reduce", "reduce_scatter") if (value := getattr(plan, key)) != "auto"
-    }
+    } | ({"master": plan.master} if plan.master != "fp32" else {})
     exact = {"exact": True} if plan.exact else {}
     sequences = plan.micro_batch * plan.accumulate * plan.dp
     return {
@@ -64,7 +64,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
         config.activations, mesh.sequence_parallel and degrees.tp > 1, schedule.name,
         schedule.chunks_per_rank if degrees.pp > 1 else 1, config.precision, config.zero.reduce_dtype,
         config.zero.release, config.zero.reduce, exact=config.zero.exact,
-        reduce_scatter=config.zero.reduce_scatter,
+        reduce_scatter=config.zero.reduce_scatter, master=config.zero.master,
     )  # fmt: skip
 
 

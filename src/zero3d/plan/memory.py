@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from zero3d.activations.policy import Policy
-from zero3d.memory.scratch import cast_scratch
+from zero3d.memory.scratch import cast_scratch, update_scratch
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.constants import constant
 from zero3d.plan.footprint import Footprint, footprints
@@ -225,13 +225,14 @@ class _Rank:
         yield _peak(name, alive + footprint.again, max(footprint.transients), windows)
 
     def _step(self) -> Peak:
-        """Return the instant in which masters are cast to weights, all units together."""
+        """Return the instant in which masters are cast to weights, all units together, or a bucket of them updated."""
         width = WIDTHS[self.plan.precision].weight
         units = [unit for units in self.units.values() for unit in units if unit.trainable]
         share = self.plan.dp if self.plan.stage > 0 else 1
         elements = sum(unit.layout.total // share for unit in units if unit.itemsize == width)
         rounds = self.plan.precision == "bf16" and self.plan.offload == "none"
-        scratch = 4.0 * cast_scratch(elements, "cuda") if rounds else 0.0
+        scratch_of = update_scratch if self.plan.master == "split" else cast_scratch
+        scratch = 4.0 * scratch_of(elements, "cuda") if rounds else 0.0
         return _peak("optimizer step", 0.0, 0.0, NOTHING._replace(wire=scratch))
 
 

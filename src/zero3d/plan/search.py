@@ -312,6 +312,9 @@ def _neighbours(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> I
     if plan.tp > 1 and model.length % plan.tp == 0:
         other = not plan.sequence_parallel
         yield f"mesh.sequence_parallel: {str(other).lower()}", replace(plan, sequence_parallel=other)
+    if plan.precision == "bf16":
+        master = "fp32" if plan.master == "split" else "split"
+        yield f"zero.master: {master}", replace(plan, master=master)
     if plan.reduce_dtype == "fp32" and plan.dp > 1:
         yield "zero.reduce_dtype: bf16", replace(plan, reduce_dtype="bf16")
     now = settled(plan, cluster)

@@ -250,6 +250,7 @@ class ParallelPlan:
     virtual        model chunks per rank of a pipeline
     offload        none, host (optimizer states and their update on the host)
     exact          gradients are summed in one tree at any dp
+    master         fp32, split (bf16 weight and a 16-bit remainder)
     reduce_scatter all-to-all (of 16-bit terms), native (sums of the backend), auto (by the rule: `states.settled`)
     """
 
@@ -270,6 +271,7 @@ class ParallelPlan:
     offload: str = "none"
     exact: bool = False
     reduce_scatter: str = "auto"
+    master: str = "fp32"
 
     @property
     def world(self) -> int:

@@ -19,7 +19,17 @@ from zero3d.distributed.degrees import Degrees
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
-from zero3d.zero.stages import NO_BYTES, WIDTHS, StateBytes, engine_bytes, frozen_bytes, resolve_policies, stage_row
+from zero3d.zero.stages import (
+    NO_BYTES,
+    REMAINDER,
+    WIDTHS,
+    StateBytes,
+    engine_bytes,
+    frozen_bytes,
+    resolve_policies,
+    splits_master,
+    stage_row,
+)
 
 NAMES = {2: "bf16", 4: "fp32", 8: "fp64"}
 
@@ -109,7 +119,8 @@ def per_parameter(unit: RankUnit, plan: ParallelPlan, dp_rank: int = 0) -> State
     if not unit.trainable:
         return frozen_bytes(plan.stage, plan.dp, unit.itemsize, release)
     wide = WIDTHS[plan.precision].reduced
-    master = 0 if unit.itemsize == wide else wide
+    splits = splits_master(plan.master, plan.precision)
+    master = 0 if unit.itemsize == wide else REMAINDER if splits else wide
     owns = plan.stage == 0 or dp_rank * unit.layout.shard < unit.used
     return engine_bytes(
         plan.stage, plan.dp, NAMES[unit.itemsize], release, reduce, summands_of_rank(plan),

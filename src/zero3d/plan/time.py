@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from zero3d.activations.policy import Policy
 from zero3d.distributed.choice import REDUCTIONS
+from zero3d.memory.scratch import update_bucket
 from zero3d.plan.constants import constant
 from zero3d.plan.kernels import KERNELS, Kernels, PartWork, Shape, digest, part_work, total
 from zero3d.plan.network import Group, Groups, exchange_seconds, gather_seconds, reduce_seconds, send_seconds
@@ -224,12 +225,17 @@ def _exposed(communication: float, computation: float, hide: float) -> float:
 
 
 def _update(step: _Step, trained: float) -> dict[str, float]:
-    """Time optimizer and offload. Adam reads gradient, master, m, v, writes master, m, v, weight: 30 bytes."""
+    """Time optimizer and offload. Adam reads gradient, master, m, v, writes master, m, v, weight: 30 bytes.
+
+    A split master is joined before it (16 bytes, in fp32 scratch) and split after it (36), where a stored one is cast
+    (18 in scratch): 34 more.
+    """
     plan, cluster, kernels = step.plan, step.cluster, step.pace.kernels
     share = trained / (plan.dp if stage_row(plan.stage).shards_optimizer else 1)
     if plan.offload == "none":
         bandwidth = kernels.rates_of(cluster.gpu).memory * cluster.gpu.bandwidth
-        return {"optimizer": 30 * share / bandwidth + 100 * kernels.launch}
+        touched, buckets = (30, 0.0) if plan.master == "fp32" else (64, share / update_bucket("cuda"))
+        return {"optimizer": touched * share / bandwidth + (100 + 10 * buckets) * kernels.launch}
     return {
         "optimizer": 30 * share / (HOST_BANDWIDTH / cluster.per_node),
         "offload": (4 * share + 2 * share) / cluster.host_link,

@@ -44,6 +44,7 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         release=config.zero.release,
         reduce=config.zero.reduce,
         reduce_scatter=config.zero.reduce_scatter,
+        master=config.zero.master,
         exact=config.zero.exact,
         weights=opened.weights,
     )

@@ -146,7 +146,9 @@ def _name_states(engine: Engine, memory: MemoryTracker) -> None:
     """Write at the buffers of each unit's states that they were made for it."""
     for unit in engine.units:
         grads = [] if unit.grads is None else unit.grads.buffers
-        for tensor in (unit.weights.full, unit.weights.shard, unit.weights.master, *grads):
+        stored = unit.weights.masters.stored
+        of_masters = [] if stored is None else [stored]
+        for tensor in (unit.weights.full, unit.weights.shard, *of_masters, *grads):
             memory.name(tensor, unit.name)
     for owned in engine.optimizer.pieces:
         for tensor in engine.optimizer.torch.state[owned.master].values():

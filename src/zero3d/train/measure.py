@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from zero3d.distributed.choice import ALL_TO_ALL, PAIRWISE
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.engine import Engine
-from zero3d.memory.scratch import cast_scratch
+from zero3d.memory.scratch import cast_scratch, update_scratch
 from zero3d.precision import NAMES
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
 from zero3d.zero.layout import ROOT
@@ -114,7 +114,7 @@ def state_dtypes(engine: Engine) -> dict[str, str]:
     weights = [unit.weights for unit in engine.units]
     grads = [unit.grads for unit in engine.units if unit.grads is not None]
     buffers = [buffer for grad in grads for buffer in grad.buffers]
-    masters = [w.master.dtype for w in weights if w.master is not w.shard_or_full]
+    masters = [w.masters.stored.dtype for w in weights if w.masters.stored is not None]
     states = [s.dtype for state in engine.optimizer.torch.state.values() for s in state.values() if s.dim() == 1]
     compute, reduced = {w.full.dtype for w in weights}, {buffer.dtype for buffer in buffers}
     gathered = compute if engine.policy.stage.shards_parameters else ()
@@ -133,7 +133,8 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     gathered  stage 3: the root all the time, two units at a hand-over, WINDOW ahead
     bucket    stages 2, 3: the root's gradients all the time, two units filling, WINDOW being reduced; parts of
               tied parameters' gradients are summed in the reduced dtype
-    wire      WINDOW reductions (`reduction_bytes`), of which one is being added up. Scratch in which masters are cast
+    wire      WINDOW reductions (`reduction_bytes`), of which one is being added up. Scratch in which masters are cast,
+              or those in halves updated
     exact     a bucket for every micro-batch at all stages
     """
     sizes = [unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name != ROOT]
@@ -141,20 +142,21 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     full = root + (2 + WINDOW) * max(sizes, default=0)
     policy = engine.policy
     moving, adding, tied, masters, exact = 0, 0, 0, 0, engine.summands is not None
+    scratch_of = update_scratch if policy.split_master else cast_scratch
     wider = 1
     for unit in engine.units:
         if unit.grads is not None:
             travels = unit.gradients.travels
             local = travels if exact else unit.gradients.local
             wider = max(wider, local.itemsize // unit.dtype.itemsize)
-            masters += 0 if unit.weights.cast is None else unit.weights.master.numel()
+            masters += 0 if unit.weights.masters.stored is None else unit.weights.masters.stored.numel()
             travelling, sums = reduction_bytes(engine, unit, micro_batches)
             moving, adding = max(moving, travelling), max(adding, sums)
             tied += unit.layout.total * policy.master.itemsize if unit.deferred else 0
     return {
         "gathered": full if policy.stage.shards_parameters else 0,
         "bucket": wider * full + tied if exact or policy.reduce == "every_micro_batch" else 0,
-        "wire": max(WINDOW * moving + adding, 4 * cast_scratch(masters, engine.mesh.device.type)),
+        "wire": max(WINDOW * moving + adding, 4 * scratch_of(masters, engine.mesh.device.type)),
     }
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from zero3d.distributed.collectives import Comm
+from zero3d.precision import joined
 from zero3d.zero.unit import Unit
 
 APART = 0.01  # of a norm: more than an accelerator's order of sums can change
@@ -211,17 +212,18 @@ class ModelGroup:
         All of `tied` are gathered. One number to the peer for each, and Psi/N elements of a written one.
         """
         for tied in self._ties:
-            master = tied.unit.weights.master
+            weights = tied.unit.weights
+            numel = weights.shard_or_full.numel()
             if tied.local_twin is None:
                 written_here = tied.unit in written
                 flag = torch.tensor([float(written_here)], dtype=torch.float64, device=self._across.device)
                 written_by_peer = self._across.read(self._across.trade(flag, tied.peer, tied.unit.name), [0.0])[0] > 0
                 if written_here or written_by_peer:
-                    values = self._across.trade(master, tied.peer, tied.unit.name)
+                    values = self._across.trade(joined(weights.masters.read(0, numel)), tied.peer, tied.unit.name)
                     if written_by_peer and (tied.copy or not written_here):
                         _overwrite(tied.unit, values)
             elif tied.unit in written and not (tied.copy and tied.local_twin in written):
-                _overwrite(tied.local_twin, master)
+                _overwrite(tied.local_twin, joined(weights.masters.read(0, numel)))
 
     def norms(self, pieces: Sequence[PieceNorm], cells: int, dtype: torch.dtype) -> Norms:
         """Return the norm of the group's gradients in every cell; `pieces`: this rank's, by cell, in model order."""
@@ -280,9 +282,9 @@ def _norm_by_cell(norms: Tensor, cells: Sequence[int], count: int) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(norms) for norms in by_cell])
 
 
-def _overwrite(unit: Unit, master: Tensor) -> None:
-    """Give a gathered unit other values; (N-1)/N Psi elements over the dp axis above stage 0."""
-    unit.weights.master.copy_(master)
+def _overwrite(unit: Unit, masters: Tensor) -> None:
+    """Give a gathered unit other values, and use them up; (N-1)/N Psi elements over the dp axis above stage 0."""
+    unit.weights.masters.write(0, masters)
     unit.weights.refresh().wait()
     if unit.weights.sharded:
         unit.weights.share().wait()

@@ -7,7 +7,7 @@
     4. one host read: norm, weight, orders, and what the caller wants to know besides: nothing else of a step waits
        for the device. A non-finite norm or no weight skips the step, and `reason` says so
     5. clip         gradients *= clip / (norm + 1e-6), at most 1
-    6. update       a torch optimizer on 1-D pieces of the masters, states in flat buffers
+    6. update       a torch optimizer on 1-D pieces of the masters, states in flat buffers (updates.py)
     7. refresh      masters to weights, all units together; stages 1 and 2 all-gather them, and `wait` ends that
 
 Stage 0 has gathered the gradient shards (the second half of an all-reduce) before 2: each when it was reduced, or here
@@ -23,7 +23,6 @@ parameter for the same reason: one flat fused update differs in its vector tails
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
@@ -38,10 +37,10 @@ from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena, device_values
 from zero3d.memory.scratch import cast_scratch
 from zero3d.precision import cast_all, rounds_away
-from zero3d.zero.layout import Piece
 from zero3d.zero.model_group import NONE, ModelGroup, Norms, PieceNorm
 from zero3d.zero.param_groups import NOT_ELEMENTWISE, refuse_kind
 from zero3d.zero.unit import Unit
+from zero3d.zero.updates import MasterPiece, portions_of, update
 
 NO_NORM = -1.0  # no norm is negative
 APPLIED, OVERFLOW, NO_TARGETS, NOT_DUE = "applied", "overflow", "no targets", "not due"
@@ -78,20 +77,6 @@ class Outcome(NamedTuple):
     besides: list[float]
 
 
-@dataclass(frozen=True)
-class MasterPiece:
-    """A piece of a parameter that this rank updates: `master` and all its states are 1-D views."""
-
-    unit: Unit
-    name: str
-    shape: tuple[int, ...]
-    order: int  # position in model.parameters()
-    group: int
-    piece: Piece
-    place: int  # among the unit's pieces
-    master: Tensor
-
-
 class ShardedOptimizer:
     """Owns the torch optimizer over this rank's pieces and the flat buffers of its states.
 
@@ -105,12 +90,13 @@ class ShardedOptimizer:
     ) -> None:  # fmt: skip
         self._units = [unit for unit in units if unit.grads is not None]
         self._comm, self._arena, self._clip, self._model_group = comm, arena, clip_norm, model_group
-        self._wide = self._units[0].weights.master.dtype if self._units else torch.float32  # of norms, too
+        self._wide = self._units[0].weights.masters.dtype if self._units else torch.float32  # of norms, too
         self.pieces = sorted(self._own(order), key=lambda piece: piece.order)
         self._reduced = self._places_of_reduced()
         self._adopted: list[tuple[dict[str, Any], dict[str, Any]]] = []  # live states, and what was in flat buffers
         self._names = {place: name for name, place in reversed(order.items())}
         self._flat: dict[tuple[str, str], Tensor] = {}
+        self._portions = portions_of(self.pieces)
         self.torch = build([[p.master for p in self.pieces if p.group == g] for g in range(groups)])
         if type(self.torch).__name__ in NOT_ELEMENTWISE:
             refuse_kind(self.torch)
@@ -118,11 +104,11 @@ class ShardedOptimizer:
 
     def _own(self, order: dict[str, int]) -> Iterator[MasterPiece]:
         for unit in self._units:
-            master = unit.weights.master
             for place, piece in enumerate(unit.weights.update_pieces(self._comm.rank)):
                 slot = unit.layout.slots[piece.slot]
-                view = master[piece.offset : piece.offset + piece.stop - piece.start]
-                yield MasterPiece(unit, slot.name, slot.shape, order[slot.name], slot.group, piece, place, view)
+                about = unit, slot.name, slot.shape, order[slot.name], slot.group
+                for part, master in unit.weights.masters.parts(piece):
+                    yield MasterPiece(*about, part, place, part.start - piece.start, master)
 
     def _places_of_reduced(self) -> list[tuple[MasterPiece, int]]:
         """Return, in model order, where the piece of each reduced gradient stands in its unit's shard."""
@@ -154,10 +140,10 @@ class ShardedOptimizer:
 
     def state_view(self, owned: MasterPiece, key: str, dtype: torch.dtype) -> Tensor:
         """Return the piece's view of its unit's flat buffer for this state, which is made on first use."""
-        master = owned.unit.weights.master
+        weights = owned.unit.weights
         if (owned.unit.name, key) not in self._flat:
-            used = owned.unit.weights.used
-            self._flat[owned.unit.name, key] = self._arena.allocate("optimizer", master.numel(), used, dtype)
+            numel = weights.shard_or_full.numel()
+            self._flat[owned.unit.name, key] = self._arena.allocate("optimizer", numel, weights.used, dtype)
         start = owned.piece.offset
         return self._flat[owned.unit.name, key][start : start + owned.master.numel()]
 
@@ -173,10 +159,10 @@ class ShardedOptimizer:
         self._adopted = [(state, dict(state)) for state in self.torch.state.values()]
 
     def state_bytes(self, unit: Unit) -> int:
-        """Return a unit's optimizer bytes per parameter: of its master (when that is a copy) and its states."""
-        weights = unit.weights
-        copy = 0 if weights.master is weights.shard_or_full else weights.master.dtype.itemsize
-        return copy + sum(flat.dtype.itemsize for (name, _), flat in self._flat.items() if name == unit.name)
+        """Return a unit's optimizer bytes per parameter: what is stored of its masters beside weights, and states."""
+        stored = unit.weights.masters.stored
+        beside = 0 if stored is None else stored.dtype.itemsize
+        return beside + sum(flat.dtype.itemsize for (name, _), flat in self._flat.items() if name == unit.name)
 
     # --- the step -------------------------------------------------------------------------------
 
@@ -282,13 +268,9 @@ class ShardedOptimizer:
 
     def _update(self) -> None:
         self.wait()  # masters may be what is sent
-        for owned in self.pieces:
-            owned.master.grad = owned.unit.gradients.owned_pieces()[owned.place]
-        self.torch.step()
+        update(self.torch, self._portions, self._arena)
         if not self._adopted or any(_differs(*states) for states in self._adopted):
             self.adopt()
-        for owned in self.pieces:
-            owned.master.grad = None
         self._cast()
         self._comm.leave_under_way([unit.weights.send() for unit in self._units])
         for unit in self._units:
@@ -301,7 +283,7 @@ class ShardedOptimizer:
 
     def _cast(self) -> None:
         """Cast all masters to weights."""
-        pairs = [unit.weights.cast for unit in self._units if unit.weights.cast is not None]
+        pairs = [cast for cast in (unit.weights.masters.cast for unit in self._units) if cast is not None]
         to_round = [pair for pair in pairs if rounds_away(pair[0].dtype, pair[1].dtype)]
         others = [pair for pair in pairs if not rounds_away(pair[0].dtype, pair[1].dtype)]
         if others:

@@ -43,6 +43,7 @@ class Policy:
     master  dtype of masters and reduced gradients
     wire    dtype in which gradients are reduced; they travel in a narrower one where nothing is rounded
     poison  fill released storages with NaN: finds early releases
+    split_master  masters of weights in another dtype are those and a remainder (masters.py)
     """
 
     stage: Stage
@@ -52,6 +53,7 @@ class Policy:
     master: torch.dtype
     wire: torch.dtype
     poison: bool = False
+    split_master: bool = False
 
 
 class Setting(NamedTuple):

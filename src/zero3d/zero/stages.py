@@ -42,6 +42,7 @@ STAGES = (
 
 RELEASES = ("auto", "every_use", "every_step")
 REDUCES = ("auto", "every_micro_batch", "every_step")
+MASTERS = ("fp32", "split")
 WINDOW = 2  # gathers that run ahead of their use, and reductions in flight: both cost a unit's memory
 
 
@@ -69,6 +70,18 @@ def resolve_policies(stage: Stage, release: str, reduce: str) -> tuple[str, str]
     if reduce == "auto":
         reduce = "every_micro_batch" if stage.shards_gradients else "every_step"
     return ("every_use" if release == "auto" else release), reduce
+
+
+def splits_master(master: str, precision: str) -> bool:
+    """Return whether masters are kept as bf16 weights and 16-bit remainders. Raises ConfigError."""
+    if master not in MASTERS:
+        raise ConfigError(f"master={master!r} is unknown: pass one of {', '.join(MASTERS)}.")
+    if master == "split" and precision != "bf16":
+        why = {"fp16": "an fp16 weight is no half of an fp32 master"}.get(precision, "the weight itself is the master")
+        raise ConfigError(
+            f"master='split' with precision {precision!r}: {why}. Pass precision='bf16', or master='fp32'."
+        )
+    return master == "split"
 
 
 # --- bytes --------------------------------------------------------------------------------------
@@ -106,6 +119,7 @@ class Widths(NamedTuple):
 
 
 # In fp32 and fp64 the weight shard is the master, so k counts only m and v.
+REMAINDER = 2  # of a split master, beside its bf16 weight: k is 10
 WIDTHS = {"bf16": Widths(2, 4, 12), "fp16": Widths(2, 4, 12), "fp32": Widths(4, 4, 8), "fp64": Widths(8, 8, 16)}
 
 
@@ -126,7 +140,7 @@ def engine_bytes(
 ) -> StateBytes:  # fmt: skip
     """Return bytes per *trainable* parameter that the arena really holds on one rank, padding apart.
 
-    `optimizer` replaces k for optimizers other than Adam (master included).
+    `optimizer` replaces k for optimizers other than Adam and other masters (what is stored of those included).
     Local gradients stay in the compute dtype when accumulate is 1, because their cast at the
     reduction is exact; accumulated ones are kept in the reduced dtype. `exact` keeps sums of summands instead.
     """

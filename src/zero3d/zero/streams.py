@@ -55,7 +55,7 @@ class Lane:
             self._log.append((f"{self._name}.{what}", unit))
 
 
-def current_stream(device: torch.device) -> torch.Stream | None:
+def compute_stream(device: torch.device) -> torch.Stream | None:
     """Return the stream on which the caller computes; None on the CPU."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 

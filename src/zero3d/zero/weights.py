@@ -2,7 +2,7 @@
 
     full    [total]    compute dtype   every parameter is a view into it while gathered
     shard   [total/N]  compute dtype   this rank's slice; a view of full where full is kept
-    master             fp32            of what this rank updates; the shard itself in fp32, and when frozen
+    masters            fp32            of what this rank updates (masters.py)
 
 Note 1, placeholders. While SHARDED a parameter's data is one NaN expanded to its shape: reading
 a view of a freed storage is a segmentation fault, reading a NaN is not. Each parameter has its
@@ -25,15 +25,16 @@ from torch._compile import _disable_dynamo
 from zero3d.distributed.axis import DONE, Pending
 from zero3d.distributed.collectives import same_memory
 from zero3d.errors import LayoutError, Zero3dError
-from zero3d.precision import to_compute
+from zero3d.precision import joined, to_compute
 from zero3d.zero.arriving import arrived, expect
 from zero3d.zero.layout import Piece, UnitLayout
+from zero3d.zero.masters import REMAINDER, Masters, SplitMasters, StoredMasters, bits
 from zero3d.zero.policy import Setting, State, parameter_views
-from zero3d.zero.streams import current_stream, wait_on
+from zero3d.zero.streams import compute_stream, wait_on
 
 
 class Weights:
-    """Owns a unit's parameters: their storage, this rank's shard and its master.
+    """Owns a unit's parameters: their storage, this rank's shard and its masters.
 
     arriving  new weights were left on their way (`leave`)
     """
@@ -58,7 +59,7 @@ class Weights:
             self.full = setting.arena.borrow("gathered", layout.total, dtype)
             self.shard = setting.arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype)
         self.views = parameter_views(self.full, layout)
-        self.master = self.shard_or_full
+        self.masters: Masters = StoredMasters(self.shard_or_full, self.shard_or_full)
         self._placeholders = [placeholder(p, dtype, self.full.device) for p in params]
         self._adopt(fill)
         self._point_at(self.views)
@@ -82,14 +83,17 @@ class Weights:
 
     def _adopt(self, fill: Callable[[Tensor], None]) -> None:
         """Take the first weights: this rank's slice [total/N] and, where all are kept, all ((N-1)/N Psi elements)."""
-        comm, dtype, wide = self._setting.comm, self.full.dtype, self._setting.policy.master
-        if self.trainable and dtype != wide:
-            self.master = self._setting.arena.allocate("optimizer", self.shard_or_full.numel(), self.used, wide)
-            slot = self._setting.slot(self.master) if self.updates_all else self.master
-            fill(slot)
-            if self.updates_all:
-                comm.all_gather(self.master, slot, "-").wait()
-            to_compute(self.master, dtype, out=self.shard_or_full)
+        comm, policy = self._setting.comm, self._setting.policy
+        if self.trainable and self.full.dtype != policy.master:
+            weights = self.shard_or_full
+            kind, dtype = (SplitMasters, REMAINDER) if policy.split_master else (StoredMasters, policy.master)
+            self.masters = kind(weights, self._setting.arena.allocate("optimizer", weights.numel(), self.used, dtype))
+            start = comm.rank * self.layout.shard if self.updates_all else 0
+            first = joined(self.masters.read(start, start + self.layout.shard))
+            fill(first)
+            self.masters.write(start, first)
+            self._share_masters()
+            self._cast()
         else:
             fill(self.shard)
         if not self.sharded:
@@ -153,18 +157,16 @@ class Weights:
 
     # --- after an update ------------------------------------------------------------------------
 
-    @property
-    def cast(self) -> tuple[Tensor, Tensor] | None:
-        """The master and the weights that it is cast to; None where it is they."""
-        return None if self.master is self.shard_or_full else (self.master, self.shard_or_full)
-
     def refresh(self) -> Pending:
-        """Cast the master to weights, and `send` them."""
+        """Cast the masters to weights, and `send` them."""
         self.ready()
-        if self.cast is not None:
-            master, weights = self.cast
-            to_compute(master, weights.dtype, out=weights)
+        self._cast()
         return self.send()
+
+    def _cast(self) -> None:
+        if self.masters.cast is not None:
+            masters, weights = self.masters.cast
+            to_compute(masters, weights.dtype, out=weights)
 
     def send(self) -> Pending:
         """Start to send weights that were cast to all ranks at stages 1 and 2; (N-1)/N Psi elements each.
@@ -178,7 +180,7 @@ class Weights:
 
     def leave(self) -> None:
         """Leave what `send` began on its way where whatever touches a parameter will wait for it; else wait now."""
-        self._arriving_at = current_stream(self._setting.arena.device)
+        self._arriving_at = compute_stream(self._setting.arena.device)
         self.arriving = not self._pending.over and expect(self.params, self.ready)
         if not self.arriving:
             self.ready()
@@ -198,36 +200,36 @@ class Weights:
             with suppress(Zero3dError, RuntimeError):
                 wait_on(self._arriving_at, self._pending)
 
-    def absorb(self) -> bool:
-        """Keep what was written into gathered parameters, and return whether anything was.
+    def open(self) -> None:
+        """Let gathered parameters be written until `absorb`."""
+        if self._keeps_full:  # they are this rank's weights
+            self.masters.hold(self._setting.arena)
 
-        A master changes only where the weight differs from its cast, so that reading costs no bit.
-        """
+    def absorb(self) -> bool:
+        """Keep what was written into gathered parameters, and return whether anything was."""
         written = [p._version for p in self.params] != self._versions
         self._versions = [p._version for p in self.params]
         values = self.full if self.updates_all else self._setting.slot(self.full)
-        if self.sharded and not torch.equal(_bits(values), _bits(self.shard)):
+        written = self.masters.absorb(values) or written
+        if self.sharded and not torch.equal(bits(values), bits(self.shard)):
             self.shard.copy_(values)
             written = True
-        if self.master is not self.shard_or_full:
-            changed = _bits(values) != _bits(to_compute(self.master, values.dtype))
-            if bool(changed.any()):
-                self.master[changed] = values[changed].to(self.master.dtype)
-                written = True
         return written
 
     def share(self) -> Pending:
         """Make every rank's gathered parameters agree after writes: each slice's owner wins."""
+        self._share_masters()
         return self._setting.comm.all_gather(self.full, self.shard, self.name)
+
+    def _share_masters(self) -> None:
+        """Give all ranks the owners' masters where each updates all (stage 0); (N-1)/N Psi elements of those stored."""
+        stored = self.masters.stored
+        if self.updates_all and stored is not None:
+            travel = stored.view(self.full.dtype) if stored.dtype == REMAINDER else stored  # no backend sends int16
+            self._setting.comm.all_gather(travel, self._setting.slot(travel), self.name).wait()
 
 
 def placeholder(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return one NaN in the shape of a parameter that is released (Note 1)."""
     value = float("nan") if dtype.is_floating_point else 0
     return torch.full((), value, dtype=dtype, device=device).expand(p.shape)
-
-
-def _bits(values: Tensor) -> Tensor:
-    """Return the raw bits, so that NaNs and signed zeros compare as what they are."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return values.view(integers[values.dtype.itemsize])

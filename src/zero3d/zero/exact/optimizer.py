@@ -10,7 +10,8 @@ from torch import Tensor
 from zero3d.zero.exact.summands import Summands
 from zero3d.zero.layout import CANONICAL
 from zero3d.zero.model_group import Norms
-from zero3d.zero.optimizer import MasterPiece, ShardedOptimizer, piece_norms
+from zero3d.zero.optimizer import ShardedOptimizer, piece_norms
+from zero3d.zero.updates import MasterPiece
 
 
 class ExactOptimizer(ShardedOptimizer):
