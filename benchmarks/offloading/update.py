@@ -24,7 +24,7 @@ from offloading.turns import at_least, in_turns, rates
 from zero3d.memory.arena import Arena
 from zero3d.memory.scratch import cast_scratch
 from zero3d.precision import cast_all, join_master, split_master
-from zero3d.zero.host_update import AdamRule, Bucket, BucketPiece, HostExecutor
+from zero3d.zero.host_update import AdamRule, BucketPiece, BucketStates, HostExecutor
 from zero3d.zero.rounding import Draw, noise_table, round_to_bf16
 
 RULE = AdamRule(lr=1e-4, weight_decay=0.01)
@@ -50,7 +50,7 @@ FORMS = {
 class Whole:
     """Owns what an update of whole tensors needs beside the bucket: fp32 copies, all of full length."""
 
-    def __init__(self, bucket: Bucket, pieces: list[BucketPiece]) -> None:
+    def __init__(self, bucket: BucketStates, pieces: list[BucketPiece]) -> None:
         count = len(bucket.grad)
         self.bucket, self.pieces = bucket, pieces
         self.grad, self.scratch = torch.empty(count), torch.empty(count)
@@ -111,7 +111,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def ways_of(
-    executor: HostExecutor, bucket: Bucket, pieces: list[BucketPiece], moved: int
+    executor: HostExecutor, bucket: BucketStates, pieces: list[BucketPiece], moved: int
 ) -> dict[str, Callable[[], object]]:
     """Return what takes turns on one bucket."""
     here, there = (torch.ones(moved // 2, dtype=torch.uint8) for _ in range(2))
@@ -123,7 +123,7 @@ def ways_of(
     return ways | {"copy": lambda: there.copy_(here)}
 
 
-def deepspeed_update(bucket: Bucket) -> Callable[[], None]:
+def deepspeed_update(bucket: BucketStates) -> Callable[[], None]:
     """Return DeepSpeed's update of the same master with moments of its own."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -140,7 +140,7 @@ def deepspeed_update(bucket: Bucket) -> Callable[[], None]:
     return update
 
 
-def bucket_of(form: Form, count: int) -> Bucket:
+def bucket_of(form: Form, count: int) -> BucketStates:
     """Return states of so many elements, as after some steps, and their gradients."""
     generator = torch.Generator().manual_seed(0)
 
@@ -153,4 +153,4 @@ def bucket_of(form: Form, count: int) -> Bucket:
         split_master(master, weights, remainder)
         master = remainder
     moments = [normal(1e-3).to(form.moments), normal(1e-3).square_().to(form.moments)]
-    return Bucket(master, weights, *moments, normal(1e-3).bfloat16())
+    return BucketStates(master, weights, *moments, normal(1e-3).bfloat16())

@@ -9,7 +9,7 @@ import torch
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.precision import join_master, split_master, to_compute
-from zero3d.zero.host_update import AdamRule, Bucket, BucketPiece, HostExecutor
+from zero3d.zero.host_update import AdamRule, BucketPiece, BucketStates, HostExecutor
 from zero3d.zero.optimizer import multiply
 from zero3d.zero.rounding import Draw, noise_table, round_to_bf16
 
@@ -86,7 +86,9 @@ def bucket_of(form, states, moments=torch.float32, first=0):
         remainder = torch.empty(length, dtype=torch.int16)
         split_master(master, weights, remainder)
         master = remainder
-    return Bucket(master, weights, states[1].to(moments, copy=True), states[2].to(moments, copy=True), states[3], first)
+    return BucketStates(
+        master, weights, states[1].to(moments, copy=True), states[2].to(moments, copy=True), states[3], first
+    )
 
 
 def master_of(bucket):

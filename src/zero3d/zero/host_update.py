@@ -89,7 +89,7 @@ class BucketPiece(NamedTuple):
     rule: AdamRule
 
 
-class Bucket(NamedTuple):
+class BucketStates(NamedTuple):
     """What an update reads and writes: 1-D views of one length.
 
     master      fp32, or int16: the remainders of a split master, whose upper halves are `weights`
@@ -111,15 +111,15 @@ class Bucket(NamedTuple):
         """Weights and remainders of a split master."""
         return (self.weights, self.master) if self.weights is not None and self.master.dtype == torch.int16 else None
 
-    def cut(self, start: int, stop: int) -> Bucket:
+    def cut(self, start: int, stop: int) -> BucketStates:
         """Return a part of it."""
         cut = slice(start, stop)
         weights = None if self.weights is None else self.weights[cut]
         exp_avg, exp_avg_sq = self.exp_avg[cut], self.exp_avg_sq[cut]
-        return Bucket(self.master[cut], weights, exp_avg, exp_avg_sq, self.grad[cut], self.first + start)
+        return BucketStates(self.master[cut], weights, exp_avg, exp_avg_sq, self.grad[cut], self.first + start)
 
 
-def _check(bucket: Bucket) -> None:
+def _check(bucket: BucketStates) -> None:
     """Assert what torch's kernel does not look at: it would read beyond a shorter tensor."""
     tensors = [each for each in bucket if isinstance(each, Tensor)]
     lengths, dtypes = {len(each) for each in tensors}, {each.dtype for each in tensors}
@@ -163,7 +163,9 @@ class HostExecutor:
         for buffer in (self._scratch, self._table, self._least):
             self._arena.give_back("wire", buffer)
 
-    def update(self, bucket: Bucket, pieces: Sequence[BucketPiece], step: int, factors: Sequence[float] = ()) -> None:
+    def update(
+        self, bucket: BucketStates, pieces: Sequence[BucketPiece], step: int, factors: Sequence[float] = ()
+    ) -> None:
         """Update a bucket, and return when it is done. What lies between pieces is padding, all zeros.
 
         pieces   in order
@@ -179,7 +181,7 @@ class HostExecutor:
         list(self._pool.map(work, [starts] * self._threads))
 
     def _update(
-        self, bucket: Bucket, pieces: Sequence[BucketPiece], step: Tensor, factors: Sequence[float],
+        self, bucket: BucketStates, pieces: Sequence[BucketPiece], step: Tensor, factors: Sequence[float],
         starts: SimpleQueue[int | None],
     ) -> None:  # fmt: skip
         """Update the chunks that begin at `starts`, until there is none."""
@@ -190,7 +192,7 @@ class HostExecutor:
             _apply(pieces, step, start, stop, wide)
             self._cast_out(part, wide, int(step))
 
-    def _cast_in(self, part: Bucket, factors: Sequence[float]) -> list[Tensor]:
+    def _cast_in(self, part: BucketStates, factors: Sequence[float]) -> list[Tensor]:
         """Return master, gradient and moments in fp32: where they are, or in this thread's scratch."""
         master, grad, *moments = self._own.scratch[:, : part.grad.numel()]
         master = join_master(*part.halves, master) if part.halves else part.master
@@ -198,7 +200,7 @@ class HostExecutor:
         moments = [own if own.dtype == torch.float32 else room.copy_(own) for own, room in held]
         return [master, _multiplied(part.grad, factors, grad), *moments]
 
-    def _cast_out(self, part: Bucket, wide: Sequence[Tensor], step: int) -> None:
+    def _cast_out(self, part: BucketStates, wide: Sequence[Tensor], step: int) -> None:
         """Write what is not updated in place; the gradient's scratch is free by now."""
         master, _, *moments = wide
         scratch = self._own.scratch[1]
