@@ -96,14 +96,24 @@ def cast_all(pairs: Sequence[tuple[Tensor, Tensor]], scratch: Tensor) -> None:
     room = scratch.numel() // 2
     if not room:
         return
-    wide, least = scratch[:room], scratch[room:].view(torch.int32).fill_(_LEAST).view(torch.int16)
+    wide, least = scratch[:room], least_halves(scratch[room:])
     for group in _groups(pairs, room):
         masters, weights = [master for master, _ in group], [weight for _, weight in group]
         sizes = [master.numel() for master in masters]
         cast = wide[: sum(sizes)]
         source = masters[0] if len(masters) == 1 else torch.cat(masters, out=cast)
-        torch.maximum(source.view(torch.int16), least[: 2 * len(cast)], out=cast.view(torch.int16))
-        torch._foreach_copy_(weights, torch.split(cast, sizes))
+        torch._foreach_copy_(weights, torch.split(raise_ties(source, least, cast), sizes))
+
+
+def least_halves(scratch: Tensor) -> Tensor:
+    """Fill fp32 scratch with what the 16-bit halves of as many masters are at least where ties are raised."""
+    return scratch.view(torch.int32).fill_(_LEAST).view(torch.int16)
+
+
+def raise_ties(master: Tensor, least: Tensor, out: Tensor) -> Tensor:
+    """Return flat masters of which torch's own cast to bf16 is `to_compute`'s; `least` are `least_halves` or more."""
+    torch.maximum(master.view(torch.int16), least[: 2 * len(out)], out=out.view(torch.int16))
+    return out
 
 
 def _groups(pairs: Sequence[tuple[Tensor, Tensor]], room: int) -> Iterator[list[tuple[Tensor, Tensor]]]:

@@ -6,6 +6,7 @@ hooks, gathers, reductions         module and autograd events; when units are ga
 streams                            the side streams of both
 masters, updates                   what the optimizer updates, stored whole or in halves; how it does, bucket by bucket
 accumulation, optimizer            when a step is due; the step: norm, clip, update, refresh
+host_update, rounding              Adam's update on the host, in chunks; its moments in bf16
 param_groups, initial_weights      what the caller passes: optimizers and groups; the first weights
 model_group                        what the ranks that share one copy of the model agree on in a step
 health, fingerprint                values that are not finite; one hash of all states

@@ -1,0 +1,233 @@
+"""Adam's update on the host, in chunks that stay inside a core's cache: ZeRO-Offload, section 5 of arXiv:2101.06840.
+
+A bucket of states is updated in one pass over memory, since every cast is done inside a chunk:
+
+    gradient       cast to fp32, multiplied by factors; only read
+    split master   joined to fp32, updated, split again: the weights and their remainders
+    fp32 master    updated where it is, then cast to the weights
+    fp32 moments   updated where they are
+    bf16 moments   cast to fp32, updated, rounded at random (rounding.py)
+
+The update itself is torch's own fused kernel on pieces of parameters (Adam: arXiv:1412.6980; AdamW: arXiv:1711.05101).
+Its bits are those of whole parameters: chunks are cut at multiples of 16 elements, where its vectors end.
+
+One Python thread per core takes chunk after chunk. Torch's kernels release Python's lock, and run on their own thread
+alone: threads inside a chunk would wait for each other once for every operation.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero3d.errors import ConfigError
+from zero3d.memory.arena import Arena
+from zero3d.precision import join_master, least_halves, raise_ties, rounds_away, split_master
+from zero3d.zero.rounding import TILE, Draw, noise_table, round_to_bf16
+
+VECTOR = 16  # elements of the longest vector of torch's kernels on CPUs, at whose ends chunks may be cut
+CHUNK = 1 << 18  # a few arrays of it fit a core's caches, and Python's share, some 25 us, is small beside it
+HELD = {torch.float32, torch.bfloat16, torch.float16, torch.int16}
+WIDE = 4  # fp32 values of scratch an element: master, gradient and two moments
+
+
+@dataclass(frozen=True)
+class AdamRule:
+    """Hyperparameters of a group of parameters, as torch's Adam and AdamW have them."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    maximize: bool = False
+    decoupled: bool = True
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, group: Mapping[str, Any]) -> AdamRule:
+        """Return what a group of a torch optimizer says now. Raises ConfigError for what the host cannot update."""
+        kind = type(optimizer)
+        if kind not in (torch.optim.Adam, torch.optim.AdamW) or group["amsgrad"]:
+            asked = f"{kind.__name__}(amsgrad=True)" if group.get("amsgrad") else kind.__name__
+            raise ConfigError(
+                f"{asked} cannot be updated on the host, which has Adam and AdamW without amsgrad: use one of them, "
+                "or pass offload.executor=device."
+            )
+        lr, eps, weight_decay = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
+        beta1, beta2 = map(float, group["betas"])
+        return cls(lr, beta1, beta2, eps, weight_decay, group["maximize"], group["decoupled_weight_decay"])
+
+    def update(self, step: Tensor, tensors: Sequence[list[Tensor]]) -> None:
+        """Update pieces; `step` counts this one.
+
+        tensors  [4] masters, gradients, first and second moments of all pieces
+        """
+        kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+        masters, grads, exp_avgs, exp_avg_sqs = tensors
+        kernel(
+            masters, grads, exp_avgs, exp_avg_sqs, [], [step] * len(masters), lr=self.lr, beta1=self.beta1,
+            beta2=self.beta2, weight_decay=self.weight_decay, eps=self.eps, amsgrad=False, maximize=self.maximize,
+        )  # fmt: skip
+
+
+class BucketPiece(NamedTuple):
+    """A piece of a parameter in a bucket, as elements of it; it starts at a multiple of VECTOR."""
+
+    start: int
+    stop: int
+    rule: AdamRule
+
+
+class BucketStates(NamedTuple):
+    """What an update reads and writes: 1-D views of one length.
+
+    master      fp32, or int16: the remainders of a split master, whose upper halves are `weights`
+    weights     bf16 or fp16; None where the master is the weight
+    exp_avg     fp32 or bf16, and `exp_avg_sq` alike
+    grad        fp32 or bf16, only read
+    first       global index of the first element, for the rounding of bf16 moments; a multiple of VECTOR
+    """
+
+    master: Tensor
+    weights: Tensor | None
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    grad: Tensor
+    first: int = 0
+
+    @property
+    def halves(self) -> tuple[Tensor, Tensor] | None:
+        """Weights and remainders of a split master."""
+        return (self.weights, self.master) if self.weights is not None and self.master.dtype == torch.int16 else None
+
+    def cut(self, start: int, stop: int) -> BucketStates:
+        """Return a part of it."""
+        cut = slice(start, stop)
+        weights = None if self.weights is None else self.weights[cut]
+        exp_avg, exp_avg_sq = self.exp_avg[cut], self.exp_avg_sq[cut]
+        return BucketStates(self.master[cut], weights, exp_avg, exp_avg_sq, self.grad[cut], self.first + start)
+
+
+def _check(bucket: BucketStates) -> None:
+    """Assert what torch's kernel does not look at: it would read beyond a shorter tensor."""
+    tensors = [each for each in bucket if isinstance(each, Tensor)]
+    lengths, dtypes = {len(each) for each in tensors}, {each.dtype for each in tensors}
+    assert len(lengths) == 1, f"tensors of one bucket have {lengths} elements"
+    assert dtypes <= HELD, f"tensors of a bucket are {dtypes}, beside {HELD}"
+
+
+class HostExecutor:
+    """Owns the threads that update buckets on the host, and their scratch.
+
+    It is 16 bytes for an element of a chunk, for each thread; once, 4 more, and the table of noise, 1 MiB.
+
+    threads  one per core that it may use
+    seed     of the rounding of bf16 moments
+    chunk    elements, a multiple of VECTOR; changes no bit
+
+    Torch's number of threads stays what it was for everybody else: set in a thread, it holds there and in those that
+    start later, so that it is put back when all have started.
+    """
+
+    def __init__(self, threads: int, arena: Arena, seed: int = 0, chunk: int = CHUNK) -> None:
+        assert chunk % VECTOR == 0, f"chunks of {chunk} elements would end inside a vector of {VECTOR}"
+        self._threads, self._arena, self._seed, self._chunk = threads, arena, seed, chunk
+        self._scratch = arena.borrow("wire", threads * WIDE * chunk, torch.float32)
+        self._table = arena.borrow("wire", TILE, torch.int32).copy_(noise_table(arena.device))
+        self._least = least_halves(arena.borrow("wire", chunk, torch.float32))
+        self._own = threading.local()
+        self._pool = ThreadPoolExecutor(threads, "host-update")
+        before, together = torch.get_num_threads(), threading.Barrier(threads, timeout=60)
+        list(self._pool.map(self._start, [together] * threads))
+        torch.set_num_threads(before)
+
+    def _start(self, together: threading.Barrier) -> None:
+        torch.get_num_threads()  # a thread's first question takes over what holds for all: later it would undo the next
+        torch.set_num_threads(1)
+        self._own.scratch = self._scratch.view(together.parties, WIDE, self._chunk)[together.wait()]
+
+    def close(self) -> None:
+        """End the threads and give the scratch back."""
+        self._pool.shutdown()
+        for buffer in (self._scratch, self._table, self._least):
+            self._arena.give_back("wire", buffer)
+
+    def update(
+        self, bucket: BucketStates, pieces: Sequence[BucketPiece], step: int, factors: Sequence[float] = ()
+    ) -> None:
+        """Update a bucket, and return when it is done. What lies between pieces is padding, all zeros.
+
+        pieces   in order
+        step     steps applied, this one included
+        factors  multiply the gradient, one after the other (`optimizer.multiply`)
+        """
+        _check(bucket)
+        starts: SimpleQueue[int | None] = SimpleQueue()
+        for start in (*range(0, bucket.grad.numel(), self._chunk), *[None] * self._threads):
+            starts.put(start)
+        factors = [factor for factor in factors if factor != 1.0]
+        work = partial(self._update, bucket, pieces, torch.tensor(float(step)), factors)
+        list(self._pool.map(work, [starts] * self._threads))
+
+    def _update(
+        self, bucket: BucketStates, pieces: Sequence[BucketPiece], step: Tensor, factors: Sequence[float],
+        starts: SimpleQueue[int | None],
+    ) -> None:  # fmt: skip
+        """Update the chunks that begin at `starts`, until there is none."""
+        for start in iter(starts.get, None):
+            stop = min(start + self._chunk, bucket.grad.numel())
+            part = bucket.cut(start, stop)
+            wide = self._cast_in(part, factors)
+            _apply(pieces, step, start, stop, wide)
+            self._cast_out(part, wide, int(step))
+
+    def _cast_in(self, part: BucketStates, factors: Sequence[float]) -> list[Tensor]:
+        """Return master, gradient and moments in fp32: where they are, or in this thread's scratch."""
+        master, grad, *moments = self._own.scratch[:, : part.grad.numel()]
+        master = join_master(*part.halves, master) if part.halves else part.master
+        held = zip((part.exp_avg, part.exp_avg_sq), moments, strict=True)
+        moments = [own if own.dtype == torch.float32 else room.copy_(own) for own, room in held]
+        return [master, _multiplied(part.grad, factors, grad), *moments]
+
+    def _cast_out(self, part: BucketStates, wide: Sequence[Tensor], step: int) -> None:
+        """Write what is not updated in place; the gradient's scratch is free by now."""
+        master, _, *moments = wide
+        scratch = self._own.scratch[1]
+        for moment, (own, room) in enumerate(zip((part.exp_avg, part.exp_avg_sq), moments, strict=True)):
+            if own is not room:
+                round_to_bf16(room, own, Draw(self._seed, step, moment), part.first, self._table, scratch)
+        if part.halves:
+            split_master(master, *part.halves, scratch=master)
+        elif part.weights is not None and rounds_away(master.dtype, part.weights.dtype):
+            part.weights.copy_(raise_ties(master, self._least, scratch[: len(master)]))
+        elif part.weights is not None:
+            part.weights.copy_(master)
+
+
+def _multiplied(grad: Tensor, factors: Sequence[float], scratch: Tensor) -> Tensor:
+    """Return the gradient in fp32, times each factor; itself where nothing is to be done."""
+    if grad.dtype != scratch.dtype:
+        grad = scratch.copy_(grad)
+    for factor in factors:
+        grad = torch.mul(grad, factor, out=scratch)
+    return grad
+
+
+def _apply(pieces: Sequence[BucketPiece], step: Tensor, start: int, stop: int, chunk: Sequence[Tensor]) -> None:
+    """Update what of a bucket's pieces lies in a chunk, whose tensors are `chunk`."""
+    first = bisect_right(pieces, start, key=lambda piece: piece.stop)
+    last = bisect_left(pieces, stop, key=lambda piece: piece.start)
+    for rule, alike in groupby(pieces[first:last], key=lambda piece: piece.rule):
+        cuts = [slice(max(piece.start, start) - start, min(piece.stop, stop) - start) for piece in alike]
+        rule.update(step, [[each[cut] for cut in cuts] for each in chunk])
