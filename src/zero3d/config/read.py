@@ -182,6 +182,9 @@ def _across(config: Config) -> Iterator[Problem]:
     if config.plan.write_back and config.plan.cluster is None:
         text = "plan.write_back corrects a cluster file, and plan.cluster names none: type plan.cluster=FILE, too."
         yield Problem("plan.write_back", "", text)
+    if config.zero.master == "split" and config.precision != "bf16":
+        text = f"zero.master=split keeps masters as bf16 weights and remainders, and precision is {config.precision}:"
+        yield Problem("zero.master", "", f"{text} type precision=bf16 or zero.master=fp32.")
 
 
 def _raise(problems: Sequence[Problem]) -> None:

@@ -247,7 +247,8 @@ class Engine:
         All ranks enter and leave together and write the same values (where they differ, the
         owner of each slice wins). Entering and leaving without writes changes no bit. At stage 3
         gathers the units: (N-1)/N Psi elements. What is written into a tied parameter reaches its copy
-        on another pipeline stage; where both are written, the full model's name wins.
+        on another pipeline stage; where both are written, the full model's name wins. With master="split" a copy of
+        this rank's weights is held inside, where they are not gathered from a shard.
         """
         return self._assembly.whole_parameters.opened(modules)
 

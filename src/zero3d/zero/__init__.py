@@ -4,6 +4,7 @@ stages, layout, traffic            the stage table and its bytes; where paramete
 policy, weights, gradients, unit   what units share; the parameters gathered, released and reduced together
 hooks, gathers, reductions         module and autograd events; when units are gathered; when they are reduced
 streams                            the side streams of both
+masters, updates                   what the optimizer updates, stored whole or in halves; how it does, bucket by bucket
 accumulation, optimizer            when a step is due; the step: norm, clip, update, refresh
 host_update, rounding              Adam's update on the host, in chunks; its moments in bf16
 param_groups, initial_weights      what the caller passes: optimizers and groups; the first weights
