@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from offloading import copies, update
+from offloading import copies, disk, update
 
 from zero3d.errors import Zero3dError
 
@@ -43,7 +43,8 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "copies": Part(copies.measure, "copies in memory"),
+    "copies": Part(copies.measure, "copies between a host slab and ordinary memory"),
+    "disk": Part(disk.measure, "records through a ring, and plainly, beside dd with direct I/O"),
     "update": Part(update.measure, "Adam's update on the host: in chunks, of whole tensors, a copy"),
 }
 

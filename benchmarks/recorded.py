@@ -27,7 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
-MEASURED = ("src", "benchmarks/*.py", "benchmarks/instruments", "examples", "constraints.txt")
+MEASURED = ("src", "benchmarks/*.py", "benchmarks/instruments", "benchmarks/offloading", "examples", "constraints.txt")
 DROPPED = ("paths", "config", "sample")  # of what `zero3d train --json` prints: where it was, and what it was told
 
 

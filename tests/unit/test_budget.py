@@ -81,7 +81,9 @@ def test_the_limit_from_which_on_a_group_is_slowed_down_holds(tmp_path):
 def test_no_limit_is_none(tmp_path):
     system(tmp_path, "4:cpu,memory:/a\n0::/\n")
     group(tmp_path / "sys/fs/cgroup/memory/a", 9223372036854771712, 50 * GB, v2=False)
-    assert host_budget(1, root=tmp_path).nbytes == 40 * GB
+    budget = host_budget(1, root=tmp_path)
+    assert budget.nbytes == 40 * GB
+    assert str(budget) == "40.00 GB of available memory"
 
 
 def test_a_group_that_is_full_leaves_nothing(tmp_path):

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import namedtuple
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from disk_steps import OWNER, RECORDS, holds, memory, write_step
 from zero3d.errors import CheckpointError, ConfigError, OutOfBudget
 from zero3d.memory import direct_file, disk_slab
 from zero3d.memory.blocks import BLOCK, padded
-from zero3d.memory.disk_slab import DiskSlab
+from zero3d.memory.disk_slab import DiskSlab, common_step
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -76,7 +77,7 @@ def test_records_of_any_size_come_back(tmp_path, io, seed):
 def test_this_file_system_has_direct_transfers_or_says_so(tmp_path):
     with open_slab(tmp_path) as slab:
         flags = fcntl.fcntl(slab._file._file, fcntl.F_GETFL)
-        assert slab._file.direct == bool(direct_file.DIRECT and flags & direct_file.DIRECT)
+        assert slab.direct == bool(direct_file.DIRECT and flags & direct_file.DIRECT)
 
 
 def test_a_file_system_that_refuses_direct_transfers_when_they_come_is_read_through_the_cache(tmp_path, monkeypatch):
@@ -89,7 +90,7 @@ def test_a_file_system_that_refuses_direct_transfers_when_they_come_is_read_thro
 
     monkeypatch.setattr(os, "preadv", refusing)
     with open_slab(tmp_path) as slab:
-        assert not slab._file.direct
+        assert not slab.direct
         write_step(slab, 0)
         slab.commit(0)
         assert holds(slab, 0)
@@ -116,7 +117,7 @@ def test_a_transfer_that_moves_nothing_more_is_one_error(tmp_path, monkeypatch, 
         write_step(slab, 0)
         slab.commit(0)
         slab.confirm(0)
-        if not slab._file.direct and moved:
+        if not slab.direct and moved:
             pytest.skip("any byte is progress through the page cache")
         call = getattr(os, name)
         with monkeypatch.context() as patched:
@@ -161,6 +162,26 @@ def test_a_record_that_cannot_be_written_keeps_what_it_held(tmp_path, io, monkey
         assert holds(slab, 1)
 
 
+def test_all_transfers_have_ended_when_one_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(direct_file, "CHUNK", 2 * BLOCK)
+    failed, ended = threading.Event(), []
+
+    def pwritev(file, given, offset):
+        if offset % (16 * BLOCK) == 2 * BLOCK:  # the first of the record's five
+            failed.set()
+            raise OSError(errno.EIO, "Input/output error")
+        failed.wait()
+        time.sleep(0.05)
+        ended.append(offset)
+        return len(given[0])
+
+    with open_slab(tmp_path) as slab:
+        monkeypatch.setattr(os, "pwritev", pwritev)
+        with pytest.raises(CheckpointError):
+            slab.write(2, memory(RECORDS["block.1"]))
+        assert len(ended) == 4
+
+
 def test_memory_that_is_too_short_or_begins_inside_of_a_block_is_refused(tmp_path):
     with open_slab(tmp_path) as slab:
         with pytest.raises(AssertionError, match=r"record block\.1 takes 40960 bytes, not 36864"):
@@ -174,6 +195,7 @@ def test_memory_that_is_too_short_or_begins_inside_of_a_block_is_refused(tmp_pat
 
 def test_a_record_is_read_from_where_it_was_written_last(tmp_path, io):
     with open_slab(committed(tmp_path, 0)) as slab:
+        slab.resume(0)
         given, taken = memory(1), memory(1)
         given[0] = 200
         slab.write(0, given)
@@ -198,6 +220,8 @@ def test_steps_take_turns_in_two_slots_and_the_newest_comes_back(tmp_path, io):
 
 def test_nothing_is_written_before_all_ranks_have_committed(tmp_path):
     with open_slab(committed(tmp_path, 4)) as slab:
+        with pytest.raises(AssertionError, match="written before all ranks have committed"):
+            slab.write(0, memory(1))
         slab.resume(4)
         write_step(slab, 5)
         slab.commit(5)
@@ -207,6 +231,19 @@ def test_nothing_is_written_before_all_ranks_have_committed(tmp_path):
             slab.confirm(4)
         slab.confirm(5)
         slab.write(0, memory(1))
+        with pytest.raises(AssertionError, match=r"step 6 is committed without record block\.0"):
+            slab.commit(6)
+
+
+@pytest.mark.parametrize(
+    ("steps", "common"),
+    [
+        ([(3,)], 3), ([(3, 2), (3, 2)], 3), ([(3, 2), (2, 1)], 2), ([(2, 1), (3, 2)], 2), ([(3, 2), (2,)], 2),
+        ([(0,), ()], None), ([(3, 2), (1, 0)], None), ([(3, 7), (7, 6)], 7), ([(3, 7), (3, 7)], 3),
+    ],
+)  # fmt: skip
+def test_ranks_go_on_from_the_newest_step_that_all_have(steps, common):
+    assert common_step(steps) == common
 
 
 def test_a_rank_that_is_one_step_further_goes_back_and_is_not_mistaken_for_further_again(tmp_path):
@@ -219,8 +256,8 @@ def test_a_rank_that_is_one_step_further_goes_back_and_is_not_mistaken_for_furth
         write_step(slab, 3)
         slab.commit(3)
     with open_slab(first) as ours, open_slab(second) as theirs:
-        agreed = min(ours.steps[0], theirs.steps[0])
-        assert (ours.steps, agreed) == ((3, 2), 2)
+        agreed = common_step([ours.steps, theirs.steps])
+        assert (ours.steps, theirs.steps, agreed) == ((3, 2), (2, 1), 2)
         ours.resume(agreed)
         assert holds(ours, 2)
         given = memory(1)
@@ -503,6 +540,15 @@ def test_memory_that_looks_like_a_disk_is_warned_of_and_works():
             assert holds(slab, 0)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
+    def none(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", none)
+    with pytest.warns(UserWarning, match=r"has no locks \(No locks available\)"):
+        open_slab(tmp_path).close()
 
 
 def test_the_file_system_is_that_of_the_nearest_mount(tmp_path, monkeypatch):

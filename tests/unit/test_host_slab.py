@@ -116,11 +116,14 @@ def resident(address):
 
 
 @linux
-def test_all_pages_are_there_and_none_beside():
+def test_all_pages_are_there_and_none_beside(monkeypatch):
+    mapped, of = [], host_slab._Region.of
+    monkeypatch.setattr(host_slab._Region, "of", lambda nbytes: mapped.append(nbytes) or of(nbytes))
     nbytes = 5 * (1 << 20) + 3 * BLOCK
     slab = HostSlab({"states": [raw("a", nbytes - BLOCK - 1), raw("b", 1)]}, CPU)
     found = mapping(slab.memory["states"][0].data_ptr())
-    assert found["Rss"] == found["Size"] == found["Anonymous"] == slab.nbytes
+    assert mapped == [slab.nbytes]
+    assert found["Rss"] == found["Size"] == found["Anonymous"] >= slab.nbytes  # neighbours alike are one mapping
 
 
 @linux

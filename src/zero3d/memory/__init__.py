@@ -1,5 +1,16 @@
 """Where bytes are held.
 
-arena   allocates every buffer of the engine, by category and place, and reads every device value
-scratch how much the cast of masters takes beside them, and the update of those in halves
+arena        allocates every buffer of the engine, by category and place, and reads every device value
+scratch      how much the cast of masters takes beside them, and the update of those in halves
+
+cgroups      what the cgroups of this process allow and hold
+budget       how many bytes of its host's memory a rank may take
+blocks       the unit in which memory and disk are cut
+records      runs of bytes that move between tiers whole, and what they are as tensors
+host_slab    the host's memory of a rank's tiers: one mapping, carved into records
+direct_file  a file that is read and written past the page cache
+commit_file  which step a disk slab holds whole
+file_lock    a lock on a file that one process holds
+disk_slab    a rank's records on a disk, two slots for each
+ring         buffers through which records pass between a tier and the device
 """

@@ -71,6 +71,7 @@ class DirectFile:
     def read(self, memory: memoryview, offset: int) -> None:
         """Fill memory from the file. Raises OSError."""
         self._move(self._readers, os.preadv, memory, offset)
+        self._forget(offset, len(memory))
 
     def write(self, memory: memoryview, offset: int) -> None:
         """Write memory to the file; `sync` has it on the disk. Raises OSError."""
@@ -101,8 +102,12 @@ class DirectFile:
     def sync(self) -> None:
         """Have the disk take everything written. Raises OSError."""
         getattr(os, "fdatasync", os.fsync)(self._file)
+        self._forget(0, 0)
+
+    def _forget(self, offset: int, nbytes: int) -> None:
+        """Have the page cache let go of a part of the file, 0 bytes for all from there on: others need it more."""
         if not self.direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._file, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _reserve(file: int, nbytes: int, path: Path) -> None:

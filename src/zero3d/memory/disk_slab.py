@@ -9,9 +9,9 @@
     commit(k)           the disk has them; from now on slot s holds step k, the other one step k-1
     confirm(k)          all ranks have committed k: k-1 may be overwritten, so writing may go on
 
-A process that ends at any byte leaves step k-1 or k whole on each rank. After a restart all ranks go on from the newest
-step that every rank has committed: the least of their `steps[0]`. A rank that is one step further has that one, too
-(`steps[1]`): it could not overwrite it before all others were as far.
+A process that ends at any byte leaves step k-1 or k whole on each rank. After a restart all ranks go on from one that
+every rank has (`common_step`): a rank that is one step further still has the step before, which it could not overwrite
+until all others were as far. Nothing is written before the ranks have agreed on it (`resume`).
 
 A record is read from where it was written last, be that committed or not. One that cannot be written keeps its former
 contents. Memory begins at a whole block and takes whole blocks (blocks.py), as that of a host slab does.
@@ -23,7 +23,7 @@ import ctypes
 import errno
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -47,7 +47,7 @@ ELSEWHERE = "choose another with offload.directory=FOLDER"
 class DiskSlab:
     """Owns a rank's file of records, and says which step of it is whole.
 
-    steps  the whole steps, newest first: none, one, or two (see above when the second one counts)
+    An error of a record or a commit leaves the committed step as it was.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DiskSlab:
             raise
         self._newest = [0 if self._commit is None else self._commit.slot] * len(records)
         self._written: set[int] = set()
-        self._confirmed = True
+        self._confirmed = self._commit is None
 
     def __enter__(self) -> Self:
         return self
@@ -89,6 +89,11 @@ class DiskSlab:
     def nbytes(self) -> int:
         """Return the bytes on the disk: both slots, in whole blocks."""
         return 2 * self._starts[-1]
+
+    @property
+    def direct(self) -> bool:
+        """Return whether it is read and written past the page cache."""
+        return self._file.direct
 
     # --- opening ------------------------------------------------------------------------------------
 
@@ -106,6 +111,8 @@ class DiskSlab:
             raise ConfigError(
                 f"offload.directory {self.directory} cannot be written ({error.strerror}): {ELSEWHERE}."
             ) from error
+        if self._lock.note is not None:
+            warnings.warn(self._lock.note, stacklevel=4)
         if (kind := _file_system(self.directory)) in IN_MEMORY:
             warnings.warn(
                 f"offload.directory {self.directory} is on {kind}, which is memory of the host and no disk: type "
@@ -181,13 +188,13 @@ class DiskSlab:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Return the steps that are whole, newest first."""
+        """Return the step committed last, and the one before, which is whole if any rank has not committed the last."""
         if self._commit is None:
             return ()
         return self._commit.step, *(() if self._commit.before is None else (self._commit.before,))
 
     def resume(self, step: int) -> None:
-        """Go back to one of `steps`, which all ranks have; what was written since is void. Raises CheckpointError."""
+        """Go on from one of `steps` that all ranks have; what was written since is void. Raises CheckpointError."""
         assert self._commit is not None, f"{self.path} holds no step"
         assert step in self.steps, f"{self.path} holds steps {self.steps}, not {step}"
         here = step == self._commit.step
@@ -231,6 +238,15 @@ class DiskSlab:
         """Close the files, which stay, and release the lock."""
         self._file.close()
         self._lock.release()
+
+
+def common_step(steps: Sequence[Sequence[int]]) -> int | None:
+    """Return the step to go on from, given the `steps` of every rank; None where they have none in common.
+
+    >>> common_step([(7, 6), (7, 6)]), common_step([(7, 6), (6, 5)]), common_step([(7,), ()])
+    (7, 6, None)
+    """
+    return next((step for step in steps[0] if all(step in others for others in steps)), None)
 
 
 def _file_system(folder: Path) -> str:

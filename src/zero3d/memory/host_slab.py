@@ -26,6 +26,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from errno import EINVAL
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,7 +117,7 @@ class _Region(mmap.mmap):
         """Tell CUDA's driver of the memory: copies to and from it are asynchronous then. Raises OutOfBudget."""
         whole = torch.frombuffer(self, dtype=torch.uint8)
         with torch.cuda.device(device):
-            failed = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), len(self), PORTABLE))
+            failed = int(_runtime().cudaHostRegister(whole.data_ptr(), len(self), PORTABLE))
         if failed:
             raise OutOfBudget(
                 f"CUDA's driver registers no {decimal(len(self))} of the host's memory (cudaHostRegister: error "
@@ -131,4 +132,9 @@ class _Region(mmap.mmap):
         elif self.registered is not None and not sys.is_finalizing():  # at its end the driver forgets all
             with torch.cuda.device(self.registered):
                 torch.cuda.synchronize()
-                torch.cuda.cudart().cudaHostUnregister(self.address)
+                _runtime().cudaHostUnregister(self.address)
+
+
+def _runtime() -> Any:
+    """Return CUDA's runtime as torch has it, HIP's under the same names."""
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
