@@ -151,6 +151,9 @@ def test_the_stream_of_compute_waits_also_where_another_one_asks_first(monkeypat
     with side:
         wait_on(stream, pending)
     assert log == [(compute, "waits for", "weights"), (side, "waits for", compute)]
+    log.clear()
+    wait_on(stream, Pending(lambda: log.append("waited")))
+    assert log == ["waited"]
 
 
 class OfItsOwn(nn.Parameter):

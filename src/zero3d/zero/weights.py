@@ -180,8 +180,9 @@ class Weights:
 
     def leave(self) -> None:
         """Leave what `send` began on its way where whatever touches a parameter will wait for it; else wait now."""
-        self._arriving_at = compute_stream(self._setting.arena.device)
-        self.arriving = not self._pending.over and expect(self.params, self.ready)
+        if not self._pending.over:
+            self._arriving_at = compute_stream(self._setting.arena.device)
+            self.arriving = expect(self.params, self.ready)
         if not self.arriving:
             self.ready()
 
