@@ -36,6 +36,7 @@ SECONDS = {  # of a case; 45 for test_exact, test_figures_again and test_gpu_che
     "tests/parity/test_plan_against_simulation.py": 2.5,
     "tests/parity/test_plan_memory.py": 1.5,
     "tests/parity/test_resume.py": 3.0,
+    "tests/parity/test_split_masters.py": 5.0,
     "tests/parity/test_stages.py": 1.0,
     "tests/parity/test_states_exactly.py": 0.5,
     "tests/parity/test_stopping.py": 3.1,

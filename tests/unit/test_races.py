@@ -26,7 +26,7 @@ SETTINGS = (
     (0, 1, 2, 3),
     (1, 2),  # micro-batches; a pipeline's are 4
     ("rank order", "exact"),
-    ("fp32", "bf16", "bf16 reduced in bf16"),
+    ("fp32", "bf16", "bf16 reduced in bf16", "bf16 split"),
     ("auto", "every_use", "every_step"),  # release; and reduce, which is every micro-batch for every use
     ("none", "every:2"),
     (None, "1f1b", "zbv"),
@@ -47,7 +47,7 @@ def run(case, without=""):
     """The model of two steps and an evaluation."""
     (dp, tp, pp), stage, count, order, precision, release, activations, schedule, family, loss = case
     count = 4 if pp > 1 else count
-    numbers, _, wire = precision.partition(" reduced in ")
+    numbers, _, wire = precision.removesuffix(" split").partition(" reduced in ")
     reduce = {"auto": "auto", "every_use": "every_micro_batch", "every_step": "every_step"}[release]
     stage_with_loss = 0 if schedule == "zbv" else pp - 1
     with alone_in(dp * tp * pp, rank=stage_with_loss * dp * tp), collectives_of(Model()):
@@ -57,6 +57,7 @@ def run(case, without=""):
             module, lonely_mesh(dp, tp, pp), stage=stage, precision=numbers, reduce_dtype=wire or "fp32",
             release=release, reduce=reduce, exact=order == "exact", schedule=schedule, accumulate=count,
             optimizer=adamw, loss=None if loss == "model's" else sum_of,
+            master="split" if precision.endswith("split") else "fp32",
         )  # fmt: skip
         with modelled(engine, without) as model:
             for number in range(2):

@@ -8,7 +8,7 @@
     the embedding's backward                  its gradient                                       what is reduced last
     the end of a backward of inputs           all kept, of the running one too; gradients for W  the same
     the end of a backward of weights          the same                                           the chunk's gradients
-    optimizer step                            none                                               scratch of the casts
+    optimizer step                            none                                               casts, or a bucket
 
 A peak is the maximum over these, never a sum of categories' maxima; `parts` are the bytes at that instant. Bytes of
 activations come from `ModelSpec`'s operations (traced, or closed forms); all else from the engine's own arithmetic.
