@@ -107,7 +107,7 @@ def measure(
         dist.barrier()
         with watched() as bare:
             for micro_batches in loop.batches:
-                loop.engine.train_batch(micro_batches)
+                loop.engine.train_batch(micro_batches, wait=False)
         for name, watch in (("loop", loop), ("bare", bare)):
             for what, values in watch.times().items():
                 times[name][what] += values
@@ -127,12 +127,12 @@ def watched() -> Iterator[Watch]:
     """Note every `train_batch` of any engine inside the block."""
     watch, original = Watch(), Engine.train_batch
 
-    def train_batch(engine: Engine, micro_batches: Any) -> Any:
+    def train_batch(engine: Engine, micro_batches: Any, *args: Any, **options: Any) -> Any:
         kept = list(micro_batches)
         watch.engine = engine
         watch.batches.append(kept)
         watch.begun.append(time.perf_counter())
-        loss = original(engine, kept)
+        loss = original(engine, kept, *args, **options)
         watch.ended.append(time.perf_counter())
         return loss
 

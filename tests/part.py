@@ -45,6 +45,7 @@ SECONDS = {  # of a case; 45 for test_exact, test_figures_again and test_gpu_che
     "tests/parity/test_train_health.py": 46.0,
     "tests/parity/test_train_input.py": 17.0,
     "tests/parity/test_train_models.py": 7.3,
+    "tests/ranks/test_new_weights.py": 12.0,
     "tests/ranks/test_rendezvous.py": 54.0,
     "tests/ranks/test_restarts.py": 16.0,
     "tests/ranks/test_simulation.py": 3.5,

@@ -14,7 +14,7 @@ import zero3d
 from zero3d.distributed.axis import Pending
 from zero3d.errors import Zero3dError
 from zero3d.zero.arriving import arrived, expect
-from zero3d.zero.streams import current_stream, wait_on
+from zero3d.zero.streams import compute_stream, wait_on
 
 
 class Product(torch.autograd.Function):
@@ -146,11 +146,14 @@ def test_the_stream_of_compute_waits_also_where_another_one_asks_first(monkeypat
     compute, side = Stream(log), Stream(log)
     Stream.current[:] = [compute]
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream.current[-1])
-    stream = current_stream(Stream.device)
+    stream = compute_stream(Stream.device)
     pending = Pending(lambda: log.append((Stream.current[-1], "waits for", "weights")))
     with side:
         wait_on(stream, pending)
     assert log == [(compute, "waits for", "weights"), (side, "waits for", compute)]
+    log.clear()
+    wait_on(stream, Pending(lambda: log.append("waited")))
+    assert log == ["waited"]
 
 
 class OfItsOwn(nn.Parameter):

@@ -142,7 +142,8 @@ def on(monkeypatch):
         monkeypatch.setattr(axis_module.dist, "batch_isend_irecv", lambda calls: [])
         monkeypatch.setattr(Arena, "on_host", lambda self, values, patience: torch.zeros(values.shape))
         monkeypatch.setattr(Tensor, "copy_", lambda into, other: into)
-        monkeypatch.setattr(Tensor, "to", lambda t, to: t if t.device == to else torch.zeros(t.shape, device=to))
+        monkeypatch.setattr(Tensor, "pin_memory", lambda t: t)
+        monkeypatch.setattr(Tensor, "to", lambda t, to, **_: t if t.device == to else torch.zeros(t.shape, device=to))
         return Comm(Axis("dp", 0, 2, gathers="g", reductions="g", device=device), Arena(device), Ledger()), sent
 
     return made

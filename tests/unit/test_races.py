@@ -118,6 +118,19 @@ def test_new_weights_are_waited_for_by_all_that_reads_them(monkeypatch, reader, 
     assert bool(model.races) is (planted and reader in ("state_dict", "evaluate", "no method"))
 
 
+def test_what_the_root_uses_is_sent_first_so_that_nothing_else_is_waited_for_with_it():
+    with alone_in(4), collectives_of(Model()):
+        engine = engine_of(tiny("llama"), lonely_mesh(4), stage=1, precision="bf16", optimizer=adamw)
+        with modelled(engine) as model:
+            engine.train_batch(micro_batches(0, 2), wait=False)
+            (root,) = (unit for unit in engine.units if unit.deferred)
+            root.weights.ready()
+            root.weights.full.sum()
+            assert not model.races
+            engine.units[0].weights.full.sum()  # nobody has waited for it
+    assert model.races
+
+
 @pytest.mark.parametrize("planted", [False, True])
 def test_gradients_that_come_after_the_sum_is_gathered_wait_for_that(monkeypatch, planted):
     if planted:

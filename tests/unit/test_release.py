@@ -9,7 +9,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from models import VOCAB, Block, Net, batch, bits, build, clone, loss_of
+from models import VOCAB, Block, Net, batch, bits, build, clone, loss_of, net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -411,3 +411,12 @@ def test_regional_compile_has_no_graph_break(poison):
     with engine.full_params():
         for p, q in zip(plain.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_that_is_not_due_leaves_parameters_released():
+    engine = engine_for(net(), release="every_step", accumulate=2)
+    for due in (False, True):
+        engine.backward(loss_of(engine, batch(0)))
+        assert engine.step().applied is not None
+        assert all(bool(p.isnan().all()) for p in engine.module.parameters())
+        assert engine.steps == int(due)

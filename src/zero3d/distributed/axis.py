@@ -50,9 +50,13 @@ class Axis:
     def close(self) -> None:
         """Complete what is under way, for peers that need it, and drop the groups, whose threads must end now."""
         left = [pending for pending in self.under_way if not pending.over]
-        with suppress(Zero3dError, RuntimeError):
-            for pending in left if left and read_note() == "" else []:  # after a failure a peer may never come
+        for pending in left if left and read_note() == "" else []:  # after a failure a peer may never come
+            try:
                 pending.wait()
+            except OrderError:  # nor does one that is stuck: it was waited for once
+                break
+            except (Zero3dError, RuntimeError):  # another peer may still want what is left
+                continue
         self.gathers = self.reductions = None
 
     @property

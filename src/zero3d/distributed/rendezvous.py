@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from zero3d.errors import Zero3dError
 
-A_MOMENT, LOOK = 0.01, 1.0  # seconds between two looks at the answer: at first, and before the session is looked at
+A_MOMENT, LOOK = 0.1, 1.0  # seconds between two looks at the answer, at the session
 _KEY = "zero3d/attempt"
 
 
@@ -64,10 +64,9 @@ def _welcome(store: Store, rank: int, token: str, patience: float) -> str:
         _wait(store, f"{_KEY}/session", patience)
         session = store.get(f"{_KEY}/session").decode()
         store.set(f"{_KEY}/hello/{session}/{rank}", token)
-        pause = A_MOMENT
-        while not store.check([f"{_KEY}/welcome/{token}"]) and pause < LOOK:  # torch warns of a wait that runs out
-            time.sleep(pause)
-            pause *= 2
+        again = time.monotonic() + LOOK
+        while not store.check([f"{_KEY}/welcome/{token}"]) and time.monotonic() < again:
+            time.sleep(A_MOMENT)  # torch warns of each wait of a store's own that runs out
         if store.check([f"{_KEY}/welcome/{token}"]):
             return store.get(f"{_KEY}/welcome/{token}").decode()
         if time.monotonic() > end:

@@ -173,10 +173,10 @@ class Engine:
         step reads once; `figures` has the loss and what else came with that, as plain numbers: also what `besides`
         returns after the last backward, [k] float64 on the device.
         Batches are on the mesh's device: nothing of them is moved, here and in `evaluate`.
-        `wait=False` leaves new weights of stages 1 and 2 on their way when it returns: they come behind the next
-        forward. That, `state_dict()`, this engine's methods and operations on a parameter wait for them. What has
-        shared a parameter's memory since before (its `data`, an array, a graph), or reads it in C++, does not: call
-        `engine.optimizer.wait()` first, as before a process ends by other ways than its script's end.
+        It returns with new weights in place. `wait=False` leaves those of stages 1 and 2 on their way beside what comes
+        next: a forward, `state_dict()`, this engine's methods and torch's operations on a parameter wait for them. What
+        has shared a parameter's memory since before (its `data`, an array, a graph), or reads it in C++, does not:
+        call `engine.optimizer.wait()` first, as before `os._exit`.
         After a failure on some rank of a pipeline every further call raises Zero3dError.
         """
         batches = list(micro_batches)

@@ -104,6 +104,7 @@ class Loop:
                 if last or (due and not self.stuck):
                     self.save(record)
                 if stop_signal and not last:
+                    self.engine.optimizer.wait()  # this process ends at once
                     raise Stopped(stop_signal, self._kept(step))
 
     # --- one step -----------------------------------------------------------------------------------
@@ -137,12 +138,19 @@ class Loop:
         with self.traffic.excluded():
             return self.engine.world.exchange(local).flatten()
 
+    @property
+    def _is_read_next(self) -> bool:
+        """Whether new weights are read right after the step under way, whose time is then to hold the wait for them."""
+        step = self.state.step + 1
+        every = (self.config.evaluate.every, self.config.checkpoint.every)
+        return step == self._last_step or any(_due(step, each) for each in every)
+
     def _train(self, batches: Sequence[Mapping[str, Any]], besides: Callable[[], Tensor]) -> None:
         """Train one step. The last one that may be skipped is traced."""
         health = self.engine.health
         try:
             with health.tracing() if health.is_last(self._skip_limit) or self._is_last_chance else nullcontext():
-                self.engine.train_batch(batches, besides, wait=False)
+                self.engine.train_batch(batches, besides, wait=self._is_read_next)
         except NonFiniteError as error:  # of fp16's smallest loss scale
             self._give_up(str(error))
             raise

@@ -8,6 +8,7 @@
     a gradient reaches any of its outputs     acquire a backward token
     gradients of all its inputs are done      release the backward token
     a parameter's gradient is accumulated     take it
+    the root's forward ends                   wait for new weights of units that were not called
     a gradient reaches an output of the root  a backward begins (once per graph task)
     the backward ends                         flush reductions; drop backward and turn tokens
 
@@ -165,7 +166,8 @@ class Hooks:
                 self._gathers.begin_forward(self._without_grad)
         awaited, self._called = self._called, set()
         for unit in self._persistent:
-            if unit in awaited and unit.weights.arriving and torch.is_grad_enabled():  # else modules ask for fast paths
+            # Without grad torch's encoders ask whether a parameter has operations of its own, and take another path.
+            if unit in awaited and unit.weights.arriving and torch.is_grad_enabled():
                 continue  # nobody has touched it since
             unit.weights.ready()
             unit.weights.check()

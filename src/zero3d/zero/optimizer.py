@@ -290,14 +290,17 @@ class ShardedOptimizer:
         for owned in self.pieces:
             owned.master.grad = None
         self._cast()
-        self._comm.leave_under_way([unit.weights.send() for unit in self._units])
+        # What the root uses itself is needed first: sent behind the others it would have to be waited for with them.
+        in_turn = sorted(self._units, key=lambda unit: not unit.deferred)
+        self._comm.leave_under_way([unit.weights.send() for unit in in_turn])
         for unit in self._units:
             unit.weights.leave()
 
     def wait(self) -> None:
         """Wait for new weights, which stages 1 and 2 gather; whatever touches one of their parameters waits, too."""
         for unit in self._units:
-            unit.weights.ready()
+            if unit.weights.arriving:
+                unit.weights.ready()
 
     def _cast(self) -> None:
         """Cast all masters to weights."""

@@ -4,8 +4,9 @@ Complete units are reduced in one order, the same on all ranks without communica
 layout order in the first backward, afterwards rank 0's recorded one. A complete unit waits for
 those before it. At most WINDOW are in flight.
 
-At stage 0 every sum is gathered as soon as it is there. Sums end in the order in which they began, also where more
-gradients of a unit come while its sum is under way: ranks on which they come at other moments gather in one order.
+At stage 0 a sum is gathered when it has been waited for: when the window is full, or at the end. Sums end in the order
+in which they began, also where more gradients of a unit come while its sum is under way: ranks on which they come at
+other moments gather in one order.
 """
 
 from __future__ import annotations

@@ -55,16 +55,17 @@ class Lane:
             self._log.append((f"{self._name}.{what}", unit))
 
 
-def current_stream(device: torch.device) -> torch.Stream | None:
+def compute_stream(device: torch.device) -> torch.Stream | None:
     """Return the stream on which the caller computes; None on the CPU."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
 def wait_on(stream: torch.Stream | None, pending: Pending) -> None:
     """Let a stream wait for what is under way, and the current one for that: also where another one asks first."""
-    if stream is None:
+    current = None if stream is None else torch.accelerator.current_stream(stream.device)
+    if stream is None or current is None or current == stream:
         pending.wait()
         return
     with stream:
         pending.wait()
-    torch.accelerator.current_stream(stream.device).wait_stream(stream)
+    current.wait_stream(stream)

@@ -29,7 +29,7 @@ from zero3d.precision import to_compute
 from zero3d.zero.arriving import arrived, expect
 from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.policy import Setting, State, parameter_views
-from zero3d.zero.streams import current_stream, wait_on
+from zero3d.zero.streams import compute_stream, wait_on
 
 
 class Weights:
@@ -178,8 +178,9 @@ class Weights:
 
     def leave(self) -> None:
         """Leave what `send` began on its way where whatever touches a parameter will wait for it; else wait now."""
-        self._arriving_at = current_stream(self._setting.arena.device)
-        self.arriving = not self._pending.over and expect(self.params, self.ready)
+        if not self._pending.over:
+            self._arriving_at = compute_stream(self._setting.arena.device)
+            self.arriving = expect(self.params, self.ready)
         if not self.arriving:
             self.ready()
 
