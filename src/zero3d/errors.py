@@ -5,7 +5,7 @@
       MeshError               degrees and ranks that do not multiply                                     2
       DataError               training data that cannot be read                                          2
       CheckpointError         a checkpoint that is missing, damaged or of another model                  2
-      OutOfBudget             a memory budget would be exceeded                                          2
+      OutOfBudget             a host's memory or a disk has less room than is asked for                  2
       LayoutError             a parameter is not where its unit put it
       OrderError              ranks used units in different orders, or one stopped answering
       ReleasedParameterError  a weight was copied or serialised while it is sharded
@@ -89,7 +89,7 @@ class ReleasedParameterError(Zero3dError, RuntimeError):
 
 
 class OutOfBudget(Zero3dError, MemoryError):
-    """A memory budget would be exceeded."""
+    """A host's memory or a disk has less room than is asked for."""
 
     bad_input = True
 

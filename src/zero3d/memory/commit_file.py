@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero3d.errors import CheckpointError
+from zero3d.errors import CheckpointError, short
 from zero3d.reading import Unreadable, read_object
 
 FORMAT = 1
@@ -77,12 +77,12 @@ def read(path: Path, owner: str, records: str) -> Commit | None:
     checksum = entries.pop("sha256", None)
     if checksum != _checksum(entries) or entries.get("format") != FORMAT:
         raise CheckpointError(f"{path} is damaged, or of another version of zero3d: {_remedy(path)}")
-    for what, wanted in (("owner", owner), ("records", records)):
-        if entries.get(what) != wanted:
-            raise CheckpointError(
-                f"{path} is of another run or model: its {what} is {entries.get(what)}, and {wanted} is wanted. "
-                f"{_remedy(path).capitalize()}"
-            )
+    if entries["owner"] != owner:
+        raise CheckpointError(f"{path} is of {short(entries['owner'])}, and this is {short(owner)}: {_remedy(path)}")
+    if entries["records"] != records:
+        raise CheckpointError(
+            f"{path} is of records of other names or sizes, as another model, mesh or placement has: {_remedy(path)}"
+        )
     return Commit(entries["step"], entries["slot"], entries["before"])
 
 

@@ -208,13 +208,13 @@ class DiskSlab:
         missing = sorted(set(range(len(self._names))) - self._written)
         assert not missing, f"{self.path}: step {step} is committed without record {self._names[missing[0]]}"
         slot, before = (0, None) if self._commit is None else (1 - self._commit.slot, self._commit.step)
+        self._confirmed = False
         try:
             self._file.sync()
         except OSError as error:
             raise self._uncommitted(step, error) from error
         self._put(Commit(step, slot, before))
         self._written.clear()
-        self._confirmed = False
 
     def _put(self, commit: Commit) -> None:
         try:

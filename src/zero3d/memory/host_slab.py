@@ -37,6 +37,7 @@ from zero3d.memory.budget import HostBudget, decimal
 from zero3d.memory.records import Record
 
 POPULATE_WRITE = 23  # Linux 5.14's MADV_POPULATE_WRITE, which Python does not name
+AT_ONCE = 1 << 30  # bytes that are touched before other threads and signals have their turn
 UNKNOWN = -1
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 
@@ -107,7 +108,8 @@ class _Region(mmap.mmap):
                 if hasattr(mmap, advice):
                     self.madvise(getattr(mmap, advice))
         try:
-            self.madvise(POPULATE_WRITE)
+            for start in range(0, len(self), AT_ONCE):
+                self.madvise(POPULATE_WRITE, start, min(AT_ONCE, len(self) - start))
         except OSError as error:
             if error.errno != EINVAL:  # else the kernel is older, or another system's
                 raise
@@ -117,11 +119,12 @@ class _Region(mmap.mmap):
         """Tell CUDA's driver of the memory: copies to and from it are asynchronous then. Raises OutOfBudget."""
         whole = torch.frombuffer(self, dtype=torch.uint8)
         with torch.cuda.device(device):
-            failed = int(_runtime().cudaHostRegister(whole.data_ptr(), len(self), PORTABLE))
-        if failed:
+            runtime = _runtime()
+            failed = runtime.cudaHostRegister(whole.data_ptr(), len(self), PORTABLE)
+        if int(failed):
             raise OutOfBudget(
-                f"CUDA's driver registers no {decimal(len(self))} of the host's memory (cudaHostRegister: error "
-                f"{failed}): look at the limit of locked memory (`ulimit -l`), or lower offload.fraction."
+                f"CUDA's driver registers no {decimal(len(self))} of the host's memory (cudaHostRegister: "
+                f"{runtime.cudaGetErrorString(failed)}): lower offload.fraction, or raise what this process may lock."
             )
         self.registered, self.address = device, whole.data_ptr()
 
