@@ -52,7 +52,7 @@ def averages(stage, precision):
     return waited, bits(averages)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])  # in fp32 what is sent are the masters
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.long), "fp32"])  # there masters are sent
 def test_a_caller_who_reads_parameters_between_steps_finds_the_new_ones(ranks, precision):
     results = {stage: ranks(2, averages, stage, precision) for stage in (0, 1, 2)}
     assert len({found for result in results.values() for _, found in result}) == 1
@@ -122,7 +122,8 @@ def compiled(stage, what):
     return bits(engine.module.parameters())
 
 
-@pytest.mark.parametrize("what", ["blocks", pytest.param("model", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["blocks", "model"])
 def test_compiled_modules_find_the_new_weights(ranks, what):
     assert len({found for stage in (0, 1) for found in ranks(2, compiled, stage, what)}) == 1
 
@@ -186,7 +187,8 @@ elif {destroys}:
 """
 
 
-@pytest.mark.parametrize("destroys", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("destroys", [False, True])
 def test_a_rank_that_ends_after_its_last_step_leaves_its_peers_their_weights(ranks, tmp_path, destroys):
     script, out = tmp_path / "last.py", tmp_path / "out"
     script.write_text(LAST.format(tests=str(Path(__file__).parents[1]), out=str(out), destroys=destroys))
