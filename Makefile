@@ -1,7 +1,7 @@
 # make demo      train the embedded default on this machine       (own .venv)
 # make test      what CI runs: lint, types, tests                  (6 minutes on 2 quiet cores)
 # make test-part PART=COMMIT   the part of the longer tests that a commit's hash chooses (CI: its own)   (3 minutes)
-# make test-all  all tests, the longer ones too                     (35 minutes)
+# make test-all  all tests, the longer ones too                     (45 minutes)
 # make campaign  what benchmarks/gpu_check.py does on a GPU, with gloo and the CPU in its place   (3 minutes)
 # make bench     engines side by side on 2 CPU ranks
 # make tables    the tables of README and docs anew, from benchmarks/results
