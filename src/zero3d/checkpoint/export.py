@@ -21,9 +21,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from zero3d.checkpoint.state import EngineState
-from zero3d.checkpoint.writing import removed_on_failure, sync, write_json, write_tensors
+from zero3d.checkpoint.writing import removed_on_failure, write_json, write_tensors
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError, NonFiniteError
+from zero3d.memory.commit_file import sync
 from zero3d.models.chain import model_of
 from zero3d.zero.health import is_finite
 from zero3d.zero.unit import Unit

@@ -35,10 +35,11 @@ from zero3d.checkpoint.manifest import BUFFER, FORMAT, STREAM, checksum_line, fi
 from zero3d.checkpoint.manifest_parser import parse_manifest
 from zero3d.checkpoint.manifest_parts import Contents, check_tiling, parse_part, read_part
 from zero3d.checkpoint.state import EngineState, state_pieces
-from zero3d.checkpoint.writing import json_text, removed_on_failure, sync, write_tensors, write_text
+from zero3d.checkpoint.writing import json_text, removed_on_failure, write_tensors, write_text
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError
+from zero3d.memory.commit_file import sync
 from zero3d.precision import Halves
 from zero3d.rng import rng_state
 

@@ -144,12 +144,3 @@ def write_text(path: Path, text: str) -> str:
         file.flush()
         os.fsync(file.fileno())
     return hashlib.sha256(data).hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Have the disk take the entries of a folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -48,16 +48,16 @@ def write(path: Path, commit: Commit, owner: str, records: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def remove(path: Path) -> None:
     """Remove a commit for good: no loss of power brings it back. Raises OSError."""
     path.unlink(missing_ok=True)
-    _sync(path.parent)
+    sync(path.parent)
 
 
-def _sync(directory: Path) -> None:
+def sync(directory: Path) -> None:
     """Have the disk take the entries of a folder."""
     folder = os.open(directory, os.O_RDONLY)
     try:
