@@ -1,0 +1,113 @@
+"""Where model states and activations are kept when they are not in use, as the caller asks for it. No torch.
+
+    Offload(optimizer="host", moments="bf16")     as `Engine(offload=...)`, or the section `offload` of a run's file
+    Offload.of({"optimizer": "host"})             the same keys in a mapping
+
+What a stage cannot offload is refused by `check`, before anything is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from zero3d.errors import ConfigError, short
+from zero3d.memory.budget import parse_size
+
+DEVICE, HOST, DISK = "device", "host", "disk"
+CHOICES = {
+    "optimizer": ("none", "host", "disk", "auto"),
+    "params": ("none", "host", "disk"),
+    "gradients": ("auto", "device", "host"),
+    "activations": ("none", "host"),
+    "moments": ("fp32", "bf16"),
+    "executor": ("auto", "device", "host"),
+}
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What leaves the device, and where to.
+
+    optimizer    masters and optimizer states of trainable parameters
+    params       weights that no forward or backward needs now (stage 3)
+    gradients    reduced gradients on their way to the update (stages 2 and 3)
+    activations  inputs of recomputed blocks
+    fraction     share of the records' bytes that leave the device, in (0, 1]: whole records, last-needed first
+    directory    for what is on a disk
+    moments      in which Adam's are kept: bf16 ones are rounded at random, and are not bitwise those of fp32
+    executor     of updates: on the device, through which records pass, or on the host
+    host_budget  bytes that all ranks of a host may take together, or a text such as 64GB
+    """
+
+    optimizer: str = "none"
+    params: str = "none"
+    gradients: str = "auto"
+    activations: str = "none"
+    fraction: float = 1.0
+    directory: str | Path | None = None
+    moments: str = "fp32"
+    executor: str = "auto"
+    host_budget: int | str | None = None
+
+    @classmethod
+    def of(cls, value: Offload | Mapping[str, Any] | None) -> Offload:
+        """Accept a record, a mapping of its keys, or None. Raises ConfigError, which names key and choices."""
+        if value is None:
+            return cls()
+        if isinstance(value, Mapping):
+            names = [each.name for each in fields(cls)]
+            for key in value:
+                if key not in names:
+                    near = get_close_matches(str(key), names, n=1)
+                    hint = f" Did you mean {near[0]!r}?" if near else ""
+                    raise ConfigError(f"offload has no key {short(key)!r}: it has {', '.join(names)}.{hint}")
+            value = cls(**value)
+        if not isinstance(value, cls):
+            raise ConfigError(
+                f"offload={short(value)!r}: pass a mapping such as {{'optimizer': 'host'}}, or a zero3d.Offload."
+            )
+        return value._checked()
+
+    def _checked(self) -> Offload:
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                asked = short(getattr(self, name))
+                raise ConfigError(f"offload.{name}={asked!r} is unknown: type one of {', '.join(choices)}.")
+        share = self.fraction
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError(
+                f"offload.fraction={short(share)!r}: type a number above 0, up to 1, the share of bytes that leave the "
+                "device (none of them: offload.optimizer=none)."
+            )
+        budget = None if self.host_budget is None else parse_size(self.host_budget)
+        return replace(self, host_budget=budget)
+
+    @property
+    def states(self) -> bool:
+        """Whether optimizer states or weights leave the device."""
+        return self.optimizer != "none" or self.params != "none"
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether anything is kept on a disk."""
+        return DISK in (self.optimizer, self.params)
+
+    def check(self, stage: int) -> None:
+        """Refuse what a ZeRO stage cannot offload. Raises ConfigError."""
+        if self.params != "none" and stage != 3:
+            raise ConfigError(
+                f"offload.params={self.params} with stage {stage}, which keeps all parameters gathered on the device: "
+                "type stage 3, or offload.params=none."
+            )
+        if self.gradients == "host" and stage < 2:
+            raise ConfigError(
+                f"offload.gradients=host with stage {stage}, whose gradients are summed on the device once a step: "
+                "type stage 2 or 3, or offload.gradients=device."
+            )
+        if self.uses_disk and self.directory is None:
+            what = "optimizer" if self.optimizer == DISK else "params"
+            raise ConfigError(f"offload.{what}=disk needs a folder: pass offload.directory=FOLDER on a local disk.")

@@ -1,0 +1,77 @@
+"""Which records of model states leave the device, and how long they are. Pure arithmetic, no torch.
+
+A unit's share of states on a rank is cut into buckets; each bucket's states are one record, which moves as a whole:
+
+    on the host    [master | states]               master: int16 remainder, fp32, or nothing where the weight is it
+    on a disk      [weight | remainder | states]   so that a file has the whole of an optimizer's states
+    parameters     [weight]                        records of their own, since a forward needs only them
+
+    bytes per parameter   fp32 master, moments   split master   split, bf16 moments
+    host                  12                     10             6
+    disk (one slot)       12                     12             8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from zero3d.memory.blocks import padded
+from zero3d.memory.offload import DEVICE, DISK
+
+REMAINDER = 2  # bytes of a split master beside its bf16 weight
+
+
+class RecordWidths(NamedTuple):
+    """Bytes per element of a record's parts."""
+
+    weight: int
+    master: int
+    states: int
+
+    @property
+    def total(self) -> int:
+        """Return all of them."""
+        return sum(self)
+
+
+def record_widths(weight: int, master: int, states: int, place: str) -> RecordWidths:
+    """Return what a record of optimizer states holds at a place.
+
+    weight  bytes of a compute weight
+    master  bytes of what is stored of a master beside it: 4, 2 for a remainder, 0 where the weight is the master
+    states  bytes of all its optimizer states
+    """
+    return RecordWidths(weight if place == DISK and master == REMAINDER else 0, master, states)
+
+
+def bucket_ranges(elements: int, bucket: int) -> Iterator[tuple[int, int]]:
+    """Cut what a rank updates of a unit into buckets of one size, but for the last.
+
+    >>> list(bucket_ranges(40, 16))
+    [(0, 16), (16, 32), (32, 40)]
+    """
+    for start in range(0, elements, bucket):
+        yield start, min(start + bucket, elements)
+
+
+def leave_device(nbytes: Sequence[int], fraction: float, place: str) -> list[str]:
+    """Return the place of each record, given their bytes in the order in which a forward needs them.
+
+    The last-needed leave, whole, until at least `fraction` of all bytes have left.
+
+    >>> leave_device([10, 10, 10, 10], 0.5, "host")
+    ['device', 'device', 'host', 'host']
+    """
+    places, left, wanted = [DEVICE] * len(nbytes), 0, fraction * sum(nbytes)
+    for index in reversed(range(len(nbytes))):
+        if left >= wanted:
+            break
+        places[index] = place
+        left += nbytes[index]
+    return places
+
+
+def slab_bytes(nbytes: Sequence[int], place: str) -> int:
+    """Return what records take at a place: whole blocks off the device, twice on a disk, whose slots take turns."""
+    return (2 if place == DISK else 1) * sum(nbytes if place == DEVICE else map(padded, nbytes))
