@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from zero3d.errors import ConfigError, short
@@ -83,6 +84,8 @@ class Offload:
                 f"offload.fraction={short(share)!r}: type a number above 0, up to 1, the share of bytes that leave the "
                 "device (none of them: offload.optimizer=none)."
             )
+        if not isinstance(self.directory, (str, Path, NoneType)):
+            raise ConfigError(f"offload.directory={short(self.directory)!r} is no folder: pass a path.")
         budget = None if self.host_budget is None else parse_size(self.host_budget)
         return replace(self, host_budget=budget)
 
@@ -97,7 +100,8 @@ class Offload:
         return DISK in (self.optimizer, self.params)
 
     def check(self, stage: int) -> None:
-        """Refuse what a ZeRO stage cannot offload. Raises ConfigError."""
+        """Refuse what a ZeRO stage cannot offload, and settings that nothing would use. Raises ConfigError."""
+        self._check_states()
         if self.params != "none" and stage != 3:
             raise ConfigError(
                 f"offload.params={self.params} with stage {stage}, which keeps all parameters gathered on the device: "
@@ -111,3 +115,24 @@ class Offload:
         if self.uses_disk and self.directory is None:
             what = "optimizer" if self.optimizer == DISK else "params"
             raise ConfigError(f"offload.{what}=disk needs a folder: pass offload.directory=FOLDER on a local disk.")
+
+    def _check_states(self) -> None:
+        """Refuse what depends on whether optimizer states leave the device. Raises ConfigError."""
+        if self.optimizer == "none":
+            unused = {"moments": self.moments == "bf16", "executor": self.executor == HOST}
+            for name in (name for name, given in unused.items() if given):
+                raise ConfigError(
+                    f"offload.{name}={getattr(self, name)} is of optimizer states off the device, and "
+                    f"offload.optimizer is none: type offload.optimizer=host, or leave offload.{name} out."
+                )
+        if self.optimizer == "auto":
+            if self.moments == "bf16":
+                raise ConfigError(
+                    "offload.moments=bf16 with offload.optimizer=auto: the training would depend on whether states "
+                    "fit the device, where moments are fp32: type offload.optimizer=host, or offload.moments=fp32."
+                )
+            if self.fraction != 1:
+                raise ConfigError(
+                    f"offload.fraction={self.fraction} with offload.optimizer=auto, which finds the fraction itself: "
+                    "leave it out, or type offload.optimizer=host."
+                )
