@@ -31,6 +31,7 @@ from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, Paral
 from zero3d.engine.state import engine_state
 from zero3d.engine.step import StepFigures
 from zero3d.errors import ConfigError
+from zero3d.memory.offload import Offload
 from zero3d.precision import Precision
 from zero3d.zero.fingerprint import fingerprint
 from zero3d.zero.hooks import KEEP
@@ -65,6 +66,9 @@ class Engine:
     schedule      of a pipeline (mesh.pp > 1): gpipe, 1f1b (None), interleaved, zero-bubble or zbv; for train_batch
     master        "fp32" | "split": of bf16 weights. "split": weight and a 16-bit remainder are the fp32 master, bit for
                   bit, which is not stored: 10 bytes of optimizer states per parameter for 12, and the same training
+    offload       what leaves the device, and where to: a `zero3d.Offload`, or a mapping of its keys such as
+                  {"optimizer": "host"}; None keeps everything on the device. The bits of training are the same at every
+                  place, but with moments="bf16"
     exact         the same bits at every dp (a power of two), stage and `reduce`, of one global list of micro-batches,
                   numbered as `exact.Summands` says; on a GPU after `zero3d.make_deterministic()`
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
@@ -101,6 +105,7 @@ class Engine:
         reduce: str = "auto",
         reduce_scatter: str = "auto",
         master: str = "fp32",
+        offload: Offload | Mapping[str, Any] | None = None,
         exact: bool = False,
         weights: Source | None = None,
         schedule: str | None = None,
@@ -110,7 +115,7 @@ class Engine:
     ) -> None:
         options = Options(
             ModelOptions(precision, weights, units),
-            ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter, master),
+            ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter, master, Offload.of(offload)),
             ParallelOptions(schedule, blocks, tp_plan, sequence_parallel),
             OptimizerOptions(optimizer, scheduler, param_groups, clip_norm),
             StepOptions(accumulate, loss),
