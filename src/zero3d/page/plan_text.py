@@ -335,7 +335,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "plans": [row_json(row) for row in distinct(answer.result.rows)],
         "rejected": [
             {"reason": r.reason, "plans": r.plans, "excess_bytes": r.excess,
-             "nearest": None if r.nearest is None else plan_json(r.nearest), "sum": r.sum}
+             "nearest": None if r.nearest is None else plan_json(r.nearest), "of_host": r.sum or None}
             for r in answer.result.rejected
         ],
         "what_if": [

@@ -19,7 +19,7 @@ from typing import Any
 from zero3d.config import Config, resolve_batch
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
-from zero3d.memory.offload import DISK, HOST, Offload
+from zero3d.memory.offload import AUTO, DISK, HOST, Offload
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 
@@ -69,8 +69,15 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
         config.activations, mesh.sequence_parallel and degrees.tp > 1, schedule.name,
         schedule.chunks_per_rank if degrees.pp > 1 else 1, config.precision, config.zero.reduce_dtype,
         config.zero.release, config.zero.reduce, exact=config.zero.exact,
-        reduce_scatter=config.zero.reduce_scatter, master=config.zero.master,
+        reduce_scatter=config.zero.reduce_scatter, master=config.zero.master, **_tiers(config),
     )  # fmt: skip
+
+
+def _tiers(config: Config) -> dict[str, Any]:
+    """Return a plan's settings of what leaves the device. `auto` is none of its own: a plan says what it would be."""
+    section = config.offload
+    settings = {key: getattr(section, key) for key in TIERS if key != "optimizer"}
+    return settings | {"offload": "none" if section.optimizer == AUTO else section.optimizer}
 
 
 def deepspeed_config(plan: ParallelPlan) -> dict[str, Any]:
