@@ -101,6 +101,11 @@ class Weights:
         return self._setting.slot(self.full) if self.updates_all else self.place.view()
 
     @property
+    def comes_late(self) -> bool:
+        """Whether new weights may still be on their way to parameters that are not gathered: sent, or not updated."""
+        return not self.sharded and (not self.updates_all or self.records is not None)
+
+    @property
     def used(self) -> Fraction | int:
         """Parameters that `shard_or_full` stands for, padding apart."""
         return self.layout.numel if self.updates_all else self.layout.used_per_shard
