@@ -289,7 +289,9 @@ def _restore_piece(
     for key in set(state) - {*saved, *scalars}:
         del state[key]  # the checkpoint was written before the optimizer made this state
     for key in saved:
-        optimizer.fill_state(owned, key, lambda view, key=key: reader.fill(_state_piece(engine, owned, key, view)))
+        view = optimizer.state_view(owned, key, owned.master.dtype)
+        reader.fill(_state_piece(engine, owned, key, view))
+        optimizer.put_state(owned, key)
     for key, value in scalars.items():
         if isinstance(state.get(key), Tensor):
             state[key].fill_(value)

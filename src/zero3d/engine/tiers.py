@@ -155,8 +155,8 @@ def open_tiers(base: Foundation, specs: Sequence[UnitSpec], layouts: Mapping[str
         return None
     if offload.params != "none" and base.resolved.policy.release == "every_step":
         raise ConfigError(
-            f"offload.params={offload.params} with release='every_step', which keeps all parameters gathered for a step: "
-            "pass release='every_use', or offload.params=none."
+            f"offload.params={offload.params} with release='every_step', which keeps all parameters gathered: pass "
+            "release='every_use', or offload.params=none."
         )
     kinds = StateKinds.of(base)
     executor = _executor(offload, kinds, base.axes.arena.device)
@@ -168,8 +168,8 @@ def _executor(offload: Offload, kinds: StateKinds, device: torch.device) -> str:
     """Return where updates are made."""
     if offload.executor == HOST and not kinds.on_host:
         raise ConfigError(
-            f"offload.executor=host updates with torch's fused Adam and AdamW, and the optimizer is {kinds.kind.__name__}"
-            f"(fused={kinds.fused}): pass fused=True to one of them, or offload.executor=device."
+            f"offload.executor=host has torch's fused Adam and AdamW, and the optimizer is {kinds.kind.__name__}(fused="
+            f"{kinds.fused}): pass one of them with fused=True and without amsgrad, or offload.executor=device."
         )
     if offload.executor != "auto":
         return offload.executor
@@ -245,7 +245,7 @@ class _Builder:
         disk = agree(world, self._disk)
         standing = self._standing(slab, disk)
         store = RecordStore(standing, disk)
-        arenas = {place: arena for place, arena in ((HOST, self._host_arena), (DISK, self._disk_arena))}
+        arenas = {HOST: self._host_arena, DISK: self._disk_arena}
         units = self._units(store)
         tiers = Tiers(
             units, store, arenas, self._executor, planned_bytes(self._placed), self._arena.device, self._staging(slab)

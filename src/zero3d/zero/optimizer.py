@@ -156,16 +156,16 @@ class ShardedOptimizer:
             device = owned.master.device if fused[id(owned.master)] else "cpu"
             self.torch.state[owned.master] = {"step": torch.zeros((), dtype=dtype, device=device)}
             for key in ("exp_avg", "exp_avg_sq"):
-                self._put_state(owned, key)
+                self.put_state(owned, key)
 
-    def _put_state(self, owned: MasterPiece, key: str) -> None:
+    def put_state(self, owned: MasterPiece, key: str) -> None:
         """Give the torch optimizer the piece's view of a state, or what stands for one in a record."""
         dtype = owned.master.dtype
         view = self.state_view(owned, key, dtype) if owned.records is None else absent(owned.master)
         self.torch.state[owned.master][key] = view
 
     def state_view(self, owned: MasterPiece, key: str, dtype: torch.dtype) -> Tensor:
-        """Return the piece's view of its unit's flat buffer for this state, which is made on first use; or of its record.
+        """Return the piece's view of a state: in its unit's flat buffer, which is made on first use, or in its record.
 
         A record may be written while it is open (`in_batches`), else only read.
         """
@@ -187,11 +187,6 @@ class ShardedOptimizer:
                 key: self.state_view(owned, key, value.dtype) for key, value in states.items() if _is_flat(value)
             }
         return states
-
-    def fill_state(self, owned: MasterPiece, key: str, fill: Callable[[Tensor], None]) -> None:
-        """Have a piece's state written by `fill`, one that there was not included; within `in_batches`."""
-        fill(self.state_view(owned, key, owned.master.dtype))
-        self._put_state(owned, key)
 
     def in_batches(self) -> Iterator[Sequence[MasterPiece]]:
         """Yield all pieces, some at a time, whose masters and states may be written until the next are yielded."""
@@ -346,7 +341,7 @@ class ShardedOptimizer:
         self._comm.leave_under_way([unit.weights.send()])
 
     def wait(self) -> None:
-        """Wait for new weights below stage 3, updated and gathered; whatever touches one of their parameters waits, too."""
+        """Wait for new weights below stage 3; whatever touches one of their parameters waits, too."""
         for unit in self._units:
             if unit.weights.arriving:
                 unit.weights.ready()

@@ -129,7 +129,7 @@ class DeviceExecutor:
     def _pointed(
         self, portion: RecordPortion, master: Tensor, states: Mapping[str, Tensor], grad: Tensor
     ) -> Iterator[None]:
-        """Have the pieces' tensors be parts of these inside. States that the optimizer has made go into their fields."""
+        """Have the pieces' tensors be parts of these inside. States that the optimizer makes go into their fields."""
         known = self._optimizer.state
         for owned in portion.pieces:
             within = portion.within(owned)

@@ -92,7 +92,7 @@ class Weights:
 
     @property
     def shard_or_full(self) -> Tensor:
-        """What this rank updates, in compute dtype: its shard, everything at stage 0. One on a disk may only be read."""
+        """What this rank updates, in compute dtype: its shard, everything at stage 0. On a disk it is only read."""
         return self.place.view()
 
     @property
