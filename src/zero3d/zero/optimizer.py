@@ -41,9 +41,9 @@ from zero3d.memory.scratch import cast_scratch
 from zero3d.precision import cast_all, rounds_away
 from zero3d.zero.model_group import NONE, ModelGroup, Norms, PieceNorm
 from zero3d.zero.param_groups import NOT_ELEMENTWISE, refuse_kind
-from zero3d.zero.unit import Unit
 from zero3d.zero.record_masters import absent
 from zero3d.zero.record_updates import RecordUpdates
+from zero3d.zero.unit import Unit
 from zero3d.zero.updates import MasterPiece, frozen_options, portions_of, update
 
 NO_NORM = -1.0  # no norm is negative
@@ -119,6 +119,11 @@ class ShardedOptimizer:
             refuse_kind(self.torch)
         self._prefill()
 
+    @property
+    def units(self) -> Sequence[Unit]:
+        """The trainable ones."""
+        return self._units
+
     def _own(self, order: dict[str, int]) -> Iterator[MasterPiece]:
         for unit in self._units:
             for place, piece in enumerate(unit.weights.update_pieces(self._comm.rank)):
@@ -151,22 +156,22 @@ class ShardedOptimizer:
             device = owned.master.device if fused[id(owned.master)] else "cpu"
             self.torch.state[owned.master] = {"step": torch.zeros((), dtype=dtype, device=device)}
             for key in ("exp_avg", "exp_avg_sq"):
-                self._put_state(owned, key)
+                self.put_state(owned, key)
 
-    def _put_state(self, owned: MasterPiece, key: str) -> None:
+    def put_state(self, owned: MasterPiece, key: str) -> None:
         """Give the torch optimizer the piece's view of a state, or what stands for one in a record."""
         dtype = owned.master.dtype
         view = self.state_view(owned, key, dtype) if owned.records is None else absent(owned.master)
         self.torch.state[owned.master][key] = view
 
     def state_view(self, owned: MasterPiece, key: str, dtype: torch.dtype) -> Tensor:
-        """Return the piece's view of its unit's flat buffer for this state, which is made on first use; or of its record.
+        """Return the piece's view of a state: in its unit's flat buffer, which is made on first use, or in its record.
 
         A record may be written while it is open (`in_batches`), else only read.
         """
         weights = owned.unit.weights
         if owned.records is not None:
-            (bucket, low, high), = owned.records.within(owned.piece.offset, owned.piece.offset + owned.master.numel())
+            ((bucket, low, high),) = owned.records.within(owned.piece.offset, owned.piece.offset + owned.master.numel())
             return owned.records.view(bucket, key)[low - bucket.start : high - bucket.start]
         if (owned.unit.name, key) not in self._flat:
             numel = weights.shard_or_full.numel()
@@ -178,13 +183,10 @@ class ShardedOptimizer:
         """Return a piece's optimizer states by name, tensors of its elements as they are stored, to be read."""
         states = dict(self.torch.state.get(owned.master, {}))
         if owned.records is not None:
-            states |= {key: self.state_view(owned, key, value.dtype) for key, value in states.items() if _is_flat(value)}
+            states |= {
+                key: self.state_view(owned, key, value.dtype) for key, value in states.items() if _is_flat(value)
+            }
         return states
-
-    def fill_state(self, owned: MasterPiece, key: str, fill: Callable[[Tensor], None]) -> None:
-        """Have a piece's state written by `fill`, one that there was not included; within `in_batches`."""
-        fill(self.state_view(owned, key, owned.master.dtype))
-        self._put_state(owned, key)
 
     def in_batches(self) -> Iterator[Sequence[MasterPiece]]:
         """Yield all pieces, some at a time, whose masters and states may be written until the next are yielded."""
@@ -210,7 +212,7 @@ class ShardedOptimizer:
 
     def state_bytes(self, unit: Unit) -> int:
         """Return a unit's optimizer bytes per parameter: what is stored of its masters beside weights, and states."""
-        stored = unit.weights.masters.stored
+        stored = unit.weights.masters.stored  # what is in records is counted there
         beside = 0 if stored is None else stored.dtype.itemsize
         return beside + sum(flat.dtype.itemsize for (name, _), flat in self._flat.items() if name == unit.name)
 
@@ -339,7 +341,7 @@ class ShardedOptimizer:
         self._comm.leave_under_way([unit.weights.send()])
 
     def wait(self) -> None:
-        """Wait for new weights below stage 3, updated and gathered; whatever touches one of their parameters waits, too."""
+        """Wait for new weights below stage 3; whatever touches one of their parameters waits, too."""
         for unit in self._units:
             if unit.weights.arriving:
                 unit.weights.ready()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zero3d.distributed.collectives import same_memory
 from zero3d.memory.arena import Arena
-from zero3d.precision import Halves, join_master, joined, split_master, to_compute
+from zero3d.precision import Halves, joined, split_master, to_compute
 from zero3d.zero.layout import Piece
 from zero3d.zero.masters import REMAINDER, Masters, bits
 from zero3d.zero.state_records import MASTER, WEIGHTS, Bucket, ShardPlace, UnitRecords
@@ -29,7 +29,7 @@ class RecordMasters(Masters):
         self, unit: UnitRecords, weights: ShardPlace, dtype: torch.dtype, compute: torch.dtype, device: torch.device
     ) -> None:
         self.unit, self._weights, self.dtype, self._compute, self._device = unit, weights, dtype, compute, device
-        self._has_master = MASTER in unit.names
+        self._has_master = MASTER in unit.buckets[0].names
         self._held: tuple[Tensor, Arena] | None = None
 
     def parts(self, piece: Piece) -> Iterator[tuple[Piece, Tensor]]:

@@ -82,7 +82,8 @@ class DeviceExecutor:
     """Steps the torch optimizer on the device, over one bucket at a time."""
 
     def __init__(self, optimizer: Optimizer, arena: Arena) -> None:
-        self._optimizer, self._arena, self._table = optimizer, arena, None
+        self._optimizer, self._arena = optimizer, arena
+        self._table: Tensor | None = None
 
     def update(self, portion: RecordPortion, given: Given) -> None:
         fields, device = given.fields, self._arena.device
@@ -98,7 +99,10 @@ class DeviceExecutor:
                 for name, values in fields.items()
                 if name not in (MASTER, WEIGHTS)
             }
-            with self._pointed(portion, master, wide, given.grad), stepping(self._optimizer, given.options, portion.pieces):
+            with (
+                self._pointed(portion, master, wide, given.grad),
+                stepping(self._optimizer, given.options, portion.pieces),
+            ):
                 self._optimizer.step()
             self._round(portion, fields, wide)
             if split:
@@ -125,7 +129,7 @@ class DeviceExecutor:
     def _pointed(
         self, portion: RecordPortion, master: Tensor, states: Mapping[str, Tensor], grad: Tensor
     ) -> Iterator[None]:
-        """Have the pieces' tensors be parts of these inside. States that the optimizer has made go into their fields."""
+        """Have the pieces' tensors be parts of these inside. States that the optimizer makes go into their fields."""
         known = self._optimizer.state
         for owned in portion.pieces:
             within = portion.within(owned)

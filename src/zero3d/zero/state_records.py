@@ -9,9 +9,9 @@ A store owns the records and brings them (`Records`); here is which of them a un
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -43,40 +43,35 @@ class Records(Protocol):
 
 
 class Bucket(NamedTuple):
-    """A range of what a rank updates of a unit, and the number of the record of its states."""
+    """A range of what a rank updates of a unit, the number of its record, and the names of the record's fields."""
 
     start: int
     stop: int
     record: int
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class UnitRecords:
     """Which records a unit has.
 
-    buckets  of a trainable unit, in order
-    names    of the fields of a bucket's record
+    buckets  of a trainable unit, in order; of a frozen one its weights
     shard    the number of the record of its weights, where they are not on the device while sharded
     """
 
     records: Records
-    buckets: Sequence[Bucket] = ()
-    names: Sequence[str] = ()
+    buckets: Sequence[Bucket]
     shard: int | None = None
-    fields: Mapping[str, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "fields", {name: place for place, name in enumerate(self.names)})
 
     @contextmanager
     def opened(self, bucket: Bucket, changed: bool = True) -> Iterator[dict[str, Tensor]]:
         """Have a bucket's fields by name inside."""
         with self.records.opened(bucket.record, changed) as fields:
-            yield dict(zip(self.names, fields, strict=True))
+            yield dict(zip(bucket.names, fields, strict=True))
 
     def view(self, bucket: Bucket, name: str) -> Tensor:
         """Return one field of a bucket as it is stored, to be read."""
-        return self.records.view(bucket.record)[self.fields[name]]
+        return self.records.view(bucket.record)[bucket.names.index(name)]
 
     def within(self, start: int, stop: int) -> Iterator[tuple[Bucket, int, int]]:
         """Yield the buckets that a range is in, each with what of the range is in it."""

@@ -168,7 +168,9 @@ def frozen_options(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def stepping(optimizer: Optimizer, options: Sequence[Mapping[str, Any]], pieces: Sequence[MasterPiece]) -> Iterator[None]:
+def stepping(
+    optimizer: Optimizer, options: Sequence[Mapping[str, Any]], pieces: Sequence[MasterPiece]
+) -> Iterator[None]:
     """Have a torch optimizer see these pieces alone inside, with these options of its groups.
 
     What it changes of them, as some count their steps there, stays; what others have changed since does, too.

@@ -92,13 +92,18 @@ class Weights:
 
     @property
     def shard_or_full(self) -> Tensor:
-        """What this rank updates, in compute dtype: its shard, everything at stage 0. One on a disk may only be read."""
+        """What this rank updates, in compute dtype: its shard, everything at stage 0. On a disk it is only read."""
         return self.place.view()
 
     @property
     def shard(self) -> Tensor:
         """This rank's slice; one on a disk may only be read."""
         return self._setting.slot(self.full) if self.updates_all else self.place.view()
+
+    @property
+    def comes_late(self) -> bool:
+        """Whether new weights may still be on their way to parameters that are not gathered: sent, or not updated."""
+        return not self.sharded and (not self.updates_all or self.records is not None)
 
     @property
     def used(self) -> Fraction | int:
