@@ -46,6 +46,7 @@ RESERVED = constant("zero3d", "reserved")
 NORM = constant("zero3d", "norm")
 NOTHING = Windows(0.0, 0.0, 0.0)
 CONTEXT, COMMUNICATORS = constant("zero3d", "context"), constant("zero3d", "communicators")
+NOISE = 4 << 18  # bytes of the table by which moments are rounded to bf16
 PROCESS = constant("zero3d", "process")
 
 
@@ -115,12 +116,11 @@ def buffer_bytes(plan: ParallelPlan, shard: States) -> dict[str, int]:
     """
     rings = {kind: DEPTH * padded(longest) for kind, longest in shard.longest.items()}
     on_host = sum(size for kind, size in rings.items() if kind != "optimizer") if plan.params == DISK else 0
-    on_device, own = 0, rings.get("optimizer", 0)
+    own = rings.get("optimizer", 0)
+    on_device = own + (NOISE if plan.moments == "bf16" else 0)
     if plan.executor == HOST:
         weight = WIDTHS[plan.precision].weight
-        on_host += padded((4 + weight) * shard.bucket)
-    else:
-        on_device = own
+        on_device, on_host = 0, on_host + padded((4 + weight) * shard.bucket)
     return {DEVICE: on_device, HOST: on_host + (own if plan.offload == DISK else 0)}
 
 
