@@ -234,6 +234,8 @@ class ShardedOptimizer:
         for unit in self._units:
             unit.gradients.gather()
         grads = [unit.gradients.owned for unit in self._units]
+        if any(grad.device != self._arena.device for grad in grads):
+            wait_for_copies(self._arena.device)
         multiply(grads, 1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0)
         norms = self._norms()
         norm, even = self._over_dp(norms)
@@ -308,7 +310,7 @@ class ShardedOptimizer:
     def _norms(self) -> Norms:
         """Return the norm of this dp rank's shards, over its model-parallel group."""
         pieces = [(0, owned, grad) for owned, grad in self.shard_grads() if owned.unit not in self._model_group.copies]
-        return self._model_group.norms(piece_norms(pieces), 1, self._wide)
+        return self._model_group.norms(piece_norms(pieces, self._arena.device), 1, self._wide)
 
     def _over_dp(self, norms: Norms) -> tuple[Tensor, float | Tensor]:
         """Combine the norms of all dp ranks: the global norm, equal everywhere, and whether every group's are even.
@@ -378,9 +380,16 @@ def _is_flat(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 1
 
 
-def piece_norms(grads: Sequence[tuple[int, MasterPiece, Tensor]]) -> list[PieceNorm]:
+def wait_for_copies(device: torch.device) -> None:
+    """Wait until what a device was told to copy to the host is there."""
+    torch.accelerator.current_stream(device).synchronize()
+
+
+def piece_norms(grads: Sequence[tuple[int, MasterPiece, Tensor]], device: torch.device) -> list[PieceNorm]:
     """Return the norms of pieces of gradients, each in its cell."""
-    norms = torch._foreach_norm([grad for *_, grad in grads]) if grads else ()
+    norms: Sequence[Tensor] = torch._foreach_norm([grad for *_, grad in grads]) if grads else ()
+    if norms and norms[0].device != device:
+        norms = torch.stack(list(norms)).to(device).unbind()
     return [PieceNorm(cell, owned.order, owned.name, norm) for (cell, owned, _), norm in zip(grads, norms, strict=True)]
 
 
@@ -392,6 +401,6 @@ def _differs(state: dict[str, Any], known: dict[str, Any]) -> bool:
 def multiply(grads: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply in place; skipped when the factor is exactly 1."""
     if isinstance(factor, Tensor) and grads:
-        torch._foreach_mul_(list(grads), factor.to(grads[0].dtype))
+        torch._foreach_mul_(list(grads), factor.to(grads[0].device, grads[0].dtype))
     elif grads and factor != 1.0:
         torch._foreach_mul_(list(grads), factor)

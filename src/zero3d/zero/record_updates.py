@@ -100,7 +100,7 @@ class DeviceExecutor:
                 if name not in (MASTER, WEIGHTS)
             }
             with (
-                self._pointed(portion, master, wide, given.grad),
+                self._pointed(portion, master, wide, given.grad.to(device, non_blocking=True)),
                 stepping(self._optimizer, given.options, portion.pieces),
             ):
                 self._optimizer.step()
