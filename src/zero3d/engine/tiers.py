@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -127,6 +128,7 @@ class Tiers:
     executor: str
     planned: Mapping[tuple[str, str], Fraction]
     device: torch.device
+    ring_of_weights: bool
     staging: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -147,7 +149,10 @@ class Tiers:
             weakref.finalize(optimizer, threads.close)
             executor = OnHost(optimizer.torch, threads, self.staging)
         portions = record_portions(units, optimizer.pieces, rank)
-        return RecordUpdates(optimizer.torch, executor, self.store, portions, optimizer.send)
+        # Of weights on a disk one ring serves gathers and updates, from one thread.
+        behind = self.executor == HOST and arena.device.type != "cpu" and not self.ring_of_weights
+        thread = ThreadPoolExecutor(1, "updates") if behind else None
+        return RecordUpdates(optimizer.torch, executor, self.store, portions, optimizer.send, arena.device, thread)
 
 
 def open_tiers(base: Foundation, specs: Sequence[UnitSpec], layouts: Mapping[str, UnitLayout]) -> Tiers | None:
@@ -268,6 +273,7 @@ class _Builder:
             executor=self._executor,
             planned=planned_bytes(self._placed),
             device=self._arena.device,
+            ring_of_weights=self._offload.params == DISK,
             staging=self._staging(slab),
         )
         weakref.finalize(tiers, store.close)

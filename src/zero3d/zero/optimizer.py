@@ -352,6 +352,8 @@ class ShardedOptimizer:
         """Complete the last step: updates that are due are made, also at stage 3, and new weights are there."""
         if self.updates is not None:
             self.updates.finish()
+            if self._arena.device.type != "cpu":
+                wait_for_copies(self._arena.device)
         self.wait()
 
     def _cast(self) -> None:
