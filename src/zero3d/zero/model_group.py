@@ -229,7 +229,8 @@ class ModelGroup:
 
     def norms(self, pieces: Sequence[PieceNorm], cells: int, dtype: torch.dtype) -> Norms:
         """Return the norm of the group's gradients in every cell; `pieces`: this rank's, by cell, in model order."""
-        norms = torch.stack([p.norm for p in pieces] or [torch.zeros((), dtype=dtype, device=self._comm.device)])
+        device = self._comm.device  # gradients may be on the host
+        norms = torch.stack([p.norm for p in pieces] or [torch.zeros((), dtype=dtype, device=device)]).to(device)
         if self._table is None and not self.alone:
             self._table = self._arrange([NormKey(p.cell, p.place, p.name in self._cuts.cut) for p in pieces])
         if self._table is None or not self._table.cells:  # alone, or all of this dp rank's shards are padding

@@ -310,7 +310,7 @@ class ShardedOptimizer:
     def _norms(self) -> Norms:
         """Return the norm of this dp rank's shards, over its model-parallel group."""
         pieces = [(0, owned, grad) for owned, grad in self.shard_grads() if owned.unit not in self._model_group.copies]
-        return self._model_group.norms(piece_norms(pieces, self._arena.device), 1, self._wide)
+        return self._model_group.norms(piece_norms(pieces), 1, self._wide)
 
     def _over_dp(self, norms: Norms) -> tuple[Tensor, float | Tensor]:
         """Combine the norms of all dp ranks: the global norm, equal everywhere, and whether every group's are even.
@@ -387,11 +387,9 @@ def wait_for_copies(device: torch.device) -> None:
     torch.accelerator.current_stream(device).synchronize()
 
 
-def piece_norms(grads: Sequence[tuple[int, MasterPiece, Tensor]], device: torch.device) -> list[PieceNorm]:
+def piece_norms(grads: Sequence[tuple[int, MasterPiece, Tensor]]) -> list[PieceNorm]:
     """Return the norms of pieces of gradients, each in its cell."""
-    norms: Sequence[Tensor] = torch._foreach_norm([grad for *_, grad in grads]) if grads else ()
-    if norms and norms[0].device != device:
-        norms = torch.stack(list(norms)).to(device).unbind()
+    norms = torch._foreach_norm([grad for *_, grad in grads]) if grads else ()
     return [PieceNorm(cell, owned.order, owned.name, norm) for (cell, owned, _), norm in zip(grads, norms, strict=True)]
 
 

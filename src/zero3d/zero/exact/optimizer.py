@@ -30,9 +30,7 @@ class ExactOptimizer(ShardedOptimizer):
 
     def _norms(self) -> Norms:
         """Return the norms of this rank's cells of the grid, 64/N of them, each that of its pieces in model order."""
-        pieces = sorted(
-            piece_norms(list(self._in_cells()), self._arena.device), key=lambda piece: (piece.cell, piece.place)
-        )
+        pieces = sorted(piece_norms(list(self._in_cells())), key=lambda piece: (piece.cell, piece.place))
         return self._model_group.norms(pieces, CANONICAL // self._comm.size, self._wide)
 
     def _in_cells(self) -> Iterator[tuple[int, MasterPiece, Tensor]]:
