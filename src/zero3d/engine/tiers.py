@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -46,9 +47,9 @@ from zero3d.zero.optimizer import ShardedOptimizer, in_turn
 from zero3d.zero.record_updates import DeviceExecutor, Executor, OnHost, RecordUpdates, record_portions
 from zero3d.zero.state_records import MASTER, WEIGHTS, Bucket, UnitRecords
 
-OPTIMIZER, PARAMETERS, FROZEN = "optimizer states", "parameters", "frozen parameters"
+OPTIMIZER, PARAMETERS, FROZEN, GRADIENTS = "optimizer states", "parameters", "frozen parameters", "gradients"
 BUFFERS, STAGING = "ring buffers", "staging"
-CATEGORY = {OPTIMIZER: "optimizer", PARAMETERS: "parameters", FROZEN: "parameters"}
+CATEGORY = {OPTIMIZER: "optimizer", PARAMETERS: "parameters", FROZEN: "parameters", GRADIENTS: "gradients"}
 
 
 @dataclass(frozen=True)
@@ -114,17 +115,20 @@ class Tiers:
     """Owns what an engine has off its device.
 
     units     what each unit has in records, by name
+    kept      memory of the host for units' reduced gradients, by name, where they leave the device
     arenas    accounts of the host and of the disk
     executor  "device" | "host": where updates are made
     planned   bytes by (category, place), from layouts alone
     """
 
     units: Mapping[str, UnitRecords]
+    kept: Mapping[str, Tensor]
     store: RecordStore
     arenas: Mapping[str, Arena]
     executor: str
     planned: Mapping[tuple[str, str], Fraction]
     device: torch.device
+    ring_of_weights: bool
     staging: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -139,7 +143,10 @@ class Tiers:
             return None
         executor = DeviceExecutor(optimizer.torch, arena) if self.executor == DEVICE else self._on_host(optimizer)
         portions = record_portions(units, optimizer.pieces, rank)
-        return RecordUpdates(optimizer.torch, executor, self.store, portions, optimizer.send)
+        # Of weights on a disk one ring serves gathers and updates, from one thread.
+        behind = self.executor == HOST and arena.device.type != "cpu" and not self.ring_of_weights
+        thread = ThreadPoolExecutor(1, "updates") if behind else None
+        return RecordUpdates(optimizer.torch, executor, self.store, portions, optimizer.send, arena.device, thread)
 
     def _on_host(self, optimizer: ShardedOptimizer) -> Executor:
         """Return what updates on the host."""
@@ -157,6 +164,13 @@ def open_tiers(base: Foundation, specs: Sequence[UnitSpec], layouts: Mapping[str
         raise ConfigError(
             f"offload.params={offload.params} with release='every_step', which keeps all parameters gathered: pass "
             "release='every_use', or offload.params=none."
+        )
+    policy = base.resolved.policy
+    if offload.gradients == HOST and (policy.reduce != "every_micro_batch" or base.options.zero.exact):
+        why = "exact=True sums" if base.options.zero.exact else "reduce='every_step' keeps"
+        raise ConfigError(
+            f"offload.gradients=host, and {why} gradients on the device until the last micro-batch: pass "
+            "offload.gradients=device."
         )
     kinds = StateKinds.of(base)
     executor = _executor(offload, kinds, base.axes.arena.device)
@@ -201,6 +215,10 @@ def _placed(
         record = Record(f"{spec.name} weights", ((spec.dtype, layouts[spec.name].shard),))
         part = PARAMETERS if trains(spec) else FROZEN
         yield Placed(part, spec.name, record, offload.params, _used(layouts[spec.name]), (WEIGHTS,))
+    for spec in specs if offload.gradients == HOST else ():
+        if trains(spec):
+            record = Record(f"{spec.name} gradients", ((base.resolved.policy.master, layouts[spec.name].shard),))
+            yield Placed(GRADIENTS, spec.name, record, HOST, _used(layouts[spec.name]), ("gradients",))
 
 
 def trains(spec: UnitSpec) -> bool:
@@ -244,9 +262,17 @@ class Builder:
         standing = self._standing(slab, disk)
         store = RecordStore(standing, disk)
         arenas = {HOST: self._host_arena, DISK: self._disk_arena}
-        units = self._units(store)
+        names = [each.unit for each in self._placed if each.part == GRADIENTS]
         tiers = Tiers(
-            units, store, arenas, self._executor, planned_bytes(self._placed), self._arena.device, self._staging(slab)
+            units=self._units(store),
+            kept={name: shard for name, (shard,) in zip(names, slab.views[GRADIENTS], strict=True)},
+            store=store,
+            arenas=arenas,
+            executor=self._executor,
+            planned=planned_bytes(self._placed),
+            device=self._arena.device,
+            ring_of_weights=self._offload.params == DISK,
+            staging=self._staging(slab),
         )
         weakref.finalize(tiers, store.close)
         return tiers
@@ -284,7 +310,7 @@ class Builder:
 
     def _ring_records(self, part: str) -> list[Record]:
         """Return the records of a part that pass through a ring, those of one place."""
-        place = self._offload.optimizer if part == OPTIMIZER else self._offload.params
+        place = {OPTIMIZER: self._offload.optimizer, GRADIENTS: HOST}.get(part, self._offload.params)
         through = place == DISK or (place == HOST and part == OPTIMIZER and self._executor == DEVICE)
         return self._of(part, place) if through else []
 
@@ -378,7 +404,7 @@ class Builder:
                 elements = each.record.fields[0][1]
                 bucket = Bucket(each.start, each.start + elements, index, each.names)
                 buckets.setdefault(each.unit, []).append(bucket)
-            else:
+            elif each.part != GRADIENTS:
                 shards[each.unit] = index
                 if each.part == FROZEN:
                     buckets[each.unit] = [Bucket(0, each.record.fields[0][1], index, each.names)]

@@ -234,6 +234,8 @@ class ShardedOptimizer:
         for unit in self._units:
             unit.gradients.gather()
         grads = [unit.gradients.owned for unit in self._units]
+        if any(grad.device != self._arena.device for grad in grads):
+            wait_for_copies(self._arena.device)
         multiply(grads, 1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0)
         norms = self._norms()
         norm, even = self._over_dp(norms)
@@ -350,6 +352,8 @@ class ShardedOptimizer:
         """Complete the last step: updates that are due are made, also at stage 3, and new weights are there."""
         if self.updates is not None:
             self.updates.finish()
+            if self._arena.device.type != "cpu":
+                wait_for_copies(self._arena.device)
         self.wait()
 
     def _cast(self) -> None:
@@ -378,6 +382,11 @@ def _is_flat(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 1
 
 
+def wait_for_copies(device: torch.device) -> None:
+    """Wait until what a device was told to copy to the host is there."""
+    torch.accelerator.current_stream(device).synchronize()
+
+
 def piece_norms(grads: Sequence[tuple[int, MasterPiece, Tensor]]) -> list[PieceNorm]:
     """Return the norms of pieces of gradients, each in its cell."""
     norms = torch._foreach_norm([grad for *_, grad in grads]) if grads else ()
@@ -392,6 +401,6 @@ def _differs(state: dict[str, Any], known: dict[str, Any]) -> bool:
 def multiply(grads: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply in place; skipped when the factor is exactly 1."""
     if isinstance(factor, Tensor) and grads:
-        torch._foreach_mul_(list(grads), factor.to(grads[0].dtype))
+        torch._foreach_mul_(list(grads), factor.to(grads[0].device, grads[0].dtype))
     elif grads and factor != 1.0:
         torch._foreach_mul_(list(grads), factor)

@@ -20,7 +20,8 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -100,7 +101,7 @@ class DeviceExecutor:
                 if name not in (MASTER, WEIGHTS)
             }
             with (
-                self._pointed(portion, master, wide, given.grad),
+                self._pointed(portion, master, wide, given.grad.to(device, non_blocking=True)),
                 stepping(self._optimizer, given.options, portion.pieces),
             ):
                 self._optimizer.step()
@@ -215,16 +216,19 @@ class OnHost:
 class RecordUpdates:
     """Owns what is left of a step's updates: units in forward order, each updated before its weights are used.
 
-    after  is called with a unit that has been updated: at stages 1 and 2 its new weights are sent
+    after    is called with a unit that has been updated: at stages 1 and 2 its new weights are sent
+    thread   makes the updates, for an executor that would keep compute waiting; None: whoever needs them makes them
     """
 
     def __init__(
         self, optimizer: Optimizer, executor: Executor, records: Records, portions: Mapping[Unit, list[RecordPortion]],
-        after: Callable[[Unit], None],
+        after: Callable[[Unit], None], device: torch.device, thread: ThreadPoolExecutor | None = None,
     ) -> None:  # fmt: skip
         self._optimizer, self._executor, self._records, self.portions = optimizer, executor, records, portions
-        self._after = after
+        self._after, self._device, self._thread = after, device, thread
+        self._stream = torch.Stream(device) if thread is not None and device.type != "cpu" else None
         self._queue: deque[Unit] = deque()
+        self._made: dict[Unit, Future[None]] = {}
         self._order = [portion.bucket.record for of_unit in portions.values() for portion in of_unit]
         self._next = 0  # of the order
         self._options: Options = ()
@@ -237,6 +241,10 @@ class RecordUpdates:
         self._options, self._grads = options, {unit: unit.gradients.owned for unit in self.portions}
         self._queue.extend(self.portions)
         self._next = 0
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        if self._thread is not None:
+            self._made = {unit: self._thread.submit(self._make, unit) for unit in self.portions}
 
     def prefetch(self) -> None:
         """Begin to bring the first records of the next step."""
@@ -258,7 +266,6 @@ class RecordUpdates:
         while self._queue:
             self._update(self._queue[0])
 
-    @torch.no_grad()
     def _update(self, unit: Unit) -> None:
         if self._failure is not None:
             raise Zero3dError(
@@ -266,9 +273,12 @@ class RecordUpdates:
                 "checkpoint."
             ) from self._failure
         try:
-            with unit.weights.place.opened(True) as weights:
-                for portion in self.portions[unit]:
-                    self._update_bucket(portion, weights)
+            if self._thread is None:
+                self._make(unit)
+            else:
+                self._made.pop(unit).result()
+                if self._stream is not None:
+                    torch.accelerator.current_stream(self._device).wait_stream(self._stream)
             self._queue.popleft()
             if not self._queue:
                 self._grads = {}
@@ -277,6 +287,13 @@ class RecordUpdates:
             self._failure = error
             raise
         self._after(unit)
+
+    @torch.no_grad()
+    def _make(self, unit: Unit) -> None:
+        """Update a unit's weights, masters and optimizer states."""
+        with nullcontext() if self._stream is None else self._stream, unit.weights.place.opened(True) as weights:
+            for portion in self.portions[unit]:
+                self._update_bucket(portion, weights)
 
     def _update_bucket(self, portion: RecordPortion, weights: Tensor) -> None:
         self._next += 1
@@ -288,7 +305,7 @@ class RecordUpdates:
             given = Given(fields, weights[within], self._grads[portion.unit][within], self._options)
             self._executor.update(portion, given)
             if WEIGHTS in fields:
-                fields[WEIGHTS].copy_(given.weights, non_blocking=True)
+                fields[WEIGHTS].copy_(given.weights)  # one on the host may go to a disk at once
 
 
 def record_portions(units: Sequence[Unit], pieces: Sequence[MasterPiece], rank: int) -> dict[Unit, list[RecordPortion]]:
