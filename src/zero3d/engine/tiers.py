@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from zero3d.distributed.agreement import agree
+from zero3d.distributed.collectives import Comm
 from zero3d.engine.checks import check_moments
 from zero3d.engine.foundation import Foundation, ranks_per_host
 from zero3d.errors import ConfigError
@@ -126,6 +127,7 @@ class Tiers:
     arenas    accounts of the host and of the disk
     executor  "device" | "host": where updates are made
     planned   bytes by (category, place), from layouts alone
+    on_disk   whether anything of any rank is on a disk
     """
 
     units: Mapping[str, UnitRecords]
@@ -134,7 +136,14 @@ class Tiers:
     executor: str
     planned: Mapping[tuple[str, str], Fraction]
     device: torch.device
+    on_disk: bool
     staging: tuple[Tensor, Tensor] | None = None
+
+    def confirm(self, world: Comm) -> None:
+        """Wait for all ranks to have ended their last step: then records on a disk may be written outside of one."""
+        if self.on_disk:
+            world.exchange(torch.zeros(1, device=self.device))
+            self.store.confirm()
 
     @property
     def updates_on(self) -> torch.device:
@@ -261,8 +270,9 @@ class _Builder:
         arenas = {HOST: self._host_arena, DISK: self._disk_arena}
         units = self._units(store)
         tiers = Tiers(
-            units, store, arenas, self._executor, planned_bytes(self._placed), self._arena.device, self._staging(slab)
-        )
+            units, store, arenas, self._executor, planned_bytes(self._placed), self._arena.device,
+            self._offload.uses_disk, self._staging(slab),
+        )  # fmt: skip
         weakref.finalize(tiers, store.close)
         return tiers
 
