@@ -256,8 +256,14 @@ class Engine:
         on another pipeline stage; where both are written, the full model's name wins. With master="split" a copy of
         this rank's weights is held inside, where they are not gathered from a shard.
         """
-        self.optimizer.settle()
+        self._settle_to_write()
         return self._assembly.whole_parameters.opened(modules)
+
+    def _settle_to_write(self) -> None:
+        """Complete the last step on all ranks, so that states may be written outside of one."""
+        self.optimizer.settle()
+        if (tiers := self._assembly.runtime.tiers) is not None:
+            tiers.confirm(self.world)
 
     def release(self) -> None:
         """Give back units that stayed gathered without grad; updates of the last step that are due are made."""
@@ -284,7 +290,7 @@ class Engine:
             raise ConfigError("load() inside full_params() would be undone on leaving it: leave the block first.")
         state = engine_state(self._assembly)
         checked = restore.check(Path(directory), state)
-        self.optimizer.settle()  # it writes masters, which may be what is sent
+        self._settle_to_write()  # it writes masters, which may be what is sent
         self._stepper.reset()
         self._stepper.count, loop, self.resumed = restore.load(checked, state)
         self.health.in_a_row = 0

@@ -237,6 +237,7 @@ class RecordUpdates:
     def begin(self, options: Options) -> None:
         """Take over a step: its gradients are final, and stay until they are used."""
         self.finish()
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would say it came too early
         self._options, self._grads = options, {unit: unit.gradients.owned for unit in self.portions}
         self._queue.extend(self.portions)
         self._next = 0
