@@ -22,6 +22,7 @@ from torch import nn
 from zero3d.distributed.axis import forget_note
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import Accounts
+from zero3d.engine.auto_offload import Settled, settle_executor, settle_place
 from zero3d.engine.checks import bind_scheduler
 from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
 from zero3d.engine.foundation import Foundation
@@ -48,6 +49,7 @@ class Assembly:
     base       options, axes and this rank's share of the model
     runtime    units, and what gathers, reduces and updates them
     execution  how micro-batches go through the model; `pipeline` where there is one
+    offload    what leaves the device, nothing of it open any more
     """
 
     base: Foundation
@@ -57,6 +59,7 @@ class Assembly:
     accounts: Accounts
     pipeline: Pipeline | None
     execution: Execution
+    offload: Settled
 
 
 def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
@@ -67,6 +70,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     base = Foundation.of(model, mesh, options)
     axes, resolved, module = base.axes, base.resolved, base.division.module
     specs, uses = partition_all(base.division.chunks.values(), options.model.units, resolved.precision.dtype)
+    placed = settle_place(base, specs)
     losses, only = Losses(model, options.step.loss), last_only(model)
     unit_of: dict[nn.Parameter, Unit] = {}
     guard(module, unit_of, is_open)
@@ -77,6 +81,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     padded = padding_warning([unit.layout for unit in runtime.units])
     if padded is not None and axes.world.rank == 0:
         warnings.warn(padded, stacklevel=3)
+    offload = settle_executor(base, placed, runtime.optimizer.torch)
     whole = WholeParameters(runtime.units, runtime.gathers, axes.dp, runtime.model_group)
     stepper = _stepper(base, runtime)
     pipeline = _open_pipeline(base, runtime, losses, whole) if axes.pp.size > 1 else None
@@ -93,7 +98,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
             pipeline.learn_shapes()
     axes.ledger.reset()  # it counts training; construction broadcast the model once
     axes.arena.reset_peaks()
-    return Assembly(base, runtime, stepper, whole, _accounts(base, runtime), pipeline, execution)
+    return Assembly(base, runtime, stepper, whole, _accounts(base, runtime), pipeline, execution, offload)
 
 
 def _stepper(base: Foundation, runtime: Runtime) -> Stepper:
