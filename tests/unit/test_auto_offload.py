@@ -9,7 +9,7 @@ from models import adamw, build
 
 import zero3d
 from zero3d.engine import auto_offload
-from zero3d.engine.auto_offload import Settled, bytes_needed, room_of, settle_executor
+from zero3d.engine.auto_offload import bytes_needed, room_of, settle_executor
 from zero3d.memory.auto_place import LINK, MEMORY, Rates, Room, choose_executor
 from zero3d.memory.offload import Offload
 from zero3d.models.blocks import partition_all
@@ -64,9 +64,15 @@ def test_what_does_not_fit_leaves_and_says_so(monkeypatch):
     for without in ("host", "disk"):
         room = room_for(base, specs, 0.25)
         with_room(monkeypatch, room if without == "host" else room._replace(host=None, disk=True))
-        settled = auto_offload.settle_place(base, specs)
-        assert settled.offload == Offload(without, fraction=0.25, executor="host")
-        assert settled.why[0].startswith(f"offload.optimizer=auto: {without}, fraction 0.25: a rank needs optimizer")
+        offload, why = place_of(base, specs)
+        assert offload == Offload(without, fraction=0.25, executor="host")
+        assert why[0].startswith(f"offload.optimizer=auto: {without}, fraction 0.25: a rank needs optimizer")
+
+
+def place_of(base, specs):
+    """The settings that a choice becomes, and why."""
+    chosen, why = auto_offload.settle_place(base, specs)
+    return chosen.options.zero.offload, why
 
 
 def room_for(base, specs, leaves):
@@ -99,10 +105,10 @@ def chosen_by_ranks():
     room = room_for(base, specs, (0.125, 0.5)[dist.get_rank()])
     auto_offload.room_of = lambda base, offload: room
     try:
-        settled = auto_offload.settle_place(base, specs)
+        offload, why = place_of(base, specs)
     finally:
         auto_offload.room_of = room_of
-    return settled.offload.optimizer, settled.offload.fraction, settled.why
+    return offload.optimizer, offload.fraction, why
 
 
 def test_all_ranks_choose_what_the_one_with_the_least_room_must_have(ranks):
@@ -134,52 +140,58 @@ def test_a_rank_has_what_is_free_on_its_device_and_its_share_of_the_host(monkeyp
 # --- executor -----------------------------------------------------------------------------------
 
 
-def optimizer_of(kind, **options):
-    return getattr(torch.optim, kind)([torch.zeros(4)], **options)
-
-
-def settled(device, optimizer, place="host", **offload):
+def chosen(device, on_host=True, split=False, **offload):
     """Who updates on this kind of device, in bf16, and why."""
-    policy = SimpleNamespace(master=torch.float32, split_master=offload.pop("split", False))
+    policy = SimpleNamespace(master=torch.float32, split_master=split)
     base = SimpleNamespace(
         axes=SimpleNamespace(arena=SimpleNamespace(device=torch.device(device))),
+        options=SimpleNamespace(zero=SimpleNamespace(offload=Offload(**{"optimizer": "host"} | offload))),
         resolved=SimpleNamespace(
             mesh=SimpleNamespace(local_world=4, world=8), policy=policy,
             precision=SimpleNamespace(dtype=torch.bfloat16),
         ),
     )  # fmt: skip
-    chosen = settle_executor(base, Settled(Offload(place, **offload), ("placed",)), optimizer)
-    return chosen.offload.executor, chosen.why
+    return settle_executor(base, on_host, states=8)
 
 
-@pytest.mark.parametrize(("kind", "options", "name", "why"), [
-    ("AdamW", {"fused": True}, "host", "AdamW has a fused kernel there"),
-    ("Adam", {"fused": True}, "host", "Adam has a fused kernel there"),
-    ("AdamW", {}, "device", "AdamW has no fused kernel there"),
-    ("SGD", {"lr": 0.1}, "device", "the host updates Adam and AdamW without amsgrad, and this is SGD"),
-    ("AdamW", {"amsgrad": True, "fused": True}, "device", "without amsgrad"),
-])  # fmt: skip
-def test_on_a_cpu_the_host_updates_what_its_kernel_gives_the_same_bits_of(kind, options, name, why):
-    executor, lines = settled("cpu", optimizer_of(kind, **options))
-    assert executor == name
-    assert lines[0] == "placed"
-    assert lines[1].startswith(f"offload.executor=auto: {name}: ")
-    assert why in lines[1]
+def test_on_a_cpu_the_host_updates_what_it_has_the_bits_of():
+    name, why = chosen("cpu")
+    assert (name, why.startswith("offload.executor=auto: host: the device is a CPU")) == ("host", True)
+    name, why = chosen("cpu", on_host=False)
+    assert (name, why.startswith("offload.executor=auto: device: the host has torch's fused")) == ("device", True)
 
 
 @pytest.mark.parametrize(("offload", "width"), [
     ({}, 12), ({"split": True}, 10), ({"split": True, "moments": "bf16"}, 6), ({"moments": "bf16"}, 8),
 ])  # fmt: skip
 def test_on_an_accelerator_arithmetic_chooses(offload, width):
-    executor, lines = settled("cuda", optimizer_of("AdamW"), **offload)
-    assert (executor, lines[1].partition("auto: ")[2]) == (
-        (by := choose_executor(width * GB, GB, Rates(LINK, MEMORY / 4))).name,
-        f"{by.name}: {by.why}",
-    )
-    assert settled("cuda", optimizer_of("SGD", lr=0.1), **offload)[0] == "device"
+    by = choose_executor(width * GB, GB, Rates(LINK, MEMORY / 4))
+    assert chosen("cuda", **offload) == (by.name, f"offload.executor=auto: {by.name}: {by.why}")
+    assert chosen("cuda", on_host=False, **offload).name == "device"
 
 
 def test_an_executor_that_was_asked_for_stays_and_none_is_needed_for_what_stays():
     for asked in ("device", "host"):
-        assert settled("cpu", optimizer_of("AdamW", fused=True), executor=asked) == (asked, ("placed",))
-        assert settled("cpu", optimizer_of("AdamW"), "none", executor=asked) == ("device", ("placed",))
+        assert chosen("cpu", on_host=asked == "device", executor=asked) == (asked, "")
+        assert chosen("cpu", executor=asked, optimizer="none") == ("device", "")
+
+
+@pytest.mark.parametrize(("optimizer", "executor"), [
+    (adamw, "host"), (lambda params: torch.optim.AdamW(params), "device"), (lambda params: torch.optim.SGD(params), "device"),
+])  # fmt: skip
+def test_an_engine_says_who_updates_its_records_and_why(optimizer, executor):
+    engine = engine_of({"optimizer": "host"}, optimizer=optimizer)
+    assert engine.offload == Offload("host", executor=executor)
+    assert [line.partition(": ")[0] for line in engine.offload_why] == ["offload.executor=auto"]
+    assert engine_of({"optimizer": "host", "executor": "device"}, optimizer=optimizer).offload_why == ()
+
+
+def test_what_auto_puts_on_a_disk_is_there(monkeypatch, tmp_path):
+    given = {"optimizer": "auto", "directory": tmp_path}
+    with_room(monkeypatch, room_for(*parts(given), 0.25)._replace(host=None, disk=True))
+    engine = engine_of(given)
+    assert engine.offload.optimizer == "disk"
+    assert len(engine.offload_why) == 2
+    held = {entry.place: entry.measured for entry in engine.memory if entry.category == "optimizer"}
+    assert held["disk"] > 0
+    assert (tmp_path / "rank-00000.states").stat().st_size >= held["disk"]

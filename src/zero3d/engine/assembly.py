@@ -13,7 +13,7 @@ execution   direct, or through pipeline stages                       execution.p
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 from zero3d.distributed.axis import forget_note
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import Accounts
-from zero3d.engine.auto_offload import Settled, settle_executor, settle_place
+from zero3d.engine.auto_offload import Settled, settle_place
 from zero3d.engine.checks import bind_scheduler
 from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
 from zero3d.engine.foundation import Foundation
@@ -32,8 +32,10 @@ from zero3d.engine.losses import Losses
 from zero3d.engine.options import Options
 from zero3d.engine.runtime import Runtime, build_units, move_buffers, start
 from zero3d.engine.step import Stepper
+from zero3d.engine.tiers import Tiers
 from zero3d.engine.whole_parameters import WholeParameters, is_open
 from zero3d.errors import ConfigError
+from zero3d.memory.offload import DEVICE
 from zero3d.models.blocks import partition_all
 from zero3d.pipeline.runner import Pipeline
 from zero3d.pipeline.step import Callbacks
@@ -70,7 +72,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     base = Foundation.of(model, mesh, options)
     axes, resolved, module = base.axes, base.resolved, base.division.module
     specs, uses = partition_all(base.division.chunks.values(), options.model.units, resolved.precision.dtype)
-    placed = settle_place(base, specs)
+    base, why = settle_place(base, specs)
     losses, only = Losses(model, options.step.loss), last_only(model)
     unit_of: dict[nn.Parameter, Unit] = {}
     guard(module, unit_of, is_open)
@@ -82,7 +84,6 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     padded = padding_warning([unit.layout for unit in runtime.units])
     if padded is not None and axes.world.rank == 0:
         warnings.warn(padded, stacklevel=3)
-    offload = settle_executor(base, placed, runtime.optimizer.torch)
     whole = WholeParameters(runtime.units, runtime.gathers, axes.dp, runtime.model_group)
     stepper = _stepper(base, runtime)
     pipeline = _open_pipeline(base, runtime, losses, whole) if axes.pp.size > 1 else None
@@ -99,7 +100,16 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
             pipeline.learn_shapes()
     axes.ledger.reset()  # it counts training; construction broadcast the model once
     axes.arena.reset_peaks()
-    return Assembly(base, runtime, stepper, whole, _accounts(base, runtime), pipeline, execution, offload)
+    return Assembly(
+        base, runtime, stepper, whole, _accounts(base, runtime), pipeline, execution, _settled(base, tiers, why)
+    )
+
+
+def _settled(base: Foundation, tiers: Tiers | None, why: tuple[str, ...]) -> Settled:
+    offload = base.options.zero.offload
+    if tiers is None:
+        return Settled(replace(offload, executor=DEVICE), why)
+    return Settled(replace(offload, executor=tiers.executor), (*why, tiers.why) if tiers.why else why)
 
 
 def _stepper(base: Foundation, runtime: Runtime) -> Stepper:

@@ -1,8 +1,8 @@
 """What `auto` in `offload` means for an engine, from the bytes that its ranks are about to hold and may take.
 
-place      before the first unit is built; all ranks choose what the rank with the least room must have
-executor   when the optimizer is there: the host updates Adam and AdamW alone. Where the device is a CPU it does
-           so with the fused kernel, the same bits; elsewhere by arithmetic (memory/auto_place.py)
+place      before the first unit is built: all ranks choose what the rank with the least room must have
+executor   once it is known what the optimizer is: the host has the fused kernels of Adam and AdamW. Where the device
+           is a CPU these are the same bits, in one pass; elsewhere by arithmetic (memory/auto_place.py)
 """
 
 from __future__ import annotations
@@ -13,18 +13,25 @@ from math import ceil
 from typing import NamedTuple
 
 import torch
-from torch.optim import Optimizer
 
 from zero3d.engine.foundation import Foundation
-from zero3d.errors import ConfigError
-from zero3d.memory.auto_place import LINK, MEMORY, Need, Placed, Rates, Room, auto_place, choose_executor
+from zero3d.memory.auto_place import (
+    LINK,
+    MEMORY,
+    ExecutorChoice,
+    Need,
+    Placed,
+    Rates,
+    Room,
+    auto_place,
+    choose_executor,
+)
 from zero3d.memory.blocks import padded
 from zero3d.memory.budget import host_budget, parse_size
 from zero3d.memory.offload import AUTO, DEVICE, HOST, Offload
 from zero3d.memory.scratch import update_bucket
 from zero3d.models.blocks import UnitSpec
 from zero3d.precision import NAMES
-from zero3d.zero.host_update import AdamRule
 from zero3d.zero.layout import ROOT
 from zero3d.zero.policy import Policy
 from zero3d.zero.stages import NO_BYTES, REMAINDER, WINDOW, engine_bytes, frozen_bytes
@@ -41,25 +48,38 @@ class Settled(NamedTuple):
     why: tuple[str, ...] = ()
 
 
-def settle_place(base: Foundation, specs: Sequence[UnitSpec]) -> Settled:
-    """Choose where optimizer states are, all ranks alike. Raises OutOfBudget. One exchange of a few numbers."""
+def settle_place(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Foundation, tuple[str, ...]]:
+    """Choose where optimizer states are, all ranks alike; return options that say so, and why in lines.
+
+    Raises OutOfBudget. One exchange of a few numbers.
+    """
     offload = base.options.zero.offload
     if offload.optimizer != AUTO:
-        return Settled(offload)
+        return base, ()
     placed = _furthest(base, bytes_needed(base, specs), room_of(base, offload))
     why = f"offload.optimizer=auto: {placed.optimizer}, fraction {placed.fraction:g}: {placed.why}"
-    return Settled(replace(offload, optimizer=placed.optimizer, fraction=placed.fraction), (why,))
+    offload = replace(offload, optimizer=placed.optimizer, fraction=placed.fraction)
+    return replace(base, options=replace(base.options, zero=replace(base.options.zero, offload=offload))), (why,)
 
 
-def settle_executor(base: Foundation, settled: Settled, optimizer: Optimizer) -> Settled:
-    """Choose who updates optimizer states that have left the device. optimizer: torch's, of the engine."""
-    offload = settled.offload
-    if offload.optimizer == "none":
-        return Settled(replace(offload, executor=DEVICE), settled.why)
-    if offload.executor != AUTO:
-        return settled
-    name, why = _executor(base, offload, optimizer)
-    return Settled(replace(offload, executor=name), (*settled.why, f"offload.executor=auto: {name}: {why}"))
+def settle_executor(base: Foundation, on_host: bool, states: int) -> ExecutorChoice:
+    """Choose who updates records.
+
+    on_host  whether the host has the bits of this optimizer
+    states   its bytes per parameter, masters apart
+    """
+    offload, policy, mesh = base.options.zero.offload, base.resolved.policy, base.resolved.mesh
+    if offload.executor != AUTO or offload.optimizer == "none":
+        return ExecutorChoice(DEVICE if offload.optimizer == "none" else offload.executor, "")
+    if not on_host:
+        choice = ExecutorChoice(DEVICE, "the host has torch's fused Adam and AdamW, without amsgrad, alone")
+    elif base.axes.arena.device.type == "cpu":
+        choice = ExecutorChoice(HOST, "the device is a CPU: the same bits, in one pass over memory")
+    else:
+        moments = states * 2 // policy.master.itemsize if offload.moments == "bf16" else states
+        width = master_width(policy, base.resolved.precision.dtype) + moments
+        choice = choose_executor(width * 10**9, 10**9, Rates(LINK, MEMORY / (mesh.local_world or mesh.world)))
+    return choice._replace(why=f"offload.executor=auto: {choice.name}: {choice.why}")
 
 
 # --- place --------------------------------------------------------------------------------------
@@ -74,7 +94,7 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
         numel = sum(p.numel() for p in spec.params.values())
         sizes[spec.name] = numel * spec.dtype.itemsize
         if any(p.requires_grad for p in spec.params.values()):
-            width = state_width(policy, spec.dtype)
+            width = master_width(policy, spec.dtype) + 2 * policy.master.itemsize  # as Adam has
             states += engine_bytes(
                 policy.stage.number, n, NAMES[spec.dtype], policy.release, policy.reduce, policy.accumulate, width,
                 base.options.zero.exact,
@@ -94,11 +114,9 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
     return Need(ceil(states.optimizer), longest, passing, others)
 
 
-def state_width(policy: Policy, weight: torch.dtype) -> int:
-    """Return the bytes of optimizer states per parameter: what is stored of its master, and two moments."""
-    wide = policy.master.itemsize
-    master = 0 if weight == policy.master else REMAINDER if policy.split_master else wide
-    return master + 2 * wide
+def master_width(policy: Policy, weight: torch.dtype) -> int:
+    """Return the bytes per parameter that are stored of masters."""
+    return 0 if weight == policy.master else REMAINDER if policy.split_master else policy.master.itemsize
 
 
 def room_of(base: Foundation, offload: Offload) -> Room:
@@ -125,23 +143,3 @@ def _furthest(base: Foundation, need: Need, room: Room) -> Placed:
         of_rank = Need(states, record, passing, dict(zip(need.others, others, strict=True)))
         choices.append(auto_place(of_rank, Room(device, None if host < 0 else host, room.disk)))
     return max(choices, key=lambda placed: (PLACES.index(placed.optimizer), placed.fraction))
-
-
-# --- executor -----------------------------------------------------------------------------------
-
-
-def _executor(base: Foundation, offload: Offload, optimizer: Optimizer) -> tuple[str, str]:
-    try:
-        for group in optimizer.param_groups:
-            AdamRule.of(optimizer, group)
-    except ConfigError:
-        return DEVICE, f"the host updates Adam and AdamW without amsgrad, and this is {type(optimizer).__name__}"
-    mesh, policy = base.resolved.mesh, base.resolved.policy
-    if base.axes.arena.device.type == "cpu":
-        fused = all(group["fused"] for group in optimizer.param_groups)
-        kernel = f"{'a' if fused else 'no'} fused kernel"
-        return (HOST if fused else DEVICE), f"the device is a CPU, and {type(optimizer).__name__} has {kernel} there"
-    width = 2 * (2 if offload.moments == "bf16" else policy.master.itemsize)
-    width += state_width(policy, base.resolved.precision.dtype) - 2 * policy.master.itemsize
-    ranks = mesh.local_world or mesh.world
-    return choose_executor(width * 10**9, 10**9, Rates(LINK, MEMORY / ranks))

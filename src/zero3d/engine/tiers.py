@@ -23,10 +23,12 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from zero3d.distributed.agreement import agree
+from zero3d.engine.auto_offload import settle_executor
 from zero3d.engine.checks import check_moments
 from zero3d.engine.foundation import Foundation, ranks_per_host
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
+from zero3d.memory.auto_place import ExecutorChoice
 from zero3d.memory.blocks import padded
 from zero3d.memory.budget import HostBudget, host_budget
 from zero3d.memory.disk_slab import DiskSlab
@@ -117,6 +119,7 @@ class Tiers:
     arenas    accounts of the host and of the disk
     executor  "device" | "host": where updates are made
     planned   bytes by (category, place), from layouts alone
+    why       the arithmetic of the executor, where that was open
     """
 
     units: Mapping[str, UnitRecords]
@@ -126,6 +129,7 @@ class Tiers:
     planned: Mapping[tuple[str, str], Fraction]
     device: torch.device
     staging: tuple[Tensor, Tensor] | None = None
+    why: str = ""
 
     @property
     def updates_on(self) -> torch.device:
@@ -159,21 +163,20 @@ def open_tiers(base: Foundation, specs: Sequence[UnitSpec], layouts: Mapping[str
             "release='every_use', or offload.params=none."
         )
     kinds = StateKinds.of(base)
-    executor = _executor(offload, kinds, base.axes.arena.device)
+    executor = _executor(base, kinds)
     placed = list(_placed(base, in_turn(specs), layouts, kinds))
     return _Builder(base, offload, placed, executor).tiers()
 
 
-def _executor(offload: Offload, kinds: StateKinds, device: torch.device) -> str:
-    """Return where updates are made."""
-    if offload.executor == HOST and not kinds.on_host:
+def _executor(base: Foundation, kinds: StateKinds) -> ExecutorChoice:
+    """Return where updates are made. Raises ConfigError."""
+    executor = settle_executor(base, kinds.on_host, sum(dtype.itemsize for dtype in kinds.states.values()))
+    if executor.name == HOST and not kinds.on_host:
         raise ConfigError(
             f"offload.executor=host has torch's fused Adam and AdamW, and the optimizer is {kinds.kind.__name__}(fused="
             f"{kinds.fused}): pass one of them with fused=True and without amsgrad, or offload.executor=device."
         )
-    if offload.executor != "auto":
-        return offload.executor
-    return HOST if device.type == "cpu" and kinds.on_host else DEVICE
+    return executor
 
 
 def _placed(
@@ -229,13 +232,14 @@ def _fields(base: Foundation, kinds: StateKinds, spec: UnitSpec, place: str) -> 
 class _Builder:
     """Makes slabs, files and rings for records that have their places."""
 
-    def __init__(self, base: Foundation, offload: Offload, placed: Sequence[Placed], executor: str) -> None:
-        self._base, self._offload, self._placed, self._executor = base, offload, placed, executor
+    def __init__(self, base: Foundation, offload: Offload, placed: Sequence[Placed], executor: ExecutorChoice) -> None:
+        self._base, self._offload, self._placed = base, offload, placed
+        self._executor, self._why = executor
         self._arena = base.axes.arena
         self._host_arena = Arena(torch.device("cpu"), HOST)
         self._disk_arena = Arena(torch.device("cpu"), DISK)
         self._on_cpu = self._arena.device.type == "cpu"
-        self._here = executor == HOST or self._on_cpu  # records pass through memory of the host
+        self._here = self._executor == HOST or self._on_cpu  # records pass through memory of the host
 
     def tiers(self) -> Tiers:
         """Make them all, or raise on all ranks."""
@@ -248,8 +252,9 @@ class _Builder:
         arenas = {HOST: self._host_arena, DISK: self._disk_arena}
         units = self._units(store)
         tiers = Tiers(
-            units, store, arenas, self._executor, planned_bytes(self._placed), self._arena.device, self._staging(slab)
-        )
+            units, store, arenas, self._executor, planned_bytes(self._placed), self._arena.device,
+            self._staging(slab), self._why,
+        )  # fmt: skip
         weakref.finalize(tiers, store.close)
         return tiers
 

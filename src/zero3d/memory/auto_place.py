@@ -102,19 +102,19 @@ class Rates(NamedTuple):
     memory: float
 
 
-class Executor(NamedTuple):
-    """Who updates optimizer states that are off the device (device, host), and why in a line."""
+class ExecutorChoice(NamedTuple):
+    """Who updates optimizer states that are off the device (device, host), and why in a line; "" as asked."""
 
     name: str
     why: str
 
 
-def choose_executor(states: int, parameters: int, rates: Rates) -> Executor:
+def choose_executor(states: int, parameters: int, rates: Rates) -> ExecutorChoice:
     """Choose who updates so many bytes of states, of so many parameters, off an accelerator."""
     device = 2 * states / rates.link
     host = UPDATE * parameters / rates.memory + (GRADIENT + WEIGHT) * parameters / rates.link
     name = DEVICE if device <= host else HOST
-    return Executor(
+    return ExecutorChoice(
         name,
         f"on the device 2 x {decimal(states)} at {decimal(int(rates.link))}/s take {device:.3g} s a step; on the host "
         f"{UPDATE} B x {parameters:,} parameters at {decimal(int(rates.memory))}/s and {GRADIENT + WEIGHT} B at "
