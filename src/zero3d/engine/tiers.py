@@ -25,10 +25,12 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
+from zero3d.engine.auto_offload import settle_executor
 from zero3d.engine.checks import check_moments
 from zero3d.engine.foundation import Foundation, ranks_per_host
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
+from zero3d.memory.auto_place import ExecutorChoice
 from zero3d.memory.blocks import padded
 from zero3d.memory.budget import HostBudget, host_budget
 from zero3d.memory.disk_slab import DiskSlab
@@ -130,6 +132,7 @@ class Tiers:
     executor  "device" | "host": where updates are made
     planned   bytes by (category, place), from layouts alone
     on_disk   whether anything of any rank is on a disk
+    why       the arithmetic of the executor, where that was open
     """
 
     units: Mapping[str, UnitRecords]
@@ -142,6 +145,7 @@ class Tiers:
     on_disk: bool
     ring_of_weights: bool
     staging: tuple[Tensor, Tensor] | None = None
+    why: str = ""
 
     def confirm(self, world: Comm) -> None:
         """Wait for all ranks to have ended their last step: then records on a disk may be written outside of one."""
@@ -191,22 +195,21 @@ def open_tiers(base: Foundation, specs: Sequence[UnitSpec], layouts: Mapping[str
             "offload.gradients=device."
         )
     kinds = StateKinds.of(base)
-    executor = _executor(offload, kinds, base.axes.arena.device)
+    executor = _executor(base, kinds)
     placed = list(_placed(base, in_turn(specs), layouts, kinds))
     return _Builder(base, offload, placed, executor).tiers()
 
 
-def _executor(offload: Offload, kinds: StateKinds, device: torch.device) -> str:
-    """Return where updates are made."""
-    if offload.executor == HOST and not kinds.on_host:
+def _executor(base: Foundation, kinds: StateKinds) -> ExecutorChoice:
+    """Return where updates are made. Raises ConfigError."""
+    executor = settle_executor(base, kinds.on_host, sum(dtype.itemsize for dtype in kinds.states.values()))
+    if executor.name == HOST and not kinds.on_host:
         raise ConfigError(
             f"offload.executor=host has torch's fused Adam and AdamW with fp32 moments, and the optimizer is "
             f"{kinds.kind.__name__}(fused={kinds.fused}), whose states are {kinds.described}: pass one of them with "
             "fused=True, without amsgrad and not in fp64, or offload.executor=device."
         )
-    if offload.executor != "auto":
-        return offload.executor
-    return HOST if device.type == "cpu" and kinds.on_host else DEVICE
+    return executor
 
 
 def _placed(
@@ -270,13 +273,14 @@ def _fields(base: Foundation, kinds: StateKinds, spec: UnitSpec, place: str) -> 
 class _Builder:
     """Makes slabs, files and rings for records that have their places."""
 
-    def __init__(self, base: Foundation, offload: Offload, placed: Sequence[Placed], executor: str) -> None:
-        self._base, self._offload, self._placed, self._executor = base, offload, placed, executor
+    def __init__(self, base: Foundation, offload: Offload, placed: Sequence[Placed], executor: ExecutorChoice) -> None:
+        self._base, self._offload, self._placed = base, offload, placed
+        self._executor, self._why = executor
         self._arena = base.axes.arena
         self._host_arena = Arena(torch.device("cpu"), HOST)
         self._disk_arena = Arena(torch.device("cpu"), DISK)
         self._on_cpu = self._arena.device.type == "cpu"
-        self._here = executor == HOST or self._on_cpu  # records pass through memory of the host
+        self._here = self._executor == HOST or self._on_cpu  # records pass through memory of the host
 
     def tiers(self) -> Tiers:
         """Make them all, or raise on all ranks."""
@@ -299,6 +303,7 @@ class _Builder:
             on_disk=self._offload.uses_disk,
             ring_of_weights=self._offload.params == DISK,
             staging=self._staging(slab),
+            why=self._why,
         )
         weakref.finalize(tiers, store.close)
         return tiers
