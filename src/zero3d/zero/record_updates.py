@@ -256,6 +256,12 @@ class RecordUpdates:
         """Say that all ranks have ended their last step."""
         self._records.confirm()
 
+    def replace(self, step: int) -> None:
+        """Say that a checkpoint of a step takes the place of all records."""
+        self.finish()
+        self._records.discard()
+        self._records.count_from(step)
+
     def through(self, unit: Unit) -> None:
         """Update all units up to this one, if its update is due."""
         while unit in self._queue:
