@@ -163,18 +163,18 @@ class Tiers:
         units = [unit for unit in optimizer.units if unit.weights.records is not None]
         if not units:
             return None
-        executor: Executor
-        if self.executor == DEVICE:
-            executor = DeviceExecutor(optimizer.torch, arena)
-        else:
-            threads = HostExecutor(torch.get_num_threads(), self.arenas[HOST])
-            weakref.finalize(optimizer, threads.close)
-            executor = OnHost(optimizer.torch, threads, self.staging)
+        executor = DeviceExecutor(optimizer.torch, arena) if self.executor == DEVICE else self._on_host(optimizer)
         portions = record_portions(units, optimizer.pieces, rank)
         # Of weights on a disk one ring serves gathers and updates, from one thread.
         behind = self.executor == HOST and arena.device.type != "cpu" and not self.ring_of_weights
         thread = ThreadPoolExecutor(1, "updates") if behind else None
         return RecordUpdates(optimizer.torch, executor, self.store, portions, optimizer.send, arena.device, thread)
+
+    def _on_host(self, optimizer: ShardedOptimizer) -> Executor:
+        """Return what updates on the host."""
+        threads = HostExecutor(torch.get_num_threads(), self.arenas[HOST])
+        weakref.finalize(optimizer, threads.close)
+        return OnHost(optimizer.torch, threads, self.staging)
 
 
 def open_tiers(base: Foundation, specs: Sequence[UnitSpec], layouts: Mapping[str, UnitLayout]) -> Tiers | None:
@@ -197,7 +197,7 @@ def open_tiers(base: Foundation, specs: Sequence[UnitSpec], layouts: Mapping[str
     kinds = StateKinds.of(base)
     executor = _executor(base, kinds)
     placed = list(_placed(base, in_turn(specs), layouts, kinds))
-    return _Builder(base, offload, placed, executor).tiers()
+    return Builder(base, offload, placed, executor).tiers()
 
 
 def _executor(base: Foundation, kinds: StateKinds) -> ExecutorChoice:
@@ -270,7 +270,7 @@ def _fields(base: Foundation, kinds: StateKinds, spec: UnitSpec, place: str) -> 
     }
 
 
-class _Builder:
+class Builder:
     """Makes slabs, files and rings for records that have their places."""
 
     def __init__(self, base: Foundation, offload: Offload, placed: Sequence[Placed], executor: ExecutorChoice) -> None:
@@ -284,10 +284,8 @@ class _Builder:
 
     def tiers(self) -> Tiers:
         """Make them all, or raise on all ranks."""
-        world = self._base.axes.world
-        budget = self._budget()
-        slab = agree(world, lambda: HostSlab(self._parts(), self._arena.device, budget))
-        disk = agree(world, self._disk)
+        slab = self._open_slab()
+        disk = self._open_disk()
         standing = self._standing(slab, disk)
         store = RecordStore(standing, disk)
         arenas = {HOST: self._host_arena, DISK: self._disk_arena}
@@ -307,6 +305,11 @@ class _Builder:
         )
         weakref.finalize(tiers, store.close)
         return tiers
+
+    def _open_slab(self) -> HostSlab:
+        """Map what all records and buffers on the host take. Raises OutOfBudget."""
+        budget = self._budget()
+        return agree(self._base.axes.world, lambda: HostSlab(self._parts(), self._arena.device, budget))
 
     def _budget(self) -> HostBudget:
         """Measure what this rank may take; all ranks of a host have measured before any takes."""
@@ -351,8 +354,11 @@ class _Builder:
         grads, weights = slab.views[STAGING][0]
         return grads, weights
 
+    def _open_disk(self) -> DiskSlab | None:
+        """Open the file of what changes in every step, if anything is on a disk. Raises as DiskSlab does."""
+        return agree(self._base.axes.world, self._disk)
+
     def _disk(self) -> DiskSlab | None:
-        """Open the file of what changes in every step."""
         if not self._offload.uses_disk:
             return None
         records = {

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from zero3d.distributed.collectives import same_memory
 from zero3d.errors import Zero3dError
-from zero3d.memory.arena import Arena
+from zero3d.memory.arena import Arena, host_value
 from zero3d.memory.scratch import cast_scratch
 from zero3d.precision import cast_all, join_master, rounds_away, split_master
 from zero3d.zero.host_update import AdamRule, BucketPiece, BucketStates, HostExecutor
@@ -156,7 +156,8 @@ class DeviceExecutor:
             if name in fields and fields[name] is not wide[name] and portion.pieces:
                 if self._table is None:
                     self._table = noise_table(self._arena.device)
-                step = int(self._optimizer.state[portion.pieces[0].master]["step"])
+                count = self._optimizer.state[portion.pieces[0].master]["step"]
+                step = int(host_value(count.view(1), [1.0])[0])
                 noise = self._arena.borrow("wire", wide[name].numel(), torch.float32)
                 round_to_bf16(wide[name], fields[name], Draw(0, step, moment), portion.first, self._table, noise)
                 self._arena.give_back("wire", noise)
