@@ -244,6 +244,8 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
     """Fill frozen weights, optimizer, scheduler, loss scale, summands, buffers and random states."""
     manifest, reader = checkpoint.manifest, checkpoint.reader
     optimizer = manifest.value("optimizer")
+    if engine.optimizer.updates is not None:
+        engine.optimizer.updates.replace(manifest.step)
     for unit in engine.units:
         _restore_frozen(reader, unit, engine)
     for batch in engine.optimizer.in_batches():

@@ -68,7 +68,8 @@ class Engine:
                   bit, which is not stored: 10 bytes of optimizer states per parameter for 12, and the same training
     offload       what leaves the device, and where to: a `zero3d.Offload`, or a mapping of its keys such as
                   {"optimizer": "host"}; None keeps everything on the device. The bits of training are the same at every
-                  place, but with moments="bf16"
+                  place, but with moments="bf16". `engine.offload` has what "auto" became, `engine.offload_why` lines
+                  with its arithmetic
     exact         the same bits at every dp (a power of two), stage and `reduce`, of one global list of micro-batches,
                   numbered as `exact.Summands` says; on a GPU after `zero3d.make_deterministic()`
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
@@ -131,6 +132,7 @@ class Engine:
         self.units, self.model_group = runtime.units, runtime.model_group
         self.gathers, self.reductions, self.accumulation = runtime.gathers, runtime.reductions, runtime.accumulation
         self.optimizer = runtime.optimizer
+        self.offload, self.offload_why = assembly.offload
         self.loss_scale, self.health = runtime.loss_scale, runtime.health
         self.pipeline, self.summands = assembly.pipeline, base.order.summands
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
@@ -256,8 +258,14 @@ class Engine:
         on another pipeline stage; where both are written, the full model's name wins. With master="split" a copy of
         this rank's weights is held inside, where they are not gathered from a shard.
         """
-        self.optimizer.settle()
+        self._settle_to_write()
         return self._assembly.whole_parameters.opened(modules)
+
+    def _settle_to_write(self) -> None:
+        """Complete the last step on all ranks, so that states may be written outside of one."""
+        self.optimizer.settle()
+        if (tiers := self._assembly.runtime.tiers) is not None:
+            tiers.confirm(self.world)
 
     def release(self) -> None:
         """Give back units that stayed gathered without grad; updates of the last step that are due are made."""
@@ -284,7 +292,7 @@ class Engine:
             raise ConfigError("load() inside full_params() would be undone on leaving it: leave the block first.")
         state = engine_state(self._assembly)
         checked = restore.check(Path(directory), state)
-        self.optimizer.settle()  # it writes masters, which may be what is sent
+        self._settle_to_write()  # it writes masters, which may be what is sent
         self._stepper.reset()
         self._stepper.count, loop, self.resumed = restore.load(checked, state)
         self.health.in_a_row = 0

@@ -24,10 +24,13 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from zero3d.distributed.agreement import agree
+from zero3d.distributed.collectives import Comm
+from zero3d.engine.auto_offload import settle_executor
 from zero3d.engine.checks import check_moments
 from zero3d.engine.foundation import Foundation, ranks_per_host
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
+from zero3d.memory.auto_place import ExecutorChoice
 from zero3d.memory.blocks import padded
 from zero3d.memory.budget import HostBudget, host_budget
 from zero3d.memory.disk_slab import DiskSlab
@@ -58,7 +61,7 @@ class Placed:
 
     used   the share of its elements that are parameters
     names  of its fields
-    start  of its bucket, in what this rank updates of the unit
+    start  of its bucket, in what this rank updates of the unit, and the bucket's elements
     """
 
     part: str
@@ -67,6 +70,7 @@ class Placed:
     place: str
     used: Fraction
     names: tuple[str, ...]
+    elements: int
     start: int = 0
 
 
@@ -74,7 +78,7 @@ class Placed:
 class StateKinds:
     """What an optimizer keeps for each element, found by trying it on a few.
 
-    states  dtype of every state that is as long as its parameter, by name
+    states  dtype of every state that is as long as its parameter, by name; of some groups or all
     """
 
     kind: type[Optimizer]
@@ -94,7 +98,8 @@ class StateKinds:
         optimizer.step()
         states = {
             name: value.dtype
-            for name, value in optimizer.state[pieces[0][0]].items()
+            for (piece,) in pieces
+            for name, value in optimizer.state[piece].items()
             if isinstance(value, Tensor) and value.dim() == 1
         }
         optimizer.state.clear()
@@ -105,9 +110,16 @@ class StateKinds:
         return cls(type(optimizer), fused, states)
 
     @property
+    def described(self) -> str:
+        """The states in words."""
+        return (
+            ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in self.states.items()) or "none"
+        )
+
+    @property
     def on_host(self) -> bool:
         """Whether the host updates with the bits of this optimizer."""
-        return self.fused and self.kind in (Adam, AdamW) and len(self.states) == 2
+        return self.fused and self.kind in (Adam, AdamW) and list(self.states.values()) == [torch.float32] * 2
 
 
 @dataclass(frozen=True)
@@ -119,6 +131,8 @@ class Tiers:
     arenas    accounts of the host and of the disk
     executor  "device" | "host": where updates are made
     planned   bytes by (category, place), from layouts alone
+    on_disk   whether anything of any rank is on a disk
+    why       the arithmetic of the executor, where that was open
     """
 
     units: Mapping[str, UnitRecords]
@@ -128,8 +142,16 @@ class Tiers:
     executor: str
     planned: Mapping[tuple[str, str], Fraction]
     device: torch.device
+    on_disk: bool
     ring_of_weights: bool
     staging: tuple[Tensor, Tensor] | None = None
+    why: str = ""
+
+    def confirm(self, world: Comm) -> None:
+        """Wait for all ranks to have ended their last step: then records on a disk may be written outside of one."""
+        if self.on_disk:
+            world.exchange(torch.zeros(1, device=self.device))
+            self.store.confirm()
 
     @property
     def updates_on(self) -> torch.device:
@@ -173,21 +195,21 @@ def open_tiers(base: Foundation, specs: Sequence[UnitSpec], layouts: Mapping[str
             "offload.gradients=device."
         )
     kinds = StateKinds.of(base)
-    executor = _executor(offload, kinds, base.axes.arena.device)
+    executor = _executor(base, kinds)
     placed = list(_placed(base, in_turn(specs), layouts, kinds))
     return Builder(base, offload, placed, executor).tiers()
 
 
-def _executor(offload: Offload, kinds: StateKinds, device: torch.device) -> str:
-    """Return where updates are made."""
-    if offload.executor == HOST and not kinds.on_host:
+def _executor(base: Foundation, kinds: StateKinds) -> ExecutorChoice:
+    """Return where updates are made. Raises ConfigError."""
+    executor = settle_executor(base, kinds.on_host, sum(dtype.itemsize for dtype in kinds.states.values()))
+    if executor.name == HOST and not kinds.on_host:
         raise ConfigError(
-            f"offload.executor=host has torch's fused Adam and AdamW, and the optimizer is {kinds.kind.__name__}(fused="
-            f"{kinds.fused}): pass one of them with fused=True and without amsgrad, or offload.executor=device."
+            f"offload.executor=host has torch's fused Adam and AdamW with fp32 moments, and the optimizer is "
+            f"{kinds.kind.__name__}(fused={kinds.fused}), whose states are {kinds.described}: pass one of them with "
+            "fused=True, without amsgrad and not in fp64, or offload.executor=device."
         )
-    if offload.executor != "auto":
-        return offload.executor
-    return HOST if device.type == "cpu" and kinds.on_host else DEVICE
+    return executor
 
 
 def _placed(
@@ -210,15 +232,19 @@ def _placed(
     for (spec, (start, stop)), place in zip(buckets, places, strict=True):
         names = fields(spec, place)
         record = Record(f"{spec.name}[{start}:{stop}]", tuple((dtype, stop - start) for dtype in names.values()))
-        yield Placed(OPTIMIZER, spec.name, record, place, _used(layouts[spec.name]), tuple(names), start)
+        place = place if names else DEVICE  # an optimizer without states, of weights that are the masters
+        used = _used(layouts[spec.name])
+        yield Placed(OPTIMIZER, spec.name, record, place, used, tuple(names), stop - start, start)
     for spec in specs if offload.params != "none" else ():
-        record = Record(f"{spec.name} weights", ((spec.dtype, layouts[spec.name].shard),))
+        shard, used = layouts[spec.name].shard, _used(layouts[spec.name])
+        record = Record(f"{spec.name} weights", ((spec.dtype, shard),))
         part = PARAMETERS if trains(spec) else FROZEN
-        yield Placed(part, spec.name, record, offload.params, _used(layouts[spec.name]), (WEIGHTS,))
+        yield Placed(part, spec.name, record, offload.params, used, (WEIGHTS,), shard)
     for spec in specs if offload.gradients == HOST else ():
         if trains(spec):
-            record = Record(f"{spec.name} gradients", ((base.resolved.policy.master, layouts[spec.name].shard),))
-            yield Placed(GRADIENTS, spec.name, record, HOST, _used(layouts[spec.name]), ("gradients",))
+            shard, used = layouts[spec.name].shard, _used(layouts[spec.name])
+            record = Record(f"{spec.name} gradients", ((base.resolved.policy.master, shard),))
+            yield Placed(GRADIENTS, spec.name, record, HOST, used, ("gradients",), shard)
 
 
 def trains(spec: UnitSpec) -> bool:
@@ -247,13 +273,14 @@ def _fields(base: Foundation, kinds: StateKinds, spec: UnitSpec, place: str) -> 
 class Builder:
     """Makes slabs, files and rings for records that have their places."""
 
-    def __init__(self, base: Foundation, offload: Offload, placed: Sequence[Placed], executor: str) -> None:
-        self._base, self._offload, self._placed, self._executor = base, offload, placed, executor
+    def __init__(self, base: Foundation, offload: Offload, placed: Sequence[Placed], executor: ExecutorChoice) -> None:
+        self._base, self._offload, self._placed = base, offload, placed
+        self._executor, self._why = executor
         self._arena = base.axes.arena
         self._host_arena = Arena(torch.device("cpu"), HOST)
         self._disk_arena = Arena(torch.device("cpu"), DISK)
         self._on_cpu = self._arena.device.type == "cpu"
-        self._here = executor == HOST or self._on_cpu  # records pass through memory of the host
+        self._here = self._executor == HOST or self._on_cpu  # records pass through memory of the host
 
     def tiers(self) -> Tiers:
         """Make them all, or raise on all ranks."""
@@ -271,8 +298,10 @@ class Builder:
             executor=self._executor,
             planned=planned_bytes(self._placed),
             device=self._arena.device,
+            on_disk=self._offload.uses_disk,
             ring_of_weights=self._offload.params == DISK,
             staging=self._staging(slab),
+            why=self._why,
         )
         weakref.finalize(tiers, store.close)
         return tiers
@@ -302,7 +331,7 @@ class Builder:
             if self._rings_on_host(part):
                 parts[f"{BUFFERS} of {part}"] = ring_buffers(self._ring_records(part))
         if self._executor == HOST and not self._on_cpu:
-            longest = max(each.record.fields[-1][1] for each in self._placed if each.part == OPTIMIZER)
+            longest = max(each.elements for each in self._placed if each.part == OPTIMIZER)
             parts[STAGING] = [
                 Record(STAGING, ((torch.float32, longest), (self._base.resolved.precision.dtype, longest)))
             ]
@@ -401,13 +430,12 @@ class Builder:
         shards: dict[str, int] = {}
         for index, each in enumerate(self._placed):
             if each.part == OPTIMIZER:
-                elements = each.record.fields[0][1]
-                bucket = Bucket(each.start, each.start + elements, index, each.names)
+                bucket = Bucket(each.start, each.start + each.elements, index, each.names)
                 buckets.setdefault(each.unit, []).append(bucket)
             elif each.part != GRADIENTS:
                 shards[each.unit] = index
                 if each.part == FROZEN:
-                    buckets[each.unit] = [Bucket(0, each.record.fields[0][1], index, each.names)]
+                    buckets[each.unit] = [Bucket(0, each.elements, index, each.names)]
         return {unit: UnitRecords(store, own, shards.get(unit)) for unit, own in buckets.items()}
 
 

@@ -287,6 +287,8 @@ def _norm_by_cell(norms: Tensor, cells: Sequence[int], count: int) -> Tensor:
 
 def _overwrite(unit: Unit, masters: Tensor) -> None:
     """Give a gathered unit other values, and use them up; (N-1)/N Psi elements over the dp axis above stage 0."""
+    if unit.weights.records is not None:
+        unit.weights.records.records.discard()
     unit.weights.masters.write(0, masters)
     unit.weights.refresh().wait()
     if unit.weights.sharded:

@@ -117,6 +117,7 @@ class ShardedOptimizer:
         self.torch = build([[p.master for p in self.pieces if p.group == g] for g in range(groups)])
         if type(self.torch).__name__ in NOT_ELEMENTWISE:
             refuse_kind(self.torch)
+        self._store_first()
         self._prefill()
 
     @property
@@ -158,6 +159,21 @@ class ShardedOptimizer:
             for key in ("exp_avg", "exp_avg_sq"):
                 self.put_state(owned, key)
 
+    def _store_first(self) -> None:
+        """Put the states that an optimizer makes when it is built into records, where their pieces are in some."""
+        of_bucket: dict[int, list[MasterPiece]] = {}
+        for owned in self.pieces:
+            if owned.records is not None and any(map(_is_flat, self.torch.state.get(owned.master, {}).values())):
+                of_bucket.setdefault(owned.bucket.record, []).append(owned)
+        for pieces in of_bucket.values():
+            assert pieces[0].records is not None
+            with pieces[0].records.opened(pieces[0].bucket) as fields:
+                for owned in pieces:
+                    states, start = self.torch.state[owned.master], owned.piece.offset - owned.bucket.start
+                    for key in [key for key, value in states.items() if _is_flat(value)]:
+                        fields[key][start : start + owned.master.numel()].copy_(states[key])
+                        states[key] = absent(states[key])
+
     def put_state(self, owned: MasterPiece, key: str) -> None:
         """Give the torch optimizer the piece's view of a state, or what stands for one in a record."""
         dtype = owned.master.dtype
@@ -171,8 +187,8 @@ class ShardedOptimizer:
         """
         weights = owned.unit.weights
         if owned.records is not None:
-            ((bucket, low, high),) = owned.records.within(owned.piece.offset, owned.piece.offset + owned.master.numel())
-            return owned.records.view(bucket, key)[low - bucket.start : high - bucket.start]
+            start = owned.piece.offset - owned.bucket.start
+            return owned.records.view(owned.bucket, key)[start : start + owned.master.numel()]
         if (owned.unit.name, key) not in self._flat:
             numel = weights.shard_or_full.numel()
             self._flat[owned.unit.name, key] = self._arena.allocate("optimizer", numel, weights.used, dtype)

@@ -108,6 +108,7 @@ class RecordMasters(Masters):
             held[1].give_back("gathered", held[0])
         written = bool(changed.any())
         if written:
+            self.unit.records.discard()
             for bucket in self.unit.buckets:
                 within = slice(bucket.start, bucket.stop)
                 if changed[within].any():

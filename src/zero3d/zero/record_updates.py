@@ -238,6 +238,7 @@ class RecordUpdates:
     def begin(self, options: Options) -> None:
         """Take over a step: its gradients are final, and stay until they are used."""
         self.finish()
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would say it came too early
         self._options, self._grads = options, {unit: unit.gradients.owned for unit in self.portions}
         self._queue.extend(self.portions)
         self._next = 0
@@ -255,6 +256,12 @@ class RecordUpdates:
     def confirm(self) -> None:
         """Say that all ranks have ended their last step."""
         self._records.confirm()
+
+    def replace(self, step: int) -> None:
+        """Say that a checkpoint of a step takes the place of all records."""
+        self.finish()
+        self._records.discard()
+        self._records.count_from(step)
 
     def through(self, unit: Unit) -> None:
         """Update all units up to this one, if its update is due."""

@@ -41,6 +41,12 @@ class Records(Protocol):
     def confirm(self) -> None:
         """Say that all ranks have committed their last step."""
 
+    def discard(self) -> None:
+        """Say that others than a step write records: the step that is committed is not to be gone back to."""
+
+    def count_from(self, step: int) -> None:
+        """Say which step the records are of now."""
+
 
 class Bucket(NamedTuple):
     """A range of what a rank updates of a unit, the number of its record, and the names of the record's fields."""
