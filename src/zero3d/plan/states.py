@@ -135,15 +135,19 @@ def _states(model: ModelSpec, plan: ParallelPlan, tiers: Offload, bucket: int, p
 def _with_records(device: Held, units: Sequence[RankUnit], plan: ParallelPlan, tiers: Offload, bucket: int) -> States:
     """Return a rank's bytes with those of records. device: what else is there."""
     places, longest, elements = {DEVICE: device, HOST: NOTHING, DISK: NOTHING}, dict[str, int](), 0
+    sums: dict[tuple[int, str, str], list[int]] = {}  # bytes of records, and what these take
     for record in placed_records([unit_states(unit, plan, tiers) for unit in units], tiers, bucket):
-        layout, (bytes_, padding) = units[record.unit].layout, places[record.place]
-        used = Fraction(layout.numel * record.slots * record.nbytes, layout.total)
-        category = "optimizer" if record.kind == "optimizer" else "parameters"
-        bytes_ = bytes_._replace(**{category: getattr(bytes_, category) + used})
-        places[record.place] = Held(bytes_, padding + record.held - used)
+        both = sums.setdefault((record.unit, record.kind, record.place), [0, 0])
+        both[:] = both[0] + record.slots * record.nbytes, both[1] + record.held
         if record.place != DEVICE:
             longest[record.kind] = max(longest.get(record.kind, 0), record.nbytes)
         elements = max(elements, record.elements if record.kind == "optimizer" else 0)
+    for (unit, kind, place), (nbytes, held) in sums.items():
+        (bytes_, padding), layout = places[place], units[unit].layout
+        category = "optimizer" if kind == "optimizer" else "parameters"
+        used = Fraction(layout.numel * nbytes, layout.total)
+        bytes_ = bytes_._replace(**{category: getattr(bytes_, category) + used})
+        places[place] = Held(bytes_, padding + held - used)
     return States(places[DEVICE], places[HOST], places[DISK], longest, elements)
 
 
