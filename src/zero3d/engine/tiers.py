@@ -25,7 +25,8 @@ from torch.optim import Adam, AdamW, Optimizer
 from zero3d.distributed.agreement import agree
 from zero3d.engine.checks import check_moments
 from zero3d.engine.foundation import Foundation, ranks_per_host
-from zero3d.errors import ConfigError
+from zero3d.engine.slots import Slots
+from zero3d.errors import CheckpointError, ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.memory.blocks import padded
 from zero3d.memory.budget import HostBudget, host_budget
@@ -67,6 +68,17 @@ class Placed:
     used: Fraction
     names: tuple[str, ...]
     start: int = 0
+
+    @property
+    def kinds(self) -> str:
+        """What its fields are."""
+        dtypes = (str(dtype).removeprefix("torch.") for dtype, _ in self.record.fields)
+        return ", ".join(f"{dtype} {name}" for dtype, name in zip(dtypes, self.names, strict=True))
+
+    @property
+    def has_master(self) -> bool:
+        """Whether it has masters as they are."""
+        return MASTER in self.names and self.record.fields[self.names.index(MASTER)][0] != REMAINDER
 
 
 @dataclass(frozen=True)
@@ -117,6 +129,7 @@ class Tiers:
     arenas    accounts of the host and of the disk
     executor  "device" | "host": where updates are made
     planned   bytes by (category, place), from layouts alone
+    slots     of a disk, for a restart; None where not all that is trained is there
     """
 
     units: Mapping[str, UnitRecords]
@@ -126,6 +139,7 @@ class Tiers:
     planned: Mapping[tuple[str, str], Fraction]
     device: torch.device
     staging: tuple[Tensor, Tensor] | None = None
+    slots: Slots | None = None
 
     @property
     def updates_on(self) -> torch.device:
@@ -243,13 +257,15 @@ class _Builder:
         budget = self._budget()
         slab = agree(world, lambda: HostSlab(self._parts(), self._arena.device, budget))
         disk = agree(world, self._disk)
+        slots = self._slots(disk)
         standing = self._standing(slab, disk)
         store = RecordStore(standing, disk)
         arenas = {HOST: self._host_arena, DISK: self._disk_arena}
         units = self._units(store)
         tiers = Tiers(
-            units, store, arenas, self._executor, planned_bytes(self._placed), self._arena.device, self._staging(slab)
-        )
+            units, store, arenas, self._executor, planned_bytes(self._placed), self._arena.device,
+            self._staging(slab), slots,
+        )  # fmt: skip
         weakref.finalize(tiers, store.close)
         return tiers
 
@@ -301,12 +317,36 @@ class _Builder:
         if not self._offload.uses_disk:
             return None
         records = {
-            each.record.name: each.record.nbytes for each in self._placed if each.place == DISK and each.part != FROZEN
+            f"{each.record.name} ({each.kinds})": each.record.nbytes
+            for each in self._placed
+            if each.place == DISK and each.part != FROZEN
         }
         world, mesh = self._base.axes.world, self._base.resolved.mesh
         assert self._offload.directory is not None
         owner = f"rank {world.rank} of {mesh.degrees}"
-        return DiskSlab(Path(self._offload.directory), world.rank, records, owner, discard=True)
+        open_slab = partial(DiskSlab, Path(self._offload.directory), world.rank, records, owner)
+        try:
+            return open_slab()
+        except CheckpointError:  # of other records, or damaged: nothing to go on from
+            return open_slab(discard=True)
+
+    def _slots(self, disk: DiskSlab | None) -> Slots | None:
+        """Agree on the step of an earlier process that a restart can go on from, and leave its slot alone."""
+        if disk is None:
+            return None
+        slots = Slots.agreed(disk, self._base.axes.world, self._is_all_there())
+        if slots.note is None and disk.steps:
+            disk.discard()
+        return slots if self._is_all_there() else None
+
+    def _is_all_there(self) -> bool:
+        """Whether slots have all that an optimizer of Adam's kind trains: weights, too, or what they are cast of."""
+        kinds = StateKinds.of(self._base)
+        weights = self._offload.params == DISK
+        return kinds.kind in (Adam, AdamW) and len(kinds.states) == 2 and all(
+            each.place == DISK and (weights or WEIGHTS in each.names or each.has_master)
+            for each in self._placed if each.part != PARAMETERS
+        )  # fmt: skip
 
     def _standing(self, slab: HostSlab, disk: DiskSlab | None) -> list[Standing]:
         """Put every record on a shelf of its part and place, and on that place's account."""
