@@ -70,7 +70,8 @@ class Engine:
                   bit, which is not stored: 10 bytes of optimizer states per parameter for 12, and the same training
     offload       what leaves the device, and where to: a `zero3d.Offload`, or a mapping of its keys such as
                   {"optimizer": "host"}; None keeps everything on the device. The bits of training are the same at every
-                  place, but with moments="bf16"
+                  place, but with moments="bf16". `engine.offload` has what "auto" became, `engine.offload_why` lines
+                  with its arithmetic
     exact         the same bits at every dp (a power of two), stage and `reduce`, of one global list of micro-batches,
                   numbered as `exact.Summands` says; on a GPU after `zero3d.make_deterministic()`
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
@@ -133,6 +134,7 @@ class Engine:
         self.units, self.model_group = runtime.units, runtime.model_group
         self.gathers, self.reductions, self.accumulation = runtime.gathers, runtime.reductions, runtime.accumulation
         self.optimizer = runtime.optimizer
+        self.offload, self.offload_why = assembly.offload
         self.loss_scale, self.health = runtime.loss_scale, runtime.health
         self.pipeline, self.summands = assembly.pipeline, base.order.summands
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper

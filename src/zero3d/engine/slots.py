@@ -50,6 +50,8 @@ class Slots:
             step = common[0]
             note = notes[step]
             agree(world, lambda: disk.resume(step))
+        else:
+            agree(world, lambda: disk.discard() if disk.steps else None)
         return cls(disk, rows[0][0], note)
 
     def write(self, engine: EngineState) -> None:
