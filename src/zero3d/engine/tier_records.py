@@ -49,6 +49,13 @@ class Placed:
     elements: int
     start: int = 0
 
+    @property
+    def described(self) -> str:
+        """Its name, and what its fields are."""
+        dtypes = (str(dtype).removeprefix("torch.") for dtype, _ in self.record.fields)
+        fields = (f"{dtype} {name}" for dtype, name in zip(dtypes, self.names, strict=True))
+        return f"{self.record.name} ({', '.join(fields)})"
+
 
 @dataclass(frozen=True)
 class StateKinds:
@@ -131,6 +138,28 @@ def placed_records(
             shard, used = layouts[spec.name].shard, _used(layouts[spec.name])
             record = Record(f"{spec.name} gradients", ((base.resolved.policy.master, shard),))
             yield Placed(GRADIENTS, spec.name, record, HOST, used, ("gradients",), shard)
+
+
+def restarts_from(specs: Sequence[UnitSpec], placed: Sequence[Placed], kinds: StateKinds) -> bool:
+    """Return whether records on a disk are all of a model: its weights, too, or masters that these are cast of.
+
+    What an optimizer knows beside them is then how many steps it has made: those of Adam's kind.
+    """
+    weights = {each.unit for each in placed if each.part == PARAMETERS and each.place == DISK}
+    return (
+        kinds.kind in (Adam, AdamW)
+        and set(kinds.states) == {"exp_avg", "exp_avg_sq"}
+        and all(
+            each.place == DISK and (each.unit in weights or WEIGHTS in each.names or _has_master(each))
+            for each in placed
+            if each.part == OPTIMIZER
+        )
+        and all(map(trains, specs))
+    )
+
+
+def _has_master(each: Placed) -> bool:
+    return MASTER in each.names and each.record.fields[each.names.index(MASTER)][0] != REMAINDER
 
 
 def trains(spec: UnitSpec) -> bool:

@@ -16,15 +16,16 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from zero3d.distributed.agreement import agree
-from zero3d.distributed.collectives import Comm
 from zero3d.engine.auto_offload import settle_executor
 from zero3d.engine.foundation import Foundation, ranks_per_host
+from zero3d.engine.slots import Slots
 from zero3d.engine.tier_records import (
     BUFFERS,
     CATEGORY,
@@ -39,8 +40,9 @@ from zero3d.engine.tier_records import (
     place_bytes,
     placed_records,
     planned_bytes,
+    restarts_from,
 )
-from zero3d.errors import ConfigError
+from zero3d.errors import CheckpointError, ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.memory.auto_place import ExecutorChoice
 from zero3d.memory.blocks import padded
@@ -70,8 +72,8 @@ class Tiers:
     arenas    accounts of the host and of the disk
     executor  "device" | "host": where updates are made
     planned   bytes by (category, place), from layouts alone
-    on_disk   whether anything of any rank is on a disk
     why       the arithmetic of the executor, where that was open
+    slots     of a disk, for a restart; None where not all that is trained is there
     """
 
     units: Mapping[str, UnitRecords]
@@ -81,16 +83,10 @@ class Tiers:
     executor: str
     planned: Mapping[tuple[str, str], Fraction]
     device: torch.device
-    on_disk: bool
     ring_of_weights: bool
     staging: tuple[Tensor, Tensor] | None = None
     why: str = ""
-
-    def confirm(self, world: Comm) -> None:
-        """Wait for all ranks to have ended their last step: then records on a disk may be written outside of one."""
-        if self.on_disk:
-            world.exchange(torch.zeros(1, device=self.device))
-            self.store.confirm()
+    slots: Slots | None = None
 
     @property
     def updates_on(self) -> torch.device:
@@ -136,7 +132,7 @@ def open_tiers(base: Foundation, specs: Sequence[UnitSpec], layouts: Mapping[str
     kinds = StateKinds.of(base)
     executor = _executor(base, kinds)
     placed = list(placed_records(base, in_turn(specs), layouts, kinds))
-    return Builder(base, offload, placed, executor).tiers()
+    return Builder(base, offload, placed, executor).tiers(restarts_from(specs, placed, kinds))
 
 
 def _executor(base: Foundation, kinds: StateKinds) -> ExecutorChoice:
@@ -163,10 +159,11 @@ class Builder:
         self._on_cpu = self._arena.device.type == "cpu"
         self._here = self._executor == HOST or self._on_cpu  # records pass through memory of the host
 
-    def tiers(self) -> Tiers:
-        """Make them all, or raise on all ranks."""
+    def tiers(self, restartable: bool) -> Tiers:
+        """Make them all, or raise on all ranks; restartable: from slots of a disk."""
         slab = self._open_slab()
         disk = self._open_disk()
+        slots = None if disk is None else Slots.agreed(disk, self._base.axes.world, restartable)
         standing = self._standing(slab, disk)
         store = RecordStore(standing, disk)
         arenas = {HOST: self._host_arena, DISK: self._disk_arena}
@@ -179,10 +176,10 @@ class Builder:
             executor=self._executor,
             planned=planned_bytes(self._placed),
             device=self._arena.device,
-            on_disk=self._offload.uses_disk,
             ring_of_weights=self._offload.params == DISK,
             staging=self._staging(slab),
             why=self._why,
+            slots=slots if restartable else None,
         )
         weakref.finalize(tiers, store.close)
         return tiers
@@ -243,12 +240,16 @@ class Builder:
         if not self._offload.uses_disk:
             return None
         records = {
-            each.record.name: each.record.nbytes for each in self._placed if each.place == DISK and each.part != FROZEN
+            each.described: each.record.nbytes for each in self._placed if each.place == DISK and each.part != FROZEN
         }
         world, mesh = self._base.axes.world, self._base.resolved.mesh
         assert self._offload.directory is not None
         owner = f"rank {world.rank} of {mesh.degrees}"
-        return DiskSlab(Path(self._offload.directory), world.rank, records, owner, discard=True)
+        open_slab = partial(DiskSlab, Path(self._offload.directory), world.rank, records, owner)
+        try:
+            return open_slab()
+        except CheckpointError:  # of other records, or damaged: nothing to go on from
+            return open_slab(discard=True)
 
     def _standing(self, slab: HostSlab, disk: DiskSlab | None) -> list[Standing]:
         """Put every record on a shelf of its part and place, and on that place's account."""
