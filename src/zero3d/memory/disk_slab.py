@@ -68,10 +68,10 @@ class DiskSlab:
         self._names = list(records)
         self._about = owner, commit_file.digest(records)
         self._starts = list(accumulate((padded(nbytes) for nbytes in records.values()), initial=0))
-        stem = self.directory / f"rank-{rank:05d}"
-        self.path, self._commit_path = stem.with_suffix(".states"), stem.with_suffix(".commit")
+        self.stem = self.directory / f"rank-{rank:05d}"
+        self.path, self._commit_path = self.stem.with_suffix(".states"), self.stem.with_suffix(".commit")
         self._lock = FileLock()
-        self._take(stem.with_suffix(".lock"))
+        self._take(self.stem.with_suffix(".lock"))
         try:
             self._file = self._open(discard)
         except BaseException:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zero3d.engine import auto_offload, tiers
 from zero3d.engine.foundation import Foundation
+from zero3d.engine.tier_records import BUFFERS, OPTIMIZER, Placed
 from zero3d.memory.arena import Arena
 from zero3d.memory.auto_place import ExecutorChoice
 from zero3d.memory.disk_slab import DiskSlab
@@ -76,9 +77,7 @@ class DryTiers(tiers.Tiers):
 class DryBuilder(tiers.Builder):
     """Makes what stands for slabs, files and rings, as they would be on the mesh's backend."""
 
-    def __init__(
-        self, base: Foundation, offload: Offload, placed: Sequence[tiers.Placed], executor: ExecutorChoice
-    ) -> None:
+    def __init__(self, base: Foundation, offload: Offload, placed: Sequence[Placed], executor: ExecutorChoice) -> None:
         mesh, arena = base.resolved.mesh, base.axes.arena
         assert isinstance(mesh, FakeMesh)
         assert isinstance(arena, ObservedArena)
@@ -97,10 +96,10 @@ class DryBuilder(tiers.Builder):
             return super()._shelf(part, place, slab, disk)
         records = self._of(part, place)
         fields = slab.views[part] if place == HOST else [r.views(self._observed.elsewhere(r.nbytes)) for r in records]
-        if self._executor == DEVICE and part == tiers.OPTIMIZER and not self._on_cpu:
+        if self._executor == DEVICE and part == OPTIMIZER and not self._on_cpu:
             rings = [each.nbytes for each in ring_buffers(records)]
             return Passing(records, [self._arena.borrow("wire", nbytes, torch.uint8) for nbytes in rings], fields)
-        return Passing(records, slab.memory[f"{tiers.BUFFERS} of {part}"], fields)
+        return Passing(records, slab.memory[f"{BUFFERS} of {part}"], fields)
 
 
 def settle_executor(base: Foundation, on_host: bool, states: int) -> ExecutorChoice:

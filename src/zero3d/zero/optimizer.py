@@ -43,6 +43,7 @@ from zero3d.zero.model_group import NONE, ModelGroup, Norms, PieceNorm
 from zero3d.zero.param_groups import NOT_ELEMENTWISE, refuse_kind
 from zero3d.zero.record_masters import absent
 from zero3d.zero.record_updates import RecordUpdates
+from zero3d.zero.streams import wait_for_device
 from zero3d.zero.unit import Unit
 from zero3d.zero.updates import MasterPiece, frozen_options, portions_of, update
 
@@ -251,7 +252,7 @@ class ShardedOptimizer:
             unit.gradients.gather()
         grads = [unit.gradients.owned for unit in self._units]
         if any(grad.device != self._arena.device for grad in grads):
-            wait_for_copies(self._arena.device)
+            wait_for_device(self._arena.device)
         multiply(grads, 1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0)
         norms = self._norms()
         norm, even = self._over_dp(norms)
@@ -368,8 +369,7 @@ class ShardedOptimizer:
         """Complete the last step: updates that are due are made, also at stage 3, and new weights are there."""
         if self.updates is not None:
             self.updates.finish()
-            if self._arena.device.type != "cpu":
-                wait_for_copies(self._arena.device)
+            wait_for_device(self._arena.device)  # some of it goes to the host
         self.wait()
 
     def _cast(self) -> None:
@@ -396,11 +396,6 @@ def in_turn(units: Sequence[U]) -> list[U]:
 
 def _is_flat(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 1
-
-
-def wait_for_copies(device: torch.device) -> None:
-    """Wait until what a device was told to copy to the host is there."""
-    torch.accelerator.current_stream(device).synchronize()
 
 
 def piece_norms(grads: Sequence[tuple[int, MasterPiece, Tensor]]) -> list[PieceNorm]:
