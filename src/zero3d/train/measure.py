@@ -9,6 +9,8 @@ padding            held by the arena                      from the layouts, exac
 temporary buffers  most held at any instant, by kind      an upper bound from unit sizes
 activations        what autograd saved in one forward     none
 device             most allocated and reserved there      none (accelerators only)
+states, PLACE      held on the host, on a disk            from records, exact; a disk has two slots of each
+buffers, host      most held at any instant               none
 
 What ranks sent is in `traffic.py`.
 """
@@ -27,12 +29,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from zero3d.distributed.choice import ALL_TO_ALL, PAIRWISE
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.engine import Engine
-from zero3d.memory.scratch import cast_scratch, update_scratch
+from zero3d.memory.blocks import padded
+from zero3d.memory.offload import DEVICE
+from zero3d.memory.placement import DEPTH
+from zero3d.memory.scratch import cast_scratch, update_bucket, update_scratch
 from zero3d.precision import NAMES
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
 from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import WINDOW
 from zero3d.zero.unit import Unit
+
+LABELS = {
+    "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer states", "padding": "padding",
+}  # fmt: skip
 
 
 class MemoryRow(NamedTuple):
@@ -86,15 +95,15 @@ class Activations:
 def memory_rows(
     engine: Engine, entries: Iterable[MemoryEntry], activations: Mapping[str, int], micro_batches: int
 ) -> list[MemoryRow]:
-    """Return ZeRO's five consumers, padding apart, and the whole of an accelerator.
+    """Return ZeRO's five consumers, padding apart, the whole of an accelerator, and what is off the device by place.
 
     `entries` is engine.memory right after training.
     """
-    by_category = {entry.category: entry for entry in entries}
+    entries = list(entries)
+    by_category = {entry.category: entry for entry in entries if entry.place == DEVICE}
     dtypes = state_dtypes(engine)
     rows = []
-    for category, label in (("parameters", "parameters"), ("gradients", "gradients"),
-                            ("optimizer", "optimizer states"), ("padding", "padding")):  # fmt: skip
+    for category, label in LABELS.items():
         entry = by_category[category]
         equal = entry.planned == entry.measured
         rows.append(MemoryRow(label, dtypes[category], entry.planned, False, entry.measured, equal))
@@ -106,7 +115,15 @@ def memory_rows(
     if reserved is not None:
         rows.append(MemoryRow("device: allocated", "-", None, False, memory_bytes(engine), None))
         rows.append(MemoryRow("device: reserved", "-", None, False, reserved, None))
-    return rows
+    return rows + [_away(entry) for entry in entries if entry.place != DEVICE and entry.peak]
+
+
+def _away(entry: MemoryEntry) -> MemoryRow:
+    """Return the row of what is on the host or on a disk."""
+    if entry.category not in LABELS:
+        return MemoryRow(f"buffers, {entry.place}", "-", None, False, entry.peak, None)
+    equal = entry.planned == entry.measured
+    return MemoryRow(f"{LABELS[entry.category]}, {entry.place}", "records", entry.planned, False, entry.measured, equal)
 
 
 def state_dtypes(engine: Engine) -> dict[str, str]:
@@ -136,6 +153,8 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     wire      WINDOW reductions (`reduction_bytes`), of which one is being added up. Scratch in which masters are cast,
               or those in halves updated
     exact     a bucket for every micro-batch at all stages
+    records   of states off the device: buffers of a ring of them, scratch of the longest's update; shards of gradients
+              on their way to the host
     """
     sizes = [unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name != ROOT]
     root = sum(unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name == ROOT)
@@ -153,11 +172,24 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
             travelling, sums = reduction_bytes(engine, unit, micro_batches)
             moving, adding = max(moving, travelling), max(adding, sums)
             tied += unit.layout.total * policy.master.itemsize if unit.deferred else 0
+    ring, update, arriving = record_bounds(engine)
     return {
         "gathered": full if policy.stage.shards_parameters else 0,
-        "bucket": wider * full + tied if exact or policy.reduce == "every_micro_batch" else 0,
-        "wire": max(WINDOW * moving + adding, 4 * scratch_of(masters, engine.mesh.device.type)),
+        "bucket": wider * full + tied + arriving if exact or policy.reduce == "every_micro_batch" else 0,
+        "wire": ring + max(WINDOW * moving + adding, 4 * scratch_of(masters, engine.mesh.device.type), update),
     }
+
+
+def record_bounds(engine: Engine) -> tuple[int, int, int]:
+    """Return the most bytes of a ring on the device, of an update's scratch, of shards that go to the host."""
+    if engine.optimizer.updates is None:
+        return 0, 0, 0
+    device, wide = engine.mesh.device.type, engine.policy.master.itemsize
+    share = engine.dp.size if engine.policy.stage.shards_optimizer else 1
+    shards = [unit.layout.total // share for unit in engine.units if unit.grads is not None]
+    longest = min(max(shards), update_bucket(device))
+    ring = 0 if device == "cpu" else DEPTH * padded(3 * wide * longest)  # master and two moments
+    return ring, 4 * wide * longest, WINDOW * max(shards) * wide
 
 
 def reduction_bytes(engine: Engine, unit: Unit, micro_batches: int) -> tuple[int, int]:
