@@ -6,6 +6,7 @@ OUTPUT/
   checkpoints/    step-N: the last few and the best; best -> step-N
   hf/             the final weights, for from_pretrained; written as .hf.new, renamed when complete
   loss.png, trace-rank-0.json, tensorboard/
+  offload/        what is on a disk while a run goes on, where offload.directory names no other folder
   .lock           while a run writes (lock.py)
 """
 
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from zero3d.checkpoint.folders import checkpoints, complete_steps, discard, find, tidy
 from zero3d.config import load
+from zero3d.config.offload import FOLDER as OFFLOAD
 from zero3d.errors import CheckpointError, ConfigError, short
 from zero3d.reading import Unreadable, parse_object
 from zero3d.train.lock import LOCK, FolderLock
@@ -60,6 +62,10 @@ class Folder:
     @property
     def curve(self) -> Path:
         return self.root / "loss.png"
+
+    @property
+    def offload(self) -> Path:
+        return self.root / OFFLOAD
 
     @property
     def fresh_export(self) -> Path:
@@ -142,8 +148,8 @@ class Folder:
         return self.root.exists() and (not self.root.is_dir() or any(self._names()))
 
     def _names(self) -> Iterator[str]:
-        """Yield the names of the folder's entries; a lock is nobody's work."""
-        return (entry.name for entry in self.root.iterdir() if entry.name != LOCK)
+        """Yield the names of the folder's entries; a lock is nobody's work, nor is what a run has off its device."""
+        return (entry.name for entry in self.root.iterdir() if entry.name not in (LOCK, OFFLOAD))
 
     @property
     def of_a_run(self) -> bool:
