@@ -10,6 +10,7 @@ the same kernels.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +22,7 @@ import torch
 from zero3d.checkpoint.fields import Field
 from zero3d.checkpoint.manifest_parser import open_manifest
 from zero3d.config import Config, offload_of
-from zero3d.distributed.agreement import agree
+from zero3d.distributed.agreement import agree, exchange_texts
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.auto_offload import passing_bytes, room_of
@@ -63,7 +64,7 @@ def settle(
     """
     if not is_open(config):
         return config, ()
-    kept = NO_CHOICE if checkpoint is None else saved_choice(checkpoint)
+    kept = NO_CHOICE if checkpoint is None else _of_rank_0(comm, saved_choice(checkpoint))
     key_of = {"fraction": "optimizer"}  # it is open where the place is
     kept = {name: value for name, value in kept.items() if getattr(config.offload, key_of.get(name, name)) == AUTO}
     lines: tuple[str, ...] = ()
@@ -128,6 +129,11 @@ def choice_of(config: Config, engine: Engine) -> dict[str, Any] | None:
     section, chosen = config.offload, engine.offload
     place = {"optimizer": chosen.optimizer, "fraction": chosen.fraction} if section.optimizer == AUTO else {}
     return place | ({"executor": chosen.executor} if section.executor == AUTO else {})
+
+
+def _of_rank_0(comm: Comm, choice: Mapping[str, Any]) -> Mapping[str, Any]:
+    told: Mapping[str, Any] = json.loads(exchange_texts(comm, json.dumps(choice))[0])
+    return told
 
 
 def saved_choice(checkpoint: Path) -> Mapping[str, Any]:
