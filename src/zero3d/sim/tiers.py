@@ -18,6 +18,7 @@ from torch import Tensor
 from zero3d.engine import tiers
 from zero3d.engine.foundation import Foundation
 from zero3d.engine.tier_records import BUFFERS, OPTIMIZER, Placed
+from zero3d.memory.auto_place import ExecutorChoice
 from zero3d.memory.disk_slab import DiskSlab
 from zero3d.memory.host_slab import HostSlab
 from zero3d.memory.offload import AUTO, DEVICE, HOST, Offload
@@ -72,11 +73,12 @@ class DryTiers(tiers.Tiers):
 class DryBuilder(tiers.Builder):
     """Makes what stands for slabs, files and rings, as they would be on the mesh's backend."""
 
-    def __init__(self, base: Foundation, offload: Offload, placed: Sequence[Placed], executor: str) -> None:
+    def __init__(self, base: Foundation, offload: Offload, placed: Sequence[Placed], executor: ExecutorChoice) -> None:
         mesh, arena = base.resolved.mesh, base.axes.arena
         assert isinstance(mesh, FakeMesh)
         assert isinstance(arena, ObservedArena)
-        super().__init__(base, offload, placed, DEVICE if offload.executor == AUTO and not mesh.on_cpu else executor)
+        on_device = offload.executor == AUTO and not mesh.on_cpu
+        super().__init__(base, offload, placed, ExecutorChoice(DEVICE, "") if on_device else executor)
         self._on_cpu, self._observed = mesh.on_cpu, arena
         self._here = self._executor == HOST or mesh.on_cpu
 
