@@ -43,6 +43,7 @@ from zero3d.zero.model_group import NONE, ModelGroup, Norms, PieceNorm
 from zero3d.zero.param_groups import NOT_ELEMENTWISE, refuse_kind
 from zero3d.zero.record_masters import absent
 from zero3d.zero.record_updates import RecordUpdates
+from zero3d.zero.streams import wait_for_device
 from zero3d.zero.unit import Unit
 from zero3d.zero.updates import MasterPiece, frozen_options, portions_of, update
 
@@ -250,6 +251,8 @@ class ShardedOptimizer:
         for unit in self._units:
             unit.gradients.gather()
         grads = [unit.gradients.owned for unit in self._units]
+        if any(grad.device != self._arena.device for grad in grads):
+            wait_for_device(self._arena.device)
         multiply(grads, 1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0)
         norms = self._norms()
         norm, even = self._over_dp(norms)
@@ -340,8 +343,10 @@ class ShardedOptimizer:
         self.wait()  # masters may be what is sent
         if self.updates is not None:
             self.updates.begin(frozen_options(self.torch))
-            for unit in self.updates.portions:
-                unit.weights.defer(partial(self.updates.through, unit))
+            units = list(self.updates.portions)
+            for unit, following in zip(units, [*units[1:], units[-1]], strict=True):
+                sent = not (unit.weights.sharded or unit.weights.updates_all)  # one ahead, behind a unit's compute
+                unit.weights.defer(partial(self.updates.through, following if sent else unit))
             return
         update(self.torch, self._portions, self._arena)
         if not self._adopted or any(_differs(*states) for states in self._adopted):
@@ -366,6 +371,7 @@ class ShardedOptimizer:
         """Complete the last step: updates that are due are made, also at stage 3, and new weights are there."""
         if self.updates is not None:
             self.updates.finish()
+            wait_for_device(self._arena.device)  # some of it goes to the host
         self.wait()
 
     def _cast(self) -> None:
@@ -408,6 +414,6 @@ def _differs(state: dict[str, Any], known: dict[str, Any]) -> bool:
 def multiply(grads: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply in place; skipped when the factor is exactly 1."""
     if isinstance(factor, Tensor) and grads:
-        torch._foreach_mul_(list(grads), factor.to(grads[0].dtype))
+        torch._foreach_mul_(list(grads), factor.to(grads[0].device, grads[0].dtype))
     elif grads and factor != 1.0:
         torch._foreach_mul_(list(grads), factor)
