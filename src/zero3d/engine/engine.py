@@ -142,9 +142,9 @@ class Engine:
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
         self.last_step: StepResult | None = None
         self.resumed = ""
-        if (optimizer := self.optimizer).updates is not None:
-            weakref.finalize(self, _settle_last, lambda: optimizer)
-            atexit.register(_settle_last, weakref.ref(optimizer))  # before the mesh ends
+        if runtime.optimizer.updates is not None:
+            weakref.finalize(self, _settle_last, lambda: runtime.optimizer)
+            atexit.register(_settle_last, weakref.ref(runtime.optimizer))  # before the mesh ends
 
     # --- training -------------------------------------------------------------------------------
 
