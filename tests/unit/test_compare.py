@@ -190,16 +190,11 @@ def moved_to(place, optimizer=1200, padding=40, off=0):
     run = result()
     states = {row["consumer"]: row for row in run["memory"]}
     slots = 2 if place == "disk" else 1
-    for consumer, size in (("optimizer", slots * optimizer), ("padding", slots * padding)):
-        there = states["padding"] | {
-            "consumer": f"{consumer}, {place}",
-            "measured": size + off,
-            "formula": size,
-            "agrees": not off,
-        }
-        run["memory"].append(there)
+    for consumer, size in (("optimizer states", slots * optimizer), ("padding", slots * padding)):
+        there = {"consumer": consumer, "place": place, "measured": size + off, "formula": size, "agrees": not off}
+        run["memory"].append(states["padding"] | there)
     states["optimizer states"] |= {"measured": 0, "formula": 0}
-    run["memory"].append(states["activations"] | {"consumer": f"buffers, {place}", "measured": 77})
+    run["memory"].append(states["activations"] | {"consumer": "temporary: wire", "place": place, "measured": 77})
     return run
 
 

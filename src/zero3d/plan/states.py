@@ -173,7 +173,9 @@ def master_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
 
 def policies(plan: ParallelPlan) -> tuple[str, str]:
     """Return `release` and `reduce` as the engine resolves them."""
-    return resolve_policies(stage_row(plan.stage), *pipeline_policies(plan.pp, plan.release, plan.reduce))
+    return resolve_policies(
+        stage_row(plan.stage), *pipeline_policies(plan.pp, plan.tiers.release(plan.release), plan.reduce)
+    )
 
 
 def reduced_width(plan: ParallelPlan, narrow: float = 2.0) -> float:

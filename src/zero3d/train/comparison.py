@@ -25,8 +25,7 @@ from zero3d.zero.stages import resolve_policies, stage_row
 
 CATEGORIES = ("parameters", "gradients", "optimizer states", "padding", "temporary", "activations")
 STATES = {
-    "parameters": "parameters", "gradients": "gradients", "optimizer states": "optimizer", "optimizer": "optimizer",
-    "padding": "padding",
+    "parameters": "parameters", "gradients": "gradients", "optimizer states": "optimizer", "padding": "padding",
 }  # fmt: skip
 PLACES, TOGETHER = ("device", "host", "disk"), "together"
 ONCE = ("broadcast",)  # sent at the first step only
@@ -145,10 +144,11 @@ def _minus(value: float | None, first: float | None) -> float | None:
 
 
 def memory(result: Result) -> dict[str, Figure]:
-    """Return a run's bytes by category; temporary is the sum of the most that each kind of buffer held."""
+    """Return a run's bytes on the device by category; temporary is the sum of the most each kind of buffer held."""
     figures: dict[str, Figure] = {}
     for category in CATEGORIES:
-        entries = [row for row in result["memory"] if row["consumer"].partition(":")[0] == category]
+        rows_here = [row for row in result["memory"] if place_of(row) == PLACES[0]]
+        entries = [row for row in rows_here if row["consumer"].partition(":")[0] == category]
         formulas = [row["formula"] for row in entries]
         figures[category] = Figure(
             sum(row["measured"] for row in entries),
@@ -159,14 +159,18 @@ def memory(result: Result) -> dict[str, Figure]:
     return figures
 
 
+def place_of(row: Mapping[str, Any]) -> str:
+    """Return the place of a row of a run's memory; results of before there were any are of the device."""
+    return str(row.get("place", PLACES[0]))
+
+
 def places(result: Result) -> dict[str, dict[str, Figure]]:
     """Return a run's bytes of model states by place and category; "together" is their sum, padding among it."""
     figures: dict[str, dict[str, Figure]] = {}
     for row in result["memory"]:
-        name, _, place = row["consumer"].partition(", ")
-        if name in STATES:
+        if row["consumer"] in STATES:
             figure = Figure(row["measured"], row["formula"], row["at_most"], row["agrees"])
-            figures.setdefault(place or PLACES[0], {})[STATES[name]] = figure
+            figures.setdefault(place_of(row), {})[STATES[row["consumer"]]] = figure
     for here in figures.values():
         parts = list(here.values())
         formulas = [figure.formula or 0 for figure in parts]
