@@ -7,7 +7,7 @@ bubble       the schedule's end less that rank's work: waits and hops (timeline.
 dp           gradients out, parameters in; at stage 3 per unit and micro-batch; what backward does not hide
 optimizer    bytes of states read and written, by the card's memory
 offload      records that leave the device, and updates on the host, beyond the next forward; weights that are read for
-             gathers, beyond all computation (tier_time.py)
+             gathers and gradients that leave the device, beyond all computation (tier_time.py)
 fixed        a system's own per step and micro-batch: launching, data, logging
 """
 
@@ -24,7 +24,7 @@ from zero3d.plan.kernels import KERNELS, Kernels, PartWork, Shape, digest, part_
 from zero3d.plan.network import Group, Groups, exchange_seconds, gather_seconds, reduce_seconds, send_seconds
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.states import policies, reduced_width, sends_terms, settled, wire_width
-from zero3d.plan.tier_time import read_seconds, update_seconds
+from zero3d.plan.tier_time import gradient_seconds, read_seconds, update_seconds
 from zero3d.plan.timeline import pipeline_seconds
 from zero3d.zero.stages import WIDTHS, resolve_policies, stage_row
 
@@ -245,7 +245,8 @@ def _update(step: _Step, numel: float, hidden: tuple[float, float]) -> dict[str,
     forward, both = hidden
     gathers = 2 * plan.accumulate if policies(plan)[0] != "every_step" else 1
     weights = WIDTHS[plan.precision].weight * numel / plan.dp
-    reads = read_seconds(plan, cluster, weights, gathers) - plan.accumulate * both
+    besides = read_seconds(plan, cluster, weights, gathers) + gradient_seconds(plan, cluster, share)
+    reads = besides - plan.accumulate * both
     moving = update_seconds(plan, cluster, share) - forward
     offload = {"offload": max(0.0, moving) + max(0.0, reads)} if plan.tiers.states else {}
     on_device = share * (1 - plan.fraction) if plan.executor == "host" else share
