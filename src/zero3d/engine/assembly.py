@@ -19,9 +19,11 @@ from functools import partial
 import torch
 from torch import nn
 
+from zero3d.activations.kept_inputs import KeptInputs
 from zero3d.distributed.axis import forget_note
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import Accounts
+from zero3d.engine.activations import keep_inputs
 from zero3d.engine.checks import bind_scheduler
 from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
 from zero3d.engine.foundation import Foundation
@@ -48,6 +50,7 @@ class Assembly:
     base       options, axes and this rank's share of the model
     runtime    units, and what gathers, reduces and updates them
     execution  how micro-batches go through the model; `pipeline` where there is one
+    kept_inputs  of recomputed blocks, where they are not kept as they are
     """
 
     base: Foundation
@@ -57,6 +60,7 @@ class Assembly:
     accounts: Accounts
     pipeline: Pipeline | None
     execution: Execution
+    kept_inputs: KeptInputs | None
 
 
 def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
@@ -66,6 +70,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     """
     base = Foundation.of(model, mesh, options)
     axes, resolved, module = base.axes, base.resolved, base.division.module
+    kept = keep_inputs(base)
     specs, uses = partition_all(base.division.chunks.values(), options.model.units, resolved.precision.dtype)
     losses, only = Losses(model, options.step.loss), last_only(model)
     unit_of: dict[nn.Parameter, Unit] = {}
@@ -93,7 +98,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
             pipeline.learn_shapes()
     axes.ledger.reset()  # it counts training; construction broadcast the model once
     axes.arena.reset_peaks()
-    return Assembly(base, runtime, stepper, whole, _accounts(base, runtime), pipeline, execution)
+    return Assembly(base, runtime, stepper, whole, _accounts(base, runtime), pipeline, execution, kept)
 
 
 def _stepper(base: Foundation, runtime: Runtime) -> Stepper:
