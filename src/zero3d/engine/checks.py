@@ -84,8 +84,8 @@ def check_activations(model: nn.Module, mesh: Mesh, partition: bool, host: bool,
             )
         if not by_torch:
             raise ConfigError(
-                f"{what} is about the inputs of recomputed blocks, and none is recomputed: type {RECOMPUTE}, or leave it "
-                "out."
+                f"{what} is about the inputs of recomputed blocks, and none is recomputed: type {RECOMPUTE}, or leave "
+                "it out."
             )
     if partition and sequence and mesh.rank == 0:
         warnings.warn(
