@@ -244,6 +244,7 @@ class Engine:
             return generate(self._execution.next_logits, self.model_group.sum, ids, max_new_tokens, ending, **options)
 
     def _evaluating(self, keep_full: bool) -> AbstractContextManager[None]:
+        self.optimizer.settle()
         return evaluating(self.module, self._assembly.runtime.hooks, self.gathers, keep_full)
 
     # --- whole parameters -----------------------------------------------------------------------
@@ -257,10 +258,12 @@ class Engine:
         on another pipeline stage; where both are written, the full model's name wins. With master="split" a copy of
         this rank's weights is held inside, where they are not gathered from a shard.
         """
+        self.optimizer.settle()
         return self._assembly.whole_parameters.opened(modules)
 
     def release(self) -> None:
-        """Give back units that stayed gathered without grad."""
+        """Give back units that stayed gathered without grad; updates of the last step that are due are made."""
+        self.optimizer.settle()
         self.gathers.drop(lambda token: token == KEEP)
 
     # --- checkpoints ----------------------------------------------------------------------------
@@ -270,6 +273,7 @@ class Engine:
 
         `loop` is what the training loop wants back from `load`: plain values, those of rank 0.
         """
+        self.optimizer.settle()
         return checkpoint.save(Path(directory), engine_state(self._assembly, loop))
 
     def load(self, directory: str | Path) -> Any:
@@ -282,7 +286,7 @@ class Engine:
             raise ConfigError("load() inside full_params() would be undone on leaving it: leave the block first.")
         state = engine_state(self._assembly)
         checked = restore.check(Path(directory), state)
-        self.optimizer.wait()  # it writes masters, which may be what is sent
+        self.optimizer.settle()  # it writes masters, which may be what is sent
         self._stepper.reset()
         self._stepper.count, loop, self.resumed = restore.load(checked, state)
         self.health.in_a_row = 0
@@ -290,10 +294,12 @@ class Engine:
 
     def fingerprint(self) -> str:
         """One hash of all masters and optimizer states, the same at any dp that divides 64; all ranks call it."""
+        self.optimizer.settle()
         return fingerprint(self.optimizer, self.dp, self.model_group)
 
     def export(self, directory: str | Path) -> Path:
         """Write the weights as a Hugging Face folder, gathered unit by unit."""
+        self.optimizer.settle()
         return export(Path(directory), engine_state(self._assembly), self._assembly.whole_parameters.gathered)
 
     # --- accounting -----------------------------------------------------------------------------
