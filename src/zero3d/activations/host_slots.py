@@ -4,10 +4,10 @@
     backward   input <--copy-- buffer <--ring-- slot        what is needed next is on its way by then
 
     slots     of one size, that of the largest input so far: as many at a time as a micro-batch has inputs, until those
-              of all micro-batches in flight have one. That is known once a step has run; later growth is said
+              of all micro-batches in flight have one. That is known after the first pass; later growth is said
     buffers   three of a slot's size on the device, however deep the model is
-    order     inputs are brought in the order of the last pass: between two moments without any input here. Before there
-              is one, in reverse of the forward
+    pass      between two moments in which no input is here: a micro-batch, in a pipeline a step
+    order     inputs are brought in the order of the last pass; before there is one, in reverse of the forward
 
 A slot is free again when the graph that would have needed it is gone. A dry run takes the buffers and counts the rest.
 ZeRO section 6.1 calls this P_a+cpu.
@@ -36,13 +36,14 @@ AHEAD = DEPTH - 1  # buffers for what is brought; one is left for what is taken 
 
 
 class Slot:
-    """One input's place: number `index` of a shelf, for so many bytes; `number` of its pass. Free when it is gone."""
+    """The place of one input, which is number `number` of its pass. Free when nobody has this any more."""
 
-    def __init__(self, shelf: Shelf, index: int, nbytes: int, number: int) -> None:
-        self.shelf, self.index, self.nbytes, self.number = shelf, index, nbytes, number
+    def __init__(self, slots: SlotSet, index: int, number: int) -> None:
+        self.slots, self.index, self.number = slots, index, number
+        self.read = False
 
     def __del__(self) -> None:
-        self.shelf.left.append(self.index)
+        self.slots.left.append(self.index)
 
 
 class Footing(NamedTuple):
@@ -52,12 +53,11 @@ class Footing(NamedTuple):
     device: int
 
 
-class Shelf:
+class SlotSet:
     """Slots of one size, their memory, and the ring through which they are reached.
 
     free    slots without an input
-    left    slots whose input is gone, as the garbage collector found them
-    coming  slots that are on their way to the device
+    left    slots whose input is gone, by the garbage collector's leave
     """
 
     def __init__(self, arena: Arena, size: int) -> None:
@@ -67,9 +67,10 @@ class Shelf:
         self.count = 0
         self.free: list[int] = []
         self.left: list[int] = []
-        self.coming: set[int] = set()
+        self._coming: set[int] = set()
         self._unread: set[int] = set()
-        self._memory: list[Tensor] = []
+        self._whole: list[Tensor] = []
+        self._memory: list[Tensor] = []  # of each slot as much as its input takes
         self._records: list[Record] = []
         self._ring: Ring | None = None
 
@@ -87,7 +88,8 @@ class Shelf:
         """Make so many slots more. Raises OutOfBudget where the system has no memory."""
         new = [Record(f"input {self.count + i}", ((torch.uint8, self.size),)) for i in range(count)]
         if not self.dry:
-            self._memory += HostSlab({PART: new}, self._arena.device).memory[PART]
+            self._whole += HostSlab({PART: new}, self._arena.device).memory[PART]
+            self._memory += self._whole[self.count :]
             self._records += new
             if self._ring is None:
                 self._ring = Ring(HostTier(self._memory), self._records, self.buffers)
@@ -97,21 +99,22 @@ class Shelf:
     def put(self, index: int, flat: Tensor) -> None:
         """Begin to take an input's bytes down to a slot."""
         self._unread.add(index)
-        if self._ring is not None:
-            (buffer,) = self._ring.put(index)
-            buffer[: flat.numel()].copy_(flat)
+        if self._ring is not None:  # nothing of this slot is under way: `tidy`
+            self._memory[index] = self._whole[index][: flat.numel()]
+            self._records[index] = Record(f"input {index}", ((torch.uint8, flat.numel()),))
+            self._ring.put(index)[0].copy_(flat)
             self._ring.retire(index)
 
     def ahead(self, index: int) -> None:
         """Begin to bring a slot, if there are buffers for that."""
-        if self._ring is not None and self._ring.idle > 1 and index not in self.coming:
-            self.coming.add(index)
+        if self._ring is not None and self._ring.idle > 1 and index not in self._coming:
+            self._coming.add(index)
             self._ring.ahead(index)
 
     def fetch(self, index: int) -> Tensor:
-        """Return a slot's bytes on the device, for what compute does until they are let go of."""
+        """Return a slot's input on the device, for what compute does until it is let go of; in a dry run any bytes."""
         self._unread.discard(index)
-        self.coming.discard(index)
+        self._coming.discard(index)
         return self.buffers[0] if self._ring is None else self._ring.fetch(index)[0]
 
     def let_go(self, index: int) -> None:
@@ -123,7 +126,7 @@ class Shelf:
         """Make slots free whose inputs are gone; what is under way to or from them is waited for."""
         while self.left:
             index = self.left.pop()
-            if index in self.coming:
+            if index in self._coming:
                 self.fetch(index)
                 self.let_go(index)
             elif index in self._unread and self._ring is not None:
@@ -149,42 +152,44 @@ class HostSlots:
     def __init__(self, arena: Arena, a_pass: int, budget: HostBudget) -> None:
         self._arena, self._a_pass, self._budget = arena, a_pass, budget
         self.others = 0
-        self._shelf: Shelf | None = None
-        self._outgrown: list[Shelf] = []
+        self._slots: SlotSet | None = None
+        self._outgrown: list[SlotSet] = []
         self._live: WeakValueDictionary[int, Slot] = WeakValueDictionary()
         self._count = self._passes = 0
         self._last: list[int] = []  # numbers in the order of the last pass
         self._fetched: list[int] = []
+        self.peak = Footing(0, 0)
 
     @property
     def footing(self) -> Footing:
         """Return the bytes that all this takes."""
-        shelves = [*self._outgrown, *([] if self._shelf is None else [self._shelf])]
-        return Footing(sum(shelf.host for shelf in shelves), sum(DEPTH * shelf.size for shelf in shelves))
+        sets = [*self._outgrown, *([] if self._slots is None else [self._slots])]
+        return Footing(sum(slots.host for slots in sets), sum(DEPTH * slots.size for slots in sets))
 
     def put(self, flat: Tensor) -> Slot:
         """Take an input, one-dimensional, to the host. Raises OutOfBudget."""
         raw = flat.view(torch.uint8)
         if not self._live:
             self._begin_pass()
-        shelf = self._room(raw.numel())
-        slot = Slot(shelf, shelf.free.pop(), raw.numel(), self._count)
-        shelf.put(slot.index, raw)
+        slots = self._room(raw.numel())
+        slot = Slot(slots, slots.free.pop(), self._count)
+        slots.put(slot.index, raw)
         self._live[slot.number] = slot
         self._count += 1
         self._bring_next()
         return slot
 
-    def get(self, slot: Slot, dtype: torch.dtype) -> Tensor:
-        """Return an input on the device, for what compute does until `let_go`."""
-        slot.shelf.tidy()
-        found = slot.shelf.fetch(slot.index)[: slot.nbytes].view(dtype)
+    def get(self, slot: Slot, elements: int, dtype: torch.dtype) -> Tensor:
+        """Return an input of so many elements on the device, for what compute does until `let_go`."""
+        slot.slots.tidy()
+        found = slot.slots.fetch(slot.index)[: elements * dtype.itemsize].view(dtype)
         self._fetched.append(slot.number)
+        slot.read = True
         return found
 
     def let_go(self, slot: Slot) -> None:
         """Let go of what `get` has returned, and begin to bring what is needed next."""
-        slot.shelf.let_go(slot.index)
+        slot.slots.let_go(slot.index)
         self._bring_next()
 
     def _begin_pass(self) -> None:
@@ -202,49 +207,49 @@ class HostSlots:
             coming = list(range(self._fetched[-1] - 1, self._fetched[-1] - 1 - AHEAD, -1))
         for number in coming:
             slot = self._live.get(number)
-            if slot is not None and number not in self._fetched:
-                slot.shelf.ahead(slot.index)
+            if slot is not None and not slot.read:
+                slot.slots.ahead(slot.index)
 
     # --- memory ---------------------------------------------------------------------------------
 
-    def _room(self, nbytes: int) -> Shelf:
-        """Return a shelf with a free slot of at least so many bytes, new where there is none."""
-        for shelf in self._outgrown:
-            shelf.tidy()
-            if not shelf.in_use:
-                shelf.close()
-        self._outgrown = [shelf for shelf in self._outgrown if shelf.in_use]
-        known, before = self._shelf, self.footing.host
+    def _room(self, nbytes: int) -> SlotSet:
+        """Return slots of at least so many bytes, one of them free; new ones where there is none."""
+        for slots in self._outgrown:
+            slots.tidy()
+            if not slots.in_use:
+                slots.close()
+        self._outgrown = [slots for slots in self._outgrown if slots.in_use]
+        known, before = self._slots, self.footing.host
         if known is not None:
             known.tidy()
             if known.size >= nbytes and known.free:
                 return known
-        if known is None or known.size < nbytes:
-            count = self._a_pass if known is None else known.count
-            why = f"an input of {decimal(nbytes)} came, longer than all before"
-            shelf = self._larger(known, nbytes, count)
+        if known is not None and known.size >= nbytes:
+            count, size, why = self._a_pass, known.size, f"more than {known.count} are needed at once"
         else:
-            count, why, shelf = self._a_pass, f"more than {known.count} inputs are needed at once", known
-        self._check(count, shelf.size)
-        shelf.add(count)
+            count, size, why = self._a_pass, nbytes, f"one of {decimal(nbytes)} came, longer than all before"
+            if known is not None:
+                count = known.count
+                self._outgrow(known)
+        self._check(count, size)
+        self._slots = self._slots or SlotSet(self._arena, size)
+        self._slots.add(count)
+        self.peak = Footing(*map(max, self.peak, self.footing))
         if self._passes:
             warnings.warn(
                 f"offload.activations=host: memory of the host for {PART} grows from {decimal(before)} to "
-                f"{decimal(self.footing.host)} ({shelf.count} slots of {decimal(shelf.size)}): {why}.",
+                f"{decimal(self.footing.host)} ({self._slots.count} slots of {decimal(size)}): {why}.",
                 stacklevel=2,
             )
-        return shelf
+        return self._slots
 
-    def _larger(self, shelf: Shelf | None, nbytes: int, count: int) -> Shelf:
-        """Put a shelf of larger slots in the place of one, whose memory is given back as soon as nothing is in it."""
-        self._shelf = None
-        if shelf is not None and shelf.in_use:
-            self._outgrown.append(shelf)
-        elif shelf is not None:
-            shelf.close()
-        self._check(count, nbytes)
-        self._shelf = Shelf(self._arena, nbytes)
-        return self._shelf
+    def _outgrow(self, slots: SlotSet) -> None:
+        """Give back memory in whose place larger slots come, now or as soon as nothing is in it."""
+        self._slots = None
+        if slots.in_use:
+            self._outgrown.append(slots)
+        else:
+            slots.close()
 
     def _check(self, count: int, size: int) -> None:
         """Refuse more memory than there is for this rank. Raises OutOfBudget."""

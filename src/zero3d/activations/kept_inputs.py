@@ -85,11 +85,16 @@ class KeptInputs:
     def restore(self, kept: KeptInput, part: Tensor) -> Tensor:
         """Return an input as it was; moves (N-1)/N of it over tp where that is partitioned."""
         if kept.slot is not None and self.slots is not None:
-            part = self.slots.get(kept.slot, kept.dtype)
+            part = self.slots.get(kept.slot, self._length(kept), kept.dtype)
         full = part.clone() if self.partition is None else self.partition.gather(part, kept.name)
         if kept.slot is not None and self.slots is not None:
             self.slots.let_go(kept.slot)
         return full.as_strided(kept.shape, kept.stride).requires_grad_()
+
+    def _length(self, kept: KeptInput) -> int:
+        """Return the elements of an input that this rank keeps."""
+        size = 1 if self.partition is None else self.partition.size
+        return -(-kept.shape.numel() // size)
 
     # --- where --------------------------------------------------------------------------------------
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from zero3d.activations.host_slots import HostSlots
 from zero3d.activations.kept_inputs import KeptInputs, Partition, inputs_per_pass
-from zero3d.engine.foundation import Foundation
+from zero3d.engine.foundation import Foundation, host_share
 from zero3d.engine.options import parts_activations
-from zero3d.memory.budget import host_budget
 from zero3d.tensor_parallel.channel import Channel
 
 
@@ -18,9 +17,7 @@ def keep_inputs(base: Foundation) -> KeptInputs | None:
         channel = Channel(mesh.axis("tp"), base.axes.ledger)
         partition = Partition(channel.rank, channel.size, lambda part, name: channel.all_gather(part, 0, name))
     if offload.activations == "host":
-        limit = offload.host_budget if isinstance(offload.host_budget, int) else None
-        budget = host_budget(mesh.local_world or mesh.world, limit)
-        slots = HostSlots(base.axes.arena, max(1, inputs_per_pass(chunks)), budget)
+        slots = HostSlots(base.axes.arena, max(1, inputs_per_pass(chunks)), host_share(base))
     if partition is None and slots is None:
         return None
     kept = KeptInputs(partition, slots)

@@ -80,6 +80,8 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     move_buffers(module, axes.dp)
     units, tiers = build_units(base, specs, options.model.weights)
     runtime = start(base, units, uses, tiers)
+    if kept is not None and kept.slots is not None and tiers is not None:
+        kept.slots.others = tiers.host_bytes
     padded = padding_warning([unit.layout for unit in runtime.units])
     if padded is not None and axes.world.rank == 0:
         warnings.warn(padded, stacklevel=3)
@@ -99,7 +101,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
             pipeline.learn_shapes()
     axes.ledger.reset()  # it counts training; construction broadcast the model once
     axes.arena.reset_peaks()
-    return Assembly(base, runtime, stepper, whole, _accounts(base, runtime), pipeline, execution, kept)
+    return Assembly(base, runtime, stepper, whole, _accounts(base, runtime, kept), pipeline, execution, kept)
 
 
 def _stepper(base: Foundation, runtime: Runtime) -> Stepper:
@@ -110,9 +112,12 @@ def _stepper(base: Foundation, runtime: Runtime) -> Stepper:
     )  # fmt: skip
 
 
-def _accounts(base: Foundation, runtime: Runtime) -> Accounts:
-    policy, exact = base.resolved.policy, base.options.zero.exact
-    return Accounts(runtime.units, runtime.optimizer, policy, base.axes.arena, base.axes.dp.size, exact, runtime.tiers)
+def _accounts(base: Foundation, runtime: Runtime, kept: KeptInputs | None) -> Accounts:
+    policy, exact, axes = base.resolved.policy, base.options.zero.exact, base.axes
+    inputs = None if kept is None else kept.slots
+    return Accounts(
+        runtime.units, runtime.optimizer, policy, axes.arena, axes.dp.size, exact, runtime.tiers, inputs
+    )  # fmt: skip
 
 
 def _open_pipeline(base: Foundation, runtime: Runtime, losses: Losses, whole: WholeParameters) -> Pipeline:

@@ -24,11 +24,10 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from zero3d.distributed.agreement import agree
 from zero3d.engine.checks import check_moments
-from zero3d.engine.foundation import Foundation, ranks_per_host
+from zero3d.engine.foundation import Foundation, host_share
 from zero3d.errors import ConfigError
-from zero3d.memory.arena import Arena
+from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.memory.blocks import padded
-from zero3d.memory.budget import HostBudget, host_budget
 from zero3d.memory.disk_slab import DiskSlab
 from zero3d.memory.host_slab import HostSlab
 from zero3d.memory.offload import DEVICE, DISK, HOST, Offload
@@ -126,6 +125,11 @@ class Tiers:
     planned: Mapping[tuple[str, str], Fraction]
     device: torch.device
     staging: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """Return the bytes of the host's slab."""
+        return int(sum(self.arenas[HOST].live(category) for category in (*STATES, *TRANSIENT)))
 
     @property
     def updates_on(self) -> torch.device:
@@ -240,7 +244,7 @@ class _Builder:
     def tiers(self) -> Tiers:
         """Make them all, or raise on all ranks."""
         world = self._base.axes.world
-        budget = self._budget()
+        budget = host_share(self._base)
         slab = agree(world, lambda: HostSlab(self._parts(), self._arena.device, budget))
         disk = agree(world, self._disk)
         standing = self._standing(slab, disk)
@@ -252,16 +256,6 @@ class _Builder:
         )
         weakref.finalize(tiers, store.close)
         return tiers
-
-    def _budget(self) -> HostBudget:
-        """Measure what this rank may take; all ranks of a host have measured before any takes."""
-        mesh, world = self._base.resolved.mesh, self._base.axes.world
-        ranks = ranks_per_host(mesh, world) or mesh.local_world or world.size
-        limit = self._offload.host_budget
-        assert limit is None or isinstance(limit, int)
-        budget = host_budget(ranks, limit)
-        world.exchange(torch.zeros(1, device=self._arena.device))
-        return budget
 
     def _of(self, part: str, place: str) -> list[Record]:
         return [each.record for each in self._placed if each.part == part and each.place == place]

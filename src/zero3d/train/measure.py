@@ -102,6 +102,8 @@ def memory_rows(
         peak = by_category[category].peak
         rows.append(MemoryRow(f"temporary: {category}", dtypes[category], bound, True, peak, peak <= bound))
     rows.append(MemoryRow("activations", _join(activations), None, False, sum(activations.values()), None))
+    if (on_host := by_category.get("activations")) is not None:
+        rows.append(MemoryRow("activations on the host", "-", None, False, on_host.peak, None))
     reserved = reserved_bytes(engine)
     if reserved is not None:
         rows.append(MemoryRow("device: allocated", "-", None, False, memory_bytes(engine), None))
@@ -134,7 +136,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     bucket    stages 2, 3: the root's gradients all the time, two units filling, WINDOW being reduced; parts of
               tied parameters' gradients are summed in the reduced dtype
     wire      WINDOW reductions (`reduction_bytes`), of which one is being added up. Scratch in which masters are cast,
-              or those in halves updated
+              or those in halves updated. Besides, the ring of inputs of recomputed blocks that are on the host
     exact     a bucket for every micro-batch at all stages
     """
     sizes = [unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name != ROOT]
@@ -153,10 +155,12 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
             travelling, sums = reduction_bytes(engine, unit, micro_batches)
             moving, adding = max(moving, travelling), max(adding, sums)
             tied += unit.layout.total * policy.master.itemsize if unit.deferred else 0
+    kept = engine.kept_inputs
+    ring = 0 if kept is None or kept.slots is None else kept.slots.peak.device
     return {
         "gathered": full if policy.stage.shards_parameters else 0,
         "bucket": wider * full + tied if exact or policy.reduce == "every_micro_batch" else 0,
-        "wire": max(WINDOW * moving + adding, 4 * scratch_of(masters, engine.mesh.device.type)),
+        "wire": ring + max(WINDOW * moving + adding, 4 * scratch_of(masters, engine.mesh.device.type)),
     }
 
 
