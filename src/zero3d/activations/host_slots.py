@@ -6,7 +6,7 @@
     slots     of one size, that of the largest input so far: as many at a time as a micro-batch has inputs, until those
               of all micro-batches in flight have one. That is known after the first pass; later growth is said
     buffers   three of a slot's size on the device, however deep the model is
-    pass      between two moments in which no input is here: a micro-batch, in a pipeline a step
+    pass      between two moments in which no input waits here: a micro-batch, in a pipeline a step
     order     inputs are brought in the order of the last pass; before there is one, in reverse of the forward
 
 A slot is free again when the graph that would have needed it is gone. A dry run takes the buffers and counts the rest.
@@ -169,7 +169,7 @@ class HostSlots:
     def put(self, flat: Tensor) -> Slot:
         """Take an input, one-dimensional, to the host. Raises OutOfBudget."""
         raw = flat.view(torch.uint8)
-        if not self._live:
+        if all(slot.read for slot in self._live.values()):
             self._begin_pass()
         slots = self._room(raw.numel())
         slot = Slot(slots, slots.free.pop(), self._count)

@@ -91,7 +91,7 @@ def check_activations(model: nn.Module, mesh: Mesh, partition: bool, host: bool,
         warnings.warn(
             "partition_activations without effect: sequence_parallel has cut the hidden states between blocks over tp "
             "already. Leave one of them out.",
-            stacklevel=7,
+            stacklevel=6,
         )
 
 
