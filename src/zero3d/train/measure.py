@@ -103,7 +103,7 @@ def memory_rows(
         rows.append(MemoryRow(f"temporary: {category}", dtypes[category], bound, True, peak, peak <= bound))
     rows.append(MemoryRow("activations", _join(activations), None, False, sum(activations.values()), None))
     if (on_host := by_category.get("activations")) is not None:
-        rows.append(MemoryRow("activations on the host", "-", None, False, on_host.peak, None))
+        rows.append(MemoryRow("host: activations", "-", None, False, on_host.peak, None))
     reserved = reserved_bytes(engine)
     if reserved is not None:
         rows.append(MemoryRow("device: allocated", "-", None, False, memory_bytes(engine), None))
