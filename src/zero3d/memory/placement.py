@@ -17,9 +17,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from zero3d.memory.blocks import padded
-from zero3d.memory.offload import DEVICE, DISK
+from zero3d.memory.offload import DEVICE, DISK, Offload
 
 REMAINDER = 2  # bytes of a split master beside its bf16 weight
+DEPTH = 3  # buffers through which records pass: one is read, one is used, one goes back
 
 
 class RecordWidths(NamedTuple):
@@ -55,6 +56,15 @@ def bucket_ranges(elements: int, bucket: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + bucket, elements)
 
 
+def record_bytes(elements: int, width: int, bucket: int) -> list[int]:
+    """Return the bytes of each record of so many elements, `width` bytes each.
+
+    >>> record_bytes(40, 12, 16)
+    [192, 192, 96]
+    """
+    return [width * (stop - start) for start, stop in bucket_ranges(elements, bucket)]
+
+
 def leave_device(nbytes: Sequence[int], fraction: float, place: str) -> list[str]:
     """Return the place of each record, given their bytes in the order in which a forward needs them.
 
@@ -75,3 +85,48 @@ def leave_device(nbytes: Sequence[int], fraction: float, place: str) -> list[str
 def slab_bytes(nbytes: Sequence[int], place: str) -> int:
     """Return what records take at a place: whole blocks off the device, twice on a disk, whose slots take turns."""
     return (2 if place == DISK else 1) * sum(nbytes if place == DEVICE else map(padded, nbytes))
+
+
+class UnitRecords(NamedTuple):
+    """What a rank updates of a unit. elements: of its storage, padding among them; else bytes of each, as above."""
+
+    elements: int
+    weight: int
+    master: int
+    states: int
+    trainable: bool = True
+
+
+class PlacedRecord(NamedTuple):
+    """A record's place. unit: the number of its unit; kind: optimizer or parameters; slots: copies at that place."""
+
+    unit: int
+    kind: str
+    place: str
+    nbytes: int
+    slots: int = 1
+
+    @property
+    def held(self) -> int:
+        """Return what it takes there: whole blocks off the device."""
+        return self.nbytes if self.place == DEVICE else self.slots * padded(self.nbytes)
+
+
+def placed_records(units: Sequence[UnitRecords], offload: Offload, bucket: int) -> Iterator[PlacedRecord]:
+    """Yield all records of a rank whose states are off the device in part, with their places.
+
+    units  in the order in which a forward needs them
+    """
+    trained = [number for number, unit in enumerate(units) if unit.trainable]
+    cuts = [(number, *cut) for number in trained for cut in bucket_ranges(units[number].elements, bucket)]
+    away = offload.optimizer if offload.optimizer != "none" else DEVICE
+    lengths = [record_widths(*units[number][1:4], away).total * (stop - start) for number, start, stop in cuts]
+    places = [DEVICE] * len(cuts) if away == DEVICE else leave_device(lengths, offload.fraction, away)
+    for (number, start, stop), place in zip(cuts, places, strict=True):
+        nbytes = record_widths(*units[number][1:4], place).total * (stop - start)
+        yield PlacedRecord(number, "optimizer", place, nbytes, 2 if place == DISK else 1)
+    if offload.params != "none":
+        for number, unit in enumerate(units):
+            slots = 2 if offload.params == DISK and unit.trainable else 1
+            for nbytes in record_bytes(unit.elements, unit.weight, bucket):
+                yield PlacedRecord(number, "parameters", offload.params, nbytes, slots)

@@ -33,9 +33,8 @@ import torch
 from torch import Tensor
 
 from zero3d.memory.blocks import padded
+from zero3d.memory.placement import DEPTH
 from zero3d.memory.records import Record
-
-DEPTH = 3
 
 
 def ring_buffers(records: Sequence[Record], depth: int = DEPTH) -> list[Record]:

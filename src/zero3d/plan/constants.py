@@ -161,7 +161,7 @@ OTHER_CONSTANTS = (
     assumed("links", "latency across", 12e-6, "s per hop between nodes", "a guess; zero3d calibrate measures it"),
     assumed("links", "half across", 1e6, "bytes at half the bandwidth", "a guess; zero3d calibrate measures it"),
     assumed("step", "fixed", 0.02, "s per step", "a guess: launching, data, logging"),
-    assumed("step", "host_bandwidth", 100e9, "bytes/s of a node's memory for Adam on the host", "a guess"),
+    assumed("step", "host_bandwidth", 100e9, "bytes/s of a node's memory for Adam on the host", "a guess; zero3d calibrate measures it"),
     assumed("step", "low", 0.85, "x planned seconds, low", "how published times lie around the plan's"),
     assumed("step", "high", 1.2, "x planned seconds, high", "how published times lie around the plan's"),
     assumed("schedules", "zero-bubble", 1 / 3, "of the bubble, left", "Qi et al. 2023, table 1"),

@@ -9,29 +9,36 @@
     the end of a backward of inputs           all kept, of the running one too; gradients for W  the same
     the end of a backward of weights          the same                                           the chunk's gradients
     optimizer step                            none                                               casts, or a bucket
+    the end of it, records off the device     none                                               one record's scratch
 
 A peak is the maximum over these, never a sum of categories' maxima; `parts` are the bytes at that instant. Bytes of
 activations come from `ModelSpec`'s operations (traced, or closed forms); all else from the engine's own arithmetic.
 
     reserved   1.05 x allocated: blocks of 2 MiB and fragments; an assumption until `calibrate` measures it
     device     0.6 GB context of CUDA and libraries, 0.4 GB communicators where there is more than one rank
-    host       of a node: 3 GB per process, the slice that it reads, and what is offloaded: 12 / dp bytes per parameter
+    host       of a node: 3 GB per process, the slice that it reads, its records there, and the ring of those on a disk
+    disk       of a node: records there, in two slots each
+    ring       3 buffers of the longest record off the device: there all the time, where updates are on the device
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 from zero3d.activations.policy import Policy
-from zero3d.memory.scratch import cast_scratch, update_scratch
+from zero3d.memory.blocks import padded
+from zero3d.memory.offload import DEVICE, DISK, HOST
+from zero3d.memory.placement import DEPTH
+from zero3d.memory.scratch import cast_scratch, update_bucket, update_scratch
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.constants import constant
 from zero3d.plan.footprint import Footprint, footprints
 from zero3d.plan.in_flight import INPUTS, WEIGHTS, Moment, moments
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
-from zero3d.plan.states import States, policies, states
+from zero3d.plan.states import Held, States, policies, states
 from zero3d.plan.windows import Windows, backwards
 from zero3d.zero.stages import WIDTHS, WINDOW
 
@@ -73,12 +80,41 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
     device = reserved + CONTEXT + (COMMUNICATORS if plan.world > 1 else 0)
     on_node = min(plan.world, cluster.per_node if cluster is not None else plan.world)
     largest = max((unit.largest for units in rank.units.values() for unit in units), default=0)
-    offloaded = float(rank.shard.states.optimizer) if plan.offload == "host" else 0.0
-    host = on_node * (PROCESS + 4 * largest + offloaded)
+    fullest = max(ranks, key=lambda each: each.shard.host.total + each.shard.disk.total).shard
+    on_host = {
+        "process": PROCESS, "slice": 4.0 * largest, "records": float(fullest.host.total),
+        "ring": float(ring_bytes(plan, fullest)[HOST]),
+    }  # fmt: skip
     return Memory(
-        float(rank.shard.states.total) - offloaded, allocated, reserved, device, host,
+        float(rank.shard.states.total), allocated, reserved, device, on_node * sum(on_host.values()),
         {name: size for name, size in parts.items() if size}, peak.instant + rank.name,
+        on_node * float(fullest.disk.total), _away(fullest), {name: size for name, size in on_host.items() if size},
     )  # fmt: skip
+
+
+def _away(shard: States) -> dict[str, dict[str, float]]:
+    """Return the bytes of states off the device, by place and category."""
+    return {
+        name: {category: float(size) for category, size in categories(held).items() if size}
+        for name, held in ((HOST, shard.host), (DISK, shard.disk))
+        if held.total
+    }
+
+
+def categories(held: Held) -> dict[str, Fraction]:
+    """Return the bytes of states at a place, by category."""
+    return {**held.states._asdict(), "padding": held.padding}
+
+
+def ring_bytes(plan: ParallelPlan, shard: States) -> dict[str, int]:
+    """Return what rings take on the device and on the host: buffers through which records pass.
+
+    Those of a disk come by the host's memory. Updates on the host have those of states on a disk there alone.
+    """
+    sizes = {kind: DEPTH * padded(longest) for kind, longest in shard.longest.items()}
+    near = sum(size for kind, size in sizes.items() if kind != "optimizer" or plan.executor != "host")
+    of_disk = {"optimizer": plan.offload == DISK, "parameters": plan.params == DISK}
+    return {DEVICE: near, HOST: sum(size for kind, size in sizes.items() if of_disk[kind])}
 
 
 def _stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
@@ -117,8 +153,8 @@ class _Rank:
         bytes_ = self.shard.states
         return {
             "parameters": float(bytes_.parameters), "gradients": float(bytes_.gradients),
-            "optimizer": 0.0 if self.plan.offload == "host" else float(bytes_.optimizer),
-            "padding": float(self.shard.padding), "batch": batch,
+            "optimizer": float(bytes_.optimizer), "padding": float(self.shard.padding),
+            "ring": float(ring_bytes(self.plan, self.shard)[DEVICE]), "batch": batch,
         }  # fmt: skip
 
     def _between(self, number: int) -> float:
@@ -226,14 +262,31 @@ class _Rank:
 
     def _step(self) -> Peak:
         """Return the instant in which masters are cast to weights, all units together, or a bucket of them updated."""
+        if self.plan.tiers.states:
+            return _peak("optimizer step", 0.0, 0.0, NOTHING._replace(wire=self._bucket_scratch()))
         width = WIDTHS[self.plan.precision].weight
         units = [unit for units in self.units.values() for unit in units if unit.trainable]
         share = self.plan.dp if self.plan.stage > 0 else 1
         elements = sum(unit.layout.total // share for unit in units if unit.itemsize == width)
-        rounds = self.plan.precision == "bf16" and self.plan.offload == "none"
+        rounds = self.plan.precision == "bf16"
         scratch_of = update_scratch if self.plan.master == "split" else cast_scratch
         scratch = 4.0 * scratch_of(elements, "cuda") if rounds else 0.0
         return _peak("optimizer step", 0.0, 0.0, NOTHING._replace(wire=scratch))
+
+    def _bucket_scratch(self) -> float:
+        """Return the scratch in which the longest bucket is updated on the device: fp32 of what is kept in 16 bits.
+
+        Beside it noise by which moments are rounded, or that of the cast of a stored master.
+        """
+        plan, share = self.plan, self.plan.dp if self.plan.stage > 0 else 1
+        shards = [unit.layout.total // share for units in self.units.values() for unit in units if unit.trainable]
+        longest = min(max(shards, default=0), update_bucket("cuda"))
+        if plan.executor == "host" and plan.fraction == 1:
+            return 0.0
+        narrow = (plan.master == "split") + 2 * (plan.moments == "bf16")
+        casts = plan.precision == "bf16" and plan.master == "fp32"
+        beside = max(plan.moments == "bf16", 2 * casts)
+        return 4.0 * longest * (narrow + beside)
 
 
 def _peak(instant: str, kept: float, transient: float, windows: Windows) -> Peak:
