@@ -259,6 +259,7 @@ class ParallelPlan:
     params         the same of weights that nothing needs now (stage 3)
     fraction       share of optimizer states that leave the device, moments: fp32, bf16 (`memory.offload.Offload`)
     executor       of updates off the device: device, host, auto (by the rule: `tier_time.chosen_executor`)
+    partition_activations, offload_activations   inputs of recomputed blocks in parts over tp; none or host (inputs.py)
     """
 
     dp: int = 1
@@ -283,6 +284,8 @@ class ParallelPlan:
     fraction: float = 1.0
     moments: str = "fp32"
     executor: str = "auto"
+    partition_activations: bool = False
+    offload_activations: str = "none"
 
     @property
     def world(self) -> int:
@@ -294,7 +297,7 @@ class ParallelPlan:
         """What leaves the device, as the engine is told."""
         return Offload(
             self.offload, self.params, fraction=self.fraction, moments=self.moments,
-            executor=self.executor,
+            executor=self.executor, activations=self.offload_activations,
         )  # fmt: skip
 
 
