@@ -68,7 +68,7 @@ def dry_run(tied, plan):
         (False, ParallelPlan(dp=2, tp=4, stage=1, micro_batch=4, activations="every:2")),
         (False, ParallelPlan(stage=1, micro_batch=4, activations="full", offload_activations="host")),
         (False, ParallelPlan(
-            tp=2, micro_batch=4, stage=2, activations="every:3", partition_activations=True, offload_activations="host"
+            tp=2, micro_batch=4, stage=2, activations="every:2", partition_activations=True, offload_activations="host"
         )),
         (False, ParallelPlan(tp=2, stage=1, micro_batch=4, activations="selective", partition_activations=True)),
         (False, ParallelPlan(stage=1, micro_batch=4, activations="selective", offload_activations="host")),

@@ -1,5 +1,6 @@
 """Inputs of recomputed blocks that are kept on the host: the same bits, and memory that does not grow."""
 
+import random
 import sys
 from pathlib import Path
 
@@ -184,6 +185,40 @@ def test_buffers_do_not_grow_with_the_model():
     assert found[2].device == found[8].device
     assert found[2, "wire"] == found[8, "wire"]
     assert found[8].host == 4 * found[2].host
+
+
+class Recording(Arena):
+    """Notes what is lent: category and bytes."""
+
+    lent = set()
+
+    def borrow(self, category, elements, dtype):
+        self.lent.add((category, elements * dtype.itemsize))
+        return super().borrow(category, elements, dtype)
+
+    def fill(self, category, buffer):
+        self.lent.add((category, buffer.numel() * buffer.dtype.itemsize))
+        super().fill(category, buffer)
+
+
+def after_lengths(lengths, **options):
+    """Blocks that the arena has lent, and what it and the host hold in the end."""
+    mesh, Recording.lent = zero3d.Mesh(), set()
+    mesh.make_arena = Recording
+    made = {"precision": "bf16", "stage": 3, "offload": HOST, "mesh": mesh} | options
+    engine = zero3d.Engine(recomputed(deep("llama"), "full"), **made)
+    for step, length in enumerate(lengths):
+        engine.backward(loss_of(engine, batch(step, length=length)))
+        engine.step()
+    return Recording.lent, [(entry.category, entry.place, entry.measured) for entry in engine.memory]
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.long)])
+def test_memory_is_not_cut_up_by_steps_of_varying_lengths(count):
+    """ZeRO's M_D: blocks have the few sizes that one step of the longest has, and none is left over."""
+    draw = random.Random(0)
+    lengths = [40, *(draw.randint(2, 40) for _ in range(count))]
+    assert after_lengths(lengths) == after_lengths(lengths[:1])
 
 
 def test_inputs_that_do_not_fill_their_memory_stay_as_they_are():
