@@ -1,7 +1,9 @@
 """Inputs of recomputed blocks that are kept on the host: the same bits, and memory that does not grow."""
 
+import gc
 import random
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,8 @@ from zero3d.memory.arena import Arena
 from zero3d.memory.budget import Bound, HostBudget
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from instruments.races import alone_in, lonely_mesh
+from instruments.races import Operations, alone_in, lonely_mesh
+from test_ring import Streams
 
 HOST = {"activations": "host"}
 
@@ -168,6 +171,25 @@ def test_too_much_for_the_host_is_refused_with_the_arithmetic():
     )
 
 
+@pytest.mark.parametrize("without", [None, "arrived", "used", "gone"])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_on_an_accelerator_no_stream_touches_what_another_is_at(monkeypatch, order, without):
+    streams = Streams(monkeypatch, without)
+    slots = HostSlots(Arena(torch.device("meta")), 3, budget_of(10**9))
+    with Operations(streams.model):
+        for _ in range(3):
+            kept = {number: slots.put(torch.empty(1000 - number, device="meta")) for number in range(6)}
+            for number in order:
+                slot = kept.pop(number)
+                slots.get(slot, 1000 - number, torch.float32).clone()
+                slots.let_go(slot)
+            del slot
+            for _ in range(4):  # whose graphs are dropped
+                slots.put(torch.empty(900, device="meta"))
+    assert streams.made["streams"] == 2
+    assert bool(streams.model.races) == (without is not None)
+
+
 # --- engines --------------------------------------------------------------------------------------
 
 
@@ -251,6 +273,43 @@ def test_blocks_that_hugging_face_recomputes(poison, reentrant):
     found, engine = run(HOST)
     assert found == wanted
     assert engine.kept_inputs.slots.footing.host == 5 * 4096
+
+
+def test_beside_states_and_weights_on_the_host(poison):
+    def run(offload):
+        engine = zero3d.Engine(recomputed(deep("llama"), "full"), stage=3, precision="bf16", offload=offload)
+        torch.manual_seed(0)
+        for step in range(3):
+            engine.backward(loss_of(engine, batch(step)))
+            engine.step()
+        return engine.fingerprint(), {(entry.category, entry.place) for entry in engine.memory}
+
+    plain, _ = run(None)
+    found, places = run({"optimizer": "host", "params": "host", "activations": "host"})
+    assert found == plain
+    assert {("optimizer", "host"), ("parameters", "host"), ("activations", "host")} <= places
+
+
+def test_a_budget_that_is_too_small_is_an_error_of_the_first_forward():
+    offload = {"activations": "host", "host_budget": "8kB"}
+    engine = zero3d.Engine(recomputed(deep("llama"), "full"), precision="fp32", offload=offload)
+    with pytest.raises(
+        zero3d.OutOfBudget, match=r"take 20.48 kB .* a rank may take 8.00 kB: 8.00 kB offload.host_budget"
+    ):
+        engine(batch(0))
+
+
+def test_an_engine_that_is_dropped_takes_its_threads_with_it():
+    before = set(threading.enumerate())
+    engine = zero3d.Engine(recomputed(deep("llama"), "full"), precision="fp32", offload=HOST)
+    engine.backward(loss_of(engine, batch(0)))
+    started = set(threading.enumerate()) - before
+    assert len(started) == 2
+    del engine
+    gc.collect()
+    for thread in started:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 REFUSED = {
