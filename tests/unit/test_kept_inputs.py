@@ -212,7 +212,9 @@ def test_buffers_do_not_grow_with_the_model():
 class Recording(Arena):
     """Notes what is lent: category and bytes."""
 
-    lent = set()
+    def __init__(self, *place):
+        super().__init__(*place)
+        self.lent = set()
 
     def borrow(self, category, elements, dtype):
         self.lent.add((category, elements * dtype.itemsize))
@@ -225,14 +227,14 @@ class Recording(Arena):
 
 def after_lengths(lengths, **options):
     """Blocks that the arena has lent, and what it and the host hold in the end."""
-    mesh, Recording.lent = zero3d.Mesh(), set()
+    mesh = zero3d.Mesh()
     mesh.make_arena = Recording
     made = {"precision": "bf16", "stage": 3, "offload": HOST, "mesh": mesh} | options
     engine = zero3d.Engine(recomputed(deep("llama"), "full"), **made)
     for step, length in enumerate(lengths):
         engine.backward(loss_of(engine, batch(step, length=length)))
         engine.step()
-    return Recording.lent, [(entry.category, entry.place, entry.measured) for entry in engine.memory]
+    return engine.arena.lent, [(entry.category, entry.place, entry.measured) for entry in engine.memory]
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.long)])

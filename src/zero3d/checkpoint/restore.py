@@ -135,7 +135,7 @@ def load(checkpoint: VerifiedCheckpoint, engine: EngineState) -> tuple[int, Any,
     manifest = checkpoint.manifest
     world = engine.world.patient
     agree(world, lambda: _restore(checkpoint, engine))  # as long as each rank's disk takes: nothing is gathered yet
-    agree(world, lambda: _refresh(engine))
+    agree(world, lambda: refresh(engine))
     return manifest.step, manifest.value("loop"), resume_guarantee(manifest.about, engine.about)
 
 
@@ -244,6 +244,8 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
     """Fill frozen weights, optimizer, scheduler, loss scale, summands, buffers and random states."""
     manifest, reader = checkpoint.manifest, checkpoint.reader
     optimizer = manifest.value("optimizer")
+    if engine.optimizer.updates is not None:
+        engine.optimizer.updates.replace(manifest.step)
     for unit in engine.units:
         _restore_frozen(reader, unit, engine)
     for batch in engine.optimizer.in_batches():
@@ -265,7 +267,7 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
         set_rng_state(*checkpoint.streams, engine.world.device)
 
 
-def _refresh(engine: EngineState) -> None:
+def refresh(engine: EngineState) -> None:
     """Make weights of the masters that were read."""
     for unit in engine.units:
         if unit.grads is not None:

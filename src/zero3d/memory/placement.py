@@ -3,8 +3,9 @@
 A unit's share of states on a rank is cut into buckets; each bucket's states are one record, which moves as a whole:
 
     on the host    [master | states]               master: int16 remainder, fp32, or nothing where the weight is it
-    on a disk      [weight | remainder | states]   so that a file has the whole of an optimizer's states
-    parameters     [weight]                        records of their own, since a forward needs only them
+    on a disk      [weight | remainder | states]   so that a file has the whole of an optimizer's states, if weights are
+                                                   not there, too
+    parameters     [weight]                        records of their own, one a unit, since a forward needs only them
 
     bytes per parameter   fp32 master, moments   split master   split, bf16 moments
     host                  12                     10             6
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from zero3d.memory.blocks import padded
-from zero3d.memory.offload import DEVICE, DISK, Offload
+from zero3d.memory.offload import DEVICE, DISK, HOST, Offload
 
 REMAINDER = 2  # bytes of a split master beside its bf16 weight
 DEPTH = 3  # buffers through which records pass: one is read, one is used, one goes back
@@ -56,15 +57,6 @@ def bucket_ranges(elements: int, bucket: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + bucket, elements)
 
 
-def record_bytes(elements: int, width: int, bucket: int) -> list[int]:
-    """Return the bytes of each record of so many elements, `width` bytes each.
-
-    >>> record_bytes(40, 12, 16)
-    [192, 192, 96]
-    """
-    return [width * (stop - start) for start, stop in bucket_ranges(elements, bucket)]
-
-
 def leave_device(nbytes: Sequence[int], fraction: float, place: str) -> list[str]:
     """Return the place of each record, given their bytes in the order in which a forward needs them.
 
@@ -87,7 +79,7 @@ def slab_bytes(nbytes: Sequence[int], place: str) -> int:
     return (2 if place == DISK else 1) * sum(nbytes if place == DEVICE else map(padded, nbytes))
 
 
-class UnitRecords(NamedTuple):
+class UnitStates(NamedTuple):
     """What a rank updates of a unit. elements: of its storage, padding among them; else bytes of each, as above."""
 
     elements: int
@@ -98,11 +90,12 @@ class UnitRecords(NamedTuple):
 
 
 class PlacedRecord(NamedTuple):
-    """A record's place. unit: the number of its unit; kind: optimizer or parameters; slots: copies at that place."""
+    """A record's place. unit: the number of its unit; kind: optimizer, parameters or frozen; slots: copies there."""
 
     unit: int
     kind: str
     place: str
+    elements: int
     nbytes: int
     slots: int = 1
 
@@ -112,21 +105,29 @@ class PlacedRecord(NamedTuple):
         return self.nbytes if self.place == DEVICE else self.slots * padded(self.nbytes)
 
 
-def placed_records(units: Sequence[UnitRecords], offload: Offload, bucket: int) -> Iterator[PlacedRecord]:
-    """Yield all records of a rank whose states are off the device in part, with their places.
+def placed_records(units: Sequence[UnitStates], offload: Offload, bucket: int) -> Iterator[PlacedRecord]:
+    """Yield all records of a rank some of whose states leave the device: of optimizer states, then of weights.
 
     units  in the order in which a forward needs them
     """
-    trained = [number for number, unit in enumerate(units) if unit.trainable]
-    cuts = [(number, *cut) for number in trained for cut in bucket_ranges(units[number].elements, bucket)]
-    away = offload.optimizer if offload.optimizer != "none" else DEVICE
-    lengths = [record_widths(*units[number][1:4], away).total * (stop - start) for number, start, stop in cuts]
-    places = [DEVICE] * len(cuts) if away == DEVICE else leave_device(lengths, offload.fraction, away)
-    for (number, start, stop), place in zip(cuts, places, strict=True):
-        nbytes = record_widths(*units[number][1:4], place).total * (stop - start)
-        yield PlacedRecord(number, "optimizer", place, nbytes, 2 if place == DISK else 1)
-    if offload.params != "none":
-        for number, unit in enumerate(units):
-            slots = 2 if offload.params == DISK and unit.trainable else 1
-            for nbytes in record_bytes(unit.elements, unit.weight, bucket):
-                yield PlacedRecord(number, "parameters", offload.params, nbytes, slots)
+    cuts = [
+        (number, stop - start)
+        for number, unit in enumerate(units)
+        if unit.trainable
+        for start, stop in bucket_ranges(unit.elements, bucket)
+    ]
+
+    def nbytes(number: int, elements: int, place: str) -> int:
+        widths = record_widths(*units[number][1:4], place)
+        beside = widths.weight if offload.params != "none" else 0  # a disk has them as records of their own
+        return (widths.total - beside) * elements
+
+    places = [DEVICE] * len(cuts)
+    if offload.optimizer != "none":
+        places = leave_device([nbytes(*cut, HOST) for cut in cuts], offload.fraction, offload.optimizer)
+    for cut, place in zip(cuts, places, strict=True):
+        yield PlacedRecord(cut[0], "optimizer", place, cut[1], nbytes(*cut, place), 2 if place == DISK else 1)
+    for number, unit in enumerate(units if offload.params != "none" else ()):
+        kind = "parameters" if unit.trainable else "frozen"
+        slots = 2 if offload.params == DISK and unit.trainable else 1
+        yield PlacedRecord(number, kind, offload.params, unit.elements, unit.weight * unit.elements, slots)

@@ -16,10 +16,10 @@ activations come from `ModelSpec`'s operations (traced, or closed forms); all el
 
     reserved   1.05 x allocated: blocks of 2 MiB and fragments; an assumption until `calibrate` measures it
     device     0.6 GB context of CUDA and libraries, 0.4 GB communicators where there is more than one rank
-    host       of a node: 3 GB per process, the slice that it reads, its records there, the ring of those on a disk, and
-               inputs of recomputed blocks (inputs.py)
+    host       of a node: 3 GB per process, the slice that it reads, its records there, buffers of records, inputs of
+               recomputed blocks (inputs.py)
     disk       of a node: records there, in two slots each
-    ring       3 buffers of the longest record off the device: there all the time, where updates are on the device
+    ring       3 buffers of the longest record that is updated on the device and kept elsewhere: there all the time
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zero3d.activations.policy import Policy
 from zero3d.memory.blocks import padded
 from zero3d.memory.offload import DEVICE, DISK, HOST
 from zero3d.memory.placement import DEPTH
-from zero3d.memory.scratch import cast_scratch, update_bucket, update_scratch
+from zero3d.memory.scratch import cast_scratch, update_scratch
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.constants import constant
 from zero3d.plan.footprint import Footprint, footprints
@@ -48,6 +48,7 @@ RESERVED = constant("zero3d", "reserved")
 NORM = constant("zero3d", "norm")
 NOTHING = Windows(0.0, 0.0, 0.0)
 CONTEXT, COMMUNICATORS = constant("zero3d", "context"), constant("zero3d", "communicators")
+NOISE = 4 << 18  # bytes of the table by which moments are rounded to bf16
 PROCESS = constant("zero3d", "process")
 
 
@@ -85,7 +86,7 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
     fullest = max(ranks, key=lambda each: each.shard.host.total + each.shard.disk.total).shard
     on_host = {
         "process": PROCESS, "slice": 4.0 * largest, "records": float(fullest.host.total),
-        "ring": float(ring_bytes(plan, fullest)[HOST]), "inputs": max(each.inputs for each in ranks),
+        "buffers": float(buffer_bytes(plan, fullest)[HOST]), "inputs": max(each.inputs for each in ranks),
     }  # fmt: skip
     return Memory(
         float(rank.shard.states.total), allocated, reserved, device, on_node * sum(on_host.values()),
@@ -108,15 +109,21 @@ def categories(held: Held) -> dict[str, Fraction]:
     return {**held.states._asdict(), "padding": held.padding}
 
 
-def ring_bytes(plan: ParallelPlan, shard: States) -> dict[str, int]:
-    """Return what rings take on the device and on the host: buffers through which records pass.
+def buffer_bytes(plan: ParallelPlan, shard: States) -> dict[str, int]:
+    """Return what buffers of records take on the device and on the host: rings, and staging of updates on the host.
 
-    Those of a disk come by the host's memory. Updates on the host have those of states on a disk there alone.
+    A ring is there for what is on a disk, and for states that are updated on the device. Its buffers are where records
+    are used, weights and updates on the host there; those on the device have as many on the host beside them, where
+    they are of a disk.
     """
-    sizes = {kind: DEPTH * padded(longest) for kind, longest in shard.longest.items()}
-    near = sum(size for kind, size in sizes.items() if kind != "optimizer" or plan.executor != "host")
-    of_disk = {"optimizer": plan.offload == DISK, "parameters": plan.params == DISK}
-    return {DEVICE: near, HOST: sum(size for kind, size in sizes.items() if of_disk[kind])}
+    rings = {kind: DEPTH * padded(longest) for kind, longest in shard.longest.items()}
+    on_host = sum(size for kind, size in rings.items() if kind != "optimizer") if plan.params == DISK else 0
+    own = rings.get("optimizer", 0)
+    on_device = own + (NOISE if plan.moments == "bf16" else 0)
+    if plan.executor == HOST:
+        weight = WIDTHS[plan.precision].weight
+        on_device, on_host = 0, on_host + padded((4 + weight) * shard.bucket)
+    return {DEVICE: on_device, HOST: on_host + (own if plan.offload == DISK else 0)}
 
 
 def _stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
@@ -158,7 +165,7 @@ class _Rank:
         return {
             "parameters": float(bytes_.parameters), "gradients": float(bytes_.gradients),
             "optimizer": float(bytes_.optimizer), "padding": float(self.shard.padding),
-            "ring": float(ring_bytes(self.plan, self.shard)[DEVICE]) + self._ring_of_inputs, "batch": batch,
+            "ring": float(buffer_bytes(self.plan, self.shard)[DEVICE]) + self._ring_of_inputs, "batch": batch,
         }  # fmt: skip
 
     def _between(self, number: int) -> float:
@@ -283,15 +290,14 @@ class _Rank:
 
         Beside it noise by which moments are rounded, or that of the cast of a stored master.
         """
-        plan, share = self.plan, self.plan.dp if self.plan.stage > 0 else 1
-        shards = [unit.layout.total // share for units in self.units.values() for unit in units if unit.trainable]
-        longest = min(max(shards, default=0), update_bucket("cuda"))
+        plan = self.plan
         if plan.executor == "host" and plan.fraction == 1:
             return 0.0
+        width = WIDTHS[plan.precision].weight if plan.params != "none" else 0  # a copy of the weights
         narrow = (plan.master == "split") + 2 * (plan.moments == "bf16")
         casts = plan.precision == "bf16" and plan.master == "fp32"
         beside = max(plan.moments == "bf16", 2 * casts)
-        return 4.0 * longest * (narrow + beside)
+        return self.shard.bucket * (4.0 * (narrow + beside) + width)
 
 
 def _peak(instant: str, kept: float, transient: float, windows: Windows) -> Peak:

@@ -21,12 +21,14 @@ from typing import NamedTuple
 
 from zero3d.distributed.choice import NATIVE, choose_algorithm
 from zero3d.distributed.degrees import Degrees
+from zero3d.errors import ConfigError
 from zero3d.memory.offload import DEVICE, DISK, HOST, Offload
-from zero3d.memory.placement import UnitRecords, placed_records
+from zero3d.memory.placement import UnitStates, placed_records
 from zero3d.memory.scratch import update_bucket
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
+from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import (
     NO_BYTES,
     REMAINDER,
@@ -58,12 +60,17 @@ NOTHING = Held(NO_BYTES, Fraction(0))
 
 
 class States(NamedTuple):
-    """Bytes of one rank by place. longest: bytes of the longest record off the device, by kind."""
+    """Bytes of one rank by place.
+
+    longest  bytes of the longest record off the device, by kind
+    bucket   elements of the longest record of optimizer states, wherever it is
+    """
 
     device: Held
     host: Held = NOTHING
     disk: Held = NOTHING
     longest: Mapping[str, int] = {}
+    bucket: int = 0
 
     @property
     def states(self) -> StateBytes:
@@ -89,6 +96,12 @@ def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int
     if plan.pp > 1:
         Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
     tiers = replace(plan.tiers, executor="auto")
+    if tiers.params != "none" and (plan.stage != 3 or policies(plan)[0] == "every_step"):
+        raise ConfigError(
+            f"offload.params={tiers.params} with stage {plan.stage} and release {policies(plan)[0]}: weights leave the "
+            "device at stage 3 that are released after every use. Pass zero.stage=3 and zero.release=every_use, or "
+            "offload.params=none."
+        )
     return _states(model, states_key(plan), tiers, update_bucket(device), pp_stage, dp_rank)
 
 
@@ -113,28 +126,38 @@ def _states(model: ModelSpec, plan: ParallelPlan, tiers: Offload, bucket: int, p
         rate = rates.setdefault((unit.trainable, unit.itemsize, owns), per_parameter(unit, plan, tiers, dp_rank))
         padding = device.padding + rate.total * unit.layout.padding
         device = Held(device.states + rate.times(unit.layout.numel), padding)
-    return _with_records(device, units, plan, tiers, bucket) if tiers.states else States(device)
+    if not tiers.states:
+        return States(device)
+    copies = {str(unit.copy_of).partition("/")[0] for part in model.parts for unit in part.units if unit.copy_of}
+    late = {ROOT, *(copies if plan.pp == 1 else ())}  # a forward needs the root first, and tied weights
+    return _with_records(device, sorted(units, key=lambda unit: unit.owner not in late), plan, tiers, bucket)
 
 
 def _with_records(device: Held, units: Sequence[RankUnit], plan: ParallelPlan, tiers: Offload, bucket: int) -> States:
     """Return a rank's bytes with those of records. device: what else is there."""
-    places, longest = {DEVICE: device, HOST: NOTHING, DISK: NOTHING}, dict[str, int]()
-    for record in placed_records([unit_records(unit, plan, tiers) for unit in units], tiers, bucket):
-        layout, (bytes_, padding) = units[record.unit].layout, places[record.place]
-        used = Fraction(layout.numel * record.slots * record.nbytes, layout.total)
-        bytes_ = bytes_._replace(**{record.kind: getattr(bytes_, record.kind) + used})
-        places[record.place] = Held(bytes_, padding + record.held - used)
+    places, longest, elements = {DEVICE: device, HOST: NOTHING, DISK: NOTHING}, dict[str, int](), 0
+    sums: dict[tuple[int, str, str], list[int]] = {}  # bytes of records, and what these take
+    for record in placed_records([unit_states(unit, plan, tiers) for unit in units], tiers, bucket):
+        both = sums.setdefault((record.unit, record.kind, record.place), [0, 0])
+        both[:] = both[0] + record.slots * record.nbytes, both[1] + record.held
         if record.place != DEVICE:
             longest[record.kind] = max(longest.get(record.kind, 0), record.nbytes)
-    return States(places[DEVICE], places[HOST], places[DISK], longest)
+        elements = max(elements, record.elements if record.kind == "optimizer" else 0)
+    for (unit, kind, place), (nbytes, held) in sums.items():
+        (bytes_, padding), layout = places[place], units[unit].layout
+        category = "optimizer" if kind == "optimizer" else "parameters"
+        used = Fraction(layout.numel * nbytes, layout.total)
+        bytes_ = bytes_._replace(**{category: getattr(bytes_, category) + used})
+        places[place] = Held(bytes_, padding + held - used)
+    return States(places[DEVICE], places[HOST], places[DISK], longest, elements)
 
 
-def unit_records(unit: RankUnit, plan: ParallelPlan, tiers: Offload) -> UnitRecords:
+def unit_states(unit: RankUnit, plan: ParallelPlan, tiers: Offload) -> UnitStates:
     """Return what a rank updates of a unit, and the widths of its records."""
     wide = WIDTHS[plan.precision].reduced
     moment = 2 if tiers.moments == "bf16" else wide
     elements = unit.layout.total if plan.stage == 0 else unit.layout.shard
-    return UnitRecords(elements, unit.itemsize, master_bytes(unit, plan), 2 * moment, unit.trainable)
+    return UnitStates(elements, unit.itemsize, master_bytes(unit, plan), 2 * moment, unit.trainable)
 
 
 def master_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
@@ -197,5 +220,4 @@ def per_parameter(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: i
             plan.stage, plan.dp, NAMES[unit.itemsize], release, reduce, summands_of_rank(plan),
             optimizer=0 if tiers.states else master_bytes(unit, plan) + moments, exact=plan.exact,
         )  # fmt: skip
-    gathered = release == "every_step"  # a device that has all of them for a step
-    return bytes_ if tiers.params == "none" or gathered else bytes_._replace(parameters=Fraction(0))
+    return bytes_ if tiers.params == "none" else bytes_._replace(parameters=Fraction(0))
