@@ -4,6 +4,7 @@ import pytest
 import torch
 from meshes import engine_of, micro_batches, model_of, own
 from models import adamw
+from tensors import tiny
 
 import zero3d
 from zero3d.activations.recomputation import recompute
@@ -58,6 +59,31 @@ def test_inputs_in_parts_and_on_the_host_change_no_bit(ranks, shape, policy, opt
         assert found["in parts"][2] == found["parts on the host"][2] > 0
         whole, parts = (found[how][1] for how in ("on the host", "parts on the host"))
         assert whole >= parts > 0
+
+
+FAMILIES = ("gemma3n_text", "gemma4_text", "moe", "gpt_oss", "falcon_h1", "mla", "bloom", "gpt2", "lfm2")
+
+
+def families(names, policy):
+    """For each model: whether inputs in parts on the host change a bit of losses, norms and weights."""
+    same = {}
+    for name in names:
+        found = []
+        for how in (HOW["as they are"], HOW["parts on the host"]):
+            model = tiny(name)
+            recompute(model, policy)
+            engine = engine_of(model, zero3d.Mesh(tp=2), precision="fp32", stage=3, optimizer=adamw, **how)
+            curve = [float(engine.train_batch(micro_batches(step, 2))) for step in range(2)]
+            found.append((curve, float(engine.last_step.grad_norm), engine.fingerprint()))
+        same[name] = found[0] == found[1]
+    return same
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["full", "every:2", "selective"])
+def test_families_with_ways_of_their_own(ranks, policy):
+    names = [name for name in FAMILIES if policy != "selective" or name not in ("gemma3n_text", "lfm2")]
+    assert ranks(2, families, names, policy) == [dict.fromkeys(names, True)] * 2
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])

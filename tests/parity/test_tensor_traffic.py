@@ -54,6 +54,7 @@ SELDOM = [
     ("gpt2", {"lora": True, "sequence": True}), ("mla", {"policy": "full"}), ("gpt_oss", {}), ("opt", {"sequence": True}),
     ("llama", {"policy": "every:2", "parts": True}), ("gpt2", {"policy": "selective", "parts": True, "precision": "bf16"}),
     ("llama", {"policy": "full", "parts": True, "lora": True}),
+    *((name, {"policy": "full", "parts": True}) for name in ("gemma3n_text", "moe", "gpt_oss", "mla")),
     ("bloom", {"policy": "selective"}), ("gemma3n_text", {}), ("falcon_h1", {}),
 ]  # fmt: skip
 

@@ -149,7 +149,8 @@ def _of_inputs(uncut: UncutModel) -> Iterator[Region]:
         listed = isinstance(model.get_submodule(around), nn.ModuleList)
         beside = not listed and any(n.startswith(around + ".") and not n.startswith(name) for n in trained)
         if i % forward.every == 0 and (not getattr(model, "is_first", True) or first < order[name] or beside):
-            yield Region(name, "", "all_gather", _hidden(uncut))
+            copies = getattr(uncut.config, "altup_num_inputs", 1) if listed else 1  # Gemma 3n's hidden states
+            yield Region(name, "", "all_gather", copies * _hidden(uncut))
 
 
 def _hidden(uncut: UncutModel) -> int:
