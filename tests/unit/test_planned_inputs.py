@@ -1,10 +1,13 @@
 """Inputs of recomputed blocks by the planner: the ZeRO paper's figures, what leaves the device, what tp ranks send."""
 
+from dataclasses import replace
+
 import pytest
 
 from zero3d.activations.policy import recompute_arithmetic
-from zero3d.plan import formulas
+from zero3d.plan import evaluate, formulas
 from zero3d.plan.footprint import footprints
+from zero3d.plan.hardware import cluster
 from zero3d.plan.memory import memory
 from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import ParallelPlan
@@ -101,3 +104,21 @@ def test_in_a_pipeline_what_came_in_is_there_beside_an_input_that_is_elsewhere()
     an_input = 2 * 1024 * 8192
     assert host.on_host["inputs"] == 5 * 25 * an_input  # stage 0 has five micro-batches in flight, and 25 blocks
     assert "passed" in host.parts
+
+
+def test_seconds_are_those_of_the_link_beyond_forward_and_backward_and_of_gathers_over_tp():
+    def seconds(link=50e9, **how):
+        hosts = replace(cluster("h100", 8), host_link=link)
+        plan = ParallelPlan(dp=1, tp=8, micro_batch=4, accumulate=2, activations="full", **how)
+        return evaluate(HUNDRED, hosts, plan).seconds.parts
+
+    plain, quick, slow = seconds(), seconds(offload_activations="host"), seconds(1e9, offload_activations="host")
+    assert plain == quick  # behind compute
+    on_link = 125 * (2 * 4 * 1024 * 8192) / 1e9  # seconds of a micro-batch's inputs
+    work = sum(plain[name] for name in ("matrices", "attention", "rest", "recompute", "tp", "host")) / 2
+    assert slow["inputs"] == pytest.approx(2 * (2 * on_link - work), rel=1e-6)
+    parts = seconds(partition_activations=True)
+    assert parts["tp"] > plain["tp"]
+    assert {name: value for name, value in parts.items() if name != "tp"} == pytest.approx(
+        {name: value for name, value in plain.items() if name != "tp"}
+    )

@@ -7,8 +7,10 @@ step       norm, clip, update of shards, refresh         (step.py, zero/optimize
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -32,13 +34,13 @@ from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, Paral
 from zero3d.engine.slots import Slots
 from zero3d.engine.state import engine_state
 from zero3d.engine.step import StepFigures
-from zero3d.errors import CheckpointError, ConfigError
+from zero3d.errors import CheckpointError, ConfigError, Zero3dError
 from zero3d.memory.offload import Offload
 from zero3d.precision import Precision
 from zero3d.zero.fingerprint import fingerprint
 from zero3d.zero.hooks import KEEP
 from zero3d.zero.initial_weights import Source
-from zero3d.zero.optimizer import StepResult
+from zero3d.zero.optimizer import ShardedOptimizer, StepResult
 from zero3d.zero.traffic import UnitTraffic
 
 
@@ -142,6 +144,9 @@ class Engine:
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
         self.last_step: StepResult | None = None
         self.resumed = ""
+        if (optimizer := self.optimizer).updates is not None:
+            weakref.finalize(self, _settle_last, lambda: optimizer)
+            atexit.register(_settle_last, weakref.ref(optimizer))  # before the mesh ends
 
     # --- training -------------------------------------------------------------------------------
 
@@ -190,7 +195,8 @@ class Engine:
         It returns with new weights in place. `wait=False` leaves those of stages 1 and 2 on their way beside what comes
         next: a forward, `state_dict()`, this engine's methods and torch's operations on a parameter wait for them. What
         has shared a parameter's memory since before (its `data`, an array, a graph), or reads it in C++, does not:
-        call `engine.optimizer.wait()` first, as before `os._exit`.
+        call `engine.optimizer.wait()` first, as before `os._exit`. Where states leave the device, their update is what
+        is on its way: to read a parameter is then for all ranks to do together.
         After a failure on some rank of a pipeline every further call raises Zero3dError.
         """
         batches = list(micro_batches)
@@ -371,3 +377,10 @@ class Engine:
     def memory(self) -> list[MemoryEntry]:
         """Bytes by category and place on this rank, planned and measured."""
         return self._assembly.accounts.memory
+
+
+def _settle_last(found: Callable[[], ShardedOptimizer | None]) -> None:
+    """Make updates that are due when an engine goes: its model may stay, and peers want what this rank sends."""
+    if (optimizer := found()) is not None:
+        with suppress(Zero3dError, RuntimeError):
+            optimizer.settle()

@@ -123,7 +123,9 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     zero.offload.check(zero.stage)
     precision = Precision.of(options.model.precision)
     mesh = mesh if mesh is not None else Mesh()
-    release, reduce = resolve_policies(row, *pipeline_policies(mesh.pp, zero.release, zero.reduce))
+    release, reduce = resolve_policies(
+        row, *pipeline_policies(mesh.pp, zero.offload.release(zero.release), zero.reduce)
+    )
     check_step(step.accumulate, options.optimizer.clip_norm)
     check_reduce_scatter(zero.reduce_scatter)
     check_model(model, options.model.weights)

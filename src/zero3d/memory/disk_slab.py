@@ -128,6 +128,7 @@ class DiskSlab:
         try:
             if discard:
                 commit_file.remove(self._commit_path)
+                self.path.unlink(missing_ok=True)  # records begin as zeros, as they do in memory
             self._commit = commit_file.read(self._commit_path, *self._about)
             there = self.path.stat().st_size if self.path.exists() else 0
             if self._commit is not None and there != self.nbytes:

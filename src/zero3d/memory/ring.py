@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Protocol, Self
 
 import numpy
@@ -258,9 +258,10 @@ class Ring:
             buffer.came = self._run(0, self._bring, buffer, index, before, [other.left for other in before])
 
     def _run(self, direction: int, work: Callable[..., None], *arguments: object) -> Future[None]:
-        """Call in the thread of a direction, or here where a stream does the work."""
+        """Call in the thread of a direction, or here where a stream does the work or the interpreter ends."""
         if self._threads:
-            return self._threads[direction].submit(work, *arguments)
+            with suppress(RuntimeError):  # of a thread that takes nothing more
+                return self._threads[direction].submit(work, *arguments)
         done: Future[None] = Future()
         try:
             work(*arguments)

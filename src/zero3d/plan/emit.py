@@ -6,7 +6,7 @@ dp, tp, pp                        mesh.dp, .tp, .pp           -, tensor_parallel
 schedule, sequence_parallel       mesh.schedule, ...          refused
 stage                             zero.stage                  zero_optimization.stage
 offload, params                   offload.optimizer, .params  zero_optimization.offload_optimizer, _param
-fraction, moments, executor       offload.*                   - (moments), offload_optimizer.ratio (fraction)
+gradients, fraction, moments, ... offload.*                   -, offload_optimizer.ratio (fraction), -
 micro_batch, accumulate           train.*                     train_micro_batch_size_per_gpu, gradient_...
 activations                       activations                 - (a setting of the model there)
 partition_activations             mesh.partition_activations  -
@@ -26,7 +26,7 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.inputs import in_parts
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 
-TIERS = ("optimizer", "params", "fraction", "moments", "executor")  # keys of the section `offload`
+TIERS = ("optimizer", "params", "gradients", "fraction", "moments", "executor")  # keys of the section `offload`
 DEEPSPEED = {HOST: "cpu", DISK: "nvme"}
 
 

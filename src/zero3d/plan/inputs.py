@@ -19,7 +19,7 @@ from zero3d.memory.blocks import padded
 from zero3d.memory.offload import HOST
 from zero3d.memory.placement import DEPTH
 from zero3d.plan.in_flight import moments
-from zero3d.plan.spec import ModelSpec, ParallelPlan, Part
+from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Part
 from zero3d.zero.stages import WIDTHS
 
 
@@ -48,6 +48,11 @@ def kept_bytes(model: ModelSpec, plan: ParallelPlan) -> int:
 def ring_here(model: ModelSpec, plan: ParallelPlan) -> float:
     """Return the bytes of the buffers through which inputs go to the host and come back."""
     return float(DEPTH * kept_bytes(model, plan)) if on_host(plan) else 0.0
+
+
+def input_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> float:
+    """Return the seconds of one input on its way to the host, or back."""
+    return kept_bytes(model, plan) / cluster.host_link if on_host(plan) else 0.0
 
 
 def slots_on_host(

@@ -293,7 +293,8 @@ class _Rank:
         plan = self.plan
         if plan.executor == "host" and plan.fraction == 1:
             return 0.0
-        width = WIDTHS[plan.precision].weight if plan.params != "none" else 0  # a copy of the weights
+        width = WIDTHS[plan.precision].weight if plan.params != "none" else 0  # a copy of the weights, and of gradients
+        width += WIDTHS[plan.precision].reduced if plan.gradients == HOST else 0
         narrow = (plan.master == "split") + 2 * (plan.moments == "bf16")
         casts = plan.precision == "bf16" and plan.master == "fp32"
         beside = max(plan.moments == "bf16", 2 * casts)

@@ -6,7 +6,7 @@ OUTPUT/
   checkpoints/    step-N: the last few and the best; best -> step-N
   hf/             the final weights, for from_pretrained; written as .hf.new, renamed when complete
   loss.png, trace-rank-0.json, tensorboard/
-  offload/        states on a disk, where a run has any and names no folder for them
+  offload/        states on a disk while a run goes on, where it has any and names no folder for them
   .run            a number of its own, by which it knows what it has left in another folder
   .lock           while a run writes (lock.py)
 """
@@ -66,6 +66,10 @@ class Folder:
     @property
     def curve(self) -> Path:
         return self.root / "loss.png"
+
+    @property
+    def offload(self) -> Path:
+        return self.root / FOLDER
 
     @property
     def fresh_export(self) -> Path:
