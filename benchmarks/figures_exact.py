@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from typing import Any
 
@@ -84,9 +85,9 @@ def mesh_traffic() -> str:
     return block("\n".join(lines))
 
 
-def compare_stages() -> str:
+def comparison(name: str) -> str:
     """What `zero3d compare` printed."""
-    [printed] = results("compare-stages")
+    [printed] = results(name)
     return block(printed)
 
 
@@ -295,7 +296,8 @@ EXACT: dict[str, Callable[[], str]] = {
     "four-stages": four_stages,
     "meshes": meshes,
     "mesh-traffic": mesh_traffic,
-    "compare-stages": compare_stages,
+    "compare-stages": partial(comparison, "compare-stages"),
+    "compare-offload": partial(comparison, "compare-offload"),
     "theory": theory,
     "plan-72b": plan_72b,
     "plan-llava": plan_llava,
