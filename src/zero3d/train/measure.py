@@ -113,6 +113,8 @@ def memory_rows(
         peak = by_category[category].peak
         rows.append(MemoryRow(f"temporary: {category}", dtypes[category], bound, True, peak, peak <= bound))
     rows.append(MemoryRow("activations", _join(activations), None, False, sum(activations.values()), None))
+    if (on_host := by_category.get("activations")) is not None:
+        rows.append(MemoryRow("host: activations", "-", None, False, on_host.peak, None))
     reserved = reserved_bytes(engine)
     if reserved is not None:
         rows.append(MemoryRow("device: allocated", "-", None, False, memory_bytes(engine), None))
@@ -168,7 +170,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     bucket    stages 2, 3: the root's gradients all the time, two units filling, WINDOW being reduced; parts of
               tied parameters' gradients are summed in the reduced dtype
     wire      WINDOW reductions (`reduction_bytes`), of which one is being added up. Scratch in which masters are cast,
-              those in halves updated, or records
+              those in halves updated, or records. Besides, the ring of inputs of recomputed blocks on the host
     exact     a bucket for every micro-batch at all stages
     """
     sizes = [unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name != ROOT]
@@ -188,6 +190,8 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
             moving, adding = max(moving, travelling), max(adding, sums)
             tied += unit.layout.total * policy.master.itemsize if unit.deferred else 0
     ring, update = _of_records(engine)
+    kept = engine.kept_inputs
+    ring += 0 if kept is None or kept.slots is None else kept.slots.peak.device
     return {
         "gathered": full if policy.stage.shards_parameters else 0,
         "bucket": wider * full + tied + _to_host(engine) if exact or policy.reduce == "every_micro_batch" else 0,
