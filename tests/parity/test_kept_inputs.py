@@ -38,11 +38,11 @@ def runs(shape, policy, hows, options):
 
 CASES = [
     ({"tp": 2}, "full", {"stage": 3}),
-    ({"tp": 2, "pp": 2}, "full", {"stage": 1, "schedule": "1f1b"}),
     *(pytest.param(*case, marks=pytest.mark.long) for case in (
         ({"tp": 2}, "every:3", {"stage": 2}), ({"tp": 2}, "selective", {"stage": 0}),
         ({"tp": 2, "dp": 2}, "full", {"stage": 3, "precision": "bf16"}),
         ({"tp": 2, "dp": 2}, "every:2", {"stage": 2, "exact": True}),
+        ({"tp": 2, "pp": 2}, "full", {"stage": 1, "schedule": "1f1b"}),
         ({"tp": 2, "pp": 2}, "every:2", {"stage": 3, "schedule": "zbv"}),
         ({"tp": 2, "pp": 2}, "selective", {"stage": 2, "schedule": "interleaved"}),
     )),
@@ -86,10 +86,14 @@ def test_families_with_ways_of_their_own(ranks, policy):
     assert ranks(2, families, names, policy) == [dict.fromkeys(names, True)] * 2
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
-def test_several_micro_batches_in_flight(ranks, schedule):
+@pytest.mark.parametrize(("shape", "schedule"), [
+    ({"tp": 2, "pp": 2}, "1f1b"), ({"pp": 2}, "zero-bubble"),
+    pytest.param({"pp": 2}, "gpipe", marks=pytest.mark.long),
+])  # fmt: skip
+def test_several_micro_batches_in_flight(ranks, shape, schedule):
     options = {"stage": 3, "schedule": schedule}
-    for found in ranks(2, runs, {"pp": 2}, "full", ["as they are", "on the host"], options):
+    hows = ["as they are", "parts on the host" if "tp" in shape else "on the host"]
+    for found in ranks(len(shape) * 2, runs, shape, "full", hows, options):
         (plain, _, _), (on_host, nbytes, _) = found.values()
         assert on_host == plain
         assert nbytes % (2 * 4096) == 0  # two blocks a rank, each with an input of 2 x 8 x 32 fp32 elements
