@@ -8,6 +8,7 @@ step       norm, clip, update of shards, refresh         (step.py, zero/optimize
 from __future__ import annotations
 
 import atexit
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -144,9 +145,9 @@ class Engine:
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
         self.last_step: StepResult | None = None
         self.resumed = ""
-        if (optimizer := self.optimizer).updates is not None:
-            weakref.finalize(self, _settle_last, lambda: optimizer)
-            atexit.register(_settle_last, weakref.ref(optimizer))  # before the mesh ends
+        if runtime.optimizer.updates is not None:
+            weakref.finalize(self, _settle_last, lambda: runtime.optimizer)
+            atexit.register(_settle_at_exit, weakref.ref(runtime.optimizer))  # before the mesh ends
 
     # --- training -------------------------------------------------------------------------------
 
@@ -377,6 +378,12 @@ class Engine:
     def memory(self) -> list[MemoryEntry]:
         """Bytes by category and place on this rank, planned and measured."""
         return self._assembly.accounts.memory
+
+
+def _settle_at_exit(found: Callable[[], ShardedOptimizer | None]) -> None:
+    """Make updates that are due when a process ends, unless by an error: peers may wait elsewhere then."""
+    if getattr(sys, "last_value", None) is None:
+        _settle_last(found)
 
 
 def _settle_last(found: Callable[[], ShardedOptimizer | None]) -> None:

@@ -170,6 +170,8 @@ class Builder:
         slots = None if disk is None else Slots.agreed(disk, self._base.axes.world, restartable)
         standing = self._standing(slab, disk)
         store = RecordStore(standing, disk)
+        if disk is not None and disk.had_steps:
+            store.clear()
         arenas = {HOST: self._host_arena, DISK: self._disk_arena}
         names = [each.unit for each in self._placed if each.part == GRADIENTS]
         tiers = Tiers(
@@ -285,7 +287,7 @@ class Builder:
         if part == FROZEN:
             assert disk is not None
             file = RecordFile(disk.path.with_suffix(".frozen"), [record.nbytes for record in records])
-            return OnDisk(Ring(DiskTier(file), records, buffers), records, file.newest)
+            return OnDisk(Ring(DiskTier(file), records, buffers), records, file.newest, changes=False)
         assert disk is not None
         first = len(self._of(OPTIMIZER, DISK)) if part == PARAMETERS else 0
         ring = Ring(DiskTier(disk, first), records, buffers, staging)
