@@ -193,8 +193,8 @@ class Engine:
         It returns with new weights in place. `wait=False` leaves those of stages 1 and 2 on their way beside what comes
         next: a forward, `state_dict()`, this engine's methods and torch's operations on a parameter wait for them. What
         has shared a parameter's memory since before (its `data`, an array, a graph), or reads it in C++, does not:
-        call `engine.optimizer.wait()` first, as before `os._exit`. Where states leave the device, their update is what is
-        on its way: to read a parameter is then for all ranks to do together.
+        call `engine.optimizer.wait()` first, as before `os._exit`. Where states leave the device, their update is what
+        is on its way: to read a parameter is then for all ranks to do together.
         After a failure on some rank of a pipeline every further call raises Zero3dError.
         """
         batches = list(micro_batches)
