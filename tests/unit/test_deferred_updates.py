@@ -89,7 +89,7 @@ def test_a_forward_begins_after_its_units_update_and_before_those_of_later_units
     forward = {unit: log.index(("forward", unit)) for unit in units[1:]}
     assert all(updated[unit] < forward[unit] for unit in forward)
     assert sorted(units, key=updated.get) == units
-    ahead = 2 if stage == 3 else 0  # gathers of two units are begun before they are used
+    ahead = {0: 0, 2: 1, 3: 2}[stage]  # one is sent, gathers of two are begun, before they are used
     for unit in forward:
         later = units[units.index(unit) + 1 + ahead :]
         assert all(forward[unit] < updated[other] for other in later), unit

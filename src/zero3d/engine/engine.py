@@ -80,6 +80,7 @@ class Engine:
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
     tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
     sequence_parallel  cut activations between blocks over tp, too, along the sequence
+    partition_activations  keep inputs of recomputed blocks in parts over tp, and gather them before recomputation
     weights       values of parameters on the meta device (`zero3d.models.open.open_model` gives both): every
                   rank reads only what it holds
 
@@ -118,11 +119,12 @@ class Engine:
         blocks: str | None = None,
         tp_plan: Mapping[str, str] | None = None,
         sequence_parallel: bool = False,
+        partition_activations: bool = False,
     ) -> None:
         options = Options(
             ModelOptions(precision, weights, units),
             ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter, master, Offload.of(offload)),
-            ParallelOptions(schedule, blocks, tp_plan, sequence_parallel),
+            ParallelOptions(schedule, blocks, tp_plan, sequence_parallel, partition_activations),
             OptimizerOptions(optimizer, scheduler, param_groups, clip_norm),
             StepOptions(accumulate, loss),
         )
@@ -133,7 +135,7 @@ class Engine:
         self.arena, self.traffic = axes.arena, axes.ledger
         self.tp, self.dp, self.world = axes.tp, axes.dp, axes.world
         self.module, self.chunks = division.module, division.chunks
-        self.full_model, self.regions = division.full_model, division.regions
+        self.full_model, self.regions, self.kept_inputs = division.full_model, division.regions, assembly.kept_inputs
         self.units, self.model_group = runtime.units, runtime.model_group
         self.gathers, self.reductions, self.accumulation = runtime.gathers, runtime.reductions, runtime.accumulation
         self.optimizer = runtime.optimizer

@@ -2,6 +2,7 @@
 
     ring.ahead(k + 1)           begin to bring it; nobody waits
     views = ring.fetch(k)       its fields on the device, as soon as compute gets there
+    views = ring.put(k)         the same of a record that compute is to write as a whole: nothing is read
     ...                         compute uses and changes them
     ring.retire(k)              begin to take it back; nobody waits
 
@@ -56,7 +57,8 @@ class Buffer:
         self.record: int | None = None
         self.came: Future[None] = Future()
         self.left: Future[None] = Future()
-        self.left.set_result(None)
+        for future in (self.came, self.left):
+            future.set_result(None)
         self.arrived, self.used, self.gone = (torch.Event(memory.device) for _ in range(3))
 
     @property
@@ -187,6 +189,25 @@ class Ring:
         if self._in is not None:
             torch.accelerator.current_stream(self._device).wait_event(buffer.arrived)
         return self._records[index].views(buffer.memory)
+
+    def put(self, index: int) -> list[Tensor]:
+        """Return the fields of a free buffer that becomes a record, whatever its tier holds of that; retire it, too."""
+        assert self._idle
+        assert index not in self._held
+        buffer = self._idle.popleft()
+        for future in (buffer.came, buffer.left):
+            future.result()
+        if self._in is not None:
+            for event in (buffer.arrived, buffer.gone):
+                torch.accelerator.current_stream(self._device).wait_event(event)
+        buffer.record = index
+        self._held[index] = buffer
+        return self._records[index].views(buffer.memory)
+
+    @property
+    def idle(self) -> int:
+        """Return how many buffers hold nothing that is wanted or used."""
+        return len(self._idle)
 
     def retire(self, index: int, changed: bool = True) -> None:
         """Take a record back to its tier, and let go of its buffer; one that is not changed is not written."""

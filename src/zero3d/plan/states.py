@@ -110,7 +110,8 @@ def states_key(plan: ParallelPlan) -> ParallelPlan:
     many = plan.accumulate if plan.exact else 1 if plan.accumulate == 1 else max(2, plan.pp)
     return replace(
         plan, micro_batch=1, accumulate=many, activations="none", sequence_parallel=False, offload="none",
-        params="none", fraction=1.0, moments="fp32", executor="auto",
+        params="none", fraction=1.0, moments="fp32", executor="auto", partition_activations=False,
+        offload_activations="none",
     )  # fmt: skip
 
 
