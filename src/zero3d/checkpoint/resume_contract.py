@@ -2,9 +2,9 @@
 
                   plain                                       exact on both sides
     the same      mesh, precision, dtype on the wire,         tp, pp, micro-batches per step over all ranks,
-                  algorithm, torch, kernels, threads;         precision, dtype on the wire, torch, kernels,
-                  with several micro-batches a step           threads
-                  the moment of reduction
+                  algorithm, torch, kernels, threads,         precision, dtype on the wire, torch, kernels,
+                  tiles; with several micro-batches a         threads, tiles
+                  step the moment of reduction
     may differ    stage                                       dp, stage, moment of reduction, algorithm
 
 On an accelerator all of `distributed.determinism.device_facts` beside them: deterministic algorithms, which must be on,
@@ -24,7 +24,8 @@ BITWISE = "bitwise"
 ALWAYS = {"tp": "matrix products have other shapes", "pp": "other sums are made on one rank",
           "precision": "", "wire": "gradients are rounded otherwise on their way",
           "torch": "its kernels may sum in other orders", "kernels": "they sum in other orders",
-          "threads": "sums are cut among them"}  # fmt: skip
+          "threads": "sums are cut among them", "tiled_loss": "its sums are taken in another order"}  # fmt: skip
+BEFORE = {"tiled_loss": False}  # what older checkpoints do not say, since there was one way
 PLAIN = {"dp": "other sums over ranks; exact=True would not mind", "algorithm": ""}
 EXACT = {"leaves": "micro-batches of a step over all ranks"}
 FREE = ("dp", "stage", "reduce")  # named where they differ and change no bit
@@ -39,6 +40,7 @@ NCCL = {"backend": SUMS, "nccl": SUMS, "nccl_algorithm": SUMS, "nccl_protocol": 
 
 def resume_guarantee(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str:
     """Return one line that begins with "bitwise" or "not bitwise". Both arguments: `state.EngineState.about`."""
+    saved, live = BEFORE | dict(saved), BEFORE | dict(live)
     was, is_ = (about.get("leaves") is not None for about in (saved, live))
     if was != is_:
         return f"not bitwise: exact was {was} when it was saved, and is {is_} now"

@@ -79,6 +79,10 @@ class Train:
     micro_batch: int | None = key(None, "sequences per rank in one forward", least=1)
     accumulate: int | None = key(None, "micro-batches per rank and step", least=1)
     compile: bool = key(False, "torch.compile the blocks")
+    tiled_loss: bool = key(
+        False,
+        "compute the loss of the next token tile by tile, without logits of the whole vocabulary; equal up to rounding",
+    )
     deterministic: bool | str = key(
         "auto",
         "on accelerators, algorithms that give the same bits in every run, and an error where there is none; "

@@ -15,6 +15,7 @@ from zero3d.distributed.axis import Axis
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.engine.options import Options, Resolved
+from zero3d.engine.tiling import install_tiled_loss
 from zero3d.pipeline.split import take_chunks
 from zero3d.pipeline.ties import names_of_copies
 from zero3d.rng import share_torch_rng
@@ -55,6 +56,9 @@ def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, led
     full_model = FullModel.of(model, copies)
     places |= {name: places[owner] for name, owner in copies.items()}
     sharded = _cut_over_tp(chunks, mesh.axis("tp"), ledger, options)
+    cuts = {name: cut for one in sharded for name, cut in one.cuts.items()}
+    if options.step.tiled_loss:
+        install_tiled_loss(chunks, mesh.axis("tp"), ledger, cuts)
     share_random_state(tp)
     regions = [region for one in sharded for region in one.regions]
     if mesh.rank == 0:
@@ -64,7 +68,7 @@ def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, led
         chunks=chunks,
         full_model=full_model,
         places=places,
-        cuts={name: cut for one in sharded for name, cut in one.cuts.items()},
+        cuts=cuts,
         partial=frozenset(name for one in sharded for name in one.partial),
         regions=regions,
     )

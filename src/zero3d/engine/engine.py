@@ -70,6 +70,8 @@ class Engine:
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
     tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
     sequence_parallel  cut activations between blocks over tp, too, along the sequence
+    tiled_loss    compute the loss of a Hugging Face causal language model tile by tile: logits of the whole vocabulary
+                  are never there, nor in its output, in a forward with labels
     weights       values of parameters on the meta device (`zero3d.models.open.open_model` gives both): every
                   rank reads only what it holds
 
@@ -107,13 +109,14 @@ class Engine:
         blocks: str | None = None,
         tp_plan: Mapping[str, str] | None = None,
         sequence_parallel: bool = False,
+        tiled_loss: bool = False,
     ) -> None:
         options = Options(
             ModelOptions(precision, weights, units),
             ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter, master),
             ParallelOptions(schedule, blocks, tp_plan, sequence_parallel),
             OptimizerOptions(optimizer, scheduler, param_groups, clip_norm),
-            StepOptions(accumulate, loss),
+            StepOptions(accumulate, loss, tiled_loss),
         )
         self._assembly = assembly = assemble(model, mesh, options)
         base, runtime, stepper = assembly.base, assembly.runtime, assembly.stepper

@@ -17,6 +17,7 @@ from zero3d.distributed.determinism import warn_of_exact
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.checks import check_model, check_reduce_scatter, check_step, reduce_dtype_of
 from zero3d.engine.losses import Loss
+from zero3d.engine.tiling import check_tiled_loss
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.precision import Precision
 from zero3d.zero.exact.summands import check_exact
@@ -74,6 +75,7 @@ class StepOptions:
 
     accumulate: int
     loss: Loss | None
+    tiled_loss: bool
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     check_step(step.accumulate, options.optimizer.clip_norm)
     check_reduce_scatter(zero.reduce_scatter)
     check_model(model, options.model.weights)
+    if step.tiled_loss:
+        check_tiled_loss(model, step.loss)
     groups = choose_optimizer(model, options.optimizer.optimizer, options.optimizer.param_groups)
     schedule = Schedule.requested(mesh.pp, options.parallel.schedule, options.parallel.blocks)
     wide = torch.float64 if precision.name == "fp64" else torch.float32

@@ -57,7 +57,7 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         "kernels": torch.backends.cpu.get_cpu_capability() if cpu
         else torch.get_device_module(device).get_device_name(device),
         "threads": torch.get_num_threads() if cpu else 1,
-        "leaves": None if summands is None else summands.per_batch,
+        "leaves": None if summands is None else summands.per_batch, "tiled_loss": base.options.step.tiled_loss,
         **({} if cpu else who_adds(assembly)),
         **device_facts(device, mesh.everyone.backend, mesh.local_world),
     }  # fmt: skip

@@ -46,6 +46,7 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         reduce_scatter=config.zero.reduce_scatter,
         master=config.zero.master,
         exact=config.zero.exact,
+        tiled_loss=config.train.tiled_loss,
         weights=opened.weights,
     )
 
