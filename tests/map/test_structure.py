@@ -267,7 +267,7 @@ def test_help_theory_compare_and_launch_import_no_torch(command):
 def test_public_names_are_few_and_resolve():
     import zero3d
 
-    assert len(zero3d.__all__) <= 15
+    assert len(zero3d.__all__) <= 16
     assert all(getattr(zero3d, name) for name in zero3d.__all__)
 
 

@@ -246,9 +246,10 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
     optimizer = manifest.value("optimizer")
     for unit in engine.units:
         _restore_frozen(reader, unit, engine)
-    for owned in engine.optimizer.pieces:
-        states = checkpoint.states.get(engine.full_model.owner(owned.name), ())
-        _restore_piece(reader, states, optimizer["scalars"], engine, owned)
+    for batch in engine.optimizer.in_batches():
+        for owned in batch:
+            states = checkpoint.states.get(engine.full_model.owner(owned.name), ())
+            _restore_piece(reader, states, optimizer["scalars"], engine, owned)
     for group, saved in zip(engine.optimizer.torch.param_groups, optimizer["groups"], strict=True):
         group.update(from_json(saved, {key: value for key, value in group.items() if key != "params"}))
     if engine.scheduler is not None and manifest.value("scheduler") is not None:
@@ -288,8 +289,7 @@ def _restore_piece(
     for key in set(state) - {*saved, *scalars}:
         del state[key]  # the checkpoint was written before the optimizer made this state
     for key in saved:
-        state[key] = optimizer.state_view(owned, key, owned.master.dtype)
-        reader.fill(_state_piece(engine, owned, key, state[key]))
+        optimizer.fill_state(owned, key, lambda view, key=key: reader.fill(_state_piece(engine, owned, key, view)))
     for key, value in scalars.items():
         if isinstance(state.get(key), Tensor):
             state[key].fill_(value)
@@ -297,17 +297,22 @@ def _restore_piece(
             state[key] = torch.tensor(value, dtype=torch.float32)
 
 
-def _frozen(unit: Unit, engine: EngineState) -> Iterator[tuple[str, Piece, Tensor]]:
+def _frozen(unit: Unit, engine: EngineState, writes: bool = False) -> Iterator[tuple[str, Piece, Tensor]]:
     """Yield what this rank holds of a frozen unit: the parameter's name, the piece of it, its values."""
     weights = unit.weights
     if unit.grads is not None:
         return
-    if weights.sharded:
-        pieces, values = unit.layout.pieces(engine.dp.rank), weights.shard
-    else:
-        pieces, values = unit.layout.whole_pieces(), weights.full
-    for piece in pieces:
-        yield unit.layout.slots[piece.slot].name, piece, values[piece.offset : piece.offset + piece.stop - piece.start]
+    with weights.place.opened(changed=writes) as shard:
+        if weights.sharded:
+            pieces, values = unit.layout.pieces(engine.dp.rank), shard
+        else:
+            pieces, values = unit.layout.whole_pieces(), weights.full
+        for piece in pieces:
+            yield (
+                unit.layout.slots[piece.slot].name,
+                piece,
+                values[piece.offset : piece.offset + piece.stop - piece.start],
+            )
 
 
 def _place(unit: Unit, piece: Piece) -> tuple[tuple[int, ...], int]:
@@ -315,7 +320,7 @@ def _place(unit: Unit, piece: Piece) -> tuple[tuple[int, ...], int]:
 
 
 def _restore_frozen(reader: Reader, unit: Unit, engine: EngineState) -> None:
-    for name, piece, values in _frozen(unit, engine):
+    for name, piece, values in _frozen(unit, engine, writes=True):
         wide = torch.float64 if values.dtype == torch.float64 else torch.float32  # holds what any precision saved
         stored = torch.empty_like(values, dtype=wide if values.is_floating_point() else None)
         reader.fill(StatePiece(engine.full_model.owner(name), FROZEN, *_place(unit, piece), stored, engine.cut(name)))

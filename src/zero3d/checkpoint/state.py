@@ -149,8 +149,7 @@ def state_pieces(engine: EngineState) -> Iterator[StatePiece]:
         if start >= stop:
             continue
         within = slice(start - owned.piece.start, stop - owned.piece.start)
-        states = engine.optimizer.torch.state.get(owned.master, {})
-        flat = {k: v for k, v in states.items() if _is_flat(v, owned.master)}
+        flat = {k: v for k, v in engine.optimizer.states_of(owned).items() if _is_flat(v, owned.master)}
         for state, values in ({MASTER: owned.read()} | flat).items():
             yield StatePiece(owned.name, state, owned.shape, start, values[within], engine.cut(owned.name))
 

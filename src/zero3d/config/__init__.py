@@ -5,12 +5,14 @@ kinds       one row per type: its words, its conversion, its JSON Schema
 keys        every dotted key with its type and range, made from the sections
 hints       the key or choice that was probably meant
 read        load and check: a YAML file or a dict, and overrides such as zero.stage=2
+offload     what leaves the device, as an engine takes it
 batch       batch = micro_batch x accumulate x dp
 describe    a Config as a dict or YAML; the keys as text, markdown and JSON Schema
 """
 
 from zero3d.config.batch import Batch, resolve_batch
 from zero3d.config.describe import as_markdown, explain, schema, to_dict, to_yaml
+from zero3d.config.offload import offload_of
 from zero3d.config.read import check, load, split_words
 from zero3d.config.sections import (
     PRECISIONS,
@@ -23,6 +25,7 @@ from zero3d.config.sections import (
     LossScale,
     Mesh,
     Model,
+    Offload,
     Optimizer,
     Plan,
     Profile,
@@ -43,6 +46,7 @@ __all__ = [
     "LossScale",
     "Mesh",
     "Model",
+    "Offload",
     "Optimizer",
     "Plan",
     "Profile",
@@ -53,6 +57,7 @@ __all__ = [
     "check",
     "explain",
     "load",
+    "offload_of",
     "resolve_batch",
     "schema",
     "split_words",

@@ -22,6 +22,7 @@ import yaml
 from zero3d.config.hints import unknown
 from zero3d.config.keys import KEYS, SECTIONS, takes_list, takes_table, value_of
 from zero3d.config.kinds import describe_value
+from zero3d.config.offload import refusals
 from zero3d.config.sections import Config
 from zero3d.config.yaml_file import parse_yaml, read_yaml
 from zero3d.errors import ConfigError, short
@@ -185,6 +186,7 @@ def _across(config: Config) -> Iterator[Problem]:
     if config.zero.master == "split" and config.precision != "bf16":
         text = f"zero.master=split keeps masters as bf16 weights and remainders, and precision is {config.precision}:"
         yield Problem("zero.master", "", f"{text} type precision=bf16 or zero.master=fp32.")
+    yield from (Problem(name, "", why) for name, why in refusals(config))
 
 
 def _raise(problems: Sequence[Problem]) -> None:

@@ -4,7 +4,7 @@
     model    data    train                    what is trained, on what, how long
     optimizer    schedule    loss_scale       the update
     health                                    what becomes of steps that are not finite
-    zero    mesh                              who holds what
+    zero    offload    mesh                   who holds what, and where
     evaluate    checkpoint    log    profile    plan    what is done on the way
 
 Every field says its meaning, range and choices in its metadata, from which `check`, `explain`
@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from zero3d.memory.offload import CHOICES
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
@@ -166,6 +168,41 @@ class Zero:
 
 
 @dataclass(frozen=True)
+class Offload:
+    """What leaves the device while it is not in use: ZeRO-Offload and ZeRO-Infinity, with the same bits."""
+
+    optimizer: str = key(
+        "none",
+        "where masters and optimizer states are; auto: on the device as much as fits, the rest on the host, or else "
+        "on a disk, as a run says with the arithmetic",
+        choices=CHOICES["optimizer"],
+    )
+    params: str = key("none", "where weights are that nothing needs now (zero.stage 3)", choices=CHOICES["params"])
+    gradients: str = key(
+        "auto", "where reduced gradients wait for the update: host at stages 2 and 3", choices=CHOICES["gradients"]
+    )
+    activations: str = key("none", "where inputs of recomputed blocks are", choices=CHOICES["activations"])
+    fraction: float = key(
+        1.0, "share of the optimizer's bytes that leaves the device: whole records, last-needed first", above=0, most=1
+    )
+    directory: str | None = key(None, "a folder on a local disk for what is on one; by default OUTPUT/offload")
+    moments: str = key(
+        "fp32",
+        "in which Adam's are kept off the device; bf16 ones are rounded at random, and the training is not bitwise "
+        "the same",
+        choices=CHOICES["moments"],
+    )
+    executor: str = key(
+        "auto", "updates states on the device, through which they pass, or on the host", choices=CHOICES["executor"]
+    )
+    host_budget: int | str | None = key(
+        None,
+        "bytes that all ranks of a host may take together, or a text such as 64GB (decimal units); by default what is "
+        "available",
+    )
+
+
+@dataclass(frozen=True)
 class Mesh:
     """Degrees; their product is the number of ranks."""
 
@@ -259,6 +296,7 @@ class Config:
     loss_scale: LossScale = field(default_factory=LossScale)
     health: Health = field(default_factory=Health)
     zero: Zero = field(default_factory=Zero)
+    offload: Offload = field(default_factory=Offload)
     mesh: Mesh = field(default_factory=Mesh)
     evaluate: Evaluate = field(default_factory=Evaluate)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

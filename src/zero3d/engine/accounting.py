@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
 
+from zero3d.engine.tiers import Tiers
 from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.precision import NAMES
 from zero3d.zero.layout import UnitLayout
@@ -39,10 +41,13 @@ class Accounts:
     """
 
     def __init__(
-        self, units: Sequence[Unit], optimizer: ShardedOptimizer, policy: Policy, arena: Arena, n: int, exact: bool
-    ) -> None:
+        self, units: Sequence[Unit], optimizer: ShardedOptimizer, policy: Policy, arena: Arena, n: int, exact: bool,
+        tiers: Tiers | None,
+    ) -> None:  # fmt: skip
         self._units, self._optimizer, self._policy, self._arena = units, optimizer, policy, arena
         self._n, self._exact = n, exact
+        self._arenas = {arena.place: arena, **({} if tiers is None else tiers.arenas)}
+        self._records = {} if tiers is None else tiers.planned
 
     @property
     def planned(self) -> StateBytes:
@@ -52,17 +57,22 @@ class Accounts:
     @property
     def memory(self) -> list[MemoryEntry]:
         """Bytes by category and place, planned and measured."""
-        planned = dict(zip(("parameters", "gradients", "optimizer"), self.planned, strict=True))
-        planned["padding"] = self._bytes_of(lambda layout: layout.padding).total
+        own = dict(zip(("parameters", "gradients", "optimizer"), self.planned, strict=True))
+        own["padding"] = self._bytes_of(lambda layout: layout.padding).total
+        planned = {(category, self._arena.place): nbytes for category, nbytes in own.items()}
+        for key, nbytes in self._records.items():
+            planned[key] = planned.get(key, Fraction(0)) + nbytes
         return [
             MemoryEntry(
                 category,
-                self._arena.place,
-                ceil(planned[category]) if category in STATES else None,
-                ceil(self._arena.live(category)),
-                ceil(self._arena.peak(category)),
+                place,
+                ceil(planned.get((category, place), 0)) if category in STATES else None,
+                ceil(arena.live(category)),
+                ceil(arena.peak(category)),
             )
+            for place, arena in self._arenas.items()
             for category in (*STATES, *TRANSIENT)
+            if place == self._arena.place or arena.peak(category) or planned.get((category, place))
         ]
 
     @property
@@ -81,6 +91,9 @@ class Accounts:
         policy, total = self._policy, NO_BYTES
         stage = policy.stage.number
         for unit in self._units:
+            away = unit.weights.records is not None and unit.weights.records.shard is not None
+            if unit.grads is None and away:
+                continue
             if unit.grads is None:
                 per_element = frozen_bytes(stage, self._n, unit.dtype.itemsize, policy.release)
             else:
@@ -88,5 +101,7 @@ class Accounts:
                     stage, self._n, NAMES[unit.dtype], policy.release, policy.reduce, unit.grads.micro_batches,
                     self._optimizer.state_bytes(unit), self._exact,
                 )  # fmt: skip
+                if away:
+                    per_element = per_element._replace(parameters=Fraction(0))
             total = total + per_element.times(elements(unit.layout))
         return total

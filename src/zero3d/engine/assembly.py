@@ -29,7 +29,7 @@ from zero3d.engine.generation import last_only
 from zero3d.engine.guards import guard, guard_rest
 from zero3d.engine.losses import Losses
 from zero3d.engine.options import Options
-from zero3d.engine.runtime import Runtime, build_unit, move_buffers, start
+from zero3d.engine.runtime import Runtime, build_units, move_buffers, start
 from zero3d.engine.step import Stepper
 from zero3d.engine.whole_parameters import WholeParameters, is_open
 from zero3d.errors import ConfigError
@@ -73,7 +73,8 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     if axes.pp.size > 1:
         guard_rest(model, set(module.parameters()))
     move_buffers(module, axes.dp)
-    runtime = start(base, [build_unit(base, spec, options.model.weights) for spec in specs], uses)
+    units, tiers = build_units(base, specs, options.model.weights)
+    runtime = start(base, units, uses, tiers)
     padded = padding_warning([unit.layout for unit in runtime.units])
     if padded is not None and axes.world.rank == 0:
         warnings.warn(padded, stacklevel=3)
@@ -106,7 +107,7 @@ def _stepper(base: Foundation, runtime: Runtime) -> Stepper:
 
 def _accounts(base: Foundation, runtime: Runtime) -> Accounts:
     policy, exact = base.resolved.policy, base.options.zero.exact
-    return Accounts(runtime.units, runtime.optimizer, policy, base.axes.arena, base.axes.dp.size, exact)
+    return Accounts(runtime.units, runtime.optimizer, policy, base.axes.arena, base.axes.dp.size, exact, runtime.tiers)
 
 
 def _open_pipeline(base: Foundation, runtime: Runtime, losses: Losses, whole: WholeParameters) -> Pipeline:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from zero3d.distributed.choice import REDUCTIONS
 from zero3d.engine.guards import is_guarded
 from zero3d.errors import ConfigError
+from zero3d.memory.offload import Offload
 from zero3d.precision import DTYPES, Precision
 from zero3d.zero.initial_weights import Source
 
@@ -63,6 +64,17 @@ def check_reduce_scatter(reduce_scatter: str) -> None:
     """Raise ConfigError for a way of reducing gradients that is none."""
     if reduce_scatter not in REDUCTIONS:
         raise ConfigError(f"reduce_scatter={reduce_scatter!r} is unknown: pass one of {', '.join(REDUCTIONS)}.")
+
+
+def check_moments(offload: Offload, optimizer: Optimizer) -> None:
+    """Refuse bf16 moments of an optimizer whose states are not Adam's two."""
+    amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
+    if offload.moments == "bf16" and (type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or amsgrad):
+        asked = f"{type(optimizer).__name__}{'(amsgrad=True)' if amsgrad else ''}"
+        raise ConfigError(
+            f"offload.moments=bf16 rounds the two moments of Adam and AdamW, and the optimizer is {asked}: use one of "
+            "them without amsgrad, or type offload.moments=fp32."
+        )
 
 
 def reduce_dtype_of(reduce_dtype: str, precision: Precision) -> torch.dtype:

@@ -31,6 +31,7 @@ from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, Paral
 from zero3d.engine.state import engine_state
 from zero3d.engine.step import StepFigures
 from zero3d.errors import ConfigError
+from zero3d.memory.offload import Offload
 from zero3d.precision import Precision
 from zero3d.zero.fingerprint import fingerprint
 from zero3d.zero.hooks import KEEP
@@ -65,6 +66,9 @@ class Engine:
     schedule      of a pipeline (mesh.pp > 1): gpipe, 1f1b (None), interleaved, zero-bubble or zbv; for train_batch
     master        "fp32" | "split": of bf16 weights. "split": weight and a 16-bit remainder are the fp32 master, bit for
                   bit, which is not stored: 10 bytes of optimizer states per parameter for 12, and the same training
+    offload       what leaves the device, and where to: a `zero3d.Offload`, or a mapping of its keys such as
+                  {"optimizer": "host"}; None keeps everything on the device. The bits of training are the same at every
+                  place, but with moments="bf16"
     exact         the same bits at every dp (a power of two), stage and `reduce`, of one global list of micro-batches,
                   numbered as `exact.Summands` says; on a GPU after `zero3d.make_deterministic()`
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
@@ -103,6 +107,7 @@ class Engine:
         reduce: str = "auto",
         reduce_scatter: str = "auto",
         master: str = "fp32",
+        offload: Offload | Mapping[str, Any] | None = None,
         exact: bool = False,
         weights: Source | None = None,
         schedule: str | None = None,
@@ -113,7 +118,7 @@ class Engine:
     ) -> None:
         options = Options(
             ModelOptions(precision, weights, units),
-            ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter, master),
+            ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter, master, Offload.of(offload)),
             ParallelOptions(schedule, blocks, tp_plan, sequence_parallel),
             OptimizerOptions(optimizer, scheduler, param_groups, clip_norm),
             StepOptions(accumulate, loss, tiled_loss),
@@ -240,6 +245,7 @@ class Engine:
             return generate(self._execution.next_logits, self.model_group.sum, ids, max_new_tokens, ending, **options)
 
     def _evaluating(self, keep_full: bool) -> AbstractContextManager[None]:
+        self.optimizer.settle()
         return evaluating(self.module, self._assembly.runtime.hooks, self.gathers, keep_full)
 
     # --- whole parameters -----------------------------------------------------------------------
@@ -253,10 +259,12 @@ class Engine:
         on another pipeline stage; where both are written, the full model's name wins. With master="split" a copy of
         this rank's weights is held inside, where they are not gathered from a shard.
         """
+        self.optimizer.settle()
         return self._assembly.whole_parameters.opened(modules)
 
     def release(self) -> None:
-        """Give back units that stayed gathered without grad."""
+        """Give back units that stayed gathered without grad; updates of the last step that are due are made."""
+        self.optimizer.settle()
         self.gathers.drop(lambda token: token == KEEP)
 
     # --- checkpoints ----------------------------------------------------------------------------
@@ -266,6 +274,7 @@ class Engine:
 
         `loop` is what the training loop wants back from `load`: plain values, those of rank 0.
         """
+        self.optimizer.settle()
         return checkpoint.save(Path(directory), engine_state(self._assembly, loop))
 
     def load(self, directory: str | Path) -> Any:
@@ -278,7 +287,7 @@ class Engine:
             raise ConfigError("load() inside full_params() would be undone on leaving it: leave the block first.")
         state = engine_state(self._assembly)
         checked = restore.check(Path(directory), state)
-        self.optimizer.wait()  # it writes masters, which may be what is sent
+        self.optimizer.settle()  # it writes masters, which may be what is sent
         self._stepper.reset()
         self._stepper.count, loop, self.resumed = restore.load(checked, state)
         self.health.in_a_row = 0
@@ -286,10 +295,12 @@ class Engine:
 
     def fingerprint(self) -> str:
         """One hash of all masters and optimizer states, the same at any dp that divides 64; all ranks call it."""
+        self.optimizer.settle()
         return fingerprint(self.optimizer, self.dp, self.model_group)
 
     def export(self, directory: str | Path) -> Path:
         """Write the weights as a Hugging Face folder, gathered unit by unit."""
+        self.optimizer.settle()
         return export(Path(directory), engine_state(self._assembly), self._assembly.whole_parameters.gathered)
 
     # --- accounting -----------------------------------------------------------------------------

@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from zero3d.distributed.determinism import warn_of_exact
 from zero3d.distributed.mesh import Mesh
-from zero3d.engine.checks import check_model, check_reduce_scatter, check_step, reduce_dtype_of
+from zero3d.engine.checks import check_model, check_moments, check_reduce_scatter, check_step, reduce_dtype_of
 from zero3d.engine.losses import Loss
 from zero3d.engine.tiling import check_tiled_loss
+from zero3d.memory.offload import Offload
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.precision import Precision
 from zero3d.zero.exact.summands import check_exact
@@ -38,7 +39,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """What is sharded, and when and in which order gradients are reduced."""
+    """What is sharded, when and in which order gradients are reduced, and what leaves the device."""
 
     stage: int
     release: str
@@ -47,6 +48,7 @@ class ZeroOptions:
     exact: bool
     reduce_scatter: str
     master: str
+    offload: Offload
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     """Check all options. Raises ConfigError, MeshError; makes a mesh where there is none."""
     zero, step = options.zero, options.step
     row = stage_row(zero.stage)
+    zero.offload.check(zero.stage)
     precision = Precision.of(options.model.precision)
     mesh = mesh if mesh is not None else Mesh()
     release, reduce = resolve_policies(row, *pipeline_policies(mesh.pp, zero.release, zero.reduce))
@@ -116,6 +119,8 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     if step.tiled_loss:
         check_tiled_loss(model, step.loss)
     groups = choose_optimizer(model, options.optimizer.optimizer, options.optimizer.param_groups)
+    if isinstance(options.optimizer.optimizer, Optimizer):
+        check_moments(zero.offload, options.optimizer.optimizer)
     schedule = Schedule.requested(mesh.pp, options.parallel.schedule, options.parallel.blocks)
     wide = torch.float64 if precision.name == "fp64" else torch.float32
     # In a pipeline exact gradients are summed apart even where a step has one micro-batch.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.foundation import Foundation
+from zero3d.engine.tiers import Tiers, open_tiers
 from zero3d.models.blocks import UnitSpec
 from zero3d.pipeline.ties import find_ties
 from zero3d.precision import LossScale
@@ -31,9 +32,10 @@ Uses = Mapping[nn.Module, Sequence[str]]  # module -> names of the units that it
 
 @dataclass(frozen=True)
 class Runtime:
-    """The parts of an engine that work in every step."""
+    """The parts of an engine that work in every step; tiers where states leave the device."""
 
     units: list[Unit]
+    tiers: Tiers | None
     model_group: ModelGroup
     optimizer: ShardedOptimizer
     gathers: Gathers
@@ -44,13 +46,27 @@ class Runtime:
     health: Health
 
 
-def build_unit(base: Foundation, spec: UnitSpec, source: Source | None) -> Unit:
-    """Lay a unit's parameters out and give them their first weights: rank 0's, or those of a source."""
+def lay_out(base: Foundation, spec: UnitSpec) -> UnitLayout:
+    """Return the layout of a unit's parameters."""
+    groups, owner = base.resolved.groups.group_of, base.division.full_model.owner
+    parameters = [(name, tuple(p.shape), groups.get(owner(name), 0)) for name, p in spec.params.items()]
+    return UnitLayout(parameters, base.axes.dp.size)
+
+
+def build_units(base: Foundation, specs: Sequence[UnitSpec], source: Source | None) -> tuple[list[Unit], Tiers | None]:
+    """Build all units, and before them what holds their records where states leave the device."""
+    layouts = {spec.name: lay_out(base, spec) for spec in specs}
+    tiers = open_tiers(base, specs, layouts)
+    setting = Setting(base.resolved.policy, base.axes.dp, base.axes.arena, base.order.gradients)
+    if tiers is not None:
+        setting = setting._replace(records=tiers.units, updates_on=tiers.updates_on)
+    return [_build_unit(base, spec, layouts[spec.name], setting, source) for spec in specs], tiers
+
+
+def _build_unit(base: Foundation, spec: UnitSpec, layout: UnitLayout, setting: Setting, source: Source | None) -> Unit:
+    """Give a unit's parameters their first weights: rank 0's, or those of a source."""
     dp, division, policy = base.axes.dp, base.division, base.resolved.policy
     owner = {name: division.full_model.owner(name) for name in spec.params}
-    groups = {name: base.resolved.groups.group_of.get(owner[name], 0) for name in spec.params}
-    layout = UnitLayout([(name, tuple(p.shape), groups[name]) for name, p in spec.params.items()], dp.size)
-    setting = Setting(policy, dp, base.axes.arena, base.order.gradients)
     wide = policy.master if spec.dtype.is_floating_point else spec.dtype
     if source is None:
         fill = from_module(layout, spec.params, dp, wide)
@@ -73,7 +89,7 @@ def _then_on_device(fill: Fill, params: Collection[nn.Parameter], device: torch.
     return filled
 
 
-def start(base: Foundation, units: list[Unit], uses: Uses) -> Runtime:
+def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) -> Runtime:
     """Put the runtime around units, and hooks on the modules that use them."""
     resolved, axes, chunks, order = base.resolved, base.axes, base.division.chunks, base.order
     policy, precision = resolved.policy, resolved.precision
@@ -83,9 +99,12 @@ def start(base: Foundation, units: list[Unit], uses: Uses) -> Runtime:
         units, base.division.places, resolved.groups.build, resolved.groups.groups, axes.dp, axes.arena,
         base.options.optimizer.clip_norm, model_group,
     )  # fmt: skip
+    if tiers is not None:
+        optimizer.updates = tiers.updates(optimizer, axes.arena, axes.dp.rank)
     gathers = Gathers(Lane("gather", axes.arena), policy.release == "every_step", pipelined)
     everywhere = [] if policy.stage.shards_optimizer else model_group.untouched(units)
     reductions = Reductions(units, Lane("reduce", axes.arena), order.closes, everywhere)
+    reductions.updates = optimizer.updates
     loss_scale = LossScale(precision)
     health = Health(axes.world, reductions, loss_scale, chunks)
     accumulation = Accumulation(
@@ -100,7 +119,7 @@ def start(base: Foundation, units: list[Unit], uses: Uses) -> Runtime:
         of_root = {module: needed for module, needed in used.items() if module in inner}
         hooks.append(Hooks(root, of_root, gathers, reductions, accumulation, lambda t: t.to(precision.dtype)))
     return Runtime(
-        units, model_group, optimizer, gathers, reductions, accumulation, hooks, loss_scale, health,
+        units, tiers, model_group, optimizer, gathers, reductions, accumulation, hooks, loss_scale, health,
     )  # fmt: skip
 
 

@@ -59,6 +59,11 @@ class Arena:
         self._account("padding", (elements - used) * dtype.itemsize)
         return torch.zeros(elements, dtype=dtype, device=self.device)
 
+    def hold(self, category: str, nbytes: int, used: Fraction) -> None:
+        """Take memory of model states on the account that a slab has; used: the share of it that stands for parameters."""
+        self._account(category, nbytes * used)
+        self._account("padding", nbytes - nbytes * used)
+
     def free(self, category: str, buffer: Tensor, used: Fraction | int) -> None:
         """Take a state buffer off the account; its owner drops the reference."""
         self._account(category, -used * buffer.dtype.itemsize)

@@ -162,6 +162,10 @@ class DiskSlab:
         self._newest[index] = slot
         self._written.add(index)
 
+    def newest(self, index: int) -> tuple[Path, int]:
+        """Return where what a record holds now begins: the file, and bytes from its beginning."""
+        return self.path, self._newest[index] * self._starts[-1] + self._starts[index]
+
     def _place(self, index: int, slot: int, memory: memoryview) -> tuple[memoryview, int]:
         """Return the part of memory that a record takes, and where it is in the file."""
         nbytes = self._starts[index + 1] - self._starts[index]

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from zero3d.memory.blocks import padded
-from zero3d.memory.disk_slab import DiskSlab
 from zero3d.memory.records import Record
 
 DEPTH = 3
@@ -99,17 +98,25 @@ class HostTier:
         _copy(self._memory[index], buffer.memory[:nbytes])
 
 
+class RecordsOnDisk(Protocol):
+    """Who reads and writes records by their numbers, from and to memory in whole blocks."""
+
+    def read(self, index: int, memory: memoryview) -> None: ...
+
+    def write(self, index: int, memory: memoryview) -> None: ...
+
+
 class DiskTier:
-    """Records on a disk."""
+    """Records on a disk, in a slab from number `first` on."""
 
     waits = True
 
-    def __init__(self, slab: DiskSlab) -> None:
-        self._slab = slab
+    def __init__(self, slab: RecordsOnDisk, first: int = 0) -> None:
+        self._slab, self._first = slab, first
 
     def load(self, index: int, nbytes: int, buffer: Buffer) -> None:
         """Read a record, and copy it to the device if that has other memory."""
-        self._slab.read(index, buffer.host.numpy().data)
+        self._slab.read(self._first + index, buffer.host.numpy().data)
         if buffer.staging is not None:
             _copy(buffer.memory[:nbytes], buffer.staging[:nbytes])
 
@@ -118,7 +125,7 @@ class DiskTier:
         if buffer.staging is not None:
             _copy(buffer.staging[:nbytes], buffer.memory[:nbytes])
             torch.accelerator.current_stream(buffer.memory.device).synchronize()
-        self._slab.write(index, buffer.host.numpy().data)
+        self._slab.write(self._first + index, buffer.host.numpy().data)
 
 
 def _copy(into: Tensor, source: Tensor) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zero3d.activations import prepare_blocks
-from zero3d.config import Config, load, resolve_batch, to_dict
+from zero3d.config import Config, load, offload_of, resolve_batch, to_dict
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.models.open import Opened, open_model
@@ -45,6 +45,7 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         reduce=config.zero.reduce,
         reduce_scatter=config.zero.reduce_scatter,
         master=config.zero.master,
+        offload=offload_of(config),
         exact=config.zero.exact,
         tiled_loss=config.train.tiled_loss,
         weights=opened.weights,

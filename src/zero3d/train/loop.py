@@ -104,7 +104,7 @@ class Loop:
                 if last or (due and not self.stuck):
                     self.save(record)
                 if stop_signal and not last:
-                    self.engine.optimizer.wait()  # this process ends at once
+                    self.engine.optimizer.settle()  # this process ends at once
                     raise Stopped(stop_signal, self._kept(step))
 
     # --- one step -----------------------------------------------------------------------------------

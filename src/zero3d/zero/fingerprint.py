@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -42,14 +42,15 @@ def fingerprint(optimizer: ShardedOptimizer, comm: Comm, model_group: ModelGroup
                 if 0 <= cell < cells:
                     ranges.setdefault(cell, []).append(Range(owned, low, high))
         for cell, in_cell in ranges.items():
-            _add(hashes[cell], in_cell, optimizer.torch.state)
+            _add(hashes[cell], in_cell, optimizer)
     over_dp = hashlib.sha256(_bytes(comm.exchange(_numbers(b"".join(cell.digest() for cell in hashes)))))
     return hashlib.sha256(_bytes(model_group.exchange(_numbers(over_dp.digest())))).hexdigest()[:16]
 
 
-def _add(hashed: hashlib._Hash, ranges: Sequence[Range], states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+def _add(hashed: hashlib._Hash, ranges: Sequence[Range], optimizer: ShardedOptimizer) -> None:
     """Hash ranges of one parameter, which follow one another, state by state."""
-    known = {key: value for key, value in states.get(ranges[0].owned.master, {}).items() if isinstance(value, Tensor)}
+    states = {owned.master: optimizer.states_of(owned) for owned, *_ in ranges}
+    known = {key: value for key, value in states[ranges[0].owned.master].items() if isinstance(value, Tensor)}
     for key in sorted(["", *known]):
         hashed.update(f"{ranges[0].owned.name} {key}".encode())
         scalar = bool(key) and not known[key].dim()

@@ -153,6 +153,7 @@ class Gathers:
 
     def _issue(self, unit: Unit) -> None:
         if unit.weights.state is State.SHARDED:
+            unit.weights.settle()
             with self._lane.issue(unit.name):
                 unit.weights.gather()
 

@@ -3,7 +3,7 @@
     event                                     verb
     ----------------------------------------  ----------------------------------------------------
     a user module's forward starts            acquire a forward token; take the turn token (stage 3)
-                                              wait for new weights (stages 1 and 2)
+                                              wait for new weights (below stage 3)
     its forward ends, also by an exception    release the forward token
     a gradient reaches any of its outputs     acquire a backward token
     gradients of all its inputs are done      release the backward token
@@ -77,8 +77,8 @@ class Hooks:
             sharded = [unit for unit in needed if unit.weights.sharded]
             if sharded:
                 self._hook_user(module, sharded)
-            if sent := [unit for unit in needed if not (unit.weights.sharded or unit.weights.updates_all)]:
-                module.register_forward_pre_hook(self._waiter(sent))
+            if late := [unit for unit in needed if unit.weights.comes_late]:
+                module.register_forward_pre_hook(self._waiter(late))
         for unit in units:
             if unit.grads is not None:
                 for index, p in enumerate(unit.weights.params):

@@ -12,6 +12,7 @@ while they are updated, one bucket after the other (updates.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -47,6 +48,9 @@ class Masters(Protocol):
     def write(self, start: int, values: Tensor) -> None:
         """Overwrite a range, and use `values` up; weights follow at the next `Weights.refresh`."""
 
+    def whole(self, arena: Arena) -> AbstractContextManager[Tensor | None]:
+        """Have all that is stored beside the weights inside, to be changed; None where that is nothing."""
+
     def hold(self, arena: Arena) -> None:
         """Prepare for others who may write into the weights themselves, until `absorb`."""
 
@@ -75,6 +79,9 @@ class StoredMasters(Masters):
         target = self.values[start : start + values.numel()]
         if not same_memory(target, values):
             target.copy_(values)
+
+    def whole(self, arena: Arena) -> AbstractContextManager[Tensor | None]:
+        return nullcontext(self.stored)
 
     def hold(self, arena: Arena) -> None:
         pass
@@ -126,6 +133,9 @@ class SplitMasters(Masters):
     def write(self, start: int, values: Tensor) -> None:
         there = slice(start, start + values.numel())
         split_master(values, self.weights[there], self.remainder[there], scratch=values)
+
+    def whole(self, arena: Arena) -> AbstractContextManager[Tensor | None]:
+        return nullcontext(self.stored)
 
     def hold(self, arena: Arena) -> None:
         self._held = arena.borrow("gathered", self.weights.numel(), self.weights.dtype).copy_(self.weights), arena

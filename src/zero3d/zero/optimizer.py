@@ -9,6 +9,8 @@
     5. clip         gradients *= clip / (norm + 1e-6), at most 1
     6. update       a torch optimizer on 1-D pieces of the masters, states in flat buffers (updates.py)
     7. refresh      masters to weights, all units together; stages 1 and 2 all-gather them, and `wait` ends that
+                    6 and 7 of units whose states are in records: one by one, behind the next forward
+                    (record_updates.py)
 
 Stage 0 has gathered the gradient shards (the second half of an all-reduce) before 2: each when it was reduced, or here
 where tied and partial gradients had to be summed first. Factors then multiply all of them: the same bits.
@@ -25,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,11 +41,23 @@ from zero3d.memory.scratch import cast_scratch
 from zero3d.precision import cast_all, rounds_away
 from zero3d.zero.model_group import NONE, ModelGroup, Norms, PieceNorm
 from zero3d.zero.param_groups import NOT_ELEMENTWISE, refuse_kind
+from zero3d.zero.record_masters import absent
+from zero3d.zero.record_updates import RecordUpdates
 from zero3d.zero.unit import Unit
-from zero3d.zero.updates import MasterPiece, portions_of, update
+from zero3d.zero.updates import MasterPiece, frozen_options, portions_of, update
 
 NO_NORM = -1.0  # no norm is negative
 APPLIED, OVERFLOW, NO_TARGETS, NOT_DUE = "applied", "overflow", "no targets", "not due"
+
+
+class InForward(Protocol):
+    """What is needed in a forward; deferred: by the root."""
+
+    @property
+    def deferred(self) -> bool: ...
+
+
+U = TypeVar("U", bound=InForward)
 
 
 class StepResult(NamedTuple):
@@ -80,9 +94,12 @@ class Outcome(NamedTuple):
 class ShardedOptimizer:
     """Owns the torch optimizer over this rank's pieces and the flat buffers of its states.
 
+    updates  of units whose states are in records, all trainable ones or none
     build    groups of pieces -> torch optimizer
     groups   options per parameter group; None: the pieces are passed as a plain list
     """
+
+    updates: RecordUpdates | None = None
 
     def __init__(
         self, units: Sequence[Unit], order: dict[str, int], build: Callable[[list[list[Tensor]]], Optimizer],
@@ -96,11 +113,16 @@ class ShardedOptimizer:
         self._adopted: list[tuple[dict[str, Any], dict[str, Any]]] = []  # live states, and what was in flat buffers
         self._names = {place: name for name, place in reversed(order.items())}
         self._flat: dict[tuple[str, str], Tensor] = {}
-        self._portions = portions_of(self.pieces)
+        self._portions = portions_of([owned for owned in self.pieces if owned.records is None])
         self.torch = build([[p.master for p in self.pieces if p.group == g] for g in range(groups)])
         if type(self.torch).__name__ in NOT_ELEMENTWISE:
             refuse_kind(self.torch)
         self._prefill()
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """The trainable ones."""
+        return self._units
 
     def _own(self, order: dict[str, int]) -> Iterator[MasterPiece]:
         for unit in self._units:
@@ -132,20 +154,55 @@ class ShardedOptimizer:
         for owned in self.pieces:
             dtype = torch.float64 if wide and not fused[id(owned.master)] else torch.float32
             device = owned.master.device if fused[id(owned.master)] else "cpu"
-            self.torch.state[owned.master] = {
-                "step": torch.zeros((), dtype=dtype, device=device),
-                "exp_avg": self.state_view(owned, "exp_avg", owned.master.dtype),
-                "exp_avg_sq": self.state_view(owned, "exp_avg_sq", owned.master.dtype),
-            }
+            self.torch.state[owned.master] = {"step": torch.zeros((), dtype=dtype, device=device)}
+            for key in ("exp_avg", "exp_avg_sq"):
+                self._put_state(owned, key)
+
+    def _put_state(self, owned: MasterPiece, key: str) -> None:
+        """Give the torch optimizer the piece's view of a state, or what stands for one in a record."""
+        dtype = owned.master.dtype
+        view = self.state_view(owned, key, dtype) if owned.records is None else absent(owned.master)
+        self.torch.state[owned.master][key] = view
 
     def state_view(self, owned: MasterPiece, key: str, dtype: torch.dtype) -> Tensor:
-        """Return the piece's view of its unit's flat buffer for this state, which is made on first use."""
+        """Return the piece's view of its unit's flat buffer for this state, which is made on first use; or of its record.
+
+        A record may be written while it is open (`in_batches`), else only read.
+        """
         weights = owned.unit.weights
+        if owned.records is not None:
+            ((bucket, low, high),) = owned.records.within(owned.piece.offset, owned.piece.offset + owned.master.numel())
+            return owned.records.view(bucket, key)[low - bucket.start : high - bucket.start]
         if (owned.unit.name, key) not in self._flat:
             numel = weights.shard_or_full.numel()
             self._flat[owned.unit.name, key] = self._arena.allocate("optimizer", numel, weights.used, dtype)
         start = owned.piece.offset
         return self._flat[owned.unit.name, key][start : start + owned.master.numel()]
+
+    def states_of(self, owned: MasterPiece) -> dict[str, Any]:
+        """Return a piece's optimizer states by name, tensors of its elements as they are stored, to be read."""
+        states = dict(self.torch.state.get(owned.master, {}))
+        if owned.records is not None:
+            states |= {
+                key: self.state_view(owned, key, value.dtype) for key, value in states.items() if _is_flat(value)
+            }
+        return states
+
+    def fill_state(self, owned: MasterPiece, key: str, fill: Callable[[Tensor], None]) -> None:
+        """Have a piece's state written by `fill`, one that there was not included; within `in_batches`."""
+        fill(self.state_view(owned, key, owned.master.dtype))
+        self._put_state(owned, key)
+
+    def in_batches(self) -> Iterator[Sequence[MasterPiece]]:
+        """Yield all pieces, some at a time, whose masters and states may be written until the next are yielded."""
+        if self.updates is None:
+            yield self.pieces
+            return
+        for unit, portions in self.updates.portions.items():
+            with unit.weights.place.opened(True):
+                for portion in portions:
+                    with portion.records.opened(portion.bucket):
+                        yield portion.pieces
 
     def adopt(self) -> None:
         """Move states that an optimizer made at its first step into flat buffers."""
@@ -160,7 +217,7 @@ class ShardedOptimizer:
 
     def state_bytes(self, unit: Unit) -> int:
         """Return a unit's optimizer bytes per parameter: what is stored of its masters beside weights, and states."""
-        stored = unit.weights.masters.stored
+        stored = unit.weights.masters.stored  # what is in records is counted there
         beside = 0 if stored is None else stored.dtype.itemsize
         return beside + sum(flat.dtype.itemsize for (name, _), flat in self._flat.items() if name == unit.name)
 
@@ -193,6 +250,8 @@ class ShardedOptimizer:
             raise self._comm.order_error()
         if not read["even"]:
             agree(self._comm, partial(self._check_even, norms.uneven))
+        if self.updates is not None:
+            self.updates.confirm()  # who came here has ended its last step
         reason = NO_TARGETS if not read["total"] else APPLIED if isfinite(read["norm"]) else OVERFLOW
         if reason == APPLIED:
             multiply(grads, clip if read["clip"] != 1.0 else 1.0)
@@ -268,21 +327,35 @@ class ShardedOptimizer:
 
     def _update(self) -> None:
         self.wait()  # masters may be what is sent
+        if self.updates is not None:
+            self.updates.begin(frozen_options(self.torch))
+            for unit in self.updates.portions:
+                unit.weights.defer(partial(self.updates.through, unit))
+            return
         update(self.torch, self._portions, self._arena)
         if not self._adopted or any(_differs(*states) for states in self._adopted):
             self.adopt()
         self._cast()
-        # What the root uses itself is needed first: sent behind the others it would have to be waited for with them.
-        in_turn = sorted(self._units, key=lambda unit: not unit.deferred)
-        self._comm.leave_under_way([unit.weights.send() for unit in in_turn])
+        for unit in in_turn(self._units):
+            self.send(unit)
         for unit in self._units:
             unit.weights.leave()
 
+    def send(self, unit: Unit) -> None:
+        """Begin to send a unit's new weights, which stages 1 and 2 gather."""
+        self._comm.leave_under_way([unit.weights.send()])
+
     def wait(self) -> None:
-        """Wait for new weights, which stages 1 and 2 gather; whatever touches one of their parameters waits, too."""
+        """Wait for new weights below stage 3, updated and gathered; whatever touches one of their parameters waits, too."""
         for unit in self._units:
             if unit.weights.arriving:
                 unit.weights.ready()
+
+    def settle(self) -> None:
+        """Complete the last step: updates that are due are made, also at stage 3, and new weights are there."""
+        if self.updates is not None:
+            self.updates.finish()
+        self.wait()
 
     def _cast(self) -> None:
         """Cast all masters to weights."""
@@ -296,6 +369,18 @@ class ShardedOptimizer:
             scratch = self._arena.borrow("wire", size, torch.float32)
             cast_all(to_round, scratch)
             self._arena.give_back("wire", scratch)
+
+
+def in_turn(units: Sequence[U]) -> list[U]:
+    """Return units in the order in which a forward needs them.
+
+    What the root uses itself comes first: sent behind the others it would have to be waited for with them.
+    """
+    return sorted(units, key=lambda unit: not unit.deferred)
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 1
 
 
 def piece_norms(grads: Sequence[tuple[int, MasterPiece, Tensor]]) -> list[PieceNorm]:

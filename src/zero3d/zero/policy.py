@@ -7,9 +7,10 @@ gradients    EMPTY -> FILLING -> REDUCING -> REDUCED (-> FILLING when more arriv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from zero3d.zero.stages import Stage
 
 if TYPE_CHECKING:
     from zero3d.zero.gradients import Gradients
+    from zero3d.zero.state_records import UnitRecords
 
 
 class State(Enum):
@@ -57,12 +59,19 @@ class Policy:
 
 
 class Setting(NamedTuple):
-    """What all units of an engine share. gradients: the class that owns a unit's, `Gradients` by default."""
+    """What all units of an engine share.
+
+    gradients   the class that owns a unit's, `Gradients` by default
+    records     what units have in records, by name (state_records.py)
+    updates_on  the device of the executor that updates those
+    """
 
     policy: Policy
     comm: Comm
     arena: Arena
     gradients: Callable[[str, UnitLayout, torch.dtype, Setting], Gradients] | None = None
+    records: Mapping[str, UnitRecords] = MappingProxyType({})
+    updates_on: torch.device = torch.device("cpu")
 
     def slot(self, full: Tensor) -> Tensor:
         """Return this rank's slice of a unit's storage."""

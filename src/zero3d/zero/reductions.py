@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum, auto
+from typing import Protocol
 
 import torch
 
@@ -34,14 +35,26 @@ class Closes(Enum):
     CHUNK = auto()  # a micro-batch's backward through a model chunk of a pipeline
 
 
+class Updates(Protocol):
+    """What is left of a step."""
+
+    def finish(self) -> None:
+        """Make it: its gradients are no longer needed then."""
+
+    def prefetch(self) -> None:
+        """Begin to bring what the next step needs first."""
+
+
 class Reductions:
     """Owns the queue of units whose gradients are complete.
 
     watch     is shown every local gradient before it is taken (health.py)
+    updates   of the last step: over before gradients of the next come, begun to be prepared before its backward ends
     gathered  units whose sums all ranks need, and which are terms of no further sum
     """
 
     watch: Callable[[Unit, int, torch.Tensor], None] | None = None
+    updates: Updates | None = None
 
     def __init__(
         self, units: Sequence[Unit], lane: Lane, closes: Closes = Closes.NOTHING, gathered: Collection[Unit] = ()
@@ -70,6 +83,8 @@ class Reductions:
 
     def take(self, unit: Unit, index: int, grad: torch.Tensor) -> None:
         """Take one parameter's gradient, which autograd has finished."""
+        if self.updates is not None:
+            self.updates.finish()
         if self.watch is not None:
             self.watch(unit, index, grad)
         if self._closes is not Closes.NOTHING and unit in self._done:
@@ -112,6 +127,8 @@ class Reductions:
 
     def _reduce(self, unit: Unit) -> None:
         self._done.add(unit)
+        if self.updates is not None:
+            self.updates.prefetch()
         while len(self._in_flight) >= WINDOW:
             self._finish_oldest()
         unit.gradients.fill_up()

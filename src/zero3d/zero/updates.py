@@ -14,10 +14,10 @@ that it has in the whole piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from zero3d.memory.scratch import update_bucket
 from zero3d.precision import Halves
 from zero3d.zero.layout import Piece
 from zero3d.zero.masters import SplitMasters
+from zero3d.zero.state_records import UnitRecords
 from zero3d.zero.unit import Unit
 
 
@@ -56,6 +57,11 @@ class MasterPiece:
     def write(self, values: Tensor) -> None:
         """Overwrite its values, and use those given up."""
         self.unit.weights.masters.write(self.piece.offset, values)
+
+    @property
+    def records(self) -> UnitRecords | None:
+        """What its unit has in records, where its states are in one."""
+        return self.unit.weights.records
 
     @property
     def gradient(self) -> Tensor:
@@ -147,15 +153,36 @@ def update(optimizer: Optimizer, portions: Sequence[Portion], arena: Arena) -> N
         portions[0].step(optimizer)
         return
     scratch = arena.borrow("wire", longest, torch.float32)
-    before = [dict(group) for group in optimizer.param_groups]
+    before = frozen_options(optimizer)
     try:
         for portion in portions:
-            for number, (group, options) in enumerate(zip(optimizer.param_groups, before, strict=True)):
-                group.clear()
-                group.update(options, params=[owned.master for owned in portion.pieces if owned.group == number])
-            with portion.joined(scratch):
+            with stepping(optimizer, before, portion.pieces), portion.joined(scratch):
                 portion.step(optimizer)
     finally:
-        for group, options in zip(optimizer.param_groups, before, strict=True):
-            group["params"] = options["params"]
         arena.give_back("wire", scratch)
+
+
+def frozen_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the options of an optimizer's groups as they are now."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+@contextmanager
+def stepping(
+    optimizer: Optimizer, options: Sequence[Mapping[str, Any]], pieces: Sequence[MasterPiece]
+) -> Iterator[None]:
+    """Have a torch optimizer see these pieces alone inside, with these options of its groups.
+
+    What it changes of them, as some count their steps there, stays; what others have changed since does, too.
+    """
+    before = [dict(group) for group in optimizer.param_groups]
+    for number, (group, frozen) in enumerate(zip(optimizer.param_groups, options, strict=True)):
+        group.clear()
+        group.update(frozen, params=[owned.master for owned in pieces if owned.group == number])
+    try:
+        yield
+    finally:
+        for group, own, frozen in zip(optimizer.param_groups, before, options, strict=True):
+            changed = {k: v for k, v in group.items() if k != "params" and frozen.get(k) is not v}
+            group.clear()
+            group.update(own | changed)

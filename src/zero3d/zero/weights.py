@@ -1,8 +1,8 @@
 """A unit's parameters: gathered into one storage, released, updated from their master.
 
     full    [total]    compute dtype   every parameter is a view into it while gathered
-    shard   [total/N]  compute dtype   this rank's slice; a view of full where full is kept
-    masters            fp32            of what this rank updates (masters.py)
+    shard   [total/N]  compute dtype   this rank's slice; a view of full where full is kept; or a record elsewhere
+    masters            fp32            of what this rank updates (masters.py, record_masters.py)
 
 Note 1, placeholders. While SHARDED a parameter's data is one NaN expanded to its shape: reading
 a view of a freed storage is a segmentation fault, reading a NaN is not. Each parameter has its
@@ -30,16 +30,21 @@ from zero3d.zero.arriving import arrived, expect
 from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.masters import REMAINDER, Masters, SplitMasters, StoredMasters, bits
 from zero3d.zero.policy import Setting, State, parameter_views
+from zero3d.zero.record_masters import RecordMasters
+from zero3d.zero.state_records import InRecord, OnDevice, ShardPlace
 from zero3d.zero.streams import compute_stream, wait_on
 
 
 class Weights:
     """Owns a unit's parameters: their storage, this rank's shard and its masters.
 
-    arriving  new weights were left on their way (`leave`)
+    records   what the unit has in records, if anything
+    place     where what this rank updates is
+    arriving  new weights were left on their way (`leave`), or their update is due (`defer`)
     """
 
     arriving = False
+    _due: Callable[[], None] | None = None
 
     def __init__(
         self, name: str, params: list[nn.Parameter], layout: UnitLayout, dtype: torch.dtype, setting: Setting,
@@ -52,14 +57,15 @@ class Weights:
         self._keeps_full = not self.sharded or setting.policy.release == "every_step"
         self.state = State.FULL
         self._pending = DONE
+        self.records = setting.records.get(name)
         if self._keeps_full:
             self.full = setting.arena.allocate("parameters", layout.total, layout.numel, dtype)
-            self.shard = setting.slot(self.full)
+            self.place: ShardPlace = OnDevice(self.full if self.updates_all else setting.slot(self.full))
         else:
             self.full = setting.arena.borrow("gathered", layout.total, dtype)
-            self.shard = setting.arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype)
+            self.place = self._own_place(dtype)
         self.views = parameter_views(self.full, layout)
-        self.masters: Masters = StoredMasters(self.shard_or_full, self.shard_or_full)
+        self.masters = self._own_masters(dtype)
         self._placeholders = [placeholder(p, dtype, self.full.device) for p in params]
         self._adopt(fill)
         self._point_at(self.views)
@@ -67,10 +73,37 @@ class Weights:
         if self.sharded:
             self.release()
 
+    def _own_place(self, dtype: torch.dtype) -> ShardPlace:
+        if self.records is not None and self.records.shard is not None:
+            return InRecord(self.records.records, self.records.shard)
+        layout = self.layout
+        return OnDevice(self._setting.arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype))
+
+    def _own_masters(self, dtype: torch.dtype) -> Masters:
+        arena, policy, used = self._setting.arena, self._setting.policy, self.used
+        if self.records is not None:
+            wide = policy.master if self.trainable else dtype
+            return RecordMasters(self.records, self.place, wide, dtype, self._setting.updates_on)
+        weights = self.shard_or_full
+        if not self.trainable or dtype == policy.master:
+            return StoredMasters(weights, weights)
+        kind, stored = (SplitMasters, REMAINDER) if policy.split_master else (StoredMasters, policy.master)
+        return kind(weights, arena.allocate("optimizer", weights.numel(), used, stored))
+
     @property
     def shard_or_full(self) -> Tensor:
-        """What this rank updates, in compute dtype: its shard, everything at stage 0."""
-        return self.full if self.updates_all else self.shard
+        """What this rank updates, in compute dtype: its shard, everything at stage 0. One on a disk may only be read."""
+        return self.place.view()
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's slice; one on a disk may only be read."""
+        return self._setting.slot(self.full) if self.updates_all else self.place.view()
+
+    @property
+    def comes_late(self) -> bool:
+        """Whether new weights may still be on their way to parameters that are not gathered: sent, or not updated."""
+        return not self.sharded and (not self.updates_all or self.records is not None)
 
     @property
     def used(self) -> Fraction | int:
@@ -83,21 +116,26 @@ class Weights:
 
     def _adopt(self, fill: Callable[[Tensor], None]) -> None:
         """Take the first weights: this rank's slice [total/N] and, where all are kept, all ((N-1)/N Psi elements)."""
-        comm, policy = self._setting.comm, self._setting.policy
-        if self.trainable and self.full.dtype != policy.master:
-            weights = self.shard_or_full
-            kind, dtype = (SplitMasters, REMAINDER) if policy.split_master else (StoredMasters, policy.master)
-            self.masters = kind(weights, self._setting.arena.allocate("optimizer", weights.numel(), self.used, dtype))
-            start = comm.rank * self.layout.shard if self.updates_all else 0
-            first = joined(self.masters.read(start, start + self.layout.shard))
+        comm, layout = self._setting.comm, self.layout
+        start = comm.rank * layout.shard if self.updates_all else 0
+        if self.trainable and self.full.dtype != self._setting.policy.master:
+            stored = self.masters.read(start, start + layout.shard) if self.records is None else None
+            first = self._zeros(self.masters.dtype) if stored is None else joined(stored)
             fill(first)
             self.masters.write(start, first)
             self._share_masters()
             self._cast()
-        else:
+        elif self.records is None:
             fill(self.shard)
+        else:
+            first = self._zeros(self.full.dtype)
+            fill(first)
+            self.masters.write(start, first)
         if not self.sharded:
             comm.all_gather(self.full, self.shard, "-").wait()
+
+    def _zeros(self, dtype: torch.dtype) -> Tensor:
+        return self.full.new_zeros(self.layout.shard, dtype=dtype)
 
     # --- gather and release ---------------------------------------------------------------------
 
@@ -107,11 +145,20 @@ class Weights:
         self.check()
         if not self._keeps_full:
             self._setting.arena.fill("gathered", self.full)
-        self._pending = self._setting.comm.all_gather(self.full, self.shard, self.name)
+        self._pending = self._setting.comm.all_gather(self.full, self._bring(), self.name)
         self.state = State.GATHERING
 
+    def _bring(self) -> Tensor:
+        """Return this rank's shard on the device: one that is elsewhere is copied to its slot of `full`."""
+        if self.records is None or self.records.shard is None:
+            return self.shard
+        slot = self._setting.slot(self.full)
+        with self.place.opened(False) as shard:
+            slot.copy_(shard, non_blocking=True)
+        return slot
+
     def ready(self) -> None:
-        """Complete a gather or a refresh: parameters are views of `full`."""
+        """Complete an update, a gather or a refresh: parameters are views of `full`."""
         if self.arriving:
             self._arrive()
         self._pending.wait()
@@ -186,9 +233,29 @@ class Weights:
         if not self.arriving:
             self.ready()
 
+    def defer(self, update: Callable[[], None]) -> None:
+        """Leave an update for when its weights are used: when the unit is gathered, below stage 3 when it is `ready`.
+
+        Where a parameter cannot wait, being of a class of its own, it is made now.
+        """
+        self._due = update
+        if not self.sharded:
+            self._arriving_at = compute_stream(self._setting.arena.device)
+            self.arriving = expect(self.params, self.ready)
+            if not self.arriving:
+                self.settle()
+                self.ready()
+
+    def settle(self) -> None:
+        """Make an update that is due."""
+        update, self._due = self._due, None
+        if update is not None:
+            update()
+
     @_disable_dynamo
     def _arrive(self) -> None:
         """Wait for what was left on its way. Raises Zero3dError where an earlier wait failed."""
+        self.settle()
         if self._pending.failed:
             raise Zero3dError(f"new weights of unit {self.name!r} did not arrive: look at the first error.")
         wait_on(self._arriving_at, self._pending)
@@ -199,6 +266,7 @@ class Weights:
         """Complete what was left on its way: its memory goes, and peers still want what this rank sends."""
         if self.arriving:
             with suppress(Zero3dError, RuntimeError):
+                self.settle()
                 wait_on(self._arriving_at, self._pending)
 
     def open(self) -> None:
@@ -212,22 +280,25 @@ class Weights:
         self._versions = [p._version for p in self.params]
         values = self.full if self.updates_all else self._setting.slot(self.full)
         written = self.masters.absorb(values) or written
-        if self.sharded and not torch.equal(bits(values), bits(self.shard)):
-            self.shard.copy_(values)
+        if self.sharded and not torch.equal(bits(values), bits(self.shard.to(values.device))):
+            with self.place.opened(True) as shard:
+                shard.copy_(values)
             written = True
         return written
 
     def share(self) -> Pending:
         """Make every rank's gathered parameters agree after writes: each slice's owner wins."""
         self._share_masters()
-        return self._setting.comm.all_gather(self.full, self.shard, self.name)
+        return self._setting.comm.all_gather(self.full, self._bring(), self.name)
 
     def _share_masters(self) -> None:
         """Give all ranks the owners' masters where each updates all (stage 0); (N-1)/N Psi elements of those stored."""
-        stored = self.masters.stored
-        if self.updates_all and stored is not None:
-            travel = stored.view(self.full.dtype) if stored.dtype == REMAINDER else stored  # no backend sends int16
-            self._setting.comm.all_gather(travel, self._setting.slot(travel), self.name).wait()
+        if not self.updates_all:
+            return
+        with self.masters.whole(self._setting.arena) as stored:
+            if stored is not None:
+                travel = stored.view(self.full.dtype) if stored.dtype == REMAINDER else stored  # no backend sends int16
+                self._setting.comm.all_gather(travel, self._setting.slot(travel), self.name).wait()
 
 
 def placeholder(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,0 +1,37 @@
+"""What leaves the device, as an engine takes it: the section `offload` of a file, with its folder. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from zero3d.config.sections import Config
+from zero3d.errors import ConfigError
+from zero3d.memory.budget import parse_size
+from zero3d.memory.offload import Offload
+
+FOLDER = "offload"  # of an output folder
+
+
+def offload_of(config: Config) -> Offload:
+    """Return the section; its folder is OUTPUT/offload where it names none and the output has a name.
+
+    Raises ConfigError.
+    """
+    keys = asdict(config.offload)
+    if keys["directory"] is None and config.output is not None:
+        keys["directory"] = Path(config.output) / FOLDER
+    return Offload.of(keys)
+
+
+def refusals(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each key that this stage cannot have, and why. A run without a named output gets a folder later."""
+    section = config.offload
+    if section.host_budget is not None:
+        try:
+            parse_size(section.host_budget)
+        except ConfigError as error:
+            yield "offload.host_budget", str(error)
+    keys = asdict(section) | {"host_budget": None, "directory": section.directory or FOLDER}
+    yield from ((f"offload.{key}", why) for key, why in Offload(**keys).refusals(config.zero.stage, "zero.stage"))

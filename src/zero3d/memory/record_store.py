@@ -1,0 +1,193 @@
+"""All records of a rank, wherever each has its place, behind one way to use them.
+
+    place    updated on the device                  updated on the host
+    device   where it is                            -
+    host     through a ring of device buffers       where it is
+    disk     through a ring of device buffers       through a ring of host buffers
+
+    with store.opened(index) as fields:     brought, used, taken back; `ahead` before it hides the way
+    store.view(index)                       its fields as they are stored, to be read: all at once, as a checkpoint does
+
+Who holds records of several places (`RecordStore`) asks the shelf that a record stands on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy
+import torch
+from torch import Tensor
+
+from zero3d.memory.disk_slab import DiskSlab
+from zero3d.memory.records import Record
+from zero3d.memory.ring import Ring
+
+
+class Shelf(Protocol):
+    """Records of one kind at one place."""
+
+    def ahead(self, index: int) -> None:
+        """Begin to bring a record."""
+
+    def fetch(self, index: int) -> list[Tensor]:
+        """Return a record's fields where they are used."""
+
+    def retire(self, index: int, changed: bool = True) -> None:
+        """Take a record back."""
+
+    def view(self, index: int) -> list[Tensor]:
+        """Return a record's fields as they are stored, to be read."""
+
+    def drain(self) -> None:
+        """Wait until all that was retired is at its place."""
+
+    def close(self) -> None:
+        """Wait for all that is under way and give threads and files back."""
+
+
+class InPlace(Shelf):
+    """Records that are used where they are."""
+
+    def __init__(self, fields: Sequence[list[Tensor]]) -> None:
+        self._fields = fields
+
+    def ahead(self, index: int) -> None: ...
+
+    def fetch(self, index: int) -> list[Tensor]:
+        return self._fields[index]
+
+    def retire(self, index: int, changed: bool = True) -> None: ...
+
+    def view(self, index: int) -> list[Tensor]:
+        return self._fields[index]
+
+    def drain(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ThroughRing(Shelf):
+    """Records that pass through a ring of buffers; `fields` are those in a host slab."""
+
+    def __init__(self, ring: Ring, fields: Sequence[list[Tensor]] = ()) -> None:
+        self._ring, self._fields = ring, fields
+
+    def ahead(self, index: int) -> None:
+        self._ring.ahead(index)
+
+    def fetch(self, index: int) -> list[Tensor]:
+        return self._ring.fetch(index)
+
+    def retire(self, index: int, changed: bool = True) -> None:
+        self._ring.retire(index, changed)
+
+    def view(self, index: int) -> list[Tensor]:
+        return self._fields[index]
+
+    def drain(self) -> None:
+        self._ring.drain()
+
+    def close(self) -> None:
+        self._ring.close()
+
+
+class OnDisk(ThroughRing):
+    """Records of a file that pass through a ring of buffers. place: where in which file a record begins."""
+
+    def __init__(self, ring: Ring, records: Sequence[Record], place: Callable[[int], tuple[Path, int]]) -> None:
+        super().__init__(ring)
+        self._records, self._place = records, place
+
+    def view(self, index: int) -> list[Tensor]:
+        """Return its fields in pages of the file: private ones, read when somebody looks at them."""
+        path, start = self._place(index)
+        record = self._records[index]
+        pages = numpy.memmap(path, numpy.uint8, "c", start, (record.nbytes,))
+        return record.views(torch.from_numpy(pages))
+
+
+class Standing(NamedTuple):
+    """Where a record stands: its shelf, its number there, and the place's name."""
+
+    shelf: Shelf
+    number: int
+    place: str
+
+
+class RecordStore:
+    """Owns all records of a rank, numbered through; in the order of their numbers they are needed first."""
+
+    def __init__(self, standing: Sequence[Standing], slab: DiskSlab | None = None) -> None:
+        """Take over the shelves that the records stand on; slab: of those on a disk that change in every step."""
+        self._standing, self._slab = standing, slab
+        self._shelves = list({id(each.shelf): each.shelf for each in standing}.values())
+        self._open: dict[int, int] = {}
+        self._changed: set[int] = set()
+        self._steps = 0
+        self._unconfirmed = False
+
+    def place(self, index: int) -> str:
+        """Return the name of a record's place."""
+        return self._standing[index].place
+
+    def ahead(self, index: int) -> None:
+        """Begin to bring a record; nobody waits."""
+        shelf, number, _ = self._standing[index]
+        shelf.ahead(number)
+
+    @contextmanager
+    def opened(self, index: int, changed: bool = True) -> Iterator[list[Tensor]]:
+        """Have a record's fields where they are used inside, and take them back; may be nested.
+
+        What an exception leaves is not taken back.
+        """
+        shelf, number, _ = self._standing[index]
+        self._open[index] = self._open.get(index, 0) + 1
+        try:
+            yield shelf.fetch(number)
+            if changed:
+                self._changed.add(index)
+        finally:
+            self._open[index] -= 1
+            if not self._open[index]:
+                del self._open[index]
+                shelf.retire(number, index in self._changed)
+                self._changed.discard(index)
+
+    def view(self, index: int) -> list[Tensor]:
+        """Return a record's fields as they are stored, to be read; those of an open one as they are used."""
+        shelf, number, _ = self._standing[index]
+        if index in self._open:
+            return shelf.fetch(number)
+        shelf.drain()
+        return shelf.view(number)
+
+    def drain(self) -> None:
+        """Wait until all that was changed is at its place."""
+        for shelf in self._shelves:
+            shelf.drain()
+
+    def commit(self) -> None:
+        """Say that all records of a step are changed; those on a disk are whole there when this returns."""
+        if self._slab is not None:
+            self.drain()
+            self._steps += 1
+            self._slab.commit(self._steps)
+            self._unconfirmed = True
+
+    def confirm(self) -> None:
+        """Say that all ranks have committed their last step."""
+        if self._slab is not None and self._unconfirmed:
+            self._slab.confirm(self._steps)
+            self._unconfirmed = False
+
+    def close(self) -> None:
+        """Wait for all that is under way and give threads and files back."""
+        for shelf in self._shelves:
+            shelf.close()
+        if self._slab is not None:
+            self._slab.close()

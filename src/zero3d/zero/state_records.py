@@ -1,0 +1,131 @@
+"""What a unit has in records that need not be on the device: its optimizer states bucket by bucket, and its weights.
+
+    shard_or_full of a unit   |  bucket 0   |  bucket 1   |b 2|
+    a bucket's record         [ weights? | master? | exp_avg | exp_avg_sq ]      fields by name
+    a shard of weights        [ weights ]                                        one record, stage 3
+
+A store owns the records and brings them (`Records`); here is which of them a unit has, and what is in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+MASTER, WEIGHTS = "master", "weights"  # fields of a record, beside the states that an optimizer names
+
+
+class Records(Protocol):
+    """What is asked of who owns the records."""
+
+    def ahead(self, index: int) -> None:
+        """Begin to bring a record; nobody waits."""
+
+    def opened(self, index: int, changed: bool = True) -> AbstractContextManager[list[Tensor]]:
+        """Have a record's fields where they are used inside, and take them back."""
+
+    def view(self, index: int) -> list[Tensor]:
+        """Return a record's fields as they are stored, to be read; those of an open one as they are used."""
+
+    def drain(self) -> None:
+        """Wait until all that was changed is at its place."""
+
+    def commit(self) -> None:
+        """Say that all records of a step are changed; those on a disk are whole there when this returns."""
+
+    def confirm(self) -> None:
+        """Say that all ranks have committed their last step."""
+
+
+class Bucket(NamedTuple):
+    """A range of what a rank updates of a unit, the number of its record, and the names of the record's fields."""
+
+    start: int
+    stop: int
+    record: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class UnitRecords:
+    """Which records a unit has.
+
+    buckets  of a trainable unit, in order; of a frozen one its weights
+    shard    the number of the record of its weights, where they are not on the device while sharded
+    """
+
+    records: Records
+    buckets: Sequence[Bucket]
+    shard: int | None = None
+
+    @contextmanager
+    def opened(self, bucket: Bucket, changed: bool = True) -> Iterator[dict[str, Tensor]]:
+        """Have a bucket's fields by name inside."""
+        with self.records.opened(bucket.record, changed) as fields:
+            yield dict(zip(bucket.names, fields, strict=True))
+
+    def view(self, bucket: Bucket, name: str) -> Tensor:
+        """Return one field of a bucket as it is stored, to be read."""
+        return self.records.view(bucket.record)[bucket.names.index(name)]
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[Bucket, int, int]]:
+        """Yield the buckets that a range is in, each with what of the range is in it."""
+        for bucket in self.buckets:
+            low, high = max(start, bucket.start), min(stop, bucket.stop)
+            if low < high:
+                yield bucket, low, high
+
+
+class ShardPlace(Protocol):
+    """Where a unit's shard of weights is while the unit is not gathered."""
+
+    def view(self) -> Tensor:
+        """Return it, to be read."""
+
+    def opened(self, changed: bool) -> AbstractContextManager[Tensor]:
+        """Have it inside, to be changed."""
+
+    def ahead(self) -> None:
+        """Begin to bring it."""
+
+
+class OnDevice(ShardPlace):
+    """A shard on the device."""
+
+    def __init__(self, shard: Tensor) -> None:
+        self._shard = shard
+
+    def view(self) -> Tensor:
+        return self._shard
+
+    @contextmanager
+    def opened(self, changed: bool) -> Iterator[Tensor]:
+        yield self._shard
+
+    def ahead(self) -> None: ...
+
+
+class InRecord(ShardPlace):
+    """A shard that is a record."""
+
+    def __init__(self, records: Records, index: int) -> None:
+        self._records, self._index = records, index
+
+    def view(self) -> Tensor:
+        return self._records.view(self._index)[0]
+
+    @contextmanager
+    def opened(self, changed: bool) -> Iterator[Tensor]:
+        with self._records.opened(self._index, changed) as (shard,):
+            yield shard
+            if shard.device.type == "cpu" and torch.accelerator.is_available():
+                # Copies between it and the device are under way, and its memory may be another's next.
+                torch.accelerator.current_stream().synchronize()
+
+    def ahead(self) -> None:
+        self._records.ahead(self._index)
