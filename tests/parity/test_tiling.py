@@ -3,9 +3,12 @@
 import pytest
 import torch
 from meshes import STEPS, engine_of, mesh_of, micro_batches, model_of, oracle, own, step, world_of
-from models import LiftCasts, bits
+from models import LiftCasts, adamw, batch, bits, loss_of, net
 
+import zero3d
 from zero3d.activations.recomputation import recompute
+from zero3d.zero.stages import WINDOW
+from zero3d.zero.traffic import count_gathers, step_traffic
 
 
 def trained(case, precision, *settings):
@@ -58,3 +61,104 @@ def test_a_tiled_loss_has_the_same_bits_at_all_stages_and_is_near_the_whole_one(
     (steps, held_out, _), (of_plain, held_out_plain, _) = tiled[0], plain[0]
     assert torch.allclose(torch.tensor(steps), torch.tensor(of_plain), rtol=1e-5, atol=0)
     assert held_out == pytest.approx(held_out_plain, rel=1e-5)
+
+
+# --- linear layers ----------------------------------------------------------------------------------
+
+ROWS = 2048  # bytes: of 32 numbers in fp64 eight rows, in fp32 sixteen, so every matrix of the tiny models has tiles
+LAYERS = [("llama", (2, 1, 1), 3, None, False, "none", False), ("llama", (1, 2, 1), 3, None, True, "every:2", True),
+          ("qwen3", (2, 1, 1), 3, None, False, "selective", False), ("qwen3", (1, 2, 1), 3, None, False, "full", True),
+          ("moe", (1, 2, 2), 3, "interleaved", False, "none", True), ("llama", (2, 1, 2), 3, "1f1b", False, "full", True),
+          ("llama", (1, 2, 2), 2, "zero-bubble", False, "none", True)]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:gathered whole, above gather_budget")
+@pytest.mark.parametrize("case", LAYERS)
+def test_tiled_layers_are_one_process_model_in_float64(ranks, poison, case):
+    *case, tiled_loss = case
+    family, shape, *_ = case
+    options = {"gather_budget": ROWS, "tiled_loss": tiled_loss}
+    for ((found, _),) in ranks(world_of(shape), trained, case, "fp64", options):
+        assert torch.allclose(torch.tensor(found), torch.tensor(oracle(family, shape, "model's")), rtol=1e-10, atol=0)
+
+
+def account(stage, activations, precision):
+    """Of two steps: losses, norms, hash of weights; of the last its ledger, formula and gathers; peak of gathered."""
+    torch.manual_seed(7)
+    model = net(width=128, layers=3)
+    recompute(model, activations)
+    engine = zero3d.Engine(
+        model, stage=stage, precision=precision, clip_norm=0.5, optimizer=adamw, gather_budget=BUDGET
+    )
+    rank, steps = torch.distributed.get_rank(), []
+    for number in range(2):
+        engine.traffic.reset()
+        engine.gathers.events = []
+        loss = loss_of(engine, batch(number, rank))
+        engine.backward(loss)
+        steps.append((float(loss.detach()), float(engine.step().grad_norm)))
+    gathers = count_gathers(engine.gathers.events)
+    planned = step_traffic(stage, engine.traffic_units, engine.dp.size, gathers)
+    measured = {(e.op, e.unit): (e.calls, e.elements, e.bytes) for e in engine.traffic}
+    held = [(entry.category, entry.planned, entry.measured) for entry in engine.memory if entry.planned is not None]
+    peak = engine.arena.peak("gathered")
+    with engine.full_params():
+        weights = bits(engine.module.parameters())
+    return (steps, weights), measured, {key: tuple(value) for key, value in planned.items()}, gathers, held, peak
+
+
+BUDGET = 128 * 128 * 4  # bytes of half of a matrix of the net below in fp32, which fills its unit's storage
+UNIT = 128 * 128 * 4  # bytes of a unit of less: what is not tiled of a block, and the root unit
+
+
+@pytest.mark.parametrize("activations", ["none", "full"])
+def test_no_more_than_a_tile_and_the_window_is_gathered_and_all_is_as_the_formulas_say(ranks, activations):
+    for result, measured, planned, gathers, held, peak in ranks(2, account, 3, activations, "fp32"):
+        assert result[0][0][0] > 0
+        assert measured == planned
+        assert all(entry_planned == found for _, entry_planned, found in held)
+        again = activations == "full"  # a replay gathers tiles anew, but for that whose backward has begun
+        tiles = {name: count for name, count in gathers.items() if ".tiles." in name}
+        assert len(tiles) == 3 * 2 * 2
+        assert tiles == {name: 3 if again and not name.endswith("down.tiles.1") else 2 for name in tiles}
+        assert peak <= UNIT + UNIT + (1 + again + WINDOW) * BUDGET  # root, rest of a block, in use, ahead
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_tiled_layers_have_the_same_bits_at_all_stages(ranks, precision):
+    by_stage = [[found[0] for found in ranks(2, account, stage, "none", precision)] for stage in range(4)]
+    assert all(found == by_stage[0] for found in by_stage)
+
+
+def untiled(precision):
+    model = net(width=128, layers=3)
+    engine = zero3d.Engine(model, stage=3, precision=precision, clip_norm=0.5, optimizer=adamw)
+    steps = []
+    for number in range(2):
+        loss = loss_of(engine, batch(number, torch.distributed.get_rank()))
+        engine.backward(loss)
+        steps.append((float(loss.detach()), float(engine.step().grad_norm)))
+    return steps, engine.arena.peak("gathered")
+
+
+def test_tiled_layers_are_near_whole_ones_in_float32_and_take_less(ranks):
+    (steps, peak), *_ = ranks(2, untiled, "fp32")
+    (((found, _), *_, tiled_peak), *_) = ranks(2, account, 3, "none", "fp32")
+    assert torch.allclose(torch.tensor(found), torch.tensor(steps), rtol=1e-5, atol=0)
+    assert 3 * tiled_peak <= peak
+
+
+def exact_fingerprint(stage):
+    """Of two steps over one global list of four micro-batches."""
+    model, mesh = model_of("llama", (1, 1, 1)), zero3d.Mesh()
+    made = {"precision": "fp32", "exact": True, "optimizer": adamw, "reduce": "every_step", "stage": stage}
+    engine = zero3d.Engine(model, mesh=mesh, gather_budget=ROWS, **made)
+    for number in range(2):
+        engine.train_batch(own(micro_batches(number, 4), mesh.place.dp, mesh.dp))
+    return engine.fingerprint()
+
+
+@pytest.mark.filterwarnings("ignore:gathered whole, above gather_budget")
+def test_exact_mode_has_one_fingerprint_at_any_dp_and_stage(ranks):
+    found = [ranks(dp, exact_fingerprint, stage)[0] for dp, stage in ((1, 3), (2, 3), (2, 1), (4, 3))]
+    assert len(set(found)) == 1

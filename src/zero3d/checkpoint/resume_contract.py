@@ -24,8 +24,9 @@ BITWISE = "bitwise"
 ALWAYS = {"tp": "matrix products have other shapes", "pp": "other sums are made on one rank",
           "precision": "", "wire": "gradients are rounded otherwise on their way",
           "torch": "its kernels may sum in other orders", "kernels": "they sum in other orders",
-          "threads": "sums are cut among them", "tiled_loss": "its sums are taken in another order"}  # fmt: skip
-BEFORE = {"tiled_loss": False}  # what older checkpoints do not say, since there was one way
+          "threads": "sums are cut among them", "tiled_loss": "its sums are taken in another order",
+          "gather_budget": "sums over tiles are taken in another order"}  # fmt: skip
+BEFORE = {"tiled_loss": False, "gather_budget": None}  # what older checkpoints do not say, since there was one way
 PLAIN = {"dp": "other sums over ranks; exact=True would not mind", "algorithm": ""}
 EXACT = {"leaves": "micro-batches of a step over all ranks"}
 FREE = ("dp", "stage", "reduce")  # named where they differ and change no bit

@@ -162,6 +162,11 @@ class Zero:
         "parameter with the same bits (split)",
         choices=("fp32", "split"),
     )
+    gather_budget: int | str | None = key(
+        None,
+        "bytes, or a text such as 64MB (decimal units): linear layers whose weights take more are gathered and "
+        "multiplied in tiles; by default none are",
+    )
     exact: bool = key(
         False, "the same bits at every dp that is a power of two up to 64; give train.batch and train.micro_batch"
     )

@@ -30,6 +30,7 @@ from zero3d.engine.losses import Loss
 from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, ParallelOptions, StepOptions, ZeroOptions
 from zero3d.engine.state import engine_state
 from zero3d.engine.step import StepFigures
+from zero3d.engine.tiling import parse_budget
 from zero3d.errors import ConfigError
 from zero3d.memory.offload import Offload
 from zero3d.precision import Precision
@@ -74,6 +75,8 @@ class Engine:
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
     tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
     sequence_parallel  cut activations between blocks over tp, too, along the sequence
+    gather_budget  bytes, or a text such as "64MB": a linear layer whose weight takes more is gathered and multiplied in
+                  tiles of its rows, none of them larger. Names in `named_parameters()` are then those of tiles
     tiled_loss    compute the loss of a Hugging Face causal language model tile by tile: logits of the whole vocabulary
                   are never there, nor in its output, in a forward with labels
     weights       values of parameters on the meta device (`zero3d.models.open.open_model` gives both): every
@@ -114,11 +117,16 @@ class Engine:
         blocks: str | None = None,
         tp_plan: Mapping[str, str] | None = None,
         sequence_parallel: bool = False,
+        gather_budget: int | str | None = None,
         tiled_loss: bool = False,
     ) -> None:
+        zero = ZeroOptions(
+            stage, release, reduce, reduce_dtype, exact, reduce_scatter, master, Offload.of(offload),
+            parse_budget(gather_budget),
+        )  # fmt: skip
         options = Options(
             ModelOptions(precision, weights, units),
-            ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter, master, Offload.of(offload)),
+            zero,
             ParallelOptions(schedule, blocks, tp_plan, sequence_parallel),
             OptimizerOptions(optimizer, scheduler, param_groups, clip_norm),
             StepOptions(accumulate, loss, tiled_loss),

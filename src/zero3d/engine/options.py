@@ -17,7 +17,7 @@ from zero3d.distributed.determinism import warn_of_exact
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.checks import check_model, check_moments, check_reduce_scatter, check_step, reduce_dtype_of
 from zero3d.engine.losses import Loss
-from zero3d.engine.tiling import check_tiled_loss
+from zero3d.engine.tiling import check_tiled_loss, release_within_budget
 from zero3d.memory.offload import Offload
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.precision import Precision
@@ -39,7 +39,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """What is sharded, when and in which order gradients are reduced, and what leaves the device."""
+    """What is sharded, when and in which order gradients are reduced, what leaves the device, and the size of tiles."""
 
     stage: int
     release: str
@@ -49,6 +49,7 @@ class ZeroOptions:
     reduce_scatter: str
     master: str
     offload: Offload
+    gather_budget: int | None
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,10 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     zero.offload.check(zero.stage)
     precision = Precision.of(options.model.precision)
     mesh = mesh if mesh is not None else Mesh()
-    release, reduce = resolve_policies(row, *pipeline_policies(mesh.pp, zero.release, zero.reduce))
+    schedule = Schedule.requested(mesh.pp, options.parallel.schedule, options.parallel.blocks)
+    budgeted = zero.gather_budget is not None and row.shards_parameters
+    released = release_within_budget(zero.release, schedule) if budgeted else zero.release
+    release, reduce = resolve_policies(row, *pipeline_policies(mesh.pp, released, zero.reduce))
     check_step(step.accumulate, options.optimizer.clip_norm)
     check_reduce_scatter(zero.reduce_scatter)
     check_model(model, options.model.weights)
@@ -121,7 +125,6 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     groups = choose_optimizer(model, options.optimizer.optimizer, options.optimizer.param_groups)
     if isinstance(options.optimizer.optimizer, Optimizer):
         check_moments(zero.offload, options.optimizer.optimizer)
-    schedule = Schedule.requested(mesh.pp, options.parallel.schedule, options.parallel.blocks)
     wide = torch.float64 if precision.name == "fp64" else torch.float32
     # In a pipeline exact gradients are summed apart even where a step has one micro-batch.
     accumulate = max(2, step.accumulate) if zero.exact and mesh.pp > 1 else step.accumulate

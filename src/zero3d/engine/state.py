@@ -58,6 +58,7 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         else torch.get_device_module(device).get_device_name(device),
         "threads": torch.get_num_threads() if cpu else 1,
         "leaves": None if summands is None else summands.per_batch, "tiled_loss": base.options.step.tiled_loss,
+        "gather_budget": base.options.zero.gather_budget,
         **({} if cpu else who_adds(assembly)),
         **device_facts(device, mesh.everyone.backend, mesh.local_world),
     }  # fmt: skip

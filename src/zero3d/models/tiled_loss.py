@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -27,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from zero3d.errors import ConfigError, DataError
+from zero3d.models.tiles import RowTile, rows_of, tiles_of
 from zero3d.precision import at_least_fp32
 
 IGNORED = -100  # transformers' label of a position that is no target
@@ -139,9 +141,23 @@ class TiledHead:
         """Return logits; with targets [2, tokens], the logsumexp of each token's logits and its target's."""
         if targets is None:
             return self._logits(hidden)
-        weight, flat = self._head.weight, hidden.reshape(-1, hidden.shape[-1])
-        numbers: Tensor = _HeadNumbers.apply(flat, weight, self._head.bias, targets, weight.shape[1])  # type: ignore[no-untyped-call]
-        return numbers
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        if tiles := tiles_of(self._head):
+            return self._over_tiles(tiles, flat, targets)
+        return head_numbers(flat, self._head.weight, self._head.bias, targets)
+
+    def _over_tiles(self, tiles: Sequence[RowTile], flat: Tensor, targets: Targets) -> Tensor:
+        """Return the numbers of all tiles' logits together, each made while its tile is gathered."""
+        rows, bias = tiles[0].weight.shape[0], self._head.bias
+        biases = [None] * len(tiles) if bias is None else torch.split(bias, rows)
+        parts = []
+        for i, (tile, of_tile) in enumerate(zip(tiles, biases, strict=True)):
+            own = targets.rows - i * rows
+            here = (own >= 0) & (own < tile.weight.shape[0]) & (targets.rows != NOT_HERE)
+            within = targets._replace(rows=own.where(here, NOT_HERE))
+            parts.append(tile(flat.view_as(flat), partial(head_numbers, bias=of_tile, targets=within)))
+        numbers = torch.stack(parts)
+        return torch.stack([numbers[:, 0].logsumexp(0), numbers[:, 1].sum(0)])
 
 
 class TiledLoss:
@@ -166,7 +182,7 @@ class TiledLoss:
         """Return the next-token loss: the mean over labels, or sum / num_items_in_batch.
 
         labels   [batch, length], unshifted; or shift_labels, which are shifted already
-        Over tp moves 2 (N-1) numbers per token and rank. Raises DataError, on the CPU, for labels of no token.
+        Over tp moves 2 (N-1) numbers per token and rank. Raises DataError for labels of no token, on the CPU.
         """
         if isinstance(logits, Tensor):
             return self._whole(
@@ -177,15 +193,15 @@ class TiledLoss:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         flat = shift_labels.reshape(-1).to(logits.device)
         counted = flat != ignore_index
-        absent = _check(flat, counted, vocab_size)
+        _check(flat, counted, vocab_size)
         total, target = self._numbers(logits, flat, vocab_size)
-        losses = (total - target).where(counted, 0.0).masked_fill(absent, float("nan"))
+        losses = (total - target).where(counted, 0.0)
         count: Any = counted.sum() if num_items_in_batch is None else num_items_in_batch
         return losses.sum() / (count.to(losses.device) if isinstance(count, Tensor) else count)
 
     def _numbers(self, logits: DeferredLogits, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
         """Return [tokens] logsumexp over the vocabulary, and the target's logit."""
-        rows = logits.head.weight.shape[0]
+        rows = rows_of(logits.head)
         ranks = self._ranks if rows != vocab_size else None
         if rows * (1 if ranks is None else ranks.size) != vocab_size:
             raise ConfigError(
@@ -201,13 +217,17 @@ class TiledLoss:
         return total, target
 
 
-def _check(labels: Tensor, counted: Tensor, vocab_size: int) -> Tensor:
-    """Return which labels are of no token; the loss is then NaN. On the CPU raise DataError: reading costs nothing."""
-    absent = counted & ((labels < 0) | (labels >= vocab_size))
-    if labels.device.type == "cpu" and bool(absent.any()):
-        found = int(labels[absent][0])
-        raise DataError(f"label {found} is no token of a vocabulary of {vocab_size}: labels are 0 to {vocab_size - 1}.")
-    return absent
+def _check(labels: Tensor, counted: Tensor, vocab_size: int) -> None:
+    """Look every label up, which fails where one is of no token: tiles would pass over it. Nothing waits for it."""
+    within = labels.where(counted, 0)
+    try:
+        labels.new_zeros(()).expand(vocab_size).index_select(0, within)
+    except (IndexError, RuntimeError) as error:  # on the CPU; an accelerator stops, as it does in torch's own loss
+        found = int(within[(within < 0) | (within >= vocab_size)][0])
+        raise DataError(
+            f"label {found} is no token of a vocabulary of {vocab_size}: labels are 0 to {vocab_size - 1}, and "
+            f"{IGNORED} where there is no target."
+        ) from error
 
 
 def defer_logits(model: Any, ranks: Ranks | None = None) -> None:
@@ -240,6 +260,12 @@ def find_head(model: Any) -> tuple[str, nn.Linear]:
         )
     name = next(name for name, module in model.named_modules() if module is head)
     return name, head
+
+
+def head_numbers(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets) -> Tensor:
+    """Return [2, tokens]: the logsumexp of each token's logits by these rows of a head, and its target's logit."""
+    numbers: Tensor = _HeadNumbers.apply(hidden, weight, bias, targets, weight.shape[1])  # type: ignore[no-untyped-call]
+    return numbers
 
 
 class _HeadNumbers(torch.autograd.Function):
