@@ -336,7 +336,8 @@ def _grad_of_tile(
     with torch.enable_grad():
         last = _apply(steps, leaf)
     of_total, of_target = grads[0]
-    grad = (at_least_fp32(last.detach()) - total[:, None]).exp_().mul_(of_total[:, None])
+    grad = last.detach().to(total.dtype, copy=bool(steps))  # without steps logits in fp32 are used up
+    grad.sub_(total[:, None]).exp_().mul_(of_total[:, None])
     columns, inside = _columns(targets, start, logits.shape[1])
     grad.scatter_add_(1, columns[:, None], of_target.where(inside, 0.0)[:, None])
     grad = grad.to(last.dtype)
