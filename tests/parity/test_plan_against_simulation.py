@@ -3,13 +3,17 @@
 import json
 import random
 from collections import Counter
+from math import ceil
 
 import pytest
 
 from zero3d.config import load, to_dict
 from zero3d.errors import ConfigError
-from zero3d.plan.memory import memory
+from zero3d.memory.offload import DEVICE, DISK, HOST
+from zero3d.plan.emit import TIERS
+from zero3d.plan.memory import categories, memory
 from zero3d.plan.spec import ParallelPlan
+from zero3d.plan.states import states
 from zero3d.plan.traffic import busiest_traffic, rank_traffic
 from zero3d.sim.model_spec import open_spec
 
@@ -49,13 +53,14 @@ def dry(tree, rank, world, whole):
 def simulated(alone, path, plan, stage, packed=False, whole=False):
     """The first rank of a pipeline stage. whole: without a shortcut, every step is of all micro-batches."""
     mesh = {"dp": plan.dp, "tp": plan.tp, "pp": plan.pp, "sequence_parallel": plan.sequence_parallel}
+    offload = {"optimizer": plan.offload} | {key: getattr(plan, key) for key in TIERS if key != "optimizer"}
     config = load({
         "model": {"path": path, "init": "random"}, "data": {"length": LENGTH, "packing": packed},
         "train": {
             "steps": 10, "micro_batch": plan.micro_batch, "batch": plan.micro_batch * plan.accumulate * plan.dp,
         },
         "mesh": mesh | ({"schedule": plan.schedule} if plan.pp > 1 else {}),
-        "zero": {"stage": plan.stage, "release": plan.release, "reduce": plan.reduce, "reduce_scatter": plan.reduce_scatter, "reduce_dtype": plan.reduce_dtype}, "precision": plan.precision, "activations": plan.activations,
+        "zero": {"stage": plan.stage, "release": plan.release, "reduce": plan.reduce, "reduce_scatter": plan.reduce_scatter, "reduce_dtype": plan.reduce_dtype, "master": plan.master}, "offload": offload, "precision": plan.precision, "activations": plan.activations,
     })  # fmt: skip
     found = alone(dry, to_dict(config), stage * plan.dp * plan.tp, plan.world, whole)
     if isinstance(found, ConfigError):
@@ -72,6 +77,13 @@ def ratio(alone, models, plan, tied=False, packed=False):
     if plan.pp == 1:
         weights = sum(len(unit.weights) for part in spec.parts for unit in part.units)
         same_traffic(busiest_traffic(spec, plan), rank.traffic, 8 * (plan.tp - 1) * (4 + weights))
+    by_place = states(spec, plan, rank.pp)
+    for place, held in zip((DEVICE, HOST, DISK), by_place[:3], strict=True):
+        said = {state.category: state.held for state in (*rank.states, *rank.away) if state.place == place}
+        planned = {name: ceil(nbytes) for name, nbytes in categories(held).items()}
+        assert {name: nbytes for name, nbytes in said.items() if nbytes} == {n: b for n, b in planned.items() if b}, (
+            place
+        )
     peak = rank.peak.nbytes
     print(f"{plan}: planned {found.allocated:,.0f}, dry run {peak:,} ({found.allocated / peak - 1:+.1%})")
     return found.allocated / peak
@@ -120,6 +132,26 @@ P = ParallelPlan
 ])  # fmt: skip
 def test_the_planned_peak_is_the_simulated_one(alone, models, plan, tied, packed):
     assert 0.97 <= ratio(alone, models, plan, tied, packed) <= 1.05
+
+
+@pytest.mark.parametrize("plan", [
+    P(dp=4, stage=3, offload="host", params="disk", fraction=0.4, master="split", activations="full"),
+    *(pytest.param(plan, marks=long) for plan in (
+        P(dp=4, stage=2, offload="host", activations="full"),
+        P(dp=4, stage=0, offload="host", executor="host", activations="full"),
+        P(dp=2, stage=1, offload="disk", master="split", accumulate=2, activations="full"),
+        P(stage=3, offload="disk", params="host", activations="full"),
+        P(dp=2, stage=3, offload="disk", params="disk", moments="bf16", master="split", activations="full"),
+        P(dp=2, stage=3, params="host", precision="fp32", activations="full"),
+        P(dp=2, tp=2, stage=2, offload="host", moments="bf16", fraction=0.3, activations="full"),
+        P(dp=2, pp=2, stage=3, offload="host", params="host", accumulate=4, reduce="every_micro_batch",
+          release="every_use"),
+        P(dp=2, pp=2, stage=1, offload="disk", accumulate=4, schedule="zbv"),
+    )),
+])  # fmt: skip
+def test_bytes_of_every_place_are_the_simulated_ones_and_so_is_the_peak(alone, models, plan):
+    for tied in (False, True)[: 1 + (plan.fraction < 1)]:
+        assert 0.97 <= ratio(alone, models, plan, tied) <= 1.05
 
 
 def some_plans(count):

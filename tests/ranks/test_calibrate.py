@@ -12,7 +12,8 @@ from zero3d.plan.hardware import cluster
 from zero3d.plan.spec_json import to_json
 
 SMALL = Sizes(side=256, copied=1 << 20, disk=1 << 20, messages=(1 << 16, 1 << 18, 1 << 20))
-SWEPT = ("gpu.matrix", "gpu.flash", "gpu.bandwidth", "gpu.memory", "host_memory", "host_link", "disk", "inside")
+SWEPT = ("gpu.matrix", "gpu.flash", "gpu.bandwidth", "gpu.memory", "host_memory", "host_link", "disk", "host_bandwidth",
+         "inside")  # fmt: skip
 
 
 def measure(folder):
@@ -23,7 +24,14 @@ def test_two_ranks_measure_one_cluster_that_plan_reads(ranks, tmp_path, capsys):
     first, second = ranks(2, measure, str(tmp_path))
     assert first == second
     assert (first.nodes, first.per_node, first.gpu.name) == (1, 2, "cpu")
-    rates = (first.gpu.flops, first.gpu.bandwidth, first.inside.bandwidth, first.host_link, first.disk)
+    rates = (
+        first.gpu.flops,
+        first.gpu.bandwidth,
+        first.inside.bandwidth,
+        first.host_link,
+        first.disk,
+        first.host_bandwidth,
+    )
     assert all(rate > 0 for rate in rates)
     assert first.gpu.matrix == 1.0  # on a CPU the best product is the peak
     assert {key for key, told in first.provenance.items() if told == MEASURED} == set(SWEPT)

@@ -19,7 +19,13 @@ class Weights:
     sharded = True
 
     def __init__(self, name, log):
-        self._name, self._log, self.state = name, log, State.SHARDED
+        self._name, self._log, self.state, self.place = name, log, State.SHARDED, self
+
+    def settle(self):
+        assert self.state is State.SHARDED
+
+    def ahead(self):
+        assert self.state is State.SHARDED
 
     def gather(self):
         assert self.state is State.SHARDED

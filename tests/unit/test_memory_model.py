@@ -129,7 +129,7 @@ def test_masters_are_cast_in_groups_where_they_are_many():
 
 
 @pytest.mark.parametrize("plan", [
-    {"precision": "fp32"}, {"offload": "host"},  # nothing is cast, or not here
+    {"precision": "fp32"}, {"offload": "host", "executor": "host"},  # nothing is cast, or not here
     {"precision": "fp16"},  # torch's own cast takes no scratch
     {"dp": 64, "stage": 1, "accumulate": 1},  # a shard is less than what reductions hold
 ])  # fmt: skip

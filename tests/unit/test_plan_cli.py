@@ -160,7 +160,7 @@ def test_json_has_everything_that_the_text_has(plan):
     told = json.loads(plan(*DEMO, "--json")[1])
     assert told["plans"]
     assert told["tried"] > len(told["plans"])
-    assert {"reason", "plans", "excess_bytes", "nearest"} == set(told["rejected"][0])
+    assert {"reason", "plans", "excess_bytes", "nearest", "of_host"} == set(told["rejected"][0])
     assert {"change", "memory_bytes", "seconds"} == set(told["what_if"][0])
     assert [rung["rung"] for rung in told["ladder"]] == ["1", "2", "3", "2 + offload", "3 + offload"]
     first = told["plans"][0]

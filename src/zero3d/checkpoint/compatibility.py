@@ -30,6 +30,11 @@ def check_compatible(manifest: Manifest, engine: EngineState) -> None:
     """Refuse a checkpoint of another model or optimizer, or with values that these cannot have; states come later."""
     _check_parameters(manifest, engine)
     _check_trainable(manifest, engine)
+    check_run(manifest, engine)
+
+
+def check_run(manifest: Manifest, engine: EngineState) -> None:
+    """Refuse states of another optimizer or scheduler, or with values that these cannot have."""
     _check_kind(manifest, engine)
     _check_groups(manifest, engine)
     _check_scheduler(manifest, engine)

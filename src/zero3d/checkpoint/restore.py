@@ -135,7 +135,7 @@ def load(checkpoint: VerifiedCheckpoint, engine: EngineState) -> tuple[int, Any,
     manifest = checkpoint.manifest
     world = engine.world.patient
     agree(world, lambda: _restore(checkpoint, engine))  # as long as each rank's disk takes: nothing is gathered yet
-    agree(world, lambda: _refresh(engine))
+    agree(world, lambda: refresh(engine))
     return manifest.step, manifest.value("loop"), resume_guarantee(manifest.about, engine.about)
 
 
@@ -243,6 +243,8 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
     """Fill frozen weights, optimizer, scheduler, loss scale, summands, buffers and random states."""
     manifest, reader = checkpoint.manifest, checkpoint.reader
     optimizer = manifest.value("optimizer")
+    if engine.optimizer.updates is not None:
+        engine.optimizer.updates.replace(manifest.step)
     for unit in engine.units:
         _restore_frozen(reader, unit, engine)
     for batch in engine.optimizer.in_batches():
@@ -264,7 +266,7 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
         set_rng_state(*checkpoint.streams, engine.world.device)
 
 
-def _refresh(engine: EngineState) -> None:
+def refresh(engine: EngineState) -> None:
     """Make weights of the masters that were read."""
     for unit in engine.units:
         if unit.grads is not None:
@@ -287,7 +289,9 @@ def _restore_piece(
     for key in set(state) - {*saved, *scalars}:
         del state[key]  # the checkpoint was written before the optimizer made this state
     for key in saved:
-        optimizer.fill_state(owned, key, lambda view, key=key: reader.fill(_state_piece(engine, owned, key, view)))
+        view = optimizer.state_view(owned, key, owned.master.dtype)
+        reader.fill(_state_piece(engine, owned, key, view))
+        optimizer.put_state(owned, key)
     for key, value in scalars.items():
         if isinstance(state.get(key), Tensor):
             state[key].fill_(value)

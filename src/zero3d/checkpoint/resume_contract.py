@@ -2,10 +2,13 @@
 
                   plain                                       exact on both sides
     the same      mesh, precision, dtype on the wire,         tp, pp, micro-batches per step over all ranks,
-                  algorithm, torch, kernels, threads,         precision, dtype on the wire, torch, kernels,
-                  tiles; with several micro-batches a         threads, tiles
-                  step the moment of reduction
-    may differ    stage                                       dp, stage, moment of reduction, algorithm
+                  dtype of Adam's moments, where updates      precision, dtype on the wire, dtype of Adam's moments,
+                  are made (accelerators only), algorithm,    where updates are made (accelerators only), torch,
+                  torch, kernels, threads, tiles; with        kernels, threads, tiles
+                  several micro-batches a step the moment
+                  of reduction
+    may differ    stage, what leaves the device and where to  dp, stage, moment of reduction, algorithm, what leaves
+                  master as it is or in halves                the device and where to, master as it is or in halves
 
 On an accelerator all of `distributed.determinism.device_facts` beside them: deterministic algorithms, which must be on,
 its libraries, their settings. Where the backend adds what ranks have (native gradients over dp, activations over tp) it
@@ -24,9 +27,10 @@ BITWISE = "bitwise"
 ALWAYS = {"tp": "matrix products have other shapes", "pp": "other sums are made on one rank",
           "precision": "", "wire": "gradients are rounded otherwise on their way",
           "torch": "its kernels may sum in other orders", "kernels": "they sum in other orders",
-          "threads": "sums are cut among them", "tiled_loss": "its sums are taken in another order",
+          "threads": "sums are cut among them", "moments": "a moment is rounded to bf16 once, or not from here on",
+          "updates": "another kernel updates", "tiled_loss": "its sums are taken in another order",
           "gather_budget": "sums over tiles are taken in another order"}  # fmt: skip
-BEFORE = {"tiled_loss": False, "gather_budget": None}  # what older checkpoints do not say, since there was one way
+USUAL = {"moments": "fp32", "updates": "device", "tiled_loss": False, "gather_budget": None}  # where none is said
 PLAIN = {"dp": "other sums over ranks; exact=True would not mind", "algorithm": ""}
 EXACT = {"leaves": "micro-batches of a step over all ranks"}
 FREE = ("dp", "stage", "reduce")  # named where they differ and change no bit
@@ -41,7 +45,7 @@ NCCL = {"backend": SUMS, "nccl": SUMS, "nccl_algorithm": SUMS, "nccl_protocol": 
 
 def resume_guarantee(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str:
     """Return one line that begins with "bitwise" or "not bitwise". Both arguments: `state.EngineState.about`."""
-    saved, live = BEFORE | dict(saved), BEFORE | dict(live)
+    saved, live = USUAL | dict(saved), USUAL | dict(live)
     was, is_ = (about.get("leaves") is not None for about in (saved, live))
     if was != is_:
         return f"not bitwise: exact was {was} when it was saved, and is {is_} now"

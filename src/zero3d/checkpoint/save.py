@@ -82,10 +82,7 @@ def _write_rank(temporary: Path, engine: EngineState) -> str:
             key = key_of(piece.name, piece.state, box)
             tensors[key] = values
             rows.append({"name": piece.name, "state": piece.state, "box": box, "dtype": _dtype(values), "key": key})
-    # Every rank saves its buffers: running statistics may differ.
-    own = {f"{BUFFER}{name}": same[0] for name, same in engine.buffers.items()}
-    rng, python_rng = rng_state(engine.world.device)
-    own |= {f"{STREAM}{name}": value for name, value in rng.items()}
+    own, python_rng = own_state(engine)
     part = {
         "file": file_of(rank),
         "sha256": write_tensors(temporary / file_of(rank), tensors | own),
@@ -108,6 +105,16 @@ def _write_rank(temporary: Path, engine: EngineState) -> str:
     with _loadable(temporary):
         parse_part(parse_fields(text.encode(), path.name), rank)
     return write_text(path, text)
+
+
+def own_state(engine: EngineState) -> tuple[dict[str, Tensor], Any]:
+    """Return what a rank saves for itself: buffers and random states as tensors, those of Python and numpy as JSON.
+
+    Every rank saves its buffers: running statistics may differ.
+    """
+    own = {f"{BUFFER}{name}": same[0] for name, same in engine.buffers.items()}
+    rng, python_rng = rng_state(engine.world.device)
+    return own | {f"{STREAM}{name}": value for name, value in rng.items()}, python_rng
 
 
 def _dtype(values: Tensor | Halves) -> str:
@@ -137,22 +144,30 @@ def _commit(temporary: Path, final: Path, engine: EngineState, digests: Sequence
 
 def _manifest(contents: Contents, engine: EngineState, digests: Sequence[str]) -> dict[str, Any]:
     """Return the manifest of what all ranks have written (`manifest.py` says what is in it)."""
-    optimizer = engine.optimizer.torch
+    of_run = run_state(engine)
     return {
+        **of_run,
         "format": FORMAT,
-        "step": engine.step,
-        "about": dict(engine.about),
         "mesh": engine.degrees._asdict(),
-        "exact": engine.summands.state(engine.degrees.tp, engine.degrees.pp) if engine.summands is not None else None,
         "parameters": {
             name: {"shape": parameter.shape, "trainable": parameter.trainable, "dtype": parameter.dtype}
             for name, parameter in contents.parameters.items()
         },
         "parts": {part_of(rank): sha256 for rank, sha256 in enumerate(digests)},
+        "optimizer": {**of_run["optimizer"], "scalars": contents.scalars},
+    }
+
+
+def run_state(engine: EngineState) -> dict[str, Any]:
+    """Return what is known of a step beside tensors, alike on all ranks."""
+    optimizer = engine.optimizer.torch
+    return {
+        "step": engine.step,
+        "about": dict(engine.about),
+        "exact": engine.summands.state(engine.degrees.tp, engine.degrees.pp) if engine.summands is not None else None,
         "optimizer": {
             "class": type(optimizer).__name__,
             "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
-            "scalars": contents.scalars,
         },
         "scheduler": to_json(engine.scheduler.state_dict()) if engine.scheduler is not None else None,
         "loss_scale": engine.loss_scale.state(),

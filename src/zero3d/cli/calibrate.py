@@ -61,7 +61,8 @@ def lines(spec: ClusterSpec, path: Path) -> list[str]:
         f"   attention in bf16   {gpu.flops * (gpu.flash or 0) / 1e12:.3g} TFLOP/s",
         f"   memory              {gpu.bandwidth / 1e9:.3g} GB/s, {gpu.memory / 1e9:.3g} GB",
         f"   host                {spec.host_link / 1e9:.3g} GB/s, {spec.host_memory / 1e9:.3g} GB",
-        f"   disk                {spec.disk / 1e9:.3g} GB/s",
+        f"   host's own memory   {spec.host_bandwidth / 1e9:.3g} GB/s, all processes of a node",
+        f"   disk                {spec.disk / 1e9:.3g} GB/s, written and read",
     ]
     for name, link in (("inside a node", spec.inside), ("between nodes", spec.across)):
         source = spec.provenance.get(name.split()[0] if name.startswith("inside") else "across", "datasheet")

@@ -23,7 +23,7 @@ from zero3d.page.plan_page import plan_page
 from zero3d.plan.emit import deepspeed_config, train_config
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.ladder import ladder
-from zero3d.plan.search import GOALS, Row, Target, resized, search, what_if
+from zero3d.plan.search import GOALS, OFFLOADS, Row, Target, resized, search, what_if
 from zero3d.plan.spec import ClusterSpec, ModelSpec
 
 USAGE = "zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory --params 7.5e9 --gpus 64"
@@ -50,6 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--price", type=float, metavar="P", help="of a GPU-hour, in any currency")
     parser.add_argument("--lora", metavar="r=R", help="train low-rank adapters of this rank only: r=128")
     parser.add_argument("--goal", default="fastest", help=f"{', '.join(GOALS)} (default %(default)s)")
+    parser.add_argument(
+        "--offload", default="auto",
+        help="how far states may leave the GPU: none, host, disk, or auto, where nothing fits otherwise",
+    )  # fmt: skip
     parser.add_argument("--assert-fits", metavar="SIZE", help="exit with 1 unless a plan needs no more, such as 78GB")
     parser.add_argument("--top", type=int, default=10, help="plans shown (default %(default)s)")
     parser.add_argument("--emit", metavar="FILE", help="write the best plan as a file for zero3d train")
@@ -86,10 +90,12 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     cluster = open_cluster(arguments)
     if arguments.goal not in GOALS:
         raise ConfigError(f"--goal {short(arguments.goal)!r} is unknown: pass one of {', '.join(GOALS)}.")
+    if arguments.offload not in OFFLOADS:
+        raise ConfigError(f"--offload {short(arguments.offload)!r} is unknown: pass one of {', '.join(OFFLOADS)}.")
     limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * cluster.gpu.memory
     tokens = number(arguments.tokens, "--tokens")
     model = open_model(arguments, path)
-    target = Target(_sequences(arguments, model, cluster), limit, arguments.goal)
+    target = Target(_sequences(arguments, model, cluster), limit, arguments.goal, arguments.offload)
     result = search(model, cluster, target, evaluate)
     if not result.rows:
         if arguments.assert_fits:
@@ -150,7 +156,9 @@ def _larger(model: ModelSpec, cluster: ClusterSpec, target: Target) -> tuple[int
     while times <= LARGER:
         bigger = resized(cluster, cluster.gpus * times)
         sequences = -(-target.sequences // bigger.gpus) * bigger.gpus
-        result = search(model, bigger, target._replace(sequences=sequences, goal="fastest"), evaluate)
+        offload = "none" if target.offload == "auto" else target.offload
+        wanted = target._replace(sequences=sequences, goal="fastest", offload=offload)
+        result = search(model, bigger, wanted, evaluate)
         if result.rows:
             return bigger.gpus, result.rows[0]
         times *= 2

@@ -58,18 +58,20 @@ def _lines(model: ModelSpec, cluster: ClusterSpec, row: Row, limit: float, knobs
     yield plan_text.short(plan)
     yield ""
     yield from plan_text.memory_lines(estimate.memory)
-    yield _verdict(estimate, limit)
+    yield _verdict(estimate, limit, cluster.host_memory)
     yield ""
     yield from plan_text.time_lines(estimate, plan.world)
     yield ""
     yield "What if, one setting changed:"
-    yield from columns(plan_text.knob_rows(knobs[: plan_text.KNOBS], row, limit), "<>><")
+    yield from columns(plan_text.knob_rows(knobs[: plan_text.KNOBS], row, limit, cluster.host_memory), "<>><")
     for note in estimate.notes:
         yield f"Note: {note}"
 
 
-def _verdict(estimate: Estimate, limit: float) -> str:
-    left = limit - estimate.memory.device
+def _verdict(estimate: Estimate, limit: float, host: float) -> str:
+    left, on_host = limit - estimate.memory.device, host - estimate.memory.host
+    if on_host < 0:
+        return f"Does not fit a host of {host / 1e9:.1f} GB: {-on_host / 1e9:.1f} GB too much."
     if left < 0:
         return f"Does not fit {limit / 1e9:.1f} GB: {-left / 1e9:.1f} GB too much."
     return f"Fits {limit / 1e9:.1f} GB, {left / 1e9:.1f} GB to spare."

@@ -89,6 +89,9 @@ def as_text(simulation: Simulation) -> Iterator[str]:
     yield from simulation.notes
     yield from ("", "1. What each class of ranks holds (states: the arena's account, which equals the formula)")
     yield from columns([*_ranks(simulation)], "<>>>>>>>")
+    if any(rank.away for rank in simulation.ranks):
+        yield "   off the device: records in whole blocks, on a disk in two slots"
+        yield from columns([*_away(simulation)], "<<>>>>")
     for rank in simulation.ranks:
         yield from ("", *_peak(rank))
     yield from ("", "3. What a rank sends in a step, and receives")
@@ -109,6 +112,16 @@ def _ranks(simulation: Simulation) -> Iterator[tuple[str, ...]]:
         equal = "equal" if all(state.held == state.formula for state in rank.states) else "DIFFERS"
         name = f"{rank.rank}: pp {rank.pp} dp {rank.dp} ({rank.stands_for})"
         yield name, count(rank.elements), *map(size, bytes_of.values()), equal, size(rank.peak.nbytes)
+
+
+def _away(simulation: Simulation) -> Iterator[tuple[str, ...]]:
+    yield "rank", "place", "parameters", "optimizer", "padding", "by formula"
+    for rank in simulation.ranks:
+        for place in dict.fromkeys(state.place for state in rank.away):
+            here = {state.category: state for state in rank.away if state.place == place}
+            equal = "equal" if all(state.held == state.formula for state in here.values()) else "DIFFERS"
+            cells = (size(here[name].held) if name in here else "0" for name in ("parameters", "optimizer", "padding"))
+            yield str(rank.rank), place, *cells, equal
 
 
 def _peak(rank: RankResult) -> Iterator[str]:

@@ -48,6 +48,7 @@ class Accounts:
         self._n, self._exact = n, exact
         self._arenas = {arena.place: arena, **({} if tiers is None else tiers.arenas)}
         self._records = {} if tiers is None else tiers.planned
+        self._kept = {} if tiers is None else tiers.kept
 
     @property
     def planned(self) -> StateBytes:
@@ -101,6 +102,8 @@ class Accounts:
                     stage, self._n, NAMES[unit.dtype], policy.release, policy.reduce, unit.grads.micro_batches,
                     self._optimizer.state_bytes(unit), self._exact,
                 )  # fmt: skip
+                if unit.name in self._kept:
+                    per_element = per_element._replace(gradients=Fraction(0))
                 if away:
                     per_element = per_element._replace(parameters=Fraction(0))
             total = total + per_element.times(elements(unit.layout))

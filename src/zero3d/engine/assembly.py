@@ -13,7 +13,7 @@ execution   direct, or through pipeline stages                       execution.p
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from torch import nn
 from zero3d.distributed.axis import forget_note
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import Accounts
+from zero3d.engine.auto_offload import Settled, settle_place
 from zero3d.engine.checks import bind_scheduler
 from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
 from zero3d.engine.foundation import Foundation
@@ -31,8 +32,10 @@ from zero3d.engine.losses import Losses
 from zero3d.engine.options import Options
 from zero3d.engine.runtime import Runtime, build_units, move_buffers, start
 from zero3d.engine.step import Stepper
+from zero3d.engine.tiers import Tiers
 from zero3d.engine.whole_parameters import WholeParameters, is_open
 from zero3d.errors import ConfigError
+from zero3d.memory.offload import DEVICE
 from zero3d.models.blocks import partition_all
 from zero3d.pipeline.runner import Pipeline
 from zero3d.pipeline.step import Callbacks
@@ -48,6 +51,7 @@ class Assembly:
     base       options, axes and this rank's share of the model
     runtime    units, and what gathers, reduces and updates them
     execution  how micro-batches go through the model; `pipeline` where there is one
+    offload    what leaves the device, nothing of it open any more
     """
 
     base: Foundation
@@ -57,6 +61,7 @@ class Assembly:
     accounts: Accounts
     pipeline: Pipeline | None
     execution: Execution
+    offload: Settled
 
 
 def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
@@ -67,6 +72,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     base = Foundation.of(model, mesh, options)
     axes, resolved, module = base.axes, base.resolved, base.division.module
     specs, uses = partition_all(base.division.chunks.values(), options.model.units, resolved.precision.dtype)
+    base, why = settle_place(base, specs)
     losses, only = Losses(model, options.step.loss), last_only(model)
     unit_of: dict[nn.Parameter, Unit] = {}
     guard(module, unit_of, is_open)
@@ -94,7 +100,16 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
             pipeline.learn_shapes()
     axes.ledger.reset()  # it counts training; construction broadcast the model once
     axes.arena.reset_peaks()
-    return Assembly(base, runtime, stepper, whole, _accounts(base, runtime), pipeline, execution)
+    return Assembly(
+        base, runtime, stepper, whole, _accounts(base, runtime), pipeline, execution, _settled(base, tiers, why)
+    )
+
+
+def _settled(base: Foundation, tiers: Tiers | None, why: tuple[str, ...]) -> Settled:
+    offload = base.options.zero.offload
+    if tiers is None:
+        return Settled(replace(offload, executor=DEVICE), why)
+    return Settled(replace(offload, executor=tiers.executor), (*why, tiers.why) if tiers.why else why)
 
 
 def _stepper(base: Foundation, runtime: Runtime) -> Stepper:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from zero3d.checkpoint import restore, save as checkpoint
 from zero3d.checkpoint.export import export
+from zero3d.checkpoint.slots import Note, load_slots
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.assembly import assemble
@@ -28,10 +29,11 @@ from zero3d.engine.execution import evaluating
 from zero3d.engine.generation import Ending, check_options, generate
 from zero3d.engine.losses import Loss
 from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, ParallelOptions, StepOptions, ZeroOptions
+from zero3d.engine.slots import Slots
 from zero3d.engine.state import engine_state
 from zero3d.engine.step import StepFigures
 from zero3d.engine.tiling import parse_budget
-from zero3d.errors import ConfigError
+from zero3d.errors import CheckpointError, ConfigError
 from zero3d.memory.offload import Offload
 from zero3d.precision import Precision
 from zero3d.zero.fingerprint import fingerprint
@@ -69,7 +71,8 @@ class Engine:
                   bit, which is not stored: 10 bytes of optimizer states per parameter for 12, and the same training
     offload       what leaves the device, and where to: a `zero3d.Offload`, or a mapping of its keys such as
                   {"optimizer": "host"}; None keeps everything on the device. The bits of training are the same at every
-                  place, but with moments="bf16"
+                  place, but with moments="bf16". `engine.offload` has what "auto" became, `engine.offload_why` lines
+                  with its arithmetic
     exact         the same bits at every dp (a power of two), stage and `reduce`, of one global list of micro-batches,
                   numbered as `exact.Summands` says; on a GPU after `zero3d.make_deterministic()`
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
@@ -142,6 +145,7 @@ class Engine:
         self.units, self.model_group = runtime.units, runtime.model_group
         self.gathers, self.reductions, self.accumulation = runtime.gathers, runtime.reductions, runtime.accumulation
         self.optimizer = runtime.optimizer
+        self.offload, self.offload_why = assembly.offload
         self.loss_scale, self.health = runtime.loss_scale, runtime.health
         self.pipeline, self.summands = assembly.pipeline, base.order.summands
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
@@ -300,6 +304,41 @@ class Engine:
         self._stepper.count, loop, self.resumed = restore.load(checked, state)
         self.health.in_a_row = 0
         return loop
+
+    @property
+    def slots(self) -> Note | None:
+        """What an earlier process has left in the slots of `offload.directory`: a step that all ranks have, or None.
+
+        `slots.step` applied steps, and `slots.loop`, which `note` was given for it. `load_slots` goes on from there;
+        training from elsewhere writes over it.
+        """
+        slots = self._slots
+        return None if slots is None else slots.note
+
+    def load_slots(self) -> Any:
+        """Continue from `slots`, before anything is trained; return what was given to `note`, as `load` does."""
+        slots, tiers = self._slots, self._assembly.runtime.tiers
+        if slots is None or slots.note is None or tiers is None or self.steps:
+            raise CheckpointError("there is no step in slots of a disk to go on from: load a checkpoint.")
+        note = slots.note
+        self._stepper.reset()
+        self.resumed = load_slots(note, engine_state(self._assembly), tiers.store.go_back)
+        self._stepper.count, self.health.in_a_row = note.step, 0
+        return note.loop
+
+    def note(self, loop: Mapping[str, Any] | None = None) -> None:
+        """Say that all of a step has happened, so that a restart can go on from the slots that its update writes.
+
+        Nothing where not all that is trained is on a disk, or the optimizer is neither Adam nor AdamW. To be called on
+        every rank after `step()` or `train_batch()`, its evaluation and its checkpoint; `loop` is for `load_slots`.
+        """
+        if self._slots is not None:
+            self._slots.write(engine_state(self._assembly, loop))
+
+    @property
+    def _slots(self) -> Slots | None:
+        tiers = self._assembly.runtime.tiers
+        return None if tiers is None else tiers.slots
 
     def fingerprint(self) -> str:
         """One hash of all masters and optimizer states, the same at any dp that divides 64; all ranks call it."""

@@ -12,6 +12,7 @@ from zero3d.checkpoint.state import EngineState
 from zero3d.distributed.algorithms import AllToAll, Pairwise
 from zero3d.distributed.determinism import device_facts
 from zero3d.engine.assembly import Assembly
+from zero3d.memory.offload import HOST
 
 RANKS, TREE = "in rank order", "in exact mode's tree"
 
@@ -57,11 +58,19 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         "kernels": torch.backends.cpu.get_cpu_capability() if cpu
         else torch.get_device_module(device).get_device_name(device),
         "threads": torch.get_num_threads() if cpu else 1,
-        "leaves": None if summands is None else summands.per_batch, "tiled_loss": base.options.step.tiled_loss,
-        "gather_budget": base.options.zero.gather_budget,
+        "leaves": None if summands is None else summands.per_batch,
+        "moments": base.options.zero.offload.moments, "updates": _updates(assembly),
+        "tiled_loss": base.options.step.tiled_loss, "gather_budget": base.options.zero.gather_budget,
         **({} if cpu else who_adds(assembly)),
         **device_facts(device, mesh.everyone.backend, mesh.local_world),
     }  # fmt: skip
+
+
+def _updates(assembly: Assembly) -> str:
+    """Return whose kernels update: an accelerator's bits and those of its host differ."""
+    tiers, device = assembly.runtime.tiers, assembly.base.axes.arena.device
+    on_host = tiers is not None and tiers.executor == HOST and device.type != "cpu"
+    return f"host ({torch.backends.cpu.get_cpu_capability()})" if on_host else "device"
 
 
 def who_adds(assembly: Assembly) -> dict[str, str]:

@@ -60,7 +60,7 @@ class Arena:
         return torch.zeros(elements, dtype=dtype, device=self.device)
 
     def hold(self, category: str, nbytes: int, used: Fraction) -> None:
-        """Take memory of model states on the account that a slab has; used: the share of it that stands for parameters."""
+        """Take a slab's memory on the account; used: the share of it that stands for parameters."""
         self._account(category, nbytes * used)
         self._account("padding", nbytes - nbytes * used)
 

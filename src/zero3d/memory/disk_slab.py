@@ -8,6 +8,7 @@
     write(record) ...   into the slot that is not committed, all records of a step
     commit(k)           the disk has them; from now on slot s holds step k, the other one step k-1
     confirm(k)          all ranks have committed k: k-1 may be overwritten, so writing may go on
+    discard()           what is committed is of no use any more, since somebody else writes: no step is whole
 
 A process that ends at any byte leaves step k-1 or k whole on each rank. After a restart all ranks go on from one that
 every rank has (`common_step`): a rank that is one step further still has the step before, which it could not overwrite
@@ -27,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import psutil
 
@@ -42,6 +43,7 @@ from zero3d.memory.file_lock import FileLock, holder
 IN_MEMORY = ("tmpfs", "ramfs")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ELSEWHERE = "choose another with offload.directory=FOLDER"
+T = TypeVar("T")
 
 
 class DiskSlab:
@@ -66,16 +68,17 @@ class DiskSlab:
         self._names = list(records)
         self._about = owner, commit_file.digest(records)
         self._starts = list(accumulate((padded(nbytes) for nbytes in records.values()), initial=0))
-        stem = self.directory / f"rank-{rank:05d}"
-        self.path, self._commit_path = stem.with_suffix(".states"), stem.with_suffix(".commit")
+        self.stem = self.directory / f"rank-{rank:05d}"
+        self.path, self._commit_path = self.stem.with_suffix(".states"), self.stem.with_suffix(".commit")
         self._lock = FileLock()
-        self._take(stem.with_suffix(".lock"))
+        self._take(self.stem.with_suffix(".lock"))
         try:
             self._file = self._open(discard)
         except BaseException:
             self._lock.release()
             raise
-        self._newest = [0 if self._commit is None else self._commit.slot] * len(records)
+        self._target = 0 if self._commit is None else 1 - self._commit.slot  # the slot that is written
+        self._newest = [1 - self._target] * len(records)
         self._written: set[int] = set()
         self._confirmed = self._commit is None
 
@@ -153,13 +156,11 @@ class DiskSlab:
     def write(self, index: int, memory: memoryview) -> None:
         """Write a record, from memory in whole blocks, for the step to come. Raises CheckpointError."""
         assert self._confirmed, f"{self.path}: a step is written before all ranks have committed the one before"
-        committed = 1 if self._commit is None else self._commit.slot
-        slot = 1 - committed
         self._written.discard(index)
-        self._newest[index] = committed  # until it is written whole
+        self._newest[index] = 1 - self._target  # until it is written whole
         with self._told("written", index):
-            self._file.write(*self._place(index, slot, memory))
-        self._newest[index] = slot
+            self._file.write(*self._place(index, self._target, memory))
+        self._newest[index] = self._target
         self._written.add(index)
 
     def newest(self, index: int) -> tuple[Path, int]:
@@ -203,21 +204,34 @@ class DiskSlab:
         assert step in self.steps, f"{self.path} holds steps {self.steps}, not {step}"
         here = step == self._commit.step
         self._put(Commit(step, self._commit.slot if here else 1 - self._commit.slot))
+        self._target = 1 - self._commit.slot
         self._newest = [self._commit.slot] * len(self._names)
         self._written.clear()
         self._confirmed = True
+
+    def discard(self) -> None:
+        """Say that no step is whole; every record keeps what it holds now. Raises CheckpointError."""
+        try:
+            commit_file.remove(self._commit_path)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._commit_path} cannot be removed ({error.strerror}), and its step is of no use any more: "
+                f"remove {self.directory} and go on from a checkpoint."
+            ) from error
+        self._commit, self._confirmed = None, True
 
     def commit(self, step: int) -> None:
         """Say that all records of a step are written; the disk has them when this returns. Raises CheckpointError."""
         missing = sorted(set(range(len(self._names))) - self._written)
         assert not missing, f"{self.path}: step {step} is committed without record {self._names[missing[0]]}"
-        slot, before = (0, None) if self._commit is None else (1 - self._commit.slot, self._commit.step)
+        before = None if self._commit is None else self._commit.step
         self._confirmed = False
         try:
             self._file.sync()
         except OSError as error:
             raise self._uncommitted(step, error) from error
-        self._put(Commit(step, slot, before))
+        self._put(Commit(step, self._target, before))
+        self._target = 1 - self._target
         self._written.clear()
 
     def _put(self, commit: Commit) -> None:
@@ -244,7 +258,7 @@ class DiskSlab:
         self._lock.release()
 
 
-def common_step(steps: Sequence[Sequence[int]]) -> int | None:
+def common_step(steps: Sequence[Sequence[T]]) -> T | None:
     """Return the step to go on from, given the `steps` of every rank; None where they have none in common.
 
     >>> common_step([(7, 6), (7, 6)]), common_step([(7, 6), (6, 5)]), common_step([(7,), ()])

@@ -125,6 +125,9 @@ class Offload:
             why = f"offload.{name}={getattr(self, name)} is of optimizer states off the device"
             remedy = f"type offload.optimizer=host, or leave offload.{name} out"
             yield name, f"{why}, and offload.optimizer is none: {remedy}."
+        if self.gradients == HOST and self.optimizer == "none":
+            why = "offload.gradients=host brings gradients to where states are updated, and offload.optimizer is none"
+            yield "gradients", f"{why}: type offload.optimizer=host, or offload.gradients=device."
         if self.optimizer == AUTO and self.moments == "bf16":
             why = "offload.moments=bf16 with offload.optimizer=auto: the training would depend on whether states fit"
             remedy = "type offload.optimizer=host, or offload.moments=fp32"

@@ -3,8 +3,9 @@
 A unit's share of states on a rank is cut into buckets; each bucket's states are one record, which moves as a whole:
 
     on the host    [master | states]               master: int16 remainder, fp32, or nothing where the weight is it
-    on a disk      [weight | remainder | states]   so that a file has the whole of an optimizer's states
-    parameters     [weight]                        records of their own, since a forward needs only them
+    on a disk      [weight | remainder | states]   so that a file has the whole of an optimizer's states, if weights are
+                                                   not there, too
+    parameters     [weight]                        records of their own, one a unit, since a forward needs only them
 
     bytes per parameter   fp32 master, moments   split master   split, bf16 moments
     host                  12                     10             6
@@ -17,9 +18,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from zero3d.memory.blocks import padded
-from zero3d.memory.offload import DEVICE, DISK
+from zero3d.memory.offload import DEVICE, DISK, HOST, Offload
 
 REMAINDER = 2  # bytes of a split master beside its bf16 weight
+DEPTH = 3  # buffers through which records pass: one is read, one is used, one goes back
 
 
 class RecordWidths(NamedTuple):
@@ -75,3 +77,57 @@ def leave_device(nbytes: Sequence[int], fraction: float, place: str) -> list[str
 def slab_bytes(nbytes: Sequence[int], place: str) -> int:
     """Return what records take at a place: whole blocks off the device, twice on a disk, whose slots take turns."""
     return (2 if place == DISK else 1) * sum(nbytes if place == DEVICE else map(padded, nbytes))
+
+
+class UnitStates(NamedTuple):
+    """What a rank updates of a unit. elements: of its storage, padding among them; else bytes of each, as above."""
+
+    elements: int
+    weight: int
+    master: int
+    states: int
+    trainable: bool = True
+
+
+class PlacedRecord(NamedTuple):
+    """A record's place. unit: the number of its unit; kind: optimizer, parameters or frozen; slots: copies there."""
+
+    unit: int
+    kind: str
+    place: str
+    elements: int
+    nbytes: int
+    slots: int = 1
+
+    @property
+    def held(self) -> int:
+        """Return what it takes there: whole blocks off the device."""
+        return self.nbytes if self.place == DEVICE else self.slots * padded(self.nbytes)
+
+
+def placed_records(units: Sequence[UnitStates], offload: Offload, bucket: int) -> Iterator[PlacedRecord]:
+    """Yield all records of a rank some of whose states leave the device: of optimizer states, then of weights.
+
+    units  in the order in which a forward needs them
+    """
+    cuts = [
+        (number, stop - start)
+        for number, unit in enumerate(units)
+        if unit.trainable
+        for start, stop in bucket_ranges(unit.elements, bucket)
+    ]
+
+    def nbytes(number: int, elements: int, place: str) -> int:
+        widths = record_widths(*units[number][1:4], place)
+        beside = widths.weight if offload.params != "none" else 0  # a disk has them as records of their own
+        return (widths.total - beside) * elements
+
+    places = [DEVICE] * len(cuts)
+    if offload.optimizer != "none":
+        places = leave_device([nbytes(*cut, HOST) for cut in cuts], offload.fraction, offload.optimizer)
+    for cut, place in zip(cuts, places, strict=True):
+        yield PlacedRecord(cut[0], "optimizer", place, cut[1], nbytes(*cut, place), 2 if place == DISK else 1)
+    for number, unit in enumerate(units if offload.params != "none" else ()):
+        kind = "parameters" if unit.trainable else "frozen"
+        slots = 2 if offload.params == DISK and unit.trainable else 1
+        yield PlacedRecord(number, kind, offload.params, unit.elements, unit.weight * unit.elements, slots)

@@ -46,8 +46,8 @@ class RecordFile:
             move(memory.cast("B")[: stop - start], start)
         except OSError as error:
             raise CheckpointError(
-                f"frozen weights ({stop - start} bytes) at byte {start} of {self.path}: {error.strerror}. Make room or have "
-                "the disk looked at, and go on from a checkpoint with --resume auto."
+                f"frozen weights ({stop - start} bytes) at byte {start} of {self.path}: {error.strerror}. Make room or "
+                "have the disk looked at, and go on from a checkpoint with --resume auto."
             ) from error
 
     def close(self) -> None:

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import numpy
 import torch
@@ -101,12 +102,20 @@ class OnDisk(ThroughRing):
     def __init__(self, ring: Ring, records: Sequence[Record], place: Callable[[int], tuple[Path, int]]) -> None:
         super().__init__(ring)
         self._records, self._place = records, place
+        self._mapped: WeakValueDictionary[tuple[int, int], numpy.memmap[Any, Any]] = WeakValueDictionary()
 
     def view(self, index: int) -> list[Tensor]:
-        """Return its fields in pages of the file: private ones, read when somebody looks at them."""
+        """Return its fields in pages of the file: private ones, read when somebody looks at them.
+
+        One mapping of a record for all who look at the same time: a process may have some ten thousand.
+        """
         path, start = self._place(index)
         record = self._records[index]
-        pages = numpy.memmap(path, numpy.uint8, "c", start, (record.nbytes,))
+        if not record.nbytes:
+            return record.views(torch.empty(0, dtype=torch.uint8))
+        pages = self._mapped.get((index, start))
+        if pages is None:
+            pages = self._mapped[index, start] = numpy.memmap(path, numpy.uint8, "c", start, (record.nbytes,))
         return record.views(torch.from_numpy(pages))
 
 
@@ -127,7 +136,7 @@ class RecordStore:
         self._shelves = list({id(each.shelf): each.shelf for each in standing}.values())
         self._open: dict[int, int] = {}
         self._changed: set[int] = set()
-        self._steps = 0
+        self._steps = 0  # as the engine counts them
         self._unconfirmed = False
 
     def place(self, index: int) -> str:
@@ -175,6 +184,8 @@ class RecordStore:
         """Say that all records of a step are changed; those on a disk are whole there when this returns."""
         if self._slab is not None:
             self.drain()
+            if not self._steps:
+                self._slab.discard()  # what an earlier process has left
             self._steps += 1
             self._slab.commit(self._steps)
             self._unconfirmed = True
@@ -184,6 +195,23 @@ class RecordStore:
         if self._slab is not None and self._unconfirmed:
             self._slab.confirm(self._steps)
             self._unconfirmed = False
+
+    def discard(self) -> None:
+        """Say that others than a step write records: the step that is committed is not to be gone back to."""
+        if self._slab is not None and self._slab.steps:
+            self._slab.discard()
+            self._unconfirmed = False
+
+    def count_from(self, step: int) -> None:
+        """Say which step the records are of now."""
+        self._steps = step
+
+    def go_back(self) -> None:
+        """Have the records be those of the step that an earlier process has committed, and all ranks have agreed on."""
+        assert self._slab is not None
+        self.drain()
+        self._steps = self._slab.steps[0]
+        self._slab.resume(self._steps)
 
     def close(self) -> None:
         """Wait for all that is under way and give threads and files back."""

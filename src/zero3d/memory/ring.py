@@ -32,9 +32,8 @@ import torch
 from torch import Tensor
 
 from zero3d.memory.blocks import padded
+from zero3d.memory.placement import DEPTH
 from zero3d.memory.records import Record
-
-DEPTH = 3
 
 
 def ring_buffers(records: Sequence[Record], depth: int = DEPTH) -> list[Record]:
@@ -151,6 +150,7 @@ class Ring:
         self._idle = deque(self._buffers)
         self._wanted: deque[int] = deque()
         self._held: dict[int, Buffer] = {}
+        self._used: set[int] = set()  # of those held, fetched
         self._in, self._out = (None if on_cpu else torch.Stream(self._device) for _ in range(2))
         if not on_cpu:
             for buffer in self._buffers:  # compute may still have to do with what was in this memory
@@ -174,7 +174,10 @@ class Ring:
     def fetch(self, index: int) -> list[Tensor]:
         """Return a record's fields on the device, valid for what compute does next, until it is retired."""
         self.ahead(index)
+        if index not in self._held:
+            self._make_room(index)
         self._raise_failure()
+        self._used.add(index)
         assert index in self._held, (
             f"record {self._records[index].name}: all {len(self._buffers)} buffers hold others: "
             f"{', '.join(self._records[held].name for held in self._held)}"
@@ -188,6 +191,7 @@ class Ring:
     def retire(self, index: int, changed: bool = True) -> None:
         """Take a record back to its tier, and let go of its buffer; one that is not changed is not written."""
         buffer = self._held.pop(index)
+        self._used.discard(index)
         if self._out is not None:
             buffer.used.record(torch.accelerator.current_stream(self._device))
         if changed:
@@ -211,6 +215,17 @@ class Ring:
         for stream in (self._in, self._out):
             if stream is not None:
                 stream.synchronize()
+
+    def _make_room(self, index: int) -> None:
+        """Let go of a record that was brought ahead and has not been used, for one that is needed now."""
+        self._wanted.remove(index)
+        self._wanted.appendleft(index)
+        unused = next((held for held in self._held if held not in self._used), None)
+        if unused is not None:
+            buffer = self._held.pop(unused)
+            buffer.came.result()
+            self._idle.append(buffer)
+            self._start()
 
     def _start(self) -> None:
         """Begin to bring what is wanted, as far as there are buffers."""

@@ -5,10 +5,12 @@ the CPU a group of 2^18 stays inside a core's cache. Those in halves are joined,
 which an optimizer's own step visits one by one.
 """
 
+IN_CACHE = ("cpu",)  # types of devices whose caches say how much is done at once
+
 
 def cast_group(device: str) -> int:
     """Return the most elements that are cast at once on a device of this type."""
-    return 1 << (18 if device == "cpu" else 25)
+    return 1 << (18 if device in IN_CACHE else 25)
 
 
 def cast_scratch(elements: int, device: str) -> int:
@@ -18,7 +20,7 @@ def cast_scratch(elements: int, device: str) -> int:
 
 def update_bucket(device: str) -> int:
     """Return the most masters in halves that are updated at once on a device of this type."""
-    return 1 << (18 if device == "cpu" else 24)
+    return 1 << (18 if device in IN_CACHE else 24)
 
 
 def update_scratch(elements: int, device: str) -> int:

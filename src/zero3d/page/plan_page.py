@@ -13,7 +13,19 @@ from markupsafe import Markup
 from zero3d.page import frame
 from zero3d.page.charts import Axis, Bar, Dot, bars, scatter
 from zero3d.page.markup import tag
-from zero3d.page.plan_text import Answer, costs, distinct, gpu_hours, heading, knob_rows, mesh, settings, short
+from zero3d.page.plan_text import (
+    Answer,
+    costs,
+    disk_column,
+    distinct,
+    gpu_hours,
+    heading,
+    knob_rows,
+    mesh,
+    places_lines,
+    settings,
+    short,
+)  # fmt: skip
 from zero3d.page.text import size
 from zero3d.plan.ladder import RULE, differs
 from zero3d.plan.search import Row
@@ -67,18 +79,26 @@ def _between(seconds: Seconds) -> str:
 
 def _ranked(answer: Answer, rows: Sequence[Row]) -> Markup:
     title = f"Plans that fit {size(int(answer.target.limit))} of a GPU, {answer.target.goal} first"
-    head = ("", "Mesh", "ZeRO", "Micro x accum", "Settings", "GPU GB", "Host GB", "Step s", "Tokens/s per GPU", "Why")
-    remark = "The best plan of each mesh, ZeRO stage and schedule."
-    return frame.card(title, frame.paragraph(remark, "dim"), frame.table(title, head, _cells(rows), "><><=>>>>="))
+    disks = any(row.estimate.memory.disk for row in rows)
+    head = ("", "Mesh", "ZeRO", "Micro x accum", "Settings", "GPU GB", "Host GB", *disk_column(disks, "Disk GB"))
+    remark = "The best plan of each mesh, ZeRO stage, schedule and place of states."
+    return frame.card(
+        title,
+        frame.paragraph(remark, "dim"),
+        frame.table(title, (*head, "Step s", "Tokens/s per GPU", "Why"), _cells(rows), "><><=>>" + ">" * disks + ">>="),
+        *(frame.paragraph(f"{line[0].upper()}{line[1:]}.") for line in places_lines(answer.best.estimate.memory)),
+    )
 
 
 def _cells(rows: Sequence[Row]) -> Iterator[tuple[object, ...]]:
+    disks = any(row.estimate.memory.disk for row in rows)
     for place, row in enumerate(rows, 1):
         plan, memory, seconds = row.plan, row.estimate.memory, row.estimate.seconds
         yield (
             place, mesh(plan), plan.stage, f"{plan.micro_batch} x {plan.accumulate}", settings(plan),
-            f"{memory.device / GB:.1f}", f"{memory.host / GB:,.0f}", f"{_digits(seconds.mid)} ({_between(seconds)})",
-            f"{row.estimate.tokens / seconds.mid / plan.world:,.0f}", row.reason,
+            f"{memory.device / GB:.1f}", f"{memory.host / GB:,.0f}", *disk_column(disks, f"{memory.disk / GB:,.0f}"),
+            f"{_digits(seconds.mid)} ({_between(seconds)})", f"{row.estimate.tokens / seconds.mid / plan.world:,.0f}",
+            row.reason,
         )  # fmt: skip
 
 
@@ -192,12 +212,11 @@ def _ladder(answer: Answer) -> Markup:
         frame.paragraph("From the most bytes of states on the GPU to the fewest.", "dim"),
         frame.table(title, head, rows, "<>>>><"),
         frame.paragraph(f"{verdict[0].upper()}{verdict[1:]}."),
-        frame.paragraph("Offload is priced, but not built yet: no plan above uses it.", "dim"),
     )
 
 
 def _what_if(answer: Answer) -> Markup:
-    rows = knob_rows(answer.knobs, answer.best, answer.target.limit)
+    rows = knob_rows(answer.knobs, answer.best, answer.target.limit, answer.cluster.host_memory)
     title = "What if one setting of the best plan changed"
     remark = frame.paragraph("Those that free the most memory per second of a step come first.", "dim")
     head = ("Setting", "Memory", "Step", "")

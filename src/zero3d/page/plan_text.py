@@ -69,7 +69,11 @@ def settings(plan: ParallelPlan) -> str:
     words = [plan.schedule] if plan.pp > 1 else []
     words += [] if plan.activations == "none" else [f"recompute {plan.activations}"]
     words += ["sequence parallel"] if plan.sequence_parallel else []
-    words += [f"offload to {plan.offload}"] if plan.offload != "none" else []
+    if plan.offload != "none":
+        share = "" if plan.fraction == 1 else f"{100 * plan.fraction:g} % of "
+        words.append(f"{share}optimizer on {plan.offload}")
+    words += [f"parameters on {plan.params}"] if plan.params != "none" else []
+    words += ["bf16 moments"] if plan.moments != "fp32" else []
     return ", ".join(words) or "-"
 
 
@@ -79,25 +83,43 @@ def short(plan: ParallelPlan) -> str:
 
 
 def distinct(rows: Sequence[Row]) -> list[Row]:
-    """Return the best row of each mesh, ZeRO stage and schedule."""
+    """Return the best row of each mesh, ZeRO stage, schedule and place of states."""
     kept: dict[tuple[object, ...], Row] = {}
     for row in rows:
         plan = row.plan
-        kept.setdefault((plan.pp, plan.dp, plan.tp, plan.stage, plan.schedule), row)
+        kept.setdefault((plan.pp, plan.dp, plan.tp, plan.stage, plan.schedule, plan.offload, plan.params), row)
     return list(kept.values())
 
 
 def _ranked(rows: Sequence[Row], target: Target) -> Iterator[str]:
     yield f"Plans that fit {size(int(target.limit))} of a GPU, {target.goal} first:"
-    table = [("", "mesh", "ZeRO", "micro x accum", "settings", "GPU GB", "host GB", "step s", "tokens/s/GPU", "why")]
+    disks = any(row.estimate.memory.disk for row in rows)
+    head = ("", "mesh", "ZeRO", "micro x accum", "settings", "GPU GB", "host GB", *disk_column(disks, "disk GB"))
+    table = [(*head, "step s", "tokens/s/GPU", "why")]
     for place, row in enumerate(rows, 1):
         plan, memory, seconds = row.plan, row.estimate.memory, row.estimate.seconds
         rate = row.estimate.tokens / seconds.mid / plan.world
         table.append((
             str(place), mesh(plan), str(plan.stage), f"{plan.micro_batch} x {plan.accumulate}", settings(plan),
-            f"{memory.device / 1e9:.1f}", f"{memory.host / 1e9:.0f}", _seconds(seconds), f"{rate:,.0f}", row.reason,
+            f"{memory.device / 1e9:.1f}", f"{memory.host / 1e9:.0f}", *disk_column(disks, f"{memory.disk / 1e9:.0f}"),
+            _seconds(seconds), f"{rate:,.0f}", row.reason,
         ))  # fmt: skip
-    yield from columns(table, "><<<<>>>><")
+    yield from columns(table, "><<<<>>" + ">" * disks + ">><")
+    if rows and rows[0].plan.tiers.states and target.offload == "auto":
+        yield "   With all states on the GPU none fits: those of these plans leave it."
+    yield from (f"   {line}" for line in places_lines(rows[0].estimate.memory))
+
+
+def disk_column(there: bool, cell: str) -> list[str]:
+    """Return a cell of the column that a table has if anything in it is on a disk."""
+    return [cell] if there else []
+
+
+def places_lines(memory: Memory) -> Iterator[str]:
+    """Yield a line for each place off the device: what a rank has of states there."""
+    for place, parts in memory.away.items():
+        cells = ", ".join(f"{name} {size(int(nbytes), keep_zero=True)}" for name, nbytes in parts.items())
+        yield f"states of a rank on the {place}: {cells} = {size(int(sum(parts.values())), keep_zero=True)}"
 
 
 def _seconds(seconds: Seconds) -> str:
@@ -113,23 +135,23 @@ def _rejected(result: SearchResult) -> Iterator[str]:
     yield f"{result.tried:,} plans: {len(result.rows):,} fit; left out were"
     for rejection in result.rejected:
         near = f"; nearest: +{size(int(rejection.excess))} with {short(rejection.nearest)}" if rejection.nearest else ""
-        yield f"   {rejection.plans:,}: {rejection.reason}{near}"
+        yield f"   {rejection.plans:,}: {rejection.reason}{near}" + (f", {rejection.sum}" if rejection.sum else "")
 
 
 def _what_if(answer: Answer) -> Iterator[str]:
     best = answer.best
     yield "What if, from the first plan, one setting changed (memory of the fullest GPU, time of a step):"
-    rows = knob_rows(answer.knobs[:KNOBS], best, answer.target.limit)
+    rows = knob_rows(answer.knobs[:KNOBS], best, answer.target.limit, answer.cluster.host_memory)
     yield from columns(rows, "<>><") if rows else ["   nothing to change"]
 
 
-def knob_rows(knobs: Sequence[WhatIf], row: Row, limit: float) -> list[tuple[str, ...]]:
-    """Return rows of a table: change, memory, time of a step, and whether that still fits."""
+def knob_rows(knobs: Sequence[WhatIf], row: Row, limit: float, host: float) -> list[tuple[str, ...]]:
+    """Return rows of a table: change, memory, time of a step, and whether that fits a GPU's limit and a host."""
     mid = row.estimate.seconds.mid
     return [
         (
             knob.change, f"{knob.memory / 1e9:+.1f} GB", f"{100 * knob.seconds / mid:+.1f} %",
-            "does not fit" if knob.device > limit else "",
+            "does not fit" if knob.device > limit else "the host has less" if knob.host > host else "",
         )
         for knob in knobs
     ]  # fmt: skip
@@ -148,7 +170,6 @@ def _ladder(answer: Answer) -> Iterator[str]:
     yield from columns(rows, "<>>>><")
     differing = differs(answer.ladder)
     yield f"   {differing or 'the rule of thumb (1, 2, 2 + offload, 3, 3 + offload) holds for this N'}."
-    yield "   (Offload is priced, but not built yet: no plan above uses it.)"
 
 
 def costs(answer: Answer) -> Iterator[str]:
@@ -224,7 +245,8 @@ def nothing_fits(
     miss = f"{outcome}. Nearest: {nearest.reason} is short by {size(int(nearest.excess))} with {_named(nearest)}"
     if larger is None:
         if "host" in nearest.reason:
-            return f"{miss}. Pass more --nodes, or a --cluster file with more host_memory."
+            held = f": {nearest.sum}" if nearest.sum else ""
+            return f"{miss}{held}. Pass more --nodes, --offload disk, or a --cluster file with more host_memory."
         return f"{miss}. Pass a larger --gpu, a shorter --seq, or --lora."
     return f"{miss}. It fits on --gpus {larger[0]}: {short(larger[1].plan)}."
 
@@ -268,9 +290,12 @@ def memory_lines(memory: Memory) -> Iterator[str]:
             ("most allocated", f"{memory.allocated / 1e9:.2f} GB"),
             ("reserved for it", f"{memory.reserved / 1e9:.2f} GB"),
             ("of the fullest host", f"{memory.host / 1e9:.2f} GB"),
+            *([("of its disk", f"{memory.disk / 1e9:.2f} GB")] if memory.disk else []),
         ],
         "<>",
     )
+    for line in places_lines(memory):
+        yield f"{line[0].upper()}{line[1:]}"
     yield f"At the peak, {memory.instant}:"
     yield from terms(memory.parts, memory.allocated, 1e9, "GB")
 
@@ -310,7 +335,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "plans": [row_json(row) for row in distinct(answer.result.rows)],
         "rejected": [
             {"reason": r.reason, "plans": r.plans, "excess_bytes": r.excess,
-             "nearest": None if r.nearest is None else plan_json(r.nearest)}
+             "nearest": None if r.nearest is None else plan_json(r.nearest), "of_host": r.sum or None}
             for r in answer.result.rejected
         ],
         "what_if": [

@@ -179,13 +179,16 @@ def _pipeline(simulation: Simulation, chart: Gantt) -> Markup:
 
 def _states(simulation: Simulation) -> Markup:
     rows = [
-        (rank.rank, state.category, f"{state.held:,}", f"{state.formula:,}", _difference(state.held - state.formula))
+        (
+            rank.rank, state.place, state.category, f"{state.held:,}", f"{state.formula:,}",
+            _difference(state.held - state.formula),
+        )
         for rank in simulation.ranks
-        for state in rank.states
-    ]
-    head = ("Rank", "Category", "Held", "By formula", "Difference")
-    remark = "Bytes: the arena's account against the formula."
-    return frame.card("States", frame.paragraph(remark, "dim"), frame.table("States", head, rows, "><>>>", low=True))
+        for state in (*rank.states, *rank.away)
+    ]  # fmt: skip
+    head = ("Rank", "Place", "Category", "Held", "By formula", "Difference")
+    remark = "Bytes: the arenas' accounts against the formula."
+    return frame.card("States", frame.paragraph(remark, "dim"), frame.table("States", head, rows, "><<>>>", low=True))
 
 
 def _difference(value: int) -> object:

@@ -8,7 +8,8 @@
     gpu.bandwidth           a copy of 64 MB and more: bytes read and written
     inside, across          all-reduces of 64 kB to 16 MB: seconds = hops x latency + bytes / bandwidth
     host_link               copies from pinned host memory; on a CPU the memory's own
-    disk                    a file written, synced and read again
+    host_bandwidth          copies in the host's memory by all ranks of a node: bytes read and written
+    disk                    a file written, synced and read again as a disk slab's is, by one rank of a node
     host_memory, memory     as the system says
 
 All ranks measure at the same time, as they compute at the same time in training. Rank 0's figures are written.
@@ -16,13 +17,14 @@ All ranks measure at the same time, as they compute at the same time in training
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +36,7 @@ from torch.nn import functional as F
 
 from zero3d.distributed.mesh import Mesh
 from zero3d.errors import ConfigError
+from zero3d.memory.direct_file import DirectFile
 from zero3d.plan.hardware import cluster, named
 from zero3d.plan.spec import ClusterSpec, Gpu, Link
 
@@ -60,13 +63,14 @@ class Rates(NamedTuple):
     flash: float
     bandwidth: float
     host_link: float
+    host_memory: float
 
 
 def calibrate(mesh: Mesh, folder: Path, sizes: Sizes = Sizes()) -> ClusterSpec:  # noqa: B008 (cannot be changed)
     """Measure on every rank of `mesh` together, the same answer on all; `folder` is on the disk that is meant."""
     device = mesh.device
     mesh.everyone  # noqa: B018 (its groups are made by all ranks together)
-    sweeps = (_products, _attention, _copies, _host_copies)
+    sweeps = (_products, _attention, _copies, _host_copies, _host_memory)
     rates = Rates(*(_with_all(mesh, partial(sweep, device, sizes)) for sweep in sweeps))
     local = mesh.local_world or mesh.world
     inside, across = _links(mesh, local, sizes.messages)
@@ -83,7 +87,8 @@ def _spec(mesh: Mesh, rates: Rates, local: int, inside: Link | None, across: Lin
     host = float(psutil.virtual_memory().total)
     memory = host / local if mesh.device.type == "cpu" else float(torch.cuda.mem_get_info(mesh.device)[1])
     provenance = {**sources, **dict.fromkeys(
-        ("gpu.matrix", "gpu.flash", "gpu.bandwidth", "gpu.memory", "host_memory", "host_link", "disk"), MEASURED
+        ("gpu.matrix", "gpu.flash", "gpu.bandwidth", "gpu.memory", "host_memory", "host_link", "disk",
+         "host_bandwidth"), MEASURED
     )}  # fmt: skip
     provenance |= {key: MEASURED for key, link in (("inside", inside), ("across", across)) if link is not None}
     gpu = Gpu(
@@ -91,7 +96,7 @@ def _spec(mesh: Mesh, rates: Rates, local: int, inside: Link | None, across: Lin
     )
     return ClusterSpec(
         gpu, mesh.world // local, local, inside or base.inside, across or base.across, host, rates.host_link,
-        disk or base.disk, provenance,
+        disk or base.disk, local * rates.host_memory, provenance,
     )  # fmt: skip
 
 
@@ -163,22 +168,28 @@ def _host_copies(device: torch.device, sizes: Sizes) -> float:
     return sizes.copied / _seconds(lambda: target.copy_(source, non_blocking=True), device)
 
 
+def _host_memory(_: torch.device, sizes: Sizes) -> float:
+    """Return bytes read and written per second by copies in the host's memory."""
+    return _copies(torch.device("cpu"), sizes)
+
+
 def _disk(folder: Path, nbytes: int) -> float:
-    """Return the slower rate of writing (synced) and reading a file. Raises ConfigError where it cannot be written."""
-    block = os.urandom(1 << 20) * (nbytes >> 20)
+    """Return bytes per second of a file that is written and read again, past the page cache where that can be.
+
+    Raises ConfigError where it cannot be written.
+    """
+    memory = memoryview(mmap.mmap(-1, nbytes))  # begins at a whole block, as direct I/O asks
+    memory[:] = os.urandom(1 << 20) * (nbytes >> 20)  # what no disk can make smaller
     try:
-        with NamedTemporaryFile(dir=folder, prefix=".zero3d-calibrate-") as file:
+        with TemporaryDirectory(dir=folder, prefix=".zero3d-calibrate-") as temporary:
+            file = DirectFile(Path(temporary) / "records", nbytes)
             begun = time.perf_counter()
-            file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-            written = time.perf_counter() - begun
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            begun = time.perf_counter()
-            file.seek(0)
-            file.read()
-            return nbytes / max(written, time.perf_counter() - begun)
+            file.write(memory, 0)
+            file.sync()
+            file.read(memory, 0)
+            seconds = time.perf_counter() - begun
+            file.close()
+            return 2 * nbytes / seconds
     except OSError as error:
         raise ConfigError(f"calibrate writes a file of {nbytes >> 20} MB in {folder}: {error.strerror}") from error
 

@@ -5,7 +5,8 @@ ParallelPlan                      zero3d                      DeepSpeed
 dp, tp, pp                        mesh.dp, .tp, .pp           -, tensor_parallel.autotp_size, refused
 schedule, sequence_parallel       mesh.schedule, ...          refused
 stage                             zero.stage                  zero_optimization.stage
-offload                           refused (not built yet)     zero_optimization.offload_optimizer.device
+offload, params                   offload.optimizer, .params  zero_optimization.offload_optimizer, _param
+fraction, moments, executor       offload.*                   - (moments), offload_optimizer.ratio (fraction)
 micro_batch, accumulate           train.*                     train_micro_batch_size_per_gpu, gradient_...
 activations                       activations                 - (a setting of the model there)
 precision                         precision                   bf16.enabled
@@ -18,17 +19,19 @@ from typing import Any
 from zero3d.config import Config, resolve_batch
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
+from zero3d.memory.offload import AUTO, DISK, HOST, Offload
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ModelSpec, ParallelPlan
+
+TIERS = ("optimizer", "params", "fraction", "moments", "executor")  # keys of the section `offload`
+DEEPSPEED = {HOST: "cpu", DISK: "nvme"}
 
 
 def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str | None) -> dict[str, Any]:
     """Return the tree of a file for `zero3d train`. tokenizer: of data.tokenizer, None for the model's own.
 
-    Raises ConfigError for a plan that the engine cannot run.
+    What is on a disk is in OUTPUT/offload, since the file names no folder for it.
     """
-    if plan.offload != "none":
-        raise ConfigError("--emit: offloading is not built yet, so `zero3d train` could not run this plan.")
     mesh: dict[str, Any] = {"dp": plan.dp, "tp": plan.tp, "pp": plan.pp}
     if plan.pp > 1:
         mesh["schedule"] = plan.schedule
@@ -38,6 +41,8 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
         key: value for key in ("release", "reduce", "reduce_scatter") if (value := getattr(plan, key)) != "auto"
     } | ({"master": plan.master} if plan.master != "fp32" else {})
     exact = {"exact": True} if plan.exact else {}
+    plain, tiers = Offload(), plan.tiers
+    away = {key: value for key in TIERS if (value := getattr(tiers, key)) != getattr(plain, key)}
     sequences = plan.micro_batch * plan.accumulate * plan.dp
     return {
         "model": {"path": path},
@@ -47,7 +52,7 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
         "zero": {"stage": plan.stage, "reduce_dtype": plan.reduce_dtype} | policies | exact,
         "precision": plan.precision,
         "activations": plan.activations,
-    }
+    } | ({"offload": away} if away else {})
 
 
 def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
@@ -64,8 +69,15 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
         config.activations, mesh.sequence_parallel and degrees.tp > 1, schedule.name,
         schedule.chunks_per_rank if degrees.pp > 1 else 1, config.precision, config.zero.reduce_dtype,
         config.zero.release, config.zero.reduce, exact=config.zero.exact,
-        reduce_scatter=config.zero.reduce_scatter, master=config.zero.master,
+        reduce_scatter=config.zero.reduce_scatter, master=config.zero.master, **_tiers(config),
     )  # fmt: skip
+
+
+def _tiers(config: Config) -> dict[str, Any]:
+    """Return a plan's settings of what leaves the device. `auto` is none of its own: a plan says what it would be."""
+    section = config.offload
+    settings = {key: getattr(section, key) for key in TIERS if key != "optimizer"}
+    return settings | {"offload": "none" if section.optimizer == AUTO else section.optimizer}
 
 
 def deepspeed_config(plan: ParallelPlan) -> dict[str, Any]:
@@ -76,8 +88,18 @@ def deepspeed_config(plan: ParallelPlan) -> dict[str, Any]:
             f"{' with sequence parallelism' if plan.sequence_parallel else ''}: its pipelines are written in Python."
         )
     zero: dict[str, Any] = {"stage": plan.stage, "overlap_comm": True, "contiguous_gradients": True}
-    if plan.offload != "none":
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    for key, place in (("offload_optimizer", plan.offload), ("offload_param", plan.params)):
+        if place != "none":
+            zero[key] = {"device": DEEPSPEED[place], "pin_memory": True} | (
+                {"nvme_path": "offload"} if place == DISK else {}
+            )
+    if plan.offload == HOST and plan.fraction < 1:
+        zero["offload_optimizer"]["ratio"] = plan.fraction
+    if plan.offload == DISK and plan.stage != 3:
+        raise ConfigError(
+            f"--emit-deepspeed: DeepSpeed's JSON has optimizer states on a disk at stage 3 alone, and the plan is of "
+            f"stage {plan.stage}: pass --offload host."
+        )
     tree: dict[str, Any] = {
         "train_batch_size": plan.micro_batch * plan.accumulate * plan.dp,
         "train_micro_batch_size_per_gpu": plan.micro_batch,

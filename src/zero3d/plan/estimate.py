@@ -13,6 +13,7 @@ from zero3d.plan.profiles import Profile, profile
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.states import settled
+from zero3d.plan.tier_time import chosen_executor, executor_note
 from zero3d.plan.time import step_seconds
 from zero3d.plan.traffic import busiest_traffic
 from zero3d.zero.layout import padding_warning
@@ -33,7 +34,7 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
     if as_zero3d:  # its schedules are torch's: the chunks per rank follow
         plan = replace(plan, virtual=Schedule.of(plan.schedule).chunks_per_rank)
     check(model, cluster, plan)
-    plan = settled(plan, cluster)
+    plan = chosen_executor(settled(plan, cluster), cluster)
     memory = engine_memory(model, plan, cluster) if as_zero3d else profile_memory(model, plan, cluster, chosen)
     seconds = step_seconds(model, plan, cluster, chosen.pace)
     tokens = plan.dp * plan.accumulate * plan.micro_batch * model.length
@@ -53,7 +54,8 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
 def _notes(
     model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, memory: Memory, as_zero3d: bool
 ) -> tuple[str, ...]:
-    notes = [model.provenance] if model.provenance.startswith("assumed") else []
+    notes = [executor_note(plan, cluster)] if as_zero3d and plan.offload != "none" else []
+    notes += [model.provenance] if model.provenance.startswith("assumed") else []
     if any(part.operations.eager for part in model.blocks):
         notes.append(EAGER)
     if model.provenance.startswith("traced") and "packed" not in model.provenance:

@@ -134,8 +134,10 @@ def _datasheet(name: str, card: Card, nodes: int, per_node: int) -> ClusterSpec:
         across=_link(card.across, "across"),
         host_memory=card.host * GIB,
         host_link=card.host_link * GB,
+        host_bandwidth=constant("step", "host_bandwidth"),
     )
-    return replace(spec, provenance={field.name: "datasheet" for field in fields(spec) if field.name != "provenance"})
+    sources = {field.name: "datasheet" for field in fields(spec) if field.name != "provenance"}
+    return replace(spec, provenance=sources | dict.fromkeys(("disk", "host_bandwidth"), "assumed"))
 
 
 def _link(gb: float, where: str) -> Link:

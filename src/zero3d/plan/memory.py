@@ -9,21 +9,28 @@
     the end of a backward of inputs           all kept, of the running one too; gradients for W  the same
     the end of a backward of weights          the same                                           the chunk's gradients
     optimizer step                            none                                               casts, or a bucket
+    the end of it, records off the device     none                                               one record's scratch
 
 A peak is the maximum over these, never a sum of categories' maxima; `parts` are the bytes at that instant. Bytes of
 activations come from `ModelSpec`'s operations (traced, or closed forms); all else from the engine's own arithmetic.
 
     reserved   1.05 x allocated: blocks of 2 MiB and fragments; an assumption until `calibrate` measures it
     device     0.6 GB context of CUDA and libraries, 0.4 GB communicators where there is more than one rank
-    host       of a node: 3 GB per process, the slice that it reads, and what is offloaded: 12 / dp bytes per parameter
+    host       of a node: 3 GB per process, the slice that it reads, its records there, and buffers of records
+    disk       of a node: records there, in two slots each
+    ring       3 buffers of the longest record that is updated on the device and kept elsewhere: there all the time
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 from zero3d.activations.policy import Policy
+from zero3d.memory.blocks import padded
+from zero3d.memory.offload import DEVICE, DISK, HOST
+from zero3d.memory.placement import DEPTH
 from zero3d.memory.scratch import cast_scratch, update_scratch
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.constants import constant
@@ -31,7 +38,7 @@ from zero3d.plan.footprint import Footprint, footprints
 from zero3d.plan.in_flight import INPUTS, WEIGHTS, Moment, moments
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
-from zero3d.plan.states import States, policies, states
+from zero3d.plan.states import Held, States, policies, states
 from zero3d.plan.windows import Windows, backwards
 from zero3d.zero.stages import WIDTHS, WINDOW
 
@@ -39,6 +46,7 @@ RESERVED = constant("zero3d", "reserved")
 NORM = constant("zero3d", "norm")
 NOTHING = Windows(0.0, 0.0, 0.0)
 CONTEXT, COMMUNICATORS = constant("zero3d", "context"), constant("zero3d", "communicators")
+NOISE = 4 << 18  # bytes of the table by which moments are rounded to bf16
 PROCESS = constant("zero3d", "process")
 
 
@@ -73,12 +81,47 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
     device = reserved + CONTEXT + (COMMUNICATORS if plan.world > 1 else 0)
     on_node = min(plan.world, cluster.per_node if cluster is not None else plan.world)
     largest = max((unit.largest for units in rank.units.values() for unit in units), default=0)
-    offloaded = float(rank.shard.states.optimizer) if plan.offload == "host" else 0.0
-    host = on_node * (PROCESS + 4 * largest + offloaded)
+    fullest = max(ranks, key=lambda each: each.shard.host.total + each.shard.disk.total).shard
+    on_host = {
+        "process": PROCESS, "slice": 4.0 * largest, "records": float(fullest.host.total),
+        "buffers": float(buffer_bytes(plan, fullest)[HOST]),
+    }  # fmt: skip
     return Memory(
-        float(rank.shard.states.total) - offloaded, allocated, reserved, device, host,
+        float(rank.shard.states.total), allocated, reserved, device, on_node * sum(on_host.values()),
         {name: size for name, size in parts.items() if size}, peak.instant + rank.name,
+        on_node * float(fullest.disk.total), _away(fullest), {name: size for name, size in on_host.items() if size},
     )  # fmt: skip
+
+
+def _away(shard: States) -> dict[str, dict[str, float]]:
+    """Return the bytes of states off the device, by place and category."""
+    return {
+        name: {category: float(size) for category, size in categories(held).items() if size}
+        for name, held in ((HOST, shard.host), (DISK, shard.disk))
+        if held.total
+    }
+
+
+def categories(held: Held) -> dict[str, Fraction]:
+    """Return the bytes of states at a place, by category."""
+    return {**held.states._asdict(), "padding": held.padding}
+
+
+def buffer_bytes(plan: ParallelPlan, shard: States) -> dict[str, int]:
+    """Return what buffers of records take on the device and on the host: rings, and staging of updates on the host.
+
+    A ring is there for what is on a disk, and for states that are updated on the device. Its buffers are where records
+    are used, weights and updates on the host there; those on the device have as many on the host beside them, where
+    they are of a disk.
+    """
+    rings = {kind: DEPTH * padded(longest) for kind, longest in shard.longest.items()}
+    on_host = sum(size for kind, size in rings.items() if kind != "optimizer") if plan.params == DISK else 0
+    own = rings.get("optimizer", 0)
+    on_device = own + (NOISE if plan.moments == "bf16" else 0)
+    if plan.executor == HOST:
+        weight = WIDTHS[plan.precision].weight
+        on_device, on_host = 0, on_host + padded((4 + weight) * shard.bucket)
+    return {DEVICE: on_device, HOST: on_host + (own if plan.offload == DISK else 0)}
 
 
 def _stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
@@ -117,8 +160,8 @@ class _Rank:
         bytes_ = self.shard.states
         return {
             "parameters": float(bytes_.parameters), "gradients": float(bytes_.gradients),
-            "optimizer": 0.0 if self.plan.offload == "host" else float(bytes_.optimizer),
-            "padding": float(self.shard.padding), "batch": batch,
+            "optimizer": float(bytes_.optimizer), "padding": float(self.shard.padding),
+            "ring": float(buffer_bytes(self.plan, self.shard)[DEVICE]), "batch": batch,
         }  # fmt: skip
 
     def _between(self, number: int) -> float:
@@ -226,14 +269,30 @@ class _Rank:
 
     def _step(self) -> Peak:
         """Return the instant in which masters are cast to weights, all units together, or a bucket of them updated."""
+        if self.plan.tiers.states:
+            return _peak("optimizer step", 0.0, 0.0, NOTHING._replace(wire=self._bucket_scratch()))
         width = WIDTHS[self.plan.precision].weight
         units = [unit for units in self.units.values() for unit in units if unit.trainable]
         share = self.plan.dp if self.plan.stage > 0 else 1
         elements = sum(unit.layout.total // share for unit in units if unit.itemsize == width)
-        rounds = self.plan.precision == "bf16" and self.plan.offload == "none"
+        rounds = self.plan.precision == "bf16"
         scratch_of = update_scratch if self.plan.master == "split" else cast_scratch
         scratch = 4.0 * scratch_of(elements, "cuda") if rounds else 0.0
         return _peak("optimizer step", 0.0, 0.0, NOTHING._replace(wire=scratch))
+
+    def _bucket_scratch(self) -> float:
+        """Return the scratch in which the longest bucket is updated on the device: fp32 of what is kept in 16 bits.
+
+        Beside it noise by which moments are rounded, or that of the cast of a stored master.
+        """
+        plan = self.plan
+        if plan.executor == "host" and plan.fraction == 1:
+            return 0.0
+        width = WIDTHS[plan.precision].weight if plan.params != "none" else 0  # a copy of the weights
+        narrow = (plan.master == "split") + 2 * (plan.moments == "bf16")
+        casts = plan.precision == "bf16" and plan.master == "fp32"
+        beside = max(plan.moments == "bf16", 2 * casts)
+        return self.shard.bucket * (4.0 * (narrow + beside) + width)
 
 
 def _peak(instant: str, kept: float, transient: float, windows: Windows) -> Peak:

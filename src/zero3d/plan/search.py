@@ -12,25 +12,40 @@
     schedule           1f1b, interleaved, zero-bubble                                  pp = 1
     reduce_scatter     auto, or what the links' formulas call faster than it           dp = 1
     in a pipeline      stage 2 reduces every micro-batch, 3 also releases every use    (by default they are as 1)
+    off the device     optimizer states on the host or a disk, at stage 3 weights, too what is not asked for
 
 Memory decides first: it grows with the micro-batch, so the first that does not fit ends its row. What fits is
 timed by `evaluate`. Every rejected plan is counted under the reason, with the one that was nearest.
+
+States leave the device where nothing fits otherwise, for the host before a disk; or as far as the caller says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from zero3d.distributed.choice import ALL_TO_ALL, NATIVE
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
-from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
-from zero3d.plan.states import settled, wire_width
+from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
+from zero3d.plan.states import policies, settled, wire_width
 from zero3d.plan.time import faster_reduction
 
+Tiers = tuple[dict[str, str], ...]  # settings of a plan
 GOALS = ("fastest", "fewest-gpus", "largest-batch")
+OFFLOADS = ("auto", "none", "host", "disk")
+NEAR: Tiers = ({},)
+ON_HOST: Tiers = ({"offload": "host"}, {"offload": "host", "params": "host"})
+ON_DISK: Tiers = ({"offload": "disk"}, {"offload": "disk", "params": "host"}, {"offload": "disk", "params": "disk"})
+ROUNDS: dict[str, tuple[Tiers, ...]] = {  # each tried if those before it have found nothing
+    "auto": (NEAR, ON_HOST, ON_DISK),
+    "none": (NEAR,),
+    "host": (NEAR + ON_HOST,),
+    "disk": (NEAR + ON_HOST + ON_DISK,),
+}
 ACTIVATIONS = ("none", "selective", "full")
 PIPELINES = ("1f1b", "interleaved", "zero-bubble")
 Evaluate = Callable[[ModelSpec, ClusterSpec, ParallelPlan], Estimate]
@@ -45,12 +60,13 @@ class Row(NamedTuple):
 
 
 class Rejection(NamedTuple):
-    """Plans that were left out for one reason. nearest: the one that missed by the least, `excess` bytes."""
+    """Plans that were left out for one reason. nearest: the one that missed by the least, `excess` bytes, as `sum`."""
 
     reason: str
     plans: int
     nearest: ParallelPlan | None = None
     excess: float = 0.0
+    sum: str = ""
 
 
 class SearchResult(NamedTuple):
@@ -62,24 +78,32 @@ class SearchResult(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What a plan must do. sequences: of a step over all ranks; limit: bytes of a GPU that may be used."""
+    """What a plan must do.
+
+    sequences  of a step over all ranks
+    limit      bytes of a GPU that may be used
+    offload    how far states may leave it: none, host, disk; auto where nothing fits otherwise
+    """
 
     sequences: int
     limit: float
     goal: str = "fastest"
+    offload: str = "auto"
 
 
 def search(model: ModelSpec, cluster: ClusterSpec, target: Target, evaluate: Evaluate) -> SearchResult:
-    """Return all plans of the table that fit, ranked by the goal. Raises ConfigError for an unknown goal."""
-    if target.goal not in GOALS:
-        raise ConfigError(f"--goal {target.goal!r} is unknown: pass one of {', '.join(GOALS)}.")
+    """Return all plans of the table that fit, ranked by the goal. Raises ConfigError for an unknown goal or offload."""
+    for option, value, choices in (("--goal", target.goal, GOALS), ("--offload", target.offload, OFFLOADS)):
+        if value not in choices:
+            raise ConfigError(f"{option} {value!r} is unknown: pass one of {', '.join(choices)}.")
     account = _Account(target.limit)
+    sizes = list(_sizes(cluster)) if target.goal == "fewest-gpus" else [cluster.gpus]
     rows: list[Row] = []
-    for gpus in _sizes(cluster) if target.goal == "fewest-gpus" else [cluster.gpus]:
+    for tiers, gpus in product(ROUNDS[target.offload], sizes):
         here = resized(cluster, gpus)
         rows += [
             row
-            for group in _groups(model, here, target, account)
+            for group in _groups(model, here, target, tiers, account)
             for row in _fitting(group, model, here, evaluate, account)
         ]
         if rows:
@@ -118,32 +142,38 @@ class _Account:
     def __init__(self, limit: float) -> None:
         self.limit, self.tried = limit, 0
         self._count: dict[str, int] = {}
-        self._nearest: dict[str, tuple[float, ParallelPlan]] = {}
+        self._nearest: dict[str, tuple[float, ParallelPlan, str]] = {}
 
-    def reject(self, reason: str, count: int = 1, plan: ParallelPlan | None = None, excess: float = 0.0) -> None:
-        """Count plans that were left out; `plan` missed by `excess` bytes."""
+    def reject(self, reason: str, count: int = 1) -> None:
+        """Count plans that were left out."""
         self.tried += count
         self._count[reason] = self._count.get(reason, 0) + count
-        if plan is not None and (reason not in self._nearest or excess < self._nearest[reason][0]):
-            self._nearest[reason] = excess, plan
+
+    def too_large(self, reason: str, count: int, plan: ParallelPlan, excess: float, arithmetic: str = "") -> None:
+        """Count plans that need more than there is, of which `plan` misses by `excess` bytes."""
+        self.reject(reason, count)
+        if reason not in self._nearest or excess < self._nearest[reason][0]:
+            self._nearest[reason] = excess, plan, arithmetic
 
     def rejected(self) -> list[Rejection]:
         """Return the reasons, the most frequent first."""
         rejections = []
         for reason, count in self._count.items():
-            excess, plan = self._nearest.get(reason, (0.0, None))
-            rejections.append(Rejection(reason, count, plan, excess))
+            excess, plan, arithmetic = self._nearest.get(reason, (0.0, None, ""))
+            rejections.append(Rejection(reason, count, plan, excess, arithmetic))
         return sorted(rejections, key=lambda rejection: -rejection.plans)
 
 
 # --- enumeration --------------------------------------------------------------------------------
 
 
-def _groups(model: ModelSpec, cluster: ClusterSpec, target: Target, account: _Account) -> Iterator[list[ParallelPlan]]:
+def _groups(
+    model: ModelSpec, cluster: ClusterSpec, target: Target, tiers: Tiers, account: _Account
+) -> Iterator[list[ParallelPlan]]:
     """Yield groups of plans that differ in the micro-batch alone, the smallest first."""
     for pp, dp, tp in _degrees(model, cluster, target.sequences, account):
         sequences = target.sequences // dp
-        for stage in (0, 1, 2, 3) if dp > 1 else (0,):
+        for stage, away in _stages(dp, tiers):
             for schedule in PIPELINES if pp > 1 else ("1f1b",):
                 for activations in ACTIVATIONS:
                     for sequence_parallel in (False, True) if tp > 1 and model.length % tp == 0 else (False,):
@@ -152,8 +182,17 @@ def _groups(model: ModelSpec, cluster: ClusterSpec, target: Target, account: _Ac
                             dp, tp, pp, stage, activations=activations, sequence_parallel=sequence_parallel,
                             schedule=schedule, virtual=virtual,
                         )  # fmt: skip
-                        plan = replace(plan, **_policies(stage, pp))
+                        plan = replace(plan, **_policies(stage, pp), **away)
                         yield list(_micro_batches(plan, sequences, len(model.blocks), account))
+
+
+def _stages(dp: int, tiers: Tiers) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield ZeRO stages with settings of tiers: weights leave the device at stage 3, even of one rank."""
+    for away in tiers:
+        if "params" in away:
+            yield 3, away
+        else:
+            yield from ((stage, away) for stage in ((0, 1, 2, 3) if dp > 1 else (0,)))
 
 
 def _policies(stage: int, pp: int) -> dict[str, Any]:
@@ -237,11 +276,20 @@ def _fitting(
         excess = estimate.memory.device - account.limit
         hosts = estimate.memory.host - cluster.host_memory
         if excess > 0 or hosts > 0:
-            reason = "the GPU's memory" if excess > 0 else "the host's memory"
-            account.reject(reason, len(group) - i, plan, excess if excess > 0 else hosts)
+            if excess > 0:
+                account.too_large("the GPU's memory", len(group) - i, plan, excess)
+            else:
+                account.too_large("the host's memory", len(group) - i, plan, hosts, _on_host(estimate.memory, cluster))
             return
         account.tried += 1
         yield Row(plan, estimate)
+
+
+def _on_host(memory: Memory, cluster: ClusterSpec) -> str:
+    """Write what a node's memory would hold."""
+    each = " + ".join(f"{name} {nbytes / 1e9:.2f}" for name, nbytes in memory.on_host.items())
+    ranks = memory.host / (sum(memory.on_host.values()) or memory.host)
+    return f"{ranks:.0f} x ({each}) = {memory.host / 1e9:.1f} GB of {cluster.host_memory / 1e9:.1f} GB" if each else ""
 
 
 def _explained(rows: list[Row]) -> list[Row]:
@@ -275,13 +323,14 @@ def _signed_seconds(value: float) -> str:
 
 
 class WhatIf(NamedTuple):
-    """One knob turned: what it does to memory (bytes) and to the step (seconds); device: bytes of a GPU then."""
+    """One knob turned: what it does to memory (bytes) and to the step (seconds); device, host: bytes of each then."""
 
     change: str
     plan: ParallelPlan
     memory: float
     seconds: float
     device: float
+    host: float = 0.0
 
 
 def what_if(row: Row, model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate) -> list[WhatIf]:
@@ -291,7 +340,7 @@ def what_if(row: Row, model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate
         estimate = evaluate(model, cluster, plan)
         memory = estimate.memory.allocated - row.estimate.memory.allocated
         seconds = estimate.seconds.mid - row.estimate.seconds.mid
-        changes.append(WhatIf(change, plan, memory, seconds, estimate.memory.device))
+        changes.append(WhatIf(change, plan, memory, seconds, estimate.memory.device, estimate.memory.host))
     return sorted(changes, key=lambda knob: knob.memory / max(knob.seconds / row.estimate.seconds.mid, 1e-3))
 
 
@@ -303,7 +352,8 @@ def _neighbours(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> I
     for stage in (plan.stage - 1, plan.stage + 1):
         if stage in (0, 1, 2, 3) and plan.dp > 1:
             moments = {"release": "auto", "reduce": "auto", **_policies(stage, plan.pp)}
-            yield f"zero.stage: {stage}", replace(plan, stage=stage, **moments)
+            if stage == 3 or plan.params == "none":
+                yield f"zero.stage: {stage}", replace(plan, stage=stage, **moments)
 
     for micro, accumulate in ((plan.micro_batch * 2, plan.accumulate / 2), (plan.micro_batch / 2, plan.accumulate * 2)):
         if micro == int(micro) and accumulate == int(accumulate) and (plan.pp == 1 or accumulate >= plan.pp):
@@ -315,6 +365,7 @@ def _neighbours(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> I
     if plan.precision == "bf16":
         master = "fp32" if plan.master == "split" else "split"
         yield f"zero.master: {master}", replace(plan, master=master)
+    yield from _tier_neighbours(plan)
     if plan.reduce_dtype == "fp32" and plan.dp > 1:
         yield "zero.reduce_dtype: bf16", replace(plan, reduce_dtype="bf16")
     now = settled(plan, cluster)
@@ -326,3 +377,17 @@ def _neighbours(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> I
         and plan.precision in ("bf16", "fp16")
     ):
         yield f"zero.reduce_scatter: {way.reduce_scatter}", way
+
+
+def _tier_neighbours(plan: ParallelPlan) -> Iterator[tuple[str, ParallelPlan]]:
+    """Yield the plans that differ in what leaves the device."""
+    for place in ("none", "host", "disk"):
+        if place != plan.offload:
+            moved = {"moments": "fp32", "fraction": 1.0} if place == "none" else {}
+            yield f"offload.optimizer: {place}", replace(plan, offload=place, **moved)
+        if place != plan.params and plan.stage == 3 and policies(plan)[0] != "every_step":
+            yield f"offload.params: {place}", replace(plan, params=place)
+    if plan.offload != "none":
+        moments = "fp32" if plan.moments == "bf16" else "bf16"
+        yield f"offload.moments: {moments}", replace(plan, moments=moments)
+        yield f"offload.fraction: {plan.fraction / 2:g}", replace(plan, fraction=plan.fraction / 2)

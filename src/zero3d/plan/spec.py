@@ -19,6 +19,8 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from zero3d.memory.offload import Offload
+
 KINDS = ("embedding", "block", "head")
 
 
@@ -218,7 +220,8 @@ class ClusterSpec:
     inside, across  links between GPUs of a node, and of two nodes
     host_memory     bytes of a node
     host_link       GPU to host memory, bytes per second and GPU
-    disk            bytes per second and node
+    host_bandwidth  of a node's memory, bytes per second, read and written, over all its GPUs' processes
+    disk            bytes per second and node, read and written in turns
     provenance      field name -> measured | datasheet | user
     """
 
@@ -230,6 +233,7 @@ class ClusterSpec:
     host_memory: float
     host_link: float = 20e9
     disk: float = 2e9
+    host_bandwidth: float = 100e9
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -248,10 +252,13 @@ class ParallelPlan:
     activations    none, full, every:K, selective
     schedule       of a pipeline: gpipe, 1f1b, interleaved, zero-bubble, zbv
     virtual        model chunks per rank of a pipeline
-    offload        none, host (optimizer states and their update on the host)
     exact          gradients are summed in one tree at any dp
     master         fp32, split (bf16 weight and a 16-bit remainder)
     reduce_scatter all-to-all (of 16-bit terms), native (sums of the backend), auto (by the rule: `states.settled`)
+    offload        where optimizer states are: none (on the device), host, disk
+    params         the same of weights that nothing needs now (stage 3)
+    fraction       share of optimizer states that leave the device, moments: fp32, bf16 (`memory.offload.Offload`)
+    executor       of updates off the device: device, host, auto (by the rule: `tier_time.chosen_executor`)
     """
 
     dp: int = 1
@@ -272,11 +279,23 @@ class ParallelPlan:
     exact: bool = False
     reduce_scatter: str = "auto"
     master: str = "fp32"
+    params: str = "none"
+    fraction: float = 1.0
+    moments: str = "fp32"
+    executor: str = "auto"
 
     @property
     def world(self) -> int:
         """Count the ranks."""
         return self.dp * self.tp * self.pp
+
+    @property
+    def tiers(self) -> Offload:
+        """What leaves the device, as the engine is told."""
+        return Offload(
+            self.offload, self.params, fraction=self.fraction, moments=self.moments,
+            executor=self.executor,
+        )  # fmt: skip
 
 
 # --- estimate -----------------------------------------------------------------------------------
@@ -293,6 +312,9 @@ class Memory:
     host       of the fullest node's memory
     parts      bytes by category at the instant of the peak; they add up to `allocated`
     instant    when that is, and on which rank class
+    disk       of the fullest node's disk
+    away       bytes of states that a rank has off the device: by place, then by category
+    on_host    what `host` is made of, for each process
     """
 
     states: float
@@ -302,6 +324,9 @@ class Memory:
     host: float
     parts: Mapping[str, float] = field(default_factory=dict)
     instant: str = ""
+    disk: float = 0.0
+    away: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    on_host: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,15 @@
     padding         those times the elements of its storage that are no parameter
 
 A rank whose shard of a unit is all padding has the master of it, but no m and v.
+
+Where states leave the device, optimizer states are records at every place (`memory.placement`), m and v of padding
+among them, and weights off the device are. What records take beyond parameters is padding, too: whole blocks off the
+device; on a disk each counts twice, for its two slots.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
@@ -16,9 +21,14 @@ from typing import NamedTuple
 
 from zero3d.distributed.choice import NATIVE, choose_algorithm
 from zero3d.distributed.degrees import Degrees
+from zero3d.errors import ConfigError
+from zero3d.memory.offload import DEVICE, DISK, HOST, Offload
+from zero3d.memory.placement import UnitStates, placed_records
+from zero3d.memory.scratch import update_bucket
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
+from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import (
     NO_BYTES,
     REMAINDER,
@@ -34,40 +44,125 @@ from zero3d.zero.stages import (
 NAMES = {2: "bf16", 4: "fp32", 8: "fp64"}
 
 
-class States(NamedTuple):
-    """Bytes of one rank: of parameters' states, and of the padding of their storages."""
+class Held(NamedTuple):
+    """Bytes of one rank at one place: of parameters' states, and of the padding of their storages."""
 
     states: StateBytes
     padding: Fraction
 
     @property
     def total(self) -> Fraction:
-        """Return all that the arena holds for the engine's life."""
+        """Return all that is held there for the engine's life."""
         return self.states.total + self.padding
 
 
-def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int = 0) -> States:
-    """Return what an engine holds on rank `dp_rank` of stage `pp_stage`. Raises ConfigError for what it refuses."""
+NOTHING = Held(NO_BYTES, Fraction(0))
+
+
+class States(NamedTuple):
+    """Bytes of one rank by place.
+
+    longest  bytes of the longest record off the device, by kind
+    bucket   elements of the longest record of optimizer states, wherever it is
+    """
+
+    device: Held
+    host: Held = NOTHING
+    disk: Held = NOTHING
+    longest: Mapping[str, int] = {}
+    bucket: int = 0
+
+    @property
+    def states(self) -> StateBytes:
+        """Return those of parameters' states on the device."""
+        return self.device.states
+
+    @property
+    def padding(self) -> Fraction:
+        """Return those of padding on the device."""
+        return self.device.padding
+
+    @property
+    def total(self) -> Fraction:
+        """Return all that the arena holds on the device for the engine's life."""
+        return self.device.total
+
+
+def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int = 0, device: str = "cuda") -> States:
+    """Return what an engine holds on rank `dp_rank` of stage `pp_stage`. Raises ConfigError for what it refuses.
+
+    device  type of the device, whose buckets records are cut by
+    """
     if plan.pp > 1:
         Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
-    return _states(model, states_key(plan), pp_stage, dp_rank)
+    tiers = replace(plan.tiers, executor="auto")
+    if tiers.params != "none" and (plan.stage != 3 or policies(plan)[0] == "every_step"):
+        raise ConfigError(
+            f"offload.params={tiers.params} with stage {plan.stage} and release {policies(plan)[0]}: weights leave the "
+            "device at stage 3 that are released after every use. Pass zero.stage=3 and zero.release=every_use, or "
+            "offload.params=none."
+        )
+    return _states(model, states_key(plan), tiers, update_bucket(device), pp_stage, dp_rank)
 
 
 def states_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all whose states and buffers are the same: the key under which these are computed once."""
     many = plan.accumulate if plan.exact else 1 if plan.accumulate == 1 else max(2, plan.pp)
-    return replace(plan, micro_batch=1, accumulate=many, activations="none", sequence_parallel=False, offload="none")
+    return replace(
+        plan, micro_batch=1, accumulate=many, activations="none", sequence_parallel=False, offload="none",
+        params="none", fraction=1.0, moments="fp32", executor="auto",
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
-def _states(model: ModelSpec, plan: ParallelPlan, pp_stage: int, dp_rank: int) -> States:
-    total = States(NO_BYTES, Fraction(0))
+def _states(model: ModelSpec, plan: ParallelPlan, tiers: Offload, bucket: int, pp_stage: int, dp_rank: int) -> States:
+    """Return a rank's bytes. plan: a `states_key`; bucket: elements of a record."""
+    units = [unit for units in rank_model(model, plan, pp_stage).units.values() for unit in units]
+    device = NOTHING
     rates: dict[tuple[bool, int, bool], StateBytes] = {}  # per parameter: the same for most units
-    for unit in (unit for units in rank_model(model, plan, pp_stage).units.values() for unit in units):
+    for unit in units:
         owns = plan.stage == 0 or dp_rank * unit.layout.shard < unit.used
-        rate = rates.setdefault((unit.trainable, unit.itemsize, owns), per_parameter(unit, plan, dp_rank))
-        total = States(total.states + rate.times(unit.layout.numel), total.padding + rate.total * unit.layout.padding)
-    return total
+        rate = rates.setdefault((unit.trainable, unit.itemsize, owns), per_parameter(unit, plan, tiers, dp_rank))
+        padding = device.padding + rate.total * unit.layout.padding
+        device = Held(device.states + rate.times(unit.layout.numel), padding)
+    if not tiers.states:
+        return States(device)
+    copies = {str(unit.copy_of).partition("/")[0] for part in model.parts for unit in part.units if unit.copy_of}
+    late = {ROOT, *(copies if plan.pp == 1 else ())}  # a forward needs the root first, and tied weights
+    return _with_records(device, sorted(units, key=lambda unit: unit.owner not in late), plan, tiers, bucket)
+
+
+def _with_records(device: Held, units: Sequence[RankUnit], plan: ParallelPlan, tiers: Offload, bucket: int) -> States:
+    """Return a rank's bytes with those of records. device: what else is there."""
+    places, longest, elements = {DEVICE: device, HOST: NOTHING, DISK: NOTHING}, dict[str, int](), 0
+    sums: dict[tuple[int, str, str], list[int]] = {}  # bytes of records, and what these take
+    for record in placed_records([unit_states(unit, plan, tiers) for unit in units], tiers, bucket):
+        both = sums.setdefault((record.unit, record.kind, record.place), [0, 0])
+        both[:] = both[0] + record.slots * record.nbytes, both[1] + record.held
+        if record.place != DEVICE:
+            longest[record.kind] = max(longest.get(record.kind, 0), record.nbytes)
+        elements = max(elements, record.elements if record.kind == "optimizer" else 0)
+    for (unit, kind, place), (nbytes, held) in sums.items():
+        (bytes_, padding), layout = places[place], units[unit].layout
+        category = "optimizer" if kind == "optimizer" else "parameters"
+        used = Fraction(layout.numel * nbytes, layout.total)
+        bytes_ = bytes_._replace(**{category: getattr(bytes_, category) + used})
+        places[place] = Held(bytes_, padding + held - used)
+    return States(places[DEVICE], places[HOST], places[DISK], longest, elements)
+
+
+def unit_states(unit: RankUnit, plan: ParallelPlan, tiers: Offload) -> UnitStates:
+    """Return what a rank updates of a unit, and the widths of its records."""
+    wide = WIDTHS[plan.precision].reduced
+    moment = 2 if tiers.moments == "bf16" else wide
+    elements = unit.layout.total if plan.stage == 0 else unit.layout.shard
+    return UnitStates(elements, unit.itemsize, master_bytes(unit, plan), 2 * moment, unit.trainable)
+
+
+def master_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
+    """Return the bytes per parameter of what is stored of masters beside the weights."""
+    wide, splits = WIDTHS[plan.precision].reduced, splits_master(plan.master, plan.precision)
+    return 0 if unit.itemsize == wide else REMAINDER if splits else wide
 
 
 def policies(plan: ParallelPlan) -> tuple[str, str]:
@@ -113,16 +208,15 @@ def summands_of_rank(plan: ParallelPlan) -> int:
     return max(2, plan.accumulate) if plan.exact and plan.pp > 1 else plan.accumulate
 
 
-def per_parameter(unit: RankUnit, plan: ParallelPlan, dp_rank: int = 0) -> StateBytes:
-    """Return the bytes per parameter (and per element of padding) of one unit on one rank."""
+def per_parameter(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: int = 0) -> StateBytes:
+    """Return the bytes per parameter (and per element of padding) of one unit on one rank, records apart."""
     release, reduce = policies(plan)
-    if not unit.trainable:
-        return frozen_bytes(plan.stage, plan.dp, unit.itemsize, release)
-    wide = WIDTHS[plan.precision].reduced
-    splits = splits_master(plan.master, plan.precision)
-    master = 0 if unit.itemsize == wide else REMAINDER if splits else wide
-    owns = plan.stage == 0 or dp_rank * unit.layout.shard < unit.used
-    return engine_bytes(
-        plan.stage, plan.dp, NAMES[unit.itemsize], release, reduce, summands_of_rank(plan),
-        optimizer=master + 2 * wide * owns, exact=plan.exact,
-    )  # fmt: skip
+    bytes_ = frozen_bytes(plan.stage, plan.dp, unit.itemsize, release)
+    if unit.trainable:
+        owns = plan.stage == 0 or dp_rank * unit.layout.shard < unit.used
+        moments = 2 * WIDTHS[plan.precision].reduced * owns
+        bytes_ = engine_bytes(
+            plan.stage, plan.dp, NAMES[unit.itemsize], release, reduce, summands_of_rank(plan),
+            optimizer=0 if tiers.states else master_bytes(unit, plan) + moments, exact=plan.exact,
+        )  # fmt: skip
+    return bytes_ if tiers.params == "none" else bytes_._replace(parameters=Fraction(0))

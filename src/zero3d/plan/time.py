@@ -5,8 +5,9 @@ recompute    its forwards that run again
 tp           all-reduces in forward and backward, and again where recomputed; what of them is not hidden
 bubble       the schedule's end less that rank's work: waits and hops (timeline.py)
 dp           gradients out, parameters in; at stage 3 per unit and micro-batch; what backward does not hide
-optimizer    bytes of states read and written, by the card's memory, or the host's where offloaded
-offload      gradients down and parameters up the host link
+optimizer    bytes of states read and written, by the card's memory
+offload      records that leave the device, and updates on the host, beyond the next forward; weights that are read for
+             gathers, beyond all computation (tier_time.py)
 fixed        a system's own per step and micro-batch: launching, data, logging
 """
 
@@ -23,10 +24,10 @@ from zero3d.plan.kernels import KERNELS, Kernels, PartWork, Shape, digest, part_
 from zero3d.plan.network import Group, Groups, exchange_seconds, gather_seconds, reduce_seconds, send_seconds
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.states import policies, reduced_width, sends_terms, settled, wire_width
+from zero3d.plan.tier_time import read_seconds, update_seconds
 from zero3d.plan.timeline import pipeline_seconds
 from zero3d.zero.stages import WIDTHS, resolve_policies, stage_row
 
-HOST_BANDWIDTH = constant("step", "host_bandwidth")  # that Adam gets of a node's memory, over all its GPUs
 WORKING = ("matrices", "attention", "rest", "recompute", "tp", "host")
 Collective = Callable[[float, Group, ClusterSpec], float]
 UNCERTAIN = constant("step", "low"), constant("step", "high")  # of mid
@@ -115,7 +116,8 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
     parts["bubble"] = end - sum(parts.values())
     numel = max(sum(known.numels[i] for chunk in cut[r :: plan.pp] for i in chunk) / plan.tp for r in range(plan.pp))
     parts["dp"] = _data(step, numel, end, plan.accumulate * sum(backward[rank :: plan.pp]))
-    parts |= _update(step, numel * known.trainable / known.params)
+    hidden = sum(forward[rank :: plan.pp]), sum(forward[rank :: plan.pp]) + sum(backward[rank :: plan.pp])
+    parts |= _update(step, numel, hidden)
     parts["fixed"] = pace.fixed
     mid = sum(parts.values())
     return Seconds(UNCERTAIN[0] * mid, mid, UNCERTAIN[1] * mid, parts)
@@ -224,19 +226,30 @@ def _exposed(communication: float, computation: float, hide: float) -> float:
     return (1 - hide) * communication + max(0.0, hide * communication - computation)
 
 
-def _update(step: _Step, trained: float) -> dict[str, float]:
+def _update(step: _Step, numel: float, hidden: tuple[float, float]) -> dict[str, float]:
     """Time optimizer and offload. Adam reads gradient, master, m, v, writes master, m, v, weight: 30 bytes.
 
     A split master is joined before it (16 bytes, in fp32 scratch) and split after it (36), where a stored one is cast
     (18 in scratch): 34 more.
+
+    hidden  seconds of a micro-batch's forward, and of that with its backward
     """
-    plan, cluster, kernels = step.plan, step.cluster, step.pace.kernels
-    share = trained / (plan.dp if stage_row(plan.stage).shards_optimizer else 1)
-    if plan.offload == "none":
-        bandwidth = kernels.rates_of(cluster.gpu).memory * cluster.gpu.bandwidth
-        touched, buckets = (30, 0.0) if plan.master == "fp32" else (64, share / update_bucket("cuda"))
-        return {"optimizer": touched * share / bandwidth + (100 + 10 * buckets) * kernels.launch}
-    return {
-        "optimizer": 30 * share / (HOST_BANDWIDTH / cluster.per_node),
-        "offload": (4 * share + 2 * share) / cluster.host_link,
-    }
+    plan, cluster, kernels, row = step.plan, step.cluster, step.pace.kernels, stage_row(step.plan.stage)
+    known = digest(step.model)
+    share = numel * known.trainable / known.params / (plan.dp if row.shards_optimizer else 1)
+    if plan.offload != "none" and not step.pace.as_zero3d:  # others' updates are on the host, and nothing hides them
+        return {
+            "optimizer": 30 * share / (cluster.host_bandwidth / cluster.per_node),
+            "offload": (4 * share + 2 * share) / cluster.host_link,
+        }
+    forward, both = hidden
+    gathers = 2 * plan.accumulate if policies(plan)[0] != "every_step" else 1
+    weights = WIDTHS[plan.precision].weight * numel / plan.dp
+    reads = read_seconds(plan, cluster, weights, gathers) - plan.accumulate * both
+    moving = update_seconds(plan, cluster, share) - forward
+    offload = {"offload": max(0.0, moving) + max(0.0, reads)} if plan.tiers.states else {}
+    on_device = share * (1 - plan.fraction) if plan.executor == "host" else share
+    bandwidth = kernels.rates_of(cluster.gpu).memory * cluster.gpu.bandwidth
+    records = plan.tiers.states or plan.master != "fp32"
+    touched, buckets = 64 if plan.master == "split" else 30, on_device / update_bucket("cuda") if records else 0.0
+    return {"optimizer": touched * on_device / bandwidth + (100 + 10 * buckets) * kernels.launch} | offload

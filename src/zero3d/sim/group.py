@@ -51,6 +51,11 @@ class FakeMesh(Mesh):
         self._backend, self._per_host = backend, per_host
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether it stands for ranks on CPUs."""
+        return self._backend == "gloo"
+
+    @property
     def local_world(self) -> int | None:
         """How many ranks a host would have; None where nobody says so, whatever is true of this process."""
         return self._per_host

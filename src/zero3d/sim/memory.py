@@ -39,6 +39,7 @@ BUFFERS, INPUTS, ACTIVATIONS, TEMPORARY = "buffers", "inputs", "activations", "t
 PADDING = "padding"
 CATEGORIES = (*STATES, *TRANSIENT, BUFFERS, INPUTS, ACTIVATIONS, TEMPORARY)
 NONE = Fraction(0)
+ELSEWHERE = -1  # the number of storages that are not in the device's memory
 DEVICE, META = torch.ops.prim.device.default, torch.device("meta")
 
 
@@ -108,7 +109,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def see(self, tensor: Tensor, category: str = TEMPORARY) -> Storage | None:
-        """Return a tensor's storage, newly logged if it was not known; None for one that takes no memory."""
+        """Return a tensor's storage, newly logged if it was not known; None for one that takes no memory here."""
         storage = tensor.untyped_storage()
         number = self._number(storage)
         if number is None:
@@ -121,7 +122,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._follow(storage, number)
             self._mark(position)
             self._change(number, nbytes, position)
-        return self._alive[number]
+        return self._alive.get(number)
 
     def on_borrow(self, category: str, buffer: Tensor, used: Fraction | int | None = None) -> None:
         """Label a buffer that the arena has lent, of whose elements so many are used (None: all)."""
@@ -129,6 +130,14 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if entry is not None:
             entry.category = category
             entry.padding = NONE if used is None else entry.nbytes - Fraction(used * buffer.dtype.itemsize)
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Forget a storage, from now on: it is not in the device's memory."""
+        storage = tensor.untyped_storage()
+        key, number = id(storage), self._number(storage)
+        if number is not None:
+            self._change(number, -self._alive.pop(number).nbytes)
+        self._known[key] = weakref.ref(storage, lambda _: self._known.pop(key)), ELSEWHERE
 
     def name(self, tensor: Tensor, module: str) -> None:
         """Write at a tensor's storage that it was made for this module."""
@@ -146,7 +155,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Log that a storage has been freed or filled in place."""
         number = self._number(storage)
-        if number is not None:
+        if number is not None and number != ELSEWHERE:
             entry = self._alive[number]
             change, entry.nbytes = storage.nbytes() - entry.nbytes, storage.nbytes()
             self._change(number, change)
@@ -189,7 +198,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.log = Log(list(self._alive.values()), array("q"), array("q"), [])
         for reference, number in list(self._known.values()):
             storage = reference()
-            if storage is not None:
+            if storage is not None and number != ELSEWHERE:
                 self._follow(storage, moved[number])
         self.live = 0
         for number, living in self._alive.items():
@@ -220,3 +229,9 @@ class ObservedArena(Arena):
         buffer = super().borrow(category, elements, dtype)
         self._log.on_borrow(category, buffer)
         return buffer
+
+    def elsewhere(self, nbytes: int) -> Tensor:
+        """Return what stands for memory of the host or a disk."""
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._log.leave_out(memory)
+        return memory

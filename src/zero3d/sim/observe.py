@@ -41,9 +41,21 @@ class Observation:
 
     @property
     def states(self) -> tuple[StateEntry, ...]:
-        """Return the bytes of model states and padding."""
-        held = {entry.category: entry for entry in self.engine.memory}
-        return tuple(StateEntry(name, held[name].measured, held[name].planned or 0) for name in STATES)
+        """Return the bytes of model states and padding on the device."""
+        here = self.engine.arena.place
+        return tuple(StateEntry(*entry) for entry in self._entries if entry[-1] == here)
+
+    @property
+    def away(self) -> tuple[StateEntry, ...]:
+        """Return those on the host and on a disk."""
+        here = self.engine.arena.place
+        return tuple(StateEntry(*entry) for entry in self._entries if entry[-1] != here)
+
+    @property
+    def _entries(self) -> Iterator[tuple[str, int, int, str]]:
+        for entry in self.engine.memory:
+            if entry.category in STATES:
+                yield entry.category, entry.measured, entry.planned or 0, entry.place
 
     @property
     def traffic(self) -> tuple[TrafficEntry, ...]:

@@ -1,14 +1,15 @@
 """Functions of torch and transformers that are replaced for the time of a block, and why.
 
 What is ours is not patched: a dry run is given a mesh, an arena and peers of its own (`group`, `memory`, `peers`).
-Left are functions of others that nothing can be passed to, and two of ours whose callers know no mesh:
+Left are functions of others that nothing can be passed to, and some of ours whose callers know no mesh:
 
     torch.UntypedStorage.resize_          no operator, so that no dispatch mode sees it       `hear_resizes`
     PipelineStage's votes, _batch_p2p     they read values; they let go of tensors            `standing_in`
     transformers' packed sequences        reads values of positions                           `without_values`
     RankRandom.begin                       reads the bytes of a generator's state              `without_values`
-    precision._CHUNK                      casts on a CPU go chunk by chunk for its cache,     `standing_in`
-                                          on the accelerator that it stands for at once
+    precision._CHUNK, scratch.IN_CACHE    casts on a CPU go chunk by chunk for its cache,     `standing_in`
+                                          on the accelerator that it stands for at once; buckets are shorter there
+    engine.tiers' Builder, Tiers          they map memory, open files and start threads       `tiers.dry_tiers`
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from zero3d import precision
+from zero3d.memory import scratch
 from zero3d.tensor_parallel.regions import RankRandom
 
 WHOLE = 1 << 62  # elements: more than there are
@@ -136,4 +138,5 @@ def standing_in(backend: str, packed: bool) -> Iterator[None]:
         stack.enter_context(without_values(packed))
         if backend != "gloo":
             stack.enter_context(replaced(precision, "_CHUNK", WHOLE))
+            stack.enter_context(replaced(scratch, "IN_CACHE", ()))
         yield

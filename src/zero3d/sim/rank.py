@@ -42,6 +42,7 @@ from zero3d.sim.repeats import micro_batches_to_run, traffic_of_all, work_of_all
 from zero3d.sim.replay import peak_of, timeline_of
 from zero3d.sim.request import Request
 from zero3d.sim.result import RankResult, to_json
+from zero3d.sim.tiers import dry_tiers
 
 STEPS = 1000  # of the learning rate's schedule, where the configuration counts epochs
 
@@ -55,7 +56,7 @@ def dry_run(
     per_host  ranks on each host; None: on one
     """
     begun = time.monotonic()
-    with fake_group(rank, world), standing_in(backend, config.data.packing):
+    with fake_group(rank, world), standing_in(backend, config.data.packing), dry_tiers():
         mesh = FakeMesh(config.mesh.dp, config.mesh.tp, config.mesh.pp, backend, per_host)
         place, m = mesh.place, resolve_batch(config.train, mesh.dp).accumulate
         schedule = Schedule.of(config.mesh.schedule)
@@ -70,7 +71,7 @@ def dry_run(
             rank, *place, alike, len(alike) * mesh.tp, step.elements, step.states, peak_of(step.log),
             timeline_of(step.log), traffic, work_of_all(step.work, ran[1], m),
             step.actions, orders(step.engine, schedule.name, m),
-            time.monotonic() - begun, most_resident(),
+            time.monotonic() - begun, most_resident(), step.away,
         )  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> Observation:
         check_packing(opened.module, batch.micro_batch)
     options = forward_options(opened.module)
     shape = (batch.micro_batch, config.data.length)
-    plain = replace(config, train=replace(config.train, compile=False))
+    plain = replace(config, train=replace(config.train, compile=False), output=config.output or "simulated")
 
     rows, me = norms_of_group(config, mesh, opened.module), mesh.place.pp * mesh.tp + mesh.place.tp
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:

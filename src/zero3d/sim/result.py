@@ -78,11 +78,12 @@ class Timeline:
 
 @dataclass(frozen=True)
 class StateEntry:
-    """Bytes of one category: held by the arena, and by formula (stages.engine_bytes; padding from the layouts)."""
+    """Bytes of one category at a place: held by an arena, and by formula (stages.engine_bytes, layouts, records)."""
 
     category: str
     held: int
     formula: int
+    place: str = "device"
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class RankResult:
     alike        dp ranks of the same pipeline stage that hold and do the same, this one's among them
     stands_for   ranks in all: those, each with all its tp ranks
     elements     parameters that this rank's units have, padding apart
+    states       on the device; `away`: on the host and on a disk
     seconds, resident  what the simulation took, and the most memory of its process in bytes
     """
 
@@ -142,6 +144,7 @@ class RankResult:
     orders: tuple[tuple[PipelineAction, ...], ...]
     seconds: float
     resident: int
+    away: tuple[StateEntry, ...] = ()
 
     def flops(self, phase: str) -> int:
         """Return the FLOPs of a phase: forward, backward or recomputed."""

@@ -6,6 +6,8 @@ OUTPUT/
   checkpoints/    step-N: the last few and the best; best -> step-N
   hf/             the final weights, for from_pretrained; written as .hf.new, renamed when complete
   loss.png, trace-rank-0.json, tensorboard/
+  offload/        states on a disk, where a run has any and names no folder for them
+  .run            a number of its own, by which it knows what it has left in another folder
   .lock           while a run writes (lock.py)
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -23,14 +26,17 @@ from pathlib import Path
 
 from zero3d.checkpoint.folders import checkpoints, complete_steps, discard, find, tidy
 from zero3d.config import load
+from zero3d.config.offload import FOLDER
 from zero3d.errors import CheckpointError, ConfigError, short
 from zero3d.reading import Unreadable, parse_object
 from zero3d.train.lock import LOCK, FolderLock
 
 WRITTEN = (
     "config.yaml", "metrics.jsonl", "checkpoints", "hf", ".hf.new", ".hf.old", "loss.png", "trace-rank-0.json",
-    "tensorboard", "wandb",
+    "tensorboard", "wandb", ".run",
 )  # fmt: skip
+RUN, LONGEST_ID = ".run", 64
+NO_WORK = (LOCK, RUN, FOLDER)  # of entries that may be there before a run has done anything
 AUTO = "auto"
 FOREIGN = "has no config.yaml of a run that names it, so no run wrote it"
 
@@ -122,18 +128,23 @@ class Folder:
         if overwrite and self.used:
             self._clear()
         tidy(self.checkpoints)
+        if not self.run_id:
+            self._write("run", self.root / RUN, secrets.token_hex(8))
 
     def write_config(self, text: str) -> None:
         """Write config.yaml, the first thing of a run, whole or not at all: it marks the folder. Raises ConfigError."""
-        fresh = self.config.with_suffix(".tmp")
+        self._write("config", self.config, text)
+
+    def _write(self, stem: str, path: Path, text: str) -> None:
+        fresh = self.root / f"{stem}.tmp"
         try:
             fresh.write_text(text)
-            fresh.replace(self.config)
+            fresh.replace(path)
         except OSError as error:
             with suppress(OSError):
                 fresh.unlink(missing_ok=True)
             raise ConfigError(
-                f"{self.config.resolve()} cannot be written ({error.strerror}): choose another with output=FOLDER."
+                f"{path.resolve()} cannot be written ({error.strerror}): choose another with output=FOLDER."
             ) from error
 
     @property
@@ -143,7 +154,15 @@ class Folder:
 
     def _names(self) -> Iterator[str]:
         """Yield the names of the folder's entries; a lock is nobody's work."""
-        return (entry.name for entry in self.root.iterdir() if entry.name != LOCK)
+        return (entry.name for entry in self.root.iterdir() if entry.name not in NO_WORK)
+
+    @property
+    def run_id(self) -> str:
+        """The run's number, nothing before it has one."""
+        try:
+            return (self.root / RUN).read_text(errors="replace")[:LONGEST_ID]
+        except OSError:
+            return ""
 
     @property
     def of_a_run(self) -> bool:

@@ -28,7 +28,7 @@ from zero3d.memory.arena import device_values
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
 from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
-from zero3d.train.loop_state import LoopState
+from zero3d.train.loop_state import RUN, LoopState
 from zero3d.train.metrics import Metrics, Record
 from zero3d.train.nonfinite import none_applied, skip_limit, too_many_skips
 from zero3d.train.plan_check import PlanCheck
@@ -39,6 +39,8 @@ from zero3d.train.stop import Stopped, StopRequest
 from zero3d.train.traffic import TrainingTraffic
 from zero3d.zero.health import check_weights
 from zero3d.zero.optimizer import OVERFLOW
+
+NEVER = -1  # no number of applied steps
 
 
 class Loop:
@@ -75,9 +77,12 @@ class Loop:
         device = engine.mesh.device
         self._device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
-    def resume(self, state: LoopState, checkpoint: Path) -> None:
-        """Continue from a checkpoint that was loaded."""
-        self.state, self.checkpoint, self.engine.health.in_a_row = state, checkpoint, state.in_a_row
+    def resume(self, state: LoopState, checkpoint: Path | None, from_slots: bool = False) -> None:
+        """Continue from a checkpoint that was loaded, or from slots of a later step than the newest checkpoint."""
+        self.state, self.engine.health.in_a_row = state, state.in_a_row
+        self.checkpoint = checkpoint or self.checkpoint
+        if from_slots:
+            self._steps_at_save = NEVER
 
     def run(self, steps: int, metrics: Metrics, progress: Progress) -> None:
         """Train up to step `steps`. Raises Stopped, after a checkpoint, when a signal asks for it; NonFiniteError."""
@@ -103,6 +108,9 @@ class Loop:
                 due = stop_signal or _due(step, self.config.checkpoint.every) or self._best_is_new(record)
                 if last or (due and not self.stuck):
                     self.save(record)
+                if record["applied"]:
+                    run = self.folder.run_id if self.engine.world.rank == 0 else ""
+                    self.engine.note({RUN: run, **asdict(self.state)})
                 if stop_signal and not last:
                     self.engine.optimizer.settle()  # this process ends at once
                     raise Stopped(stop_signal, self._kept(step))

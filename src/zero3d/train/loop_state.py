@@ -11,6 +11,8 @@ from zero3d.checkpoint.fields import Field
 from zero3d.checkpoint.folders import MANIFEST
 from zero3d.errors import ConfigError
 
+RUN = "run"  # beside the loop's state in a note: the number of the run that wrote it
+
 
 @dataclass(frozen=True)
 class LoopState:
@@ -32,16 +34,21 @@ class LoopState:
     def of(cls, saved: Mapping[str, Any]) -> LoopState:
         """Return the state that a checkpoint has kept."""
         best = saved["best"]
-        return cls(**{**saved, "best": None if best is None else (int(best[0]), float(best[1]))})
+        known = {name: value for name, value in saved.items() if name != RUN}
+        return cls(**{**known, "best": None if best is None else (int(best[0]), float(best[1]))})
 
 
 def check_loop_state(checkpoint: Path, saved: Mapping[str, Any] | None, applied: int) -> Mapping[str, Any]:
-    """Return what the loop has saved, checked; the engine has `applied` steps. Raises CheckpointError, ConfigError."""
+    """Return what the loop has saved, checked; the engine has `applied` steps. Raises CheckpointError, ConfigError.
+
+    checkpoint  a folder, or the note of a step in slots
+    """
     if saved is None or "position" not in saved:
         raise ConfigError(
             f"{checkpoint} was saved by engine.save, not by zero3d train: it does not say how far the data is."
         )
-    loop = Field(str(checkpoint / MANIFEST), "loop", saved)
+    file = checkpoint if checkpoint.suffix == ".json" else checkpoint / MANIFEST
+    loop = Field(str(file), "loop", saved)
     skipped = loop.entry("skipped").integer()
     loop.entry("step").one_of(applied + skipped)
     loop.entry("tokens").integer()

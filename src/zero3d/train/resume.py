@@ -7,16 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from zero3d.checkpoint.folders import checkpoints
 from zero3d.config import Config
 from zero3d.data.batches import BatchStream
 from zero3d.distributed.agreement import agree
+from zero3d.distributed.collectives import broadcast_ints
 from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError, ConfigError, NonFiniteError
 from zero3d.setup.inputs import Inputs, steps_of_run
 from zero3d.setup.schedule import group_settings, rate, reset_settings
 from zero3d.train.folder import AUTO, Folder
-from zero3d.train.loop_state import check_loop_state
-from zero3d.train.resume_hints import ResumeHints, older_hint
+from zero3d.train.loop_state import RUN, check_loop_state
+from zero3d.train.resume_hints import ANEW, ResumeHints, older_hint
 from zero3d.train.start import Start
 from zero3d.zero.health import check_weights
 
@@ -25,6 +27,17 @@ def find_checkpoint(config: Config, start: Start, engine: Engine) -> Path | None
     """Return the checkpoint to resume from, or None. Raises CheckpointError."""
     folder = Folder(Path(config.output or "."))
     return agree(engine.world.patient, lambda: folder.resume_from(start.resume))
+
+
+def choose_slots(config: Config, start: Start, engine: Engine, checkpoint: Path | None) -> bool:
+    """Say whether `auto` goes on from slots of a disk: this run's, of a later step than its newest checkpoint."""
+    slots = engine.slots if start.resume == AUTO else None
+    if slots is None:
+        return False
+    folder = Folder(Path(config.output or "."))
+    own = slots.loop is not None and bool(folder.run_id) and slots.loop.get(RUN) == folder.run_id
+    newer = checkpoint is None or slots.step > max(checkpoints(folder.checkpoints), default=-1)
+    return bool(broadcast_ints(engine.world, [int(own and newer)])[0])
 
 
 def load(config: Config, start: Start, engine: Engine, checkpoint: Path) -> Mapping[str, Any] | None:
@@ -40,18 +53,29 @@ def load(config: Config, start: Start, engine: Engine, checkpoint: Path) -> Mapp
 
 
 def restore(
-    config: Config, start: Start, inputs: Inputs, engine: Engine, stream: BatchStream, checkpoint: Path | None
+    config: Config,
+    start: Start,
+    inputs: Inputs,
+    engine: Engine,
+    stream: BatchStream,
+    checkpoint: Path | None,
+    from_slots: bool = False,
 ) -> tuple[Mapping[str, Any] | None, int]:
-    """Load a checkpoint into engine and stream; return what the loop had saved, and the steps of the whole run.
+    """Load a checkpoint, or slots, into engine and stream; return what the loop had saved, and the run's steps.
 
     Settings of the optimizer and of the schedule stay those of `config`. Raises what engine and stream do,
     ConfigError, and NonFiniteError.
     """
-    if checkpoint is None:
-        return None, inputs.steps
     configured = group_settings(engine.optimizer.torch)
-    saved = check_loop_state(checkpoint, load(config, start, engine, checkpoint), engine.steps)
-    remedy = f"{checkpoint} holds them. {older_hint(checkpoint)}"
+    if from_slots and engine.slots is not None:
+        checkpoint = engine.slots.path
+        saved = check_loop_state(checkpoint, engine.load_slots(), engine.steps)
+        remedy = f"{checkpoint.parent} holds them: remove it to go on from a checkpoint, or {ANEW}."
+    elif checkpoint is not None:
+        saved = check_loop_state(checkpoint, load(config, start, engine, checkpoint), engine.steps)
+        remedy = f"{checkpoint} holds them. {older_hint(checkpoint)}"
+    else:
+        return None, inputs.steps
     check_weights(engine.units, engine.dp, engine.world, NonFiniteError, remedy)
     stream.restore(saved["position"])
     steps, done = steps_of_run(config, inputs.data, inputs.batch, saved["step"], stream.taken), saved["step"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero3d.checkpoint.folders import tidied_path
-from zero3d.config import Batch, Config, to_yaml
+from zero3d.config import Batch, Config, offload_of, to_yaml
 from zero3d.data.batches import BatchStream
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import broadcast_ints
@@ -31,7 +31,7 @@ from zero3d.train.measure import Activations, MemoryRow, memory_rows
 from zero3d.train.metrics import Metrics, Record, losses
 from zero3d.train.plan_check import CHECKED_STEP, PlanCheck, plan_run
 from zero3d.train.progress import Progress
-from zero3d.train.resume import find_checkpoint, restore
+from zero3d.train.resume import choose_slots, find_checkpoint, restore
 from zero3d.train.sample import sample
 from zero3d.train.start import Start, check_start
 from zero3d.train.traffic import SessionCounts, TrafficRow, traffic_rows
@@ -90,7 +90,8 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock) -> 
     engine = build_engine(config, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
     stream = _stream(config, inputs, engine)
     checkpoint = find_checkpoint(config, start, engine)
-    saved, steps = restore(config, start, inputs, engine, stream, checkpoint)
+    from_slots = choose_slots(config, start, engine, checkpoint)
+    saved, steps = restore(config, start, inputs, engine, stream, checkpoint, from_slots)
     folder = open_folder(config, start, engine, checkpoint, lock)
     config = with_output(config, folder.root)
     notes = (*inputs.opened.notes, *inputs.data.notes, plan if isinstance(plan, str) else None, lock.note)
@@ -100,9 +101,11 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock) -> 
     loop = Loop(config, engine, stream, inputs.data.validation, folder, options, flops)
     if inputs.steps >= CHECKED_STEP:
         loop.plan_check = PlanCheck(config, engine, None if isinstance(plan, str) else plan)
-    if saved is not None and checkpoint is not None:
-        loop.resume(LoopState.of(saved), tidied_path(checkpoint))
-        progress.say(f"going on from {loop.checkpoint}, after step {loop.state.step}")
+    if saved is not None:
+        loop.resume(LoopState.of(saved), None if checkpoint is None else tidied_path(checkpoint), from_slots)
+        newer = f"newer than {loop.checkpoint.name if checkpoint else 'no checkpoint'}"
+        source = f"the slots in {offload_of(config).directory}, {newer}" if from_slots else loop.checkpoint
+        progress.say(f"going on from {source}, after step {loop.state.step}")
         progress.say(engine.resumed)
     earlier = folder.keep_metrics(loop.state.step) if engine.world.rank == 0 else []
     activations = Activations(engine)

@@ -43,12 +43,15 @@ class Order:
         self._place = 0
 
     def follow(self, unit: Unit) -> list[Unit]:
-        """Record a gather, and return those that are planned next; none behind one that was not planned."""
+        """Record a gather, and return those that are planned next; none behind one that was not planned.
+
+        One more than are gathered ahead: its shard may have a long way.
+        """
         self._record.append(unit)
         if unit not in self._plan[self._place :]:
             return []
         self._place = self._plan.index(unit, self._place) + 1
-        return self._plan[self._place : self._place + WINDOW]
+        return self._plan[self._place : self._place + WINDOW + 1]
 
 
 class Gathers:
@@ -158,7 +161,10 @@ class Gathers:
                 unit.weights.gather()
 
     def _look_ahead(self, planned: Sequence[Unit]) -> None:
-        for unit in planned:
+        for unit in planned[WINDOW:]:
+            if unit.weights.state is State.SHARDED:
+                unit.weights.place.ahead()
+        for unit in planned[:WINDOW]:
             if len(self._ahead) >= WINDOW:
                 return
             if unit.weights.state is State.SHARDED:

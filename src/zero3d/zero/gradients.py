@@ -4,6 +4,9 @@
     shard   [total/N]  reduced dtype; the sum over ranks of this rank's slice
     pieces             1-D views of parameters' parts in either, for the optimizer; made anew only where it moves
 
+Note 0, shards on the host (stages 2 and 3). A reduction goes to a bucket on the device, with what the shard has come
+back to it first where it adds; the bucket then goes to the host. The bits are those of a shard on the device.
+
 Note 1, where the sum may live. When local gradients already have the reduced dtype and the whole
 buffer is kept, the shard is this rank's slot of the buffer. Gradients that arrive after a
 reduction would overwrite it, so it is stashed until the next reduction has been added.
@@ -37,6 +40,7 @@ class Gradients:
         self._filled: set[int] = set()
         self._summed = False  # the shard already holds a sum of this step
         self._stash: Tensor | None = None  # Note 1
+        self._arriving: Tensor | None = None  # Note 0
         self._pending = DONE
         self._gathering: Pending | None = None  # stage 0, since the sum was there
         self._keep(dtype)
@@ -57,6 +61,8 @@ class Gradients:
             self._use(arena.allocate("gradients", layout.total, layout.numel, self._local))
         if self.full is not None and self._local == self._wide:
             self.shard = setting.slot(self.full)
+        elif self._name in setting.kept:
+            self.shard = setting.kept[self._name]
         else:
             self.shard = arena.allocate("gradients", layout.shard, layout.used_per_shard, policy.master)
 
@@ -185,7 +191,12 @@ class Gradients:
         assert self.full is not None
         add = self._summed and not self._in_place
         wire = self.travels if single else self._wire
-        self._pending = self._setting.comm.reduce_scatter(self.full, self.shard, self._name, wire, add)
+        shard = self.shard
+        if self._name in self._setting.kept:
+            shard = self._arriving = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype)
+            if add:
+                shard.copy_(self.shard, non_blocking=True)
+        self._pending = self._setting.comm.reduce_scatter(self.full, shard, self._name, wire, add)
         self.state = State.REDUCING
 
     def finish(self) -> None:
@@ -193,6 +204,10 @@ class Gradients:
         if self.state is not State.REDUCING:
             return
         self._pending.wait()
+        if self._arriving is not None:
+            self.shard.copy_(self._arriving, non_blocking=True)
+            self._arena.give_back("bucket", self._arriving)
+            self._arriving = None
         if self._stash is not None:
             self.shard.add_(self._stash)
             self._drop_stash()

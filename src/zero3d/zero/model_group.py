@@ -188,7 +188,7 @@ class ModelGroup:
         terms = [grad for name, grad in grads if name in self._cuts.partial]
         if not terms:
             return
-        flat = torch.cat(terms)
+        flat = torch.cat([term.to(self._comm.device) for term in terms])
         self.summed = flat.numel()
         total = self._cuts.tp.exchange(flat).sum(0)
         for term, values in zip(terms, torch.split(total, [term.numel() for term in terms]), strict=True):
@@ -201,7 +201,8 @@ class ModelGroup:
                 continue
             shard = tied.unit.gradients.shard
             if tied.local_twin is None:
-                shard.add_(self._across.trade(shard, tied.peer, tied.unit.name))
+                of_peer = self._across.trade(shard.to(self._across.device), tied.peer, tied.unit.name)
+                shard.add_(of_peer.to(shard.device))
             elif not tied.copy:
                 shard.add_(tied.local_twin.gradients.shard)
                 tied.local_twin.gradients.shard.copy_(shard)
@@ -219,7 +220,8 @@ class ModelGroup:
                 flag = torch.tensor([float(written_here)], dtype=torch.float64, device=self._across.device)
                 written_by_peer = self._across.read(self._across.trade(flag, tied.peer, tied.unit.name), [0.0])[0] > 0
                 if written_here or written_by_peer:
-                    values = self._across.trade(joined(weights.masters.read(0, numel)), tied.peer, tied.unit.name)
+                    own = joined(weights.masters.read(0, numel)).to(self._across.device)
+                    values = self._across.trade(own, tied.peer, tied.unit.name)
                     if written_by_peer and (tied.copy or not written_here):
                         _overwrite(tied.unit, values)
             elif tied.unit in written and not (tied.copy and tied.local_twin in written):
@@ -227,7 +229,8 @@ class ModelGroup:
 
     def norms(self, pieces: Sequence[PieceNorm], cells: int, dtype: torch.dtype) -> Norms:
         """Return the norm of the group's gradients in every cell; `pieces`: this rank's, by cell, in model order."""
-        norms = torch.stack([p.norm for p in pieces] or [torch.zeros((), dtype=dtype, device=self._comm.device)])
+        device = self._comm.device  # gradients may be on the host
+        norms = torch.stack([p.norm for p in pieces] or [torch.zeros((), dtype=dtype, device=device)]).to(device)
         if self._table is None and not self.alone:
             self._table = self._arrange([NormKey(p.cell, p.place, p.name in self._cuts.cut) for p in pieces])
         if self._table is None or not self._table.cells:  # alone, or all of this dp rank's shards are padding
@@ -284,6 +287,8 @@ def _norm_by_cell(norms: Tensor, cells: Sequence[int], count: int) -> Tensor:
 
 def _overwrite(unit: Unit, masters: Tensor) -> None:
     """Give a gathered unit other values, and use them up; (N-1)/N Psi elements over the dp axis above stage 0."""
+    if unit.weights.records is not None:
+        unit.weights.records.records.discard()
     unit.weights.masters.write(0, masters)
     unit.weights.refresh().wait()
     if unit.weights.sharded:

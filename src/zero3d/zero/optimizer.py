@@ -43,6 +43,7 @@ from zero3d.zero.model_group import NONE, ModelGroup, Norms, PieceNorm
 from zero3d.zero.param_groups import NOT_ELEMENTWISE, refuse_kind
 from zero3d.zero.record_masters import absent
 from zero3d.zero.record_updates import RecordUpdates
+from zero3d.zero.streams import wait_for_device
 from zero3d.zero.unit import Unit
 from zero3d.zero.updates import MasterPiece, frozen_options, portions_of, update
 
@@ -117,6 +118,7 @@ class ShardedOptimizer:
         self.torch = build([[p.master for p in self.pieces if p.group == g] for g in range(groups)])
         if type(self.torch).__name__ in NOT_ELEMENTWISE:
             refuse_kind(self.torch)
+        self._store_first()
         self._prefill()
 
     @property
@@ -156,23 +158,38 @@ class ShardedOptimizer:
             device = owned.master.device if fused[id(owned.master)] else "cpu"
             self.torch.state[owned.master] = {"step": torch.zeros((), dtype=dtype, device=device)}
             for key in ("exp_avg", "exp_avg_sq"):
-                self._put_state(owned, key)
+                self.put_state(owned, key)
 
-    def _put_state(self, owned: MasterPiece, key: str) -> None:
+    def _store_first(self) -> None:
+        """Put the states that an optimizer makes when it is built into records, where their pieces are in some."""
+        of_bucket: dict[int, list[MasterPiece]] = {}
+        for owned in self.pieces:
+            if owned.records is not None and any(map(_is_flat, self.torch.state.get(owned.master, {}).values())):
+                of_bucket.setdefault(owned.bucket.record, []).append(owned)
+        for pieces in of_bucket.values():
+            assert pieces[0].records is not None
+            with pieces[0].records.opened(pieces[0].bucket) as fields:
+                for owned in pieces:
+                    states, start = self.torch.state[owned.master], owned.piece.offset - owned.bucket.start
+                    for key in [key for key, value in states.items() if _is_flat(value)]:
+                        fields[key][start : start + owned.master.numel()].copy_(states[key])
+                        states[key] = absent(states[key])
+
+    def put_state(self, owned: MasterPiece, key: str) -> None:
         """Give the torch optimizer the piece's view of a state, or what stands for one in a record."""
         dtype = owned.master.dtype
         view = self.state_view(owned, key, dtype) if owned.records is None else absent(owned.master)
         self.torch.state[owned.master][key] = view
 
     def state_view(self, owned: MasterPiece, key: str, dtype: torch.dtype) -> Tensor:
-        """Return the piece's view of its unit's flat buffer for this state, which is made on first use; or of its record.
+        """Return the piece's view of a state: in its unit's flat buffer, which is made on first use, or in its record.
 
         A record may be written while it is open (`in_batches`), else only read.
         """
         weights = owned.unit.weights
         if owned.records is not None:
-            ((bucket, low, high),) = owned.records.within(owned.piece.offset, owned.piece.offset + owned.master.numel())
-            return owned.records.view(bucket, key)[low - bucket.start : high - bucket.start]
+            start = owned.piece.offset - owned.bucket.start
+            return owned.records.view(owned.bucket, key)[start : start + owned.master.numel()]
         if (owned.unit.name, key) not in self._flat:
             numel = weights.shard_or_full.numel()
             self._flat[owned.unit.name, key] = self._arena.allocate("optimizer", numel, weights.used, dtype)
@@ -187,11 +204,6 @@ class ShardedOptimizer:
                 key: self.state_view(owned, key, value.dtype) for key, value in states.items() if _is_flat(value)
             }
         return states
-
-    def fill_state(self, owned: MasterPiece, key: str, fill: Callable[[Tensor], None]) -> None:
-        """Have a piece's state written by `fill`, one that there was not included; within `in_batches`."""
-        fill(self.state_view(owned, key, owned.master.dtype))
-        self._put_state(owned, key)
 
     def in_batches(self) -> Iterator[Sequence[MasterPiece]]:
         """Yield all pieces, some at a time, whose masters and states may be written until the next are yielded."""
@@ -239,6 +251,8 @@ class ShardedOptimizer:
         for unit in self._units:
             unit.gradients.gather()
         grads = [unit.gradients.owned for unit in self._units]
+        if any(grad.device != self._arena.device for grad in grads):
+            wait_for_device(self._arena.device)
         multiply(grads, 1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0)
         norms = self._norms()
         norm, even = self._over_dp(norms)
@@ -346,7 +360,7 @@ class ShardedOptimizer:
         self._comm.leave_under_way([unit.weights.send()])
 
     def wait(self) -> None:
-        """Wait for new weights below stage 3, updated and gathered; whatever touches one of their parameters waits, too."""
+        """Wait for new weights below stage 3; whatever touches one of their parameters waits, too."""
         for unit in self._units:
             if unit.weights.arriving:
                 unit.weights.ready()
@@ -355,6 +369,7 @@ class ShardedOptimizer:
         """Complete the last step: updates that are due are made, also at stage 3, and new weights are there."""
         if self.updates is not None:
             self.updates.finish()
+            wait_for_device(self._arena.device)  # some of it goes to the host
         self.wait()
 
     def _cast(self) -> None:
@@ -397,6 +412,6 @@ def _differs(state: dict[str, Any], known: dict[str, Any]) -> bool:
 def multiply(grads: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply in place; skipped when the factor is exactly 1."""
     if isinstance(factor, Tensor) and grads:
-        torch._foreach_mul_(list(grads), factor.to(grads[0].dtype))
+        torch._foreach_mul_(list(grads), factor.to(grads[0].device, grads[0].dtype))
     elif grads and factor != 1.0:
         torch._foreach_mul_(list(grads), factor)

@@ -78,6 +78,17 @@ class RecordMasters(Masters):
         if WEIGHTS in fields:
             fields[WEIGHTS][within].copy_(target)
 
+    def revive(self) -> None:
+        """Make weights of what is in the records, where these have what it takes."""
+        with self._weights.opened(True) as weights:
+            for bucket in self.unit.buckets:
+                with self.unit.opened(bucket, changed=False) as fields:
+                    target, master = weights[bucket.start : bucket.stop], fields.get(MASTER)
+                    if WEIGHTS in fields:
+                        target.copy_(fields[WEIGHTS])
+                    elif master is not None and master.dtype != REMAINDER:
+                        target.copy_(to_compute(master, self._compute))
+
     @contextmanager
     def whole(self, arena: Arena) -> Iterator[Tensor | None]:
         """Have all that is stored beside the weights inside, on the device, and keep what becomes of it."""
@@ -108,6 +119,7 @@ class RecordMasters(Masters):
             held[1].give_back("gathered", held[0])
         written = bool(changed.any())
         if written:
+            self.unit.records.discard()
             for bucket in self.unit.buckets:
                 within = slice(bucket.start, bucket.stop)
                 if changed[within].any():

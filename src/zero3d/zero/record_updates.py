@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -28,21 +29,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero3d.distributed.collectives import same_memory
 from zero3d.errors import Zero3dError
-from zero3d.memory.arena import Arena
-from zero3d.memory.scratch import cast_scratch
-from zero3d.precision import cast_all, join_master, rounds_away, split_master
-from zero3d.zero.host_update import AdamRule, BucketPiece, BucketStates, HostExecutor
-from zero3d.zero.masters import REMAINDER
-from zero3d.zero.record_masters import absent
-from zero3d.zero.rounding import TILE, Draw, noise_table, round_to_bf16
-from zero3d.zero.state_records import MASTER, WEIGHTS, Bucket, Records, UnitRecords
+from zero3d.zero.rounding import TILE
+from zero3d.zero.state_records import WEIGHTS, Bucket, Records, UnitRecords
+from zero3d.zero.streams import SideStream
 from zero3d.zero.unit import Unit
-from zero3d.zero.updates import MasterPiece, stepping
+from zero3d.zero.updates import MasterPiece
 
 AHEAD = 2  # records that are brought before their use
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 Options = Sequence[Mapping[str, Any]]  # of an optimizer's groups, as they were at `step()`
 
@@ -78,152 +72,22 @@ class Executor(Protocol):
     def update(self, portion: RecordPortion, given: Given) -> None: ...
 
 
-class DeviceExecutor:
-    """Steps the torch optimizer on the device, over one bucket at a time."""
-
-    def __init__(self, optimizer: Optimizer, arena: Arena) -> None:
-        self._optimizer, self._arena = optimizer, arena
-        self._table: Tensor | None = None
-
-    def update(self, portion: RecordPortion, given: Given) -> None:
-        fields, device = given.fields, self._arena.device
-        near = given.weights.device == device
-        weights = given.weights if near else given.weights.to(device, non_blocking=True)
-        with self._scratch(portion, fields) as scratch:
-            stored = fields.get(MASTER)
-            split = stored is not None and stored.dtype == REMAINDER
-            master = weights if stored is None else join_master(weights, stored, scratch[0]) if split else stored
-            moments = iter(scratch[1:] if split else scratch)
-            wide = {
-                name: next(moments).copy_(values) if values.dtype == torch.bfloat16 else values
-                for name, values in fields.items()
-                if name not in (MASTER, WEIGHTS)
-            }
-            with (
-                self._pointed(portion, master, wide, given.grad),
-                stepping(self._optimizer, given.options, portion.pieces),
-            ):
-                self._optimizer.step()
-            self._round(portion, fields, wide)
-            if split:
-                assert stored is not None
-                split_master(master, weights, stored, scratch=master)
-            elif stored is not None:
-                self._cast(stored, weights)
-        if not near:
-            given.weights.copy_(weights, non_blocking=True)
-
-    @contextmanager
-    def _scratch(self, portion: RecordPortion, fields: Mapping[str, Tensor]) -> Iterator[list[Tensor]]:
-        """Lend fp32 memory for every field in 16 bits but the weights."""
-        narrow = [name for name, values in fields.items() if name != WEIGHTS and values.dtype.itemsize == 2]
-        size = portion.bucket.stop - portion.bucket.start
-        lent = [self._arena.borrow("wire", size, torch.float32) for _ in narrow]
-        try:
-            yield lent
-        finally:
-            for each in lent:
-                self._arena.give_back("wire", each)
-
-    @contextmanager
-    def _pointed(
-        self, portion: RecordPortion, master: Tensor, states: Mapping[str, Tensor], grad: Tensor
-    ) -> Iterator[None]:
-        """Have the pieces' tensors be parts of these inside. States that the optimizer has made go into their fields."""
-        known = self._optimizer.state
-        for owned in portion.pieces:
-            within = portion.within(owned)
-            owned.master.data, owned.master.grad = master[within], grad[within]
-            for name, values in states.items():
-                if name in known[owned.master]:
-                    known[owned.master][name].data = values[within]
-        try:
-            yield
-        finally:
-            for owned in portion.pieces:
-                within, of_piece = portion.within(owned), known[owned.master]
-                owned.master.grad, owned.master.data = None, absent(master[within])
-                for name, values in states.items():
-                    if name in of_piece:
-                        if not same_memory(of_piece[name], values[within]):
-                            values[within].copy_(of_piece[name])
-                        of_piece[name] = absent(values[within])
-
-    def _round(self, portion: RecordPortion, fields: Mapping[str, Tensor], wide: Mapping[str, Tensor]) -> None:
-        """Round moments to bf16 at random."""
-        for moment, name in enumerate(MOMENTS):
-            if name in fields and fields[name] is not wide[name] and portion.pieces:
-                if self._table is None:
-                    self._table = noise_table(self._arena.device)
-                step = int(self._optimizer.state[portion.pieces[0].master]["step"])
-                noise = self._arena.borrow("wire", wide[name].numel(), torch.float32)
-                round_to_bf16(wide[name], fields[name], Draw(0, step, moment), portion.first, self._table, noise)
-                self._arena.give_back("wire", noise)
-
-    def _cast(self, master: Tensor, weights: Tensor) -> None:
-        if not rounds_away(master.dtype, weights.dtype):
-            weights.copy_(master)
-            return
-        scratch = self._arena.borrow("wire", cast_scratch(master.numel(), master.device.type), torch.float32)
-        cast_all([(master, weights)], scratch)
-        self._arena.give_back("wire", scratch)
-
-
-class OnHost:
-    """Updates buckets on the host; of an accelerator gradients come down and weights go up, through staging memory.
-
-    staging  on an accelerator: host memory of the longest bucket's gradient, fp32, and of its weights
-    """
-
-    def __init__(self, optimizer: Optimizer, executor: HostExecutor, staging: tuple[Tensor, Tensor] | None) -> None:
-        self._optimizer, self._executor, self._staging = optimizer, executor, staging
-
-    def update(self, portion: RecordPortion, given: Given) -> None:
-        if not portion.pieces:
-            return
-        rules = [AdamRule.of(self._optimizer, options) for options in given.options]
-        counts = [self._optimizer.state[owned.master]["step"] for owned in portion.pieces]
-        for count in counts:
-            count.add_(1)
-        weights, grad = self._here(given.weights, 1), self._here(given.grad, 0)
-        fields = given.fields
-        stored = fields.get(MASTER)
-        states = BucketStates(
-            weights if stored is None else stored, None if stored is None else weights,
-            fields["exp_avg"], fields["exp_avg_sq"], grad, portion.first,
-        )  # fmt: skip
-        ordered = sorted(portion.pieces, key=lambda owned: owned.piece.offset)
-        pieces = [BucketPiece(within.start, within.stop, rules[owned.group]) for owned in ordered
-                  for within in [portion.within(owned)]]  # fmt: skip
-        self._executor.update(states, pieces, int(counts[0]))
-        if weights is not given.weights:
-            given.weights.copy_(weights, non_blocking=True)
-            torch.accelerator.current_stream(given.weights.device).synchronize()  # staging is used again
-
-    def _here(self, values: Tensor, which: int) -> Tensor:
-        """Return a tensor in the host's memory."""
-        if values.device.type == "cpu":
-            return values
-        assert self._staging is not None
-        here = self._staging[which][: values.numel()]
-        here.copy_(values, non_blocking=True)
-        torch.accelerator.current_stream(values.device).synchronize()
-        return here
-
-
 class RecordUpdates:
     """Owns what is left of a step's updates: units in forward order, each updated before its weights are used.
 
-    after  is called with a unit that has been updated: at stages 1 and 2 its new weights are sent
+    after    is called with a unit that has been updated: at stages 1 and 2 its new weights are sent
+    thread   makes the updates, for an executor that would keep compute waiting; None: whoever needs them makes them
     """
 
     def __init__(
         self, optimizer: Optimizer, executor: Executor, records: Records, portions: Mapping[Unit, list[RecordPortion]],
-        after: Callable[[Unit], None],
+        after: Callable[[Unit], None], device: torch.device, thread: ThreadPoolExecutor | None = None,
     ) -> None:  # fmt: skip
         self._optimizer, self._executor, self._records, self.portions = optimizer, executor, records, portions
-        self._after = after
+        self._after, self._thread = after, thread
+        self._side = SideStream(device)
         self._queue: deque[Unit] = deque()
+        self._made: dict[Unit, Future[None]] = {}
         self._order = [portion.bucket.record for of_unit in portions.values() for portion in of_unit]
         self._next = 0  # of the order
         self._options: Options = ()
@@ -233,9 +97,13 @@ class RecordUpdates:
     def begin(self, options: Options) -> None:
         """Take over a step: its gradients are final, and stay until they are used."""
         self.finish()
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would say it came too early
         self._options, self._grads = options, {unit: unit.gradients.owned for unit in self.portions}
         self._queue.extend(self.portions)
         self._next = 0
+        if self._thread is not None:
+            self._side.follow()
+            self._made = {unit: self._thread.submit(self._make, unit) for unit in self.portions}
 
     def prefetch(self) -> None:
         """Begin to bring the first records of the next step."""
@@ -247,6 +115,12 @@ class RecordUpdates:
         """Say that all ranks have ended their last step."""
         self._records.confirm()
 
+    def replace(self, step: int) -> None:
+        """Say that a checkpoint of a step takes the place of all records."""
+        self.finish()
+        self._records.discard()
+        self._records.count_from(step)
+
     def through(self, unit: Unit) -> None:
         """Update all units up to this one, if its update is due."""
         while unit in self._queue:
@@ -257,7 +131,6 @@ class RecordUpdates:
         while self._queue:
             self._update(self._queue[0])
 
-    @torch.no_grad()
     def _update(self, unit: Unit) -> None:
         if self._failure is not None:
             raise Zero3dError(
@@ -265,9 +138,11 @@ class RecordUpdates:
                 "checkpoint."
             ) from self._failure
         try:
-            with unit.weights.place.opened(True) as weights:
-                for portion in self.portions[unit]:
-                    self._update_bucket(portion, weights)
+            if self._thread is None:
+                self._make(unit)
+            else:
+                self._made.pop(unit).result()
+                self._side.join()
             self._queue.popleft()
             if not self._queue:
                 self._grads = {}
@@ -276,6 +151,14 @@ class RecordUpdates:
             self._failure = error
             raise
         self._after(unit)
+
+    @torch.no_grad()
+    def _make(self, unit: Unit) -> None:
+        """Update a unit's weights, masters and optimizer states."""
+        side = nullcontext() if self._thread is None else self._side.entered()
+        with side, unit.weights.place.opened(True) as weights:
+            for portion in self.portions[unit]:
+                self._update_bucket(portion, weights)
 
     def _update_bucket(self, portion: RecordPortion, weights: Tensor) -> None:
         self._next += 1
@@ -287,7 +170,7 @@ class RecordUpdates:
             given = Given(fields, weights[within], self._grads[portion.unit][within], self._options)
             self._executor.update(portion, given)
             if WEIGHTS in fields:
-                fields[WEIGHTS].copy_(given.weights, non_blocking=True)
+                fields[WEIGHTS].copy_(given.weights)  # one on the host may go to a disk at once
 
 
 def record_portions(units: Sequence[Unit], pieces: Sequence[MasterPiece], rank: int) -> dict[Unit, list[RecordPortion]]:

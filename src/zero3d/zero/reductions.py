@@ -176,6 +176,8 @@ class Reductions:
 
     def catch_up(self) -> None:
         """Reduce, at the boundary, gradients that no root forward announced."""
+        if self.updates is not None:
+            self.updates.finish()  # no gradient has come since: others shall learn that this rank's last step is over
         if self.pending:
             self.due = True
             self.flush()

@@ -22,10 +22,13 @@ from __future__ import annotations
 
 import struct
 from hashlib import blake2b
+from math import inf
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from zero3d.memory.arena import host_value
 
 TILE = 1 << 18
 _INFINITY = 0x7F800000
@@ -67,7 +70,7 @@ def round_to_bf16(values: Tensor, out: Tensor, draw: Draw, first: int, table: Te
     """
     bits, noise = values.view(torch.int32), scratch.view(torch.int32)[: values.numel()]
     # On an accelerator the norm would have to be waited for, and the guard is cheap.
-    plain = values.device.type == "cpu" and float(torch.linalg.vector_norm(values)) < _LARGEST
+    plain = values.device.type == "cpu" and host_value(torch.linalg.vector_norm(values).view(1), [inf])[0] < _LARGEST
     cut_off = None if plain else _cut_off(bits)
     _fill(noise, draw, first, table)
     upper = bits.add_(noise).add_(1 << 15).bitwise_right_shift_(16)  # noise is from -2^15 here

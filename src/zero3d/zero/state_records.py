@@ -17,6 +17,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from zero3d.zero.streams import wait_for_device
+
 MASTER, WEIGHTS = "master", "weights"  # fields of a record, beside the states that an optimizer names
 
 
@@ -41,6 +43,12 @@ class Records(Protocol):
     def confirm(self) -> None:
         """Say that all ranks have committed their last step."""
 
+    def discard(self) -> None:
+        """Say that others than a step write records: the step that is committed is not to be gone back to."""
+
+    def count_from(self, step: int) -> None:
+        """Say which step the records are of now."""
+
 
 class Bucket(NamedTuple):
     """A range of what a rank updates of a unit, the number of its record, and the names of the record's fields."""
@@ -57,11 +65,13 @@ class UnitRecords:
 
     buckets  of a trainable unit, in order; of a frozen one its weights
     shard    the number of the record of its weights, where they are not on the device while sharded
+    passes   whether that comes through a ring's buffers
     """
 
     records: Records
     buckets: Sequence[Bucket]
     shard: int | None = None
+    passes: bool = False
 
     @contextmanager
     def opened(self, bucket: Bucket, changed: bool = True) -> Iterator[dict[str, Tensor]]:
@@ -111,10 +121,10 @@ class OnDevice(ShardPlace):
 
 
 class InRecord(ShardPlace):
-    """A shard that is a record."""
+    """A shard that is a record; of an engine on `device`. passes: through a buffer that has others, too."""
 
-    def __init__(self, records: Records, index: int) -> None:
-        self._records, self._index = records, index
+    def __init__(self, records: Records, index: int, device: torch.device, passes: bool) -> None:
+        self._records, self._index, self._device, self._passes = records, index, device, passes
 
     def view(self) -> Tensor:
         return self._records.view(self._index)[0]
@@ -123,9 +133,8 @@ class InRecord(ShardPlace):
     def opened(self, changed: bool) -> Iterator[Tensor]:
         with self._records.opened(self._index, changed) as (shard,):
             yield shard
-            if shard.device.type == "cpu" and torch.accelerator.is_available():
-                # Copies between it and the device are under way, and its memory may be another's next.
-                torch.accelerator.current_stream().synchronize()
+            if shard.device != self._device and self._passes:
+                wait_for_device(self._device)  # copies are under way, and its memory may be another record's next
 
     def ahead(self) -> None:
         self._records.ahead(self._index)

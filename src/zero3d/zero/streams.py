@@ -11,7 +11,7 @@ what compute had enqueued when the lane was entered, and compute is given nothin
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -53,6 +53,34 @@ class Lane:
         """Write the log that tests read."""
         if self._log is not None:
             self._log.append((f"{self._name}.{what}", unit))
+
+
+class SideStream:
+    """A stream for another thread's work beside compute; on the CPU there is none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device) if device.type != "cpu" else None
+
+    def follow(self) -> None:
+        """Let it wait for what compute has enqueued so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+
+    def entered(self) -> AbstractContextManager[object]:
+        """Enqueue on it inside."""
+        return nullcontext() if self._stream is None else self._stream
+
+    def join(self) -> None:
+        """Let compute wait for it."""
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until a device has done what was enqueued on the current stream, such as copies to the host."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def compute_stream(device: torch.device) -> torch.Stream | None:

@@ -28,7 +28,7 @@ from zero3d.memory.scratch import update_bucket
 from zero3d.precision import Halves
 from zero3d.zero.layout import Piece
 from zero3d.zero.masters import SplitMasters
-from zero3d.zero.state_records import UnitRecords
+from zero3d.zero.state_records import Bucket as RecordBucket, UnitRecords
 from zero3d.zero.unit import Unit
 
 
@@ -62,6 +62,13 @@ class MasterPiece:
     def records(self) -> UnitRecords | None:
         """What its unit has in records, where its states are in one."""
         return self.unit.weights.records
+
+    @property
+    def bucket(self) -> RecordBucket:
+        """The one bucket of its unit's records that it is in."""
+        assert self.records is not None
+        ((bucket, *_),) = self.records.within(self.piece.offset, self.piece.offset + self.master.numel())
+        return bucket
 
     @property
     def gradient(self) -> Tensor:

@@ -75,7 +75,8 @@ class Weights:
 
     def _own_place(self, dtype: torch.dtype) -> ShardPlace:
         if self.records is not None and self.records.shard is not None:
-            return InRecord(self.records.records, self.records.shard)
+            device = self._setting.arena.device
+            return InRecord(self.records.records, self.records.shard, device, self.records.passes)
         layout = self.layout
         return OnDevice(self._setting.arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype))
 
@@ -92,7 +93,7 @@ class Weights:
 
     @property
     def shard_or_full(self) -> Tensor:
-        """What this rank updates, in compute dtype: its shard, everything at stage 0. One on a disk may only be read."""
+        """What this rank updates, in compute dtype: its shard, everything at stage 0. On a disk it is only read."""
         return self.place.view()
 
     @property
@@ -288,6 +289,8 @@ class Weights:
 
     def share(self) -> Pending:
         """Make every rank's gathered parameters agree after writes: each slice's owner wins."""
+        if self.records is not None:
+            self.records.records.discard()
         self._share_masters()
         return self._setting.comm.all_gather(self.full, self._bring(), self.name)
 

@@ -1,0 +1,186 @@
+"""What a restart from a rank's slots on a disk needs beside their records (memory/disk_slab.py): the note of a step.
+
+    DIRECTORY/
+      rank-00003.note-0.json          of even steps: loop, options, scheduler, loss scale, random states, SHA-256 of
+      rank-00003.note-0.safetensors   its buffers and random states
+      rank-00003.note-1.*             of odd steps
+
+A note is written when all that belongs to its step has happened, a checkpoint of it included; the step's records may
+be committed before or after. A step can be gone back to where every rank has it in a slot and has a note of it, all of
+one session: a rank that has committed k may have to go back to k-1, whose note lies beside that of k.
+
+Notes are written over one another. One that is torn, or whose tensors are of another step, is none: its checksums say
+so. Records have no checksum of their own; slots are for a process that ended, and checkpoints for a disk that errs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from zero3d.checkpoint.compatibility import buffer_problem, check_run, check_streams
+from zero3d.checkpoint.fields import Field
+from zero3d.checkpoint.files import digest
+from zero3d.checkpoint.integrity import header
+from zero3d.checkpoint.json_values import from_json
+from zero3d.checkpoint.manifest import BUFFER, FORMAT, STREAM, Manifest
+from zero3d.checkpoint.restore import refresh
+from zero3d.checkpoint.resume_contract import resume_guarantee
+from zero3d.checkpoint.save import own_state, run_state
+from zero3d.checkpoint.state import EngineState
+from zero3d.checkpoint.writing import json_text, write_tensors, write_text
+from zero3d.distributed.agreement import agree
+from zero3d.errors import CheckpointError
+from zero3d.reading import Unreadable, read_object
+from zero3d.rng import set_rng_state
+from zero3d.zero.record_masters import RecordMasters
+
+
+@dataclass(frozen=True)
+class Note:
+    """Holds what is known of a step beside its records.
+
+    session  the number of the run of processes that has written it, the same on all ranks
+    """
+
+    path: Path
+    entries: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Applied steps."""
+        return int(self.entries["step"])
+
+    @property
+    def session(self) -> int:
+        """The number of the session that wrote it."""
+        return int(self.entries["session"])
+
+    @property
+    def loop(self) -> Any:
+        """What the training loop wants back."""
+        return self.entries["loop"]
+
+    @property
+    def tensors(self) -> Path:
+        """The file of buffers and random states."""
+        return self.path.with_suffix(".safetensors")
+
+
+def write_note(stem: Path, engine: EngineState, session: int) -> None:
+    """Write this rank's note of the engine's step. Raises CheckpointError."""
+    path = _path(stem, engine.step)
+    own, python_rng = own_state(engine)
+    entries = {
+        **run_state(engine), "session": session, "layout": _layout(engine), "python_rng": python_rng,
+        "inode": _inode(stem), "tensors": write_tensors(path.with_suffix(".safetensors"), own),
+    }  # fmt: skip
+    plain = json.loads(json_text(path, entries))
+    write_text(path, json_text(path, plain | {"sha256": _checksum(plain)}))
+
+
+def read_notes(stem: Path, steps: Sequence[int]) -> dict[int, Note]:
+    """Return the notes of these steps that are there and whole."""
+    notes = {}
+    for step in steps:
+        path = _path(stem, step)
+        with suppress(Unreadable, CheckpointError, OSError):
+            entries = read_object(path)
+            checksum = entries.pop("sha256", None)
+            note = Note(path, entries)
+            same = checksum == _checksum(entries) and note.step == step and entries["inode"] == _inode(stem)
+            if same and digest(note.tensors) == entries["tensors"]:
+                notes[step] = note
+    return notes
+
+
+def load_slots(note: Note, engine: EngineState, go_back: Any) -> str:
+    """Go on from the step of a note, whose records `go_back` brings; return whether that is bitwise.
+
+    Raises CheckpointError on all ranks: before anything is changed where the run is another one.
+    """
+    world = engine.world.patient
+    agree(world, lambda: _check(note, engine))
+    agree(world, lambda: _restore(note, engine, go_back))
+    agree(world, lambda: refresh(engine))
+    return resume_guarantee(note.entries["about"], engine.about)
+
+
+def _manifest(note: Note, engine: EngineState) -> Manifest:
+    """Return the note as what compatibility.py compares with an engine."""
+    fields = Field(str(note.path), "", dict(note.entries))
+    return Manifest(note.path.parent, fields, FORMAT, note.step, engine.degrees, {}, {})
+
+
+def _check(note: Note, engine: EngineState) -> None:
+    if note.entries["layout"] != _layout(engine):
+        raise CheckpointError(f"{note.path} is of other parameters than this model's: {_remedy(note)}")
+    manifest = _manifest(note, engine)
+    check_run(manifest, engine)
+    live, saved = engine.buffers, header(note.tensors)
+    names = {key.removeprefix(BUFFER) for key in saved if key.startswith(BUFFER)}
+    if names != live.keys():
+        raise CheckpointError(f"{note.tensors} has other buffers than the model: {_remedy(note)}")
+    for name in names:
+        if problem := buffer_problem(name, saved[f"{BUFFER}{name}"], live[name][0]):
+            raise CheckpointError(f"{note.tensors}: {problem}")
+    with safe_open(note.tensors, framework="pt") as file:
+        streams = {key.removeprefix(STREAM): file.get_tensor(key) for key in saved if key.startswith(STREAM)}
+    check_streams(str(note.tensors), streams, manifest.fields.entry("python_rng"), engine.world.device)
+
+
+def _remedy(note: Note) -> str:
+    return f"remove {note.path.parent} to go on from a checkpoint."
+
+
+def _restore(note: Note, engine: EngineState, go_back: Any) -> None:
+    """Go back to the records, make weights of them, and restore all that is beside them."""
+    entries, optimizer = note.entries, engine.optimizer
+    go_back()
+    for unit in optimizer.units:
+        masters = unit.weights.masters
+        assert isinstance(masters, RecordMasters)
+        masters.revive()
+    for owned in optimizer.pieces:
+        optimizer.torch.state[owned.master]["step"].fill_(note.step)
+    for group, saved in zip(optimizer.torch.param_groups, entries["optimizer"]["groups"], strict=True):
+        group.update(from_json(saved, {key: value for key, value in group.items() if key != "params"}))
+    if engine.scheduler is not None and entries["scheduler"] is not None:
+        engine.scheduler.load_state_dict(from_json(entries["scheduler"], engine.scheduler.state_dict()))
+    engine.loss_scale.restore(entries["loss_scale"])
+    if engine.summands is not None and entries["exact"] is not None:
+        engine.summands.restore(entries["exact"])
+    live = engine.buffers
+    with safe_open(note.tensors, framework="pt") as file:
+        own = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    for key, values in own.items():
+        for buffer in live[key.removeprefix(BUFFER)] if key.startswith(BUFFER) else ():
+            buffer.copy_(values)
+    streams = {key.removeprefix(STREAM): values for key, values in own.items() if key.startswith(STREAM)}
+    set_rng_state(streams, entries["python_rng"], engine.world.device)
+
+
+def _layout(engine: EngineState) -> str:
+    """Return a hash of which parameters this rank has, and where."""
+    units = [[unit.name, str(unit.dtype), unit.layout.slots] for unit in engine.units]
+    return hashlib.sha256(json.dumps(units).encode()).hexdigest()
+
+
+def _inode(stem: Path) -> int:
+    """Return the number of the file of states: what was copied while a run wrote into it is of no step."""
+    return stem.with_suffix(".states").stat().st_ino
+
+
+def _path(stem: Path, step: int) -> Path:
+    return stem.with_suffix(f".note-{step % 2}.json")
+
+
+def _checksum(entries: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()

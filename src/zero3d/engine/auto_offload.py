@@ -1,0 +1,145 @@
+"""What `auto` in `offload` means for an engine, from the bytes that its ranks are about to hold and may take.
+
+place      before the first unit is built: all ranks choose what the rank with the least room must have
+executor   once it is known what the optimizer is: the host has the fused kernels of Adam and AdamW. Where the device
+           is a CPU these are the same bits, in one pass; elsewhere by arithmetic (memory/auto_place.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+from typing import NamedTuple
+
+import torch
+
+from zero3d.engine.foundation import Foundation
+from zero3d.memory.auto_place import (
+    LINK,
+    MEMORY,
+    ExecutorChoice,
+    Need,
+    Placed,
+    Rates,
+    Room,
+    auto_place,
+    choose_executor,
+)
+from zero3d.memory.blocks import padded
+from zero3d.memory.budget import host_budget, parse_size
+from zero3d.memory.offload import AUTO, DEVICE, HOST, Offload
+from zero3d.memory.scratch import update_bucket
+from zero3d.models.blocks import UnitSpec
+from zero3d.precision import NAMES
+from zero3d.zero.layout import ROOT
+from zero3d.zero.policy import Policy
+from zero3d.zero.stages import NO_BYTES, REMAINDER, WINDOW, engine_bytes, frozen_bytes
+
+DEPTH = 3  # buffers of a ring
+USABLE = 0.95  # of a device's free memory: fragments, and what no formula counts, take the rest
+PLACES = ("none", "host", "disk")  # from the fastest
+
+
+class Settled(NamedTuple):
+    """Settings of an engine in which nothing is open any more. why: the arithmetic of what was, in lines."""
+
+    offload: Offload
+    why: tuple[str, ...] = ()
+
+
+def settle_place(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Foundation, tuple[str, ...]]:
+    """Choose where optimizer states are, all ranks alike; return options that say so, and why in lines.
+
+    Raises OutOfBudget. One exchange of a few numbers.
+    """
+    offload = base.options.zero.offload
+    if offload.optimizer != AUTO:
+        return base, ()
+    placed = _furthest(base, bytes_needed(base, specs), room_of(base, offload))
+    why = f"offload.optimizer=auto: {placed.optimizer}, fraction {placed.fraction:g}: {placed.why}"
+    offload = replace(offload, optimizer=placed.optimizer, fraction=placed.fraction)
+    return replace(base, options=replace(base.options, zero=replace(base.options.zero, offload=offload))), (why,)
+
+
+def settle_executor(base: Foundation, on_host: bool, states: int) -> ExecutorChoice:
+    """Choose who updates records.
+
+    on_host  whether the host has the bits of this optimizer
+    states   its bytes per parameter, masters apart
+    """
+    offload, policy, mesh = base.options.zero.offload, base.resolved.policy, base.resolved.mesh
+    if offload.executor != AUTO or offload.optimizer == "none":
+        return ExecutorChoice(DEVICE if offload.optimizer == "none" else offload.executor, "")
+    if not on_host:
+        choice = ExecutorChoice(DEVICE, "the host has torch's fused Adam and AdamW, without amsgrad, alone")
+    elif base.axes.arena.device.type == "cpu":
+        choice = ExecutorChoice(HOST, "the device is a CPU: the same bits, in one pass over memory")
+    else:
+        moments = states * 2 // policy.master.itemsize if offload.moments == "bf16" else states
+        width = master_width(policy, base.resolved.precision.dtype) + moments
+        choice = choose_executor(width * 10**9, 10**9, Rates(LINK, MEMORY / (mesh.local_world or mesh.world)))
+    return choice._replace(why=f"offload.executor=auto: {choice.name}: {choice.why}")
+
+
+# --- place --------------------------------------------------------------------------------------
+
+
+def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
+    """Return what this rank is about to hold on its device, padding apart; of activations nothing is known."""
+    policy, n, offload = base.resolved.policy, base.axes.dp.size, base.options.zero.offload
+    states, longest, sizes = NO_BYTES, 0, {spec.name: 0 for spec in specs}
+    share = n if policy.stage.shards_optimizer else 1
+    for spec in specs:
+        numel = sum(p.numel() for p in spec.params.values())
+        sizes[spec.name] = numel * spec.dtype.itemsize
+        if any(p.requires_grad for p in spec.params.values()):
+            width = master_width(policy, spec.dtype) + 2 * policy.master.itemsize  # as Adam has
+            states += engine_bytes(
+                policy.stage.number, n, NAMES[spec.dtype], policy.release, policy.reduce, policy.accumulate, width,
+                base.options.zero.exact,
+            ).times(numel)  # fmt: skip
+            longest = max(longest, width * min(-(-numel // share), update_bucket(base.axes.arena.device.type)))
+        else:
+            states += frozen_bytes(policy.stage.number, n, spec.dtype.itemsize, policy.release).times(numel)
+    moving = sizes.get(ROOT, 0) + (2 + WINDOW) * max((size for name, size in sizes.items() if name != ROOT), default=0)
+    scratch = 4 * update_bucket(base.axes.arena.device.type) if policy.split_master else 0
+    others = {
+        "weights": 0 if offload.params != "none" else ceil(states.parameters),
+        "gradients": 0 if offload.gradients == HOST else ceil(states.gradients),
+        "gathered units": moving if policy.stage.shards_parameters else 0,
+        "gradients of units": moving if policy.reduce == "every_micro_batch" else 0,
+    }
+    passing = 0 if offload.executor == HOST else DEPTH * padded(longest) + scratch
+    return Need(ceil(states.optimizer), longest, passing, others)
+
+
+def master_width(policy: Policy, weight: torch.dtype) -> int:
+    """Return the bytes per parameter that are stored of masters."""
+    return 0 if weight == policy.master else REMAINDER if policy.split_master else policy.master.itemsize
+
+
+def room_of(base: Foundation, offload: Offload) -> Room:
+    """Return what this rank may take now: of its device what is free, of the host a fair share."""
+    device, mesh = base.axes.arena.device, base.resolved.mesh
+    limit = None if offload.host_budget is None else parse_size(offload.host_budget)
+    host = host_budget(mesh.local_world or mesh.world, limit).nbytes
+    disk = offload.directory is not None
+    if device.type == "cpu":
+        return Room(host, None, disk)
+    return Room(int(USABLE * torch.get_device_module(device).mem_get_info(device)[0]), host, disk)
+
+
+def _furthest(base: Foundation, need: Need, room: Room) -> Placed:
+    """Return the choice of the rank whose states must go furthest, on all ranks."""
+    host = -1 if room.host is None else room.host
+    row = [need.states, need.record, need.passing, room.device, host, *need.others.values()]
+    world = base.axes.world
+    rows = world.exchange(torch.tensor(row, dtype=torch.float64, device=base.resolved.mesh.device))
+    told = [int(value) for value in world.read(rows.flatten(), row * world.size)]
+    choices = []
+    for start in range(0, len(told), len(row)):
+        states, record, passing, device, host, *others = told[start : start + len(row)]
+        of_rank = Need(states, record, passing, dict(zip(need.others, others, strict=True)))
+        choices.append(auto_place(of_rank, Room(device, None if host < 0 else host, room.disk)))
+    return max(choices, key=lambda placed: (PLACES.index(placed.optimizer), placed.fraction))

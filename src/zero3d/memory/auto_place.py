@@ -1,0 +1,122 @@
+"""Where an optimizer's states are, and who updates them, where a caller leaves that open. Pure arithmetic, no torch.
+
+    offload.optimizer=auto
+        states + others <= device       nothing leaves
+        else what is too much leaves,   and makes room also for the buffers through which records pass
+            to the host                 where a rank may take so much of it
+            to a disk                   else, where a folder is given
+
+    offload.executor=auto               the faster one, in seconds of a step
+        device                          2 x bytes of states / link
+        host                            28 B / memory + (4 B + 2 B) / link, for each parameter
+
+The device is filled first: what stays there costs nothing. Where its memory is the host's own, as a CPU's is, the host
+is no second place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from zero3d.errors import OutOfBudget
+from zero3d.memory.budget import decimal
+from zero3d.memory.offload import DEVICE, DISK, HOST
+
+STEPS = 1000  # of a fraction that is chosen: it can be read, and typed again
+UPDATE = 28  # bytes per parameter that Adam reads and writes on the host: master and two moments both ways, gradient
+GRADIENT, WEIGHT = 4, 2  # bytes per parameter on their way down and up
+LINK, MEMORY = 20e9, 100e9  # bytes/s that nobody has measured: of an accelerator's link, of a host's memory
+
+
+class Need(NamedTuple):
+    """Bytes that a rank needs on its device.
+
+    states   of its optimizer
+    record   of them that leave together, at most
+    passing  of buffers through which records pass, once any has left
+    others   everything else, by name
+    """
+
+    states: int
+    record: int
+    passing: int
+    others: Mapping[str, int]
+
+    def __str__(self) -> str:
+        parts = {"optimizer states": self.states, **self.others}
+        total = " + ".join(f"{name} {decimal(nbytes)}" for name, nbytes in parts.items() if nbytes)
+        return f"{total} = {decimal(sum(parts.values()))}"
+
+
+class Room(NamedTuple):
+    """Bytes that a rank may take.
+
+    host  None where the device's memory is the host's own
+    disk  whether a folder is given
+    """
+
+    device: int
+    host: int | None
+    disk: bool
+
+
+class Placed(NamedTuple):
+    """A place of optimizer states (none, host, disk), the fraction of them that leaves, and why in a line."""
+
+    optimizer: str
+    fraction: float
+    why: str
+
+
+def auto_place(need: Need, room: Room) -> Placed:
+    """Fill the device, then the host, then a disk. Raises OutOfBudget where no place is left."""
+    others = sum(need.others.values())
+    asked = f"a rank needs {need}, and its device has {decimal(room.device)}"
+    if need.states + others <= room.device:
+        return Placed("none", 1.0, f"{asked}: nothing leaves it")
+    leaves = min(need.states, need.states + others + need.passing - room.device)
+    fraction = math.ceil(STEPS * leaves / need.states) / STEPS if need.states else 1.0
+    away = min(need.states, math.ceil(fraction * need.states) + need.record)  # whole records
+    place = HOST if room.host is not None and away <= room.host else DISK
+    of_host = "which is the host's" if room.host is None else f"the host {decimal(room.host)}"
+    if place == DISK and not room.disk:
+        raise OutOfBudget(
+            f"offload.optimizer=auto: {asked}, {of_host}: {decimal(away)} have no place. Pass "
+            "offload.directory=FOLDER on a local disk, raise offload.host_budget if that is the bound, or use more "
+            "ranks."
+        )
+    over = others + need.passing - room.device
+    full = f"; {decimal(over)} more is needed than there is even so: offload.params, recomputation or more ranks" * (
+        over > 0
+    )
+    passing = f" (with {decimal(need.passing)} of buffers through which they pass)" if need.passing else ""
+    return Placed(place, fraction, f"{asked}, {of_host}: {decimal(leaves)} leave for the {place}{passing}{full}")
+
+
+class Rates(NamedTuple):
+    """Bytes per second of a rank: of its device's link to the host, and its share of the host's memory."""
+
+    link: float
+    memory: float
+
+
+class ExecutorChoice(NamedTuple):
+    """Who updates optimizer states that are off the device (device, host), and why in a line; "" as asked."""
+
+    name: str
+    why: str
+
+
+def choose_executor(states: int, parameters: int, rates: Rates) -> ExecutorChoice:
+    """Choose who updates so many bytes of states, of so many parameters, off an accelerator."""
+    device = 2 * states / rates.link
+    host = UPDATE * parameters / rates.memory + (GRADIENT + WEIGHT) * parameters / rates.link
+    name = DEVICE if device <= host else HOST
+    return ExecutorChoice(
+        name,
+        f"on the device 2 x {decimal(states)} at {decimal(int(rates.link))}/s take {device:.3g} s a step; on the host "
+        f"{UPDATE} B x {parameters:,} parameters at {decimal(int(rates.memory))}/s and {GRADIENT + WEIGHT} B at "
+        f"{decimal(int(rates.link))}/s take {host:.3g} s",
+    )

@@ -1,0 +1,197 @@
+"""What `auto` in offload becomes for an engine: by the bytes that it will hold, alike on all ranks."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import adamw, build
+
+import zero3d
+from zero3d.engine import auto_offload
+from zero3d.engine.auto_offload import bytes_needed, room_of, settle_executor
+from zero3d.memory.auto_place import LINK, MEMORY, Rates, Room, choose_executor
+from zero3d.memory.offload import Offload
+from zero3d.models.blocks import partition_all
+
+GB = 10**9
+
+
+def engine_of(offload=None, **options):
+    return zero3d.Engine(build("net"), **({"precision": "bf16", "optimizer": adamw, "offload": offload} | options))
+
+
+def with_room(monkeypatch, room):
+    monkeypatch.setattr(auto_offload, "room_of", lambda base, offload: room)
+
+
+# --- place --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [
+    {"stage": 0}, {"stage": 1, "accumulate": 2}, {"stage": 2}, {"stage": 3}, {"stage": 3, "master": "split"},
+    {"stage": 3, "precision": "fp32"}, {"stage": 2, "exact": True},
+])  # fmt: skip
+def test_what_an_engine_needs_is_what_it_then_holds(options):
+    engine = engine_of(**options)
+    specs, _ = partition_all(engine.chunks.values(), None, engine.precision.dtype)
+    need = bytes_needed(engine._assembly.base, specs)
+    planned = {entry.category: entry.planned for entry in engine.memory}
+    held = {"optimizer": need.states, "parameters": need.others["weights"], "gradients": need.others["gradients"]}
+    assert held == {category: planned[category] for category in held}
+    assert need.record <= need.states
+    assert need.passing >= 3 * need.record
+
+
+def test_what_is_off_the_device_anyway_is_not_counted():
+    engine = engine_of({"params": "host", "gradients": "host", "optimizer": "host", "executor": "host"})
+    specs, _ = partition_all(engine.chunks.values(), None, engine.precision.dtype)
+    need = bytes_needed(engine._assembly.base, specs)
+    assert (need.others["weights"], need.others["gradients"], need.passing) == (0, 0, 0)
+
+
+def test_where_there_is_room_nothing_leaves(tmp_path):
+    for given in (None, {"optimizer": "auto"}, {"optimizer": "auto", "directory": tmp_path, "executor": "host"}):
+        engine = engine_of(given)
+        assert (engine.offload.optimizer, engine.offload.fraction, engine.offload.executor) == ("none", 1.0, "device")
+        assert len(engine.offload_why) == (given is not None)
+    assert "nothing leaves it" in engine.offload_why[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_does_not_fit_leaves_and_says_so(monkeypatch):
+    base, specs = parts({"optimizer": "auto", "executor": "host"})
+    for without in ("host", "disk"):
+        room = room_for(base, specs, 0.25)
+        with_room(monkeypatch, room if without == "host" else room._replace(host=None, disk=True))
+        offload, why = place_of(base, specs)
+        assert offload == Offload(without, fraction=0.25, executor="host")
+        assert why[0].startswith(f"offload.optimizer=auto: {without}, fraction 0.25: a rank needs optimizer")
+
+
+def place_of(base, specs):
+    """The settings that a choice becomes, and why."""
+    chosen, why = auto_offload.settle_place(base, specs)
+    return chosen.options.zero.offload, why
+
+
+def room_for(base, specs, leaves):
+    """Room on the device for all but this share of the optimizer's states."""
+    need = bytes_needed(base, specs)
+    return Room(int(need.states * (1 - leaves)) + sum(need.others.values()) + 1, GB, False)
+
+
+def parts(given):
+    """What an engine of these settings chooses by."""
+    engine = engine_of()
+    base = engine._assembly.base
+    zero = auto_offload.replace(base.options.zero, offload=Offload.of(given))
+    base = auto_offload.replace(base, options=auto_offload.replace(base.options, zero=zero))
+    return base, partition_all(engine.chunks.values(), None, engine.precision.dtype)[0]
+
+
+def test_what_has_no_place_is_refused_before_the_model_is_touched(monkeypatch):
+    model = build("net")
+    before = [p.detach().clone() for p in model.parameters()]
+    with_room(monkeypatch, Room(50_000, None, False))
+    with pytest.raises(zero3d.OutOfBudget, match=r"offload\.optimizer=auto: a rank needs optimizer states"):
+        zero3d.Engine(model, precision="fp32", offload={"optimizer": "auto"})
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), before, strict=True))
+    zero3d.Engine(model, precision="fp32")
+
+
+def chosen_by_ranks():
+    base, specs = parts({"optimizer": "auto", "executor": "host"})
+    room = room_for(base, specs, (0.125, 0.5)[dist.get_rank()])
+    auto_offload.room_of = lambda base, offload: room
+    try:
+        offload, why = place_of(base, specs)
+    finally:
+        auto_offload.room_of = room_of
+    return offload.optimizer, offload.fraction, why
+
+
+def test_all_ranks_choose_what_the_one_with_the_least_room_must_have(ranks):
+    first, second = ranks(2, chosen_by_ranks)
+    assert first == second
+    assert first[:2] == ("host", 0.5)
+
+
+@pytest.mark.parametrize(("local", "budget", "share"), [(None, None, 2), (4, None, 4), (4, "8GB", 4)])
+def test_a_rank_has_what_is_free_on_its_device_and_its_share_of_the_host(monkeypatch, local, budget, share):
+    base = SimpleNamespace(
+        axes=SimpleNamespace(arena=SimpleNamespace(device=torch.device("cuda", 0))),
+        resolved=SimpleNamespace(mesh=SimpleNamespace(local_world=local, world=2)),
+    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GB, 96 * GB))
+    asked = []
+
+    def measured(ranks, limit):
+        asked.append((ranks, limit))
+        return SimpleNamespace(nbytes=7 * GB)
+
+    monkeypatch.setattr(auto_offload, "host_budget", measured)
+    assert room_of(base, Offload(host_budget=budget)) == Room(76 * GB, 7 * GB, False)
+    base.axes.arena.device = torch.device("cpu")
+    assert room_of(base, Offload(host_budget=budget, directory="there")) == Room(7 * GB, None, True)
+    assert asked == [(share, None if budget is None else 8 * GB)] * 2
+
+
+# --- executor -----------------------------------------------------------------------------------
+
+
+def chosen(device, on_host=True, split=False, **offload):
+    """Who updates on this kind of device, in bf16, and why."""
+    policy = SimpleNamespace(master=torch.float32, split_master=split)
+    base = SimpleNamespace(
+        axes=SimpleNamespace(arena=SimpleNamespace(device=torch.device(device))),
+        options=SimpleNamespace(zero=SimpleNamespace(offload=Offload(**{"optimizer": "host"} | offload))),
+        resolved=SimpleNamespace(
+            mesh=SimpleNamespace(local_world=4, world=8), policy=policy,
+            precision=SimpleNamespace(dtype=torch.bfloat16),
+        ),
+    )  # fmt: skip
+    return settle_executor(base, on_host, states=8)
+
+
+def test_on_a_cpu_the_host_updates_what_it_has_the_bits_of():
+    name, why = chosen("cpu")
+    assert (name, why.startswith("offload.executor=auto: host: the device is a CPU")) == ("host", True)
+    name, why = chosen("cpu", on_host=False)
+    assert (name, why.startswith("offload.executor=auto: device: the host has torch's fused")) == ("device", True)
+
+
+@pytest.mark.parametrize(("offload", "width"), [
+    ({}, 12), ({"split": True}, 10), ({"split": True, "moments": "bf16"}, 6), ({"moments": "bf16"}, 8),
+])  # fmt: skip
+def test_on_an_accelerator_arithmetic_chooses(offload, width):
+    by = choose_executor(width * GB, GB, Rates(LINK, MEMORY / 4))
+    assert chosen("cuda", **offload) == (by.name, f"offload.executor=auto: {by.name}: {by.why}")
+    assert chosen("cuda", on_host=False, **offload).name == "device"
+
+
+def test_an_executor_that_was_asked_for_stays_and_none_is_needed_for_what_stays():
+    for asked in ("device", "host"):
+        assert chosen("cpu", on_host=asked == "device", executor=asked) == (asked, "")
+        assert chosen("cpu", executor=asked, optimizer="none") == ("device", "")
+
+
+@pytest.mark.parametrize(("optimizer", "executor"), [
+    (adamw, "host"), (lambda params: torch.optim.AdamW(params), "device"), (lambda params: torch.optim.SGD(params), "device"),
+])  # fmt: skip
+def test_an_engine_says_who_updates_its_records_and_why(optimizer, executor):
+    engine = engine_of({"optimizer": "host"}, optimizer=optimizer)
+    assert engine.offload == Offload("host", executor=executor)
+    assert [line.partition(": ")[0] for line in engine.offload_why] == ["offload.executor=auto"]
+    assert engine_of({"optimizer": "host", "executor": "device"}, optimizer=optimizer).offload_why == ()
+
+
+def test_what_auto_puts_on_a_disk_is_there(monkeypatch, tmp_path):
+    given = {"optimizer": "auto", "directory": tmp_path}
+    with_room(monkeypatch, room_for(*parts(given), 0.25)._replace(host=None, disk=True))
+    engine = engine_of(given)
+    assert engine.offload.optimizer == "disk"
+    assert len(engine.offload_why) == 2
+    held = {entry.place: entry.measured for entry in engine.memory if entry.category == "optimizer"}
+    assert held["disk"] > 0
+    assert (tmp_path / "rank-00000.states").stat().st_size >= held["disk"]

@@ -1,0 +1,84 @@
+"""What auto chooses, as arithmetic: the device is filled first, then the host, then a disk."""
+
+import pytest
+
+from zero3d.errors import OutOfBudget
+from zero3d.memory.auto_place import GRADIENT, UPDATE, WEIGHT, Need, Rates, Room, auto_place, choose_executor
+from zero3d.memory.placement import leave_device
+
+GB = 10**9
+OTHERS = {"weights": 20 * GB, "gradients": 10 * GB, "gathered units": 4 * GB, "activations": 6 * GB}
+NEED = Need(states=60 * GB, record=GB // 5, passing=GB, others=OTHERS)
+
+
+def placed(device, host=200, disk=False, need=NEED):
+    return auto_place(need, Room(int(device * GB), None if host is None else host * GB, disk))
+
+
+def test_nothing_leaves_a_device_that_has_room():
+    assert placed(100)[:2] == ("none", 1.0)
+    assert placed(100, host=0)[:2] == ("none", 1.0)
+    assert placed(99.9).optimizer == "host"
+
+
+@pytest.mark.parametrize(("device", "leaves"), [(99.9, 1.1), (80, 21), (71, 30), (41, 60)])
+def test_as_much_leaves_as_is_too_much_and_buffers_for_it(device, leaves):
+    choice = placed(device)
+    assert choice.optimizer == "host"
+    assert leaves / 60 <= choice.fraction < leaves / 60 + 0.001
+    records = [NEED.record] * 300
+    stay = sum(n for n, at in zip(records, leave_device(records, choice.fraction, "host"), strict=True) if at != "host")
+    assert stay + sum(OTHERS.values()) + NEED.passing <= device * GB
+
+
+def test_the_host_comes_before_a_disk_and_a_disk_before_an_error():
+    assert placed(80, host=22, disk=True)[:2] == placed(80, host=22)[:2] == ("host", 0.35)
+    assert placed(80, host=21, disk=True)[:2] == ("disk", 0.35)  # whole records: 0.2 GB more
+    with pytest.raises(OutOfBudget) as caught:
+        placed(80, host=21)
+    said = str(caught.value)
+    assert "optimizer states 60.00 GB + weights 20.00 GB + gradients 10.00 GB" in said
+    assert "= 100.00 GB, and its device has 80.00 GB, the host 21.00 GB: 21.20 GB have no place" in said
+    assert "offload.directory=FOLDER" in said
+
+
+def test_a_device_whose_memory_is_the_hosts_has_no_second_place_but_a_disk():
+    assert placed(100, host=None)[:2] == ("none", 1.0)
+    assert placed(80, host=None, disk=True)[:2] == ("disk", 0.35)
+    with pytest.raises(OutOfBudget, match=r"its device has 80\.00 GB, which is the host's: 21\.20 GB have no place"):
+        placed(80, host=None)
+
+
+def test_what_does_not_fit_without_any_states_is_said():
+    choice = placed(30)
+    assert choice[:2] == ("host", 1.0)
+    assert "11.00 GB more is needed than there is even so" in choice.why
+    assert "even so" not in placed(41).why
+
+
+def test_the_arithmetic_is_in_one_line():
+    assert placed(80).why == (
+        "a rank needs optimizer states 60.00 GB + weights 20.00 GB + gradients 10.00 GB + gathered units 4.00 GB + "
+        "activations 6.00 GB = 100.00 GB, and its device has 80.00 GB, the host 200.00 GB: 21.00 GB leave for the host "
+        "(with 1.00 GB of buffers through which they pass)"
+    )
+    assert placed(120).why.endswith("= 100.00 GB, and its device has 120.00 GB: nothing leaves it")
+
+
+def test_a_rank_without_states_has_nothing_that_could_leave():
+    empty = Need(0, 0, 0, {"weights": 2 * GB})
+    assert auto_place(empty, Room(2 * GB, None, False))[:2] == ("none", 1.0)
+    assert auto_place(empty, Room(GB, 10 * GB, False))[:2] == ("host", 1.0)
+
+
+@pytest.mark.parametrize(("width", "link", "memory", "name"), [
+    (12, 50e9, 25e9, "device"), (12, 50e9, 400e9, "host"), (6, 50e9, 400e9, "host"), (6, 50e9, 100e9, "device"),
+])  # fmt: skip
+def test_the_faster_executor_is_chosen(width, link, memory, name):
+    parameters = 10**9
+    choice = choose_executor(width * parameters, parameters, Rates(link, memory))
+    device = 2 * width / link
+    host = UPDATE / memory + (GRADIENT + WEIGHT) / link
+    assert choice.name == name == ("device" if device <= host else "host")
+    assert f"{device * parameters:.3g} s a step" in choice.why
+    assert f"{host * parameters:.3g} s" in choice.why
