@@ -30,8 +30,13 @@ def trained(case, precision, *settings):
     return results
 
 
-LOSSES = [("llama", (2, 1, 1), 3, None, False, "full"), ("qwen3", (1, 2, 1), 2, None, True, "none"),
-          ("moe", (1, 2, 2), 3, "1f1b", False, "none"), ("gpt2", (2, 1, 2), 3, "zero-bubble", False, "none")]  # fmt: skip
+LOSSES = [
+    ("qwen3", (1, 2, 1), 2, None, True, "none"),
+    *(pytest.param(case, marks=pytest.mark.long) for case in (
+        ("llama", (2, 1, 1), 3, None, False, "full"), ("moe", (1, 2, 2), 3, "1f1b", False, "none"),
+        ("gpt2", (2, 1, 2), 3, "zero-bubble", False, "none"),
+    )),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", LOSSES)
@@ -66,10 +71,14 @@ def test_a_tiled_loss_has_the_same_bits_at_all_stages_and_is_near_the_whole_one(
 # --- linear layers ----------------------------------------------------------------------------------
 
 ROWS = 2048  # bytes: of 32 numbers in fp64 eight rows, in fp32 sixteen, so every matrix of the tiny models has tiles
-LAYERS = [("llama", (2, 1, 1), 3, None, False, "none", False), ("llama", (1, 2, 1), 3, None, True, "every:2", True),
-          ("qwen3", (2, 1, 1), 3, None, False, "selective", False), ("qwen3", (1, 2, 1), 3, None, False, "full", True),
-          ("moe", (1, 2, 2), 3, "interleaved", False, "none", True), ("llama", (2, 1, 2), 3, "1f1b", False, "full", True),
-          ("llama", (1, 2, 2), 2, "zero-bubble", False, "none", True)]  # fmt: skip
+LAYERS = [
+    ("llama", (1, 2, 1), 3, None, True, "every:2", True),
+    *(pytest.param(case, marks=pytest.mark.long) for case in (
+        ("llama", (2, 1, 1), 3, None, False, "none", False), ("qwen3", (2, 1, 1), 3, None, False, "selective", False),
+        ("qwen3", (1, 2, 1), 3, None, False, "full", True), ("moe", (1, 2, 2), 3, "interleaved", False, "none", True),
+        ("llama", (2, 1, 2), 3, "1f1b", False, "full", True), ("llama", (1, 2, 2), 2, "zero-bubble", False, "none", True),
+    )),
+]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:gathered whole, above gather_budget")
@@ -82,14 +91,13 @@ def test_tiled_layers_are_one_process_model_in_float64(ranks, poison, case):
         assert torch.allclose(torch.tensor(found), torch.tensor(oracle(family, shape, "model's")), rtol=1e-10, atol=0)
 
 
-def account(stage, activations, precision):
+def account(stage, activations, precision, offload=None):
     """Of two steps: losses, norms, hash of weights; of the last its ledger, formula and gathers; peak of gathered."""
     torch.manual_seed(7)
     model = net(width=128, layers=3)
     recompute(model, activations)
-    engine = zero3d.Engine(
-        model, stage=stage, precision=precision, clip_norm=0.5, optimizer=adamw, gather_budget=BUDGET
-    )
+    made = {"precision": precision, "clip_norm": 0.5, "optimizer": adamw, "offload": offload}
+    engine = zero3d.Engine(model, stage=stage, gather_budget=BUDGET, **made)
     rank, steps = torch.distributed.get_rank(), []
     for number in range(2):
         engine.traffic.reset()
@@ -124,10 +132,13 @@ def test_no_more_than_a_tile_and_the_window_is_gathered_and_all_is_as_the_formul
         assert peak <= UNIT + UNIT + (1 + again + WINDOW) * BUDGET  # root, rest of a block, in use, ahead
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_tiled_layers_have_the_same_bits_at_all_stages(ranks, precision):
-    by_stage = [[found[0] for found in ranks(2, account, stage, "none", precision)] for stage in range(4)]
-    assert all(found == by_stage[0] for found in by_stage)
+PLACES = ((0, None), (1, None), (2, {"optimizer": "host"}), (3, None), (3, {"optimizer": "host", "params": "host"}))
+
+
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
+def test_tiled_layers_have_the_same_bits_at_all_stages_and_places(ranks, precision):
+    found = [[of_rank[0] for of_rank in ranks(2, account, stage, "none", precision, place)] for stage, place in PLACES]
+    assert all(each == found[0] for each in found)
 
 
 def untiled(precision):
@@ -158,6 +169,7 @@ def exact_fingerprint(stage):
     return engine.fingerprint()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:gathered whole, above gather_budget")
 def test_exact_mode_has_one_fingerprint_at_any_dp_and_stage(ranks):
     found = [ranks(dp, exact_fingerprint, stage)[0] for dp, stage in ((1, 3), (2, 3), (2, 1), (4, 3))]
