@@ -112,7 +112,7 @@ def test_logits_that_were_not_made_are_refused_by_name():
     logits = model(input_ids=ids, labels=ids).logits
     assert logits.shape == (2, 9, 64)
     for read in (lambda: logits[..., 0], lambda: logits.argmax(-1), lambda: torch.exp(logits),
-                 lambda: logits * torch.ones(64)):  # fmt: skip
+                 lambda: logits * torch.ones(64), lambda: 1 - logits):  # fmt: skip
         with pytest.raises(ConfigError, match="call the model without labels for logits"):
             read()
 

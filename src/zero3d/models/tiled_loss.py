@@ -60,7 +60,7 @@ class DeferredLogits:
 
     def __init__(self, head: nn.Linear, hidden: Tensor, steps: tuple[Step, ...] = ()) -> None:
         self.head, self.hidden, self.steps = head, hidden, steps
-        self.device, self.shape = hidden.device, (*hidden.shape[:-1], head.out_features)
+        self.device, self.shape = hidden.device, torch.Size((*hidden.shape[:-1], head.out_features))
 
     def _then(self, step: Step) -> DeferredLogits:
         return DeferredLogits(self.head, self.hidden, (*self.steps, step))
@@ -72,6 +72,11 @@ class DeferredLogits:
 
     def __truediv__(self, divisor: Any) -> DeferredLogits:
         return self._then(lambda logits: logits / divisor) if _is_fixed(divisor) else self._refuse("/ a tensor")
+
+    def __add__(self, other: Any) -> NoReturn:
+        self._refuse("+ or -")
+
+    __radd__ = __sub__ = __rsub__ = __add__
 
     def tanh(self) -> DeferredLogits:
         """Note a soft cap's bend."""
