@@ -57,7 +57,7 @@ def loaded(shape, stage, budget, source, folder):
 
 
 def exported(folder):
-    return load_file(folder / "hf" / "model.safetensors")
+    return {name: p for file in (folder / "hf").glob("*.safetensors") for name, p in load_file(file).items()}
 
 
 SHORT = (((1, 2, 1), 3, WIDE),)

@@ -13,7 +13,7 @@ from zero3d import config
 from zero3d.activations import compile_blocks, recompute
 from zero3d.engine.tiling import release_within_budget
 from zero3d.errors import ConfigError
-from zero3d.models.tiles import tile_linear, tile_rows
+from zero3d.models.tiles import cut_rows, describe_tiles, tile_embedding, tile_linear, tile_rows
 from zero3d.pipeline.schedules import Schedule
 
 
@@ -33,11 +33,13 @@ def test_a_layer_in_tiles_computes_what_it_did(bias, rows):
     plain = nn.Linear(4, 7, bias=bias, dtype=torch.float64)
     tiled = nn.Linear(4, 7, bias=bias, dtype=torch.float64)
     tiled.load_state_dict(plain.state_dict())
-    tiles = tile_linear("", tiled, rows)
+    tile_linear(tiled, cut_rows(tiled.weight, rows))
     tiled.load_state_dict(plain.state_dict())
     assert tiled.state_dict().keys() == plain.state_dict().keys()
     assert torch.equal(tiled.state_dict()["weight"], plain.weight)
-    assert [tile.start for tile in tiles.values()] == list(range(0, 28, 4 * rows))
+    names = [name for name, _ in tiled.named_parameters() if name != "bias"]
+    assert [*describe_tiles("", (7, 4), rows)] == names
+    assert [tile.start for tile in describe_tiles("", (7, 4), rows).values()] == list(range(0, 28, 4 * rows))
     x = torch.randn(2, 3, 4, dtype=torch.float64)
     inputs, gradients = [x.clone().requires_grad_() for _ in range(2)], []
     for layer, given in zip((plain, tiled), inputs, strict=True):
@@ -48,21 +50,42 @@ def test_a_layer_in_tiles_computes_what_it_did(bias, rows):
     torch.testing.assert_close(grad, plain.weight.grad, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_an_embedding_in_tiles_looks_up_what_it_did(rows):
+    torch.manual_seed(0)
+    plain, tiled = (nn.Embedding(7, 4, padding_idx=4) for _ in range(2))
+    tiled.load_state_dict(plain.state_dict())
+    tiled.forward = tile_embedding(tiled, cut_rows(tiled.weight, rows))
+    ids = torch.randint(0, 7, (3, 8))
+    assert torch.equal(tiled(ids), plain(ids))
+    for layer in (plain, tiled):
+        (layer(ids) ** 2).sum().backward()
+    assert torch.equal(torch.cat([p.grad for p in tiled.parameters()]), plain.weight.grad)
+    assert torch.equal(tiled.state_dict()["weight"], plain.weight)
+    for absent in (7, -1):
+        with pytest.raises(IndexError):
+            tiled(torch.full_like(ids, absent))
+
+
 def engine(model, budget, **options):
     return zero3d.Engine(model, precision="fp32", gather_budget=budget, **options)
 
 
 def test_what_stays_whole_is_told_with_its_bytes_and_why():
-    with pytest.warns(UserWarning, match=r"gathered whole, above gather_budget: (.*)") as told:
-        engine(tiny("qwen3"), 2000)
-    assert "model.embed_tokens.weight (8.19 kB, an embedding, whose rows are looked up)" in str(told[0].message)
-    with pytest.warns(UserWarning, match=r"c_attn.weight \(12.29 kB, of Conv1D, no linear layer\)"):
+    with pytest.warns(UserWarning, match=r"c_attn.weight \(12.29 kB, of Conv1D, neither a linear layer nor an emb"):
         engine(tiny("gpt2"), 10_000)
-    tied = net(tied=True)
-    with pytest.warns(UserWarning, match=r"embed.weight \(5.86 kB, an embedding"):
-        made = engine(tied, 5_000)
-    assert tied.head.weight is tied.embed.weight
-    assert not any("tiles" in unit.name for unit in made.units)
+    scaled = net()
+    scaled.embed.max_norm = 1.0
+    with pytest.warns(UserWarning, match=r"above gather_budget: embed.weight \(5.86 kB, an embedding whose lookups"):
+        engine(scaled, 5_000)
+
+
+def test_tied_matrices_have_the_same_tiles():
+    model = net(tied=True)
+    made = engine(model, 2_000)
+    assert [p for tile in model.head.tiles for p in tile.parameters()] == [*model.embed.parameters()]
+    assert all(unit.deferred for unit in made.units if unit.name.startswith("embed."))
+    assert not any(unit.name.startswith("head") for unit in made.units)
 
 
 def test_nothing_is_told_where_nothing_is_gathered_or_everything_fits():
@@ -74,7 +97,7 @@ def test_nothing_is_told_where_nothing_is_gathered_or_everything_fits():
 
 
 @pytest.mark.parametrize(("budget", "options", "match"), [
-    (90, {}, r"gather_budget=90 bytes is less than one row of layers.0.up.weight, 96 bytes \(24 numbers\): type 96 or"),
+    (90, {}, r"gather_budget=90 bytes is less than one row of embed.weight, 96 bytes \(24 numbers\): type 96 or"),
     ("64 pounds", {}, "gather_budget '64 pounds' is no size: type bytes, or a number with kB, MB, GB or TB"),
     (True, {}, "gather_budget .True. is no size"),
     (1000, {"release": "every_step"}, "keeps all that were gathered until the step ends: leave release out"),

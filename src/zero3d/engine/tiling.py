@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +19,12 @@ from zero3d.models.chain import model_of
 from zero3d.models.packing import inner_model
 from zero3d.models.placeholders import Placeholder
 from zero3d.models.tiled_loss import Ranks, defer_logits, find_head
-from zero3d.models.tiles import tile_linear, tile_rows
+from zero3d.models.tiles import cut_rows, describe_tiles, tile_embedding, tile_linear, tile_rows, tiles_of
 from zero3d.pipeline.schedules import Schedule
 from zero3d.shards.cuts import Cut, Tile
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.styles import Unbiased
-from zero3d.tensor_parallel.vocabulary import has_causal_loss
+from zero3d.tensor_parallel.vocabulary import LocalEmbedding, has_causal_loss
 
 # --- the loss ------------------------------------------------------------------------------------
 
@@ -53,20 +52,14 @@ def install_tiled_loss(chunks: Mapping[int, nn.Module], axis: Axis, ledger: Ledg
         if isinstance(inner.get_output_embeddings(), Placeholder):
             continue
         name, head = find_head(inner)
-        weight = head._parameters.get("weight")  # none of its own where it is in tiles, and then not tied
-        full = next((key for key, p in chunk.named_parameters() if p is weight), f"{_name_in(chunk, head)}.weight")
-        cut = cuts.get(full)
+        weight = tiles[0].weight if (tiles := tiles_of(head)) else head.weight
+        cut = next((cuts[key] for key, p in chunk.named_parameters() if p is weight and key in cuts), None)
         if cut is not None and cut.dim != 0:
             raise ConfigError(
                 f"tiled_loss=True needs whole rows of {name}.weight on a rank, and the tensor-parallel plan cuts its "
                 f"columns: give {name} colwise_gather_output or replicate, or pass tiled_loss=False."
             )
         defer_logits(inner, None if cut is None else _ranks_of(Channel(axis, ledger), name))
-
-
-def _name_in(chunk: nn.Module, module: nn.Module) -> str:
-    names: dict[nn.Module, str] = {m: name for name, m in chunk.named_modules()}
-    return names[module]
 
 
 def _ranks_of(channel: Channel, name: str) -> Ranks:
@@ -76,11 +69,11 @@ def _ranks_of(channel: Channel, name: str) -> Ranks:
     )
 
 
-# --- linear layers -------------------------------------------------------------------------------
+# --- matrices ------------------------------------------------------------------------------------
 
 
 class Budget(NamedTuple):
-    """What of a linear layer may be gathered at once. nbytes: of one tile, in the dtype that it is computed in."""
+    """What of a matrix may be gathered at once. nbytes: of one tile, in the dtype that it is computed in."""
 
     nbytes: int
     dtype: torch.dtype
@@ -106,62 +99,89 @@ def release_within_budget(release: str, schedule: Schedule) -> str:
     return "every_use"
 
 
+class User(NamedTuple):
+    """A module that has a parameter, as one of its own with this name."""
+
+    name: str
+    module: nn.Module
+    local: str
+
+    @property
+    def full(self) -> str:
+        return f"{self.name}.{self.local}" if self.name else self.local
+
+
 def tile_layers(chunks: Mapping[int, nn.Module], budget: Budget, tied: Collection[str], warns: bool) -> dict[str, Tile]:
-    """Cut the weights of linear layers that are above the budget into tiles, in place; return what tiles are of them.
+    """Cut weights of linear layers and embeddings that are above the budget into tiles, in place.
 
     tied   names of parameters that another pipeline stage has, too; they stay whole
     warns  say which layers are above the budget and stay whole, and why
-    Raises ConfigError where a row is above the budget, or a block is compiled.
+    Returns what tiles are of them, by name. Raises ConfigError where a row is above the budget, or a block is compiled.
     """
     tiles: dict[str, Tile] = {}
     left: list[str] = []
     for chunk in chunks.values():
-        cast_of, users = computed_in(chunk, budget.dtype), _users(chunk)
+        cast_of = computed_in(chunk, budget.dtype)
         compiled = tuple(f"{name}." if name else "" for name, m in chunk.named_modules() if is_compiled(m))
-        for name, module in list(chunk.named_modules()):
-            for local, p in list(module.named_parameters(recurse=False)):
-                full = f"{name}.{local}" if name else local
-                width = cast_of(full, p).itemsize
-                if p.numel() * width <= budget.nbytes:
-                    continue
-                if why := _whole(module, local, users[p] > 1 or full in tied):
-                    left.append(f"{full} ({decimal(p.numel() * width)}, {why})")
-                    continue
-                if name.startswith(compiled):
-                    raise ConfigError(
-                        f"gather_budget has {name} gather its weight tile by tile, and it is compiled: pass "
-                        "train.compile=false, or leave gather_budget out."
-                    )
-                tiles |= _tile(name, module, p.shape[1] * width, budget.nbytes)
+        for p, users in _users(chunk).items():
+            first = users[0]
+            width = cast_of(first.full, p).itemsize
+            if p.numel() * width <= budget.nbytes:
+                continue
+            if why := "tied to another pipeline stage" if first.full in tied else _whole(users):
+                left.append(f"{first.full} ({decimal(p.numel() * width)}, {why})")
+                continue
+            if first.name.startswith(compiled):
+                raise ConfigError(
+                    f"gather_budget has {first.name} gather its weight tile by tile, and it is compiled: pass "
+                    "train.compile=false, or leave gather_budget out."
+                )
+            tiles |= _tile(p, users, p.shape[1] * width, budget.nbytes)
     if left and warns:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         warnings.warn(f"gathered whole, above gather_budget: {', '.join(left[:3])}{more}.", stacklevel=7)
     return tiles
 
 
-def _users(chunk: nn.Module) -> Counter[nn.Parameter]:
-    """Count the modules that have a parameter."""
-    return Counter(p for module in chunk.modules() for p in module.parameters(recurse=False))
+def _users(chunk: nn.Module) -> dict[nn.Parameter, list[User]]:
+    """Return the modules that have each parameter, in model order."""
+    users: dict[nn.Parameter, list[User]] = {}
+    for name, module in chunk.named_modules():
+        for local, p in module.named_parameters(recurse=False):
+            users.setdefault(p, []).append(User(name, module, local))
+    return users
 
 
-def _whole(module: nn.Module, local: str, tied: bool) -> str | None:
-    """Say why a parameter stays whole; None for the weight of a linear layer whose forward is its own."""
-    if isinstance(module, nn.Embedding):
-        return "an embedding, whose rows are looked up"
-    if type(module) is not nn.Linear or local != "weight":
-        return f"of {type(module).__name__}, no linear layer"
-    if tied:
-        return "tied to a parameter of another module"
-    forward = vars(module).get("forward")
-    return None if forward is None or isinstance(forward, Unbiased) else "its forward is not its own"
+def _whole(users: Sequence[User]) -> str | None:
+    """Say why a parameter stays whole; None for one that only linear layers and embeddings have, as their weight."""
+    for _, module, local in users:
+        forward = vars(module).get("forward")
+        if type(module) not in (nn.Linear, nn.Embedding) or local != "weight":
+            return f"of {type(module).__name__}, neither a linear layer nor an embedding"
+        if forward is not None and not isinstance(forward, (Unbiased, LocalEmbedding)):
+            return "a forward that is not the layer's own"
+        if isinstance(module, nn.Embedding) and (module.sparse or module.scale_grad_by_freq or module.max_norm):
+            return "an embedding whose lookups depend on all rows"
+    return None
 
 
-def _tile(name: str, linear: nn.Module, row_bytes: int, budget: int) -> dict[str, Tile]:
-    assert isinstance(linear, nn.Linear)
-    rows = tile_rows(linear.weight.shape[0], row_bytes, budget)
+def _tile(p: nn.Parameter, users: Sequence[User], row_bytes: int, budget: int) -> dict[str, Tile]:
+    rows = tile_rows(p.shape[0], row_bytes, budget)
     if not rows:
         raise ConfigError(
-            f"gather_budget={budget:,} bytes is less than one row of {name}.weight, {row_bytes:,} bytes "
-            f"({linear.weight.shape[1]:,} numbers): type {row_bytes:,} or more."
+            f"gather_budget={budget:,} bytes is less than one row of {users[0].full}, {row_bytes:,} bytes "
+            f"({p.shape[1]:,} numbers): type {row_bytes:,} or more."
         )
-    return tile_linear(name, linear, rows, adds_bias=not isinstance(linear.forward, Unbiased))
+    parts = cut_rows(p, rows)
+    for _, module, _ in users:
+        if isinstance(module, nn.Linear):
+            tile_linear(module, parts, adds_bias=not isinstance(module.forward, Unbiased))
+        else:
+            assert isinstance(module, nn.Embedding)
+            forward: Any = module.forward
+            lookup = tile_embedding(module, parts)
+            if isinstance(forward, LocalEmbedding):
+                forward.lookup = lookup
+            else:
+                module.forward = lookup  # type: ignore[method-assign, assignment]
+    return describe_tiles(users[0].name, tuple(p.shape), rows)

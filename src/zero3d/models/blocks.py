@@ -21,7 +21,7 @@ from torch import nn
 
 from zero3d.errors import ConfigError
 from zero3d.models.placeholders import Placeholder, kind_of
-from zero3d.models.tiles import RowTile
+from zero3d.models.tiles import LookupTile, RowTile
 from zero3d.precision import NAMES
 from zero3d.zero.layout import ROOT
 
@@ -143,7 +143,9 @@ def partition(
 
     Returns the units, and by module that uses parameters the names of the units it needs.
     """
-    owners: dict[str, nn.Module] = {name: m for name, m in model.named_modules() if isinstance(m, RowTile)}
+    owners: dict[str, nn.Module] = {
+        name: m for name, m in model.named_modules() if isinstance(m, (RowTile, LookupTile))
+    }
     owners |= find_owners(model, units)  # behind them: the first owner that a name begins with counts
     cast_of = computed_in(model, dtype)
     specs: dict[tuple[str, bool, torch.dtype], UnitSpec] = {}
