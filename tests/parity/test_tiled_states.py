@@ -10,8 +10,6 @@ from safetensors.torch import load_file
 from tensors import tiny
 from test_pipeline_checkpoint import states
 
-pytestmark = pytest.mark.filterwarnings("ignore:gathered whole, above gather_budget")
-
 WHOLE, NARROW, WIDE = None, 2048, 3000  # bytes: of 32 numbers in fp32 sixteen rows, and twenty-three
 FIRST = ((2, 1, 1), 3, NARROW)
 

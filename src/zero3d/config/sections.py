@@ -164,8 +164,8 @@ class Zero:
     )
     gather_budget: int | str | None = key(
         None,
-        "bytes, or a text such as 64MB (decimal units): linear layers whose weights take more are gathered and "
-        "multiplied in tiles; by default none are",
+        "bytes, or a text such as 64MB (decimal units): linear layers and embeddings whose weights take more are "
+        "gathered and multiplied in tiles; by default none are",
     )
     exact: bool = key(
         False, "the same bits at every dp that is a power of two up to 64; give train.batch and train.micro_batch"

@@ -78,8 +78,8 @@ class Engine:
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
     tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
     sequence_parallel  cut activations between blocks over tp, too, along the sequence
-    gather_budget  bytes, or a text such as "64MB": a linear layer whose weight takes more is gathered and multiplied in
-                  tiles of its rows, none of them larger. Names in `named_parameters()` are then those of tiles
+    gather_budget  bytes, or a text such as "64MB": a linear layer or embedding whose weight takes more is gathered and
+                  multiplied in tiles of its rows, none of them larger. `named_parameters()` then has tiles
     tiled_loss    compute the loss of a Hugging Face causal language model tile by tile: logits of the whole vocabulary
                   are never there, nor in its output, in a forward with labels
     weights       values of parameters on the meta device (`zero3d.models.open.open_model` gives both): every
