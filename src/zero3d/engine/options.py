@@ -15,7 +15,14 @@ from torch.optim import Optimizer
 
 from zero3d.distributed.determinism import warn_of_exact
 from zero3d.distributed.mesh import Mesh
-from zero3d.engine.checks import check_model, check_moments, check_reduce_scatter, check_step, reduce_dtype_of
+from zero3d.engine.checks import (
+    check_activations,
+    check_model,
+    check_moments,
+    check_reduce_scatter,
+    check_step,
+    reduce_dtype_of,
+)
 from zero3d.engine.losses import Loss
 from zero3d.engine.tiling import check_tiled_loss, release_within_budget
 from zero3d.memory.offload import Offload
@@ -60,6 +67,12 @@ class ParallelOptions:
     blocks: str | None
     tp_plan: Mapping[str, str] | None
     sequence_parallel: bool
+    partition_activations: bool
+
+
+def parts_activations(options: ParallelOptions) -> bool:
+    """Return whether inputs of recomputed blocks are kept in parts: under sequence parallelism they are cut already."""
+    return options.partition_activations and not options.sequence_parallel
 
 
 @dataclass(frozen=True)
@@ -115,13 +128,15 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     mesh = mesh if mesh is not None else Mesh()
     schedule = Schedule.requested(mesh.pp, options.parallel.schedule, options.parallel.blocks)
     budgeted = zero.gather_budget is not None and row.shards_parameters
-    released = release_within_budget(zero.release, schedule) if budgeted else zero.release
+    released = release_within_budget(zero.release, schedule) if budgeted else zero.offload.release(zero.release)
     release, reduce = resolve_policies(row, *pipeline_policies(mesh.pp, released, zero.reduce))
     check_step(step.accumulate, options.optimizer.clip_norm)
     check_reduce_scatter(zero.reduce_scatter)
     check_model(model, options.model.weights)
     if step.tiled_loss:
         check_tiled_loss(model, step.loss)
+    offloads, parallel = zero.offload.activations == "host", options.parallel
+    check_activations(model, mesh, parallel.partition_activations, offloads, parallel.sequence_parallel)
     groups = choose_optimizer(model, options.optimizer.optimizer, options.optimizer.param_groups)
     if isinstance(options.optimizer.optimizer, Optimizer):
         check_moments(zero.offload, options.optimizer.optimizer)

@@ -50,6 +50,8 @@ class DiskSlab:
     """Owns a rank's file of records, and says which step of it is whole.
 
     An error of a record or a commit leaves the committed step as it was.
+
+    had_steps  whether there was a commit when it was opened: else all records begin as zeros
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class DiskSlab:
         except BaseException:
             self._lock.release()
             raise
+        self.had_steps = self._commit is not None
         self._target = 0 if self._commit is None else 1 - self._commit.slot  # the slot that is written
         self._newest = [1 - self._target] * len(records)
         self._written: set[int] = set()
@@ -128,6 +131,7 @@ class DiskSlab:
         try:
             if discard:
                 commit_file.remove(self._commit_path)
+                self.path.unlink(missing_ok=True)  # records begin as zeros, as they do in memory
             self._commit = commit_file.read(self._commit_path, *self._about)
             there = self.path.stat().st_size if self.path.exists() else 0
             if self._commit is not None and there != self.nbytes:
@@ -135,6 +139,8 @@ class DiskSlab:
                     f"{self.path} has {there} bytes where its commit means {self.nbytes}: go on from a checkpoint in "
                     f"another folder (offload.directory=FOLDER), or remove {self.directory}."
                 )
+            if self._commit is None:
+                self.path.unlink(missing_ok=True)  # records begin as zeros
             return DirectFile(self.path, self.nbytes)
         except OSError as error:
             asked = f"{self.path} takes {decimal(self.nbytes)} ({self.nbytes} bytes: two slots for each record)"

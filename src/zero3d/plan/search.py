@@ -34,7 +34,7 @@ from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelP
 from zero3d.plan.states import policies, settled, wire_width
 from zero3d.plan.time import faster_reduction
 
-Tiers = tuple[dict[str, str], ...]  # settings of a plan
+Tiers = tuple[dict[str, Any], ...]  # settings of a plan
 GOALS = ("fastest", "fewest-gpus", "largest-batch")
 OFFLOADS = ("auto", "none", "host", "disk")
 NEAR: Tiers = ({},)
@@ -186,7 +186,7 @@ def _groups(
                         yield list(_micro_batches(plan, sequences, len(model.blocks), account))
 
 
-def _stages(dp: int, tiers: Tiers) -> Iterator[tuple[int, dict[str, str]]]:
+def _stages(dp: int, tiers: Tiers) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield ZeRO stages with settings of tiers: weights leave the device at stage 3, even of one rank."""
     for away in tiers:
         if "params" in away:
@@ -383,7 +383,7 @@ def _tier_neighbours(plan: ParallelPlan) -> Iterator[tuple[str, ParallelPlan]]:
     """Yield the plans that differ in what leaves the device."""
     for place in ("none", "host", "disk"):
         if place != plan.offload:
-            moved = {"moments": "fp32", "fraction": 1.0} if place == "none" else {}
+            moved: dict[str, Any] = {"moments": "fp32", "fraction": 1.0} if place == "none" else {}
             yield f"offload.optimizer: {place}", replace(plan, offload=place, **moved)
         if place != plan.params and plan.stage == 3 and policies(plan)[0] != "every_step":
             yield f"offload.params: {place}", replace(plan, params=place)

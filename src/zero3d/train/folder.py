@@ -6,7 +6,7 @@ OUTPUT/
   checkpoints/    step-N: the last few and the best; best -> step-N
   hf/             the final weights, for from_pretrained; written as .hf.new, renamed when complete
   loss.png, trace-rank-0.json, tensorboard/
-  offload/        states on a disk, where a run has any and names no folder for them
+  offload/        states on a disk while a run goes on, where it has any and names no folder for them
   .run            a number of its own, by which it knows what it has left in another folder
   .lock           while a run writes (lock.py)
 """
@@ -66,6 +66,10 @@ class Folder:
     @property
     def curve(self) -> Path:
         return self.root / "loss.png"
+
+    @property
+    def offload(self) -> Path:
+        return self.root / FOLDER
 
     @property
     def fresh_export(self) -> Path:
@@ -128,11 +132,14 @@ class Folder:
         if overwrite and self.used:
             self._clear()
         tidy(self.checkpoints)
-        if not self.run_id:
-            self._write("run", self.root / RUN, secrets.token_hex(8))
 
     def write_config(self, text: str) -> None:
-        """Write config.yaml, the first thing of a run, whole or not at all: it marks the folder. Raises ConfigError."""
+        """Write config.yaml, the first thing of a run, whole or not at all: it marks the folder. Raises ConfigError.
+
+        And the run's number before it, which a resumed run keeps.
+        """
+        if not self.run_id:
+            self._write("run", self.root / RUN, secrets.token_hex(8))
         self._write("config", self.config, text)
 
     def _write(self, stem: str, path: Path, text: str) -> None:
