@@ -22,7 +22,7 @@ def engine_of(offload=None, **options):
 
 
 def with_room(monkeypatch, room):
-    monkeypatch.setattr(auto_offload, "room_of", lambda base, offload: room)
+    monkeypatch.setattr(auto_offload, "room_of", lambda mesh, offload: room)
 
 
 # --- place --------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_what_has_no_place_is_refused_before_the_model_is_touched(monkeypatch):
 def chosen_by_ranks():
     base, specs = parts({"optimizer": "auto", "executor": "host"})
     room = room_for(base, specs, (0.125, 0.5)[dist.get_rank()])
-    auto_offload.room_of = lambda base, offload: room
+    auto_offload.room_of = lambda mesh, offload: room
     try:
         offload, why = place_of(base, specs)
     finally:
@@ -119,10 +119,7 @@ def test_all_ranks_choose_what_the_one_with_the_least_room_must_have(ranks):
 
 @pytest.mark.parametrize(("local", "budget", "share"), [(None, None, 2), (4, None, 4), (4, "8GB", 4)])
 def test_a_rank_has_what_is_free_on_its_device_and_its_share_of_the_host(monkeypatch, local, budget, share):
-    base = SimpleNamespace(
-        axes=SimpleNamespace(arena=SimpleNamespace(device=torch.device("cuda", 0))),
-        resolved=SimpleNamespace(mesh=SimpleNamespace(local_world=local, world=2)),
-    )
+    mesh = SimpleNamespace(device=torch.device("cuda", 0), local_world=local, world=2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GB, 96 * GB))
     asked = []
 
@@ -131,9 +128,9 @@ def test_a_rank_has_what_is_free_on_its_device_and_its_share_of_the_host(monkeyp
         return SimpleNamespace(nbytes=7 * GB)
 
     monkeypatch.setattr(auto_offload, "host_budget", measured)
-    assert room_of(base, Offload(host_budget=budget)) == Room(76 * GB, 7 * GB, False)
-    base.axes.arena.device = torch.device("cpu")
-    assert room_of(base, Offload(host_budget=budget, directory="there")) == Room(7 * GB, None, True)
+    assert room_of(mesh, Offload(host_budget=budget)) == Room(76 * GB, 7 * GB, False)
+    mesh.device = torch.device("cpu")
+    assert room_of(mesh, Offload(host_budget=budget, directory="there")) == Room(7 * GB, None, True)
     assert asked == [(share, None if budget is None else 8 * GB)] * 2
 
 

@@ -87,7 +87,7 @@ def test_the_summary_names_both(reserved, end):
 def rows(engine, monkeypatch):
     monkeypatch.setattr("zero3d.train.measure.state_dtypes", lambda _: dict.fromkeys(CATEGORIES, "fp32"))
     monkeypatch.setattr("zero3d.train.measure.transient_bounds", lambda *_: {})
-    entries = [SimpleNamespace(category=category, planned=1, measured=1) for category in CATEGORIES]
+    entries = [SimpleNamespace(category=category, place="device", planned=1, measured=1) for category in CATEGORIES]
     return {row.consumer: row.measured for row in memory_rows(engine, entries, {"fp32": 5}, 1)}
 
 

@@ -81,6 +81,10 @@ class Train:
     micro_batch: int | None = key(None, "sequences per rank in one forward", least=1)
     accumulate: int | None = key(None, "micro-batches per rank and step", least=1)
     compile: bool = key(False, "torch.compile the blocks")
+    tiled_loss: bool = key(
+        False,
+        "compute the loss of the next token tile by tile, without logits of the whole vocabulary; equal up to rounding",
+    )
     deterministic: bool | str = key(
         "auto",
         "on accelerators, algorithms that give the same bits in every run, and an error where there is none; "
@@ -158,6 +162,11 @@ class Zero:
         "parameter with the same bits (split)",
         choices=("fp32", "split"),
     )
+    gather_budget: int | str | None = key(
+        None,
+        "bytes, or a text such as 64MB (decimal units): linear layers and embeddings whose weights take more are "
+        "gathered and multiplied in tiles; by default none are",
+    )
     exact: bool = key(
         False, "the same bits at every dp that is a power of two up to 64; give train.batch and train.micro_batch"
     )
@@ -214,6 +223,9 @@ class Mesh:
         None, "tensor-parallel styles by module name pattern, which win over the model's own plan"
     )
     sequence_parallel: bool = key(False, "cut activations between blocks over tp, too, along the sequence")
+    partition_activations: bool = key(
+        False, "keep inputs of recomputed blocks in parts over tp, and gather them before they are recomputed"
+    )
     blocks: str | None = key(None, "the list of blocks that a pipeline cuts, such as model.layers; by default found")
 
 

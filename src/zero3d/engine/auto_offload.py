@@ -14,10 +14,12 @@ from typing import NamedTuple
 
 import torch
 
+from zero3d.distributed.mesh import Mesh
 from zero3d.engine.foundation import Foundation
 from zero3d.memory.auto_place import (
     LINK,
     MEMORY,
+    PLACES,
     ExecutorChoice,
     Need,
     Placed,
@@ -38,7 +40,6 @@ from zero3d.zero.stages import NO_BYTES, REMAINDER, WINDOW, engine_bytes, frozen
 
 DEPTH = 3  # buffers of a ring
 USABLE = 0.95  # of a device's free memory: fragments, and what no formula counts, take the rest
-PLACES = ("none", "host", "disk")  # from the fastest
 
 
 class Settled(NamedTuple):
@@ -56,7 +57,7 @@ def settle_place(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Foundatio
     offload = base.options.zero.offload
     if offload.optimizer != AUTO:
         return base, ()
-    placed = _furthest(base, bytes_needed(base, specs), room_of(base, offload))
+    placed = _furthest(base, bytes_needed(base, specs), room_of(base.resolved.mesh, offload))
     why = f"offload.optimizer=auto: {placed.optimizer}, fraction {placed.fraction:g}: {placed.why}"
     offload = replace(offload, optimizer=placed.optimizer, fraction=placed.fraction)
     return replace(base, options=replace(base.options, zero=replace(base.options.zero, offload=offload))), (why,)
@@ -103,15 +104,19 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
         else:
             states += frozen_bytes(policy.stage.number, n, spec.dtype.itemsize, policy.release).times(numel)
     moving = sizes.get(ROOT, 0) + (2 + WINDOW) * max((size for name, size in sizes.items() if name != ROOT), default=0)
-    scratch = 4 * update_bucket(base.axes.arena.device.type) if policy.split_master else 0
     others = {
         "weights": 0 if offload.params != "none" else ceil(states.parameters),
         "gradients": 0 if offload.gradients == HOST else ceil(states.gradients),
         "gathered units": moving if policy.stage.shards_parameters else 0,
         "gradients of units": moving if policy.reduce == "every_micro_batch" else 0,
     }
-    passing = 0 if offload.executor == HOST else DEPTH * padded(longest) + scratch
+    passing = passing_bytes(offload.executor, longest, base.axes.arena.device.type, policy.split_master)
     return Need(ceil(states.optimizer), longest, passing, others)
+
+
+def passing_bytes(executor: str, record: int, device: str, splits: bool) -> int:
+    """Return what the device holds for records that pass through it: a ring, and fp32 masters of those in halves."""
+    return 0 if executor == HOST else DEPTH * padded(record) + 4 * splits * update_bucket(device)
 
 
 def master_width(policy: Policy, weight: torch.dtype) -> int:
@@ -119,9 +124,9 @@ def master_width(policy: Policy, weight: torch.dtype) -> int:
     return 0 if weight == policy.master else REMAINDER if policy.split_master else policy.master.itemsize
 
 
-def room_of(base: Foundation, offload: Offload) -> Room:
+def room_of(mesh: Mesh, offload: Offload) -> Room:
     """Return what this rank may take now: of its device what is free, of the host a fair share."""
-    device, mesh = base.axes.arena.device, base.resolved.mesh
+    device = mesh.device
     limit = None if offload.host_budget is None else parse_size(offload.host_budget)
     host = host_budget(mesh.local_world or mesh.world, limit).nbytes
     disk = offload.directory is not None

@@ -24,6 +24,7 @@ from zero3d.errors import OutOfBudget
 from zero3d.memory.budget import decimal
 from zero3d.memory.offload import DEVICE, DISK, HOST
 
+PLACES = ("none", HOST, DISK)  # of optimizer states, from the fastest
 STEPS = 1000  # of a fraction that is chosen: it can be read, and typed again
 UPDATE = 28  # bytes per parameter that Adam reads and writes on the host: master and two moments both ways, gradient
 GRADIENT, WEIGHT = 4, 2  # bytes per parameter on their way down and up

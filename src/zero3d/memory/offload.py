@@ -95,6 +95,10 @@ class Offload:
         """Whether optimizer states or weights leave the device."""
         return self.optimizer != "none" or self.params != "none"
 
+    def release(self, asked: str) -> str:
+        """Return when gathered parameters are given back: "auto" is every_use where they have a place to go to."""
+        return "every_use" if asked == "auto" and self.params != "none" else asked
+
     @property
     def uses_disk(self) -> bool:
         """Whether anything is kept on a disk."""

@@ -33,6 +33,7 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         stage=config.zero.stage,
         mesh=mesh,
         **_axis_options(config, mesh),
+        partition_activations=config.mesh.partition_activations,
         precision=precision_of(config),
         reduce_dtype=config.zero.reduce_dtype,
         optimizer=adamw(config.optimizer),
@@ -47,6 +48,8 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         master=config.zero.master,
         offload=offload_of(config),
         exact=config.zero.exact,
+        gather_budget=config.zero.gather_budget,
+        tiled_loss=config.train.tiled_loss,
         weights=opened.weights,
     )
 

@@ -9,6 +9,7 @@ loop               steps, evaluations, checkpoints, stops
 loop_state         how far a run is, as a checkpoint keeps it
 nonfinite          why a run ends whose steps are not finite
 resume_hints       what to type where a run cannot go on as it is
+offload            what leaves the device: what auto becomes, what a resume keeps, what lies on a disk
 stop               a signal becomes a request to stop
 metrics            records of steps to metrics.jsonl, TensorBoard, Weights & Biases
 progress           a live bar, or lines

@@ -6,7 +6,7 @@ OUTPUT/
   checkpoints/    step-N: the last few and the best; best -> step-N
   hf/             the final weights, for from_pretrained; written as .hf.new, renamed when complete
   loss.png, trace-rank-0.json, tensorboard/
-  offload/        states on a disk, where a run has any and names no folder for them
+  offload/        states on a disk while a run goes on, where it has any and names no folder for them
   .run            a number of its own, by which it knows what it has left in another folder
   .lock           while a run writes (lock.py)
 """
@@ -69,6 +69,10 @@ class Folder:
         return self.root / "loss.png"
 
     @property
+    def offload(self) -> Path:
+        return self.root / FOLDER
+
+    @property
     def fresh_export(self) -> Path:
         """Where an export is written until it is whole."""
         return self.root / ".hf.new"
@@ -129,14 +133,17 @@ class Folder:
         if overwrite and self.used:
             self._clear()
         tidy(self.checkpoints)
+
+    def write_config(self, text: str) -> None:
+        """Write config.yaml, the first thing of a run, whole or not at all: it marks the folder. Raises ConfigError.
+
+        And the run's number before it, which a resumed run keeps.
+        """
         if not self.run_id:
             try:
                 (self.root / RUN).write_text(secrets.token_hex(8))
             except OSError as error:
                 raise _unwritable(self.root / RUN, error) from error
-
-    def write_config(self, text: str) -> None:
-        """Write config.yaml, the first thing of a run, whole or not at all: it marks the folder. Raises ConfigError."""
         fresh = self.root / UNFINISHED
         try:
             fresh.write_text(text)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field as stored
 from pathlib import Path
 from typing import Any
 
 from zero3d.checkpoint.fields import Field
 from zero3d.checkpoint.folders import MANIFEST
 from zero3d.errors import ConfigError
+from zero3d.memory.auto_place import PLACES
+from zero3d.memory.offload import DEVICE, HOST
 
 RUN = "run"  # beside the loop's state in a note: the number of the run that wrote it
 
@@ -21,6 +23,7 @@ class LoopState:
     step  batches so far; skipped of them changed nothing, the last `in_a_row` because they were not finite
     tokens  all ranks together
     best  [applied steps, held-out loss] of the checkpoint with the lowest held-out loss
+    offload  what `auto` has become (offload.py), or None
     """
 
     step: int = 0
@@ -28,7 +31,8 @@ class LoopState:
     in_a_row: int = 0
     tokens: int = 0
     best: tuple[int, float] | None = None
-    position: Mapping[str, Any] = field(default_factory=dict)
+    position: Mapping[str, Any] = stored(default_factory=dict)
+    offload: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> LoopState:
@@ -58,7 +62,21 @@ def check_loop_state(checkpoint: Path, saved: Mapping[str, Any] | None, applied:
         step, loss = loop.entry("best").rows(2)
         step.integer(0, applied)
         loss.number()
+    if loop.has("offload"):
+        check_choice(loop.entry("offload"))
     position = loop.entry("position")
     position.entry("epoch").integer()
     position.entry("index").integer(0, position.entry("sequences").integer(1) - 1)
     return saved
+
+
+def check_choice(choice: Field) -> None:
+    """Refuse what no run would have kept as what `auto` has become. Raises CheckpointError."""
+    for name, field in choice.items():
+        if name == "fraction":
+            if not 0 < field.number() <= 1:
+                field.refuse("a number above 0, up to 1")
+        elif name in ("optimizer", "executor"):
+            field.one_of(*(PLACES if name == "optimizer" else (DEVICE, HOST)))
+        else:
+            choice.refuse("a mapping of optimizer, fraction and executor")

@@ -9,6 +9,9 @@ padding            held by the arena                      from the layouts, exac
 temporary buffers  most held at any instant, by kind      an upper bound from unit sizes
 activations        what autograd saved in one forward     none
 device             most allocated and reserved there      none (accelerators only)
+buffers off it     held by the accounts of host, disk     none
+
+States are one row for each place that has any: the device, the host, a disk.
 
 What ranks sent is in `traffic.py`.
 """
@@ -16,7 +19,7 @@ What ranks sent is in `traffic.py`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +30,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from zero3d.distributed.choice import ALL_TO_ALL, PAIRWISE
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.engine import Engine
+from zero3d.memory.arena import STATES
+from zero3d.memory.blocks import padded
+from zero3d.memory.offload import DEVICE, HOST
+from zero3d.memory.placement import DEPTH
 from zero3d.memory.scratch import cast_scratch, update_scratch
 from zero3d.precision import NAMES
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
@@ -34,9 +41,16 @@ from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import WINDOW
 from zero3d.zero.unit import Unit
 
+LABELS = {"optimizer": "optimizer states"}
+
 
 class MemoryRow(NamedTuple):
-    """Holds bytes on one rank. formula: None when there is none; at_most: an upper bound; agrees: the verdict."""
+    """Holds bytes on one rank at a place: the device, the host, a disk.
+
+    formula  None when there is none
+    at_most  it is an upper bound
+    agrees   the verdict
+    """
 
     consumer: str
     dtype: str
@@ -44,6 +58,7 @@ class MemoryRow(NamedTuple):
     at_most: bool
     measured: int
     agrees: bool | None
+    place: str = DEVICE
 
 
 # --- activations --------------------------------------------------------------------------------
@@ -90,23 +105,33 @@ def memory_rows(
 
     `entries` is engine.memory right after training.
     """
-    by_category = {entry.category: entry for entry in entries}
+    entries = list(entries)
+    by_category = {entry.category: entry for entry in entries if entry.place == DEVICE}
     dtypes = state_dtypes(engine)
-    rows = []
-    for category, label in (("parameters", "parameters"), ("gradients", "gradients"),
-                            ("optimizer", "optimizer states"), ("padding", "padding")):  # fmt: skip
-        entry = by_category[category]
-        equal = entry.planned == entry.measured
-        rows.append(MemoryRow(label, dtypes[category], entry.planned, False, entry.measured, equal))
+    rows = [_state_row(by_category[category], dtypes) for category in STATES]
     for category, bound in transient_bounds(engine, micro_batches).items():
         peak = by_category[category].peak
         rows.append(MemoryRow(f"temporary: {category}", dtypes[category], bound, True, peak, peak <= bound))
     rows.append(MemoryRow("activations", _join(activations), None, False, sum(activations.values()), None))
+    if (on_host := by_category.get("activations")) is not None:
+        rows.append(MemoryRow("host: activations", "-", None, False, on_host.peak, None))
     reserved = reserved_bytes(engine)
     if reserved is not None:
         rows.append(MemoryRow("device: allocated", "-", None, False, memory_bytes(engine), None))
         rows.append(MemoryRow("device: reserved", "-", None, False, reserved, None))
+    for entry in entries:
+        if entry.place != DEVICE and entry.category in STATES:
+            rows.append(_state_row(entry, dtypes))
+        elif entry.place != DEVICE:
+            rows.append(MemoryRow(f"temporary: {entry.category}", "-", None, False, entry.peak, None, entry.place))
     return rows
+
+
+def _state_row(entry: MemoryEntry, dtypes: Mapping[str, str]) -> MemoryRow:
+    """Return the row of a category of states at a place, whose formula is exact."""
+    label = LABELS.get(entry.category, entry.category)
+    equal = entry.planned == entry.measured
+    return MemoryRow(label, dtypes[entry.category], entry.planned, False, entry.measured, equal, entry.place)
 
 
 def state_dtypes(engine: Engine) -> dict[str, str]:
@@ -115,7 +140,9 @@ def state_dtypes(engine: Engine) -> dict[str, str]:
     grads = [unit.grads for unit in engine.units if unit.grads is not None]
     buffers = [buffer for grad in grads for buffer in grad.buffers]
     masters = [w.masters.stored.dtype for w in weights if w.masters.stored is not None]
-    states = [s.dtype for state in engine.optimizer.torch.state.values() for s in state.values() if s.dim() == 1]
+    states = {s.dtype for state in engine.optimizer.torch.state.values() for s in state.values() if s.dim() == 1}
+    in_records = set(_in_records(engine))
+    states = in_records or states
     compute, reduced = {w.full.dtype for w in weights}, {buffer.dtype for buffer in buffers}
     gathered = compute if engine.policy.stage.shards_parameters else ()
     trainable = [unit for unit in engine.units if unit.grads is not None and engine.dp.size > 1]
@@ -127,6 +154,15 @@ def state_dtypes(engine: Engine) -> dict[str, str]:
     return {category: _join(map(_name, kind)) for category, kind in kinds.items()} | {"padding": "of each"}
 
 
+def _in_records(engine: Engine) -> Iterator[torch.dtype]:
+    """Yield the dtypes that records of optimizer states hold."""
+    for unit in engine.units:
+        records = unit.weights.records
+        if records is not None and unit.grads is not None:
+            for bucket in records.buckets[:1]:
+                yield from (records.view(bucket, name).dtype for name in bucket.names)
+
+
 def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     """Return upper bounds of temporary buffers, in bytes.
 
@@ -134,7 +170,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     bucket    stages 2, 3: the root's gradients all the time, two units filling, WINDOW being reduced; parts of
               tied parameters' gradients are summed in the reduced dtype
     wire      WINDOW reductions (`reduction_bytes`), of which one is being added up. Scratch in which masters are cast,
-              or those in halves updated
+              those in halves updated, or records. Besides, the ring of inputs of recomputed blocks on the host
     exact     a bucket for every micro-batch at all stages
     """
     sizes = [unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name != ROOT]
@@ -153,11 +189,38 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
             travelling, sums = reduction_bytes(engine, unit, micro_batches)
             moving, adding = max(moving, travelling), max(adding, sums)
             tied += unit.layout.total * policy.master.itemsize if unit.deferred else 0
+    ring, update = _of_records(engine)
+    kept = engine.kept_inputs
+    ring += 0 if kept is None or kept.slots is None else kept.slots.peak.device
     return {
         "gathered": full if policy.stage.shards_parameters else 0,
-        "bucket": wider * full + tied if exact or policy.reduce == "every_micro_batch" else 0,
-        "wire": max(WINDOW * moving + adding, 4 * scratch_of(masters, engine.mesh.device.type)),
+        "bucket": wider * full + tied + _to_host(engine) if exact or policy.reduce == "every_micro_batch" else 0,
+        "wire": ring + max(WINDOW * moving + adding, 4 * scratch_of(masters, engine.mesh.device.type), update),
     }
+
+
+def _to_host(engine: Engine) -> int:
+    """Return the bytes to which reductions come whose sums are kept on the host."""
+    shards = [unit.layout.shard for unit in engine.units if unit.grads is not None]
+    return WINDOW * max(shards) * engine.policy.master.itemsize if engine.offload.gradients == HOST else 0
+
+
+def _of_records(engine: Engine) -> tuple[int, int]:
+    """Return the bytes of the device's ring of records, and of the scratch in which it updates one.
+
+    That is fp32 of what is in 16 bits, and noise, or what a cast takes. A CPU has the ring on the host.
+    """
+    records = [unit.weights.records for unit in engine.units if unit.grads is not None]
+    buckets = [bucket.stop - bucket.start for of_unit in records if of_unit is not None for bucket in of_unit.buckets]
+    if not buckets or engine.offload.executor != DEVICE:
+        return 0, 0
+    longest, rounded = max(buckets), engine.offload.moments == "bf16"
+    narrow = engine.policy.split_master + 2 * rounded
+    casts = 0 if engine.policy.split_master else cast_scratch(longest, engine.mesh.device.type)
+    device, wide = engine.mesh.device.type, engine.policy.master.itemsize
+    passing = device != "cpu" and engine.offload.optimizer != "none"
+    ring = DEPTH * padded(3 * wide * longest) if passing else 0  # at most a master and two moments
+    return ring, 4 * (narrow * longest + max(rounded * longest, casts))
 
 
 def reduction_bytes(engine: Engine, unit: Unit, micro_batches: int) -> tuple[int, int]:

@@ -15,7 +15,7 @@ rates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -54,11 +54,29 @@ def plan_run(config: Config, model: nn.Module, mesh: Mesh, steps: int) -> Planne
     """Return the plan of a run on rank 0, or why there is none in a line; None on other ranks and for a short run."""
     if steps < CHECKED_STEP or mesh.rank != 0:
         return None
-    try:
+
+    def make() -> PlannedRun:
         hardware = run_cluster(config, mesh)
         plan = plan_of(config, mesh.world)
         spec = trace(model, config.data.length, config.model.path, config.data.packing)
         return PlannedRun(spec, hardware, plan, evaluate(spec, hardware, plan))
+
+    return _made(make)
+
+
+def plan_again(planned: PlannedRun | str | None, config: Config, mesh: Mesh) -> PlannedRun | str | None:
+    """Return the plan of the same model under another configuration."""
+    if not isinstance(planned, PlannedRun):
+        return planned
+    model, hardware = planned.model, planned.cluster
+    plan = plan_of(config, mesh.world)
+    return _made(lambda: PlannedRun(model, hardware, plan, evaluate(model, hardware, plan)))
+
+
+def _made(make: Callable[[], PlannedRun]) -> PlannedRun | str:
+    """Return a plan, or why there is none in a line."""
+    try:
+        return make()
     except Exception as error:  # noqa: BLE001 (a model's own, above all: no plan of it is no reason not to train it)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return f"no plan to compare this run with: {reason}"

@@ -13,8 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from zero3d.config import to_dict
+from zero3d.memory.offload import DEVICE
 from zero3d.page.text import size
 from zero3d.train.curve import as_png, as_text, smooth
+from zero3d.train.measure import MemoryRow
 from zero3d.train.metrics import finite, losses
 from zero3d.train.run import Result
 
@@ -32,6 +34,9 @@ def show(result: Result, console: Console) -> None:
     console.print()
     console.print(memory_table(result))
     console.print()
+    if any(row.place != DEVICE for row in result.memory):
+        console.print(tiers_table(result))
+        console.print()
     console.print(traffic_table(result))
     console.print()
     for line in summary(result):
@@ -40,15 +45,30 @@ def show(result: Result, console: Console) -> None:
 
 
 def memory_table(result: Result) -> Table:
-    """Return bytes on rank 0 by consumer."""
+    """Return bytes on the device of rank 0 by consumer."""
     config = result.config
     title = f"memory of rank 0 of {result.ranks}, stage {config.zero.stage}, {config.precision}, in bytes"
     table = _table(title, ("consumer", "dtype"), ("measured",))
     for row in result.memory:
-        formula = "" if row.formula is None else f"{row.formula:,}"
-        table.add_row(row.consumer, row.dtype, f"{row.measured:,}", _verdict(row.agrees, row.at_most), formula)
+        if row.place == DEVICE:
+            table.add_row(row.consumer, row.dtype, *_figures(row))
     table.caption = "temporary: most held at an instant. activations: kept by one forward."
     return table
+
+
+def tiers_table(result: Result) -> Table:
+    """Return bytes of rank 0 on the host and on a disk, by consumer."""
+    table = _table("off the device, of rank 0, in bytes", ("place", "consumer", "dtype"), ("measured",))
+    for row in result.memory:
+        if row.place != DEVICE:
+            table.add_row(row.place, row.consumer, row.dtype, *_figures(row))
+    table.caption = "temporary: buffers and scratch. disk: two slots of what changes in a step."
+    return table
+
+
+def _figures(row: MemoryRow) -> tuple[str, Text, str]:
+    formula = "" if row.formula is None else f"{row.formula:,}"
+    return f"{row.measured:,}", _verdict(row.agrees, row.at_most), formula
 
 
 def traffic_table(result: Result) -> Table:

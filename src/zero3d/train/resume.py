@@ -11,7 +11,7 @@ from zero3d.checkpoint.folders import checkpoints
 from zero3d.config import Config
 from zero3d.data.batches import BatchStream
 from zero3d.distributed.agreement import agree
-from zero3d.distributed.collectives import broadcast_ints
+from zero3d.distributed.collectives import Comm, broadcast_ints
 from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError, ConfigError, NonFiniteError
 from zero3d.setup.inputs import Inputs, steps_of_run
@@ -23,10 +23,10 @@ from zero3d.train.start import Start
 from zero3d.zero.health import check_weights
 
 
-def find_checkpoint(config: Config, start: Start, engine: Engine) -> Path | None:
+def find_checkpoint(config: Config, start: Start, everyone: Comm) -> Path | None:
     """Return the checkpoint to resume from, or None. Raises CheckpointError."""
     folder = Folder(Path(config.output or "."))
-    return agree(engine.world.patient, lambda: folder.resume_from(start.resume))
+    return agree(everyone, lambda: folder.resume_from(start.resume))
 
 
 def choose_slots(config: Config, start: Start, engine: Engine, checkpoint: Path | None) -> bool:

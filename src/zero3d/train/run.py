@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from zero3d.checkpoint.folders import tidied_path
 from zero3d.config import Batch, Config, offload_of, to_yaml
 from zero3d.data.batches import BatchStream
 from zero3d.distributed.agreement import agree
-from zero3d.distributed.collectives import broadcast_ints
+from zero3d.distributed.collectives import Comm
 from zero3d.distributed.determinism import refusals_named
+from zero3d.distributed.ledger import Ledger
 from zero3d.engine.engine import Engine
+from zero3d.memory.arena import Arena
 from zero3d.models.blocks import find_blocks
 from zero3d.models.packing import forward_options
 from zero3d.setup.build import build_engine, with_output
@@ -29,7 +34,8 @@ from zero3d.train.loop import Loop
 from zero3d.train.loop_state import LoopState
 from zero3d.train.measure import Activations, MemoryRow, memory_rows
 from zero3d.train.metrics import Metrics, Record, losses
-from zero3d.train.plan_check import CHECKED_STEP, PlanCheck, plan_run
+from zero3d.train.offload import choice_of, described, drop_leftovers, may_use_disk, settle
+from zero3d.train.plan_check import CHECKED_STEP, PlanCheck, plan_again, plan_run
 from zero3d.train.progress import Progress
 from zero3d.train.resume import choose_slots, find_checkpoint, restore
 from zero3d.train.sample import sample
@@ -87,15 +93,25 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock) -> 
     options, layers = forward_options(module), len(find_blocks(module))
     flops = flops_per_token(module, config.data.length)  # before parameters are cut
     plan = plan_run(config, module, inputs.mesh, inputs.steps)
-    engine = build_engine(config, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
-    stream = _stream(config, inputs, engine)
-    checkpoint = find_checkpoint(config, start, engine)
-    from_slots = choose_slots(config, start, engine, checkpoint)
-    saved, steps = restore(config, start, inputs, engine, stream, checkpoint, from_slots)
-    folder = open_folder(config, start, engine, checkpoint, lock)
+    with inputs.mesh.waiting_room() as axis:
+        everyone = Comm(axis, Arena(torch.device("cpu")), Ledger())
+        checkpoint = find_checkpoint(config, start, everyone)
+        built, chosen = settle(config, inputs.mesh, everyone, checkpoint, plan)
+        fresh = _first_free(start, everyone) if config.output is None and may_use_disk(built) else None
+    if fresh is not None:
+        config, built = with_output(config, fresh.root), with_output(built, fresh.root)
+    plan = plan_again(plan, built, inputs.mesh) if chosen else plan
+    with removed_on_failure(fresh, inputs.mesh.rank):
+        engine = build_engine(built, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
+        stream = _stream(config, inputs, engine)
+        from_slots = choose_slots(config, start, engine, checkpoint)
+        saved, steps = restore(config, start, inputs, engine, stream, checkpoint, from_slots)
+        folder = open_folder(config, start, engine, checkpoint, lock)
     config = with_output(config, folder.root)
+    if inputs.mesh.local_rank == 0:
+        drop_leftovers(folder, engine, ended=False)
     notes = (*inputs.opened.notes, *inputs.data.notes, plan if isinstance(plan, str) else None, lock.note)
-    for line in (*introduction(config, inputs, steps, engine, folder), *notes):
+    for line in (*introduction(config, inputs, steps, engine, folder), *chosen, *engine.offload_why, *notes):
         if line is not None:
             progress.say(line)
     loop = Loop(config, engine, stream, inputs.data.validation, folder, options, flops)
@@ -107,6 +123,7 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock) -> 
         source = f"the slots in {offload_of(config).directory}, {newer}" if from_slots else loop.checkpoint
         progress.say(f"going on from {source}, after step {loop.state.step}")
         progress.say(engine.resumed)
+    loop.state = replace(loop.state, offload=choice_of(config, engine))
     earlier = folder.keep_metrics(loop.state.step) if engine.world.rank == 0 else []
     activations = Activations(engine)
     with Metrics(folder, config, engine.world.rank, loop.state.step + 1) as metrics:
@@ -131,6 +148,10 @@ def _finish(
     if config.checkpoint.export:
         export_model(engine, folder, tokenizer or model_tokenizer(inputs.opened.folder), progress)
     text = sample(config, engine, tokenizer, progress)
+    if engine.offload.uses_disk:
+        agree(engine.world, lambda: None)  # nobody reads it any more
+        if inputs.mesh.local_rank == 0:
+            drop_leftovers(folder, engine, ended=True)
     verified = verifies(config, inputs.data) and engine.world.rank == 0
     return Result(
         config=config,
@@ -167,7 +188,7 @@ def begin(config: Config, start: Start, lock: FolderLock, rank: int) -> None:
 def open_folder(config: Config, start: Start, engine: Engine, checkpoint: Path | None, lock: FolderLock) -> Folder:
     """Claim the output folder on rank 0 and write config.yaml into it."""
     first = engine.world.rank == 0
-    folder = Folder(Path(config.output)) if config.output is not None else _first_free(start, engine)
+    folder = Folder(Path(config.output)) if config.output is not None else _first_free(start, engine.world)
     everyone = engine.world.patient
     agree(everyone, lambda: folder.claim(lock, start.resume, start.overwrite, checkpoint) if first else None)
     text = to_yaml(with_output(config, folder.root))
@@ -175,11 +196,22 @@ def open_folder(config: Config, start: Start, engine: Engine, checkpoint: Path |
     return folder
 
 
-def _first_free(start: Start, engine: Engine) -> Folder:
+@contextmanager
+def removed_on_failure(folder: Folder | None, rank: int) -> Iterator[None]:
+    """Remove a folder that was made for this run, if it cannot begin."""
+    try:
+        yield
+    except BaseException:
+        if folder is not None and rank == 0:
+            shutil.rmtree(folder.root, ignore_errors=True)
+        raise
+
+
+def _first_free(start: Start, everyone: Comm) -> Folder:
     """Return the first free folder of the run's name, which rank 0 has made."""
     stem = f"zero3d-{start.name}"
-    number = agree(engine.world, lambda: first_free(stem) if engine.world.rank == 0 else 0)
-    folder = Folder(numbered(stem, broadcast_ints(engine.world, [number])[0]))
+    number = agree(everyone, lambda: first_free(stem) if everyone.rank == 0 else 0)
+    folder = Folder(numbered(stem, int(everyone.exchange(torch.tensor([number]))[0])))
     start.report_output(folder.root)
     return folder
 
@@ -196,6 +228,7 @@ def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, fol
         f"zero3d train: {', '.join(settings)}; {kind} with {count_params(engine):,} parameters",
         f"{inputs.batch.equation}; {steps:,} steps; writing to {folder.root}",
         _vocabulary(inputs),
+        *filter(None, [described(engine)]),
     ]
 
 

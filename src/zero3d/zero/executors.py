@@ -20,7 +20,7 @@ from zero3d.precision import cast_all, join_master, rounds_away, split_master
 from zero3d.zero.host_update import AdamRule, BucketPiece, BucketStates, HostExecutor
 from zero3d.zero.masters import REMAINDER
 from zero3d.zero.record_masters import absent
-from zero3d.zero.record_updates import Given, RecordPortion
+from zero3d.zero.record_updates import Given, Options, RecordPortion
 from zero3d.zero.rounding import Draw, noise_table, round_to_bf16
 from zero3d.zero.state_records import MASTER, WEIGHTS
 from zero3d.zero.streams import wait_for_device
@@ -35,6 +35,8 @@ class DeviceExecutor:
     def __init__(self, optimizer: Optimizer, arena: Arena) -> None:
         self._optimizer, self._arena = optimizer, arena
         self._table: Tensor | None = None
+        self._counted: Options = ()
+        self._step = 0
 
     def update(self, portion: RecordPortion, given: Given) -> None:
         fields, device = given.fields, self._arena.device
@@ -55,7 +57,7 @@ class DeviceExecutor:
                 stepping(self._optimizer, given.options, portion.pieces),
             ):
                 self._optimizer.step()
-            self._round(portion, fields, wide)
+            self._round(portion, given, wide)
             if split:
                 assert stored is not None
                 split_master(master, weights, stored, scratch=master)
@@ -100,17 +102,24 @@ class DeviceExecutor:
                             values[within].copy_(of_piece[name])
                         of_piece[name] = absent(values[within])
 
-    def _round(self, portion: RecordPortion, fields: Mapping[str, Tensor], wide: Mapping[str, Tensor]) -> None:
+    def _round(self, portion: RecordPortion, given: Given, wide: Mapping[str, Tensor]) -> None:
         """Round moments to bf16 at random."""
+        fields = given.fields
         for moment, name in enumerate(MOMENTS):
             if name in fields and fields[name] is not wide[name] and portion.pieces:
                 if self._table is None:
                     self._table = noise_table(self._arena.device)
-                count = self._optimizer.state[portion.pieces[0].master]["step"]
-                step = int(host_value(count.view(1), [1.0])[0])
+                step = self._applied(portion, given)
                 noise = self._arena.borrow("wire", wide[name].numel(), torch.float32)
                 round_to_bf16(wide[name], fields[name], Draw(0, step, moment), portion.first, self._table, noise)
                 self._arena.give_back("wire", noise)
+
+    def _applied(self, portion: RecordPortion, given: Given) -> int:
+        """Return the applied steps, this one included: read of the device once a step, whose options are one object."""
+        if given.options is not self._counted:
+            count = self._optimizer.state[portion.pieces[0].master]["step"]
+            self._counted, self._step = given.options, int(host_value(count.view(1), [1.0])[0])
+        return self._step
 
     def _cast(self, master: Tensor, weights: Tensor) -> None:
         if not rounds_away(master.dtype, weights.dtype):

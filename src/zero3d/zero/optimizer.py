@@ -343,8 +343,10 @@ class ShardedOptimizer:
         self.wait()  # masters may be what is sent
         if self.updates is not None:
             self.updates.begin(frozen_options(self.torch))
-            for unit in self.updates.portions:
-                unit.weights.defer(partial(self.updates.through, unit))
+            units = list(self.updates.portions)
+            for unit, following in zip(units, [*units[1:], units[-1]], strict=True):
+                sent = not (unit.weights.sharded or unit.weights.updates_all)  # one ahead, behind a unit's compute
+                unit.weights.defer(partial(self.updates.through, following if sent else unit))
             return
         update(self.torch, self._portions, self._arena)
         if not self._adopted or any(_differs(*states) for states in self._adopted):

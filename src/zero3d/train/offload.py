@@ -1,0 +1,200 @@
+"""What leaves the device in a run: what `auto` becomes before the engine is built, and what a resume keeps of it.
+
+    a checkpoint says what its run had chosen      the same again, unless the file names another
+    rank 0 has a plan                              by its bytes, activations included
+    neither                                        by the engine's own rule (engine/auto_offload.py)
+
+Whatever is chosen is kept in every checkpoint: a run that goes on has its states where they were, and updates them by
+the same kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero3d.checkpoint.fields import Field
+from zero3d.checkpoint.manifest_parser import open_manifest
+from zero3d.config import Config, offload_of
+from zero3d.distributed.agreement import agree, exchange_texts
+from zero3d.distributed.collectives import Comm
+from zero3d.distributed.mesh import Mesh
+from zero3d.engine.auto_offload import passing_bytes, room_of
+from zero3d.engine.engine import Engine
+from zero3d.errors import CheckpointError
+from zero3d.memory.auto_place import Need, Room, auto_place
+from zero3d.memory.offload import AUTO, DEVICE, HOST
+from zero3d.memory.scratch import update_bucket
+from zero3d.page.text import size
+from zero3d.plan.emit import plan_of
+from zero3d.plan.tier_time import chosen_executor, executor_note
+from zero3d.train.folder import Folder
+from zero3d.train.loop_state import check_choice
+from zero3d.train.plan_check import PlannedRun
+
+WIDEST = 12  # bytes of optimizer states per parameter: fp32 master and moments
+NO_CHOICE: Mapping[str, Any] = {}
+
+
+def is_open(config: Config) -> bool:
+    """Return whether anything is left to be chosen."""
+    section = config.offload
+    return section.optimizer == AUTO or (section.executor == AUTO and section.optimizer != "none")
+
+
+def may_use_disk(config: Config) -> bool:
+    """Return whether anything may be put into the output folder before the run claims it."""
+    section = config.offload
+    return section.directory is None and ("disk" in (section.optimizer, section.params) or section.optimizer == AUTO)
+
+
+def settle(
+    config: Config, mesh: Mesh, comm: Comm, checkpoint: Path | None, plan: PlannedRun | str | None
+) -> tuple[Config, list[str]]:
+    """Return the configuration to build the engine of, and what was chosen in lines. All ranks call it.
+
+    comm  of all ranks, on the host
+    plan  of rank 0, everything on the device
+
+    Raises OutOfBudget.
+    """
+    if not is_open(config):
+        return config, []
+    kept = NO_CHOICE if checkpoint is None else _of_rank_0(comm, saved_choice(checkpoint))
+    key_of = {"fraction": "optimizer"}  # it is open where the place is
+    kept = {name: value for name, value in kept.items() if getattr(config.offload, key_of.get(name, name)) == AUTO}
+    lines: list[str] = []
+    if kept:
+        shown = ", ".join(f"{name} {value}" for name, value in kept.items())
+        lines = [f"offload: {shown}: as auto chose before {checkpoint}; any other value is typed in place of auto"]
+        config = with_choice(config, kept)
+    if is_open(config):
+        config, chosen = _by_plan(config, mesh, comm, plan)
+        lines += chosen
+    return config, lines
+
+
+def with_choice(config: Config, choice: Mapping[str, Any]) -> Config:
+    """Return a configuration with what was chosen in place of auto."""
+    section = replace(config.offload, **choice)
+    if section.optimizer == "none" and section.executor == HOST:  # of states that may leave, and do not
+        section = replace(section, executor=DEVICE)
+    return replace(config, offload=section)
+
+
+# --- chosen by the plan -------------------------------------------------------------------------
+
+
+def _by_plan(config: Config, mesh: Mesh, comm: Comm, plan: PlannedRun | str | None) -> tuple[Config, list[str]]:
+    """Choose on rank 0 for all ranks, by the least room of any; what it has no plan for is left to the engine."""
+    room = room_of(mesh, offload_of(config))
+    rows = comm.exchange(torch.tensor([room.device, -1 if room.host is None else room.host])).tolist()
+    device, host = (min(column) for column in zip(*rows, strict=True))
+    least = Room(device, None if room.host is None else host, disk=True)  # in the output folder, if nowhere else
+    choice: dict[str, Any] = {}
+    lines: list[str] = []
+
+    def choose() -> None:
+        if isinstance(plan, PlannedRun):
+            choice.update(_place(plan, config, mesh, least, lines))
+            choice.update(_executor(plan, with_choice(config, choice), mesh, lines))
+
+    agree(comm, choose)
+    return with_choice(config, _of_rank_0(comm, choice)), lines
+
+
+def _place(plan: PlannedRun, config: Config, mesh: Mesh, room: Room, lines: list[str]) -> dict[str, Any]:
+    if config.offload.optimizer != AUTO:
+        return {}
+    placed = auto_place(need_of(plan, config, mesh), room)
+    lines.append(f"offload.optimizer=auto: {placed.optimizer}, fraction {placed.fraction:g}: {placed.why}")
+    return {"optimizer": placed.optimizer, "fraction": placed.fraction}
+
+
+def _executor(plan: PlannedRun, config: Config, mesh: Mesh, lines: list[str]) -> dict[str, Any]:
+    """Choose by the cluster's rates; where the device is a CPU it is no question of time."""
+    section = config.offload
+    if section.executor != AUTO or section.optimizer == "none" or mesh.device.type == "cpu":
+        return {}
+    chosen = chosen_executor(plan_of(config, mesh.world), plan.cluster)
+    lines.append(f"offload.executor=auto: {executor_note(chosen, plan.cluster)}")
+    return {"executor": chosen.executor}
+
+
+def need_of(plan: PlannedRun, config: Config, mesh: Mesh) -> Need:
+    """Return what the fullest rank needs at its fullest instant, as it is planned with everything on the device."""
+    parts = {name: int(nbytes) for name, nbytes in plan.estimate.memory.parts.items()}
+    states, kind = parts.pop("optimizer", 0), mesh.device.type
+    record = min(states, WIDEST * update_bucket(kind))
+    passing = passing_bytes(config.offload.executor, record, kind, config.zero.master == "split")
+    return Need(states, record, passing, parts)
+
+
+# --- kept in checkpoints ------------------------------------------------------------------------
+
+
+def choice_of(config: Config, engine: Engine) -> dict[str, Any] | None:
+    """Return what auto has become in an engine, as a checkpoint keeps it; None where nothing was open."""
+    if not is_open(config):
+        return None
+    section, chosen = config.offload, engine.offload
+    place = {"optimizer": chosen.optimizer, "fraction": chosen.fraction} if section.optimizer == AUTO else {}
+    return place | ({"executor": chosen.executor} if section.executor == AUTO else {})
+
+
+def _of_rank_0(comm: Comm, choice: Mapping[str, Any]) -> Mapping[str, Any]:
+    told: Mapping[str, Any] = json.loads(exchange_texts(comm, json.dumps(choice))[0])
+    return told
+
+
+def saved_choice(checkpoint: Path) -> Mapping[str, Any]:
+    """Return what a checkpoint has kept; nothing where it cannot be read: loading it says why."""
+    try:
+        loop = open_manifest(checkpoint).value("loop")
+        fields = Field(str(checkpoint), "loop", loop)
+        if loop is None or not fields.has("offload"):
+            return NO_CHOICE
+        check_choice(fields.entry("offload"))
+    except CheckpointError:
+        return NO_CHOICE
+    choice: Mapping[str, Any] = loop["offload"]
+    return choice
+
+
+# --- said ---------------------------------------------------------------------------------------
+
+
+def described(engine: Engine) -> str | None:
+    """Say in a line what is off this rank's device, where, and who updates it; None where nothing is."""
+    offload = engine.offload
+    if not offload.states:
+        return None
+    share = f" ({offload.fraction:g} of them)" if offload.fraction < 1 else ""
+    parts = {f"optimizer states{share}": offload.optimizer, "weights": offload.params}
+    away = ", ".join(f"{name} on the {place}" for name, place in parts.items() if place != "none")
+    held: dict[str, int] = {}
+    for entry in engine.memory:
+        if entry.place != DEVICE:
+            held[entry.place] = held.get(entry.place, 0) + entry.measured
+    bytes_ = ", ".join(f"{size(nbytes)} on the {place}" for place, nbytes in held.items())
+    folder = f" in {offload.directory}" if offload.uses_disk else ""
+    return f"offload: {away}, updated on the {offload.executor}; of rank 0 {bytes_}{folder}"
+
+
+# --- its folder ---------------------------------------------------------------------------------
+
+
+def drop_leftovers(folder: Folder, engine: Engine, ended: bool) -> None:
+    """Remove what is off the device on a disk in the output folder: an earlier run's, and when it has ended this one's.
+
+    Checkpoints hold all of it. One rank of each machine calls it; the output folder is locked.
+    """
+    in_use = engine.offload.uses_disk and engine.offload.directory == folder.offload
+    if ended or not in_use:
+        shutil.rmtree(folder.offload, ignore_errors=True)
