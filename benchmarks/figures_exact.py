@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from typing import Any
 
@@ -34,12 +35,26 @@ def block(text: str) -> str:
 def demo_memory() -> str:
     """Bytes of rank 0 by consumer, beside the formula's."""
     [run] = results("demo")
-    lines = [f"{'consumer':<22}{'dtype':<19}{'measured':>11}{'formula':>22}"]
-    for row in run["memory"]:
-        formula = "" if row["formula"] is None else f"{row['formula']:,}"
-        said = "" if not formula else "at most" if row["at_most"] else "equal" if row["agrees"] else "UNEQUAL"
-        lines.append(f"{row['consumer']:<22}{row['dtype']:<19}{row['measured']:>11,}   {said:<7}{formula:>12}".rstrip())
-    return block("\n".join(lines))
+    return block("\n".join([memory_head(), *map(memory_line, run["memory"])]))
+
+
+def offload_places() -> str:
+    """Bytes of rank 0 by place and consumer, beside the formula's."""
+    [run] = results("offload-places")
+    lines = [f"{row['place']:<8}{memory_line(row)}" for row in run["memory"]]
+    return block("\n".join([f"{'place':<8}{memory_head()}", *lines]))
+
+
+def memory_head() -> str:
+    """The names of the columns of `memory_line`."""
+    return f"{'consumer':<22}{'dtype':<19}{'measured':>11}{'formula':>22}"
+
+
+def memory_line(row: Mapping[str, Any]) -> str:
+    """One consumer's bytes, beside the formula's."""
+    formula = "" if row["formula"] is None else f"{row['formula']:,}"
+    said = "" if not formula else "at most" if row["at_most"] else "equal" if row["agrees"] else "UNEQUAL"
+    return f"{row['consumer']:<22}{row['dtype']:<19}{row['measured']:>11,}   {said:<7}{formula:>12}".rstrip()
 
 
 def four_stages() -> str:
@@ -84,9 +99,9 @@ def mesh_traffic() -> str:
     return block("\n".join(lines))
 
 
-def compare_stages() -> str:
+def comparison(name: str) -> str:
     """What `zero3d compare` printed."""
-    [printed] = results("compare-stages")
+    [printed] = results(name)
     return block(printed)
 
 
@@ -295,7 +310,9 @@ EXACT: dict[str, Callable[[], str]] = {
     "four-stages": four_stages,
     "meshes": meshes,
     "mesh-traffic": mesh_traffic,
-    "compare-stages": compare_stages,
+    "compare-stages": partial(comparison, "compare-stages"),
+    "compare-offload": partial(comparison, "compare-offload"),
+    "offload-places": offload_places,
     "theory": theory,
     "plan-72b": plan_72b,
     "plan-llava": plan_llava,

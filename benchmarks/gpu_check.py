@@ -61,7 +61,7 @@ PARTS = (
     Part("streams.late", "campaign.streams:late", 50, 25, "8 + 15 trainings x 0.5 + 12 of them x 0.8 asleep"),
     Part("streams.sanitizer", "campaign.streams:sanitizer", 45, 32, "8 + 8 trainings x 3 steps x 5,000 calls x 0.2 ms"),
     Part("syncs", "campaign.host:syncs", 28, 11, "8 + 4 trainings of 3 steps x 0.7"),
-    Part("memory", "campaign.holdings:memory", 28, 12, "8 + 4 trainings x 1"),
+    Part("memory", "campaign.holdings:memory", 28, 20, "8 + 4 trainings x 1 + 200 steps x 0.04"),
     Part("bits.deterministic", "campaign.numbers:deterministic", 28, 12, "8 + 8 trainings x 0.5"),
     Part("bits.default", "campaign.numbers:default", 28, 12, "8 + 8 trainings x 0.5"),
     Part("shared", "campaign.numbers:shared", 40, 22, "3 + 8 for two ranks + 9 trainings x 1.2: gloo by the host"),

@@ -79,6 +79,17 @@ RECIPES = {
             repeats=True,
         ),
         Recipe("compare-stages", ("zero3d compare zero.stage=0,1,2,3 train.steps=20",), repeats=True),
+        Recipe(
+            "compare-offload",
+            ("zero3d compare offload.optimizer=none,host,disk offload.params=none,host train.steps=20",),
+            repeats=True,
+        ),
+        Recipe(
+            "offload-places",
+            trains("--steps 4 --ranks 2 offload.optimizer=disk offload.params=host offload.fraction=0.5"),
+            timed=False,
+            repeats=True,
+        ),
         Recipe("plan-72b", ("zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80",), timed=False, repeats=True),
         Recipe("plan-llava", tuple(f"{_LLAVA} --gpus {gpus}" for gpus in (1, 2, 4)), timed=False, repeats=True),
         Recipe("states-72b", ("python benchmarks/states.py EXAMPLES/72b_128gpu.yaml",), timed=False, repeats=True),

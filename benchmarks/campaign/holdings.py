@@ -1,21 +1,30 @@
-"""Bytes on the device after a step: by the engine's formula, by the arena, and by CUDA's allocator."""
+"""Bytes on the device after a step: by the engine's formula, by the arena, and by CUDA's allocator.
+
+And over many steps of varying lengths, with inputs of recomputed blocks on the host: what the allocator has reserved
+beside what was ever allocated is bounded and does not grow (ZeRO's M_D, constant buffers its C_B).
+"""
 
 from __future__ import annotations
 
 import gc
+import random
 from fractions import Fraction
 
 import torch
-from peers import Plain
+from peers import CLIP, Plain, adamw
 from ranks import synchronize
 
 from campaign.account import Account, Place
-from campaign.training import MIDDLE, STAGES, Run, engine_of, own_batch, run_of, setting_of, train
+from campaign.training import MIDDLE, STAGES, Run, engine_of, one_loss, own_batch, run_of, setting_of, train
+from zero3d import Engine
+from zero3d.activations.recomputation import recompute
 from zero3d.distributed.mesh import Mesh
 from zero3d.memory.arena import STATES
 from zero3d.zero.stages import engine_bytes
 
 SLACK, SLACK_BYTES = 0.01, 2 << 20  # of the plan: the allocator rounds every block up
+STEPS, WARM = 200, 20  # of varying lengths; after how many the allocator has seen what there is
+GROWTH, APART, APART_BYTES = 0.1, 0.25, 64 << 20  # of what is reserved from then on; beside what was ever allocated
 
 
 def memory(place: Place, account: Account) -> None:
@@ -27,6 +36,52 @@ def memory(place: Place, account: Account) -> None:
     for stage in STAGES:
         row = held(mesh, run, stage)
         account.ran(f"stage {stage}", row, wrong(row))
+    row = varied(mesh, run)
+    account.ran(f"{STEPS} steps of varying lengths", row, grown(row))
+
+
+def varied(mesh: Mesh, run: Run) -> dict[str, int]:
+    """Return bytes before and after many steps of varying lengths, the longest first."""
+    device, draw = mesh.device, random.Random(0)
+    model = setting_of(device, run).build()
+    recompute(model, "full")
+    engine = Engine(
+        model, stage=3, mesh=mesh, precision=run.precision, clip_norm=CLIP, optimizer=adamw,
+        offload={"activations": "host"},
+    )  # fmt: skip
+    on_card, row = device.type == "cuda", {}
+    if on_card:
+        by_allocator(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    for step in range(STEPS):
+        length = draw.randint(run.seq // 8, run.seq) if step else run.seq
+        one_loss(engine, *own_batch(device, run._replace(seq=length), step))
+        engine.step()
+        if step in (0, WARM, STEPS - 1):
+            held = {entry.category: entry.measured for entry in engine.memory}
+            row |= {f"lent_after_{step + 1}": sum(held.values()) - held["activations"]}
+            row |= {f"on_host_after_{step + 1}": held["activations"]}
+            if on_card:
+                row[f"reserved_after_{step + 1}"] = torch.cuda.memory_reserved(device)
+    if on_card:
+        row["peak_allocated"] = torch.cuda.max_memory_allocated(device)
+    return row
+
+
+def grown(row: dict[str, int]) -> str:
+    """Return what has grown over many steps of varying lengths."""
+    first, last = (f"after_{number}" for number in (WARM + 1, STEPS))
+    for what in ("lent", "on_host"):
+        counts = {value for key, value in row.items() if key.startswith(what)}
+        if len(counts) > 1:
+            return f"{what} has changed: {sorted(counts)}"
+    if "peak_allocated" in row:
+        before, after, peak = row[f"reserved_{first}"], row[f"reserved_{last}"], row["peak_allocated"]
+        if after > (1 + GROWTH) * before:
+            return f"reserved has grown from {before} to {after} bytes"
+        if after > (1 + APART) * peak + APART_BYTES:
+            return f"{after} bytes are reserved, and never more than {peak} were allocated"
+    return ""
 
 
 def wrong(row: dict[str, int]) -> str:

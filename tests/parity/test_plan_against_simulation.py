@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from math import ceil
 
 import pytest
@@ -71,6 +72,8 @@ def simulated(alone, path, plan, stage, packed=False, whole=False):
 def ratio(alone, models, plan, tied=False, packed=False):
     """Planned over simulated bytes of the stage that the planner calls the fullest."""
     path, spec = models(tied, packed)
+    if plan.executor == "auto" and plan.offload != "none":
+        plan = replace(plan, executor="device")
     found = memory(spec, plan)
     _, said, where = found.instant.partition("pipeline stage ")
     rank = simulated(alone, path, plan, int(where.split()[0]) if said else 0, packed)
@@ -147,6 +150,8 @@ def test_the_planned_peak_is_the_simulated_one(alone, models, plan, tied, packed
         P(dp=2, pp=2, stage=3, offload="host", params="host", accumulate=4, reduce="every_micro_batch",
           release="every_use"),
         P(dp=2, pp=2, stage=1, offload="disk", accumulate=4, schedule="zbv"),
+        P(dp=4, stage=2, offload="host", gradients="host", activations="full"),
+        P(dp=2, stage=3, offload="disk", params="host", gradients="host", accumulate=2, activations="full"),
     )),
 ])  # fmt: skip
 def test_bytes_of_every_place_are_the_simulated_ones_and_so_is_the_peak(alone, models, plan):

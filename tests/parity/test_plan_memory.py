@@ -35,8 +35,8 @@ def spec():
     return {tied: trace(model_of(tied), LENGTH) for tied in (False, True)}
 
 
-def dry_peak(tied, plan):
-    """Most bytes alive in the second step of a rank, without data; stages below 3."""
+def dry_run(tied, plan):
+    """Most bytes alive in the second step of a rank, without data, and those of inputs on the host; stages below 3."""
     if dist.is_initialized():  # another test's, of one process
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=plan.world, store=FakeStore())
@@ -45,13 +45,15 @@ def dry_peak(tied, plan):
             model = model_of(tied)
             recompute(model, plan.activations)
             engine = zero3d.Engine(
-                model, stage=plan.stage, mesh=zero3d.Mesh(dp=plan.dp, tp=plan.tp), accumulate=plan.accumulate
-            )
+                model, stage=plan.stage, mesh=zero3d.Mesh(dp=plan.dp, tp=plan.tp), accumulate=plan.accumulate,
+                partition_activations=plan.partition_activations, offload={"activations": plan.offload_activations},
+            )  # fmt: skip
             ids = torch.zeros(plan.micro_batch, LENGTH, dtype=torch.int64)
             for _ in range(2):
                 live.mark(f"step {engine.steps}")
                 engine.train_batch([{"input_ids": ids, "labels": ids}] * plan.accumulate)
-            return max(list(accumulate(size for size, _ in live.events))[live.marks["step 1"] :])
+            on_host = sum(entry.measured for entry in engine.memory if entry.category == "activations")
+            return max(list(accumulate(size for size, _ in live.events))[live.marks["step 1"] :]), on_host
     finally:
         dist.destroy_process_group()
 
@@ -59,16 +61,25 @@ def dry_peak(tied, plan):
 @pytest.mark.parametrize(("tied", "plan"), [
     (False, ParallelPlan(dp=8, stage=2)),
     (True, ParallelPlan(dp=4, stage=1, accumulate=2, activations="full")),
+    (False, ParallelPlan(tp=4, stage=1, micro_batch=4, activations="full", partition_activations=True)),
     *(pytest.param(*case, marks=pytest.mark.long) for case in [
         (True, ParallelPlan(dp=2, stage=0, micro_batch=2)),
         (False, ParallelPlan(dp=4, tp=2, stage=2, activations="selective")),
         (False, ParallelPlan(dp=2, tp=4, stage=1, micro_batch=4, activations="every:2")),
+        (False, ParallelPlan(stage=1, micro_batch=4, activations="full", offload_activations="host")),
+        (False, ParallelPlan(
+            tp=2, micro_batch=4, stage=2, activations="every:2", partition_activations=True, offload_activations="host"
+        )),
+        (False, ParallelPlan(tp=2, stage=1, micro_batch=4, activations="selective", partition_activations=True)),
+        (False, ParallelPlan(stage=1, micro_batch=4, activations="selective", offload_activations="host")),
     ]),
 ])  # fmt: skip
 def test_the_peak_is_that_of_a_dry_run(spec, tied, plan):
-    found, peak = memory(spec[tied], plan), dry_peak(tied, plan)
+    found, (peak, on_host) = memory(spec[tied], plan), dry_run(tied, plan)
     print(f"planned {found.allocated:,.0f}, dry run {peak:,} ({found.allocated / peak - 1:+.1%}), {found.instant}")
     assert 0.97 <= found.allocated / peak <= 1.05
+    assert found.on_host.get("inputs", 0) == on_host
+    assert (on_host > 0) == (plan.offload_activations == "host")
 
 
 def test_parts_add_up_and_the_instant_has_a_name(spec):

@@ -17,7 +17,9 @@ def traffic(name, options):
     return measured_and_planned(name, **options)
 
 
-def measured_and_planned(name, mesh=None, sequence=False, policy="none", lora=False, dropout=0.0, precision="fp32"):
+def measured_and_planned(
+    name, mesh=None, sequence=False, policy="none", lora=False, dropout=0.0, precision="fp32", parts=False
+):
     """What a few steps sent from this rank over the axes of a replica, by (operation, module), and the formula."""
     model = tiny(name, lora=lora, dropout=dropout)
     if policy != "none":
@@ -25,7 +27,7 @@ def measured_and_planned(name, mesh=None, sequence=False, policy="none", lora=Fa
     torch.manual_seed(3)
     engine = zero3d.Engine(
         model, stage=1, mesh=zero3d.Mesh(**(mesh or {"tp": 2})), precision=precision, sequence_parallel=sequence,
-        accumulate=M,
+        accumulate=M, partition_activations=parts,
     )  # fmt: skip
     counted = TrainingTraffic(engine)
     for _ in range(STEPS):
@@ -42,6 +44,7 @@ def measured_and_planned(name, mesh=None, sequence=False, policy="none", lora=Fa
 OFTEN = [
     ("llama", {}), ("llama", {"sequence": True}), ("gpt2", {}), ("gpt2", {"sequence": True, "policy": "full"}),
     ("moe", {"policy": "full"}), ("llama", {"lora": True}), ("next", {}), ("llama4", {}),
+    ("llama", {"policy": "full", "parts": True}),
 ]  # fmt: skip
 SELDOM = [
     ("llama", {"precision": "bf16"}), ("gpt2", {"dropout": 0.1, "policy": "full"}), ("qwen3", {}), ("moe", {}),
@@ -49,6 +52,9 @@ SELDOM = [
     ("llama", {"policy": "every:2"}), ("llama", {"policy": "every:2", "sequence": True}),
     ("llama", {"policy": "selective"}), ("llama", {"policy": "full", "sequence": True}),
     ("gpt2", {"lora": True, "sequence": True}), ("mla", {"policy": "full"}), ("gpt_oss", {}), ("opt", {"sequence": True}),
+    ("llama", {"policy": "every:2", "parts": True}), ("gpt2", {"policy": "selective", "parts": True, "precision": "bf16"}),
+    ("llama", {"policy": "full", "parts": True, "lora": True}),
+    *((name, {"policy": "full", "parts": True}) for name in ("gemma3n_text", "moe", "gpt_oss", "mla")),
     ("bloom", {"policy": "selective"}), ("gemma3n_text", {}), ("falcon_h1", {}),
 ]  # fmt: skip
 
@@ -64,7 +70,7 @@ def test_tp_ranks_send_what_the_plan_says(ranks, name, options):
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "options"), [
     ("llama", {"mesh": {"tp": 2, "pp": 2}, "sequence": True}), ("gpt2", {"mesh": {"tp": 4}}),
-    ("llama", {"mesh": {"tp": 2, "dp": 2}}),
+    ("llama", {"mesh": {"tp": 2, "dp": 2}}), ("llama", {"mesh": {"tp": 2, "pp": 2}, "policy": "full", "parts": True}),
 ])  # fmt: skip
 def test_and_on_other_meshes(ranks, name, options):
     for measured, planned in ranks(4, traffic, name, options):

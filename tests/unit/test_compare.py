@@ -185,6 +185,45 @@ def result(
     }  # fmt: skip
 
 
+def moved_to(place, optimizer=1200, padding=40, off=0):
+    """A run whose optimizer states are at a place."""
+    run = result()
+    states = {row["consumer"]: row for row in run["memory"]}
+    slots = 2 if place == "disk" else 1
+    for consumer, size in (("optimizer states", slots * optimizer), ("padding", slots * padding)):
+        there = {"consumer": consumer, "place": place, "measured": size + off, "formula": size, "agrees": not off}
+        run["memory"].append(states["padding"] | there)
+    states["optimizer states"] |= {"measured": 0, "formula": 0}
+    run["memory"].append(states["activations"] | {"consumer": "temporary: wire", "place": place, "measured": 77})
+    return run
+
+
+def test_states_move_from_place_to_place_by_the_planned_bytes():
+    runs = compared("offload.optimizer=none,host,disk", result(), moved_to("host"), moved_to("disk"))
+    assert [set(row.places) for row in runs] == [{"device"}, {"device", "host"}, {"device", "disk"}]
+    optimizer = [{place: here["optimizer"].measured for place, here in row.places.items()} for row in runs]
+    assert optimizer == [{"device": 1200}, {"device": 0, "host": 1200}, {"device": 0, "disk": 2400}]
+    assert runs[2].places["disk"]["together"] == (2480, 2480, False, True)
+    assert runs[1].memory["optimizer states"].measured == 0  # that table is of the device
+    text = printed("offload.optimizer=none,host,disk", runs)
+    assert "model states of rank 0 by place, in kB" in text
+    assert "measured = formula, to the byte, in every run" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("disk") and "2.480" in line]
+    assert line.split() == ["disk", "0.000", "0.000", "2.400", "0.600", "0.000", "2.480"]
+    told = as_json(variants(split_axes(["offload.optimizer=none,host"])[0]), [result(), moved_to("host")])
+    assert json.loads(json.dumps(told))[1]["figures"]["places"]["host"]["optimizer"]["formula"] == 1200
+
+
+def test_a_place_that_holds_other_bytes_than_planned_is_told():
+    runs = compared("offload.optimizer=none,host", result(), moved_to("host", off=1))
+    assert not runs[1].agrees
+    assert "UNEQUAL to the formula: offload.optimizer=host" in printed("offload.optimizer=none,host", runs)
+
+
+def test_without_a_place_off_the_device_there_is_no_table_of_places():
+    assert "by place" not in printed("zero.stage=0,1", compared("zero.stage=0,1", result(), result()))
+
+
 def compared(word, *results):
     axes, _ = split_axes(word.split())
     return rows(variants(axes), results)

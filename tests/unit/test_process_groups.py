@@ -188,7 +188,7 @@ def test_calibration_uses_no_group_that_was_not_warmed(recorded, monkeypatch, tm
         calibrate(zero3d.Mesh(dp=2), tmp_path, Sizes(side=256, copied=1 << 20, disk=1 << 20, messages=(64, 128)))
     warm = [group for name, group in recorded if name == "all_reduce"]
     used = [group for name, group in recorded if name in ("barrier", "broadcast")]
-    assert len(used) == 2 * 5 + 1
+    assert len(used) == 2 * 6 + 1
     assert all(any(group is one for one in warm) for group in used)
 
 

@@ -116,6 +116,28 @@ def test_what_is_not_changed_is_not_written(bed):
     bed.ring.retire(4, changed=False)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_record_that_is_put_is_not_read_first(bed, monkeypatch, seed):
+    draw, wanted = random.Random(seed), dict.fromkeys(range(len(RECORDS)), None)
+    load, read = bed.tier.load, []
+    monkeypatch.setattr(bed.tier, "load", lambda index, *rest: (read.append(index), load(index, *rest)))
+    for value in range(40):
+        index = draw.randrange(len(RECORDS))
+        if draw.random() < 0.6:
+            for field in bed.ring.put(index):
+                field.fill_(value)
+            wanted[index] = value
+            bed.ring.retire(index)
+            assert read == []
+        else:
+            fields = bed.ring.fetch(index)
+            value = index if wanted[index] is None else wanted[index]
+            assert all(field.unique().tolist() == [value] for field in fields)
+            bed.ring.retire(index, changed=False)
+            assert read.pop() == index
+        assert bed.ring.idle == DEPTH
+
+
 def test_what_is_wanted_waits_for_a_buffer_and_too_much_in_use_is_an_error(bed):
     for index in range(5):
         bed.ring.ahead(index)
@@ -297,6 +319,24 @@ def test_on_an_accelerator_streams_wait_for_what_they_need(monkeypatch, without,
         ring.drain()
         streams.use(memory)
     assert streams.made["streams"] == 2
+    assert bool(streams.model.races) == (without is not None)
+
+
+@pytest.mark.parametrize("without", [None, "arrived", "used", "gone"])
+def test_on_an_accelerator_what_is_put_waits_for_what_was_in_its_buffer(monkeypatch, without):
+    streams = Streams(monkeypatch, without)
+    memory = [torch.zeros(record.nbytes, dtype=torch.uint8) for record in RECORDS]
+    buffers = [torch.empty(record.nbytes, dtype=torch.uint8, device="meta") for record in ring_buffers(RECORDS)]
+    with Ring(HostTier(memory), RECORDS, buffers) as ring:
+        for _ in range(2):
+            for index in range(len(RECORDS)):
+                streams.use(ring.put(index))
+                ring.retire(index)
+            for index in reversed(range(len(RECORDS))):
+                if index:
+                    ring.ahead(index - 1)
+                streams.use(ring.fetch(index))
+                ring.retire(index, changed=False)
     assert bool(streams.model.races) == (without is not None)
 
 

@@ -16,6 +16,7 @@ from zero3d.distributed.ledger import Ledger
 from zero3d.memory.arena import Arena
 from zero3d.memory.auto_place import Room
 from zero3d.memory.offload import Offload
+from zero3d.plan.hardware import cluster as hardware
 from zero3d.train import offload
 from zero3d.train.folder import Folder
 from zero3d.train.loop_state import LoopState, check_choice
@@ -48,7 +49,7 @@ def test_where_nothing_is_open_nothing_is_asked(monkeypatch):
     for words in ([], ["offload.params=host"], ["offload.optimizer=host", "offload.executor=device"]):
         section, lines = settled(words, monkeypatch, kept={"optimizer": "disk"}, checkpoint=Path("c"))
         assert section == load({}, words).offload
-        assert lines == ()
+        assert lines == []
 
 
 def test_rank_0s_plan_decides_activations_included(monkeypatch):
@@ -70,7 +71,25 @@ def test_buffers_on_the_device_are_counted_where_it_updates(monkeypatch):
 @pytest.mark.parametrize("planned", [None, "no plan to compare this run with: it is short"])
 def test_without_a_plan_it_is_left_to_the_engine(monkeypatch, planned):
     section, lines = settled(["offload.optimizer=auto"], monkeypatch, Room(0, None, False), planned=planned)
-    assert (section.optimizer, lines) == ("auto", ())
+    assert (section.optimizer, lines) == ("auto", [])
+
+
+@pytest.mark.parametrize(("memory", "executor"), [(8e9, "device"), (8e12, "host")])
+def test_the_clusters_rates_choose_the_executor_of_an_accelerator(monkeypatch, memory, executor):
+    cluster = replace(hardware("h100", 8), host_bandwidth=memory)
+    planned = replace(plan(), cluster=cluster)
+    on_card = SimpleNamespace(device=torch.device("cuda"), world=1)
+    monkeypatch.setattr(offload, "room_of", lambda mesh, settings: Room(66 * GB, 40 * GB, False))
+    with zero3d.Mesh().waiting_room() as axis:
+        comm = Comm(axis, Arena(torch.device("cpu")), Ledger())
+        chosen = {
+            asked: offload.settle(load({}, [f"offload.optimizer={asked}"]), on_card, comm, None, planned)
+            for asked in ("auto", "host")
+        }
+    for config, lines in chosen.values():
+        assert (config.offload.optimizer, config.offload.executor) == ("host", executor)
+        assert lines[-1].startswith("offload.executor=auto: ")
+        assert f"on the {executor}" in lines[-1]
 
 
 # --- kept ---------------------------------------------------------------------------------------
@@ -88,7 +107,7 @@ def test_what_was_chosen_before_is_chosen_again_and_a_value_in_the_file_wins(mon
     section, _ = settled(["offload.optimizer=disk"], monkeypatch, **given)
     assert (section.optimizer, section.fraction, section.executor) == ("disk", 1.0, "device")
     explicit = ["offload.optimizer=disk", "offload.executor=host"]
-    assert settled(explicit, monkeypatch, **given) == (load({}, explicit).offload, ())
+    assert settled(explicit, monkeypatch, **given) == (load({}, explicit).offload, [])
 
 
 def test_a_kept_place_of_nothing_needs_no_executor(monkeypatch):

@@ -3,6 +3,8 @@
 policy.py         what a policy keeps and costs, as arithmetic (no torch)
 targets.py        the modules that are wrapped: blocks, attention
 segments.py       recording and replay of the calls of K blocks
+kept_inputs.py    their inputs in parts over tp, and on the host
+host_slots.py     the host's memory of those, and the ring that they pass
 compilation.py    compile_blocks(model)
 recomputation.py  recompute(model, policy), prepare_blocks(model, activations, compile): both in the right order
 

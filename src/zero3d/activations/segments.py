@@ -24,6 +24,8 @@ graph, or nobody ever frees it.
 Note 5, what blocks write for one another, such as the keys and values that layers share in one dict: a call
 keeps what was in it before, and a replay writes to a copy. Readers keep what they were given, so that its
 gradient goes to the writer's own graph.
+Note 6, the first argument that needs a gradient is a call's input. It may be kept as something smaller
+(`kept_inputs.py`), which is saved in its place and made the input again by a replay.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +45,19 @@ from zero3d.nested import map_tensors, own_containers, tensors_in
 from zero3d.rng import set_torch_rng, torch_rng
 
 Forward = Callable[..., Any]
+
+
+class Kept(Protocol):
+    """An input that is kept otherwise than as it is (Note 6)."""
+
+    def taken(self) -> Tensor:
+        """Return what autograd saves in its place, once."""
+
+    def restore(self, part: Tensor) -> Tensor:
+        """Return the input, a leaf, from what was saved."""
+
+
+Keep = Callable[[Tensor, str], Kept | None]  # (input, the module's name); None: as it is
 
 
 class TensorMeta(NamedTuple):
@@ -80,6 +95,7 @@ class BlockCall:
     sources  for each tensor in the nest: which output of the call before it was, or None if it is kept
     keeper   an empty tensor whose node keeps the others: in torch 2.11 the node lives no longer than it
     missing  what autograd saved inside, in order
+    input    its place among the kept tensors and what it is, where it is kept otherwise (Note 6)
     """
 
     name: str
@@ -92,6 +108,7 @@ class BlockCall:
     rng: tuple[Tensor, ...]
     autocast: list[tuple[str, torch.dtype, bool]]
     missing: list[weakref.ref[MissingTensor]] = field(default_factory=list)
+    input: tuple[int, Kept] | None = None
 
     @property
     def linked(self) -> bool:
@@ -100,14 +117,15 @@ class BlockCall:
 
     def arguments(self, outputs: list[Tensor]) -> Any:
         """Return (args, kwargs) as they were; `outputs` are those of the call before."""
-        kept, sources = iter(self.keeper.grad_fn.saved_tensors), iter(self.sources)  # type: ignore[union-attr]
+        kept = enumerate(self.keeper.grad_fn.saved_tensors)  # type: ignore[union-attr]
+        sources, (place, given) = iter(self.sources), self.input or (None, None)
 
         def restore(_: Tensor) -> Tensor:
             source = next(sources)
             if source is not None:
                 return outputs[source]
-            t: Tensor = next(kept)
-            return t.detach().requires_grad_(t.requires_grad)
+            at, t = next(kept)
+            return given.restore(t) if given and at == place else t.detach().requires_grad_(t.requires_grad)
 
         return map_tensors(own_containers(self.nest), restore)
 
@@ -126,16 +144,22 @@ class Segment:
 
 
 def record(
-    name: str, block: nn.Module, forward: Forward, args: Any, kwargs: Any, outputs: Mapping[int, int]
-) -> BlockCall:
-    """Keep what a call needs to be repeated: all but the `outputs` of the call before."""
+    name: str, block: nn.Module, forward: Forward, args: Any, kwargs: Any, outputs: Mapping[int, int],
+    keep: Keep | None = None,
+) -> BlockCall:  # fmt: skip
+    """Keep what a call needs to be repeated: all but the `outputs` of the call before. keep: its input, otherwise."""
     sources: list[int | None] = []
     kept: list[Tensor] = []
     nothing = torch.empty(0)
+    first = next((t for t in tensors_in((args, kwargs)) if t.requires_grad), None) if keep is not None else None
+    input: tuple[int, Kept] | None = None
 
     def strip(t: Tensor) -> Tensor:
+        nonlocal input
         sources.append(outputs.get(id(t)))
         if sources[-1] is None:
+            if t is first and input is None and keep is not None and (otherwise := keep(t, name)) is not None:
+                input, t = (len(kept), otherwise), otherwise.taken()
             kept.append(t)
         return nothing
 
@@ -146,14 +170,15 @@ def record(
     autocast = [
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in {"cpu", device.type}
     ]
-    return BlockCall(name, block, forward, nest, sources, keeper, device, torch_rng(device), autocast)
+    return BlockCall(name, block, forward, nest, sources, keeper, device, torch_rng(device), autocast, input=input)
 
 
 class Recorder:
-    """Runs the blocks of one model, cut into segments of `length` calls."""
+    """Runs the blocks of one model, cut into segments of `length` calls. keep: their inputs, otherwise (Note 6)."""
 
     def __init__(self, length: int) -> None:
         self.length = length
+        self.keep: Keep | None = None
         self._open: weakref.ref[Segment] | None = None  # Note 2
         self._replay: Replay | None = None
 
@@ -168,7 +193,7 @@ class Recorder:
             return self._replay.run()
         segment = (self._open() if self._open is not None else None) or Segment()
         self._open = None  # an exception ends the segment
-        call = record(name, block, forward, args, kwargs, segment.outputs())
+        call = record(name, block, forward, args, kwargs, segment.outputs(), self.keep)
         if segment.calls and not call.linked:
             segment = Segment()
 
@@ -261,25 +286,25 @@ class Recomputed:
     """Calls a module's forward, drops its interior, and computes that again when the backward needs it."""
 
     def __init__(self, name: str, module: nn.Module, recorder: Recorder) -> None:
-        self._name, self._module, self._recorder = name, module, recorder
+        self._name, self._module, self.recorder = name, module, recorder
         self._forward = module.forward
 
     @property
     def replaying(self) -> bool:
         """Whether a recomputation is calling the blocks, with the arguments they had behind their hooks."""
-        return self._recorder.replaying
+        return self.recorder.replaying
 
     @property
     def every(self) -> int:
         """How many modules are recomputed together."""
-        return self._recorder.length
+        return self.recorder.length
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.replaying and not (torch.is_grad_enabled() and self._module.training):
             return self._forward(*args, **kwargs)
         args = tuple(self._without_cache(value) for value in args)
         kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
-        return self._recorder(self._name, self._module, self._forward, args, kwargs)
+        return self.recorder(self._name, self._module, self._forward, args, kwargs)
 
     def _without_cache(self, value: Any) -> Any:
         if not hasattr(value, "get_seq_length"):  # what tells a Hugging Face cache

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from zero3d.cli.plan_options import USABLE, open_cluster, parse_size
 from zero3d.cli.train import config_source
 from zero3d.config import load, split_words
 from zero3d.errors import ConfigError
+from zero3d.memory.offload import AUTO
 from zero3d.page import plan_text
 from zero3d.page.text import columns
 from zero3d.pipeline.schedules import Schedule
@@ -17,6 +19,8 @@ from zero3d.plan.emit import plan_of
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.search import Row, WhatIf, resized, tp_refused, what_if
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
+
+PLACES = ("none", "host", "disk")  # that auto tries in turn
 
 
 def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
@@ -34,13 +38,23 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     )
     check(model, plan, cluster)
     cluster = resized(cluster, plan.world)
-    row = Row(plan, evaluate(model, cluster, plan))
     limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * cluster.gpu.memory
+    places = PLACES if config.offload.optimizer == AUTO else (plan.offload,)
+    row = _first_that_fits([replace(plan, offload=place) for place in places], model, cluster, limit)
     if arguments.json:
         print(json.dumps(plan_text.row_json(row), indent=2))
     else:
         print("\n".join(_lines(model, cluster, row, limit, what_if(row, model, cluster, evaluate))))
     return int(bool(arguments.assert_fits) and row.estimate.memory.device > limit)
+
+
+def _first_that_fits(plans: Sequence[ParallelPlan], model: ModelSpec, cluster: ClusterSpec, limit: float) -> Row:
+    """Return the first plan that a GPU and a host have room for, else the last."""
+    rows = [Row(plan, evaluate(model, cluster, plan)) for plan in plans]
+    fits = (
+        row for row in rows if row.estimate.memory.device <= limit and row.estimate.memory.host <= cluster.host_memory
+    )
+    return next(fits, rows[-1])
 
 
 def check(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> None:

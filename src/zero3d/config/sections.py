@@ -214,6 +214,9 @@ class Mesh:
         None, "tensor-parallel styles by module name pattern, which win over the model's own plan"
     )
     sequence_parallel: bool = key(False, "cut activations between blocks over tp, too, along the sequence")
+    partition_activations: bool = key(
+        False, "keep inputs of recomputed blocks in parts over tp, and gather them before they are recomputed"
+    )
     blocks: str | None = key(None, "the list of blocks that a pipeline cuts, such as model.layers; by default found")
 
 

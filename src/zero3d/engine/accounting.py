@@ -7,8 +7,10 @@ from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
 
+from zero3d.activations.host_slots import HostSlots
 from zero3d.engine.tiers import Tiers
 from zero3d.memory.arena import STATES, TRANSIENT, Arena
+from zero3d.memory.offload import HOST
 from zero3d.precision import NAMES
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.optimizer import ShardedOptimizer
@@ -38,16 +40,18 @@ class Accounts:
 
     n      data-parallel degree
     exact  gradients are summed in the order of the global list, which keeps other buffers
+    inputs of recomputed blocks on the host, if they are there
     """
 
     def __init__(
         self, units: Sequence[Unit], optimizer: ShardedOptimizer, policy: Policy, arena: Arena, n: int, exact: bool,
-        tiers: Tiers | None,
+        tiers: Tiers | None, inputs: HostSlots | None,
     ) -> None:  # fmt: skip
         self._units, self._optimizer, self._policy, self._arena = units, optimizer, policy, arena
         self._n, self._exact = n, exact
         self._arenas = {arena.place: arena, **({} if tiers is None else tiers.arenas)}
         self._records = {} if tiers is None else tiers.planned
+        self._inputs = inputs
         self._kept = {} if tiers is None else tiers.kept
 
     @property
@@ -63,6 +67,7 @@ class Accounts:
         planned = {(category, self._arena.place): nbytes for category, nbytes in own.items()}
         for key, nbytes in self._records.items():
             planned[key] = planned.get(key, Fraction(0)) + nbytes
+        inputs = self._inputs
         return [
             MemoryEntry(
                 category,
@@ -74,7 +79,7 @@ class Accounts:
             for place, arena in self._arenas.items()
             for category in (*STATES, *TRANSIENT)
             if place == self._arena.place or arena.peak(category) or planned.get((category, place))
-        ]
+        ] + ([] if inputs is None else [MemoryEntry("activations", HOST, None, inputs.footing.host, inputs.peak.host)])
 
     @property
     def traffic_units(self) -> list[UnitTraffic]:

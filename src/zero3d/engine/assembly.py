@@ -19,9 +19,11 @@ from functools import partial
 import torch
 from torch import nn
 
+from zero3d.activations.kept_inputs import KeptInputs
 from zero3d.distributed.axis import forget_note
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import Accounts
+from zero3d.engine.activations import keep_inputs
 from zero3d.engine.auto_offload import Settled, settle_place
 from zero3d.engine.checks import bind_scheduler
 from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
@@ -51,6 +53,7 @@ class Assembly:
     base       options, axes and this rank's share of the model
     runtime    units, and what gathers, reduces and updates them
     execution  how micro-batches go through the model; `pipeline` where there is one
+    kept_inputs  of recomputed blocks, where they are not kept as they are
     offload    what leaves the device, nothing of it open any more
     """
 
@@ -61,6 +64,7 @@ class Assembly:
     accounts: Accounts
     pipeline: Pipeline | None
     execution: Execution
+    kept_inputs: KeptInputs | None
     offload: Settled
 
 
@@ -71,6 +75,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     """
     base = Foundation.of(model, mesh, options)
     axes, resolved, module = base.axes, base.resolved, base.division.module
+    kept = keep_inputs(base)
     specs, uses = partition_all(base.division.chunks.values(), options.model.units, resolved.precision.dtype)
     base, why = settle_place(base, specs)
     losses, only = Losses(model, options.step.loss), last_only(model)
@@ -81,6 +86,8 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     move_buffers(module, axes.dp)
     units, tiers = build_units(base, specs, options.model.weights)
     runtime = start(base, units, uses, tiers)
+    if kept is not None and kept.slots is not None and tiers is not None:
+        kept.slots.others = tiers.host_bytes
     padded = padding_warning([unit.layout for unit in runtime.units])
     if padded is not None and axes.world.rank == 0:
         warnings.warn(padded, stacklevel=3)
@@ -101,8 +108,9 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     axes.ledger.reset()  # it counts training; construction broadcast the model once
     axes.arena.reset_peaks()
     return Assembly(
-        base, runtime, stepper, whole, _accounts(base, runtime), pipeline, execution, _settled(base, tiers, why)
-    )
+        base, runtime, stepper, whole, _accounts(base, runtime, kept), pipeline, execution, kept,
+        _settled(base, tiers, why),
+    )  # fmt: skip
 
 
 def _settled(base: Foundation, tiers: Tiers | None, why: tuple[str, ...]) -> Settled:
@@ -120,9 +128,12 @@ def _stepper(base: Foundation, runtime: Runtime) -> Stepper:
     )  # fmt: skip
 
 
-def _accounts(base: Foundation, runtime: Runtime) -> Accounts:
-    policy, exact = base.resolved.policy, base.options.zero.exact
-    return Accounts(runtime.units, runtime.optimizer, policy, base.axes.arena, base.axes.dp.size, exact, runtime.tiers)
+def _accounts(base: Foundation, runtime: Runtime, kept: KeptInputs | None) -> Accounts:
+    policy, exact, axes = base.resolved.policy, base.options.zero.exact, base.axes
+    inputs = None if kept is None else kept.slots
+    return Accounts(
+        runtime.units, runtime.optimizer, policy, axes.arena, axes.dp.size, exact, runtime.tiers, inputs
+    )  # fmt: skip
 
 
 def _open_pipeline(base: Foundation, runtime: Runtime, losses: Losses, whole: WholeParameters) -> Pipeline:

@@ -5,6 +5,7 @@ Everything here raises ConfigError and changes nothing.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -12,12 +13,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from zero3d.activations.kept_inputs import checkpointed, recorders_of
 from zero3d.distributed.choice import REDUCTIONS
+from zero3d.distributed.mesh import Mesh
 from zero3d.engine.guards import is_guarded
 from zero3d.errors import ConfigError
 from zero3d.memory.offload import Offload
 from zero3d.precision import DTYPES, Precision
 from zero3d.zero.initial_weights import Source
+
+RECOMPUTE = "activations: full in a file, or zero3d.activations.recompute(model, 'full') before zero3d.Engine"
 
 
 def check_step(accumulate: int, clip_norm: float | None) -> None:
@@ -57,6 +62,36 @@ def check_model(model: nn.Module, weights: Source | None) -> None:
         raise ConfigError(
             f"{len(on_meta)} parameters have no data (meta device), first {on_meta[0]!r}: load weights first, or pass "
             "weights= with their values (zero3d.models.open.open_model gives both)."
+        )
+
+
+def check_activations(model: nn.Module, mesh: Mesh, partition: bool, host: bool, sequence: bool) -> None:
+    """Refuse inputs of blocks that cannot be kept in parts or on the host, and warn of those that are cut already."""
+    if not partition and not host:
+        return
+    what = "partition_activations" if partition else "offload.activations=host"
+    if partition and mesh.tp == 1:
+        raise ConfigError(
+            "partition_activations cuts the inputs of recomputed blocks over tp, and tp is 1: pass mesh.tp=2 or more, "
+            "offload.activations=host to keep them on the host, or leave it out."
+        )
+    if not recorders_of(model):
+        by_torch = bool(checkpointed(model))
+        if partition and by_torch:
+            raise ConfigError(
+                f"{what} needs blocks that zero3d recomputes, and this model's gradient_checkpointing has torch "
+                f"recompute them: leave that out, and type {RECOMPUTE}."
+            )
+        if not by_torch:
+            raise ConfigError(
+                f"{what} is about the inputs of recomputed blocks, and none is recomputed: type {RECOMPUTE}, or leave "
+                "it out."
+            )
+    if partition and sequence and mesh.rank == 0:
+        warnings.warn(
+            "partition_activations without effect: sequence_parallel has cut the hidden states between blocks over tp "
+            "already. Leave one of them out.",
+            stacklevel=6,
         )
 
 

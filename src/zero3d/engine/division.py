@@ -14,7 +14,7 @@ from zero3d.checkpoint.state import FullModel
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
-from zero3d.engine.options import Options, Resolved
+from zero3d.engine.options import Options, Resolved, parts_activations
 from zero3d.pipeline.split import take_chunks
 from zero3d.pipeline.ties import names_of_copies
 from zero3d.rng import share_torch_rng
@@ -73,9 +73,9 @@ def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, led
 def _cut_over_tp(chunks: Mapping[int, nn.Module], axis: Axis, ledger: Ledger, options: Options) -> list[Sharded]:
     """Replace parameters by this tp rank's slices of them."""
     plan, sequence = options.parallel.tp_plan, options.parallel.sequence_parallel
-    local_logits = options.step.loss is None
+    local_logits, parts = options.step.loss is None, parts_activations(options.parallel)
     return [
-        parallelize(chunk, axis, ledger, plan, sequence=sequence, local_logits=local_logits)
+        parallelize(chunk, axis, ledger, plan, sequence=sequence, local_logits=local_logits, parts=parts)
         for chunk in (chunks.values() if axis.size > 1 else ())
     ]
 

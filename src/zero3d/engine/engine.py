@@ -7,8 +7,11 @@ step       norm, clip, update of shards, refresh         (step.py, zero/optimize
 
 from __future__ import annotations
 
+import atexit
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -32,13 +35,13 @@ from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, Paral
 from zero3d.engine.slots import Slots
 from zero3d.engine.state import engine_state
 from zero3d.engine.step import StepFigures
-from zero3d.errors import CheckpointError, ConfigError
+from zero3d.errors import CheckpointError, ConfigError, Zero3dError
 from zero3d.memory.offload import Offload
 from zero3d.precision import Precision
 from zero3d.zero.fingerprint import fingerprint
 from zero3d.zero.hooks import KEEP
 from zero3d.zero.initial_weights import Source
-from zero3d.zero.optimizer import StepResult
+from zero3d.zero.optimizer import ShardedOptimizer, StepResult
 from zero3d.zero.traffic import UnitTraffic
 
 
@@ -77,6 +80,7 @@ class Engine:
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
     tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
     sequence_parallel  cut activations between blocks over tp, too, along the sequence
+    partition_activations  keep inputs of recomputed blocks in parts over tp, and gather them before recomputation
     weights       values of parameters on the meta device (`zero3d.models.open.open_model` gives both): every
                   rank reads only what it holds
 
@@ -115,11 +119,12 @@ class Engine:
         blocks: str | None = None,
         tp_plan: Mapping[str, str] | None = None,
         sequence_parallel: bool = False,
+        partition_activations: bool = False,
     ) -> None:
         options = Options(
             ModelOptions(precision, weights, units),
             ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter, master, Offload.of(offload)),
-            ParallelOptions(schedule, blocks, tp_plan, sequence_parallel),
+            ParallelOptions(schedule, blocks, tp_plan, sequence_parallel, partition_activations),
             OptimizerOptions(optimizer, scheduler, param_groups, clip_norm),
             StepOptions(accumulate, loss),
         )
@@ -130,7 +135,7 @@ class Engine:
         self.arena, self.traffic = axes.arena, axes.ledger
         self.tp, self.dp, self.world = axes.tp, axes.dp, axes.world
         self.module, self.chunks = division.module, division.chunks
-        self.full_model, self.regions = division.full_model, division.regions
+        self.full_model, self.regions, self.kept_inputs = division.full_model, division.regions, assembly.kept_inputs
         self.units, self.model_group = runtime.units, runtime.model_group
         self.gathers, self.reductions, self.accumulation = runtime.gathers, runtime.reductions, runtime.accumulation
         self.optimizer = runtime.optimizer
@@ -140,6 +145,9 @@ class Engine:
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
         self.last_step: StepResult | None = None
         self.resumed = ""
+        if runtime.optimizer.updates is not None:
+            weakref.finalize(self, _settle_last, lambda: runtime.optimizer)
+            atexit.register(_settle_at_exit, weakref.ref(runtime.optimizer))  # before the mesh ends
 
     # --- training -------------------------------------------------------------------------------
 
@@ -370,3 +378,16 @@ class Engine:
     def memory(self) -> list[MemoryEntry]:
         """Bytes by category and place on this rank, planned and measured."""
         return self._assembly.accounts.memory
+
+
+def _settle_at_exit(found: Callable[[], ShardedOptimizer | None]) -> None:
+    """Make updates that are due when a process ends, unless by an error: peers may wait elsewhere then."""
+    if getattr(sys, "last_value", None) is None:
+        _settle_last(found)
+
+
+def _settle_last(found: Callable[[], ShardedOptimizer | None]) -> None:
+    """Make updates that are due when an engine goes: its model may stay, and peers want what this rank sends."""
+    if (optimizer := found()) is not None:
+        with suppress(Zero3dError, RuntimeError):
+            optimizer.settle()

@@ -14,6 +14,7 @@ from zero3d.engine.division import Division, divide
 from zero3d.engine.options import Options, Resolved, resolve
 from zero3d.engine.summation import SumOrder, choose_order
 from zero3d.memory.arena import Arena
+from zero3d.memory.budget import HostBudget, host_budget
 from zero3d.models.experts import compute_in_fp64
 from zero3d.zero.initial_weights import hollow
 
@@ -77,6 +78,15 @@ class Foundation:
         order = choose_order(resolved, options.zero.exact, options.step.accumulate, axes.dp, axes.world)
         done = replace(options, model=replace(options.model, weights=None))  # a source keeps the last weights it made
         return cls(done, resolved, axes, division, order)
+
+
+def host_share(base: Foundation) -> HostBudget:
+    """Measure what this rank may take of its host's memory; all ranks of a host have measured before any takes."""
+    mesh, world, limit = base.resolved.mesh, base.axes.world, base.options.zero.offload.host_budget
+    assert limit is None or isinstance(limit, int)
+    budget = host_budget(ranks_per_host(mesh, world) or mesh.local_world or world.size, limit)
+    world.exchange(torch.zeros(1, device=mesh.device))
+    return budget
 
 
 def ranks_per_host(mesh: Mesh, world: Comm) -> int | None:

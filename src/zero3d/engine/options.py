@@ -15,7 +15,14 @@ from torch.optim import Optimizer
 
 from zero3d.distributed.determinism import warn_of_exact
 from zero3d.distributed.mesh import Mesh
-from zero3d.engine.checks import check_model, check_moments, check_reduce_scatter, check_step, reduce_dtype_of
+from zero3d.engine.checks import (
+    check_activations,
+    check_model,
+    check_moments,
+    check_reduce_scatter,
+    check_step,
+    reduce_dtype_of,
+)
 from zero3d.engine.losses import Loss
 from zero3d.memory.offload import Offload
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
@@ -58,6 +65,12 @@ class ParallelOptions:
     blocks: str | None
     tp_plan: Mapping[str, str] | None
     sequence_parallel: bool
+    partition_activations: bool
+
+
+def parts_activations(options: ParallelOptions) -> bool:
+    """Return whether inputs of recomputed blocks are kept in parts: under sequence parallelism they are cut already."""
+    return options.partition_activations and not options.sequence_parallel
 
 
 @dataclass(frozen=True)
@@ -116,6 +129,8 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     check_step(step.accumulate, options.optimizer.clip_norm)
     check_reduce_scatter(zero.reduce_scatter)
     check_model(model, options.model.weights)
+    offloads, parallel = zero.offload.activations == "host", options.parallel
+    check_activations(model, mesh, parallel.partition_activations, offloads, parallel.sequence_parallel)
     groups = choose_optimizer(model, options.optimizer.optimizer, options.optimizer.param_groups)
     if isinstance(options.optimizer.optimizer, Optimizer):
         check_moments(zero.offload, options.optimizer.optimizer)

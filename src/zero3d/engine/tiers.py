@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zero3d.distributed.agreement import agree
 from zero3d.engine.auto_offload import settle_executor
-from zero3d.engine.foundation import Foundation, ranks_per_host
+from zero3d.engine.foundation import Foundation, host_share
 from zero3d.engine.slots import Slots
 from zero3d.engine.tier_records import (
     BUFFERS,
@@ -43,10 +43,9 @@ from zero3d.engine.tier_records import (
     restarts_from,
 )
 from zero3d.errors import CheckpointError, ConfigError
-from zero3d.memory.arena import Arena
+from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.memory.auto_place import ExecutorChoice
 from zero3d.memory.blocks import padded
-from zero3d.memory.budget import HostBudget, host_budget
 from zero3d.memory.disk_slab import DiskSlab
 from zero3d.memory.host_slab import HostSlab
 from zero3d.memory.offload import DEVICE, DISK, HOST, Offload
@@ -87,6 +86,11 @@ class Tiers:
     staging: tuple[Tensor, Tensor] | None = None
     why: str = ""
     slots: Slots | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """Return the bytes of the host's slab."""
+        return int(sum(self.arenas[HOST].live(category) for category in (*STATES, *TRANSIENT)))
 
     @property
     def updates_on(self) -> torch.device:
@@ -166,6 +170,8 @@ class Builder:
         slots = None if disk is None else Slots.agreed(disk, self._base.axes.world, restartable)
         standing = self._standing(slab, disk)
         store = RecordStore(standing, disk)
+        if disk is not None and disk.had_steps:
+            store.clear()
         arenas = {HOST: self._host_arena, DISK: self._disk_arena}
         names = [each.unit for each in self._placed if each.part == GRADIENTS]
         tiers = Tiers(
@@ -186,18 +192,8 @@ class Builder:
 
     def _open_slab(self) -> HostSlab:
         """Map what all records and buffers on the host take. Raises OutOfBudget."""
-        budget = self._budget()
+        budget = host_share(self._base)
         return agree(self._base.axes.world, lambda: HostSlab(self._parts(), self._arena.device, budget))
-
-    def _budget(self) -> HostBudget:
-        """Measure what this rank may take; all ranks of a host have measured before any takes."""
-        mesh, world = self._base.resolved.mesh, self._base.axes.world
-        ranks = ranks_per_host(mesh, world) or mesh.local_world or world.size
-        limit = self._offload.host_budget
-        assert limit is None or isinstance(limit, int)
-        budget = host_budget(ranks, limit)
-        world.exchange(torch.zeros(1, device=self._arena.device))
-        return budget
 
     def _of(self, part: str, place: str) -> list[Record]:
         return [each.record for each in self._placed if each.part == part and each.place == place]
@@ -291,7 +287,7 @@ class Builder:
         if part == FROZEN:
             assert disk is not None
             file = RecordFile(disk.path.with_suffix(".frozen"), [record.nbytes for record in records])
-            return OnDisk(Ring(DiskTier(file), records, buffers), records, file.newest)
+            return OnDisk(Ring(DiskTier(file), records, buffers), records, file.newest, changes=False)
         assert disk is not None
         first = len(self._of(OPTIMIZER, DISK)) if part == PARAMETERS else 0
         ring = Ring(DiskTier(disk, first), records, buffers, staging)

@@ -50,6 +50,8 @@ class DiskSlab:
     """Owns a rank's file of records, and says which step of it is whole.
 
     An error of a record or a commit leaves the committed step as it was.
+
+    had_steps  whether there was a commit when it was opened: else all records begin as zeros
     """
 
     def __init__(
@@ -77,9 +79,11 @@ class DiskSlab:
         except BaseException:
             self._lock.release()
             raise
+        self.had_steps = self._commit is not None
         self._target = 0 if self._commit is None else 1 - self._commit.slot  # the slot that is written
         self._newest = [1 - self._target] * len(records)
         self._written: set[int] = set()
+        self._blank: set[int] = set()  # records that are zeros, whatever is in the file
         self._confirmed = self._commit is None
 
     def __enter__(self) -> Self:
@@ -135,6 +139,8 @@ class DiskSlab:
                     f"{self.path} has {there} bytes where its commit means {self.nbytes}: go on from a checkpoint in "
                     f"another folder (offload.directory=FOLDER), or remove {self.directory}."
                 )
+            if self._commit is None:
+                self.path.unlink(missing_ok=True)  # records begin as zeros
             return DirectFile(self.path, self.nbytes)
         except OSError as error:
             asked = f"{self.path} takes {decimal(self.nbytes)} ({self.nbytes} bytes: two slots for each record)"
@@ -150,8 +156,12 @@ class DiskSlab:
 
     def read(self, index: int, memory: memoryview) -> None:
         """Fill memory, in whole blocks, with what a record holds now. Raises CheckpointError."""
+        taken, start = self._place(index, self._newest[index], memory)
+        if index in self._blank:
+            taken[:] = bytes(len(taken))
+            return
         with self._told("read", index):
-            self._file.read(*self._place(index, self._newest[index], memory))
+            self._file.read(taken, start)
 
     def write(self, index: int, memory: memoryview) -> None:
         """Write a record, from memory in whole blocks, for the step to come. Raises CheckpointError."""
@@ -162,6 +172,7 @@ class DiskSlab:
             self._file.write(*self._place(index, self._target, memory))
         self._newest[index] = self._target
         self._written.add(index)
+        self._blank.discard(index)
 
     def newest(self, index: int) -> tuple[Path, int]:
         """Return where what a record holds now begins: the file, and bytes from its beginning."""
@@ -207,7 +218,12 @@ class DiskSlab:
         self._target = 1 - self._commit.slot
         self._newest = [self._commit.slot] * len(self._names)
         self._written.clear()
+        self._blank.clear()
         self._confirmed = True
+
+    def blank(self) -> None:
+        """Have all records be zeros until they are written, as memory is; what is committed stays for `resume`."""
+        self._blank = set(range(len(self._names)))
 
     def discard(self) -> None:
         """Say that no step is whole; every record keeps what it holds now. Raises CheckpointError."""

@@ -86,11 +86,17 @@ class UnitStates(NamedTuple):
     weight: int
     master: int
     states: int
+    gradient: int = 4
     trainable: bool = True
 
 
 class PlacedRecord(NamedTuple):
-    """A record's place. unit: the number of its unit; kind: optimizer, parameters or frozen; slots: copies there."""
+    """A record's place.
+
+    unit   the number of its unit
+    kind   optimizer, parameters, frozen (parameters) or gradients
+    slots  how often it is there
+    """
 
     unit: int
     kind: str
@@ -106,16 +112,12 @@ class PlacedRecord(NamedTuple):
 
 
 def placed_records(units: Sequence[UnitStates], offload: Offload, bucket: int) -> Iterator[PlacedRecord]:
-    """Yield all records of a rank some of whose states leave the device: of optimizer states, then of weights.
+    """Yield all records of a rank some of whose states leave the device: optimizer states, weights, gradients.
 
     units  in the order in which a forward needs them
     """
-    cuts = [
-        (number, stop - start)
-        for number, unit in enumerate(units)
-        if unit.trainable
-        for start, stop in bucket_ranges(unit.elements, bucket)
-    ]
+    trained = [number for number, unit in enumerate(units) if unit.trainable]
+    cuts = [(n, stop - start) for n in trained for start, stop in bucket_ranges(units[n].elements, bucket)]
 
     def nbytes(number: int, elements: int, place: str) -> int:
         widths = record_widths(*units[number][1:4], place)
@@ -131,3 +133,6 @@ def placed_records(units: Sequence[UnitStates], offload: Offload, bucket: int) -
         kind = "parameters" if unit.trainable else "frozen"
         slots = 2 if offload.params == DISK and unit.trainable else 1
         yield PlacedRecord(number, kind, offload.params, unit.elements, unit.weight * unit.elements, slots)
+    for number in trained if offload.gradients == HOST else ():
+        elements = units[number].elements
+        yield PlacedRecord(number, "gradients", HOST, elements, units[number].gradient * elements)

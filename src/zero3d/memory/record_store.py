@@ -97,11 +97,17 @@ class ThroughRing(Shelf):
 
 
 class OnDisk(ThroughRing):
-    """Records of a file that pass through a ring of buffers. place: where in which file a record begins."""
+    """Records of a file that pass through a ring of buffers.
 
-    def __init__(self, ring: Ring, records: Sequence[Record], place: Callable[[int], tuple[Path, int]]) -> None:
+    place    where in which file a record begins
+    changes  whether they change in every step
+    """
+
+    def __init__(
+        self, ring: Ring, records: Sequence[Record], place: Callable[[int], tuple[Path, int]], changes: bool = True
+    ) -> None:
         super().__init__(ring)
-        self._records, self._place = records, place
+        self._records, self._place, self.changes = records, place, changes
         self._mapped: WeakValueDictionary[tuple[int, int], numpy.memmap[Any, Any]] = WeakValueDictionary()
 
     def view(self, index: int) -> list[Tensor]:
@@ -205,6 +211,14 @@ class RecordStore:
     def count_from(self, step: int) -> None:
         """Say which step the records are of now."""
         self._steps = step
+
+    def clear(self) -> None:
+        """Have the records of the slab be zeros, as those of a new file are."""
+        for index, (shelf, _, _) in enumerate(self._standing):
+            if isinstance(shelf, OnDisk) and shelf.changes:
+                with self.opened(index) as fields:
+                    for values in fields:
+                        values.zero_()
 
     def go_back(self) -> None:
         """Have the records be those of the step that an earlier process has committed, and all ranks have agreed on."""

@@ -2,6 +2,7 @@
 
     ring.ahead(k + 1)           begin to bring it; nobody waits
     views = ring.fetch(k)       its fields on the device, as soon as compute gets there
+    views = ring.put(k)         the same of a record that compute is to write as a whole: nothing is read
     ...                         compute uses and changes them
     ring.retire(k)              begin to take it back; nobody waits
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Protocol, Self
 
 import numpy
@@ -56,7 +57,8 @@ class Buffer:
         self.record: int | None = None
         self.came: Future[None] = Future()
         self.left: Future[None] = Future()
-        self.left.set_result(None)
+        for future in (self.came, self.left):
+            future.set_result(None)
         self.arrived, self.used, self.gone = (torch.Event(memory.device) for _ in range(3))
 
     @property
@@ -188,6 +190,25 @@ class Ring:
             torch.accelerator.current_stream(self._device).wait_event(buffer.arrived)
         return self._records[index].views(buffer.memory)
 
+    def put(self, index: int) -> list[Tensor]:
+        """Return the fields of a free buffer that becomes a record, whatever its tier holds of that; retire it, too."""
+        assert self._idle
+        assert index not in self._held
+        buffer = self._idle.popleft()
+        for future in (buffer.came, buffer.left):
+            future.result()
+        if self._in is not None:
+            for event in (buffer.arrived, buffer.gone):
+                torch.accelerator.current_stream(self._device).wait_event(event)
+        buffer.record = index
+        self._held[index] = buffer
+        return self._records[index].views(buffer.memory)
+
+    @property
+    def idle(self) -> int:
+        """Return how many buffers hold nothing that is wanted or used."""
+        return len(self._idle)
+
     def retire(self, index: int, changed: bool = True) -> None:
         """Take a record back to its tier, and let go of its buffer; one that is not changed is not written."""
         buffer = self._held.pop(index)
@@ -237,9 +258,10 @@ class Ring:
             buffer.came = self._run(0, self._bring, buffer, index, before, [other.left for other in before])
 
     def _run(self, direction: int, work: Callable[..., None], *arguments: object) -> Future[None]:
-        """Call in the thread of a direction, or here where a stream does the work."""
+        """Call in the thread of a direction, or here where a stream does the work or the interpreter ends."""
         if self._threads:
-            return self._threads[direction].submit(work, *arguments)
+            with suppress(RuntimeError):  # of a thread that takes nothing more
+                return self._threads[direction].submit(work, *arguments)
         done: Future[None] = Future()
         try:
             work(*arguments)

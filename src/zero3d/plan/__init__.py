@@ -7,9 +7,10 @@ spec, spec_json             models, clusters, plans, estimates as data; JSON the
 shapes, hardware            models by closed formulas; the GPU catalogue and cluster files
 rank_model, states          a rank's chunks and units of a model, and the bytes of their states, exactly
 footprint, windows,         activations of a part; buffers that come and go with units; micro-batches in flight
-in_flight, memory           when a backward begins; the fullest instant of all
+in_flight, inputs, memory   when a backward begins; inputs kept in parts or on the host; the fullest instant of all
 traffic                     what a rank sends
 kernels, network, timeline  seconds of a part, of a collective, of a pipeline; `time`: of a step
+tier_time                   of states that leave the device
 profiles, profile_memory    other systems' ways with time and memory
 estimate                    `evaluate`: all of these together
 search, ladder, goodput     every plan that fits; ZeRO stages by bytes; how often to save

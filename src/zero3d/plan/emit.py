@@ -6,9 +6,11 @@ dp, tp, pp                        mesh.dp, .tp, .pp           -, tensor_parallel
 schedule, sequence_parallel       mesh.schedule, ...          refused
 stage                             zero.stage                  zero_optimization.stage
 offload, params                   offload.optimizer, .params  zero_optimization.offload_optimizer, _param
-fraction, moments, executor       offload.*                   - (moments), offload_optimizer.ratio (fraction)
+gradients, fraction, moments, ... offload.*                   -, offload_optimizer.ratio (fraction), -
 micro_batch, accumulate           train.*                     train_micro_batch_size_per_gpu, gradient_...
 activations                       activations                 - (a setting of the model there)
+partition_activations             mesh.partition_activations  -
+offload_activations               offload.activations         -
 precision                         precision                   bf16.enabled
 """
 
@@ -21,9 +23,10 @@ from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
 from zero3d.memory.offload import AUTO, DISK, HOST, Offload
 from zero3d.pipeline.schedules import Schedule
+from zero3d.plan.inputs import in_parts
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 
-TIERS = ("optimizer", "params", "fraction", "moments", "executor")  # keys of the section `offload`
+TIERS = ("optimizer", "params", "gradients", "fraction", "moments", "executor")  # keys of the section `offload`
 DEEPSPEED = {HOST: "cpu", DISK: "nvme"}
 
 
@@ -37,12 +40,14 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
         mesh["schedule"] = plan.schedule
     if plan.tp > 1 and plan.sequence_parallel:
         mesh["sequence_parallel"] = True
+    if in_parts(plan):
+        mesh["partition_activations"] = True
     policies = {
         key: value for key in ("release", "reduce", "reduce_scatter") if (value := getattr(plan, key)) != "auto"
     } | ({"master": plan.master} if plan.master != "fp32" else {})
     exact = {"exact": True} if plan.exact else {}
     plain, tiers = Offload(), plan.tiers
-    away = {key: value for key in TIERS if (value := getattr(tiers, key)) != getattr(plain, key)}
+    away = {key: value for key in (*TIERS, "activations") if (value := getattr(tiers, key)) != getattr(plain, key)}
     sequences = plan.micro_batch * plan.accumulate * plan.dp
     return {
         "model": {"path": path},
@@ -70,6 +75,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
         schedule.chunks_per_rank if degrees.pp > 1 else 1, config.precision, config.zero.reduce_dtype,
         config.zero.release, config.zero.reduce, exact=config.zero.exact,
         reduce_scatter=config.zero.reduce_scatter, master=config.zero.master, **_tiers(config),
+        partition_activations=mesh.partition_activations, offload_activations=config.offload.activations,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zero3d.activations.policy import Policy
+from zero3d.plan.inputs import share_here
 from zero3d.plan.rank_model import itemsize
 from zero3d.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part
 from zero3d.zero.stages import WIDTHS
@@ -41,16 +42,18 @@ class Footprint(NamedTuple):
 def footprints(model: ModelSpec, plan: ParallelPlan) -> dict[Part, Footprint]:
     """Return the footprint of one micro-batch of `plan` in every part of the model."""
     return _footprints(
-        model, plan.tp, plan.sequence_parallel, plan.activations, plan.precision, plan.micro_batch, plan.pp == 1
-    )
+        model, plan.tp, plan.sequence_parallel, plan.activations, plan.precision, plan.micro_batch, plan.pp == 1,
+        share_here(plan),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
 def _footprints(
-    model: ModelSpec, tp: int, sequence_parallel: bool, activations: str, precision: str, micro_batch: int, whole: bool
-) -> dict[Part, Footprint]:
-    """Return the footprints by part. whole: no pipeline cuts the model."""
-    run = _Run(model, tp, sequence_parallel, Policy.of(activations), precision, micro_batch * model.length)
+    model: ModelSpec, tp: int, sequence_parallel: bool, activations: str, precision: str, micro_batch: int, whole: bool,
+    share: float,
+) -> dict[Part, Footprint]:  # fmt: skip
+    """Return the footprints by part. whole: no pipeline cuts the model; share: of an input that is kept here."""
+    run = _Run(model, tp, sequence_parallel, Policy.of(activations), precision, micro_batch * model.length, share)
     waiting = tied_bytes(model, tp, precision) if whole else 0.0
     alike: dict[tuple[int, float], Footprint] = {}  # blocks share their operations
     by_part = {}
@@ -78,6 +81,7 @@ class _Run(NamedTuple):
     policy: Policy
     precision: str
     tokens: int
+    share: float
 
     @property
     def width(self) -> float:
@@ -91,6 +95,8 @@ class _Run(NamedTuple):
         # whole blocks run again beside their kept input, which autograd saves none of
         skipped = interior if self.policy.kind in ("full", "every") and recomputed else interior - kept
         again = skipped * (self.policy.every or 1) if recomputed else 0.0
+        if recomputed and self.policy.kind == "selective" and self.share < 1:
+            again += self.share * self._input(part)  # all of it comes back beside the part that is here
         logits = 4.0 * self.tokens * self.model.vocab / self.tp
         return Footprint(
             kept, again, self._transients(part, waiting),
@@ -120,10 +126,14 @@ class _Run(NamedTuple):
         whole = self._interior(part)
         if part.kind != "block" or self.policy.kind == "none":
             return whole
-        operations = self._operations(part)
         if self.policy.kind == "selective":
-            return whole - self.width * self._divided(operations.attention, 0.0)
-        return self.width * self._divided(0.0, operations.input) / (self.policy.every or 1)
+            attention = self.width * self._divided(self._operations(part).attention, 0.0)
+            return whole - attention - (1 - self.share) * self._input(part)
+        return self.share * self._input(part) / (self.policy.every or 1)
+
+    def _input(self, part: Part) -> float:
+        """Return the bytes of a recomputed module's input."""
+        return self.width * self._divided(0.0, self._operations(part).input)
 
     def _transients(self, part: Part, waiting: float) -> tuple[float, ...]:
         """Return the bytes beyond what is kept, at the instants that may be the fullest.

@@ -80,9 +80,9 @@ def zero_activations(layers: int, h: int, s: int, b: int) -> int:
     return ZERO_FACTOR * b * s * h * layers * 2
 
 
-def checkpoints(layers: int, h: int, s: int, b: int, every: int = 1) -> int:
-    """Return the bytes of the inputs that are kept, one for each `every` layers."""
-    return b * s * h * 2 * -(-layers // every)
+def checkpoints(layers: int, h: int, s: int, b: int, every: int = 1, parts: int = 1) -> int:
+    """Return the bytes of the inputs that a GPU keeps, one for each `every` layers, each in so many parts (P_a)."""
+    return b * s * h * 2 * -(-layers // every) // parts
 
 
 class RecomputationPeaks(NamedTuple):

@@ -16,7 +16,8 @@ activations come from `ModelSpec`'s operations (traced, or closed forms); all el
 
     reserved   1.05 x allocated: blocks of 2 MiB and fragments; an assumption until `calibrate` measures it
     device     0.6 GB context of CUDA and libraries, 0.4 GB communicators where there is more than one rank
-    host       of a node: 3 GB per process, the slice that it reads, its records there, and buffers of records
+    host       of a node: 3 GB per process, the slice that it reads, its records there, buffers of records, inputs of
+               recomputed blocks (inputs.py)
     disk       of a node: records there, in two slots each
     ring       3 buffers of the longest record that is updated on the device and kept elsewhere: there all the time
 """
@@ -36,6 +37,7 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.constants import constant
 from zero3d.plan.footprint import Footprint, footprints
 from zero3d.plan.in_flight import INPUTS, WEIGHTS, Moment, moments
+from zero3d.plan.inputs import ring_here, share_here, slots_on_host
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import Held, States, policies, states
@@ -84,7 +86,7 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
     fullest = max(ranks, key=lambda each: each.shard.host.total + each.shard.disk.total).shard
     on_host = {
         "process": PROCESS, "slice": 4.0 * largest, "records": float(fullest.host.total),
-        "buffers": float(buffer_bytes(plan, fullest)[HOST]),
+        "buffers": float(buffer_bytes(plan, fullest)[HOST]), "inputs": max(each.inputs for each in ranks),
     }  # fmt: skip
     return Memory(
         float(rank.shard.states.total), allocated, reserved, device, on_node * sum(on_host.values()),
@@ -154,6 +156,8 @@ class _Rank:
         tokens = plan.micro_batch * model.length
         self._hidden = float(tokens * model.hidden * WIDTHS[plan.precision].weight)
         self._norm = NORM * tokens * model.hidden / (plan.tp if plan.sequence_parallel else 1)
+        self.inputs = slots_on_host(model, plan, stage, self.chunks)
+        self._ring_of_inputs = ring_here(model, plan)
         self.base = self._base(16.0 * tokens * plan.accumulate)
 
     def _base(self, batch: float) -> dict[str, float]:
@@ -161,7 +165,7 @@ class _Rank:
         return {
             "parameters": float(bytes_.parameters), "gradients": float(bytes_.gradients),
             "optimizer": float(bytes_.optimizer), "padding": float(self.shard.padding),
-            "ring": float(buffer_bytes(self.plan, self.shard)[DEVICE]), "batch": batch,
+            "ring": float(buffer_bytes(self.plan, self.shard)[DEVICE]) + self._ring_of_inputs, "batch": batch,
         }  # fmt: skip
 
     def _between(self, number: int) -> float:
@@ -198,12 +202,13 @@ class _Rank:
     def _passes(self) -> tuple[dict[int, int], dict[int, int]]:
         """Count, by chunk, hidden states beside what is kept of a micro-batch in flight, and gradients in its backward.
 
-        That is what came in from another rank, if it is not the kept input of a recomputed block, and what goes out
-        to one. The gradient comes from there, too, in the running backward and where one of inputs is over; of each of
-        a rank's further chunks a hidden state is early. Where a V turns, both chunks are here and nothing is passed on.
+        That is what came in from another rank, unless it is the kept input of a recomputed block as it is, and what
+        goes out to one. The gradient comes from there, too, in the running backward and where one of inputs is over; of
+        each of a rank's further chunks a hidden state is early. Where a V turns, both chunks are here and nothing is
+        passed on.
         """
         chunks, last = self.chunks, self.plan.pp * len(self.chunks) - 1
-        recomputed = Policy.of(self.plan.activations).kind in ("full", "every")
+        recomputed = Policy.of(self.plan.activations).kind in ("full", "every") and share_here(self.plan) == 1
         receives = {number: number > 0 and number - 1 not in chunks and not recomputed for number in chunks}
         sends = {number: number < last and number + 1 not in chunks for number in chunks}
         return {number: receives[number] + sends[number] for number in chunks}, {n: int(sends[n]) for n in chunks}
@@ -288,7 +293,8 @@ class _Rank:
         plan = self.plan
         if plan.executor == "host" and plan.fraction == 1:
             return 0.0
-        width = WIDTHS[plan.precision].weight if plan.params != "none" else 0  # a copy of the weights
+        width = WIDTHS[plan.precision].weight if plan.params != "none" else 0  # a copy of the weights, and of gradients
+        width += WIDTHS[plan.precision].reduced if plan.gradients == HOST else 0
         narrow = (plan.master == "split") + 2 * (plan.moments == "bf16")
         casts = plan.precision == "bf16" and plan.master == "fp32"
         beside = max(plan.moments == "bf16", 2 * casts)

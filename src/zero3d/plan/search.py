@@ -29,12 +29,13 @@ from typing import Any, NamedTuple
 
 from zero3d.distributed.choice import ALL_TO_ALL, NATIVE
 from zero3d.errors import ConfigError
+from zero3d.memory.offload import HOST
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.states import policies, settled, wire_width
 from zero3d.plan.time import faster_reduction
 
-Tiers = tuple[dict[str, str], ...]  # settings of a plan
+Tiers = tuple[dict[str, Any], ...]  # settings of a plan
 GOALS = ("fastest", "fewest-gpus", "largest-batch")
 OFFLOADS = ("auto", "none", "host", "disk")
 NEAR: Tiers = ({},)
@@ -186,7 +187,7 @@ def _groups(
                         yield list(_micro_batches(plan, sequences, len(model.blocks), account))
 
 
-def _stages(dp: int, tiers: Tiers) -> Iterator[tuple[int, dict[str, str]]]:
+def _stages(dp: int, tiers: Tiers) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield ZeRO stages with settings of tiers: weights leave the device at stage 3, even of one rank."""
     for away in tiers:
         if "params" in away:
@@ -366,6 +367,12 @@ def _neighbours(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> I
         master = "fp32" if plan.master == "split" else "split"
         yield f"zero.master: {master}", replace(plan, master=master)
     yield from _tier_neighbours(plan)
+    if plan.activations != "none":
+        place = "none" if plan.offload_activations == HOST else HOST
+        yield f"offload.activations: {place}", replace(plan, offload_activations=place)
+        if plan.tp > 1 and not plan.sequence_parallel:
+            parts = not plan.partition_activations
+            yield f"mesh.partition_activations: {str(parts).lower()}", replace(plan, partition_activations=parts)
     if plan.reduce_dtype == "fp32" and plan.dp > 1:
         yield "zero.reduce_dtype: bf16", replace(plan, reduce_dtype="bf16")
     now = settled(plan, cluster)
@@ -383,7 +390,7 @@ def _tier_neighbours(plan: ParallelPlan) -> Iterator[tuple[str, ParallelPlan]]:
     """Yield the plans that differ in what leaves the device."""
     for place in ("none", "host", "disk"):
         if place != plan.offload:
-            moved = {"moments": "fp32", "fraction": 1.0} if place == "none" else {}
+            moved: dict[str, Any] = {"moments": "fp32", "fraction": 1.0} if place == "none" else {}
             yield f"offload.optimizer: {place}", replace(plan, offload=place, **moved)
         if place != plan.params and plan.stage == 3 and policies(plan)[0] != "every_step":
             yield f"offload.params: {place}", replace(plan, params=place)

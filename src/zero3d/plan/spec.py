@@ -257,8 +257,10 @@ class ParallelPlan:
     reduce_scatter all-to-all (of 16-bit terms), native (sums of the backend), auto (by the rule: `states.settled`)
     offload        where optimizer states are: none (on the device), host, disk
     params         the same of weights that nothing needs now (stage 3)
+    gradients      the same of reduced gradients (stages 2 and 3): auto (device), device, host
     fraction       share of optimizer states that leave the device, moments: fp32, bf16 (`memory.offload.Offload`)
     executor       of updates off the device: device, host, auto (by the rule: `tier_time.chosen_executor`)
+    partition_activations, offload_activations   inputs of recomputed blocks in parts over tp; none or host (inputs.py)
     """
 
     dp: int = 1
@@ -280,9 +282,12 @@ class ParallelPlan:
     reduce_scatter: str = "auto"
     master: str = "fp32"
     params: str = "none"
+    gradients: str = "auto"
     fraction: float = 1.0
     moments: str = "fp32"
     executor: str = "auto"
+    partition_activations: bool = False
+    offload_activations: str = "none"
 
     @property
     def world(self) -> int:
@@ -293,8 +298,8 @@ class ParallelPlan:
     def tiers(self) -> Offload:
         """What leaves the device, as the engine is told."""
         return Offload(
-            self.offload, self.params, fraction=self.fraction, moments=self.moments,
-            executor=self.executor,
+            self.offload, self.params, self.gradients, self.offload_activations, fraction=self.fraction,
+            moments=self.moments, executor=self.executor,
         )  # fmt: skip
 
 

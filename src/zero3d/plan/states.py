@@ -110,7 +110,8 @@ def states_key(plan: ParallelPlan) -> ParallelPlan:
     many = plan.accumulate if plan.exact else 1 if plan.accumulate == 1 else max(2, plan.pp)
     return replace(
         plan, micro_batch=1, accumulate=many, activations="none", sequence_parallel=False, offload="none",
-        params="none", fraction=1.0, moments="fp32", executor="auto",
+        params="none", fraction=1.0, moments="fp32", executor="auto", partition_activations=False,
+        offload_activations="none",
     )  # fmt: skip
 
 
@@ -127,6 +128,12 @@ def _states(model: ModelSpec, plan: ParallelPlan, tiers: Offload, bucket: int, p
         device = Held(device.states + rate.times(unit.layout.numel), padding)
     if not tiers.states:
         return States(device)
+    if tiers.gradients == HOST and (policies(plan)[1] != "every_micro_batch" or plan.exact):
+        raise ConfigError(
+            f"offload.gradients=host with stage {plan.stage}, reduce {policies(plan)[1]} and exact {plan.exact}: those "
+            "leave the device that are reduced after every micro-batch. Pass zero.stage=2 or 3 with "
+            "zero.reduce=every_micro_batch and without zero.exact, or offload.gradients=device."
+        )
     copies = {str(unit.copy_of).partition("/")[0] for part in model.parts for unit in part.units if unit.copy_of}
     late = {ROOT, *(copies if plan.pp == 1 else ())}  # a forward needs the root first, and tied weights
     return _with_records(device, sorted(units, key=lambda unit: unit.owner not in late), plan, tiers, bucket)
@@ -144,7 +151,7 @@ def _with_records(device: Held, units: Sequence[RankUnit], plan: ParallelPlan, t
         elements = max(elements, record.elements if record.kind == "optimizer" else 0)
     for (unit, kind, place), (nbytes, held) in sums.items():
         (bytes_, padding), layout = places[place], units[unit].layout
-        category = "optimizer" if kind == "optimizer" else "parameters"
+        category = "parameters" if kind == "frozen" else kind
         used = Fraction(layout.numel * nbytes, layout.total)
         bytes_ = bytes_._replace(**{category: getattr(bytes_, category) + used})
         places[place] = Held(bytes_, padding + held - used)
@@ -156,7 +163,7 @@ def unit_states(unit: RankUnit, plan: ParallelPlan, tiers: Offload) -> UnitState
     wide = WIDTHS[plan.precision].reduced
     moment = 2 if tiers.moments == "bf16" else wide
     elements = unit.layout.total if plan.stage == 0 else unit.layout.shard
-    return UnitStates(elements, unit.itemsize, master_bytes(unit, plan), 2 * moment, unit.trainable)
+    return UnitStates(elements, unit.itemsize, master_bytes(unit, plan), 2 * moment, wide, unit.trainable)
 
 
 def master_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
@@ -221,4 +228,5 @@ def per_parameter(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: i
             plan.stage, plan.dp, NAMES[unit.itemsize], release, reduce, summands_of_rank(plan),
             optimizer=0 if tiers.states else master_bytes(unit, plan) + moments, exact=plan.exact,
         )  # fmt: skip
-    return bytes_ if tiers.params == "none" else bytes_._replace(parameters=Fraction(0))
+    leaves = {"parameters": tiers.params != "none", "gradients": tiers.gradients == HOST and tiers.states}
+    return bytes_._replace(**{name: Fraction(0) for name, off in leaves.items() if off})

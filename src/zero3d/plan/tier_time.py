@@ -7,7 +7,8 @@
     either, a disk  its record read and written: 2 x record / a GPU's share of disk; at the same time as the above
 
 Updates run unit by unit behind the next forward, so that what a forward of one micro-batch takes less is seen. Weights
-off the device are read ahead for every gather: seen is what the computation takes less.
+off the device are read ahead for every gather, gradients go there after every micro-batch: seen is what all
+computation takes less.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from zero3d.memory.auto_place import GRADIENT, UPDATE, ExecutorChoice, Rates as ExecutorRates, choose_executor
 from zero3d.memory.offload import DEVICE, DISK, HOST
 from zero3d.memory.placement import REMAINDER, record_widths
 from zero3d.plan.spec import ClusterSpec, ParallelPlan
 from zero3d.zero.stages import WIDTHS
 
-UPDATE = 28  # bytes per parameter that Adam reads and writes on the host: master, m, v both ways, gradient
-GRADIENT = 4  # bytes on their way down
+MANY = 10**9  # parameters for whose update an executor is chosen
 
 
 class Rates(NamedTuple):
@@ -39,31 +40,39 @@ class Rates(NamedTuple):
         )  # fmt: skip
 
 
-def record_width(plan: ParallelPlan) -> int:
-    """Return the bytes of a parameter in a record of optimizer states at its place."""
+def record_width(plan: ParallelPlan, place: str) -> int:
+    """Return the bytes of a parameter in a record of optimizer states."""
     weight, wide, optimizer = WIDTHS[plan.precision]
     moments = 2 * (2 if plan.moments == "bf16" else wide)
     master = REMAINDER if plan.master == "split" else optimizer - 2 * wide
-    return record_widths(weight, master, moments, plan.offload).total
+    widths = record_widths(weight, master, moments, place)
+    return widths.total - (widths.weight if plan.params != "none" else 0)
 
 
 def executor_seconds(plan: ParallelPlan, cluster: ClusterSpec) -> dict[str, float]:
     """Return seconds of one parameter's update by executor, records on a disk read and written meanwhile."""
-    rates, record, weight = Rates.of(cluster), record_width(plan), WIDTHS[plan.precision].weight
+    rates, record, weight = Rates.of(cluster), record_width(plan, plan.offload), WIDTHS[plan.precision].weight
     disk = 2 * record / rates.disk if plan.offload == DISK else 0.0
-    weights = 2 * weight / rates.link if plan.params != "none" else 0.0  # they come and go beside their records
+    beside = 2 * weight if plan.params != "none" else 0  # weights that come and go beside their records
+    beside += GRADIENT if plan.gradients == HOST else 0
+    down = 0 if plan.gradients == HOST else GRADIENT
     return {
-        DEVICE: max(2 * record / rates.link + weights, disk),
-        HOST: max(UPDATE / rates.memory + (GRADIENT + weight) / rates.link, disk),
+        DEVICE: max((2 * record + beside) / rates.link, disk),
+        HOST: max(UPDATE / rates.memory + (down + weight) / rates.link, disk),
     }
 
 
 def chosen_executor(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
-    """Return the plan with the faster executor where it says auto, and states are in records off the device."""
+    """Return the plan with the executor that an engine chooses where it says auto, and states are off the device."""
     if plan.offload == "none" or plan.executor != "auto":
         return plan
-    seconds = executor_seconds(plan, cluster)
-    return replace(plan, executor=min(seconds, key=lambda name: seconds[name]))
+    return replace(plan, executor=_choice(plan, cluster).name)
+
+
+def _choice(plan: ParallelPlan, cluster: ClusterSpec) -> ExecutorChoice:
+    """Choose by the engine's rule; a disk takes as long in both cases."""
+    rates = Rates.of(cluster)
+    return choose_executor(MANY * record_width(plan, HOST), MANY, ExecutorRates(rates.link, rates.memory))
 
 
 def update_seconds(plan: ParallelPlan, cluster: ClusterSpec, elements: float) -> float:
@@ -81,17 +90,12 @@ def read_seconds(plan: ParallelPlan, cluster: ClusterSpec, shard: float, gathers
     return gathers * shard / (min(rates.disk, rates.link) if plan.params == DISK else rates.link)
 
 
+def gradient_seconds(plan: ParallelPlan, cluster: ClusterSpec, elements: float) -> float:
+    """Return seconds of a rank's reduced gradients on their way to the host, and back where they are added to."""
+    ways = 2 * plan.accumulate - 1 if plan.gradients == HOST and plan.tiers.states else 0
+    return ways * GRADIENT * elements / Rates.of(cluster).link
+
+
 def executor_note(plan: ParallelPlan, cluster: ClusterSpec) -> str:
     """Say which executor updates records, with the arithmetic of both."""
-    rates, record, seconds = Rates.of(cluster), record_width(plan), executor_seconds(plan, cluster)
-    disk = f", a disk at {_rate(rates.disk)}" if plan.offload == DISK else ""
-    return (
-        f"updates of states on the {plan.offload} run on the {plan.executor}. Per parameter and GPU, on the device "
-        f"2 x {record} bytes at {_rate(rates.link)}{disk}: {1e9 * seconds[DEVICE]:.2f} ns; on the host {UPDATE} bytes "
-        f"at {_rate(rates.memory)}, {GRADIENT + WIDTHS[plan.precision].weight} at {_rate(rates.link)}{disk}: "
-        f"{1e9 * seconds[HOST]:.2f} ns"
-    )
-
-
-def _rate(rate: float) -> str:
-    return f"{rate / 1e9:.3g} GB/s"
+    return f"states on the {plan.offload} are updated on the {plan.executor}: {_choice(plan, cluster).why}"

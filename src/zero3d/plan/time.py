@@ -2,12 +2,14 @@
 
 compute      matrices, attention, rest of the rank that works most (kernels.py)       x micro-batches
 recompute    its forwards that run again
-tp           all-reduces in forward and backward, and again where recomputed; what of them is not hidden
+tp           all-reduces in forward and backward, and again where recomputed; what of them is not hidden. Gathers of
+             inputs that are kept in parts
+inputs       of recomputed blocks on their way to the host behind a forward, and back behind a backward, beyond these
 bubble       the schedule's end less that rank's work: waits and hops (timeline.py)
 dp           gradients out, parameters in; at stage 3 per unit and micro-batch; what backward does not hide
 optimizer    bytes of states read and written, by the card's memory
 offload      records that leave the device, and updates on the host, beyond the next forward; weights that are read for
-             gathers, beyond all computation (tier_time.py)
+             gathers and gradients that leave the device, beyond all computation (tier_time.py)
 fixed        a system's own per step and micro-batch: launching, data, logging
 """
 
@@ -15,20 +17,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from zero3d.activations.policy import Policy
 from zero3d.distributed.choice import REDUCTIONS
 from zero3d.memory.scratch import update_bucket
 from zero3d.plan.constants import constant
+from zero3d.plan.inputs import in_parts, input_seconds
 from zero3d.plan.kernels import KERNELS, Kernels, PartWork, Shape, digest, part_work, total
 from zero3d.plan.network import Group, Groups, exchange_seconds, gather_seconds, reduce_seconds, send_seconds
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.states import policies, reduced_width, sends_terms, settled, wire_width
-from zero3d.plan.tier_time import read_seconds, update_seconds
+from zero3d.plan.tier_time import gradient_seconds, read_seconds, update_seconds
 from zero3d.plan.timeline import pipeline_seconds
 from zero3d.zero.stages import WIDTHS, resolve_policies, stage_row
 
-WORKING = ("matrices", "attention", "rest", "recompute", "tp", "host")
+WORKING = ("matrices", "attention", "rest", "recompute", "tp", "host", "inputs")
 Collective = Callable[[float, Group, ClusterSpec], float]
 UNCERTAIN = constant("step", "low"), constant("step", "high")  # of mid
 
@@ -135,8 +139,13 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
     exposed = 2 * kinds.count("block") * tp
     ends = tp * (len(kinds) - kinds.count("block"))
     host = step.pace.block * kinds.count("block")
+    inputs, whole = ceil(kinds.count("block") / (policy.every or 1)), 2.0 * step.tokens * step.model.hidden
+    partial = inputs * gather_seconds(whole, step.groups.tp, step.cluster) if in_parts(step.plan) else 0.0
     forward = work.forward + exposed + ends + host
-    backward = work.backward + recompute + (passes - 1) * exposed + ends
+    backward = work.backward + recompute + (passes - 1) * exposed + ends + partial
+    on_link = inputs * input_seconds(step.model, step.plan, step.cluster)
+    late = [max(0.0, on_link - seconds) for seconds in (forward, backward)]  # down, and up again
+    forward, backward = forward + late[0], backward + late[1]
     return {
         "forward": forward,
         "backward": backward,
@@ -144,8 +153,9 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
         "attention": work.attention.forward + work.attention.backward,
         "rest": work.rest.forward + work.rest.backward,
         "recompute": recompute,
-        "tp": passes * exposed + 2 * ends,
+        "tp": passes * exposed + 2 * ends + partial,
         "host": host,
+        "inputs": sum(late),
     }
 
 
@@ -245,7 +255,8 @@ def _update(step: _Step, numel: float, hidden: tuple[float, float]) -> dict[str,
     forward, both = hidden
     gathers = 2 * plan.accumulate if policies(plan)[0] != "every_step" else 1
     weights = WIDTHS[plan.precision].weight * numel / plan.dp
-    reads = read_seconds(plan, cluster, weights, gathers) - plan.accumulate * both
+    besides = read_seconds(plan, cluster, weights, gathers) + gradient_seconds(plan, cluster, share)
+    reads = besides - plan.accumulate * both
     moving = update_seconds(plan, cluster, share) - forward
     offload = {"offload": max(0.0, moving) + max(0.0, reads)} if plan.tiers.states else {}
     on_device = share * (1 - plan.fraction) if plan.executor == "host" else share

@@ -11,6 +11,7 @@ tp   tensor_parallel/traffic.py of the regions of a model whose blocks have atte
      embedding          all-reduce                                            the same
      block, 2 x         all-reduce                 all-reduce                 all-gather and reduce-scatter, both ways
      a chunk's blocks                                                         all-gather forward and backward
+     input in parts                             all-gather                    -
      head               2 fp32 numbers per token   all-reduce                 the same
 
      Recomputation repeats forwards, but for the last one of blocks that run again together. What the tp ranks hold
@@ -30,6 +31,7 @@ from zero3d.activations.policy import Policy
 from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.traffic import ChunkUnits, pipeline_gathers, pipeline_traffic
 from zero3d.plan.in_flight import actions_of_rank
+from zero3d.plan.inputs import in_parts
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import policies, reduced_width, states_key, wire_width
@@ -55,7 +57,10 @@ def rank_traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, 
     tokens = plan.micro_batch * model.length
     width = WIDTHS[plan.precision].weight
     if plan.tp > 1:
-        key = replace(key, activations=plan.activations, sequence_parallel=plan.sequence_parallel)
+        key = replace(
+            key, activations=plan.activations, sequence_parallel=plan.sequence_parallel,
+            partition_activations=plan.partition_activations,
+        )  # fmt: skip
         regions, partial = _regions(model, key, stage), _partial_gradients(model, key, stage)
         moved = tensor_traffic(regions, plan.accumulate * tokens, plan.accumulate, plan.tp, width)
         for (operation, _), volume in moved.items():
@@ -162,6 +167,8 @@ def _regions_of(parts: Sequence[Part], hidden: int, plan: ParallelPlan, every: i
     cut = [part for part in parts if any(weight.cut is not None for unit in part.units for weight in unit.weights)]
     blocks = [part for part in cut if part.kind == "block"]
     for i in range(len(blocks)):
+        if in_parts(plan) and i % (every or 1) == 0:
+            yield Region("", "", "all_gather", hidden)
         ends = every is not None and ((i + 1) % every == 0 or i + 1 == len(blocks))
         for last in (False, True):  # attention, MLP
             yield Region("", *enter, hidden, again=every is not None)

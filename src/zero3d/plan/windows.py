@@ -2,7 +2,8 @@
 
     gathered   stage 3, released after every use: the root, the unit in use, and WINDOW gathered ahead of it
     bucket     stages 2 and 3, in exact mode all of them: local gradients of the unit in its backward, of WINDOW being
-               reduced, of those that are reduced last (root and tied units); in the dtype in which they travel
+               reduced, of those that are reduced last (root and tied units); in the dtype in which they travel. Shards
+               that go to the host come here first
     wire       WINDOW reductions: the gradients as they travel, if that is another dtype, and what arrives: in 16 bits
                the terms of all ranks; else a shard, if it is added to what is there or of another dtype
 
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from zero3d.memory.offload import HOST
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.plan.states import policies, sends_terms, states_key, wire_width
@@ -75,6 +77,7 @@ def windows(order: Sequence[Sequence[RankUnit]], at: int, tied: frozenset[str], 
     if (reduce == "every_micro_batch" or plan.exact) and at > 0:
         filling = late if at == len(order) - 1 else roots
         bucket = sum(_bucket_bytes(unit, plan) for unit in (*moving, *turns[at], *filling) if unit.trainable)
+        bucket += _arriving(moving, plan)
     return Windows(gathered, bucket, sum(_wire_bytes(unit, plan, reduce) for unit in moving))
 
 
@@ -86,6 +89,7 @@ def flush(order: Sequence[Sequence[RankUnit]], tied: frozenset[str], plan: Paral
     moving = (early + late)[-WINDOW:]
     buckets = reduce == "every_micro_batch" or plan.exact
     bucket = sum(_bucket_bytes(unit, plan) for unit in dict.fromkeys((*moving, *late))) if buckets else 0.0
+    bucket += _arriving(moving, plan)
     return Windows(0.0, bucket, sum(_wire_bytes(unit, plan, reduce) for unit in moving))
 
 
@@ -103,6 +107,12 @@ def _bucket_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
     """Return the bytes of local gradients that come and go with a backward: cast as they come where sums travel."""
     cast = plan.dp > 1 and not plan.exact
     return unit.layout.total * (wire_width(plan, unit.itemsize) if cast else unit.itemsize)
+
+
+def _arriving(moving: Sequence[RankUnit], plan: ParallelPlan) -> int:
+    """Return the bytes of shards that reductions under way come to, where they are kept on the host."""
+    wide = WIDTHS[plan.precision].reduced if plan.gradients == HOST else 0
+    return sum(unit.layout.shard * wide for unit in moving)
 
 
 def _wire_bytes(unit: RankUnit, plan: ParallelPlan, reduce: str) -> float:

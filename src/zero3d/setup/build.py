@@ -33,6 +33,7 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         stage=config.zero.stage,
         mesh=mesh,
         **_axis_options(config, mesh),
+        partition_activations=config.mesh.partition_activations,
         precision=precision_of(config),
         reduce_dtype=config.zero.reduce_dtype,
         optimizer=adamw(config.optimizer),

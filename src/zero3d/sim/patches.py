@@ -10,6 +10,7 @@ Left are functions of others that nothing can be passed to, and some of ours who
     precision._CHUNK, scratch.IN_CACHE    casts on a CPU go chunk by chunk for its cache,     `standing_in`
                                           on the accelerator that it stands for at once; buckets are shorter there
     engine.tiers' Builder, Tiers          they map memory, open files and start threads       `tiers.dry_tiers`
+    engine.tiers.settle_executor          it asks the device's type
 """
 
 from __future__ import annotations

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from zero3d.engine import tiers
+from zero3d.engine import auto_offload, tiers
 from zero3d.engine.foundation import Foundation
 from zero3d.engine.tier_records import BUFFERS, OPTIMIZER, Placed
+from zero3d.memory.arena import Arena
 from zero3d.memory.auto_place import ExecutorChoice
 from zero3d.memory.disk_slab import DiskSlab
 from zero3d.memory.host_slab import HostSlab
-from zero3d.memory.offload import AUTO, DEVICE, HOST, Offload
+from zero3d.memory.offload import DEVICE, HOST, Offload
 from zero3d.memory.record_store import InPlace, Shelf
 from zero3d.memory.records import Record
 from zero3d.memory.ring import ring_buffers
@@ -30,6 +32,8 @@ from zero3d.sim.memory import ObservedArena
 from zero3d.sim.patches import replaced
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.record_updates import Executor, Given, RecordPortion
+
+ACCELERATOR = torch.device("cuda")  # of any kind: nothing is ever on it
 
 
 class DrySlab(HostSlab):
@@ -77,8 +81,7 @@ class DryBuilder(tiers.Builder):
         mesh, arena = base.resolved.mesh, base.axes.arena
         assert isinstance(mesh, FakeMesh)
         assert isinstance(arena, ObservedArena)
-        on_device = offload.executor == AUTO and not mesh.on_cpu
-        super().__init__(base, offload, placed, ExecutorChoice(DEVICE, "") if on_device else executor)
+        super().__init__(base, offload, placed, executor)
         self._on_cpu, self._observed = mesh.on_cpu, arena
         self._here = self._executor == HOST or mesh.on_cpu
 
@@ -99,10 +102,19 @@ class DryBuilder(tiers.Builder):
         return Passing(records, slab.memory[f"{BUFFERS} of {part}"], fields)
 
 
+def settle_executor(base: Foundation, on_host: bool, states: int) -> ExecutorChoice:
+    """Choose who updates records, as an engine does on the mesh's backend."""
+    mesh = base.resolved.mesh
+    assert isinstance(mesh, FakeMesh)
+    there = base.axes if mesh.on_cpu else replace(base.axes, arena=Arena(ACCELERATOR))
+    return auto_offload.settle_executor(replace(base, axes=there), on_host, states)
+
+
 @contextmanager
 def dry_tiers() -> Iterator[None]:
     """Have engines that are built inside the block take no memory of the host and no disk."""
     with ExitStack() as stack:
         stack.enter_context(replaced(tiers, "Builder", DryBuilder))
         stack.enter_context(replaced(tiers, "Tiers", DryTiers))
+        stack.enter_context(replaced(tiers, "settle_executor", settle_executor))
         yield

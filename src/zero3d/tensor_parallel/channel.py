@@ -43,7 +43,7 @@ class Channel:
         self._record("all_gather", name, t, t.numel() * (self.size - 1))
         full = t.new_empty(self.size, *t.shape)
         self._algorithm.all_gather(self._call("all_gather", name), full.view(-1), t.reshape(-1)).wait()
-        return torch.cat(list(full), dim)
+        return full.flatten(0, 1) if dim == 0 else torch.cat(list(full), dim)
 
     def reduce_scatter(self, t: Tensor, dim: int, name: str) -> Tensor:
         """Return this rank's slice along `dim` of the sum over ranks."""

@@ -47,6 +47,7 @@ def parallelize(
     plan: Mapping[str, str] | None = None,
     sequence: bool = False,
     local_logits: bool = True,
+    parts: bool = False,
 ) -> Sharded:
     """Cut a model's parameters over the tp axis and make its modules communicate, in place.
 
@@ -54,6 +55,7 @@ def parallelize(
     plan          styles by name pattern, over those of the model's own plan (`plan.py`)
     sequence      between cut modules activations are slices of the sequence
     local_logits  a forward that is given labels returns logits [.., V/N]; else logits are always [.., V]
+    parts         inputs of recomputed modules are kept in parts: `regions` count how they are gathered
     Gradients of parameters in `partial` must be summed over tp, once per step, by the caller.
     Errors: no plan, a style or name that is not known, sizes that tp does not divide (ConfigError).
     """
@@ -77,7 +79,7 @@ def parallelize(
     install_random(context, config)
     if sequence:
         install_sequence(context)
-    regions = find_regions(UncutModel(model, styles, config, sequence, head_name), axis.size)
+    regions = find_regions(UncutModel(model, styles, config, sequence, head_name, parts), axis.size)
     apply_cuts(context)
     model.register_forward_hook(lambda *_: context.regions.forget())
     names = dict(model.named_parameters())

@@ -7,6 +7,8 @@
     reduce_from                     all_reduce                     reduce_scatter, backward all_gather
     first block, last block         nothing                        backward all_gather; all_gather
     embedding, head                 all_reduce; backward all_reduce, and two fp32 numbers per token for the loss
+    recomputed module               backward all_gather of its input, where that is kept in parts; with `every` once for
+                                    as many modules
 
 Module order is taken for the order of calls, and a name of OUTPUTS for a matrix that takes what its module's others
 gave. A recomputed module repeats its forwards, but for the last one when nothing behind it is saved: recomputation
@@ -37,23 +39,29 @@ OUTPUTS = ("o_proj", "out_proj", "c_proj")
 
 @dataclass(frozen=True)
 class UncutModel:
-    """A model before it is cut, and how it will be. `head`: the name of its head, if its loss takes local logits."""
+    """A model before it is cut, and how it will be.
+
+    head   the name of its head, if its loss takes local logits
+    parts  inputs of recomputed modules are kept in parts
+    """
 
     model: nn.Module
     styles: Mapping[str, Style]
     config: Any
     sequence: bool
     head: str | None
+    parts: bool
 
 
 def find_regions(uncut: UncutModel, size: int) -> list[Region]:
     """Return all regions of one micro-batch's forward and backward on one of `size` ranks, in module order."""
     blocks = list(cut_blocks(uncut.model, list(uncut.styles))) if uncut.sequence else []
     regions = [*_of_sequence(blocks, uncut), *_of_styles(uncut, size, blocks)]
+    inputs = list(_of_inputs(uncut)) if uncut.parts else []
     has_gradient = _gradients(uncut)
     regions = [r if has_gradient(r.name) else r._replace(backward="") for r in regions]
     again = _recomputed(uncut.model, regions)
-    return [r._replace(again=r.name in again) for r in regions]
+    return [*(r._replace(again=r.name in again) for r in regions), *inputs]
 
 
 def warn_across_hosts(degrees: Degrees, local: int | None, regions: list[Region], width: int) -> None:
@@ -126,6 +134,25 @@ def _of_sequence(blocks: list[str], uncut: UncutModel) -> Iterator[Region]:
         yield Region(blocks[-1], "all_gather", "", _hidden(uncut))
 
 
+def _of_inputs(uncut: UncutModel) -> Iterator[Region]:
+    """Yield the gathers of inputs that recomputed modules keep in parts: of a segment its first module's.
+
+    An input has a gradient, and is kept, if something before it is trained: also a norm beside attention, whatever the
+    order of their names.
+    """
+    model, recomputed = uncut.model, _recomputed_modules(uncut.model)
+    trained = [name for name, m in model.named_modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    first = min((order[name] for name in trained), default=len(order))
+    for i, (name, forward) in enumerate(recomputed.items()):
+        around = name.rpartition(".")[0]
+        listed = isinstance(model.get_submodule(around), nn.ModuleList)
+        beside = not listed and any(n.startswith(around + ".") and not n.startswith(name) for n in trained)
+        if i % forward.every == 0 and (not getattr(model, "is_first", True) or first < order[name] or beside):
+            copies = getattr(uncut.config, "altup_num_inputs", 1) if listed else 1  # Gemma 3n's hidden states
+            yield Region(name, "", "all_gather", copies * _hidden(uncut))
+
+
 def _hidden(uncut: UncutModel) -> int:
     """Return the width of the common activations: that of a rowwise matrix's output."""
     rowwise = (_get(uncut.model, name) for name, style in uncut.styles.items() if style.kind in ROWWISE)
@@ -168,9 +195,14 @@ def _gradients(uncut: UncutModel) -> Callable[[str], bool]:
     return has_gradient
 
 
+def _recomputed_modules(model: nn.Module) -> dict[str, Recomputed]:
+    """Return the calls of recomputed modules by name."""
+    return {name: m.forward for name, m in model.named_modules() if isinstance(m.forward, Recomputed)}
+
+
 def _recomputed(model: nn.Module, regions: list[Region]) -> set[str]:
     """Return the names of the regions whose forward runs again."""
-    modules = {name: m.forward for name, m in model.named_modules() if isinstance(m.forward, Recomputed)}
+    modules = _recomputed_modules(model)
     again = set()
     for i, (name, forward) in enumerate(modules.items()):
         inside = [r.name for r in regions if r.forward and r.name.startswith(name + ".")]

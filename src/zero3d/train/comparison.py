@@ -1,6 +1,7 @@
 """The figures of each run of a comparison beside those of the first. Pure, on the JSON of runs. No torch.
 
 memory       bytes of one rank by category: measured, by formula, and whether they agree
+places       the same of model states wherever they are: on the device, the host, a disk (in two slots there)
 traffic      bytes that one rank sends per step, by operation: the same three
 speed        sequences per rank and step, seconds per step, samples per second
 loss         last loss, held-out loss, and their differences to the first run; `same_bits` is about every step,
@@ -23,6 +24,10 @@ from zero3d.train.variants import Variant
 from zero3d.zero.stages import resolve_policies, stage_row
 
 CATEGORIES = ("parameters", "gradients", "optimizer states", "padding", "temporary", "activations")
+STATES = {
+    "parameters": "parameters", "gradients": "gradients", "optimizer states": "optimizer", "padding": "padding",
+}  # fmt: skip
+PLACES, TOGETHER = ("device", "host", "disk"), "together"
 ONCE = ("broadcast",)  # sent at the first step only
 ACTIVATIONS = "activations"
 REDUCTION = ("zero.stage", "zero.reduce", "zero.release")  # what sets the moment of reduction
@@ -68,6 +73,7 @@ class Row:
     values: tuple[str, ...]
     ranks: int
     memory: Mapping[str, Figure]
+    places: Mapping[str, Mapping[str, Figure]]
     peak: int
     traffic: Mapping[str, Figure]
     micro_batch: int
@@ -92,7 +98,8 @@ class Row:
     @property
     def agrees(self) -> bool:
         """Whether no formula is contradicted."""
-        return all(figure.agrees is not False for figure in (*self.memory.values(), *self.traffic.values()))
+        by_place = [figure for figures in self.places.values() for figure in figures.values()]
+        return all(figure.agrees is not False for figure in (*self.memory.values(), *by_place, *self.traffic.values()))
 
 
 def rows(variants: Sequence[Variant], results: Sequence[Result]) -> list[Row]:
@@ -112,7 +119,8 @@ def _row(variant: Variant, result: Result, recompute: Recompute | None, alike: b
     reduced = moment(result)
     apart = alike and not same and reduced != moment(first)
     return Row(
-        variant.label, variant.values, result["ranks"], memory(result), result["peak_memory"], traffic(result),
+        variant.label, variant.values, result["ranks"], memory(result), places(result), result["peak_memory"],
+        traffic(result),
         batch["micro_batch"], batch["accumulate"], result["step_seconds"], result["samples_per_s"],
         last, _minus(last, first_last), held_out, _minus(held_out, first_held_out),
         same, reduced, apart, result.get("fingerprint"), recompute,
@@ -136,10 +144,11 @@ def _minus(value: float | None, first: float | None) -> float | None:
 
 
 def memory(result: Result) -> dict[str, Figure]:
-    """Return a run's bytes by category; temporary is the sum of the most that each kind of buffer held."""
+    """Return a run's bytes on the device by category; temporary is the sum of the most each kind of buffer held."""
     figures: dict[str, Figure] = {}
     for category in CATEGORIES:
-        entries = [row for row in result["memory"] if row["consumer"].partition(":")[0] == category]
+        rows_here = [row for row in result["memory"] if place_of(row) == PLACES[0]]
+        entries = [row for row in rows_here if row["consumer"].partition(":")[0] == category]
         formulas = [row["formula"] for row in entries]
         figures[category] = Figure(
             sum(row["measured"] for row in entries),
@@ -147,6 +156,25 @@ def memory(result: Result) -> dict[str, Figure]:
             any(row["at_most"] for row in entries),
             _all([row["agrees"] for row in entries]),
         )
+    return figures
+
+
+def place_of(row: Mapping[str, Any]) -> str:
+    """Return the place of a row of a run's memory; results of before there were any are of the device."""
+    return str(row.get("place", PLACES[0]))
+
+
+def places(result: Result) -> dict[str, dict[str, Figure]]:
+    """Return a run's bytes of model states by place and category; "together" is their sum, padding among it."""
+    figures: dict[str, dict[str, Figure]] = {}
+    for row in result["memory"]:
+        if row["consumer"] in STATES:
+            figure = Figure(row["measured"], row["formula"], row["at_most"], row["agrees"])
+            figures.setdefault(place_of(row), {})[STATES[row["consumer"]]] = figure
+    for here in figures.values():
+        parts = list(here.values())
+        formulas = [figure.formula or 0 for figure in parts]
+        here[TOGETHER] = Figure(sum(f.measured for f in parts), sum(formulas), False, _all([f.agrees for f in parts]))
     return figures
 
 
@@ -224,4 +252,7 @@ def _row_json(row: Row) -> dict[str, Any]:
     figures = asdict(row)
     for name in ("memory", "traffic"):
         figures[name] = {key: figure._asdict() for key, figure in figures[name].items()}
+    figures["places"] = {
+        place: {key: figure._asdict() for key, figure in here.items()} for place, here in row.places.items()
+    }
     return {key: value for key, value in figures.items() if key not in ("label", "values")} | {"sent": row.sent}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 
 from rich import box
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zero3d.page.text import size
-from zero3d.train.comparison import CATEGORIES, Figure, Recompute, Row, square_root
+from zero3d.train.comparison import CATEGORIES, PLACES, TOGETHER, Figure, Recompute, Row, square_root
 from zero3d.train.variants import Axis, Variant
 
 UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("bytes", 1))
@@ -23,12 +24,17 @@ SAME = "same bits"
 APART = " r"  # beside a difference between runs that reduce at different moments
 MOMENTS = {"every_step": "once a step", "every_micro_batch": "after every micro-batch", "": "in exact mode's own order"}
 SHORT = {"optimizer states": "optimizer", "activations": "activa-\ntions"}  # for 80 columns
+PLACE_COLUMNS = ("parameters", "gradients", "optimizer", TOGETHER)
+SHORT_STATES = {"parameters": "param.", "gradients": "grad.", "optimizer": "optim.", TOGETHER: "all"}
+NOTHING = Figure(0, 0, False, True)
 NAMES = {"reduce_scatter": "reduce-scatter", "all_gather": "all-gather", "all_to_all": "all-to-all"}
 
 
 def show(axes: Sequence[Axis], rows: Sequence[Row], failed: Mapping[Variant, str], console: Console) -> None:
     """Print the tables that apply. failed: why the runs that have no row have none."""
     tables = [memory_table(axes, rows)]
+    if any(len(row.places) > 1 for row in rows):
+        tables.append(place_table(axes, rows))
     if any(row.traffic for row in rows):
         tables.append(traffic_table(axes, rows))
     tables.append(speed_table(axes, rows))
@@ -63,6 +69,21 @@ def memory_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
         "temporary: most held at an instant, by kind; activations: by a forward\n"
         "peak: most ever held by a rank's device, on the CPU by its process"
     )
+    return table
+
+
+def place_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
+    """Return bytes of model states of rank 0 wherever they are, of each kind that leaves the device in some run."""
+    found = {(category, place) for row in rows for place, here in row.places.items() for category in here}
+    leaving = {category for category, place in found if place != PLACES[0]} - {"padding"}
+    columns = [pair for pair in product(PLACE_COLUMNS, PLACES) if pair in found and pair[0] in leaving]
+    unit, scale = unit_of(row.places[place][TOGETHER].measured for row in rows for place in row.places)
+    names = [f"{SHORT_STATES[category]} {place}" for category, place in columns]
+    table = _table(axes, f"model states of rank 0 by place, in {unit}", names, gap=0)
+    for row in rows:
+        cells = {f"{category} {place}": row.places.get(place, {}).get(category, NOTHING) for category, place in columns}
+        _two_lines(table, row, cells, list(cells), scale)
+    table.caption = "all: with gradients and padding; on a disk every record has two slots"
     return table
 
 

@@ -132,11 +132,14 @@ class Folder:
         if overwrite and self.used:
             self._clear()
         tidy(self.checkpoints)
-        if not self.run_id:
-            self._write("run", self.root / RUN, secrets.token_hex(8))
 
     def write_config(self, text: str) -> None:
-        """Write config.yaml, the first thing of a run, whole or not at all: it marks the folder. Raises ConfigError."""
+        """Write config.yaml, the first thing of a run, whole or not at all: it marks the folder. Raises ConfigError.
+
+        And the run's number before it, which a resumed run keeps.
+        """
+        if not self.run_id:
+            self._write("run", self.root / RUN, secrets.token_hex(8))
         self._write("config", self.config, text)
 
     def _write(self, stem: str, path: Path, text: str) -> None:

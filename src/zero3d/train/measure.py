@@ -31,7 +31,9 @@ from zero3d.distributed.choice import ALL_TO_ALL, PAIRWISE
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.engine import Engine
 from zero3d.memory.arena import STATES
-from zero3d.memory.offload import DEVICE
+from zero3d.memory.blocks import padded
+from zero3d.memory.offload import DEVICE, HOST
+from zero3d.memory.placement import DEPTH
 from zero3d.memory.scratch import cast_scratch, update_scratch
 from zero3d.precision import NAMES
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
@@ -111,6 +113,8 @@ def memory_rows(
         peak = by_category[category].peak
         rows.append(MemoryRow(f"temporary: {category}", dtypes[category], bound, True, peak, peak <= bound))
     rows.append(MemoryRow("activations", _join(activations), None, False, sum(activations.values()), None))
+    if (on_host := by_category.get("activations")) is not None:
+        rows.append(MemoryRow("host: activations", "-", None, False, on_host.peak, None))
     reserved = reserved_bytes(engine)
     if reserved is not None:
         rows.append(MemoryRow("device: allocated", "-", None, False, memory_bytes(engine), None))
@@ -166,7 +170,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     bucket    stages 2, 3: the root's gradients all the time, two units filling, WINDOW being reduced; parts of
               tied parameters' gradients are summed in the reduced dtype
     wire      WINDOW reductions (`reduction_bytes`), of which one is being added up. Scratch in which masters are cast,
-              those in halves updated, or records
+              those in halves updated, or records. Besides, the ring of inputs of recomputed blocks on the host
     exact     a bucket for every micro-batch at all stages
     """
     sizes = [unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name != ROOT]
@@ -185,23 +189,38 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
             travelling, sums = reduction_bytes(engine, unit, micro_batches)
             moving, adding = max(moving, travelling), max(adding, sums)
             tied += unit.layout.total * policy.master.itemsize if unit.deferred else 0
+    ring, update = _of_records(engine)
+    kept = engine.kept_inputs
+    ring += 0 if kept is None or kept.slots is None else kept.slots.peak.device
     return {
         "gathered": full if policy.stage.shards_parameters else 0,
-        "bucket": wider * full + tied if exact or policy.reduce == "every_micro_batch" else 0,
-        "wire": max(WINDOW * moving + adding, 4 * scratch_of(masters, engine.mesh.device.type), _of_records(engine)),
+        "bucket": wider * full + tied + _to_host(engine) if exact or policy.reduce == "every_micro_batch" else 0,
+        "wire": ring + max(WINDOW * moving + adding, 4 * scratch_of(masters, engine.mesh.device.type), update),
     }
 
 
-def _of_records(engine: Engine) -> int:
-    """Return the scratch in which the device updates a record: fp32 of what is in 16 bits, noise, or that of a cast."""
+def _to_host(engine: Engine) -> int:
+    """Return the bytes to which reductions come whose sums are kept on the host."""
+    shards = [unit.layout.shard for unit in engine.units if unit.grads is not None]
+    return WINDOW * max(shards) * engine.policy.master.itemsize if engine.offload.gradients == HOST else 0
+
+
+def _of_records(engine: Engine) -> tuple[int, int]:
+    """Return the bytes of the device's ring of records, and of the scratch in which it updates one.
+
+    That is fp32 of what is in 16 bits, and noise, or what a cast takes. A CPU has the ring on the host.
+    """
     records = [unit.weights.records for unit in engine.units if unit.grads is not None]
     buckets = [bucket.stop - bucket.start for of_unit in records if of_unit is not None for bucket in of_unit.buckets]
     if not buckets or engine.offload.executor != DEVICE:
-        return 0
+        return 0, 0
     longest, rounded = max(buckets), engine.offload.moments == "bf16"
     narrow = engine.policy.split_master + 2 * rounded
     casts = 0 if engine.policy.split_master else cast_scratch(longest, engine.mesh.device.type)
-    return 4 * (narrow * longest + max(rounded * longest, casts))
+    device, wide = engine.mesh.device.type, engine.policy.master.itemsize
+    passing = device != "cpu" and engine.offload.optimizer != "none"
+    ring = DEPTH * padded(3 * wide * longest) if passing else 0  # at most a master and two moments
+    return ring, 4 * (narrow * longest + max(rounded * longest, casts))
 
 
 def reduction_bytes(engine: Engine, unit: Unit, micro_batches: int) -> tuple[int, int]:

@@ -28,10 +28,12 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.auto_offload import passing_bytes, room_of
 from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError
-from zero3d.memory.auto_place import PLACES, STEPS, Need, Placed, Room, auto_place
+from zero3d.memory.auto_place import Need, Room, auto_place
 from zero3d.memory.offload import AUTO, DEVICE, HOST
 from zero3d.memory.scratch import update_bucket
 from zero3d.page.text import size
+from zero3d.plan.emit import plan_of
+from zero3d.plan.tier_time import chosen_executor, executor_note
 from zero3d.train.folder import Folder
 from zero3d.train.loop_state import check_choice
 from zero3d.train.plan_check import PlannedRun
@@ -54,7 +56,7 @@ def may_use_disk(config: Config) -> bool:
 
 def settle(
     config: Config, mesh: Mesh, comm: Comm, checkpoint: Path | None, plan: PlannedRun | str | None
-) -> tuple[Config, tuple[str, ...]]:
+) -> tuple[Config, list[str]]:
     """Return the configuration to build the engine of, and what was chosen in lines. All ranks call it.
 
     comm  of all ranks, on the host
@@ -63,16 +65,16 @@ def settle(
     Raises OutOfBudget.
     """
     if not is_open(config):
-        return config, ()
+        return config, []
     kept = NO_CHOICE if checkpoint is None else _of_rank_0(comm, saved_choice(checkpoint))
     key_of = {"fraction": "optimizer"}  # it is open where the place is
     kept = {name: value for name, value in kept.items() if getattr(config.offload, key_of.get(name, name)) == AUTO}
-    lines: tuple[str, ...] = ()
+    lines: list[str] = []
     if kept:
         shown = ", ".join(f"{name} {value}" for name, value in kept.items())
-        lines = (f"offload: {shown}: as auto chose before {checkpoint}; any other value is typed in place of auto",)
+        lines = [f"offload: {shown}: as auto chose before {checkpoint}; any other value is typed in place of auto"]
         config = with_choice(config, kept)
-    if config.offload.optimizer == AUTO:
+    if is_open(config):
         config, chosen = _by_plan(config, mesh, comm, plan)
         lines += chosen
     return config, lines
@@ -89,25 +91,40 @@ def with_choice(config: Config, choice: Mapping[str, Any]) -> Config:
 # --- chosen by the plan -------------------------------------------------------------------------
 
 
-def _by_plan(config: Config, mesh: Mesh, comm: Comm, plan: PlannedRun | str | None) -> tuple[Config, tuple[str, ...]]:
-    """Choose on rank 0 for all ranks, by the room of the fullest; leave it to the engine where there is no plan."""
+def _by_plan(config: Config, mesh: Mesh, comm: Comm, plan: PlannedRun | str | None) -> tuple[Config, list[str]]:
+    """Choose on rank 0 for all ranks, by the least room of any; what it has no plan for is left to the engine."""
     room = room_of(mesh, offload_of(config))
-    known = isinstance(plan, PlannedRun)
-    rows = comm.exchange(torch.tensor([room.device, -1 if room.host is None else room.host, int(known)])).tolist()
-    if not rows[0][2]:
-        return config, ()
-    least = Room(min(row[0] for row in rows), None if room.host is None else min(row[1] for row in rows), disk=True)
+    rows = comm.exchange(torch.tensor([room.device, -1 if room.host is None else room.host])).tolist()
+    device, host = (min(column) for column in zip(*rows, strict=True))
+    least = Room(device, None if room.host is None else host, disk=True)  # in the output folder, if nowhere else
+    choice: dict[str, Any] = {}
+    lines: list[str] = []
 
-    def choose() -> Placed | None:
-        return auto_place(need_of(plan, config, mesh), least) if isinstance(plan, PlannedRun) else None
+    def choose() -> None:
+        if isinstance(plan, PlannedRun):
+            choice.update(_place(plan, config, mesh, least, lines))
+            choice.update(_executor(plan, with_choice(config, choice), mesh, lines))
 
-    placed = agree(comm, choose)
-    mine = [0, 0] if placed is None else [PLACES.index(placed.optimizer), round(STEPS * placed.fraction)]
-    place, parts = comm.exchange(torch.tensor(mine))[0].tolist()
-    choice = {"optimizer": PLACES[place], "fraction": parts / STEPS}
-    why = "" if placed is None else f": {placed.why}"
-    line = f"offload.optimizer=auto: {choice['optimizer']}, fraction {choice['fraction']:g}{why}"
-    return with_choice(config, choice), (line,)
+    agree(comm, choose)
+    return with_choice(config, _of_rank_0(comm, choice)), lines
+
+
+def _place(plan: PlannedRun, config: Config, mesh: Mesh, room: Room, lines: list[str]) -> dict[str, Any]:
+    if config.offload.optimizer != AUTO:
+        return {}
+    placed = auto_place(need_of(plan, config, mesh), room)
+    lines.append(f"offload.optimizer=auto: {placed.optimizer}, fraction {placed.fraction:g}: {placed.why}")
+    return {"optimizer": placed.optimizer, "fraction": placed.fraction}
+
+
+def _executor(plan: PlannedRun, config: Config, mesh: Mesh, lines: list[str]) -> dict[str, Any]:
+    """Choose by the cluster's rates; where the device is a CPU it is no question of time."""
+    section = config.offload
+    if section.executor != AUTO or section.optimizer == "none" or mesh.device.type == "cpu":
+        return {}
+    chosen = chosen_executor(plan_of(config, mesh.world), plan.cluster)
+    lines.append(f"offload.executor=auto: {executor_note(chosen, plan.cluster)}")
+    return {"executor": chosen.executor}
 
 
 def need_of(plan: PlannedRun, config: Config, mesh: Mesh) -> Need:

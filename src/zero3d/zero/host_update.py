@@ -178,7 +178,14 @@ class HostExecutor:
             starts.put(start)
         factors = [factor for factor in factors if factor != 1.0]
         work = partial(self._update, bucket, pieces, torch.tensor(float(step)), factors)
-        list(self._pool.map(work, [starts] * self._threads))
+        try:
+            under_way = [self._pool.submit(work, starts) for _ in range(self._threads)]
+        except RuntimeError:  # the interpreter is about to end, and its threads have
+            self._own.scratch = self._scratch.view(self._threads, WIDE, self._chunk)[0]
+            work(starts)
+            return
+        for each in under_way:
+            each.result()
 
     def _update(
         self, bucket: BucketStates, pieces: Sequence[BucketPiece], step: Tensor, factors: Sequence[float],

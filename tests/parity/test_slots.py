@@ -1,0 +1,394 @@
+"""Restarts from the slots of a disk: after a SIGKILL anywhere a run ends with the bits of one that was not killed."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from disk_steps import die_at
+from pool import RankFailure
+from tiers import INFINITE, PLACES, Case, engine_of, step
+from training import metrics, save_model, save_rows, train, tree
+
+import zero3d
+import zero3d.train.run
+from zero3d.memory.disk_slab import DiskSlab
+
+STEPS = 7
+MOVING = ("seconds", "tokens_per_s", "memory_bytes", "reserved_bytes")  # of a record, what is no part of the training
+
+
+def forked(case, *args, kill_after=None):
+    """The result of case(*args) in a process of its own; None where it was killed."""
+    with tempfile.NamedTemporaryFile("r") as answer:
+        process = os.fork()
+        if process == 0:
+            code = 1
+            try:
+                Path(answer.name).write_text(json.dumps(case(*args)))
+                code = 0
+            except BaseException as error:
+                Path(answer.name).write_text(f"{type(error).__name__}: {error}")
+            os._exit(code)
+        if kill_after is not None:
+            time.sleep(kill_after)
+            os.kill(process, signal.SIGKILL)
+        _, status = os.waitpid(process, 0)
+        if os.WIFSIGNALED(status):
+            return None
+        assert status == 0, answer.read()
+        return json.load(answer)
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+
+def go_on(folder, case, offload, die=None):
+    """Train from where slots are, or from the beginning; die: the step after whose note the process is killed."""
+    engine = engine_of(case, {**offload, "directory": folder})
+    first, losses = 0, []
+    if engine.slots is not None:
+        first = engine.load_slots()["number"] + 1
+        assert engine.resumed.startswith("bitwise")
+        assert engine.slots is None or engine.steps == engine.slots.step
+    for number in range(first, STEPS):
+        losses.append(step(engine, case, number))
+        if engine.last_step.reason == "applied":
+            engine.note({"number": number})
+        if number == die:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return {"first": first, "losses": losses, "hash": engine.fingerprint(), "steps": engine.steps}
+
+
+def killed(case, offload, dies):
+    """Kill processes after these steps and let one end; all of it is as if there had been one."""
+    with tempfile.TemporaryDirectory() as folder:
+        alone = forked(go_on, f"{folder}/alone", case, offload)
+        assert alone["first"] == 0
+        firsts = []
+        for die in dies:
+            assert forked(go_on, f"{folder}/killed", case, offload, die) is None
+        last = forked(go_on, f"{folder}/killed", case, offload)
+        assert last["losses"] == alone["losses"][last["first"] :]
+        assert (last["hash"], last["steps"]) == (alone["hash"], alone["steps"])
+        firsts.append(last["first"])
+    return firsts
+
+
+FULL = Case()
+CASES = [
+    (FULL, PLACES["disk"], (1, 2, 5)),
+    (FULL._replace(master="split", stage=1), PLACES["disk, device updates"], (INFINITE,)),
+    (FULL._replace(master="split"), PLACES["all on disk"], (2,)),
+    (FULL._replace(precision="fp32", exact=True, moments=(2, "auto")), PLACES["all on disk"], (1, 2)),
+    (FULL._replace(precision="fp16", stage=2, grouped=True, moments=(2, "auto")), PLACES["disk"], (5,)),
+    (FULL._replace(stage=0), {**PLACES["disk"], "moments": "bf16"}, (3,)),
+    (FULL._replace(optimizer="foreach Adam"), PLACES["states on disk, weights on host"], (3, 4)),
+]  # fmt: skip
+
+
+def check_killed(cases):
+    for case, offload, dies in cases:
+        (first,) = killed(case, offload, dies)
+        assert dies[-1] - 1 <= first <= dies[-1] + 1, (case, offload)
+
+
+def test_a_process_goes_on_from_what_another_has_left_in_slots(alone):
+    alone(check_killed, CASES[:3])
+
+
+@pytest.mark.long
+def test_processes_go_on_from_slots_in_all_settings(alone):
+    alone(check_killed, CASES)
+
+
+def restartable(case, place):
+    with tempfile.TemporaryDirectory() as folder:
+        engine = engine_of(case, {**PLACES[place], "directory": folder})
+        step(engine, case, 0)
+        engine.note({"number": 0})
+        engine.optimizer.settle()
+        noted = any(Path(folder).glob("*.note-*"))
+        del engine
+        assert engine_of(case, {**PLACES[place], "directory": folder}).slots is not None or not noted
+        return noted
+
+
+NOT_ALL = [
+    (FULL, "part on disk"), (FULL, "weights on disk"), (FULL._replace(precision="fp32"), "disk"),
+    (FULL._replace(master="split"), "states on disk, weights on host"), (FULL._replace(optimizer="amsgrad"), "disk"),
+    (FULL._replace(optimizer="momentum"), "disk"), (FULL._replace(frozen=True), "all on disk"),
+]  # fmt: skip
+
+
+def which_are_restartable(pairs):
+    return [restartable(*pair) for pair in pairs]
+
+
+def test_slots_that_lack_something_of_a_run_are_no_place_to_go_on_from(alone):
+    assert alone(which_are_restartable, [(FULL, "disk"), *NOT_ALL]) == [True] + [False] * len(NOT_ALL)
+
+
+def voided(folder):
+    """Slots after training from elsewhere: a load, a write by hand, or a first step."""
+    found = []
+    case, offload = FULL, {**PLACES["disk"], "directory": f"{folder}/slots"}
+    engine = engine_of(case, offload)
+    step(engine, case, 0)
+    engine.note({"number": 0})
+    saved = engine.save(f"{folder}/saved")
+    found.append(engine.steps)
+    del engine
+    for how in ("load", "write", "read", "train"):
+        engine = engine_of(case, offload)
+        found.append(None if engine.slots is None else engine.slots.step)
+        if how == "load":
+            engine.load(saved)
+            step(engine, case, 1)
+            engine.note({"number": 1})
+            engine.optimizer.settle()
+        elif how in ("read", "write"):
+            engine.load_slots()
+            with engine.full_params():
+                if how == "write":
+                    next(engine.module.parameters()).data.mul_(1.5)
+            step(engine, case, 2)
+            if how == "read":
+                engine.note({"number": 2})
+            engine.optimizer.settle()
+        else:
+            step(engine, case, 3)
+            found.append(engine.slots)
+        del engine
+    return found
+
+
+def test_what_is_loaded_or_written_beside_steps_voids_slots(alone, tmp_path):
+    assert alone(voided, str(tmp_path)) == [1, 1, 2, None, None, None]
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+TWO = FULL._replace(dp=2, stage=2, moments=(2, "auto"))
+
+
+def one_dies(folder, number, rank):
+    """Train; in the commit of this step one rank is killed, when the other has committed it."""
+    engine = engine_of(TWO, {**PLACES["disk"], "directory": folder})
+    begin = 0 if engine.slots is None else engine.load_slots()["number"] + 1
+    committed = DiskSlab.commit
+
+    def commit(slab, at):
+        if at == number and dist.get_rank() == rank:
+            while (Path(folder) / "other").exists() is False:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        committed(slab, at)
+        if at == number:
+            (Path(folder) / "other").touch()
+
+    DiskSlab.commit = commit
+    for each in range(begin, number):
+        engine.train_batch(two_of(each), wait=False)
+        engine.note({"number": each})
+    engine.optimizer.updates.finish()
+
+
+def two_of(number):
+    from tiers import micro_batches_of
+
+    return micro_batches_of(TWO, number if number < INFINITE else number + 1)
+
+
+def both_go_on(folder, last):
+    engine = engine_of(TWO, {**PLACES["disk"], "directory": folder})
+    begin = 0 if engine.slots is None else engine.load_slots()["number"] + 1
+    for each in range(begin, last):
+        engine.train_batch(two_of(each), wait=False)
+    return begin, engine.fingerprint()
+
+
+def test_a_rank_that_has_committed_a_step_which_another_has_not_goes_back(ranks, tmp_path):
+    ((_, expected), _) = ranks(2, both_go_on, str(tmp_path / "alone"), 6)
+    for number, rank in ((3, 1), (5, 0)):
+        (tmp_path / "killed" / "other").unlink(missing_ok=True)
+        with pytest.raises(RankFailure, match=f"rank {rank} of 2 gave no answer"):
+            ranks(2, one_dies, str(tmp_path / "killed"), number, rank)
+    assert ranks(2, both_go_on, str(tmp_path / "killed"), 6) == [(4, expected)] * 2
+
+
+# --- zero3d train ---------------------------------------------------------------------------------
+
+
+def prepared(folder, steps=STEPS, **sections):
+    """A configuration of a model that is trained on a disk, and what its name is."""
+    if not (folder / "model").exists():
+        save_model(folder / "model")
+        save_rows(folder / "rows.npy")
+    offload = {"optimizer": "disk"} | sections.pop("offload", {})
+    sections = {
+        "train": {"steps": steps, "batch": 4, "accumulate": 2}, "data": {"validation": 0.2, "shuffle": True},
+        "evaluate": {"every": 2}, "checkpoint": {"every": 3, "export": False}, "offload": offload, "precision": "bf16",
+        "schedule": {"warmup": 2}, **sections,
+    }  # fmt: skip
+    return lambda output: tree(folder, output, **sections)
+
+
+def trained(made, call=None, step=None):
+    """Train; be killed at this call of the system, or after this step; write down where the run went on from."""
+    zero3d.train.run.plan_run = lambda *_: None
+    if call is not None:
+        die_at(call)
+    origins = []
+    for name in ("load", "load_slots"):
+        original = getattr(zero3d.Engine, name)
+        setattr(
+            zero3d.Engine,
+            name,
+            lambda *given, name=name, original=original: (origins.append(name), original(*given))[1],
+        )
+    origin = Path(made["output"]).parent / "origins"
+    original = zero3d.Engine.train_batch
+
+    def noting(*given, **named):
+        if origins:
+            with origin.open("a") as file:
+                file.write(f"{origins.pop()} {given[0].steps}\n")
+        return original(*given, **named)
+
+    zero3d.Engine.train_batch = noting
+    note = zero3d.Engine.note
+
+    def dying(engine, loop):
+        note(engine, loop)
+        if engine.steps == step:
+            engine.optimizer.settle()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    zero3d.Engine.note = dying
+    train(made, "auto")
+    return True
+
+
+def left(made):
+    """All that a run leaves which must not depend on kills: its records, checkpoints and what these say of the loop."""
+    records = [{k: v for k, v in record.items() if k not in MOVING} for record in metrics(made)]
+    folders = sorted((Path(made["output"]) / "checkpoints").glob("step-*"))
+    files = {f"{f.name}": (f / "rank-00000.safetensors").read_bytes() for f in folders}
+    loops = {f.name: json.loads((f / "manifest.json").read_text())["loop"] for f in folders}
+    best = (Path(made["output"]) / "checkpoints" / "best").resolve().name
+    return records, files, loops, best
+
+
+def many_kills(folder, seed, kills, steps, calls, delays=(), **sections):
+    """Kill a run at random calls of the system, or after some time, until it has been killed so often; then let it end.
+
+    Returns from where its lives went on.
+    """
+    folder, draw = Path(folder), random.Random(seed)
+    named = prepared(folder, steps, **sections)
+    assert forked(trained, named("alone"))
+    (folder / "origins").unlink(missing_ok=True)
+    made, count = named("killed"), 0
+    for number in range(kills):
+        if delays and number % 2:
+            count += forked(trained, made, kill_after=draw.uniform(*delays)) is None
+        else:
+            count += forked(trained, made, draw.randrange(1, calls)) is None
+    assert forked(trained, made)
+    for found, expected in zip(left(made), left(named("alone")), strict=True):
+        assert found == expected
+    origins = (folder / "origins").read_text().split() if (folder / "origins").exists() else []
+    return count, {name: origins.count(name) for name in ("load", "load_slots")}
+
+
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(alone, tmp_path):
+    kills, origins = alone(many_kills, str(tmp_path), 0, 4, 5, 120)
+    assert kills >= 2
+    assert origins["load_slots"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("seed", "sections"), [
+    (1, {}), (2, {"offload": {"params": "disk"}, "zero": {"master": "split"}}),
+    (3, {"offload": {"moments": "bf16", "executor": "device"}, "zero": {"stage": 1}}),
+])  # fmt: skip
+def test_forty_kills_of_a_run_change_no_bit(alone, tmp_path, seed, sections):
+    kills, origins = alone(many_kills, str(tmp_path), seed, 40, 70, 300, (0.3, 1.5), **{"sections": sections})
+    assert kills >= 30
+    assert min(origins.values()) >= 3
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+def damages(folder):
+    """What may become of a rank's files, and where the next process goes on from: 5 steps are done, 3 are saved."""
+    commit, states = folder / "rank-00000.commit", folder / "rank-00000.states"
+    notes = [folder / f"rank-00000.note-{odd}.json" for odd in (0, 1)]
+
+    def cut(*paths):
+        for path in paths:
+            os.truncate(path, path.stat().st_size // 2)
+
+    def copy():
+        text = states.read_bytes()
+        states.unlink()
+        states.write_bytes(text)
+
+    return {
+        "nothing": (lambda: None, "load_slots", 5),
+        "a cut commit": (lambda: cut(commit), "load", 3),
+        "a commit of another step": (lambda: commit.write_text(commit.read_text().replace('"step": 5', '"step": 4')), "load", 3),
+        "no commit": (commit.unlink, "load", 3),
+        "cut states": (lambda: cut(states), "load", 3),
+        "no states": (states.unlink, "load", 3),
+        "copied states": (copy, "load", 3),
+        "a cut note": (lambda: cut(notes[1]), "load_slots", 4),
+        "a note of other tensors": (lambda: cut(notes[1].with_suffix(".safetensors")), "load_slots", 4),
+        "no notes": (lambda: [path.unlink() for path in notes], "load", 3),
+        "another run": (lambda: (folder.parent / ".run").write_text("0123456789abcdef"), "load", 3),
+        "no folder": (lambda: shutil.rmtree(folder), "load", 3),
+    }  # fmt: skip
+
+
+def damaged(folder, names):
+    """Kill a run of 6 steps in the sixth, damage what it has left, and go on."""
+    folder, found = Path(folder), {}
+    named = prepared(folder, 6, evaluate={"every": 0})
+    assert forked(trained, named("alone"))
+    for name in names:
+        (folder / "origins").unlink(missing_ok=True)
+        made = named(name)
+        assert forked(trained, made, None, 5) is None
+        damage, *expected = damages(Path(made["output"]) / "offload")[name]
+        damage()
+        assert forked(trained, made)
+        same = [a == b for a, b in zip(left(made), left(named("alone")), strict=True)]
+        found[name] = same, (folder / "origins").read_text().split(), [expected[0], str(expected[1])]
+    return found
+
+
+def check_damaged(ranks_or_alone, folder, names):
+    for name, (same, origin, expected) in ranks_or_alone(damaged, str(folder), names).items():
+        assert all(same), name
+        assert origin == expected, name
+
+
+FEW_DAMAGES = ("a cut note", "a cut commit")
+DAMAGES = tuple(damages(Path()))
+
+
+def test_damaged_slots_are_passed_over(alone, tmp_path):
+    check_damaged(alone, tmp_path, FEW_DAMAGES)
+
+
+@pytest.mark.long
+def test_slots_damaged_in_any_way_are_passed_over(alone, tmp_path):
+    check_damaged(alone, tmp_path, DAMAGES)
