@@ -153,9 +153,7 @@ class Engine:
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
         self.last_step: StepResult | None = None
         self.resumed = ""
-        if runtime.optimizer.updates is not None:
-            weakref.finalize(self, _settle_last, lambda: runtime.optimizer)
-            atexit.register(_settle_at_exit, weakref.ref(runtime.optimizer))  # before the mesh ends
+        _settle_in_the_end(self, runtime.optimizer)
 
     # --- training -------------------------------------------------------------------------------
 
@@ -386,6 +384,13 @@ class Engine:
     def memory(self) -> list[MemoryEntry]:
         """Bytes by category and place on this rank, planned and measured."""
         return self._assembly.accounts.memory
+
+
+def _settle_in_the_end(engine: Engine, optimizer: ShardedOptimizer) -> None:
+    """Let updates that are due be made when an engine goes, or its process ends."""
+    if optimizer.updates is not None:
+        weakref.finalize(engine, _settle_last, lambda: optimizer)
+        atexit.register(_settle_at_exit, weakref.ref(optimizer))  # before the mesh ends
 
 
 def _settle_at_exit(found: Callable[[], ShardedOptimizer | None]) -> None:

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from zero3d.distributed.choice import ALL_TO_ALL, NATIVE
 from zero3d.errors import ConfigError
+from zero3d.memory.offload import HOST
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.states import policies, settled, wire_width
@@ -366,6 +367,12 @@ def _neighbours(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> I
         master = "fp32" if plan.master == "split" else "split"
         yield f"zero.master: {master}", replace(plan, master=master)
     yield from _tier_neighbours(plan)
+    if plan.activations != "none":
+        place = "none" if plan.offload_activations == HOST else HOST
+        yield f"offload.activations: {place}", replace(plan, offload_activations=place)
+        if plan.tp > 1 and not plan.sequence_parallel:
+            parts = not plan.partition_activations
+            yield f"mesh.partition_activations: {str(parts).lower()}", replace(plan, partition_activations=parts)
     if plan.reduce_dtype == "fp32" and plan.dp > 1:
         yield "zero.reduce_dtype: bf16", replace(plan, reduce_dtype="bf16")
     now = settled(plan, cluster)

@@ -4,6 +4,7 @@ import gc
 import random
 import sys
 import threading
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,13 @@ def run(name, policy, offload=None, steps=3, **options):
         return found, bits(engine.module.parameters()), engine
 
 
-@pytest.mark.parametrize("policy", ["full", "every:2", "selective"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("stage", [0, 3])
+OFTEN = [("llama", "full", 3), ("gpt2", "every:2", 0), ("llama", "selective", 2)]
+CASES = list(product(("llama", "gpt2"), ("full", "every:2", "selective"), (0, 1, 2, 3)))
+
+
+@pytest.mark.parametrize(("name", "policy", "stage"), [
+    *OFTEN, *(pytest.param(*case, marks=pytest.mark.long) for case in CASES if case not in OFTEN)
+])  # fmt: skip
 def test_inputs_on_the_host_change_no_bit(poison, name, policy, stage):
     wanted, weights, _ = run(name, policy, stage=stage)
     found, same, engine = run(name, policy, HOST, stage=stage)

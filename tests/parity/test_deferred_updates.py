@@ -259,7 +259,7 @@ sys.path.insert(0, {tests!r})
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from unit.test_deferred_updates import due, engine_of, given
+from parity.test_deferred_updates import due, engine_of, given
 with engine_of({place!r}, Path({folder!r}), {stage}) as engine:
     for number in range(2):
         engine.train_batch(given(number), wait=False)
