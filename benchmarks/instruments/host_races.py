@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from instruments import accelerator, races
+from instruments import accelerator
 from instruments.races import COMPUTE, Buffer, LabellingArena, Model, Operations, Stream, collectives_of
 from zero3d.checkpoint import restore
 from zero3d.distributed.axis import Axis
@@ -46,9 +46,6 @@ from zero3d.memory.record_file import RecordFile
 from zero3d.sim.group import FakeMesh
 from zero3d.sim.patches import replaced
 from zero3d.zero import executors, optimizer, streams
-from zero3d.zero.gathers import Gathers
-from zero3d.zero.record_updates import RecordUpdates
-from zero3d.zero.weights import Weights
 
 HOST = "host"
 EVENTS = ("arrived", "used", "gone")  # of a ring's buffer, as it makes them
