@@ -8,6 +8,7 @@ import signal
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from training import metrics, save_model, save_rows, train, tree
 import zero3d
 import zero3d.train.run
 from zero3d.memory.disk_slab import DiskSlab
+from zero3d.memory.offload import Offload
+from zero3d.train.folder import Folder
+from zero3d.train.offload import drop_leftovers
 
 STEPS = 7
 MOVING = ("seconds", "tokens_per_s", "memory_bytes", "reserved_bytes")  # of a record, what is no part of the training
@@ -396,3 +400,13 @@ def test_damaged_slots_are_passed_over(alone, tmp_path):
 @pytest.mark.long
 def test_slots_damaged_in_any_way_are_passed_over(alone, tmp_path):
     check_damaged(alone, tmp_path, DAMAGES)
+
+
+def test_a_folder_that_is_named_as_it_would_be_anyway_is_in_use(tmp_path):
+    folder, offload = Folder(tmp_path), Offload("disk", directory=f"{tmp_path}/./offload")
+    engine = SimpleNamespace(offload=offload)
+    (tmp_path / "offload").mkdir()
+    drop_leftovers(folder, engine, ended=False)
+    assert folder.offload.exists()
+    drop_leftovers(folder, engine, ended=True)
+    assert not folder.offload.exists()
