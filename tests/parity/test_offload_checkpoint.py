@@ -1,5 +1,6 @@
 """Checkpoints of states off the device: any place loads what any other has saved, bit for bit, and holds little memory."""
 
+import ctypes
 import tempfile
 import threading
 from pathlib import Path
@@ -167,7 +168,8 @@ def test_moments_in_bf16_are_saved_as_they_are_and_load_as_either(alone, tmp_pat
 
 # --- memory ---------------------------------------------------------------------------------------
 
-WIDTH, ANONYMOUS = 3000, 96e6
+WIDTH, ANONYMOUS = 3000, 64e6
+MMAP_THRESHOLD = -3  # of mallopt: from which size on the C library maps memory of its own for an allocation
 
 
 def held():
@@ -194,6 +196,7 @@ def most_held(action):
 
 
 def saved_and_loaded(folder, frozen):
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 17)  # what is freed goes back: pieces of it are not to be counted
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
     for layer in model[1:] if frozen else ():
@@ -211,7 +214,7 @@ def saved_and_loaded(folder, frozen):
 @pytest.mark.parametrize("frozen", [False, True])
 def test_states_on_a_disk_are_saved_and_loaded_without_being_held(alone, tmp_path, frozen):
     nbytes, *grown = alone(saved_and_loaded, str(tmp_path), frozen)
-    assert nbytes > 3 * ANONYMOUS / (3 if frozen else 1)
+    assert nbytes > 2 * ANONYMOUS
     assert max(grown) < ANONYMOUS, grown
 
 

@@ -24,7 +24,7 @@ STEPS = 7
 MOVING = ("seconds", "tokens_per_s", "memory_bytes", "reserved_bytes")  # of a record, what is no part of the training
 
 
-def forked(case, *args, kill_after=None):
+def forked(case, *args):
     """The result of case(*args) in a process of its own; None where it was killed."""
     with tempfile.NamedTemporaryFile("r") as answer:
         process = os.fork()
@@ -36,9 +36,6 @@ def forked(case, *args, kill_after=None):
             except BaseException as error:
                 Path(answer.name).write_text(f"{type(error).__name__}: {error}")
             os._exit(code)
-        if kill_after is not None:
-            time.sleep(kill_after)
-            os.kill(process, signal.SIGKILL)
         _, status = os.waitpid(process, 0)
         if os.WIFSIGNALED(status):
             return None
@@ -241,8 +238,11 @@ def prepared(folder, steps, **sections):
     return lambda output: tree(folder, output, **sections)
 
 
-def trained(made, call=None, step=None):
-    """Train; be killed at this call of the system, or after this step; write down where the run went on from."""
+def trained(made, call=None, step=None, after=None):
+    """Train, and write down where the run went on from.
+
+    Be killed at a call of the system, after a step, or so many seconds after training has begun.
+    """
     zero3d.train.run.plan_run = lambda *_: None
     if call is not None:
         die_at(call)
@@ -258,6 +258,11 @@ def trained(made, call=None, step=None):
     original = zero3d.Engine.train_batch
 
     def noting(*given, **named):
+        nonlocal after
+        if after is not None:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, after)  # it ends a process as SIGKILL does
+            after = None
         if origins:
             with origin.open("a") as file:
                 file.write(f"{origins.pop()} {given[0].steps}\n")
@@ -287,7 +292,7 @@ def left(made):
     return records, files, loops, best
 
 
-def many_kills(folder, seed, kills, steps, calls, delays=(), sections=None):
+def many_kills(folder, seed, kills, steps, calls, longest=None, sections=None):
     """Kill a run at random calls of the system, or after some time, until it has been killed so often; then let it end.
 
     Returns from where its lives went on.
@@ -298,10 +303,8 @@ def many_kills(folder, seed, kills, steps, calls, delays=(), sections=None):
     (folder / "origins").unlink(missing_ok=True)
     made, count = named("killed"), 0
     for number in range(kills):
-        if delays and number % 2:
-            count += forked(trained, made, kill_after=draw.uniform(*delays)) is None
-        else:
-            count += forked(trained, made, draw.randrange(1, calls)) is None
+        how = (None, None, draw.uniform(0, longest)) if longest and number % 2 else (draw.randrange(1, calls),)
+        count += forked(trained, made, *how) is None
     assert forked(trained, made)
     for found, expected in zip(left(made), left(named("alone")), strict=True):
         assert found == expected
@@ -321,8 +324,8 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(alone, 
     (3, {"offload": {"moments": "bf16", "executor": "device"}, "zero": {"stage": 1}}),
 ])  # fmt: skip
 def test_forty_kills_of_a_run_change_no_bit(alone, tmp_path, seed, sections):
-    kills, origins = alone(many_kills, str(tmp_path), seed, 40, 110, 200, (0.3, 1.5), sections)
-    assert kills >= 30
+    kills, origins = alone(many_kills, str(tmp_path), seed, 40, 150, 150, 0.15, sections)
+    assert kills == 40
     assert min(origins.values()) >= 3
 
 

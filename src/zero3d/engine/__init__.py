@@ -15,6 +15,7 @@ step.py              when a step is due, and what follows from it
 losses.py            what a batch gives the model, and what the output weighs
 whole_parameters.py  full_params, export, a pipeline's weight phase
 state.py             what checkpoints take
+slots.py             which step in slots of a disk all ranks can go back to
 accounting.py        bytes and traffic by formula
 generation.py        tokens one after another
 guards.py            copies of weights that are not there are refused

@@ -128,13 +128,10 @@ class Engine:
         gather_budget: int | str | None = None,
         tiled_loss: bool = False,
     ) -> None:
-        zero = ZeroOptions(
-            stage, release, reduce, reduce_dtype, exact, reduce_scatter, master, Offload.of(offload),
-            parse_budget(gather_budget),
-        )  # fmt: skip
+        tile = parse_budget(gather_budget)
         options = Options(
             ModelOptions(precision, weights, units),
-            zero,
+            ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter, master, Offload.of(offload), tile),
             ParallelOptions(schedule, blocks, tp_plan, sequence_parallel, partition_activations),
             OptimizerOptions(optimizer, scheduler, param_groups, clip_norm),
             StepOptions(accumulate, loss, tiled_loss),
