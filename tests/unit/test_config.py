@@ -298,7 +298,7 @@ def test_two_overrides_that_say_how_long_are_refused(written):
     assert "both say how long" in refusal(written("train: {epochs: 1}"), ["train.steps=5", "train.epochs=2"])
 
 
-SHOWING = ("config", "compare", "cluster", "parallelism", "reproducibility", "checkpoints")
+SHOWING = ("config", "compare", "cluster", "offload", "parallelism", "reproducibility", "checkpoints")
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md", *(f"docs/{name}.md" for name in SHOWING)])
