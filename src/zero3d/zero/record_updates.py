@@ -139,7 +139,6 @@ class RecordUpdates:
                 self._update_buckets(unit, self.portions[unit])
             else:
                 self._made.pop(unit).result()
-                self._side.join()
                 self._update_buckets(unit, [p for p in self.portions[unit] if p.bucket.device == self._device])
             self._queue.popleft()
             if not self._queue:
