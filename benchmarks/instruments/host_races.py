@@ -18,7 +18,9 @@ its own, since a stand-in is for ever:
         engine.train_batch(batches)
     model.races
 
-`without` plants a fault, which must be found: one of FAULTS.
+`without` plants a fault, which must be found: one of FAULTS. What nobody waits for: an event of a ring's buffer
+("arrived", "used", "gone"), compute by the thread of updates ("follow"), gradients on their way to the host by the host
+("norm"), staging by the host executor ("staging"), staging by a disk that reads into it ("read"), a thread ("result").
 """
 
 from __future__ import annotations
@@ -46,10 +48,14 @@ from zero3d.memory.record_file import RecordFile
 from zero3d.sim.group import FakeMesh
 from zero3d.sim.patches import replaced
 from zero3d.zero import executors, optimizer, streams
+from zero3d.zero.record_updates import RecordUpdates
+from zero3d.zero.reductions import Reductions
+from zero3d.zero.weights import Weights
 
 HOST = "host"
+UPDATED, USED, PREFETCHED, BACKWARD_ENDED = "updated", "used", "prefetched", "backward ended"  # of a log
 EVENTS = ("arrived", "used", "gone")  # of a ring's buffer, as it makes them
-FAULTS = (*EVENTS, "drain", "follow", "join", "norm", "settle", "staging", "result")
+FAULTS = (*EVENTS, "follow", "norm", "staging", "read", "result")
 
 
 class Happened(NamedTuple):
@@ -58,6 +64,10 @@ class Happened(NamedTuple):
     what: str
     unit: str
     moment: dict[str, int]
+
+    def before(self, other: Happened) -> bool:
+        """Return whether all of this is over before what is enqueued at the other one."""
+        return all(other.moment.get(clock, 0) >= number for clock, number in self.moment.items())
 
 
 class HostModel(Model):
@@ -138,9 +148,10 @@ class HostModel(Model):
         with self._lock:
             self.clocks.wait(self.thread, self.clocks.moment(self.stream) if moment is None else moment)
 
-    def note(self, what: str, unit: str) -> None:
-        """Write the log."""
-        self.log.append(Happened(what, unit, self.clocks.moment(self.stream)))
+    def note(self, what: str, unit: str = "") -> None:
+        """Write the log: what is enqueued now comes after this moment."""
+        before = self.clocks.moment(self.stream), self.clocks.moment(self.thread)
+        self.log.append(Happened(what, unit, {key: max(m.get(key, 0) for m in before) for m in before for key in m}))
 
 
 class HostOperations(Operations):
@@ -202,7 +213,7 @@ class HostEvent:
         return True
 
     def synchronize(self) -> None:
-        if self.moment is not None:
+        if self.moment is not None and (self._model.without, self.name) != ("read", "arrived"):
             self._model.wait(self.moment)
 
 
@@ -349,24 +360,59 @@ def _host(model: HostModel) -> Iterator[Replacement]:
         yield kind, "read", of_disk(kind.read, True)
         if hasattr(kind, "write"):
             yield kind, "write", of_disk(kind.write, False)
+    make = torch.tensor
+
+    def from_host(values: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        made = make(values, *args, **kwargs)
+        return made if device is None else made.to(device)
+
+    yield torch, "tensor", from_host
+    yield dist, "barrier", lambda *_, **__: None
     yield dist, "broadcast", lambda *_, **__: None  # this rank's are rank 0's
     yield tiers, "HostSlab", Pinned
     yield restore, "check_streams", lambda *_: None  # the stand-in makes no random numbers of its own
 
 
 def _noted(model: HostModel) -> Iterator[Replacement]:
-    """Yield what writes the log."""
-    return iter(())
+    """Yield what writes the log: updates when they are made, units when they are used, what is brought ahead."""
+    update, gather, ready = RecordUpdates._update_buckets, Weights.gather, Weights.ready
+    prefetch, flush = RecordUpdates.prefetch, Reductions.flush
+
+    def updated(updates: Any, unit: Any, portions: Any) -> None:
+        update(updates, unit, portions)
+        model.note(UPDATED, unit.name)
+
+    def gathered(weights: Any) -> None:
+        model.note(USED, weights.name)
+        gather(weights)
+
+    def is_ready(weights: Any) -> None:
+        ready(weights)
+        if not weights.sharded:
+            model.note(USED, weights.name)
+
+    def brought(updates: Any) -> None:
+        model.note(PREFETCHED)
+        prefetch(updates)
+
+    def flushed(reductions: Any) -> None:
+        flush(reductions)
+        if reductions.due:
+            model.note(BACKWARD_ENDED)
+
+    yield RecordUpdates, "_update_buckets", updated
+    yield Weights, "gather", gathered
+    yield Weights, "ready", is_ready
+    yield RecordUpdates, "prefetch", brought
+    yield Reductions, "flush", flushed
 
 
 def _planted(without: str) -> Iterator[Replacement]:
     """Yield what plants a fault; those of events and results are planted where they are."""
     nothing = lambda *_: None  # noqa: E731
-    if without == "drain":
-        yield ring.Ring, "drain", lambda self: [buffer.left.result() for buffer in self._buffers]
-    if without in ("follow", "join"):
-        yield streams.SideStream, without, nothing
-    if without in ("norm", "settle"):
+    if without == "follow":
+        yield streams.SideStream, "follow", nothing
+    if without == "norm":
         yield optimizer, "wait_for_device", nothing
     if without == "staging":
         yield executors, "wait_for_device", nothing

@@ -151,11 +151,12 @@ class Halves:
 
 
 def joined(values: Tensor | Halves) -> Tensor:
-    """Return a tensor itself, halves as a new fp32 tensor."""
+    """Return a tensor itself, halves as a new fp32 tensor, where the remainders are."""
     if isinstance(values, Tensor):
         return values
-    flat = values.weights.new_empty(values.shape.numel(), dtype=values.dtype)
-    return join_master(values.weights.reshape(-1), values.remainder.reshape(-1), flat).view(values.shape)
+    flat = values.remainder.new_empty(values.shape.numel(), dtype=values.dtype)
+    weights = values.weights.to(flat.device)
+    return join_master(weights.reshape(-1), values.remainder.reshape(-1), flat).view(values.shape)
 
 
 def join_master(weights: Tensor, remainder: Tensor, out: Tensor) -> Tensor:

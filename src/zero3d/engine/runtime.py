@@ -59,7 +59,7 @@ def build_units(base: Foundation, specs: Sequence[UnitSpec], source: Source | No
     tiers = open_tiers(base, specs, layouts)
     setting = Setting(base.resolved.policy, base.axes.dp, base.axes.arena, base.order.gradients)
     if tiers is not None:
-        setting = setting._replace(records=tiers.units, updates_on=tiers.updates_on, kept=tiers.kept)
+        setting = setting._replace(records=tiers.units, kept=tiers.kept)
     return [_build_unit(base, spec, layouts[spec.name], setting, source) for spec in specs], tiers
 
 

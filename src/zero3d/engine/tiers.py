@@ -92,28 +92,24 @@ class Tiers:
         """Return the bytes of the host's slab."""
         return int(sum(self.arenas[HOST].live(category) for category in (*STATES, *TRANSIENT)))
 
-    @property
-    def updates_on(self) -> torch.device:
-        """The device of the executor."""
-        return self.device if self.executor == DEVICE else torch.device("cpu")
-
     def updates(self, optimizer: ShardedOptimizer, arena: Arena, rank: int) -> RecordUpdates | None:
         """Return what updates an optimizer's pieces in records; None where only frozen weights are."""
         units = [unit for unit in optimizer.units if unit.weights.records is not None]
         if not units:
             return None
-        executor = DeviceExecutor(optimizer.torch, arena) if self.executor == DEVICE else self._on_host(optimizer)
+        near = DeviceExecutor(optimizer.torch, arena)
+        executor = near if self.executor == DEVICE else self._on_host(optimizer, near)
         portions = record_portions(units, optimizer.pieces, rank)
         # Of weights on a disk one ring serves gathers and updates, from one thread.
         behind = self.executor == HOST and arena.device.type != "cpu" and not self.ring_of_weights
         thread = ThreadPoolExecutor(1, "updates") if behind else None
         return RecordUpdates(optimizer.torch, executor, self.store, portions, optimizer.send, arena.device, thread)
 
-    def _on_host(self, optimizer: ShardedOptimizer) -> Executor:
+    def _on_host(self, optimizer: ShardedOptimizer, near: DeviceExecutor) -> Executor:
         """Return what updates on the host."""
         threads = HostExecutor(torch.get_num_threads(), self.arenas[HOST])
         weakref.finalize(optimizer, threads.close)
-        return OnHost(optimizer.torch, threads, self.staging)
+        return OnHost(optimizer.torch, threads, self.staging, near)
 
 
 def open_tiers(base: Foundation, specs: Sequence[UnitSpec], layouts: Mapping[str, UnitLayout]) -> Tiers | None:
@@ -302,17 +298,21 @@ class Builder:
             for dtype, elements in each.record.fields
         ]
 
+    def _updated_on(self, each: Placed) -> torch.device:
+        """Return where a bucket is updated: one that is on the device is so there, whoever updates the others."""
+        return self._arena.device if DEVICE in (self._executor, each.place) else torch.device("cpu")
+
     def _units(self, store: RecordStore) -> dict[str, UnitRecords]:
         """Return which records each unit has."""
         buckets: dict[str, list[Bucket]] = {}
         shards: dict[str, int] = {}
         for index, each in enumerate(self._placed):
             if each.part == OPTIMIZER:
-                bucket = Bucket(each.start, each.start + each.elements, index, each.names)
+                bucket = Bucket(each.start, each.start + each.elements, index, each.names, self._updated_on(each))
                 buckets.setdefault(each.unit, []).append(bucket)
             elif each.part != GRADIENTS:
                 shards[each.unit] = index
                 if each.part == FROZEN:
-                    buckets[each.unit] = [Bucket(0, each.elements, index, each.names)]
+                    buckets[each.unit] = [Bucket(0, each.elements, index, each.names, self._updated_on(each))]
         passes = self._offload.params == DISK
         return {unit: UnitRecords(store, own, shards.get(unit), passes) for unit, own in buckets.items()}

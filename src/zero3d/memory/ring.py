@@ -117,6 +117,8 @@ class DiskTier:
 
     def load(self, index: int, nbytes: int, buffer: Buffer) -> None:
         """Read a record, and copy it to the device if that has other memory."""
+        if buffer.staging is not None:
+            buffer.arrived.synchronize()  # of a record that was not taken back, the copy may still be under way
         self._slab.read(self._first + index, buffer.host.numpy().data)
         if buffer.staging is not None:
             _copy(buffer.memory[:nbytes], buffer.staging[:nbytes])

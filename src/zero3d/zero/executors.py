@@ -134,12 +134,18 @@ class OnHost:
     """Updates buckets on the host; of an accelerator gradients come down and weights go up, through staging memory.
 
     staging  on an accelerator: host memory of the longest bucket's gradient, fp32, and of its weights
+    near     updates buckets whose records have stayed on an accelerator
     """
 
-    def __init__(self, optimizer: Optimizer, executor: HostExecutor, staging: tuple[Tensor, Tensor] | None) -> None:
-        self._optimizer, self._executor, self._staging = optimizer, executor, staging
+    def __init__(
+        self, optimizer: Optimizer, executor: HostExecutor, staging: tuple[Tensor, Tensor] | None, near: DeviceExecutor
+    ) -> None:
+        self._optimizer, self._executor, self._staging, self._near = optimizer, executor, staging, near
 
     def update(self, portion: RecordPortion, given: Given) -> None:
+        if portion.bucket.device.type != "cpu":
+            self._near.update(portion, given)
+            return
         if not portion.pieces:
             return
         rules = [AdamRule.of(self._optimizer, options) for options in given.options]

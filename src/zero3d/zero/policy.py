@@ -63,7 +63,6 @@ class Setting(NamedTuple):
 
     gradients   the class that owns a unit's, `Gradients` by default
     records     what units have in records, by name (state_records.py)
-    updates_on  the device of the executor that updates those
     kept        memory of the host for units' reduced gradients, by name, where they leave the device
     """
 
@@ -72,7 +71,6 @@ class Setting(NamedTuple):
     arena: Arena
     gradients: Callable[[str, UnitLayout, torch.dtype, Setting], Gradients] | None = None
     records: Mapping[str, UnitRecords] = MappingProxyType({})
-    updates_on: torch.device = torch.device("cpu")
     kept: Mapping[str, Tensor] = MappingProxyType({})
 
     def slot(self, full: Tensor) -> Tensor:

@@ -25,24 +25,25 @@ class RecordMasters(Masters):
     cast = None
     stored = None
 
-    def __init__(
-        self, unit: UnitRecords, weights: ShardPlace, dtype: torch.dtype, compute: torch.dtype, device: torch.device
-    ) -> None:
-        self.unit, self._weights, self.dtype, self._compute, self._device = unit, weights, dtype, compute, device
+    def __init__(self, unit: UnitRecords, weights: ShardPlace, dtype: torch.dtype, compute: torch.dtype) -> None:
+        self.unit, self._weights, self.dtype, self._compute = unit, weights, dtype, compute
         self._has_master = MASTER in unit.buckets[0].names
         self._held: tuple[Tensor, Arena] | None = None
 
     def parts(self, piece: Piece) -> Iterator[tuple[Piece, Tensor]]:
         """Cut a piece at the borders of buckets. The tensor of a part reads as NaN but while it is updated."""
         end = piece.offset + piece.stop - piece.start
-        for _, low, high in self.unit.within(piece.offset, end):
+        for bucket, low, high in self.unit.within(piece.offset, end):
             part = Piece(piece.slot, piece.start + low - piece.offset, piece.start + high - piece.offset, low)
-            yield part, absent(torch.empty((), dtype=self.dtype, device=self._device).expand(high - low))
+            yield part, absent(torch.empty((), dtype=self.dtype, device=bucket.device).expand(high - low))
 
     def read(self, start: int, stop: int) -> Tensor | Halves:
         """Return a range as it is stored, to be read; over several buckets a joined copy."""
         found = [self._read(bucket, low, high) for bucket, low, high in self.unit.within(start, stop)]
-        return found[0] if len(found) == 1 else torch.cat([joined(part) for part in found])
+        if len(found) == 1:
+            return found[0]
+        whole = [joined(part) for part in found]
+        return torch.cat([part.to(whole[0].device) for part in whole])  # some buckets may have stayed on the device
 
     def _read(self, bucket: Bucket, low: int, high: int) -> Tensor | Halves:
         weights = self._weights.view() if self._held is None else self._held[0]

@@ -21,7 +21,6 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -76,7 +75,7 @@ class RecordUpdates:
     """Owns what is left of a step's updates: units in forward order, each updated before its weights are used.
 
     after    is called with a unit that has been updated: at stages 1 and 2 its new weights are sent
-    thread   makes the updates, for an executor that would keep compute waiting; None: whoever needs them makes them
+    thread   makes the updates on the host, which would keep compute waiting; None: whoever needs them makes them
     """
 
     def __init__(
@@ -85,11 +84,10 @@ class RecordUpdates:
     ) -> None:  # fmt: skip
         self._optimizer, self._executor, self._records, self.portions = optimizer, executor, records, portions
         self._after, self._thread = after, thread
-        self._side = SideStream(device)
+        self._device, self._side = device, SideStream(device)
         self._queue: deque[Unit] = deque()
         self._made: dict[Unit, Future[None]] = {}
         self._order = [portion.bucket.record for of_unit in portions.values() for portion in of_unit]
-        self._next = 0  # of the order
         self._options: Options = ()
         self._grads: dict[Unit, Tensor] = {}
         self._failure: BaseException | None = None
@@ -100,7 +98,6 @@ class RecordUpdates:
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would say it came too early
         self._options, self._grads = options, {unit: unit.gradients.owned for unit in self.portions}
         self._queue.extend(self.portions)
-        self._next = 0
         if self._thread is not None:
             self._side.follow()
             self._made = {unit: self._thread.submit(self._make, unit) for unit in self.portions}
@@ -143,10 +140,10 @@ class RecordUpdates:
         self._check()
         try:
             if self._thread is None:
-                self._make(unit)
+                self._update_buckets(unit, self.portions[unit])
             else:
                 self._made.pop(unit).result()
-                self._side.join()
+                self._update_buckets(unit, [p for p in self.portions[unit] if p.bucket.device == self._device])
             self._queue.popleft()
             if not self._queue:
                 self._grads = {}
@@ -156,17 +153,22 @@ class RecordUpdates:
             raise
         self._after(unit)
 
-    @torch.no_grad()
     def _make(self, unit: Unit) -> None:
-        """Update a unit's weights, masters and optimizer states."""
-        side = nullcontext() if self._thread is None else self._side.entered()
-        with side, unit.weights.place.opened(True) as weights:
-            for portion in self.portions[unit]:
-                self._update_bucket(portion, weights)
+        """Update what of a unit is updated on the host, in a thread."""
+        with self._side.entered():
+            self._update_buckets(unit, [p for p in self.portions[unit] if p.bucket.device != self._device])
+
+    @torch.no_grad()
+    def _update_buckets(self, unit: Unit, portions: Sequence[RecordPortion]) -> None:
+        """Update weights, masters and optimizer states of these buckets of a unit."""
+        if portions:
+            with unit.weights.place.opened(True) as weights:
+                for portion in portions:
+                    self._update_bucket(portion, weights)
 
     def _update_bucket(self, portion: RecordPortion, weights: Tensor) -> None:
-        self._next += 1
-        for record in self._order[self._next : self._next + AHEAD]:
+        following = self._order.index(portion.bucket.record) + 1
+        for record in self._order[following : following + AHEAD]:
             self._records.ahead(record)
         bucket = portion.bucket
         within = slice(bucket.start, bucket.stop)

@@ -51,12 +51,13 @@ class Records(Protocol):
 
 
 class Bucket(NamedTuple):
-    """A range of what a rank updates of a unit, the number of its record, and the names of the record's fields."""
+    """A range of what a rank updates of a unit, its record's number and fields by name, and where it is updated."""
 
     start: int
     stop: int
     record: int
     names: tuple[str, ...]
+    device: torch.device
 
 
 @dataclass(frozen=True)

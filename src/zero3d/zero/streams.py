@@ -71,11 +71,6 @@ class SideStream:
         """Enqueue on it inside."""
         return nullcontext() if self._stream is None else self._stream
 
-    def join(self) -> None:
-        """Let compute wait for it."""
-        if self._stream is not None:
-            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
-
 
 def wait_for_device(device: torch.device) -> None:
     """Wait until a device has done what was enqueued on the current stream, such as copies to the host."""

@@ -84,7 +84,7 @@ class Weights:
         arena, policy, used = self._setting.arena, self._setting.policy, self.used
         if self.records is not None:
             wide = policy.master if self.trainable else dtype
-            return RecordMasters(self.records, self.place, wide, dtype, self._setting.updates_on)
+            return RecordMasters(self.records, self.place, wide, dtype)
         weights = self.shard_or_full
         if not self.trainable or dtype == policy.master:
             return StoredMasters(weights, weights)

@@ -1,0 +1,167 @@
+"""With states off the device no copy, thread or disk touches memory that another still uses, and nothing comes early.
+
+Vector clocks over training on a stand-in accelerator: streams, rings, pinned slabs and threads are those of one.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from buckets import buckets_of
+from meshes import engine_of, micro_batches, sum_of
+from models import adamw
+from pipelines import covering
+from tensors import tiny
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+PLACES = {
+    "host": {"optimizer": "host"},
+    "disk": {"optimizer": "disk"},
+    "part": {"optimizer": "host", "fraction": 0.5},
+    "params host": {"optimizer": "host", "params": "host"},
+    "params disk": {"optimizer": "disk", "params": "disk"},
+    "gradients": {"optimizer": "host", "gradients": "host"},
+    "all on host": {"optimizer": "host", "params": "host", "gradients": "host"},
+}
+SETTINGS = (
+    ((1, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)),  # dp, tp, pp
+    (0, 1, 2, 3),
+    tuple(PLACES),
+    ("device", "host"),
+    ("fp32", "split"),
+    ("fp32", "bf16"),  # moments
+)
+
+
+def is_possible(case):
+    _, stage, place, *_ = case
+    offload = PLACES[place]
+    return (stage == 3 or "params" not in offload) and (stage > 1 or "gradients" not in offload)
+
+
+def run(case, without=""):
+    """Races and the log of some steps, and of all that reads or writes what is off the device between them."""
+    from instruments import accelerator
+    from instruments.host_races import AcceleratedMesh, on_accelerator
+    from instruments.races import alone_in
+
+    if not hasattr(run, "registered"):
+        run.registered = accelerator.register()
+    (dp, tp, pp), stage, place, executor, master, moments = case
+    world, count = dp * tp * pp, 4 if pp > 1 else 2
+    on_disk = "disk" in PLACES[place].values()
+    with (
+        tempfile.TemporaryDirectory() as folder, buckets_of(1024), alone_in(world, rank=(pp - 1) * dp * tp),
+        on_accelerator(without) as model,
+    ):  # fmt: skip
+        offload = {**PLACES[place], "executor": executor, "moments": moments}
+        engine = engine_of(
+            tiny("llama", kv_heads=4, layers=4 if pp > 1 else 2), AcceleratedMesh(model, dp, tp, pp), stage=stage,
+            precision="bf16", master=master, optimizer=adamw, loss=sum_of, accumulate=count, schedule="1f1b" if pp > 1 else None,
+            reduce="every_micro_batch" if stage > 1 else "auto", offload=offload | ({"directory": folder} if on_disk else {}),
+        )  # fmt: skip
+
+        def given(number, count):
+            batches = micro_batches(number, count)
+            return [{name: values.to(engine.mesh.device) for name, values in each.items()} for each in batches]
+
+        def train(number):
+            engine.train_batch(given(number, count), wait=False)
+            assert engine.last_step.reason == "applied"
+
+        train(0)
+        engine.evaluate(given(0, 2))
+        train(1)
+        with engine.full_params():
+            list(engine.module.parameters())
+        train(2)
+        if world == 1:
+            engine.fingerprint()
+            train(3)
+            engine.save(f"{folder}/checkpoints")
+            train(4)
+            engine.load(f"{folder}/checkpoints")
+            train(5)
+        engine.release()
+        assert model.operations > 500
+        return dict(model.races), model.log
+
+
+def check(races, log):
+    """No races; no unit is used before its update has landed, and records are brought before a backward has ended."""
+    from instruments.host_races import BACKWARD_ENDED, PREFETCHED, UPDATED, USED
+
+    assert races == {}
+    last, begun = {}, False
+    for entry in log:
+        if entry.what == UPDATED:
+            last[entry.unit] = entry
+        elif entry.what == USED and entry.unit in last:
+            assert last[entry.unit].before(entry)
+        elif entry.what == BACKWARD_ENDED:
+            assert begun
+        begun = entry.what == PREFETCHED or (begun and entry.what != BACKWARD_ENDED)
+    assert last
+
+
+QUICK = ((1, 1, 1), 3, "all on host", "host", "split", "fp32")
+FAULTS = {  # what is left out, and a place that needs it
+    "arrived": "host", "used": "host", "gone": "host", "norm": "gradients",
+    "staging": "host", "result": "host", "follow": "host",
+}  # fmt: skip
+
+
+def test_copies_threads_and_disks_are_ordered(alone):
+    check(*alone(run, QUICK))
+
+
+def through_staging(folder, without):
+    """Races of a ring that reads records of a disk into staging memory from which nothing was taken back."""
+    import torch
+    from instruments import accelerator
+    from instruments.host_races import on_accelerator
+
+    from zero3d.engine import tiers
+    from zero3d.memory.disk_slab import DiskSlab
+    from zero3d.memory.records import Record
+    from zero3d.memory.ring import DiskTier, Ring, ring_buffers
+
+    device, cpu = accelerator.register(), torch.device("cpu")
+    records = [Record(f"block.{number}", ((torch.float32, 1024),)) for number in range(5)]
+    with on_accelerator(without) as model:
+        disk = DiskSlab(Path(folder), 0, {record.name: record.nbytes for record in records}, "run")
+        staging = tiers.HostSlab({"staging": ring_buffers(records)}, cpu).memory["staging"]
+        buffers = [torch.zeros(memory.numel(), dtype=torch.uint8, device=device) for memory in staging]
+        with disk, Ring(DiskTier(disk), records, buffers, staging) as ring:
+            for number in range(5):
+                ring.fetch(number)[0].add_(1)
+                ring.retire(number)
+            ring.drain()
+            disk.commit(1)
+            disk.confirm(1)
+            for number in (0, 1, 2, 3, 4, 0):
+                ring.fetch(number)[0].sum()
+                ring.retire(number, changed=False)
+            ring.drain()
+        return dict(model.races)
+
+
+@pytest.mark.parametrize("without", ["", "read"])
+def test_a_disk_reads_into_staging_memory_when_what_was_there_is_on_the_device(alone, tmp_path, without):
+    assert bool(alone(through_staging, str(tmp_path), without)) is bool(without)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", covering(SETTINGS, is_possible), ids=lambda case: " ".join(map(str, case)))
+def test_pairs_of_settings_have_no_races(alone, case):
+    check(*alone(run, case))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_missing_wait_is_found(alone, fault):
+    executor = "host" if fault in ("staging", "result", "follow") else "device"
+    races, _ = alone(run, ((1, 1, 1), 2, FAULTS[fault], executor, "fp32", "fp32"), fault)
+    assert races
