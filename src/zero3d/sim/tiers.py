@@ -30,6 +30,7 @@ from zero3d.memory.ring import ring_buffers
 from zero3d.sim.group import FakeMesh
 from zero3d.sim.memory import ObservedArena
 from zero3d.sim.patches import replaced
+from zero3d.zero.executors import DeviceExecutor
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.record_updates import Executor, Given, RecordPortion
 
@@ -70,7 +71,7 @@ class NoUpdate(Executor):
 class DryTiers(tiers.Tiers):
     """Tiers whose updates on the host are left out."""
 
-    def _on_host(self, optimizer: ShardedOptimizer) -> Executor:
+    def _on_host(self, optimizer: ShardedOptimizer, near: DeviceExecutor) -> Executor:
         return NoUpdate()
 
 
