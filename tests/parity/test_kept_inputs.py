@@ -8,6 +8,7 @@ from tensors import tiny
 
 import zero3d
 from zero3d.activations.recomputation import recompute
+from zero3d.train.measure import Activations
 
 HOW = {
     "as they are": {},
@@ -18,31 +19,34 @@ HOW = {
 
 
 def runs(shape, policy, hows, options):
-    """For each of `hows`: losses, norms and the fingerprint of three steps; bytes on the host; gathers over tp."""
+    """For each of `hows`: losses, norms and the fingerprint of three steps; bytes on the host, and gathered over tp.
+
+    And the bytes that autograd keeps on the device of the first micro-batch.
+    """
     found = {}
     for how in hows:
         mesh = zero3d.Mesh(**shape)
         model = model_of("llama", (1, 2, mesh.pp), dropout=0.1)
         recompute(model, policy)
         engine = engine_of(model, mesh, optimizer=adamw, **{"precision": "fp32"} | options | HOW[how])
-        curve = []
+        curve, kept = [], Activations(engine)
         for step in range(3):
             given = own(micro_batches(step, mesh.dp * 2 * mesh.pp), mesh.place.dp, mesh.dp)
             curve.append(float(engine.train_batch(given)))
             curve.append(float(engine.last_step.grad_norm))
         slots = engine.kept_inputs and engine.kept_inputs.slots
         gathers = sum(e.bytes for e in engine.traffic if (e.op, e.axis) == ("all_gather", "tp") and "layers" in e.unit)
-        found[how] = (curve, engine.fingerprint()), slots and slots.footing.host, gathers
+        found[how] = (curve, engine.fingerprint()), slots and slots.footing.host, gathers, sum(kept.bytes.values())
     return found
 
 
 CASES = [
     ({"tp": 2}, "full", {"stage": 3}),
-    ({"tp": 2, "pp": 2}, "full", {"stage": 1, "schedule": "1f1b"}),
     *(pytest.param(*case, marks=pytest.mark.long) for case in (
         ({"tp": 2}, "every:3", {"stage": 2}), ({"tp": 2}, "selective", {"stage": 0}),
         ({"tp": 2, "dp": 2}, "full", {"stage": 3, "precision": "bf16"}),
         ({"tp": 2, "dp": 2}, "every:2", {"stage": 2, "exact": True}),
+        ({"tp": 2, "pp": 2}, "full", {"stage": 1, "schedule": "1f1b"}),
         ({"tp": 2, "pp": 2}, "every:2", {"stage": 3, "schedule": "zbv"}),
         ({"tp": 2, "pp": 2}, "selective", {"stage": 2, "schedule": "interleaved"}),
     )),
@@ -53,12 +57,17 @@ CASES = [
 def test_inputs_in_parts_and_on_the_host_change_no_bit(ranks, shape, policy, options):
     world = torch.tensor(list(shape.values())).prod().item()
     for found in ranks(world, runs, shape, policy, list(HOW), options):
-        plain, _, nothing = found["as they are"]
-        assert [run for run, _, _ in found.values()] == [plain] * len(HOW)
+        plain, _, nothing, all_of_them = found["as they are"]
+        assert [run for run, *_ in found.values()] == [plain] * len(HOW)
         assert nothing == found["on the host"][2] == 0
         assert found["in parts"][2] == found["parts on the host"][2] > 0
         whole, parts = (found[how][1] for how in ("on the host", "parts on the host"))
         assert whole >= parts > 0
+        here = {how: all_of_them - nbytes for how, (_, _, _, nbytes) in found.items()}
+        away = here["on the host"]
+        assert away == here["parts on the host"] == 2 * here["in parts"] > 0
+        if (shape, policy) == ({"tp": 2}, "full"):
+            assert away == 2 * (2 * 8 * 32) * 4  # of two blocks
 
 
 FAMILIES = ("gemma3n_text", "gemma4_text", "moe", "gpt_oss", "falcon_h1", "mla", "bloom", "gpt2", "lfm2")
@@ -86,10 +95,14 @@ def test_families_with_ways_of_their_own(ranks, policy):
     assert ranks(2, families, names, policy) == [dict.fromkeys(names, True)] * 2
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
-def test_several_micro_batches_in_flight(ranks, schedule):
+@pytest.mark.parametrize(("shape", "schedule"), [
+    ({"tp": 2, "pp": 2}, "1f1b"), ({"pp": 2}, "zero-bubble"),
+    pytest.param({"pp": 2}, "gpipe", marks=pytest.mark.long),
+])  # fmt: skip
+def test_several_micro_batches_in_flight(ranks, shape, schedule):
     options = {"stage": 3, "schedule": schedule}
-    for found in ranks(2, runs, {"pp": 2}, "full", ["as they are", "on the host"], options):
-        (plain, _, _), (on_host, nbytes, _) = found.values()
+    hows = ["as they are", "parts on the host" if "tp" in shape else "on the host"]
+    for found in ranks(len(shape) * 2, runs, shape, "full", hows, options):
+        (plain, *_), (on_host, nbytes, *_) = found.values()
         assert on_host == plain
         assert nbytes % (2 * 4096) == 0  # two blocks a rank, each with an input of 2 x 8 x 32 fp32 elements

@@ -33,17 +33,15 @@ def made(folder, name, offload, **sections):
     return tree(folder, name, saved="plain", precision="bf16", data=data, offload=offload, **sections)
 
 
-def as_printed(folder, given):
+def printed(ranks, folder, name, given):
     """What --json prints of a run."""
-    (Path(folder) / "run.yaml").write_text(json.dumps(given))
-    return run_in(folder, [str(Path(folder) / "run.yaml")])
+    file = folder / f"{name}.yaml"
+    file.write_text(json.dumps(made(folder, name, given, train={"steps": 3})))
+    return ranks(2, run_in, str(folder), [str(file)])[0]
 
 
 def test_a_run_has_the_same_losses_wherever_its_states_are(ranks, folder):
-    results = {
-        name: ranks(2, as_printed, folder, made(folder, name, given, train={"steps": 3}))[0]
-        for name, given in PLACES.items()
-    }
+    results = {name: printed(ranks, folder, name, given) for name, given in PLACES.items()}
     kept = {name: (result["losses"], result["held_out_loss"]) for name, result in results.items()}
     assert kept == dict.fromkeys(PLACES, kept["resident"])
     assert len(set(kept["resident"][0])) == 3

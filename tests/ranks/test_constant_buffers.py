@@ -28,9 +28,12 @@ def peaks(options, group):
     return found
 
 
+SELDOM = ({"stage": 2}, {"stage": 3}, {"stage": 2, "reduce_scatter": "native"}, {"stage": 1, "master": "split"})
+
+
 @pytest.mark.parametrize("options", [
-    {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "offload": {"activations": "host"}},
-    {"stage": 2, "reduce_scatter": "native"}, {"stage": 1, "master": "split"},
+    {"stage": 1}, {"stage": 3, "offload": {"activations": "host"}},
+    *(pytest.param(case, marks=pytest.mark.long) for case in SELDOM),
 ], ids=str)  # fmt: skip
 def test_buffers_do_not_grow_with_the_number_of_blocks(ranks, options):
     for flat, deep in ranks(2, peaks, options, 1 << 12):

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from zero3d.activations.policy import recompute_arithmetic
+from zero3d.config import load
 from zero3d.plan import evaluate, formulas
+from zero3d.plan.emit import plan_of, train_config
 from zero3d.plan.footprint import footprints
 from zero3d.plan.hardware import cluster
 from zero3d.plan.memory import memory
@@ -122,3 +124,15 @@ def test_seconds_are_those_of_the_link_beyond_forward_and_backward_and_of_gather
     assert {name: value for name, value in parts.items() if name != "tp"} == pytest.approx(
         {name: value for name, value in plain.items() if name != "tp"}
     )
+
+
+def test_a_files_settings_are_a_plans_and_go_back_into_a_file():
+    tree = {
+        "activations": "full", "train": {"micro_batch": 2, "batch": 4}, "mesh": {"tp": 2, "partition_activations": True},
+        "offload": {"activations": "host"},
+    }  # fmt: skip
+    plan = plan_of(load(tree), None)
+    assert (plan.partition_activations, plan.offload_activations) == (True, "host")
+    written = train_config(GPT2, plan, "somewhere", None)
+    assert (written["mesh"]["partition_activations"], written["offload"]) == (True, {"activations": "host"})
+    assert plan_of(load(written), 2) == plan

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from zero3d.page.text import columns, count, size
 from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
+from zero3d.plan.inputs import in_parts, on_host
 from zero3d.plan.ladder import Rung, differs
 from zero3d.plan.search import Rejection, Row, SearchResult, Target, WhatIf
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
@@ -68,12 +69,16 @@ def settings(plan: ParallelPlan) -> str:
     """Name what a plan says beside degrees, stage and micro-batch, in few words."""
     words = [plan.schedule] if plan.pp > 1 else []
     words += [] if plan.activations == "none" else [f"recompute {plan.activations}"]
+    words += ["inputs in parts"] if in_parts(plan) else []
+    words += ["inputs on host"] if on_host(plan) else []
     words += ["sequence parallel"] if plan.sequence_parallel else []
     if plan.offload != "none":
         share = "" if plan.fraction == 1 else f"{100 * plan.fraction:g} % of "
         words.append(f"{share}optimizer on {plan.offload}")
     words += [f"parameters on {plan.params}"] if plan.params != "none" else []
     words += ["bf16 moments"] if plan.moments != "fp32" else []
+    words += ["inputs over tp"] if plan.partition_activations else []
+    words += ["inputs on host"] if plan.offload_activations != "none" else []
     return ", ".join(words) or "-"
 
 

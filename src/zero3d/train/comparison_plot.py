@@ -53,7 +53,7 @@ def _memory(axes: Any, rows: Sequence[Row]) -> None:
         if all(figure.formula is not None and not figure.at_most for figure in figures):
             tops = [top + (figure.formula or 0) / scale for top, figure in zip(tops, figures, strict=True)]
             _markers(axes, tops, label="by formula" if category == CATEGORIES[0] else None)
-    _style(axes, rows, f"memory of rank 0 ({unit})")
+    _style(axes, rows, f"memory of rank 0 on the device ({unit})")
     axes.set_ylim(0, max(bottoms) * 1.3 or 1)
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right", reverse=True)
 

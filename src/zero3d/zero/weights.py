@@ -298,8 +298,6 @@ class Weights:
 
     def share(self) -> Pending:
         """Make every rank's gathered parameters agree after writes: each slice's owner wins."""
-        if self.records is not None:
-            self.records.records.discard()
         self._share_masters()
         return self._setting.comm.all_gather(self.full, self._bring(), self.name)
 

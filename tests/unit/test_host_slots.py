@@ -4,6 +4,7 @@ import gc
 import random
 import sys
 import threading
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,13 @@ def run(name, policy, offload=None, steps=3, **options):
         return found, bits(engine.module.parameters()), engine
 
 
-@pytest.mark.parametrize("policy", ["full", "every:2", "selective"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("stage", [0, 3])
+OFTEN = [("llama", "full", 3), ("gpt2", "every:2", 0), ("llama", "selective", 2)]
+CASES = list(product(("llama", "gpt2"), ("full", "every:2", "selective"), (0, 1, 2, 3)))
+
+
+@pytest.mark.parametrize(("name", "policy", "stage"), [
+    *OFTEN, *(pytest.param(*case, marks=pytest.mark.long) for case in CASES if case not in OFTEN)
+])  # fmt: skip
 def test_inputs_on_the_host_change_no_bit(poison, name, policy, stage):
     wanted, weights, _ = run(name, policy, stage=stage)
     found, same, engine = run(name, policy, HOST, stage=stage)
@@ -188,6 +193,28 @@ def test_on_an_accelerator_no_stream_touches_what_another_is_at(monkeypatch, ord
                 slots.put(torch.empty(900, device="meta"))
     assert streams.made["streams"] == 2
     assert bool(streams.model.races) == (without is not None)
+
+
+def on_the_stand_in(order):
+    """Whether three passes on a device with memory of its own give back what they were given."""
+    from instruments.accelerator import register
+
+    device = register()
+    slots, same = HostSlots(Arena(device), 3, budget_of(10**9)), []
+    for turn in range(3):
+        kept = {number: slots.put(values(10 * turn + number).to(device)) for number in range(6)}
+        for number in order:
+            slot = kept.pop(number)
+            found = slots.get(slot, 1000, torch.float32).clone()
+            slots.let_go(slot)
+            same.append(torch.equal(found.cpu(), values(10 * turn + number)))
+        del slot
+    return same
+
+
+@pytest.mark.long
+def test_on_a_device_with_memory_of_its_own(alone):
+    assert alone(on_the_stand_in, ORDERS["two micro-batches"]) == [True] * 18
 
 
 # --- engines --------------------------------------------------------------------------------------
