@@ -202,7 +202,7 @@ def trained(case, place, steps=STEPS, bucket=1024, **options):
 def check_run(run, case, place):
     """What must hold of a run, whatever came of it."""
     assert not run.unplanned, (case, place, run.unplanned)
-    wanted = {"device"} | {PLACES[place].get(key, "device") for key in ("optimizer", "params")}
+    wanted = {"device"} | {PLACES[place].get(key, "device") for key in ("optimizer", "params", "gradients")}
     if case.optimizer != "SGD" or case.precision in ("bf16", "fp16"):  # else there is nothing but the weights
         assert run.places == wanted, (case, place, run.places)
     assert {"applied", "overflow"} <= set(run.bits["reasons"]), case

@@ -22,7 +22,7 @@ FEW = [
     (Case(1, 3, precision="fp64", optimizer="amsgrad", frozen=True), "states on disk, weights on host"),
     (Case(1, 2, precision="fp16"), "part on host"),
     (Case(2, 3, moments=(4, "auto"), frozen=True, master="split"), "all on host"),
-    (Case(2, 1, moments=(1, "auto"), exact=True, grouped=True), "disk"),
+    (Case(2, 1, moments=(1, "auto"), exact=True, grouped=True, master="split"), "disk, device updates"),
     (Case(2, 3, "every_step", precision="fp32", optimizer="counting"), "host, device updates"),
     (Case(2, 2, moments=(4, "auto"), grouped=True), "gradients on host"),
     (Case(4, 0, moments=(1, "auto"), master="split"), "part on host"),

@@ -20,6 +20,8 @@ import zero3d
 from zero3d.memory.arena import TRANSIENT
 from zero3d.memory.host_slab import HostSlab
 from zero3d.memory.ring import Ring
+from zero3d.zero.host_update import CHUNK
+from zero3d.zero.rounding import TILE
 
 AWAY = [place for place in PLACES if place != RESIDENT]
 
@@ -49,16 +51,25 @@ SETTINGS = covering(
 
 def check_bytes(folder, given, bucket):
     case, place = of_settings(given)
-    with buckets_of(bucket):
+    made, slabs = HostSlab.__init__, []
+
+    def counted(self, *given):
+        made(self, *given)
+        slabs.append(self.nbytes)
+
+    with buckets_of(bucket), mock.patch.object(HostSlab, "__init__", counted):
         engine = engine_of(case, away(place, folder))
         if case.optimizer.startswith(("fused", "foreach", "AdamW")):
             assert not unplanned(engine), "before a step"
         for number in range(2):
             step(engine, case, number)
         assert not unplanned(engine), case
-        places = {PLACES[place].get(key, "device") for key in ("optimizer", "params")} - {"device"}
-        slabs = {row.place: sum(r.measured for r in engine.memory if r.place == row.place) for row in engine.memory}
-        assert all(not slabs[where] % 4096 for where in places if where in slabs)
+        tiers = engine._assembly.runtime.tiers
+        held = {where: sum(row.measured for row in engine.memory if row.place == where) for where in ("host", "disk")}
+        scratch = (5 * CHUNK + TILE) * 4 if tiers.executor == "host" else 0  # of the executor, with one thread
+        assert held["host"] == sum(slabs) + scratch, case
+        files = [*folder.glob("*.states"), *folder.glob("*.frozen")] if folder.is_dir() else []
+        assert held["disk"] == sum(file.stat().st_size for file in files), case
 
 
 @pytest.mark.parametrize("given", SETTINGS[:8])

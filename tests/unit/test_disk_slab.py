@@ -575,20 +575,3 @@ def test_a_slab_that_is_dropped_leaves_no_file_open(tmp_path):
 def test_no_torch_is_needed():
     script = "import sys, zero3d.memory.disk_slab\nassert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
-
-
-# --- beginning anew -------------------------------------------------------------------------------------------------
-
-
-def test_records_of_a_training_that_begins_anew_are_zeros_and_what_is_committed_stays(tmp_path, io):
-    with open_slab(committed(tmp_path, 2)) as slab:
-        slab.resume(2)
-        slab.blank()
-        for index, nbytes in enumerate(RECORDS.values()):
-            given = memory(nbytes)
-            given[:] = b"x" * len(given)
-            slab.read(index, given)
-            assert not any(given[: padded(nbytes)])
-        slab.write(1, memory(RECORDS["block.0"]))
-        slab.resume(2)
-        assert holds(slab, 2)

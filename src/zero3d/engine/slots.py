@@ -52,7 +52,6 @@ class Slots:
             agree(world, lambda: disk.resume(step))
         else:
             agree(world, lambda: disk.discard() if disk.steps else None)
-        disk.blank()  # training begins anew unless the caller goes on from the note
         return cls(disk, rows[0][0], note)
 
     def write(self, engine: EngineState) -> None:

@@ -83,7 +83,6 @@ class DiskSlab:
         self._target = 0 if self._commit is None else 1 - self._commit.slot  # the slot that is written
         self._newest = [1 - self._target] * len(records)
         self._written: set[int] = set()
-        self._blank: set[int] = set()  # records that are zeros, whatever is in the file
         self._confirmed = self._commit is None
 
     def __enter__(self) -> Self:
@@ -156,12 +155,8 @@ class DiskSlab:
 
     def read(self, index: int, memory: memoryview) -> None:
         """Fill memory, in whole blocks, with what a record holds now. Raises CheckpointError."""
-        taken, start = self._place(index, self._newest[index], memory)
-        if index in self._blank:
-            taken[:] = bytes(len(taken))
-            return
         with self._told("read", index):
-            self._file.read(taken, start)
+            self._file.read(*self._place(index, self._newest[index], memory))
 
     def write(self, index: int, memory: memoryview) -> None:
         """Write a record, from memory in whole blocks, for the step to come. Raises CheckpointError."""
@@ -172,7 +167,6 @@ class DiskSlab:
             self._file.write(*self._place(index, self._target, memory))
         self._newest[index] = self._target
         self._written.add(index)
-        self._blank.discard(index)
 
     def newest(self, index: int) -> tuple[Path, int]:
         """Return where what a record holds now begins: the file, and bytes from its beginning."""
@@ -218,12 +212,7 @@ class DiskSlab:
         self._target = 1 - self._commit.slot
         self._newest = [self._commit.slot] * len(self._names)
         self._written.clear()
-        self._blank.clear()
         self._confirmed = True
-
-    def blank(self) -> None:
-        """Have all records be zeros until they are written, as memory is; what is committed stays for `resume`."""
-        self._blank = set(range(len(self._names)))
 
     def discard(self) -> None:
         """Say that no step is whole; every record keeps what it holds now. Raises CheckpointError."""
