@@ -101,7 +101,7 @@ def check_killed(cases):
 
 
 def test_a_process_goes_on_from_what_another_has_left_in_slots(alone):
-    alone(check_killed, CASES[:3])
+    alone(check_killed, CASES[1:3])
 
 
 @pytest.mark.long
@@ -216,13 +216,14 @@ def both_go_on(folder, last):
     return begin, engine.fingerprint()
 
 
-def test_a_rank_that_has_committed_a_step_which_another_has_not_goes_back(ranks, tmp_path):
+@pytest.mark.parametrize("dies", [((3, 1),), pytest.param(((2, 0), (3, 1), (5, 0)), marks=pytest.mark.long)])
+def test_a_rank_that_has_committed_a_step_which_another_has_not_goes_back(ranks, tmp_path, dies):
     ((_, expected), _) = ranks(2, both_go_on, str(tmp_path / "alone"), 6)
-    for number, rank in ((3, 1), (5, 0)):
+    for number, rank in dies:
         (tmp_path / "killed" / "other").unlink(missing_ok=True)
         with pytest.raises(RankFailure, match=f"rank {rank} of 2 gave no answer"):
             ranks(2, one_dies, str(tmp_path / "killed"), number, rank)
-    assert ranks(2, both_go_on, str(tmp_path / "killed"), 6) == [(4, expected)] * 2
+    assert ranks(2, both_go_on, str(tmp_path / "killed"), 6) == [(dies[-1][0] - 1, expected)] * 2
 
 
 # --- zero3d train ---------------------------------------------------------------------------------
@@ -389,7 +390,7 @@ def check_damaged(ranks_or_alone, folder, names):
         assert origin == expected, name
 
 
-FEW_DAMAGES = ("a cut note", "a cut commit")
+FEW_DAMAGES = ("a cut note",)
 DAMAGES = tuple(damages(Path()))
 
 
