@@ -27,6 +27,8 @@ PLACES = {
     "all on disk": {"optimizer": "disk", "params": "disk"},
     "states on disk, weights on host": {"optimizer": "disk", "params": "host", "executor": "device"},
     "part of states on host, weights on disk": {"optimizer": "host", "params": "disk", "fraction": 0.3},
+    "gradients on host": {"optimizer": "host", "gradients": "host"},
+    "gradients on host, states on disk": {"optimizer": "disk", "gradients": "host", "executor": "device"},
 }
 STEPS = 20
 CLIP = {"net": 0.3, "tied": 2.0}
@@ -100,7 +102,7 @@ def is_possible(case, place=RESIDENT):
         and (case.release == "auto" or case.stage == 3)
         and not (case.grouped and case.optimizer == "counting")
         and not (case.exact and case.moments == (1, "every_step"))
-        and (case.stage > 1 or case.moments[1] != "every_micro_batch")
+        and (offload.get("gradients") != "host" or (case.stage > 1 and case.moments[1] == "auto" and not case.exact))
     )
 
 

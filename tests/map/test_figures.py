@@ -41,7 +41,9 @@ def test_no_table_of_figures_stands_without_marks(path):
     assert [block for block in printed if len(FIGURE.findall(block)) > 2] == []
 
 
-PAGES = ("benchmarks", "parallelism", "parallelism.zh", "reproducibility", "reproducibility.zh")
+PAGES = (
+    "benchmarks", "offload", "offload.zh", "parallelism", "parallelism.zh", "reproducibility", "reproducibility.zh",
+)  # fmt: skip
 PROSE = ("README.md", "README.zh.md", *(f"docs/{name}.md" for name in PAGES))
 
 

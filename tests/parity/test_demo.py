@@ -46,6 +46,7 @@ def test_it_leaves_metrics_a_curve_a_checkpoint_and_a_model(run):
     out = folder / "zero3d-demo"
     assert sorted(path.name for path in folder.iterdir()) == ["zero3d-demo"]
     assert sorted(path.name for path in out.iterdir()) == [
+        ".run",
         "checkpoints",
         "config.yaml",
         "hf",

@@ -24,6 +24,7 @@ FEW = [
     (Case(2, 3, moments=(4, "auto"), frozen=True, master="split"), "all on host"),
     (Case(2, 1, moments=(1, "auto"), exact=True, grouped=True), "disk"),
     (Case(2, 3, "every_step", precision="fp32", optimizer="counting"), "host, device updates"),
+    (Case(2, 2, moments=(4, "auto"), grouped=True), "gradients on host"),
     (Case(4, 0, moments=(1, "auto"), master="split"), "part on host"),
     (Case(4, 3, moments=(1, "auto"), model="tied"), "part of states on host, weights on disk"),
 ]  # fmt: skip

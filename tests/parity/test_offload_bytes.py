@@ -1,5 +1,6 @@
 """Bytes of states off the device: planned and held at every place, made once, also of odd models."""
 
+import ctypes
 import gc
 import tracemalloc
 import warnings
@@ -129,26 +130,39 @@ def test_after_the_first_step_nothing_is_allocated_for_tiers(tmp_path, place, st
     ("place", "stage"), [(RESIDENT, 2), ("host", 2), ("host, device updates", 0), ("disk", 1), ("all on disk", 3)]
 )
 def test_memory_of_the_process_is_what_is_planned_and_little_more(alone, tmp_path, place, stage):
-    accounted, before, *found = alone(grown, place, stage, str(tmp_path))
-    print(f"{place}: {accounted / 1e6:.1f} MB accounted, {(max(found) - before) / 1e6:.1f} MB grown")
-    assert max(found[3:]) - found[2] < 20e6
-    assert max(found) - before < 1.25 * accounted + 60e6
+    accounted, most, *found = alone(grown, place, stage, str(tmp_path))
+    print(
+        f"{place}: {accounted / 1e6:.1f} MB accounted, {found[-1] / 1e6:.1f} MB held, {most / 1e6:.1f} MB with freed ones"
+    )
+    assert max(found[1:]) - found[1] < 5e6
+    assert found[-1] < 1.05 * accounted + 20e6
+    assert most < 2 * accounted + 100e6
 
 
 def grown(place, stage, folder):
-    """Bytes on the accounts of device and host, and of the process before the engine and after each of some steps."""
+    """Bytes on the accounts of device and host, and those that the process has more after each of some steps.
+
+    Without what C's allocator keeps of memory that was freed; first the most with that.
+    """
     import psutil
+
+    trim = ctypes.CDLL(None).malloc_trim
+
+    def held():
+        trim(0)
+        return process.memory_info().rss
 
     process = psutil.Process()
     zero3d.Engine(build("net"), stage=2, loss=sum_of).train_batch(given(0))
     model = build("net", width=768, layers=4)
-    before = process.memory_info().rss - sum(p.nbytes for p in model.parameters())
+    before = held() - sum(p.nbytes for p in model.parameters())
     engine = zero3d.Engine(model, stage=stage, optimizer=adamw, loss=sum_of, offload=away(place, folder))
-    found = []
+    found, most = [], 0
     for number in range(8):
         engine.train_batch(given(number))
-        found.append(process.memory_info().rss)
-    return sum(row.peak for row in engine.memory if row.place != "disk"), before, *found
+        most = max(most, process.memory_info().rss - before)
+        found.append(held() - before)
+    return sum(row.peak for row in engine.memory if row.place != "disk"), most, *found
 
 
 # --- odd models -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import signal
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -19,12 +20,15 @@ from training import metrics, save_model, save_rows, train, tree
 import zero3d
 import zero3d.train.run
 from zero3d.memory.disk_slab import DiskSlab
+from zero3d.memory.offload import Offload
+from zero3d.train.folder import Folder
+from zero3d.train.offload import drop_leftovers
 
 STEPS = 7
 MOVING = ("seconds", "tokens_per_s", "memory_bytes", "reserved_bytes")  # of a record, what is no part of the training
 
 
-def forked(case, *args, kill_after=None):
+def forked(case, *args):
     """The result of case(*args) in a process of its own; None where it was killed."""
     with tempfile.NamedTemporaryFile("r") as answer:
         process = os.fork()
@@ -36,9 +40,6 @@ def forked(case, *args, kill_after=None):
             except BaseException as error:
                 Path(answer.name).write_text(f"{type(error).__name__}: {error}")
             os._exit(code)
-        if kill_after is not None:
-            time.sleep(kill_after)
-            os.kill(process, signal.SIGKILL)
         _, status = os.waitpid(process, 0)
         if os.WIFSIGNALED(status):
             return None
@@ -145,7 +146,7 @@ def voided(folder):
     saved = engine.save(f"{folder}/saved")
     found.append(engine.steps)
     del engine
-    for how in ("load", "write", "read", "train"):
+    for how in ("load", "read", "write", "train"):
         engine = engine_of(case, offload)
         found.append(None if engine.slots is None else engine.slots.step)
         if how == "load":
@@ -158,6 +159,7 @@ def voided(folder):
             with engine.full_params():
                 if how == "write":
                     next(engine.module.parameters()).data.mul_(1.5)
+            found.append(len(list(Path(folder).glob("slots/*.commit"))))
             step(engine, case, 2)
             if how == "read":
                 engine.note({"number": 2})
@@ -170,7 +172,7 @@ def voided(folder):
 
 
 def test_what_is_loaded_or_written_beside_steps_voids_slots(alone, tmp_path):
-    assert alone(voided, str(tmp_path)) == [1, 1, 2, None, None, None]
+    assert alone(voided, str(tmp_path)) == [1, 1, 2, 1, 3, 0, None, None]
 
 
 # --- two ranks ------------------------------------------------------------------------------------
@@ -226,7 +228,7 @@ def test_a_rank_that_has_committed_a_step_which_another_has_not_goes_back(ranks,
 # --- zero3d train ---------------------------------------------------------------------------------
 
 
-def prepared(folder, steps=STEPS, **sections):
+def prepared(folder, steps, **sections):
     """A configuration of a model that is trained on a disk, and what its name is."""
     if not (folder / "model").exists():
         save_model(folder / "model")
@@ -240,8 +242,11 @@ def prepared(folder, steps=STEPS, **sections):
     return lambda output: tree(folder, output, **sections)
 
 
-def trained(made, call=None, step=None):
-    """Train; be killed at this call of the system, or after this step; write down where the run went on from."""
+def trained(made, call=None, step=None, after=None):
+    """Train, and write down where the run went on from.
+
+    Be killed at a call of the system, after a step, or so many seconds after training has begun.
+    """
     zero3d.train.run.plan_run = lambda *_: None
     if call is not None:
         die_at(call)
@@ -257,6 +262,11 @@ def trained(made, call=None, step=None):
     original = zero3d.Engine.train_batch
 
     def noting(*given, **named):
+        nonlocal after
+        if after is not None:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, after)  # it ends a process as SIGKILL does
+            after = None
         if origins:
             with origin.open("a") as file:
                 file.write(f"{origins.pop()} {given[0].steps}\n")
@@ -286,21 +296,19 @@ def left(made):
     return records, files, loops, best
 
 
-def many_kills(folder, seed, kills, steps, calls, delays=(), **sections):
+def many_kills(folder, seed, kills, steps, calls, longest=None, sections=None):
     """Kill a run at random calls of the system, or after some time, until it has been killed so often; then let it end.
 
     Returns from where its lives went on.
     """
     folder, draw = Path(folder), random.Random(seed)
-    named = prepared(folder, steps, **sections)
+    named = prepared(folder, steps, **(sections or {}))
     assert forked(trained, named("alone"))
     (folder / "origins").unlink(missing_ok=True)
     made, count = named("killed"), 0
     for number in range(kills):
-        if delays and number % 2:
-            count += forked(trained, made, kill_after=draw.uniform(*delays)) is None
-        else:
-            count += forked(trained, made, draw.randrange(1, calls)) is None
+        how = (None, None, draw.uniform(0, longest)) if longest and number % 2 else (draw.randrange(1, calls),)
+        count += forked(trained, made, *how) is None
     assert forked(trained, made)
     for found, expected in zip(left(made), left(named("alone")), strict=True):
         assert found == expected
@@ -309,8 +317,8 @@ def many_kills(folder, seed, kills, steps, calls, delays=(), **sections):
 
 
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(alone, tmp_path):
-    kills, origins = alone(many_kills, str(tmp_path), 0, 4, 5, 120)
-    assert kills >= 2
+    kills, origins = alone(many_kills, str(tmp_path), 4, 4, 6, 70)
+    assert kills == 4
     assert origins["load_slots"]
 
 
@@ -320,8 +328,8 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(alone, 
     (3, {"offload": {"moments": "bf16", "executor": "device"}, "zero": {"stage": 1}}),
 ])  # fmt: skip
 def test_forty_kills_of_a_run_change_no_bit(alone, tmp_path, seed, sections):
-    kills, origins = alone(many_kills, str(tmp_path), seed, 40, 70, 300, (0.3, 1.5), **{"sections": sections})
-    assert kills >= 30
+    kills, origins = alone(many_kills, str(tmp_path), seed, 40, 150, 150, 0.15, sections)
+    assert kills == 40
     assert min(origins.values()) >= 3
 
 
@@ -392,3 +400,13 @@ def test_damaged_slots_are_passed_over(alone, tmp_path):
 @pytest.mark.long
 def test_slots_damaged_in_any_way_are_passed_over(alone, tmp_path):
     check_damaged(alone, tmp_path, DAMAGES)
+
+
+def test_a_folder_that_is_named_as_it_would_be_anyway_is_in_use(tmp_path):
+    folder, offload = Folder(tmp_path), Offload("disk", directory=f"{tmp_path}/./offload")
+    engine = SimpleNamespace(offload=offload)
+    (tmp_path / "offload").mkdir()
+    drop_leftovers(folder, engine, ended=False)
+    assert folder.offload.exists()
+    drop_leftovers(folder, engine, ended=True)
+    assert not folder.offload.exists()

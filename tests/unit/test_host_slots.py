@@ -195,6 +195,28 @@ def test_on_an_accelerator_no_stream_touches_what_another_is_at(monkeypatch, ord
     assert bool(streams.model.races) == (without is not None)
 
 
+def on_the_stand_in(order):
+    """Whether three passes on a device with memory of its own give back what they were given."""
+    from instruments.accelerator import register
+
+    device = register()
+    slots, same = HostSlots(Arena(device), 3, budget_of(10**9)), []
+    for turn in range(3):
+        kept = {number: slots.put(values(10 * turn + number).to(device)) for number in range(6)}
+        for number in order:
+            slot = kept.pop(number)
+            found = slots.get(slot, 1000, torch.float32).clone()
+            slots.let_go(slot)
+            same.append(torch.equal(found.cpu(), values(10 * turn + number)))
+        del slot
+    return same
+
+
+@pytest.mark.long
+def test_on_a_device_with_memory_of_its_own(alone):
+    assert alone(on_the_stand_in, ORDERS["two micro-batches"]) == [True] * 18
+
+
 # --- engines --------------------------------------------------------------------------------------
 
 

@@ -58,7 +58,7 @@ def test_every_dp_and_tp_rank_reads_its_slices_and_nothing_else(n, dtype):
         for rank in range(n):
             comm = SimpleNamespace(rank=rank, size=n, device=torch.device("cpu"))
             out = torch.zeros(layout.shard, dtype=dtype)
-            from_source(source, layout, comm, torch.float32, cuts_of(tp_rank))(out)
+            from_source(source, layout, comm, torch.float32, cuts_of(tp_rank), {})(out)
             assert torch.equal(out, to_compute(expected.view(n, -1)[rank], dtype))
         assert sum(asked) == layout.numel
 
@@ -74,7 +74,7 @@ def test_columns_of_a_file_are_read_without_the_others(tmp_path):
     layout = UnitLayout([(name, cut.local_shape(tuple(logical.shape)), 0)], 1)
     out = torch.zeros(layout.shard)
     comm = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
-    from_source(weights, layout, comm, torch.float32, {name: cut})(out)
+    from_source(weights, layout, comm, torch.float32, {name: cut}, {})(out)
     assert torch.equal(out[: layout.numel], cut.take(logical).flatten())
     assert read == [(32, 24)]
 

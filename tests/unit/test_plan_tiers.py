@@ -279,6 +279,12 @@ def test_what_if_moves_states_one_place_further():
     assert knobs["offload.moments: bf16"].plan.moments == "bf16"
     assert knobs["offload.fraction: 0.5"].memory > 0
     assert knobs["offload.optimizer: disk"].host < knobs["offload.optimizer: none"].host + 8 * 3 * 12 * 2**24 + 1e6
+    assert "offload.activations: host" not in knobs  # of blocks that are not recomputed
+    again = replace(plan, activations="full", tp=2, dp=4)
+    knobs_of_inputs = what_if(Row(again, evaluate(LARGE, A100, again)), LARGE, A100, evaluate)
+    inputs = {knob.change: knob.plan for knob in knobs_of_inputs}
+    assert plan_text.settings(inputs["offload.activations: host"]).endswith("optimizer on host, inputs on host")
+    assert plan_text.settings(inputs["mesh.partition_activations: true"]).endswith("optimizer on host, inputs over tp")
     rows = plan_text.knob_rows(list(knobs.values()), Row(plan, evaluate(LARGE, A100, plan)), 1e15, 1.0)
     assert {row[-1] for row in rows} == {"the host has less"}
 
@@ -321,10 +327,12 @@ def test_the_ladder_s_rule_holds_from_built_things(answer):
 def test_one_configuration_is_explained_with_its_places(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["data.length=64", "mesh.dp=2", "zero.stage=3", "offload.optimizer=host", "offload.params=host"]
+    words += ["train.tiled_loss=true"]
     assert main(["plan", "explain", "--gpu", "a100-80", *words]) == 0
     text = capsys.readouterr().out
     assert "States of a rank on the host: parameters" in text
     assert "optimizer on host, parameters on host" in text
+    assert "zero.gather_budget are left out, and need less memory than this" in text
     words = [word.replace("optimizer=host", "optimizer=auto") for word in words]
     assert main(["plan", "explain", "--gpu", "a100-80", "--assert-fits", "1MB", "--json", *words]) == 1
     told = json.loads(capsys.readouterr().out)

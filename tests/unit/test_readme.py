@@ -24,7 +24,7 @@ PROMISES = re.compile(r"\[[^\]]*\]\(((?:tests|docs)/[^)#]+)")
 
 @pytest.mark.parametrize("path", READMES, ids=["English", "Chinese"])
 def test_a_readme_is_one_page(path):
-    assert len(path.read_text().splitlines()) <= 130
+    assert len(path.read_text().splitlines()) <= 140
 
 
 @pytest.mark.parametrize("path", TWINS, ids=lambda path: path.name)
@@ -41,7 +41,7 @@ def test_a_page_in_chinese_has_the_code_tables_and_chapters_of_its_english_twin(
 def test_what_is_claimed_beside_other_systems_names_what_keeps_it():
     table = ENGLISH.read_text().split("## Why")[1].split("## Install")[0]
     rows = [row.split("|") for row in table.splitlines() if row.startswith("|")][2:]
-    assert len(rows) == 8
+    assert len(rows) == 9
     kept = [PROMISES.findall(ours) for _, _, ours, *_ in rows]
     assert kept.count([]) == 1  # the row in which others are ahead
     assert all((ROOT / path).is_file() for paths in kept for path in paths)

@@ -30,6 +30,12 @@ def compile_blocks(model: nn.Module, blocks: Blocks | None = None, **options: An
         block.forward = Compiled(block, options)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module's own forward is compiled, inside recomputation perhaps."""
+    forward: Any = module.forward
+    return isinstance(forward.inner if isinstance(forward, Recomputed) else forward, Compiled)
+
+
 class Compiled:
     """Calls a module's own forward, compiled."""
 

@@ -295,6 +295,11 @@ class Recomputed:
         return self.recorder.replaying
 
     @property
+    def inner(self) -> Forward:
+        """The module's forward inside."""
+        return self._forward
+
+    @property
     def every(self) -> int:
         """How many modules are recomputed together."""
         return self.recorder.length

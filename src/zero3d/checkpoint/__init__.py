@@ -14,6 +14,7 @@ files             regular files, their SHA-256
 integrity         files against the manifest: checksums and headers
 compatibility     the checkpoint against the engine: model, optimizer, scheduler, buffers, random states
 restore           check all of it, then fill every rank's pieces from the boxes that overlap them
+slots             what a restart from the slots of a disk needs beside their records
 resume_contract   whether a run that goes on has the bits of one that was never interrupted
 export            the weights as a folder that `from_pretrained` loads
 

@@ -71,7 +71,7 @@ def _check_trainable(manifest: Manifest, engine: EngineState) -> None:
         )
     for unit in engine.owned_units:
         for slot in unit.layout.slots if unit.grads is None else ():
-            dtype = manifest.parameters[slot.name].dtype
+            dtype = manifest.parameters[engine.full_model.owner(slot.name)].dtype
             if not convertible(dtype, unit.dtype):
                 raise CheckpointError(
                     f"{manifest.fields.file}: {slot.name!r} was saved as {dtype}, and the model has it as "
@@ -146,7 +146,7 @@ def check_states(manifest: Manifest, stored: Mapping[str, Sequence[str]], engine
         for slot in unit.layout.slots if unit.grads is not None else ():
             if slot.numel == 0:
                 continue
-            states = by_name[slot.name] - {MASTER, FROZEN}
+            states = by_name[engine.full_model.owner(slot.name)] - {MASTER, FROZEN}
             if adam and not saved.entry("groups").rows()[slot.group].entries().get("amsgrad"):
                 expected = ADAM
             else:

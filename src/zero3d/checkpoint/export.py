@@ -1,7 +1,8 @@
 """Export: the weights as a folder that `from_pretrained` loads, gathered unit by unit.
 
     every pipeline stage   gathers its units on its own dp axis; rank 0 of that has the tp ranks' slices joined,
-                           parameter by parameter, and as tp rank 0 writes stage-STAGE-0, -1, ...
+                           parameter by parameter (one in tiles once they are all there, on the host), and as
+                           tp rank 0 writes stage-STAGE-0, -1, ...
     in turn                persistent buffers that no earlier pipeline stage wrote
     rank 0 of all          gives the files their names, writes index and config
 
@@ -12,12 +13,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zero3d.checkpoint.state import EngineState
@@ -26,10 +29,12 @@ from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError, NonFiniteError
 from zero3d.memory.commit_file import sync
 from zero3d.models.chain import model_of
+from zero3d.shards.cuts import Tile
 from zero3d.zero.health import is_finite
 from zero3d.zero.unit import Unit
 
 FILE_BYTES = 4 * 10**9
+_OpenTiles = dict[str, tuple[list[Tensor], int]]  # parameter -> its slices so far, elements that each still lacks
 Gathered = Callable[[Unit], AbstractContextManager[None]]  # has a unit gathered while it is entered
 
 
@@ -64,16 +69,21 @@ def export(directory: Path, engine: EngineState, gathered: Gathered) -> Path:
 
 def _add_units(writer: _ExportWriter, engine: EngineState, model: nn.Module, gathered: Gathered) -> None:
     """Gather this pipeline stage's units, of which each has its own number."""
+    open_ones: _OpenTiles = {}
     for unit in engine.owned_units:
         with gathered(unit):
-            add = partial(_add, writer, engine, model, unit) if engine.dp.rank == 0 else lambda: None
+            add = partial(_add, writer, engine, model, unit, open_ones) if engine.dp.rank == 0 else lambda: None
             agree(engine.tp.patient, partial(agree, engine.dp.patient, add))
 
 
-def _add(writer: _ExportWriter, engine: EngineState, model: nn.Module, unit: Unit) -> None:
-    """Write a gathered unit on tp rank 0; the others only take part in joining it."""
-    tensors = zip(unit.layout.slots, unit.weights.params, strict=True)
-    named = {slot.name: _joined(engine, slot.name, p.detach()) for slot, p in tensors}
+def _add(writer: _ExportWriter, engine: EngineState, model: nn.Module, unit: Unit, open_ones: _OpenTiles) -> None:
+    """Write a gathered unit on tp rank 0; the others only take part in joining it. A tile waits for the others."""
+    named = {}
+    for slot, p in zip(unit.layout.slots, unit.weights.params, strict=True):
+        slices = _whole(engine.full_model.tiles.get(slot.name), _slices(engine, slot.name, p.detach()), open_ones)
+        if slices:
+            cut, name = engine.cut(slot.name), engine.full_model.owner(slot.name)
+            named[name] = slices[0] if cut is None or engine.tp.rank > 0 else cut.join(slices)
     if engine.tp.rank == 0:
         _refuse_nonfinite(named)
         writer.add(_named_as_saved(model, named))
@@ -100,17 +110,31 @@ def _refuse_nan(buffers: Mapping[str, Tensor]) -> None:
         )
 
 
-def _joined(engine: EngineState, name: str, local: Tensor) -> Tensor:
-    """Return a parameter as it is saved: on tp rank 0 joined from all slices, in host memory.
+def _slices(engine: EngineState, name: str, local: Tensor) -> Sequence[Tensor]:
+    """Return a parameter's slices: on tp rank 0 all of a cut one, in host memory; else this rank's.
 
     For a cut one every tp rank holds the whole for a moment, and receives (tp-1)/tp of it.
     """
-    cut = engine.cut(name)
-    if cut is None:
-        return local
+    if engine.cut(name) is None:
+        return [local]
     slices = local.new_empty(engine.tp.size, *local.shape)
     engine.tp.all_gather(slices.view(-1), local.reshape(-1), name).wait()
-    return cut.join(slices.cpu().unbind()) if engine.tp.rank == 0 else local
+    return slices.cpu().unbind() if engine.tp.rank == 0 else [local]
+
+
+def _whole(tile: Tile | None, slices: Sequence[Tensor], open_ones: _OpenTiles) -> Sequence[Tensor]:
+    """Put slices of a tile to those of its parameter's other tiles, on the host; return them once they are whole."""
+    if tile is None:
+        return slices
+    if tile.owner not in open_ones:
+        open_ones[tile.owner] = [torch.empty(tile.shape, dtype=t.dtype) for t in slices], prod(tile.shape)
+    whole, missing = open_ones.pop(tile.owner)
+    for target, values in zip(whole, slices, strict=True):
+        target.view(-1)[tile.start : tile.start + values.numel()].copy_(values.reshape(-1))
+    if missing == slices[0].numel():
+        return whole
+    open_ones[tile.owner] = whole, missing - slices[0].numel()
+    return []
 
 
 def _prepare_export(directory: Path, temporary: Path) -> None:

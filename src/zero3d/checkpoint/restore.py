@@ -205,8 +205,7 @@ def _pieces(engine: EngineState) -> Iterator[tuple[str, StatePiece]]:
     """Yield the name of everything that this rank will read, and one state of it, in the place of all of its states."""
     for unit in engine.units:
         for name, piece, values in _frozen(unit, engine):
-            owner = engine.full_model.owner(name)
-            yield owner, StatePiece(owner, FROZEN, *_place(unit, piece), values, engine.cut(name))
+            yield engine.full_model.owner(name), engine.piece(name, FROZEN, *_place(unit, piece), values)
     for owned in engine.optimizer.pieces:
         yield engine.full_model.owner(owned.name), _state_piece(engine, owned, MASTER, owned.master)
 
@@ -275,8 +274,7 @@ def refresh(engine: EngineState) -> None:
 
 
 def _state_piece(engine: EngineState, owned: MasterPiece, state: str, values: Tensor) -> StatePiece:
-    cut = engine.cut(owned.name)
-    return StatePiece(engine.full_model.owner(owned.name), state, owned.shape, owned.piece.start, values, cut)
+    return engine.piece(owned.name, state, owned.shape, owned.piece.start, values)
 
 
 def _restore_piece(
@@ -327,5 +325,5 @@ def _restore_frozen(reader: Reader, unit: Unit, engine: EngineState) -> None:
     for name, piece, values in _frozen(unit, engine, writes=True):
         wide = torch.float64 if values.dtype == torch.float64 else torch.float32  # holds what any precision saved
         stored = torch.empty_like(values, dtype=wide if values.is_floating_point() else None)
-        reader.fill(StatePiece(engine.full_model.owner(name), FROZEN, *_place(unit, piece), stored, engine.cut(name)))
+        reader.fill(engine.piece(name, FROZEN, *_place(unit, piece), stored))
         to_compute(stored, values.dtype, out=values)

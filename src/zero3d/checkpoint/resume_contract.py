@@ -4,9 +4,9 @@
     the same      mesh, precision, dtype on the wire,         tp, pp, micro-batches per step over all ranks,
                   dtype of Adam's moments, where updates      precision, dtype on the wire, dtype of Adam's moments,
                   are made (accelerators only), algorithm,    where updates are made (accelerators only), torch,
-                  torch, kernels, threads; with several       kernels, threads
-                  micro-batches a step the moment of
-                  reduction
+                  torch, kernels, threads, tiles; with        kernels, threads, tiles
+                  several micro-batches a step the moment
+                  of reduction
     may differ    stage, what leaves the device and where to  dp, stage, moment of reduction, algorithm, what leaves
                   master as it is or in halves                the device and where to, master as it is or in halves
 
@@ -28,8 +28,9 @@ ALWAYS = {"tp": "matrix products have other shapes", "pp": "other sums are made 
           "precision": "", "wire": "gradients are rounded otherwise on their way",
           "torch": "its kernels may sum in other orders", "kernels": "they sum in other orders",
           "threads": "sums are cut among them", "moments": "a moment is rounded to bf16 once, or not from here on",
-          "updates": "another kernel updates"}  # fmt: skip
-USUAL = {"moments": "fp32", "updates": "device"}  # where a checkpoint does not say
+          "updates": "another kernel updates", "tiled_loss": "its sums are taken in another order",
+          "gather_budget": "sums over tiles are taken in another order"}  # fmt: skip
+USUAL = {"moments": "fp32", "updates": "device", "tiled_loss": False, "gather_budget": None}  # where none is said
 PLAIN = {"dp": "other sums over ranks; exact=True would not mind", "algorithm": ""}
 EXACT = {"leaves": "micro-batches of a step over all ranks"}
 FREE = ("dp", "stage", "reduce")  # named where they differ and change no bit

@@ -87,8 +87,8 @@ def _write_rank(temporary: Path, engine: EngineState) -> str:
         "file": file_of(rank),
         "sha256": write_tensors(temporary / file_of(rank), tensors | own),
         "parameters": {
-            slot.name: {
-                "shape": list(engine.full_model.shapes[slot.name]),
+            (name := engine.full_model.owner(slot.name)): {
+                "shape": list(engine.full_model.shapes[name]),
                 "trainable": unit.grads is not None,
                 "dtype": str(unit.dtype).removeprefix("torch."),
             }

@@ -13,7 +13,7 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.degrees import Degrees
 from zero3d.precision import Halves, LossScale
 from zero3d.shards.boxes import Box, Shape
-from zero3d.shards.cuts import Cut, cover
+from zero3d.shards.cuts import Cut, Tile, cover
 from zero3d.zero.exact.summands import Summands
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.unit import Unit
@@ -25,22 +25,24 @@ class FullModel(NamedTuple):
     shapes     of all, by name in model order, as they are before the tp axis cuts them
     trainable  names
     copies     a tied parameter's copy on a later pipeline stage -> its owner: not saved, restored from it
+    tiles      of this rank's parameters those that are rows of one of these
     """
 
     shapes: Mapping[str, Shape]
     trainable: frozenset[str]
     copies: Mapping[str, str]
+    tiles: Mapping[str, Tile]
 
     @classmethod
     def of(cls, model: nn.Module, copies: Mapping[str, str]) -> FullModel:
         """Describe a model before it is split or cut."""
         named = dict(model.named_parameters())
         trainable = frozenset(name for name, p in named.items() if p.requires_grad)
-        return cls({name: tuple(p.shape) for name, p in named.items()}, trainable, copies)
+        return cls({name: tuple(p.shape) for name, p in named.items()}, trainable, copies, {})
 
     def owner(self, name: str) -> str:
         """Return the name under which a parameter of this rank is saved."""
-        return self.copies.get(name, name)
+        return self.tiles[name].owner if name in self.tiles else self.copies.get(name, name)
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ class EngineState:
     def cut(self, name: str) -> Cut | None:
         """Return how a parameter of this rank is cut over tp; None where every tp rank has all of it."""
         return self.cuts.get(self.full_model.owner(name))
+
+    def piece(self, name: str, state: str, shape: Shape, start: int, values: Tensor | Halves) -> StatePiece:
+        """Return a flat range of a state of one of this rank's parameters, as one of the parameter that is saved."""
+        tile = self.full_model.tiles.get(name, Tile(name, shape, 0))
+        return StatePiece(self.full_model.owner(name), state, tile.shape, tile.start + start, values, self.cut(name))
 
     def saves(self, name: str) -> bool:
         """Say whether this rank writes its share of a parameter: copies are not written."""
@@ -140,7 +147,7 @@ def state_pieces(engine: EngineState) -> Iterator[StatePiece]:
                 slot = unit.layout.slots[piece.slot]
                 values = unit.weights.shard[piece.offset : piece.offset + piece.stop - piece.start]
                 if engine.saves(slot.name):
-                    yield StatePiece(slot.name, FROZEN, slot.shape, piece.start, values, engine.cut(slot.name))
+                    yield engine.piece(slot.name, FROZEN, slot.shape, piece.start, values)
     for owned in engine.optimizer.pieces:
         share = {p.slot: p for p in owned.unit.layout.pieces(engine.dp.rank)}.get(owned.piece.slot)
         if share is None or not engine.saves(owned.name):
@@ -151,7 +158,7 @@ def state_pieces(engine: EngineState) -> Iterator[StatePiece]:
         within = slice(start - owned.piece.start, stop - owned.piece.start)
         flat = {k: v for k, v in engine.optimizer.states_of(owned).items() if _is_flat(v, owned.master)}
         for state, values in ({MASTER: owned.read()} | flat).items():
-            yield StatePiece(owned.name, state, owned.shape, start, values[within], engine.cut(owned.name))
+            yield engine.piece(owned.name, state, owned.shape, start, values[within])
 
 
 def _is_flat(value: Any, master: Tensor) -> bool:

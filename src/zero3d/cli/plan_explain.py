@@ -21,6 +21,7 @@ from zero3d.plan.search import Row, WhatIf, resized, tp_refused, what_if
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 
 PLACES = ("none", "host", "disk")  # that auto tries in turn
+TILES = "train.tiled_loss and zero.gather_budget are left out, and need less memory than this: zero3d simulate has them"
 
 
 def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
@@ -41,6 +42,8 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * cluster.gpu.memory
     places = PLACES if config.offload.optimizer == AUTO else (plan.offload,)
     row = _first_that_fits([replace(plan, offload=place) for place in places], model, cluster, limit)
+    if config.train.tiled_loss or config.zero.gather_budget is not None:
+        row = row._replace(estimate=replace(row.estimate, notes=(*row.estimate.notes, TILES)))
     if arguments.json:
         print(json.dumps(plan_text.row_json(row), indent=2))
     else:

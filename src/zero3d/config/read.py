@@ -26,6 +26,7 @@ from zero3d.config.offload import refusals
 from zero3d.config.sections import Config
 from zero3d.config.yaml_file import parse_yaml, read_yaml
 from zero3d.errors import ConfigError, short
+from zero3d.memory.budget import parse_size
 
 NAMED = 8  # other problems that are named
 EITHER = {"train.steps": "train.epochs", "train.epochs": "train.steps"}  # say the same in two ways
@@ -186,6 +187,11 @@ def _across(config: Config) -> Iterator[Problem]:
     if config.zero.master == "split" and config.precision != "bf16":
         text = f"zero.master=split keeps masters as bf16 weights and remainders, and precision is {config.precision}:"
         yield Problem("zero.master", "", f"{text} type precision=bf16 or zero.master=fp32.")
+    if config.zero.gather_budget is not None:
+        try:
+            parse_size(config.zero.gather_budget, "zero.gather_budget")
+        except ConfigError as error:
+            yield Problem("zero.gather_budget", "", str(error))
     yield from (Problem(name, "", why) for name, why in refusals(config))
 
 

@@ -81,6 +81,10 @@ class Train:
     micro_batch: int | None = key(None, "sequences per rank in one forward", least=1)
     accumulate: int | None = key(None, "micro-batches per rank and step", least=1)
     compile: bool = key(False, "torch.compile the blocks")
+    tiled_loss: bool = key(
+        False,
+        "compute the loss of the next token tile by tile, without logits of the whole vocabulary; equal up to rounding",
+    )
     deterministic: bool | str = key(
         "auto",
         "on accelerators, algorithms that give the same bits in every run, and an error where there is none; "
@@ -157,6 +161,11 @@ class Zero:
         "how masters of bf16 weights are kept: in fp32, or as a 16-bit remainder beside the weight, 2 bytes less per "
         "parameter with the same bits (split)",
         choices=("fp32", "split"),
+    )
+    gather_budget: int | str | None = key(
+        None,
+        "bytes, or a text such as 64MB (decimal units): linear layers and embeddings whose weights take more are "
+        "gathered and multiplied in tiles; by default none are",
     )
     exact: bool = key(
         False, "the same bits at every dp that is a power of two up to 64; give train.batch and train.micro_batch"

@@ -6,6 +6,7 @@ checks.py            what is refused before anything is allocated
 assembly.py          its parts, built in the order in which they need each other
 foundation.py        axes, this rank's share of the model, the order of sums
 division.py          the model over pp and tp
+tiling.py            what is computed in tiles, and what cannot be
 auto_offload.py      where optimizer states are and who updates them, where that is left open
 runtime.py           units over dp, with what gathers, reduces and updates them
 summation.py         the order of sums: by ranks, or exact
@@ -14,6 +15,7 @@ step.py              when a step is due, and what follows from it
 losses.py            what a batch gives the model, and what the output weighs
 whole_parameters.py  full_params, export, a pipeline's weight phase
 state.py             what checkpoints take
+slots.py             which step in slots of a disk all ranks can go back to
 accounting.py        bytes and traffic by formula
 generation.py        tokens one after another
 guards.py            copies of weights that are not there are refused

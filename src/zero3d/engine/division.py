@@ -15,6 +15,7 @@ from zero3d.distributed.axis import Axis
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.engine.options import Options, Resolved, parts_activations
+from zero3d.engine.tiling import Budget, install_tiled_loss, tile_layers
 from zero3d.pipeline.split import take_chunks
 from zero3d.pipeline.ties import names_of_copies
 from zero3d.rng import share_torch_rng
@@ -55,6 +56,18 @@ def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, led
     full_model = FullModel.of(model, copies)
     places |= {name: places[owner] for name, owner in copies.items()}
     sharded = _cut_over_tp(chunks, mesh.axis("tp"), ledger, options)
+    cuts = {name: cut for one in sharded for name, cut in one.cuts.items()}
+    partial = frozenset(name for one in sharded for name in one.partial)
+    if options.zero.gather_budget is not None:
+        budget = Budget(options.zero.gather_budget, resolved.precision.dtype)
+        warns = mesh.rank == 0 and resolved.policy.stage.shards_parameters
+        tiles = tile_layers(chunks, budget, _tied(chunks), warns)
+        full_model = full_model._replace(tiles=tiles)
+        places |= {name: places[tile.owner] for name, tile in tiles.items()}
+        cuts |= {name: cuts[tile.owner] for name, tile in tiles.items() if tile.owner in cuts}
+        partial |= {name for name, tile in tiles.items() if tile.owner in partial}
+    if options.step.tiled_loss:
+        install_tiled_loss(chunks, mesh.axis("tp"), ledger, cuts)
     share_random_state(tp)
     regions = [region for one in sharded for region in one.regions]
     if mesh.rank == 0:
@@ -64,8 +77,8 @@ def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, led
         chunks=chunks,
         full_model=full_model,
         places=places,
-        cuts={name: cut for one in sharded for name, cut in one.cuts.items()},
-        partial=frozenset(name for one in sharded for name in one.partial),
+        cuts=cuts,
+        partial=partial,
         regions=regions,
     )
 
@@ -78,6 +91,11 @@ def _cut_over_tp(chunks: Mapping[int, nn.Module], axis: Axis, ledger: Ledger, op
         parallelize(chunk, axis, ledger, plan, sequence=sequence, local_logits=local_logits, parts=parts)
         for chunk in (chunks.values() if axis.size > 1 else ())
     ]
+
+
+def _tied(chunks: Mapping[int, nn.Module]) -> set[str]:
+    """Return the names of parameters that two model chunks hold."""
+    return {name for owners in names_of_copies(chunks).items() for name in owners}
 
 
 def share_random_state(tp: Comm) -> None:

@@ -35,6 +35,7 @@ from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, Paral
 from zero3d.engine.slots import Slots
 from zero3d.engine.state import engine_state
 from zero3d.engine.step import StepFigures
+from zero3d.engine.tiling import parse_budget
 from zero3d.errors import CheckpointError, ConfigError, Zero3dError
 from zero3d.memory.offload import Offload
 from zero3d.precision import Precision
@@ -81,6 +82,10 @@ class Engine:
     tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
     sequence_parallel  cut activations between blocks over tp, too, along the sequence
     partition_activations  keep inputs of recomputed blocks in parts over tp, and gather them before recomputation
+    gather_budget  bytes, or a text such as "64MB": a linear layer or embedding whose weight takes more is gathered and
+                  multiplied in tiles of its rows, none of them larger. `named_parameters()` then has tiles
+    tiled_loss    compute the loss of a Hugging Face causal language model tile by tile: logits of the whole vocabulary
+                  are never there, nor in its output, in a forward with labels
     weights       values of parameters on the meta device (`zero3d.models.open.open_model` gives both): every
                   rank reads only what it holds
 
@@ -120,13 +125,16 @@ class Engine:
         tp_plan: Mapping[str, str] | None = None,
         sequence_parallel: bool = False,
         partition_activations: bool = False,
+        gather_budget: int | str | None = None,
+        tiled_loss: bool = False,
     ) -> None:
+        tile = parse_budget(gather_budget)
         options = Options(
             ModelOptions(precision, weights, units),
-            ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter, master, Offload.of(offload)),
+            ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter, master, Offload.of(offload), tile),
             ParallelOptions(schedule, blocks, tp_plan, sequence_parallel, partition_activations),
             OptimizerOptions(optimizer, scheduler, param_groups, clip_norm),
-            StepOptions(accumulate, loss),
+            StepOptions(accumulate, loss, tiled_loss),
         )
         self._assembly = assembly = assemble(model, mesh, options)
         base, runtime, stepper = assembly.base, assembly.runtime, assembly.stepper
@@ -145,9 +153,7 @@ class Engine:
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
         self.last_step: StepResult | None = None
         self.resumed = ""
-        if runtime.optimizer.updates is not None:
-            weakref.finalize(self, _settle_last, lambda: runtime.optimizer)
-            atexit.register(_settle_at_exit, weakref.ref(runtime.optimizer))  # before the mesh ends
+        _settle_in_the_end(self, runtime.optimizer)
 
     # --- training -------------------------------------------------------------------------------
 
@@ -378,6 +384,13 @@ class Engine:
     def memory(self) -> list[MemoryEntry]:
         """Bytes by category and place on this rank, planned and measured."""
         return self._assembly.accounts.memory
+
+
+def _settle_in_the_end(engine: Engine, optimizer: ShardedOptimizer) -> None:
+    """Let updates that are due be made when an engine goes, or its process ends."""
+    if optimizer.updates is not None:
+        weakref.finalize(engine, _settle_last, lambda: optimizer)
+        atexit.register(_settle_at_exit, weakref.ref(optimizer))  # before the mesh ends
 
 
 def _settle_at_exit(found: Callable[[], ShardedOptimizer | None]) -> None:

@@ -24,6 +24,7 @@ from zero3d.engine.checks import (
     reduce_dtype_of,
 )
 from zero3d.engine.losses import Loss
+from zero3d.engine.tiling import check_tiled_loss, release_within_budget
 from zero3d.memory.offload import Offload
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.precision import Precision
@@ -45,7 +46,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """What is sharded, when and in which order gradients are reduced, and what leaves the device."""
+    """What is sharded, when and in which order gradients are reduced, what leaves the device, and the size of tiles."""
 
     stage: int
     release: str
@@ -55,6 +56,7 @@ class ZeroOptions:
     reduce_scatter: str
     master: str
     offload: Offload
+    gather_budget: int | None
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class StepOptions:
 
     accumulate: int
     loss: Loss | None
+    tiled_loss: bool
 
 
 @dataclass(frozen=True)
@@ -123,18 +126,20 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     zero.offload.check(zero.stage)
     precision = Precision.of(options.model.precision)
     mesh = mesh if mesh is not None else Mesh()
-    release, reduce = resolve_policies(
-        row, *pipeline_policies(mesh.pp, zero.offload.release(zero.release), zero.reduce)
-    )
+    schedule = Schedule.requested(mesh.pp, options.parallel.schedule, options.parallel.blocks)
+    budgeted = zero.gather_budget is not None and row.shards_parameters
+    released = release_within_budget(zero.release, schedule) if budgeted else zero.offload.release(zero.release)
+    release, reduce = resolve_policies(row, *pipeline_policies(mesh.pp, released, zero.reduce))
     check_step(step.accumulate, options.optimizer.clip_norm)
     check_reduce_scatter(zero.reduce_scatter)
     check_model(model, options.model.weights)
+    if step.tiled_loss:
+        check_tiled_loss(model, step.loss)
     offloads, parallel = zero.offload.activations == "host", options.parallel
     check_activations(model, mesh, parallel.partition_activations, offloads, parallel.sequence_parallel)
     groups = choose_optimizer(model, options.optimizer.optimizer, options.optimizer.param_groups)
     if isinstance(options.optimizer.optimizer, Optimizer):
         check_moments(zero.offload, options.optimizer.optimizer)
-    schedule = Schedule.requested(mesh.pp, options.parallel.schedule, options.parallel.blocks)
     wide = torch.float64 if precision.name == "fp64" else torch.float32
     # In a pipeline exact gradients are summed apart even where a step has one micro-batch.
     accumulate = max(2, step.accumulate) if zero.exact and mesh.pp > 1 else step.accumulate

@@ -71,7 +71,8 @@ def _build_unit(base: Foundation, spec: UnitSpec, layout: UnitLayout, setting: S
     if source is None:
         fill = from_module(layout, spec.params, dp, wide)
     else:
-        fill = from_source(lambda name, box: source(owner[name], box), layout, dp, wide, division.cuts)
+        tiles = division.full_model.tiles
+        fill = from_source(lambda name, box: source(owner[name], box), layout, dp, wide, division.cuts, tiles)
     fill = _then_on_device(fill, spec.params.values(), base.axes.arena.device)
     return Unit(spec.name, spec.params, layout, spec.dtype, setting, fill, spec.deferred)
 

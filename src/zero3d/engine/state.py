@@ -60,6 +60,7 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         "threads": torch.get_num_threads() if cpu else 1,
         "leaves": None if summands is None else summands.per_batch,
         "moments": base.options.zero.offload.moments, "updates": _updates(assembly),
+        "tiled_loss": base.options.step.tiled_loss, "gather_budget": base.options.zero.gather_budget,
         **({} if cpu else who_adds(assembly)),
         **device_facts(device, mesh.everyone.backend, mesh.local_world),
     }  # fmt: skip

@@ -64,6 +64,8 @@ class WholeParameters:
         anywhere = self._dp.exchange(flags).amax(0).tolist()
         written = [unit for unit, flag in zip(units, anywhere, strict=True) if flag]
         for unit in written:
+            if unit.weights.records is not None:
+                unit.weights.records.records.discard()
             unit.weights.share().wait()
         self._group.share_ties(written)
 

@@ -10,4 +10,6 @@ chain.py         whether a model is a chain: what pipelines can cut
 placeholders.py  what stands for the modules of other model chunks
 packing.py       whether a model keeps packed documents apart; what training passes to it
 experts.py       how experts are computed
+tiles.py         linear layers and embeddings whose weight is gathered in tiles
+tiled_loss.py    the loss of the next token without logits of the whole vocabulary
 """

@@ -7,13 +7,13 @@
 
 Blocks are of one class or, in an nn.ModuleList, of several that are akin: attention and Mamba layers of a hybrid.
 Works on any nn.Module; Hugging Face models need no special case but for the names they ask to
-keep in fp32. Tied parameters belong to the first unit that names them.
+keep in fp32. Tied parameters belong to the first unit that names them. A tile (tiles.py) is a unit wherever it is.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 
 from zero3d.errors import ConfigError
 from zero3d.models.placeholders import Placeholder, kind_of
+from zero3d.models.tiles import LookupTile, RowTile
 from zero3d.precision import NAMES
 from zero3d.zero.layout import ROOT
 
@@ -142,8 +143,11 @@ def partition(
 
     Returns the units, and by module that uses parameters the names of the units it needs.
     """
-    owners = find_owners(model, units)
-    keep = _kept_in_fp32(model) if dtype in (torch.bfloat16, torch.float16) else ()
+    owners: dict[str, nn.Module] = {
+        name: m for name, m in model.named_modules() if isinstance(m, (RowTile, LookupTile))
+    }
+    owners |= find_owners(model, units)  # behind them: the first owner that a name begins with counts
+    cast_of = computed_in(model, dtype)
     specs: dict[tuple[str, bool, torch.dtype], UnitSpec] = {}
     spec_of: dict[nn.Parameter, UnitSpec] = {}
     uses: dict[nn.Module, list[UnitSpec]] = {}
@@ -153,7 +157,7 @@ def partition(
             name = f"{module_name}.{local}" if module_name else local
             tied = p in spec_of
             if not tied:
-                cast = _cast_of(name, p, dtype, keep)
+                cast = cast_of(name, p)
                 spec_of[p] = specs.setdefault((owner, p.requires_grad, cast), UnitSpec(owner, cast))
                 spec_of[p].params[name] = p
             spec = spec_of[p]
@@ -187,10 +191,16 @@ def _rename(specs: Mapping[tuple[str, bool, torch.dtype], UnitSpec]) -> None:
             spec.name = f"{owner}/{'trainable' if trainable else 'frozen'}-{NAMES.get(dtype, str(dtype))}"
 
 
-def _cast_of(name: str, p: nn.Parameter, dtype: torch.dtype, keep: Sequence[str]) -> torch.dtype:
-    if not p.dtype.is_floating_point:
-        return p.dtype
-    return torch.float32 if any(part in name.split(".") for part in keep) else dtype
+def computed_in(model: nn.Module, dtype: torch.dtype) -> Callable[[str, nn.Parameter], torch.dtype]:
+    """Return what tells, of a parameter and its name, the dtype that it gets in an engine of this compute dtype."""
+    keep = _kept_in_fp32(model) if dtype in (torch.bfloat16, torch.float16) else ()
+
+    def cast_of(name: str, p: nn.Parameter) -> torch.dtype:
+        if not p.dtype.is_floating_point:
+            return p.dtype
+        return torch.float32 if any(part in name.split(".") for part in keep) else dtype
+
+    return cast_of
 
 
 def _kept_in_fp32(model: nn.Module) -> tuple[str, ...]:

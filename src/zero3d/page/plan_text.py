@@ -77,6 +77,8 @@ def settings(plan: ParallelPlan) -> str:
         words.append(f"{share}optimizer on {plan.offload}")
     words += [f"parameters on {plan.params}"] if plan.params != "none" else []
     words += ["bf16 moments"] if plan.moments != "fp32" else []
+    words += ["inputs over tp"] if plan.partition_activations else []
+    words += ["inputs on host"] if plan.offload_activations != "none" else []
     return ", ".join(words) or "-"
 
 

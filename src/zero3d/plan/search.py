@@ -27,6 +27,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from zero3d.activations.policy import Policy
 from zero3d.distributed.choice import ALL_TO_ALL, NATIVE
 from zero3d.errors import ConfigError
 from zero3d.memory.offload import HOST
@@ -349,7 +350,11 @@ def _neighbours(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> I
     """Yield the plans that differ from `plan` in one knob, each with what changed as a configuration says it."""
     for activations in ACTIVATIONS:
         if activations != plan.activations:
-            yield f"activations: {activations}", replace(plan, activations=activations)
+            off: dict[str, Any] = {"offload_activations": "none", "partition_activations": False}
+            yield (
+                f"activations: {activations}",
+                replace(plan, activations=activations, **({} if activations == "full" else off)),
+            )
     for stage in (plan.stage - 1, plan.stage + 1):
         if stage in (0, 1, 2, 3) and plan.dp > 1:
             moments = {"release": "auto", "reduce": "auto", **_policies(stage, plan.pp)}
@@ -387,7 +392,13 @@ def _neighbours(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> I
 
 
 def _tier_neighbours(plan: ParallelPlan) -> Iterator[tuple[str, ParallelPlan]]:
-    """Yield the plans that differ in what leaves the device."""
+    """Yield the plans that differ in what leaves the device, or is there in parts."""
+    if Policy.of(plan.activations).kind in ("full", "every"):
+        other = "none" if plan.offload_activations == "host" else "host"
+        yield f"offload.activations: {other}", replace(plan, offload_activations=other)
+        if plan.tp > 1 and not plan.sequence_parallel:
+            parts = not plan.partition_activations
+            yield f"mesh.partition_activations: {str(parts).lower()}", replace(plan, partition_activations=parts)
     for place in ("none", "host", "disk"):
         if place != plan.offload:
             moved: dict[str, Any] = {"moments": "fp32", "fraction": 1.0} if place == "none" else {}

@@ -48,6 +48,8 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         master=config.zero.master,
         offload=offload_of(config),
         exact=config.zero.exact,
+        gather_budget=config.zero.gather_budget,
+        tiled_loss=config.train.tiled_loss,
         weights=opened.weights,
     )
 

@@ -93,6 +93,18 @@ class Cut(NamedTuple):
         )
 
 
+class Tile(NamedTuple):
+    """Rows of a parameter that are a parameter of their own: a flat range of what this rank has of it.
+
+    owner         name of the whole parameter
+    shape, start  of this rank's whole parameter, and where in it the tile begins
+    """
+
+    owner: str
+    shape: Shape
+    start: int
+
+
 def cover(shape: Shape, start: int, values: Tensor, cut: Cut | None = None) -> Iterator[tuple[Box, Tensor]]:
     """Yield a flat range of a parameter as boxes of the logical tensor, in order, each with a view of its values.
 

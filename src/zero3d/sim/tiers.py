@@ -70,7 +70,7 @@ class NoUpdate(Executor):
 class DryTiers(tiers.Tiers):
     """Tiers whose updates on the host are left out."""
 
-    def _on_host(self, optimizer: ShardedOptimizer) -> Executor:
+    def _on_host(self, optimizer: ShardedOptimizer, near: DeviceExecutor) -> Executor:
         return NoUpdate()
 
 

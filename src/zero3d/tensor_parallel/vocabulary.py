@@ -26,10 +26,14 @@ IGNORED = -100
 
 
 class LocalEmbedding:
-    """The forward of an nn.Embedding with this rank's rows of the vocabulary: token ids -> the whole embedding."""
+    """The forward of an nn.Embedding with this rank's rows of the vocabulary: token ids -> the whole embedding.
+
+    lookup  the module's own forward, of ids within those rows
+    """
 
     def __init__(self, module: nn.Embedding, regions: Regions, name: str) -> None:
-        self._forward, self._regions, self._name = module.forward, regions, name
+        self.lookup: Callable[[Tensor], Tensor] = module.forward
+        self._regions, self._name = regions, name
         self._rows = module.num_embeddings // regions.channel.size
         self._start = regions.channel.rank * self._rows
         padding = -1 if module.padding_idx is None else module.padding_idx - self._start
@@ -38,7 +42,7 @@ class LocalEmbedding:
     def __call__(self, ids: Tensor) -> Tensor:
         rows = ids - self._start
         absent = (rows < 0) | (rows >= self._rows)
-        partial = self._forward(rows.masked_fill(absent, 0)).masked_fill(absent[..., None], 0)
+        partial = self.lookup(rows.masked_fill(absent, 0)).masked_fill(absent[..., None], 0)
         return self._regions.reduce_from(partial, self._name, whole=True)
 
 

@@ -36,7 +36,8 @@ WRITTEN = (
     "tensorboard", "wandb", ".run",
 )  # fmt: skip
 RUN, LONGEST_ID = ".run", 64
-NO_WORK = (LOCK, RUN, FOLDER)  # of entries that may be there before a run has done anything
+UNFINISHED = "config.tmp"
+NO_WORK = (LOCK, RUN, FOLDER, UNFINISHED)  # of entries that may be there before a run has done anything
 AUTO = "auto"
 FOREIGN = "has no config.yaml of a run that names it, so no run wrote it"
 
@@ -139,20 +140,18 @@ class Folder:
         And the run's number before it, which a resumed run keeps.
         """
         if not self.run_id:
-            self._write("run", self.root / RUN, secrets.token_hex(8))
-        self._write("config", self.config, text)
-
-    def _write(self, stem: str, path: Path, text: str) -> None:
-        fresh = self.root / f"{stem}.tmp"
+            try:
+                (self.root / RUN).write_text(secrets.token_hex(8))
+            except OSError as error:
+                raise _unwritable(self.root / RUN, error) from error
+        fresh = self.root / UNFINISHED
         try:
             fresh.write_text(text)
-            fresh.replace(path)
+            fresh.replace(self.config)
         except OSError as error:
             with suppress(OSError):
                 fresh.unlink(missing_ok=True)
-            raise ConfigError(
-                f"{path.resolve()} cannot be written ({error.strerror}): choose another with output=FOLDER."
-            ) from error
+            raise _unwritable(self.config, error) from error
 
     @property
     def used(self) -> bool:
@@ -258,6 +257,10 @@ class Folder:
         fresh.write_text("".join(json.dumps(record) + "\n" for record in kept))
         fresh.replace(self.metrics)
         return kept
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path.resolve()} cannot be written ({error.strerror}): choose another with output=FOLDER.")
 
 
 def _exported(folder: Path) -> bool:

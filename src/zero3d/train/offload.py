@@ -195,6 +195,7 @@ def drop_leftovers(folder: Folder, engine: Engine, ended: bool) -> None:
 
     Checkpoints hold all of it. One rank of each machine calls it; the output folder is locked.
     """
-    in_use = engine.offload.uses_disk and engine.offload.directory == folder.offload
+    own = engine.offload.directory
+    in_use = engine.offload.uses_disk and own is not None and Path(own).resolve() == folder.offload.resolve()
     if ended or not in_use:
         shutil.rmtree(folder.offload, ignore_errors=True)

@@ -5,7 +5,7 @@ from_source   a Source, asked only for the boxes that this rank owns; nothing is
               peak is the slice plus what the source itself holds
 
 Under tensor parallelism units and modules hold local tensors, and a source has whole ones: `cuts` says by
-name which parameters are cut, and how.
+name which parameters are cut, and how. `tiles` says which are parts of a parameter of the source's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from zero3d.distributed.collectives import Comm
 from zero3d.precision import to_compute
 from zero3d.shards.boxes import Box
-from zero3d.shards.cuts import Cut, cover
+from zero3d.shards.cuts import Cut, Tile, cover
 from zero3d.zero.layout import UnitLayout
 
 Fill = Callable[[Tensor], None]  # writes this rank's slice [total/N], padding apart, in the tensor's dtype
@@ -45,14 +45,18 @@ def from_module(layout: UnitLayout, params: Mapping[str, nn.Parameter], comm: Co
     return fill
 
 
-def from_source(source: Source, layout: UnitLayout, comm: Comm, wide: torch.dtype, cuts: Mapping[str, Cut]) -> Fill:
+def from_source(
+    source: Source, layout: UnitLayout, comm: Comm, wide: torch.dtype, cuts: Mapping[str, Cut],
+    tiles: Mapping[str, Tile],
+) -> Fill:  # fmt: skip
     """Return what fills slices from a source: it sends nothing and holds one box at a time."""
 
     def fill(out: Tensor) -> None:
         for piece in layout.pieces(comm.rank):
             slot = layout.slots[piece.slot]
             part = out[piece.offset : piece.offset + piece.stop - piece.start]
-            for box, target in cover(slot.shape, piece.start, part, cuts.get(slot.name)):
+            tile = tiles.get(slot.name, Tile(slot.name, slot.shape, 0))
+            for box, target in cover(tile.shape, tile.start + piece.start, part, cuts.get(slot.name)):
                 values = source(slot.name, box)
                 if out.dtype not in (wide, values.dtype):
                     values = to_compute(values.to(comm.device, wide), out.dtype)

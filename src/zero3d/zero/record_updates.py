@@ -124,16 +124,20 @@ class RecordUpdates:
             self._update(self._queue[0])
 
     def finish(self) -> None:
-        """Update all units that are due."""
+        """Update all units that are due. Raises Zero3dError where an update has failed before."""
+        self._check()
         while self._queue:
             self._update(self._queue[0])
 
-    def _update(self, unit: Unit) -> None:
+    def _check(self) -> None:
         if self._failure is not None:
             raise Zero3dError(
                 "an update of this step failed, and weights are partly new: look at the first error, and go on from a "
                 "checkpoint."
             ) from self._failure
+
+    def _update(self, unit: Unit) -> None:
+        self._check()
         try:
             if self._thread is None:
                 self._update_buckets(unit, self.portions[unit])

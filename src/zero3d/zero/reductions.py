@@ -128,6 +128,7 @@ class Reductions:
     def _reduce(self, unit: Unit) -> None:
         self._done.add(unit)
         if self.updates is not None:
+            self.updates.finish()  # no gradient came that would have asked for it
             self.updates.prefetch()
         while len(self._in_flight) >= WINDOW:
             self._finish_oldest()

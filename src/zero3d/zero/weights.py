@@ -146,7 +146,11 @@ class Weights:
         self.check()
         if not self._keeps_full:
             self._setting.arena.fill("gathered", self.full)
-        self._pending = self._setting.comm.all_gather(self.full, self._bring(), self.name)
+        try:
+            self._pending = self._setting.comm.all_gather(self.full, self._bring(), self.name)
+        except BaseException:
+            self._free()
+            raise
         self.state = State.GATHERING
 
     def _bring(self) -> Tensor:
@@ -175,11 +179,16 @@ class Weights:
 
     def release(self) -> None:
         """Go back to placeholders and free `full` (kept under release="every_step": stale, but for the shard in it)."""
+        if self.state is State.SHARDED:  # its gather failed
+            return
         self.ready()
         self.keep()
+        self._free()
+        self.state = State.SHARDED
+
+    def _free(self) -> None:
         if not self._keeps_full:
             self._setting.arena.drain("gathered", self.full, self._setting.policy.poison)
-        self.state = State.SHARDED
 
     def _point_at(self, targets: list[Tensor]) -> None:
         for p, target in zip(self.params, targets, strict=True):
@@ -289,8 +298,6 @@ class Weights:
 
     def share(self) -> Pending:
         """Make every rank's gathered parameters agree after writes: each slice's owner wins."""
-        if self.records is not None:
-            self.records.records.discard()
         self._share_masters()
         return self._setting.comm.all_gather(self.full, self._bring(), self.name)
 
