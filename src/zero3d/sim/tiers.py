@@ -30,6 +30,7 @@ from zero3d.memory.ring import ring_buffers
 from zero3d.sim.group import FakeMesh
 from zero3d.sim.memory import ObservedArena
 from zero3d.sim.patches import replaced
+from zero3d.zero.executors import DeviceExecutor
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.record_updates import Executor, Given, RecordPortion
 
