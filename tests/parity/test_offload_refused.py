@@ -94,6 +94,17 @@ def test_a_folder_that_another_process_uses_is_refused_and_the_model_can_be_used
     assert engine.step().applied
 
 
+def test_a_folder_that_another_engine_of_this_process_uses_is_refused_until_that_is_dropped(tmp_path):
+    offload = {"optimizer": "disk", "directory": tmp_path}
+    engine = zero3d.Engine(build("net"), stage=2, offload=offload)
+    with pytest.raises(ConfigError, match="in use by another engine of this process: drop that one"):
+        zero3d.Engine(build("net"), stage=2, offload=offload)
+    engine.backward(loss_of(engine, batch(0)))
+    assert engine.step().applied
+    del engine
+    zero3d.Engine(build("net"), stage=2, offload=offload)
+
+
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no file system in memory")
 def test_a_folder_in_memory_is_warned_of():
     folder = Path("/dev/shm") / f"zero3d-test-{os.getpid()}"

@@ -389,7 +389,7 @@ class Engine:
 def _settle_in_the_end(engine: Engine, optimizer: ShardedOptimizer) -> None:
     """Let updates that are due be made when an engine goes, or its process ends."""
     if optimizer.updates is not None:
-        weakref.finalize(engine, _settle_last, lambda: optimizer)
+        weakref.finalize(engine, _settle_last, lambda: optimizer).atexit = False
         atexit.register(_settle_at_exit, weakref.ref(optimizer))  # before the mesh ends
 
 

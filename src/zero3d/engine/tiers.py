@@ -11,6 +11,7 @@ All of it is made before the first unit, and nothing later.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,7 +56,7 @@ from zero3d.memory.records import Record
 from zero3d.memory.ring import DiskTier, HostTier, Ring, ring_buffers
 from zero3d.models.blocks import UnitSpec
 from zero3d.zero.executors import DeviceExecutor, OnHost
-from zero3d.zero.host_update import HostExecutor
+from zero3d.zero.host_update import HostExecutor, scratch_bytes
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.optimizer import ShardedOptimizer, in_turn
 from zero3d.zero.record_updates import Executor, RecordUpdates, record_portions
@@ -99,6 +100,13 @@ class Tiers:
             return None
         near = DeviceExecutor(optimizer.torch, arena)
         executor = near if self.executor == DEVICE else self._on_host(optimizer, near)
+        hooks = optimizer.torch._optimizer_step_pre_hooks, optimizer.torch._optimizer_step_post_hooks
+        if any(hooks):
+            warnings.warn(
+                "the optimizer has step hooks: where states leave the device they are called once a bucket, and never "
+                "where the host updates.",
+                stacklevel=6,
+            )
         portions = record_portions(units, optimizer.pieces, rank)
         # Of weights on a disk one ring serves gathers and updates, from one thread.
         behind = self.executor == HOST and arena.device.type != "cpu" and not self.ring_of_weights
@@ -188,8 +196,16 @@ class Builder:
 
     def _open_slab(self) -> HostSlab:
         """Map what all records and buffers on the host take. Raises OutOfBudget."""
-        budget = host_share(self._base)
-        return agree(self._base.axes.world, lambda: HostSlab(self._parts(), self._arena.device, budget))
+        budget, parts = host_share(self._base), self._parts()
+        asked = {part: sum(padded(record.nbytes) for record in records) for part, records in parts.items()}
+        if self._executor == HOST and self._of(OPTIMIZER, HOST) + self._of(OPTIMIZER, DISK):
+            asked["scratch of updates"] = scratch_bytes(torch.get_num_threads())
+
+        def open_slab() -> HostSlab:
+            budget.check(asked)
+            return HostSlab(parts, self._arena.device)
+
+        return agree(self._base.axes.world, open_slab)
 
     def _of(self, part: str, place: str) -> list[Record]:
         return [each.record for each in self._placed if each.part == part and each.place == place]

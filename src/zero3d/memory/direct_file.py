@@ -82,7 +82,11 @@ class DirectFile:
         if len(starts) == 1:
             self._move_all(transfer, memory, offset)
             return
-        chunks = [pool.submit(self._move_all, transfer, memory[at : at + CHUNK], offset + at) for at in starts]
+        try:
+            chunks = [pool.submit(self._move_all, transfer, memory[at : at + CHUNK], offset + at) for at in starts]
+        except RuntimeError:  # threads take nothing more: the interpreter ends
+            self._move_all(transfer, memory, offset)
+            return
         wait(chunks)
         for chunk in chunks:
             chunk.result()

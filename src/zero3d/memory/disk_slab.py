@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,6 +45,9 @@ IN_MEMORY = ("tmpfs", "ramfs")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ELSEWHERE = "choose another with offload.directory=FOLDER"
 T = TypeVar("T")
+
+
+_open_here: set[Path] = set()  # locks that this process has
 
 
 class DiskSlab:
@@ -77,7 +81,7 @@ class DiskSlab:
         try:
             self._file = self._open(discard)
         except BaseException:
-            self._lock.release()
+            self._release()
             raise
         self.had_steps = self._commit is not None
         self._target = 0 if self._commit is None else 1 - self._commit.slot  # the slot that is written
@@ -103,11 +107,23 @@ class DiskSlab:
 
     # --- opening ------------------------------------------------------------------------------------
 
+    def _refuse_own(self, lock: Path) -> None:
+        """Refuse files that this process has open: the system's locks are between processes. Raises ConfigError."""
+        if lock in _open_here:
+            gc.collect()  # an engine that nobody has any more may still have them
+        if lock in _open_here:
+            raise ConfigError(
+                f"offload.directory {self.directory} is in use by another engine of this process: drop that one (del "
+                f"engine), or {ELSEWHERE}."
+            )
+
     def _take(self, lock: Path) -> None:
         """Make the folder and lock this rank's files. Raises ConfigError."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            self._refuse_own(lock.resolve())
             self._lock.acquire(lock)
+            _open_here.add(lock.resolve())
         except BlockingIOError:
             who, end = holder(lock)
             raise ConfigError(
@@ -260,6 +276,10 @@ class DiskSlab:
     def close(self) -> None:
         """Close the files, which stay, and release the lock."""
         self._file.close()
+        self._release()
+
+    def _release(self) -> None:
+        _open_here.discard(self.stem.with_suffix(".lock").resolve())
         self._lock.release()
 
 

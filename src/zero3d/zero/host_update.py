@@ -127,6 +127,11 @@ def _check(bucket: BucketStates) -> None:
     assert dtypes <= HELD, f"tensors of a bucket are {dtypes}, beside {HELD}"
 
 
+def scratch_bytes(threads: int, chunk: int = CHUNK) -> int:
+    """Return the bytes that an executor of so many threads takes beside what it updates."""
+    return 4 * (threads * WIDE * chunk + TILE + chunk)
+
+
 class HostExecutor:
     """Owns the threads that update buckets on the host, and their scratch.
 

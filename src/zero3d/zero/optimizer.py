@@ -246,13 +246,13 @@ class ShardedOptimizer:
         Raises OrderError before the update when ranks used units in different orders.
         """
         total, in_order = self._exchange(weight)
+        if any(unit.gradients.shard.device != self._arena.device for unit in self._units):
+            wait_for_device(self._arena.device)  # what goes to the host is there
         self._model_group.sum_ties()
         self._model_group.sum_partial((owned.name, grad) for owned, grad in self.shard_grads())
         for unit in self._units:
             unit.gradients.gather()
         grads = [unit.gradients.owned for unit in self._units]
-        if any(grad.device != self._arena.device for grad in grads):
-            wait_for_device(self._arena.device)
         multiply(grads, 1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0)
         norms = self._norms()
         norm, even = self._over_dp(norms)

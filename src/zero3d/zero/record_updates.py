@@ -133,7 +133,7 @@ class RecordUpdates:
         if self._failure is not None:
             raise Zero3dError(
                 "an update of this step failed, and weights are partly new: look at the first error, and go on from a "
-                "checkpoint."
+                "checkpoint: start again with --resume auto, or a new Engine and its load()."
             ) from self._failure
 
     def _update(self, unit: Unit) -> None:

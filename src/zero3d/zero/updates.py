@@ -170,8 +170,11 @@ def update(optimizer: Optimizer, portions: Sequence[Portion], arena: Arena) -> N
 
 
 def frozen_options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the options of an optimizer's groups as they are now."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    """Return the options of an optimizer's groups as they are now; schedulers write into tensors among them."""
+    return [
+        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 @contextmanager

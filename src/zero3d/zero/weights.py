@@ -258,9 +258,9 @@ class Weights:
 
     def settle(self) -> None:
         """Make an update that is due."""
-        update, self._due = self._due, None
-        if update is not None:
-            update()
+        if self._due is not None:
+            self._due()  # one that fails is due still
+            self._due = None
 
     @_disable_dynamo
     def _arrive(self) -> None:
