@@ -1,12 +1,14 @@
 """Restarts from the slots of a disk: after a SIGKILL anywhere a run ends with the bits of one that was not killed."""
 
 import json
+import mmap
 import os
 import random
 import shutil
 import signal
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +21,8 @@ from training import metrics, save_model, save_rows, train, tree
 
 import zero3d
 import zero3d.train.run
+from zero3d.checkpoint import slots
+from zero3d.errors import CheckpointError
 from zero3d.memory.disk_slab import DiskSlab
 from zero3d.memory.offload import Offload
 from zero3d.train.folder import Folder
@@ -173,6 +177,100 @@ def voided(folder):
 
 def test_what_is_loaded_or_written_beside_steps_voids_slots(alone, tmp_path):
     assert alone(voided, str(tmp_path)) == [1, 1, 2, 1, 3, 0, None, None]
+
+
+# --- what is lost ---------------------------------------------------------------------------------
+
+
+def slots_of(folder, place="disk", case=FULL):
+    return engine_of(case, {**PLACES[place], "directory": str(folder)})
+
+
+def two_steps(folder):
+    """An engine that has committed two steps and written notes of both."""
+    engine = slots_of(folder)
+    for number in range(2):
+        step(engine, FULL, number)
+        engine.note({"number": number})
+    engine.optimizer.settle()
+    return engine
+
+
+def half_overwritten(folder):
+    """Step 2 is committed, the slot of step 1 has a record of step 3, and there is a note of step 1 alone."""
+    engine = two_steps(folder)
+    slab = engine._assembly.runtime.tiers.store._slab
+    slab.confirm(2)
+    slab.write(0, memoryview(mmap.mmap(-1, slab.nbytes)))
+    del engine, slab
+    (Path(folder) / "rank-00000.note-0.json").unlink()
+    engine = slots_of(folder)
+    with pytest.raises(CheckpointError, match="no step in slots"):
+        engine.load_slots()
+    return engine.slots is None
+
+
+def test_a_step_before_the_last_is_no_place_to_go_back_to_for_want_of_a_note(alone, tmp_path):
+    assert alone(half_overwritten, str(tmp_path))
+
+
+def warned(folder, place):
+    """What is said where another placement finds these slots, and then its own."""
+    two_steps(folder)
+    found = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine = slots_of(folder, place)
+        found.append([str(each.message) for each in caught if folder in str(each.message)])
+        step(engine, FULL, 0)
+        engine.optimizer.settle()
+        del engine
+    return found
+
+
+def test_slots_of_another_placement_are_not_lost_without_a_word(alone, tmp_path):
+    (line,), after = alone(warned, str(tmp_path), "part on disk")
+    assert line.startswith(f"{tmp_path} had step 2 of another model, mesh or placement, or damaged: its files are")
+    assert after == []
+
+
+def written_before_going_back(folder):
+    two_steps(folder)
+    engine = slots_of(folder)
+    assert engine.slots.step == 2
+    with engine.full_params():
+        next(engine.module.parameters()).data.mul_(1.5)
+    before = engine.fingerprint()
+    with pytest.raises(CheckpointError, match="no step in slots"):
+        engine.load_slots()
+    return engine.slots is None, engine.fingerprint() == before
+
+
+def test_slots_are_not_offered_once_somebody_has_written(alone, tmp_path):
+    assert alone(written_before_going_back, str(tmp_path)) == (True, True)
+
+
+def unwritten_note(folder, name):
+    """Notes before and after one that cannot be written, and what is said."""
+    engine = two_steps(folder)
+    read = lambda: {path.name: path.read_bytes() for path in Path(folder).iterdir() if "note" in path.name}  # noqa: E731
+    before, original = read(), getattr(slots, name)
+
+    def full(*given):
+        original(*given)
+        raise CheckpointError("no room")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slots, name, full)
+        with pytest.warns(UserWarning, match="cannot go on from step 2 .* no room"):
+            engine.note({"number": 7})
+    return before == read(), len(before)
+
+
+@pytest.mark.parametrize("name", ["write_tensors", "write_text"])
+def test_a_note_that_cannot_be_written_leaves_the_one_before(alone, tmp_path, name):
+    assert alone(unwritten_note, str(tmp_path), name) == (True, 4)
 
 
 # --- two ranks ------------------------------------------------------------------------------------
@@ -359,8 +457,8 @@ def damages(folder):
         "cut states": (lambda: cut(states), "load", 3),
         "no states": (states.unlink, "load", 3),
         "copied states": (copy, "load", 3),
-        "a cut note": (lambda: cut(notes[1]), "load_slots", 4),
-        "a note of other tensors": (lambda: cut(notes[1].with_suffix(".safetensors")), "load_slots", 4),
+        "a cut note": (lambda: cut(notes[1]), "load", 3),
+        "a note of other tensors": (lambda: cut(notes[1].with_suffix(".safetensors")), "load", 3),
         "no notes": (lambda: [path.unlink() for path in notes], "load", 3),
         "another run": (lambda: (folder.parent / ".run").write_text("0123456789abcdef"), "load", 3),
         "no folder": (lambda: shutil.rmtree(folder), "load", 3),

@@ -240,6 +240,7 @@ def test_nothing_is_written_before_all_ranks_have_committed(tmp_path):
     [
         ([(3,)], 3), ([(3, 2), (3, 2)], 3), ([(3, 2), (2, 1)], 2), ([(2, 1), (3, 2)], 2), ([(3, 2), (2,)], 2),
         ([(0,), ()], None), ([(3, 2), (1, 0)], None), ([(3, 7), (7, 6)], 7), ([(3, 7), (3, 7)], 3),
+        ([(7, 5), (6, 5)], None),
     ],
 )  # fmt: skip
 def test_ranks_go_on_from_the_newest_step_that_all_have(steps, common):

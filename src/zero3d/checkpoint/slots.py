@@ -6,11 +6,13 @@
       rank-00003.note-1.*             of odd steps
 
 A note is written when all that belongs to its step has happened, a checkpoint of it included; the step's records may
-be committed before or after. A step can be gone back to where every rank has it in a slot and has a note of it, all of
-one session: a rank that has committed k may have to go back to k-1, whose note lies beside that of k.
+be committed before or after. Commits alone say which step can be gone back to (memory/disk_slab.py): every rank must
+have a note of that very step, all of one session, or none is gone back to. A rank that has committed k may have to go
+back to k-1, whose note lies beside that of k.
 
-Notes are written over one another. One that is torn, or whose tensors are of another step, is none: its checksums say
-so. Records have no checksum of their own; slots are for a process that ended, and checkpoints for a disk that errs.
+A note is written beside the one that it replaces, which stays where it cannot be. One whose tensors are of another
+step, or that is damaged, is none: its checksums say so. Records have no checksum of their own; slots are for a process
+that ended, and checkpoints for a disk that errs.
 """
 
 from __future__ import annotations
@@ -75,15 +77,25 @@ class Note:
 
 
 def write_note(stem: Path, engine: EngineState, session: int) -> None:
-    """Write this rank's note of the engine's step. Raises CheckpointError."""
+    """Write this rank's note of the engine's step. Raises CheckpointError, OSError; the note before stays then."""
     path = _path(stem, engine.step)
+    tensors = path.with_suffix(".safetensors")
+    fresh = {each: each.with_name(f".{each.name}.tmp") for each in (tensors, path)}
     own, python_rng = own_state(engine)
-    entries = {
-        **run_state(engine), "session": session, "layout": _layout(engine), "python_rng": python_rng,
-        "inode": _inode(stem), "tensors": write_tensors(path.with_suffix(".safetensors"), own),
-    }  # fmt: skip
-    plain = json.loads(json_text(path, entries))
-    write_text(path, json_text(path, plain | {"sha256": _checksum(plain)}))
+    try:
+        entries = {
+            **run_state(engine), "session": session, "layout": _layout(engine), "python_rng": python_rng,
+            "inode": _inode(stem), "tensors": write_tensors(fresh[tensors], own),
+        }  # fmt: skip
+        plain = json.loads(json_text(path, entries))
+        write_text(fresh[path], json_text(path, plain | {"sha256": _checksum(plain)}))
+        for each, written in fresh.items():
+            written.replace(each)
+    except BaseException:
+        for written in fresh.values():
+            with suppress(OSError):
+                written.unlink(missing_ok=True)
+        raise
 
 
 def read_notes(stem: Path, steps: Sequence[int]) -> dict[int, Note]:
@@ -99,6 +111,13 @@ def read_notes(stem: Path, steps: Sequence[int]) -> dict[int, Note]:
             if same and digest(note.tensors) == entries["tensors"]:
                 notes[step] = note
     return notes
+
+
+def remove_notes(stem: Path, but: Note | None) -> None:
+    """Remove the notes of steps that this session makes anew, all but one. Raises OSError."""
+    for step in (0, 1):
+        if but is None or but.path != _path(stem, step):
+            _path(stem, step).unlink(missing_ok=True)
 
 
 def load_slots(note: Note, engine: EngineState, go_back: Any) -> str:

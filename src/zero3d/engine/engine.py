@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from zero3d.checkpoint import restore, save as checkpoint
 from zero3d.checkpoint.export import export
 from zero3d.checkpoint.slots import Note, load_slots
+from zero3d.distributed.agreement import agree
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.assembly import assemble
@@ -38,6 +39,7 @@ from zero3d.engine.step import StepFigures
 from zero3d.engine.tiling import parse_budget
 from zero3d.errors import CheckpointError, ConfigError, Zero3dError
 from zero3d.memory.offload import Offload
+from zero3d.memory.record_store import RecordStore
 from zero3d.precision import Precision
 from zero3d.zero.fingerprint import fingerprint
 from zero3d.zero.hooks import KEEP
@@ -321,12 +323,9 @@ class Engine:
 
     def load_slots(self) -> Any:
         """Continue from `slots`, before anything is trained; return what was given to `note`, as `load` does."""
-        slots, tiers = self._slots, self._assembly.runtime.tiers
-        if slots is None or slots.note is None or tiers is None or self.steps:
-            raise CheckpointError("there is no step in slots of a disk to go on from: load a checkpoint.")
-        note = slots.note
+        note, store = agree(self.world.patient, self._left)
         self._stepper.reset()
-        self.resumed = load_slots(note, engine_state(self._assembly), tiers.store.go_back)
+        self.resumed = load_slots(note, engine_state(self._assembly), store.go_back)
         self._stepper.count, self.health.in_a_row = note.step, 0
         return note.loop
 
@@ -338,6 +337,13 @@ class Engine:
         """
         if self._slots is not None:
             self._slots.write(engine_state(self._assembly, loop))
+
+    def _left(self) -> tuple[Note, RecordStore]:
+        """Return the note of what is in slots, and the records. Raises CheckpointError where there is nothing."""
+        tiers, note = self._assembly.runtime.tiers, self.slots
+        if tiers is None or note is None or self.steps:
+            raise CheckpointError("there is no step in slots of a disk to go on from: load a checkpoint.")
+        return note, tiers.store
 
     @property
     def _slots(self) -> Slots | None:

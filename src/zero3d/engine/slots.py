@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from zero3d.checkpoint.slots import Note, read_notes, write_note
+from zero3d.checkpoint.slots import Note, read_notes, remove_notes, write_note
 from zero3d.checkpoint.state import EngineState
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError
 from zero3d.memory.disk_slab import DiskSlab, common_step
 
-NEVER = -1  # no step
+NEVER, UNKNOWN = -1, 0  # no step; one whose number cannot be read
 SESSION_BITS = 48
 
 
@@ -24,40 +24,68 @@ class Slots:
     """Owns what a rank knows of its slots.
 
     session  the number of this run of processes, the same on all ranks
-    note     of the step that all ranks can go back to, of an earlier session; None once training has begun
+    left     the note of the step that all ranks can go back to, of an earlier session
     """
 
     disk: DiskSlab
     session: int
-    note: Note | None
+    left: Note | None
+
+    @property
+    def note(self) -> Note | None:
+        """What can be gone back to; None once training has begun, or others than a step have written records."""
+        return self.left if self.left is not None and self.disk.resumed == self.left.step else None
 
     @classmethod
-    def agreed(cls, disk: DiskSlab, world: Comm, usable: bool) -> Slots:
+    def agreed(cls, disk: DiskSlab, world: Comm, usable: bool, replaced: int = NEVER) -> Slots:
         """Agree with all ranks on a session and on the newest step that each of them has, with a note of one session.
 
-        usable  whether a restart is possible at all
+        usable    whether a restart is possible at all
+        replaced  the step of another run that was here (UNKNOWN: one that cannot be read)
 
-        On a rank that is one step further, that step is void from now on.
+        On a rank that is one step further, that step is void from now on. Rank 0 warns of steps of others on any rank.
         """
         notes = read_notes(disk.stem, disk.steps) if usable else {}
-        offers = [(step, notes[step].session) for step in disk.steps if step in notes]
-        offers += [(NEVER, NEVER)] * (2 - len(offers))
-        row = [secrets.randbits(SESSION_BITS), *(number for offer in offers for number in offer)]
+        own = (*disk.steps, NEVER, NEVER)[:2]
+        sessions = [notes[step].session if step in notes else NEVER for step in own]
+        row = [secrets.randbits(SESSION_BITS), replaced, *own, *sessions]
         rows = world.exchange(torch.tensor(row, dtype=torch.int64)).tolist()
-        common = common_step([[(a, b), (c, d)] for _, a, b, c, d in rows])
-        note = None
-        if common is not None and common[0] != NEVER:
-            step = common[0]
-            note = notes[step]
-            agree(world, lambda: disk.resume(step))
-        else:
-            agree(world, lambda: disk.discard() if disk.steps else None)
-        return cls(disk, rows[0][0], note)
+        if world.rank == 0:
+            _warn_of_replaced(disk, max(each[1] for each in rows))
+        # Commits alone choose the step: the one before it may be half overwritten wherever a note of it lacks.
+        steps = [[step for step in each[2:4] if step != NEVER] for each in rows]
+        common = common_step(steps)
+        noted = {
+            each[4 + of_rank.index(common)] for each, of_rank in zip(rows, steps, strict=True) if common in of_rank
+        }
+        step = None if len(noted) > 1 or NEVER in noted else common
+
+        def settle() -> Note | None:
+            if step is None:
+                disk.discard()
+            else:
+                disk.resume(step)
+            note = None if step is None else notes[step]
+            remove_notes(disk.stem, note)
+            return note
+
+        return cls(disk, rows[0][0], agree(world, settle))
 
     def write(self, engine: EngineState) -> None:
         """Write the note of the engine's step. Without one there is no restart from its slots: a line says why."""
-        self.note = None
+        self.left = None
         try:
             write_note(self.disk.stem, engine, self.session)
         except (CheckpointError, OSError) as error:
             warnings.warn(f"a restart cannot go on from step {engine.step} on the disk: {error}", stacklevel=3)
+
+
+def _warn_of_replaced(disk: DiskSlab, step: int) -> None:
+    """Say which step is lost where files are of another model, mesh or placement, or damaged."""
+    if step != NEVER:
+        what = "a step that cannot be read" if step == UNKNOWN else f"step {step}"
+        warnings.warn(
+            f"{disk.directory} had {what} of another model, mesh or placement, or damaged: its files are replaced, and "
+            "only a checkpoint can be gone on from.",
+            stacklevel=5,
+        )

@@ -26,7 +26,7 @@ from torch import Tensor
 from zero3d.distributed.agreement import agree
 from zero3d.engine.auto_offload import settle_executor
 from zero3d.engine.foundation import Foundation, host_share
-from zero3d.engine.slots import Slots
+from zero3d.engine.slots import NEVER, UNKNOWN, Slots
 from zero3d.engine.tier_records import (
     BUFFERS,
     CATEGORY,
@@ -44,6 +44,7 @@ from zero3d.engine.tier_records import (
     restarts_from,
 )
 from zero3d.errors import CheckpointError, ConfigError
+from zero3d.memory import commit_file
 from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.memory.auto_place import ExecutorChoice
 from zero3d.memory.blocks import padded
@@ -165,13 +166,14 @@ class Builder:
         self._host_arena = Arena(torch.device("cpu"), HOST)
         self._disk_arena = Arena(torch.device("cpu"), DISK)
         self._on_cpu = self._arena.device.type == "cpu"
+        self._replaced = NEVER  # the step of another run that was on the disk
         self._here = self._executor == HOST or self._on_cpu  # records pass through memory of the host
 
     def tiers(self, restartable: bool) -> Tiers:
         """Make them all, or raise on all ranks; restartable: from slots of a disk."""
         slab = self._open_slab()
         disk = self._open_disk()
-        slots = None if disk is None else Slots.agreed(disk, self._base.axes.world, restartable)
+        slots = None if disk is None else Slots.agreed(disk, self._base.axes.world, restartable, self._replaced)
         standing = self._standing(slab, disk)
         store = RecordStore(standing, disk)
         if disk is not None and disk.had_steps:
@@ -256,7 +258,9 @@ class Builder:
         open_slab = partial(DiskSlab, Path(self._offload.directory), world.rank, records, owner)
         try:
             return open_slab()
-        except CheckpointError:  # of other records, or damaged: nothing to go on from
+        except CheckpointError:  # of other records, or damaged: nothing to go on from, and all ranks say so
+            commit = (Path(self._offload.directory) / f"rank-{world.rank:05d}").with_suffix(".commit")
+            self._replaced = commit_file.step_of(commit) or UNKNOWN
             return open_slab(discard=True)
 
     def _standing(self, slab: HostSlab, disk: DiskSlab | None) -> list[Standing]:

@@ -86,6 +86,15 @@ def read(path: Path, owner: str, records: str) -> Commit | None:
     return Commit(entries["step"], entries["slot"], entries["before"])
 
 
+def step_of(path: Path) -> int | None:
+    """Return the step of a commit, whosever it is; None where none can be read."""
+    try:
+        step = read_object(path).get("step")
+    except (Unreadable, OSError):
+        return None
+    return step if isinstance(step, int) and 0 < step < 1 << 62 else None
+
+
 def _checksum(entries: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 

@@ -12,7 +12,8 @@
 
 A process that ends at any byte leaves step k-1 or k whole on each rank. After a restart all ranks go on from one that
 every rank has (`common_step`): a rank that is one step further still has the step before, which it could not overwrite
-until all others were as far. Nothing is written before the ranks have agreed on it (`resume`).
+until all others were as far. Once they are, that step may be half overwritten, though the commit still names it.
+Nothing is written before the ranks have agreed on a step (`resume`).
 
 A record is read from where it was written last, be that committed or not. One that cannot be written keeps its former
 contents. Memory begins at a whole block and takes whole blocks (blocks.py), as that of a host slab does.
@@ -29,7 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 import psutil
 
@@ -44,7 +45,6 @@ from zero3d.memory.file_lock import FileLock, holder
 IN_MEMORY = ("tmpfs", "ramfs")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ELSEWHERE = "choose another with offload.directory=FOLDER"
-T = TypeVar("T")
 
 
 _open_here: set[Path] = set()  # locks that this process has
@@ -56,6 +56,7 @@ class DiskSlab:
     An error of a record or a commit leaves the committed step as it was.
 
     had_steps  whether there was a commit when it was opened: else all records begin as zeros
+    resumed    the step that was gone back to, as long as nothing else is committed or written
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class DiskSlab:
         self._newest = [1 - self._target] * len(records)
         self._written: set[int] = set()
         self._confirmed = self._commit is None
+        self.resumed: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -214,13 +216,13 @@ class DiskSlab:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Return the step committed last, and the one before, which is whole if any rank has not committed the last."""
+        """Return the step committed last, and the one before, which is whole only if a rank lacks the last."""
         if self._commit is None:
             return ()
         return self._commit.step, *(() if self._commit.before is None else (self._commit.before,))
 
     def resume(self, step: int) -> None:
-        """Go on from one of `steps` that all ranks have; what was written since is void. Raises CheckpointError."""
+        """Go on from the `common_step` of all ranks; what was written since is void. Raises CheckpointError."""
         assert self._commit is not None, f"{self.path} holds no step"
         assert step in self.steps, f"{self.path} holds steps {self.steps}, not {step}"
         here = step == self._commit.step
@@ -228,7 +230,7 @@ class DiskSlab:
         self._target = 1 - self._commit.slot
         self._newest = [self._commit.slot] * len(self._names)
         self._written.clear()
-        self._confirmed = True
+        self._confirmed, self.resumed = True, step
 
     def discard(self) -> None:
         """Say that no step is whole; every record keeps what it holds now. Raises CheckpointError."""
@@ -239,14 +241,14 @@ class DiskSlab:
                 f"{self._commit_path} cannot be removed ({error.strerror}), and its step is of no use any more: "
                 f"remove {self.directory} and go on from a checkpoint."
             ) from error
-        self._commit, self._confirmed = None, True
+        self._commit, self._confirmed, self.resumed = None, True, None
 
     def commit(self, step: int) -> None:
         """Say that all records of a step are written; the disk has them when this returns. Raises CheckpointError."""
         missing = sorted(set(range(len(self._names))) - self._written)
         assert not missing, f"{self.path}: step {step} is committed without record {self._names[missing[0]]}"
         before = None if self._commit is None else self._commit.step
-        self._confirmed = False
+        self._confirmed, self.resumed = False, None
         try:
             self._file.sync()
         except OSError as error:
@@ -283,13 +285,16 @@ class DiskSlab:
         self._lock.release()
 
 
-def common_step(steps: Sequence[Sequence[T]]) -> T | None:
+def common_step(steps: Sequence[Sequence[int]]) -> int | None:
     """Return the step to go on from, given the `steps` of every rank; None where they have none in common.
 
-    >>> common_step([(7, 6), (7, 6)]), common_step([(7, 6), (6, 5)]), common_step([(7,), ()])
+    It is the last one of some rank: until that rank had committed another, no rank could overwrite this one.
+
+    >>> common_step([(7, 6), (7, 6)]), common_step([(7, 6), (6, 5)]), common_step([(7, 5), (6, 5)])
     (7, 6, None)
     """
-    return next((step for step in steps[0] if all(step in others for others in steps)), None)
+    last = [of_rank[0] for of_rank in steps if of_rank]
+    return next((step for step in last if all(step in of_rank for of_rank in steps)), None)
 
 
 def _file_system(folder: Path) -> str:
