@@ -96,7 +96,7 @@ def test_families_with_ways_of_their_own(ranks, policy):
 
 
 @pytest.mark.parametrize(("shape", "schedule"), [
-    ({"tp": 2, "pp": 2}, "1f1b"), ({"pp": 2}, "zero-bubble"),
+    pytest.param({"tp": 2, "pp": 2}, "1f1b", marks=pytest.mark.long), ({"pp": 2}, "zero-bubble"),
     pytest.param({"pp": 2}, "gpipe", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_several_micro_batches_in_flight(ranks, shape, schedule):

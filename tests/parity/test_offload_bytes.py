@@ -101,7 +101,8 @@ def test_bytes_of_a_parameter_are_those_of_the_formulas(tmp_path):
 
 
 @pytest.mark.parametrize(("place", "stage"), [
-    ("host", 2), ("disk, device updates", 1), ("all on disk", 3), ("all on host", 3), ("part on host", 0),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (("disk, device updates", 1), ("all on host", 3))),
+    ("host", 2), ("all on disk", 3), ("part on host", 0),
 ])  # fmt: skip
 def test_after_the_first_step_nothing_is_allocated_for_tiers(tmp_path, place, stage):
     case = Case(stage=stage, master="split")

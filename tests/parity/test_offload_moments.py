@@ -16,7 +16,9 @@ def of(place):
     return {**PLACES[place], **MOMENTS}
 
 
-@pytest.mark.parametrize(("stage", "master"), [(0, "split"), (2, "fp32"), (3, "split")])
+@pytest.mark.parametrize(("stage", "master"), [
+    pytest.param(0, "split", marks=pytest.mark.long), pytest.param(2, "fp32", marks=pytest.mark.long), (3, "split"),
+])  # fmt: skip
 def test_16_bit_moments_are_the_same_at_every_place_and_in_every_cut(tmp_path, stage, master):
     case, found = Case(stage=stage, master=master), {}
     for place, bucket in (("host", 1024), ("host, device updates", 1024), ("host", 1 << 18), ("disk", 528),

@@ -150,7 +150,10 @@ CALLS = {
 
 
 @pytest.mark.parametrize("fault", list(FAULTS))
-@pytest.mark.parametrize(("place", "stage"), [("disk", 2), ("disk, device updates", 2), ("all on disk", 3)])
+@pytest.mark.parametrize(("place", "stage"), [
+    pytest.param("disk", 2, marks=pytest.mark.long), pytest.param("disk, device updates", 2, marks=pytest.mark.long),
+    ("all on disk", 3),
+])  # fmt: skip
 def test_a_disk_that_fails_is_one_error_after_which_nothing_goes_on_but_a_checkpoint(tmp_path, fault, place, stage):
     folder, saved = tmp_path / "tier", tmp_path / "saved"
     case = CASE._replace(stage=stage)

@@ -69,7 +69,7 @@ class HostBudget:
         raise OutOfBudget(
             f"a rank's states on the host take {decimal(total)} ({parts}), and it may take {decimal(self.nbytes)}: "
             f"{self}. What fits is {self.nbytes / total:.2f} of it: {remedy}lower offload.fraction, type "
-            "offload.moments=bf16 or offload.optimizer=disk, or use more hosts."
+            "offload.moments=bf16 or, where buffers are not the most of it, offload.optimizer=disk, or use more hosts."
         )
 
 

@@ -173,18 +173,25 @@ def saved_choice(checkpoint: Path) -> Mapping[str, Any]:
 def described(engine: Engine) -> str | None:
     """Say in a line what is off this rank's device, where, and who updates it; None where nothing is."""
     offload = engine.offload
-    if not offload.states:
-        return None
     share = f" ({offload.fraction:g} of them)" if offload.fraction < 1 else ""
-    parts = {f"optimizer states{share}": offload.optimizer, "weights": offload.params}
+    kind = ", moments in bf16," if offload.moments == "bf16" else ""
+    parts = {
+        f"optimizer states{share}{kind}": offload.optimizer, "weights": offload.params,
+        "gradients": offload.gradients if offload.gradients == HOST else "none",
+        "inputs of recomputed blocks": offload.activations,
+    }  # fmt: skip
     away = ", ".join(f"{name} on the {place}" for name, place in parts.items() if place != "none")
+    if not away:
+        return None
     held: dict[str, int] = {}
     for entry in engine.memory:
         if entry.place != DEVICE:
             held[entry.place] = held.get(entry.place, 0) + entry.measured
     bytes_ = ", ".join(f"{size(nbytes)} on the {place}" for place, nbytes in held.items())
     folder = f" in {offload.directory}" if offload.uses_disk else ""
-    return f"offload: {away}, updated on the {offload.executor}; of rank 0 {bytes_}{folder}"
+    updated = f", updated on the {offload.executor}" if offload.optimizer != "none" else ""
+    held_now = f"; of rank 0 {bytes_}{folder}" if bytes_ else ""  # inputs of blocks are there from the first step on
+    return f"offload: {away}{updated}{held_now}"
 
 
 # --- its folder ---------------------------------------------------------------------------------

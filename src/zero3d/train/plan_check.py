@@ -130,10 +130,10 @@ def check_line(estimate: Estimate, measured: int, seconds: float, reserved: int 
     on_cpu = reserved is None
     beside = "" if reserved is None else f"{size(reserved, keep_zero=True)} reserved, "
     memory, kind = (estimate.memory.states, "of states") if on_cpu else (estimate.memory.allocated, "allocated")
-    off = 100 * (measured / memory - 1)
+    off = f" ({100 * (measured / memory - 1):+.1f} %)" if memory else ""  # all of it may be off the device
     slowest = max(estimate.seconds.parts, key=lambda name: estimate.seconds.parts[name])
     return (
-        f"plan {size(int(memory), keep_zero=True)} / actual {size(measured, keep_zero=True)} {kind} ({off:+.1f} %), "
+        f"plan {size(int(memory), keep_zero=True)} / actual {size(measured, keep_zero=True)} {kind}{off}, "
         f"{beside}step {estimate.seconds.mid:.3g} s / {seconds:.3g} s; slowest term: {slowest}"
     )
 

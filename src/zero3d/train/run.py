@@ -223,6 +223,10 @@ def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, fol
     devices = f"{ranks} rank{'s' if ranks > 1 else ''} on {engine.mesh.device.type}"
     settings = [f"stage {config.zero.stage}", config.precision, devices]
     settings += [f"activations {config.activations}"] if config.activations != "none" else []
+    settings += ["inputs of blocks in parts over tp"] if config.mesh.partition_activations else []
+    settings += ["masters in halves"] if config.zero.master == "split" else []
+    settings += [f"gathered in tiles of {config.zero.gather_budget}"] if config.zero.gather_budget else []
+    settings += ["loss in tiles"] if config.train.tiled_loss else []
     return [
         *([engine.mesh.degrees.table()] if engine.mesh.pp * engine.mesh.tp > 1 else []),
         f"zero3d train: {', '.join(settings)}; {kind} with {count_params(engine):,} parameters",
