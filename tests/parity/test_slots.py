@@ -231,7 +231,9 @@ def warned(folder, place):
 
 def test_slots_of_another_placement_are_not_lost_without_a_word(alone, tmp_path):
     (line,), after = alone(warned, str(tmp_path), "part on disk")
-    assert line.startswith(f"{tmp_path} had step 2 of another model, mesh or placement, or damaged: its files are")
+    assert line.startswith(
+        f"{tmp_path} had step 2 of another model, mesh or placement, or a damaged one: its files are"
+    )
     assert after == []
 
 
@@ -445,9 +447,7 @@ def damages(folder):
             os.truncate(path, path.stat().st_size // 2)
 
     def copy():
-        text = states.read_bytes()
-        states.unlink()
-        states.write_bytes(text)
+        shutil.copy(states, folder / "copy").replace(states)
 
     return {
         "nothing": (lambda: None, "load_slots", 5),

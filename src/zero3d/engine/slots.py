@@ -83,9 +83,9 @@ class Slots:
 def _warn_of_replaced(disk: DiskSlab, step: int) -> None:
     """Say which step is lost where files are of another model, mesh or placement, or damaged."""
     if step != NEVER:
-        what = "a step that cannot be read" if step == UNKNOWN else f"step {step}"
+        of_others = f"step {step} of another model, mesh or placement, or a damaged one"
+        what = "a step whose commit cannot be read" if step == UNKNOWN else of_others
         warnings.warn(
-            f"{disk.directory} had {what} of another model, mesh or placement, or damaged: its files are replaced, and "
-            "only a checkpoint can be gone on from.",
+            f"{disk.directory} had {what}: its files are replaced, and only  a checkpoint can be gone on from.",
             stacklevel=5,
         )
