@@ -1,5 +1,6 @@
 """What a device holds and its allocator has reserved, in every report of an accelerator; the CPU's stay as they were."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -64,6 +65,8 @@ def test_the_plan_line_names_both():
     on_cpu = check_line(ESTIMATE, ALLOCATED, 1.0, None)
     assert " of states (" in on_cpu
     assert "reserved" not in on_cpu
+    nothing = replace(ESTIMATE, memory=replace(ESTIMATE.memory, states=0.0))
+    assert "plan 0 B / actual 0 B of states, step " in check_line(nothing, 0, 1.0, None)
 
 
 def test_a_step_names_both():
