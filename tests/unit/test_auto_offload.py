@@ -10,7 +10,7 @@ from models import adamw, build
 import zero3d
 from zero3d.engine import auto_offload
 from zero3d.engine.auto_offload import bytes_needed, room_of, settle_executor
-from zero3d.memory.auto_place import LINK, MEMORY, Rates, Room, choose_executor
+from zero3d.memory.auto_place import LINK, MEMORY, Need, Rates, Room, choose_executor
 from zero3d.memory.offload import Offload
 from zero3d.models.blocks import partition_all
 
@@ -111,6 +111,18 @@ def chosen_by_ranks():
     return offload.optimizer, offload.fraction, why
 
 
+def test_gradients_leave_where_the_device_has_no_room_for_them():
+    need = Need(1000, 100, 30, {"weights": 200, "gradients": 400})
+    assert auto_offload.gradients_short_of(need, Room(700, 10**6, disk=False), 1.0) == -70
+    assert auto_offload.gradients_short_of(need, Room(700, 10**6, disk=False), 0.5) == 430
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_stay_on_a_device_that_is_the_host(stage):
+    engine = engine_of({"optimizer": "host"}, stage=stage)
+    assert engine.offload.gradients == "device"
+
+
 def test_all_ranks_choose_what_the_one_with_the_least_room_must_have(ranks):
     first, second = ranks(2, chosen_by_ranks)
     assert first == second
@@ -178,7 +190,7 @@ def test_an_executor_that_was_asked_for_stays_and_none_is_needed_for_what_stays(
 ])  # fmt: skip
 def test_an_engine_says_who_updates_its_records_and_why(optimizer, executor):
     engine = engine_of({"optimizer": "host"}, optimizer=optimizer)
-    assert engine.offload == Offload("host", executor=executor)
+    assert engine.offload == Offload("host", gradients="device", executor=executor)
     assert [line.partition(": ")[0] for line in engine.offload_why] == ["offload.executor=auto"]
     assert engine_of({"optimizer": "host", "executor": "device"}, optimizer=optimizer).offload_why == ()
 

@@ -24,7 +24,7 @@ from zero3d.distributed.axis import forget_note
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import Accounts
 from zero3d.engine.activations import keep_inputs
-from zero3d.engine.auto_offload import Settled, settle_place
+from zero3d.engine.auto_offload import Settled, settle_gradients, settle_place
 from zero3d.engine.checks import bind_scheduler
 from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
 from zero3d.engine.foundation import Foundation
@@ -77,7 +77,9 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     axes, resolved, module = base.axes, base.resolved, base.division.module
     kept = keep_inputs(base)
     specs, uses = partition_all(base.division.chunks.values(), options.model.units, resolved.precision.dtype)
-    base, why = settle_place(base, specs)
+    base, why_there = settle_place(base, specs)
+    base, why_gradients = settle_gradients(base, specs)
+    why = (*why_there, *why_gradients)
     losses, only = Losses(model, options.step.loss), last_only(model)
     unit_of: dict[nn.Parameter, Unit] = {}
     guard(module, unit_of, is_open)

@@ -1,6 +1,8 @@
 """What `auto` in `offload` means for an engine, from the bytes that its ranks are about to hold and may take.
 
 place      before the first unit is built: all ranks choose what the rank with the least room must have
+gradients  then: on the host where the device has no room for them beside the rest, and they may go there; where the
+           device is a CPU that is the same memory, and they stay
 executor   once it is known what the optimizer is: the host has the fused kernels of Adam and AdamW. Where the device
            is a CPU these are the same bits, in one pass; elsewhere by arithmetic (memory/auto_place.py)
 """
@@ -29,7 +31,7 @@ from zero3d.memory.auto_place import (
     choose_executor,
 )
 from zero3d.memory.blocks import padded
-from zero3d.memory.budget import host_budget, parse_size
+from zero3d.memory.budget import decimal, host_budget, parse_size
 from zero3d.memory.offload import AUTO, DEVICE, HOST, Offload
 from zero3d.memory.scratch import update_bucket
 from zero3d.models.blocks import UnitSpec
@@ -61,6 +63,29 @@ def settle_place(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Foundatio
     why = f"offload.optimizer=auto: {placed.optimizer}, fraction {placed.fraction:g}: {placed.why}"
     offload = replace(offload, optimizer=placed.optimizer, fraction=placed.fraction)
     return replace(base, options=replace(base.options, zero=replace(base.options.zero, offload=offload))), (why,)
+
+
+def settle_gradients(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Foundation, tuple[str, ...]]:
+    """Choose where reduced gradients are, all ranks alike; return options that say so, and why in lines."""
+    offload, policy = base.options.zero.offload, base.resolved.policy
+    if offload.gradients != AUTO or offload.optimizer == "none":
+        return base, ()
+    place, why = DEVICE, tuple[str, ...]()
+    may_leave = policy.stage.shards_gradients and policy.reduce == "every_micro_batch" and not base.options.zero.exact
+    if may_leave and base.axes.arena.device.type != "cpu":
+        short = gradients_short_of(bytes_needed(base, specs), room_of(base.resolved.mesh, offload), offload.fraction)
+        world = base.axes.world
+        most = max(world.read(world.exchange(torch.tensor([float(short)], device=world.device)).flatten(), [0.0]))
+        place = HOST if most > 0 else DEVICE
+        room = f"{decimal(int(abs(most)))} {'too much' if most > 0 else 'are left'} with them on the device"
+        why = (f"offload.gradients=auto: {place}: {room}",)
+    offload = replace(offload, gradients=place)
+    return replace(base, options=replace(base.options, zero=replace(base.options.zero, offload=offload))), why
+
+
+def gradients_short_of(need: Need, room: Room, fraction: float) -> int:
+    """Return the bytes that a device lacks for gradients beside all else that stays; negative where some are left."""
+    return int(sum(need.others.values()) + need.passing + (1 - fraction) * need.states) - room.device
 
 
 def settle_executor(base: Foundation, on_host: bool, states: int) -> ExecutorChoice:
