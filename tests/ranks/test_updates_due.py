@@ -121,7 +121,7 @@ def check_between(ranks, folder, case, places):
     for found in ranks(case.dp, between, case, [RESIDENT, *places], str(folder)):
         for place, record in found.items():
             assert record == found[RESIDENT], (case, place)
-        assert len(set(found[RESIDENT])) > 5
+        assert len(set(found[RESIDENT])) > 3  # fp16 skips steps
 
 
 @pytest.mark.parametrize(("case", "places"), [
