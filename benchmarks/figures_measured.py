@@ -168,6 +168,31 @@ def loop_share() -> str:
     )
 
 
+# --- offload.py ----------------------------------------------------------------------------------
+
+
+def offload_targets() -> str:
+    """Every target of tiers, and what was reached."""
+    rows = []
+    for run in results("offload"):
+        for part, found in run["parts"].items():
+            for target in found["targets"]:
+                met = "met" if target["met"] else "missed"
+                rows.append([part, target["what"], f"{target['reached']:.2f}x", f"{target['target']:.2f}x", met])
+    return table(["part", "what", "reached", "target", ""], rows)
+
+
+def offload_steps() -> str:
+    """A training step with states at every place, and bytes of states by place."""
+    [run] = results("offload")
+    rows = []
+    for way, row in run["parts"]["step"]["rows"].items():
+        places = [f"{row[f'{place} GB']:.3f}" if f"{place} GB" in row else "" for place in ("device", "host", "disk")]
+        same = "the same" if row["same losses"] else "others"
+        rows.append([way, f"{row['median s']:.3f} s", f"{row['of resident']:.2f}x", same, *places])
+    return table(["", "step", "of resident", "loss bits", "device GB", "host GB", "disk GB"], rows)
+
+
 MEASURED: dict[str, Callable[[], str]] = {
     "engines-targets": lambda: targets("engines"),
     "engines-steps": lambda: engine_steps("engines"),
@@ -178,5 +203,7 @@ MEASURED: dict[str, Callable[[], str]] = {
     "pipelines": pipelines,
     "meshes-beside-torch": meshes_beside_torch,
     "loading": loading_speed,
+    "offload-targets": offload_targets,
+    "offload-steps": offload_steps,
     "loop-share": loop_share,
 }

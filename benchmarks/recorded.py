@@ -121,6 +121,7 @@ RECIPES = {
             ),
         ),
         Recipe("loading", ("python benchmarks/loading.py --json OUT",)),
+        Recipe("offload", ("python benchmarks/offload.py --gigabytes 0.5 --rounds 5 --json OUT",)),
         Recipe("loop-overhead", ("python benchmarks/loop_overhead.py --json OUT",)),
     )
 }
