@@ -26,7 +26,7 @@ def opened(tmp_path):
         shelf = OnDisk(Ring(DiskTier(slab), RECORDS, memory), RECORDS, slab.newest)
         here = InPlace([[torch.zeros(3)]])
         stores.append(
-            RecordStore([Standing(shelf, 0, "disk"), Standing(shelf, 1, "disk"), Standing(here, 0, "device")], slab)
+            RecordStore([Standing(shelf, 0), Standing(shelf, 1), Standing(here, 0)], slab)
         )
         return stores[-1], slab
 

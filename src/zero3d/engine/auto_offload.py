@@ -33,6 +33,7 @@ from zero3d.memory.auto_place import (
 from zero3d.memory.blocks import padded
 from zero3d.memory.budget import decimal, host_budget, parse_size
 from zero3d.memory.offload import AUTO, DEVICE, HOST, Offload
+from zero3d.memory.placement import DEPTH
 from zero3d.memory.scratch import update_bucket
 from zero3d.models.blocks import UnitSpec
 from zero3d.precision import NAMES
@@ -40,7 +41,6 @@ from zero3d.zero.layout import ROOT
 from zero3d.zero.policy import Policy
 from zero3d.zero.stages import NO_BYTES, REMAINDER, WINDOW, engine_bytes, frozen_bytes
 
-DEPTH = 3  # buffers of a ring
 USABLE = 0.95  # of a device's free memory: fragments, and what no formula counts, take the rest
 
 

@@ -25,6 +25,7 @@ from zero3d.models.blocks import UnitSpec
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.masters import REMAINDER
 from zero3d.zero.state_records import MASTER, WEIGHTS
+from zero3d.zero.updates import frozen_options
 
 OPTIMIZER, PARAMETERS, FROZEN, GRADIENTS = "optimizer states", "parameters", "frozen parameters", "gradients"
 BUFFERS, STAGING = "ring buffers", "staging"
@@ -74,7 +75,7 @@ class StateKinds:
         groups, wide = base.resolved.groups, base.resolved.policy.master
         pieces = [[torch.zeros(16, dtype=wide, device=base.axes.arena.device)] for _ in range(groups.groups)]
         optimizer = groups.build(pieces)
-        options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        options = frozen_options(optimizer)
         check_moments(base.options.zero.offload, optimizer)
         for (piece,) in pieces:
             piece.grad = torch.zeros_like(piece)

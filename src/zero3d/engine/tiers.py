@@ -83,7 +83,6 @@ class Tiers:
     arenas: Mapping[str, Arena]
     executor: str
     planned: Mapping[tuple[str, str], Fraction]
-    device: torch.device
     ring_of_weights: bool
     staging: tuple[Tensor, Tensor] | None = None
     why: str = ""
@@ -187,7 +186,6 @@ class Builder:
             arenas=arenas,
             executor=self._executor,
             planned=planned_bytes(self._placed),
-            device=self._arena.device,
             ring_of_weights=self._offload.params == DISK,
             staging=self._staging(slab),
             why=self._why,
@@ -270,7 +268,7 @@ class Builder:
         standing = []
         for each in self._placed:
             key = each.part, each.place
-            standing.append(Standing(shelves[key], numbers[key], each.place))
+            standing.append(Standing(shelves[key], numbers[key]))
             numbers[key] += 1
             if each.place != DEVICE:
                 arena = self._host_arena if each.place == HOST else self._disk_arena

@@ -74,11 +74,6 @@ def leave_device(nbytes: Sequence[int], fraction: float, place: str) -> list[str
     return places
 
 
-def slab_bytes(nbytes: Sequence[int], place: str) -> int:
-    """Return what records take at a place: whole blocks off the device, twice on a disk, whose slots take turns."""
-    return (2 if place == DISK else 1) * sum(nbytes if place == DEVICE else map(padded, nbytes))
-
-
 class UnitStates(NamedTuple):
     """What a rank updates of a unit. elements: of its storage, padding among them; else bytes of each, as above."""
 

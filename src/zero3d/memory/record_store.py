@@ -126,11 +126,10 @@ class OnDisk(ThroughRing):
 
 
 class Standing(NamedTuple):
-    """Where a record stands: its shelf, its number there, and the place's name."""
+    """Where a record stands: its shelf, and its number there."""
 
     shelf: Shelf
     number: int
-    place: str
 
 
 class RecordStore:
@@ -145,13 +144,9 @@ class RecordStore:
         self._steps = 0  # as the engine counts them
         self._unconfirmed = False
 
-    def place(self, index: int) -> str:
-        """Return the name of a record's place."""
-        return self._standing[index].place
-
     def ahead(self, index: int) -> None:
         """Begin to bring a record; nobody waits."""
-        shelf, number, _ = self._standing[index]
+        shelf, number = self._standing[index]
         shelf.ahead(number)
 
     @contextmanager
@@ -160,7 +155,7 @@ class RecordStore:
 
         What an exception leaves is not taken back.
         """
-        shelf, number, _ = self._standing[index]
+        shelf, number = self._standing[index]
         self._open[index] = self._open.get(index, 0) + 1
         try:
             yield shelf.fetch(number)
@@ -175,7 +170,7 @@ class RecordStore:
 
     def view(self, index: int) -> list[Tensor]:
         """Return a record's fields as they are stored, to be read; those of an open one as they are used."""
-        shelf, number, _ = self._standing[index]
+        shelf, number = self._standing[index]
         if index in self._open:
             return shelf.fetch(number)
         shelf.drain()
@@ -214,7 +209,7 @@ class RecordStore:
 
     def clear(self) -> None:
         """Have the records of the slab be zeros, as those of a new file are."""
-        for index, (shelf, _, _) in enumerate(self._standing):
+        for index, (shelf, _) in enumerate(self._standing):
             if isinstance(shelf, OnDisk) and shelf.changes:
                 with self.opened(index) as fields:
                     for values in fields:
