@@ -25,9 +25,7 @@ def opened(tmp_path):
         memory = HostSlab({"ring": ring_buffers(RECORDS)}, torch.device("cpu")).memory["ring"]
         shelf = OnDisk(Ring(DiskTier(slab), RECORDS, memory), RECORDS, slab.newest)
         here = InPlace([[torch.zeros(3)]])
-        stores.append(
-            RecordStore([Standing(shelf, 0), Standing(shelf, 1), Standing(here, 0)], slab)
-        )
+        stores.append(RecordStore([Standing(shelf, 0), Standing(shelf, 1), Standing(here, 0)], slab))
         return stores[-1], slab
 
     yield open_store
