@@ -198,7 +198,8 @@ class Course:
         mesh = self.job.config.mesh
         dp = Degrees.resolve(ranks, None, mesh.tp, mesh.pp).dp
         source = self.checkpoint or "the beginning: no checkpoint was saved"
-        return [f"restart {self.restarts} of {self.job.restarts}: {ranks} ranks, dp {dp}, from {source}"]
+        many = f"{ranks} rank{'s' if ranks > 1 else ''}"
+        return [f"restart {self.restarts} of {self.job.restarts}: {many}, dp {dp}, from {source}"]
 
     def _is_inside(self, checkpoint: Path | None) -> bool:
         folder = self.folder
