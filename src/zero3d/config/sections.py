@@ -140,6 +140,12 @@ class Health:
         "so many in a row, or a whole run of fewer steps, end it with exit code 1 and the first unit's name",
         least=1,
     )
+    min_ranks: int | None = key(
+        None,
+        "where ranks are lost, go on with as few as this: dp shrinks, train.batch stays and accumulation grows; by "
+        "default a run needs all; give train.batch and train.micro_batch; mesh.dp is then the largest dp",
+        least=1,
+    )
 
 
 @dataclass(frozen=True)

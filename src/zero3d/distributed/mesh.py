@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
 
 from zero3d.distributed.axis import Axis, backends_of, read_note
-from zero3d.distributed.degrees import AXES, Degrees, Place
+from zero3d.distributed.degrees import AXES, SLOT, Degrees, Place
 from zero3d.distributed.devices import Launched, choose_device, claim_device
 from zero3d.distributed.groups import EARLY, backend_options, check_carries, new_group, options_of, timeout, warm_up
 from zero3d.distributed.rendezvous import shared_store
@@ -204,8 +204,10 @@ def start_distributed(device: torch.device | None = None) -> None:
 def _launched() -> Launched:
     """Return what a launcher says of this rank and its host."""
     shown = next((os.environ[name] for name in VISIBLE if os.environ.get(name)), "")
-    local_rank, local_world = (int(os.environ.get(name) or "0") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    return Launched(local_rank, local_world, own_device=shown != "" and "," not in shown)
+    local_rank, local_world, slot = (
+        int(os.environ.get(name) or "0") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", SLOT)
+    )
+    return Launched(max(local_rank, slot), local_world, own_device=shown != "" and "," not in shown)
 
 
 @contextmanager
