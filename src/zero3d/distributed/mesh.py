@@ -171,11 +171,19 @@ class Mesh:
 
         It carries exchanges only, and there is no connection between any two ranks.
         """
+        axis = self.store_axis("world")
+        axis.heartbeat = self.heartbeat
+        yield axis
+
+    def store_axis(self, name: str) -> Axis:
+        """Return an axis of all ranks that exchanges through the store alone, so that threads may use one of their own.
+
+        Those of one name count their exchanges together, in one order on all ranks. A heartbeat, which is of one thread
+        alone, hears nothing of them.
+        """
         if self.world == 1:
-            yield Axis("world", 0, 1)
-            return
-        meet = self._through_the_store("world", range(self.world))
-        yield Axis("world", self.rank, self.world, meet=meet, heartbeat=self.heartbeat)
+            return Axis("world", 0, 1)
+        return Axis("world", self.rank, self.world, meet=self._through_the_store(name, range(self.world)))
 
 
 def start_distributed(device: torch.device | None = None) -> None:
