@@ -57,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
             return error.exit_code  # rank 0 says it
         raise
     if joins:
-        as_worker(lambda: work(arguments, name, config))
+        limits = {"timeout": config.health.timeout, "slow_timeout": config.health.slow_timeout}
+        as_worker(lambda: work(arguments, name, config), limits)
     ranks = arguments.ranks
     if ranks is None:
         ranks = ranks_here(config.mesh.dp, config.mesh.tp, config.mesh.pp)

@@ -187,6 +187,7 @@ class Engine:
         """Step, read `besides` on the host with what it reads itself, and leave new weights on their way."""
         if self._assembly.whole_parameters.any_open:
             raise ConfigError("step() inside full_params() would be undone on leaving it: leave the block first.")
+        self.mesh.heartbeat.work(b"the optimizer's update")
         return self._stepper.step(besides)
 
     def train_batch(
@@ -231,7 +232,7 @@ class Engine:
         """
         number = count()
         counted = (batch for batch, _ in zip(micro_batches, number, strict=False))
-        with self._execution.together(), self._evaluating(keep_full=False):
+        with self.mesh.heartbeat.phase("evaluate"), self._execution.together(), self._evaluating(keep_full=False):
             sums = self._execution.evaluate(counted)
             return self._mean(self._order.sum_of(sums, next(number), trained=False))
 
@@ -251,7 +252,7 @@ class Engine:
         """
         ids = input_ids.to(self.mesh.device)
         alone = keep_full or self.dp.size == 1
-        with self._execution.together(), self._evaluating(keep_full):
+        with self.mesh.heartbeat.phase("generate"), self._execution.together(), self._evaluating(keep_full):
             share_random_state(self.tp)  # tokens that differed would end sequences at other times: no rank would return
             of_model = getattr(self.module, "generate", None)
             if of_model is not None:
@@ -292,8 +293,9 @@ class Engine:
 
         `loop` is what the training loop wants back from `load`: plain values, those of rank 0.
         """
-        self.optimizer.settle()
-        return checkpoint.save(Path(directory), engine_state(self._assembly, loop))
+        with self.mesh.heartbeat.phase("save"):
+            self.optimizer.settle()
+            return checkpoint.save(Path(directory), engine_state(self._assembly, loop))
 
     def load(self, directory: str | Path) -> Any:
         """Continue from a checkpoint (or the newest in a directory of them), on any mesh, at any stage.
