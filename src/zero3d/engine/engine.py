@@ -191,6 +191,7 @@ class Engine:
             raise ConfigError("step() inside full_params() would be undone on leaving it: leave the block first.")
         if self.accumulation.reached:
             self._saves.await_copy()
+        self.mesh.heartbeat.work(b"the optimizer's update")
         return self._stepper.step(besides)
 
     def train_batch(
@@ -235,7 +236,7 @@ class Engine:
         """
         number = count()
         counted = (batch for batch, _ in zip(micro_batches, number, strict=False))
-        with self._execution.together(), self._evaluating(keep_full=False):
+        with self.mesh.heartbeat.phase("evaluate"), self._execution.together(), self._evaluating(keep_full=False):
             sums = self._execution.evaluate(counted)
             return self._mean(self._order.sum_of(sums, next(number), trained=False))
 
@@ -255,7 +256,7 @@ class Engine:
         """
         ids = input_ids.to(self.mesh.device)
         alone = keep_full or self.dp.size == 1
-        with self._execution.together(), self._evaluating(keep_full):
+        with self.mesh.heartbeat.phase("generate"), self._execution.together(), self._evaluating(keep_full):
             share_random_state(self.tp)  # tokens that differed would end sequences at other times: no rank would return
             of_model = getattr(self.module, "generate", None)
             if of_model is not None:
@@ -299,9 +300,10 @@ class Engine:
         once, with the folder that will be there: a thread copies the states into the host's memory, for which the next
         update waits, then writes. `saved()` says what came of it; the next save, a load and the process' end wait, too.
         """
-        self.optimizer.settle()
-        save = self._saves.now if wait else self._saves.begin
-        return save(Path(directory), lambda: engine_state(self._assembly, loop))
+        with self.mesh.heartbeat.phase("save"):
+            self.optimizer.settle()
+            save = self._saves.now if wait else self._saves.begin
+            return save(Path(directory), lambda: engine_state(self._assembly, loop))
 
     def saved(self) -> Path | None:
         """Wait for a save with `wait=False` and return its folder; None where there is none, or it was told before.
