@@ -88,7 +88,7 @@ def join(arguments: argparse.Namespace, name: str, config: Config, started: int,
         if started > ranks and os.environ["RANK"] == "0":
             release()
 
-    as_worker(action)
+    as_worker(action, {"timeout": config.health.timeout, "slow_timeout": config.health.slow_timeout})
 
 
 def read(arguments: argparse.Namespace) -> tuple[str, Config]:

@@ -60,8 +60,9 @@ def open_inputs(config: Config, check: Callable[[Mesh], None] = lambda mesh: Non
         def read(verify: bool) -> DataSet:
             return open_data(config.data, tokenizer, vocabulary, slices_of(config, mesh), verify)
 
-        first = agree(comm, lambda: read(verify=True) if mesh.local_rank == 0 else None)
-        data = agree(comm, lambda: first or read(verify=False))
+        with mesh.heartbeat.phase("data"):
+            first = agree(comm, lambda: read(verify=True) if mesh.local_rank == 0 else None)
+            data = agree(comm, lambda: first or read(verify=False))
     return Inputs(mesh, opened, data, batch, steps_of_run(config, data, batch))
 
 
