@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from damage import damage
+from damage import EDITS, FLAWS, damage
 from models import adamw, bits
 from torch import nn
 
 import zero3d
+from zero3d.checkpoint.examine import examine
+from zero3d.cli.main import main
 from zero3d.errors import CheckpointError
 from zero3d.precision import LossScaling, Precision
 from zero3d.zero.policy import State
@@ -180,6 +182,66 @@ def test_damaged_checkpoints_change_nothing_or_load_what_was_saved(sources, live
         shutil.rmtree(tmp_path / str(case))
     assert len(kinds) > 30
     assert len(loaded) < SHORT / 5, loaded
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, PARTS))])
+def test_verify_finds_every_flaw_and_names_every_file_that_has_one(sources, tmp_path, part):
+    kinds = set()
+    for case in range(part * SHORT, (part + 1) * SHORT):
+        folder, random_ = tmp_path / str(case) / "step-2", random.Random(case)
+        shutil.copytree(sources[case % 2][0], folder)
+        (tmp_path / str(case) / "other").symlink_to(sources[case % 2][1])
+        before = contents_of(folder)
+        chosen = FLAWS[case % len(FLAWS)]
+        chosen(folder, random_)
+        changed = {name for name, content in before.items() if contents_of(folder).get(name) != content}
+        found = examine(folder)
+        named = {fault.file for fault in found.faults}
+        assert all("\n" not in fault.message and str(folder) in fault.message for fault in found.faults)
+        kinds.add(chosen.__name__)
+        if not changed:
+            assert chosen.__name__ == "foreign"
+            assert found.whole, case
+            assert found.foreign, case
+        elif any(name.startswith("manifest") for name in changed):
+            assert named == {"manifest.json"}, (case, chosen, found.faults)  # on which all else hangs
+        else:
+            parts = {name for name in changed if name.endswith(".json")}
+            alone = {name for name in changed if name.replace(".safetensors", ".json") not in parts}
+            assert parts | alone <= named <= changed, (case, chosen, found.faults)
+        shutil.rmtree(tmp_path / str(case))
+    assert len(kinds) == len({each.__name__ for each in FLAWS})
+
+
+def contents_of(folder):
+    """Every file by its name: bytes, or what else it is."""
+    return {
+        path.name: path.read_bytes() if path.is_file() and not path.is_symlink() else path.lstat().st_mode
+        for path in folder.iterdir()
+    }
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, PARTS))])
+def test_every_action_meets_damage_with_one_of_our_errors(sources, tmp_path, part, capsys):
+    """Checkpoints that somebody wrote anew, checksums included: what no model can judge may stay, nothing else raises."""
+    refused = 0
+    for case in range(part * SHORT, (part + 1) * SHORT, 8):
+        folder = tmp_path / str(case) / "step-2"
+        shutil.copytree(sources[0][0], folder)
+        (tmp_path / str(case) / "other").symlink_to(sources[0][1])
+        random.Random(case).choice(EDITS)(folder, random.Random(case))
+        whole = main(["ckpt", "verify", str(folder)]) == 0
+        codes = [
+            main(["ckpt", *words])
+            for words in (["ls", str(folder)], ["show", str(folder)], ["diff", str(folder), str(sources[0][0])])
+        ]
+        assert codes[0] == 0, case
+        assert codes[1] == (0 if whole else codes[1]), case
+        assert set(codes) <= {0, 1, 2}, case
+        assert "Traceback" not in "".join(capsys.readouterr())
+        refused += not whole
+        shutil.rmtree(tmp_path / str(case))
+    assert refused > SHORT / 16
 
 
 def test_a_step_goes_on_after_a_refused_load_as_if_nobody_had_tried(tmp_path):
