@@ -21,6 +21,7 @@ from typing import Any
 from zero3d.memory.offload import CHOICES
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+WARN, STOP = ON_ERROR = ("warn", "stop")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 
 
@@ -264,6 +265,15 @@ class Checkpoint:
     every: int = key(0, "steps between checkpoints; 0 saves at the end only", least=0)
     keep: int = key(2, "how many of the last ones are kept", least=1)
     best: bool = key(True, "keep also the one with the lowest held-out loss")
+    asynchronous: bool = key(
+        False, "write those on the way behind training, from a copy of the states in the host's memory"
+    )
+    on_error: str | None = key(
+        None,
+        "what follows where one on the way cannot be written: a warning, or the run's end; by default a warning behind "
+        "training, else the end. The last one of a run, and that of a stop, must be written",
+        choices=ON_ERROR,
+    )
     export: bool = key(True, "write the final weights as a Hugging Face folder")
     verify: bool = key(False, "load that folder with transformers on one rank and compare the held-out loss")
 
