@@ -88,7 +88,7 @@ class Train:
     deterministic: bool | str = key(
         "auto",
         "on accelerators, algorithms that give the same bits in every run, and an error where there is none; "
-        "auto: with zero.exact",
+        "auto: with zero.exact and with health.replay",
         choices=("auto",),
     )
 
@@ -128,7 +128,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Health:
-    """Steps that are skipped, their gradients being NaN or infinite; not those that lower fp16's loss scale."""
+    """Gradients that are NaN or infinite, but for those that lower fp16's loss scale, or that a machine got wrong."""
 
     nonfinite: str = key(
         "skip",
@@ -139,6 +139,13 @@ class Health:
         20,
         "so many in a row, or a whole run of fewer steps, end it with exit code 1 and the first unit's name",
         least=1,
+    )
+    replay: int = key(
+        0,
+        "every so many steps a neighbour computes one micro-batch of each rank once more; where a bit of a gradient "
+        "differs, the step is not applied and the run ends with the culprit's name; 0 never. Turns on "
+        "train.deterministic",
+        least=0,
     )
 
 
