@@ -168,7 +168,8 @@ class Loop:
             self._give_up(str(error))
             raise
         except CorruptionError as error:
-            saved, clean = checkpoints(self.folder.checkpoints), self.engine.replay and self.engine.replay.clean
+            saved, replay = checkpoints(self.folder.checkpoints), self.engine.replay
+            clean = None if replay is None else replay.clean
             error.args = (f"{error} {after_corruption(saved, clean, self._steps_at_start, self._hints)}",)
             raise
 
