@@ -89,7 +89,7 @@ class Train:
     deterministic: bool | str = key(
         "auto",
         "on accelerators, algorithms that give the same bits in every run, and an error where there is none; "
-        "auto: with zero.exact",
+        "auto: with zero.exact and with health.replay",
         choices=("auto",),
     )
 
@@ -129,7 +129,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Health:
-    """What ends a run: skipped steps, whose gradients are NaN or infinite (not fp16's overflows), and silence."""
+    """What ends a run: gradients that are NaN, infinite (not fp16's overflows) or that a machine got wrong, and silence."""
 
     nonfinite: str = key(
         "skip",
@@ -156,6 +156,13 @@ class Health:
     slow_timeout: float = key(
         3600.0,
         "the same while any rank starts, reads data, saves, loads, evaluates, exports or compiles; 0: never",
+        least=0,
+    )
+    replay: int = key(
+        0,
+        "every so many steps a neighbour computes one micro-batch of each rank once more; where a bit of a gradient "
+        "differs, the step is not applied and the run ends with the culprit's name; 0 never. Turns on "
+        "train.deterministic",
         least=0,
     )
 

@@ -88,6 +88,9 @@ class Engine:
     partition_activations  keep inputs of recomputed blocks in parts over tp, and gather them before recomputation
     gather_budget  bytes, or a text such as "64MB": a linear layer or embedding whose weight takes more is gathered and
                   multiplied in tiles of its rows, none of them larger. `named_parameters()` then has tiles
+    replay        K: in every K-th step of `train_batch` a neighbour over dp, or this rank where it has none, computes
+                  one of its micro-batches once more, and CorruptionError names the culprit where a bit of a gradient
+                  differs; on a GPU after `zero3d.make_deterministic()`. 0: never
     tiled_loss    compute the loss of a Hugging Face causal language model tile by tile: logits of the whole vocabulary
                   are never there, nor in its output, in a forward with labels
     weights       values of parameters on the meta device (`zero3d.models.open.open_model` gives both): every
@@ -131,6 +134,7 @@ class Engine:
         partition_activations: bool = False,
         gather_budget: int | str | None = None,
         tiled_loss: bool = False,
+        replay: int = 0,
     ) -> None:
         tile = parse_budget(gather_budget)
         options = Options(
@@ -138,7 +142,7 @@ class Engine:
             ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter, master, Offload.of(offload), tile),
             ParallelOptions(schedule, blocks, tp_plan, sequence_parallel, partition_activations),
             OptimizerOptions(optimizer, scheduler, param_groups, clip_norm),
-            StepOptions(accumulate, loss, tiled_loss),
+            StepOptions(accumulate, loss, tiled_loss, replay),
         )
         self._assembly = assembly = assemble(model, mesh, options)
         base, runtime, stepper = assembly.base, assembly.runtime, assembly.stepper
@@ -153,7 +157,7 @@ class Engine:
         self.optimizer = runtime.optimizer
         self.offload, self.offload_why = assembly.offload
         self.loss_scale, self.health = runtime.loss_scale, runtime.health
-        self.pipeline, self.summands = assembly.pipeline, base.order.summands
+        self.pipeline, self.summands, self.replay = assembly.pipeline, base.order.summands, assembly.replay
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
         self.last_step: StepResult | None = None
         self.resumed, self._saves = "", open_saves(base)
