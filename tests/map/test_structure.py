@@ -20,7 +20,7 @@ LAYERS = {
     "core": ("zero",),
     "parallel": ("models", "activations", "data", "tensor_parallel", "pipeline", "checkpoint"),
     "engine": ("engine", "setup"),
-    "tools": ("plan", "sim", "train", "page", "cli"),
+    "tools": ("plan", "sim", "train", "page", "doctor", "cli"),
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS.values()) for name in names}
 
@@ -101,6 +101,7 @@ TORCH_FREE = (
     "pipeline.balance", "pipeline.traffic", "pipeline.acknowledgements", "checkpoint.folders", "checkpoint.files",
     "checkpoint.fields", "checkpoint.manifest", "checkpoint.manifest_parser", "checkpoint.manifest_parts", "checkpoint.tiling",
     "checkpoint.integrity", "checkpoint.resume_contract", "models.presets", "models.foreign_code", "plan", "page",
+    "doctor",
 )  # fmt: skip
 WITH_TORCH = {"plan.calibrate"}
 
