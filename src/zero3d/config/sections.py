@@ -129,7 +129,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Health:
-    """What ends a run: gradients that are NaN, infinite (not fp16's overflows) or that a machine got wrong, and silence."""
+    """What ends a run: gradients that are NaN or infinite (not fp16's overflows) or computed wrongly, and silence."""
 
     nonfinite: str = key(
         "skip",
