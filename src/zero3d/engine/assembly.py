@@ -97,7 +97,15 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     stepper = _stepper(base, runtime)
     pipeline = _open_pipeline(base, runtime, losses, whole) if axes.pp.size > 1 else None
     execution: Execution = (
-        Direct(module, losses, runtime.accumulation, runtime.loss_scale, stepper.abandon, only)
+        Direct(
+            module,
+            losses,
+            runtime.accumulation,
+            runtime.loss_scale,
+            stepper.abandon,
+            only,
+            resolved.mesh.heartbeat.work,
+        )
         if pipeline is None
         else Pipelined(pipeline, axes.pp.size, runtime.loss_scale, only)
     )

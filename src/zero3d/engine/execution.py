@@ -53,16 +53,18 @@ class Execution(Protocol):
 class Direct:
     """Runs micro-batches through the whole model, one after another.
 
-    abandon  forgets the step after a backward that died
-    only     the option that has a forward make logits of the last position alone
+    abandon   forgets the step after a backward that died
+    only      the option that has a forward make logits of the last position alone
+    announce  tells the heartbeat what comes next
     """
 
     vocabulary = None
 
     def __init__(
         self, module: nn.Module, losses: Losses, accumulation: Accumulation, loss_scale: LossScale,
-        abandon: Callable[[], None], only: Mapping[str, int],
+        abandon: Callable[[], None], only: Mapping[str, int], announce: Callable[[bytes], None],
     ) -> None:  # fmt: skip
+        self._announce = announce
         self._module, self._losses, self._accumulation = module, losses, accumulation
         self._loss_scale, self._abandon, self._only = loss_scale, abandon, only
 
@@ -82,6 +84,7 @@ class Direct:
 
     def backward_sum(self, total: Tensor, weight: float | Tensor, last: bool | None) -> None:
         """Back-propagate a sum of losses over `weight` targets."""
+        self._announce(b"a backward")
         if self._loss_scale.value != 1.0:
             total = at_least_fp32(total) * self._loss_scale.value
         weight = weight.detach().double().reshape(()) if isinstance(weight, Tensor) else float(weight)

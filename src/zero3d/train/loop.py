@@ -37,6 +37,7 @@ from zero3d.train.progress import Progress
 from zero3d.train.resume_hints import ANEW, ResumeHints
 from zero3d.train.stop import Stopped, StopRequest
 from zero3d.train.traffic import TrainingTraffic
+from zero3d.watchdog.heartbeat import TRAINING
 from zero3d.zero.health import check_weights
 from zero3d.zero.optimizer import OVERFLOW
 
@@ -88,7 +89,7 @@ class Loop:
         """Train up to step `steps`. Raises Stopped, after a checkpoint, when a signal asks for it; NonFiniteError."""
         self._last_step = steps
         tracer = Tracer(self.config.profile, self.folder.root, self.engine.world.rank)
-        with StopRequest() as request, tracer:
+        with StopRequest() as request, tracer, self.engine.mesh.heartbeat.phase(TRAINING):
             for step in progress.track(self.state.step + 1, steps):
                 record = self.step(request)
                 stop_signal = self._add_totals(record)
@@ -119,7 +120,7 @@ class Loop:
 
     def step(self, request: StopRequest) -> Record:
         """Train on the next batch; return what this rank saw of it: of the device nothing but what the step reads."""
-        begun = time.monotonic()
+        begun, self.engine.mesh.heartbeat.step = time.monotonic(), self.state.step + 1
         batches = [self.on_device(batch) for batch in next(self.stream)]
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         self.tokens += tokens
@@ -156,8 +157,12 @@ class Loop:
     def _train(self, batches: Sequence[Mapping[str, Any]], besides: Callable[[], Tensor]) -> None:
         """Train one step. The last one that may be skipped is traced."""
         health = self.engine.health
+        compiles = self.config.train.compile and not self.history  # in the session's first step
         try:
-            with health.tracing() if health.is_last(self._skip_limit) or self._is_last_chance else nullcontext():
+            with (
+                self.engine.mesh.heartbeat.phase("compile" if compiles else TRAINING),
+                health.tracing() if health.is_last(self._skip_limit) or self._is_last_chance else nullcontext(),
+            ):
                 self.engine.train_batch(batches, besides, wait=self._is_read_next)
         except NonFiniteError as error:  # of fp16's smallest loss scale
             self._give_up(str(error))
