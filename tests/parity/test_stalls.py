@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
+from training import save_model, save_rows, tree
 
 HERE = Path(__file__).parents[1]
 GONE = 15.0  # seconds in which all processes are to be gone after the block
@@ -80,3 +82,53 @@ def test_after_a_killed_launcher_ranks_say_so_and_end_even_where_one_is_stopped(
     assert block["ranks"][0]["unit"] == "b"
     left = [psutil.Process(rank["pid"]) for rank in block["ranks"] if psutil.pid_exists(rank["pid"])]
     assert psutil.wait_procs(left, timeout=GONE)[1] == []
+
+
+FAULTY = """
+import os, signal
+import torch, torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+def build():
+    model = AutoModelForCausalLM.from_pretrained("model")
+    calls = []
+
+    def hook(*_):
+        calls.append(1)
+        if len(calls) == 7 and os.environ["RANK"] == "1":
+            if os.environ["FAULT"] == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            dist.broadcast(torch.zeros(3), 0)
+
+    model.model.layers[1].register_forward_pre_hook(hook)
+    return model
+"""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("launcher", "fault"), [((), "other"), (TORCHRUN, "stop")], ids=["ours", "torchrun"])
+def test_whole_runs_are_ended_by_a_block_in_their_folder(tmp_path, launcher, fault):
+    save_model(tmp_path / "model")
+    save_rows(tmp_path / "rows.npy")
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    made = tree(tmp_path, model={"path": "faulty:build"}, health={"timeout": 8.0})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(made))
+    paths = os.pathsep.join([str(HERE.parent / "src"), str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "zero3d.cli.main", "train", "run.yaml"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths, "FAULT": fault}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    block = json.loads((tmp_path / "out" / "watchdog.json").read_text())
+    assert (tmp_path / "out" / "watchdog.txt").read_text() in done.stderr
+    waiting, other = block["ranks"]
+    assert (waiting["state"], waiting["axis"], waiting["op"]) == ("waiting", "dp", "all_gather")
+    assert waiting["unit"].startswith("model.")
+    assert block["waits"][0]["for"] == [1]
+    assert any("hook" in line for line in other["stack"])
+    if fault == "stop":
+        assert (block["kind"], other["state"]) == ("stopped", "stopped")
+    else:
+        assert (block["kind"], other["op"], other["axis"]) == ("stall", "broadcast", "torch.distributed")
+    assert not any(psutil.pid_exists(rank["pid"]) for rank in block["ranks"])
