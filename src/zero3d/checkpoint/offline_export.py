@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,16 +117,24 @@ def _order(stored: StoredStates, model: nn.Module | None) -> Sequence[str]:
     return list(stored.parameters) if model is None else [name for name, _ in model.named_parameters()]
 
 
-def _groups(stored: StoredStates, model: nn.Module | None) -> Iterator[list[str]]:
-    """Yield the names of parameters that are named together: a block's, which conversions may join; else one by one."""
+def _groups(stored: StoredStates, model: Any | None) -> Iterator[list[str]]:
+    """Yield the names of parameters that are named together, since conversions may join them.
+
+    Those of a block, the embeddings and the head each alone, and all others; one by one where nothing is converted.
+    """
     order = _order(stored, model)
-    blocks = [] if model is None or not hasattr(model, "save_pretrained") else list(find_blocks(model))
-
-    def block(name: str) -> str:
-        return next((each for each in blocks if name.startswith(f"{each}.")), name)
-
-    for _, names in groupby(order, block):
-        yield list(names)
+    if model is None or not hasattr(model, "save_pretrained"):
+        yield from ([name] for name in order)
+        return
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    of_ends = {id(p) for end in ends if end is not None for p in end.parameters()}
+    alone = {name for name, p in model.named_parameters() if id(p) in of_ends}
+    blocks = list(find_blocks(model))
+    groups: dict[str, list[str]] = {}
+    for name in order:
+        block = next((each for each in blocks if name.startswith(f"{each}.")), "")
+        groups.setdefault(name if name in alone else block, []).append(name)
+    yield from groups.values()
 
 
 def _as_saved(model: nn.Module | None, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

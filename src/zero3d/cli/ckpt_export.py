@@ -12,11 +12,10 @@ from zero3d.checkpoint.stored_states import StoredStates
 from zero3d.cli.preflight import check_transformers
 from zero3d.cli.worker import quiet_environment
 from zero3d.config import Config, load
-from zero3d.data.dataset import needs_tokenizer
 from zero3d.data.tokenizers import load_tokenizer
 from zero3d.errors import ConfigError, short
 from zero3d.models.open import Opened, is_called, open_bare
-from zero3d.train.exported_folder import model_tokenizer, save_tokenizer
+from zero3d.train.exported_folder import save_tokenizer
 
 NONE = "none"
 CONFIG = "config.yaml"
@@ -83,8 +82,7 @@ def _save_tokenizer(config: Config, opened: Opened | None, written: Path) -> str
     """Save the tokenizer that the run's own export would have; return a note where there is none, or another."""
     folder = None if opened is None else opened.folder
     try:
-        named = needs_tokenizer(config.data) or config.data.tokenizer is not None
-        tokenizer = load_tokenizer(config.data.tokenizer, None if folder is None else str(folder)) if named else None
+        tokenizer = load_tokenizer(config.data.tokenizer, None if folder is None else str(folder))
     except ConfigError as error:
         return f"the export has no tokenizer: {error}"
-    return save_tokenizer(tokenizer or model_tokenizer(folder), written)
+    return save_tokenizer(tokenizer, written)

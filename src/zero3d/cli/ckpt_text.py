@@ -94,6 +94,7 @@ def shown(data: Data) -> Iterator[str]:
                 f"rank {own['rank']:<5} random states: {', '.join(own['random'])}; buffers: "
                 f"{', '.join(map(quote_name, own['buffers'])) or 'none'}"
             )
+        yield from _more(data["ranks_own"])
         yield (
             f"{data['count']:,} parameters of {count(elements['all'])} elements, "
             f"{count(elements['trainable'])} of them trainable"
