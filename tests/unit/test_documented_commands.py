@@ -36,7 +36,7 @@ from zero3d.train.lock import FolderLock
 ROOT = Path(__file__).parents[2]
 README, CHINESE = (ROOT / name for name in ("README.md", "README.zh.md"))
 TWINS = ("parallelism", "reproducibility", "checkpoints", "offload")  # in both languages
-GUIDES = (*TWINS, *(f"{name}.zh" for name in TWINS), "cluster", "compare", "config", "plan")
+GUIDES = (*TWINS, *(f"{name}.zh" for name in TWINS), "cluster", "compare", "config", "doctor", "plan")
 PAGES = [README, CHINESE, *(ROOT / "docs" / f"{name}.md" for name in GUIDES)]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`((?:zero3d )?(?:" + "|".join(VERBS) + r") [^`]+)`")

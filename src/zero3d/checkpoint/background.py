@@ -1,7 +1,7 @@
 """Saves behind training: a copy while the next forward and backward run, then files, checksums and the commit.
 
-    the call          main thread  waits for the last save, makes the temporary folder and copies what is small:
-                                   buffers, random states, options, schedule, loss scale, what the loop says
+    the call          main thread  waits for the last save, makes the temporary folder, copies what is small: buffers,
+                                   random states, options, schedule, loss scale, what the loop says
     the copy          thread       what is large, masters, moments, frozen weights, into the host's copy (host_copy.py)
     the next update   main thread  waits for the copy, as does who else may write weights; nobody waits for the disk
     files, commit     thread       what `save` does, from the copy: the same bytes

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from zero3d.engine.tiling import parse_budget
 from zero3d.errors import CheckpointError, ConfigError, Zero3dError
 from zero3d.memory.offload import Offload
 from zero3d.memory.record_store import RecordStore
+from zero3d.memory.threads import unwaited
 from zero3d.precision import Precision
 from zero3d.zero.fingerprint import fingerprint
 from zero3d.zero.hooks import KEEP
@@ -88,6 +90,9 @@ class Engine:
     partition_activations  keep inputs of recomputed blocks in parts over tp, and gather them before recomputation
     gather_budget  bytes, or a text such as "64MB": a linear layer or embedding whose weight takes more is gathered and
                   multiplied in tiles of its rows, none of them larger. `named_parameters()` then has tiles
+    replay        K: in every K-th step of `train_batch` a neighbour over dp, or this rank where it has none, computes
+                  one of its micro-batches once more, and CorruptionError names the culprit where a bit of a gradient
+                  differs; on a GPU after `zero3d.make_deterministic()`. 0: never
     tiled_loss    compute the loss of a Hugging Face causal language model tile by tile: logits of the whole vocabulary
                   are never there, nor in its output, in a forward with labels
     weights       values of parameters on the meta device (`zero3d.models.open.open_model` gives both): every
@@ -131,6 +136,7 @@ class Engine:
         partition_activations: bool = False,
         gather_budget: int | str | None = None,
         tiled_loss: bool = False,
+        replay: int = 0,
     ) -> None:
         tile = parse_budget(gather_budget)
         options = Options(
@@ -138,7 +144,7 @@ class Engine:
             ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter, master, Offload.of(offload), tile),
             ParallelOptions(schedule, blocks, tp_plan, sequence_parallel, partition_activations),
             OptimizerOptions(optimizer, scheduler, param_groups, clip_norm),
-            StepOptions(accumulate, loss, tiled_loss),
+            StepOptions(accumulate, loss, tiled_loss, replay),
         )
         self._assembly = assembly = assemble(model, mesh, options)
         base, runtime, stepper = assembly.base, assembly.runtime, assembly.stepper
@@ -153,7 +159,7 @@ class Engine:
         self.optimizer = runtime.optimizer
         self.offload, self.offload_why = assembly.offload
         self.loss_scale, self.health = runtime.loss_scale, runtime.health
-        self.pipeline, self.summands = assembly.pipeline, base.order.summands
+        self.pipeline, self.summands, self.replay = assembly.pipeline, base.order.summands, assembly.replay
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
         self.last_step: StepResult | None = None
         self.resumed, self._saves = "", open_saves(base)
@@ -441,5 +447,9 @@ def _settle_at_exit(found: Callable[[], ShardedOptimizer | None]) -> None:
 def _settle_last(found: Callable[[], ShardedOptimizer | None]) -> None:
     """Make updates that are due when an engine goes: its model may stay, and peers want what this rank sends."""
     if (optimizer := found()) is not None:
-        with suppress(Zero3dError, RuntimeError):
-            optimizer.settle()
+        unwaited(partial(_settle, optimizer))
+
+
+def _settle(optimizer: ShardedOptimizer) -> None:
+    with suppress(Zero3dError, RuntimeError):
+        optimizer.settle()
