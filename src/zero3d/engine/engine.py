@@ -88,6 +88,9 @@ class Engine:
     partition_activations  keep inputs of recomputed blocks in parts over tp, and gather them before recomputation
     gather_budget  bytes, or a text such as "64MB": a linear layer or embedding whose weight takes more is gathered and
                   multiplied in tiles of its rows, none of them larger. `named_parameters()` then has tiles
+    replay        K: in every K-th step of `train_batch` a neighbour over dp, or this rank where it has none, computes
+                  one of its micro-batches once more, and CorruptionError names the culprit where a bit of a gradient
+                  differs; on a GPU after `zero3d.make_deterministic()`. 0: never
     tiled_loss    compute the loss of a Hugging Face causal language model tile by tile: logits of the whole vocabulary
                   are never there, nor in its output, in a forward with labels
     weights       values of parameters on the meta device (`zero3d.models.open.open_model` gives both): every
@@ -131,6 +134,7 @@ class Engine:
         partition_activations: bool = False,
         gather_budget: int | str | None = None,
         tiled_loss: bool = False,
+        replay: int = 0,
     ) -> None:
         tile = parse_budget(gather_budget)
         options = Options(
@@ -138,7 +142,7 @@ class Engine:
             ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter, master, Offload.of(offload), tile),
             ParallelOptions(schedule, blocks, tp_plan, sequence_parallel, partition_activations),
             OptimizerOptions(optimizer, scheduler, param_groups, clip_norm),
-            StepOptions(accumulate, loss, tiled_loss),
+            StepOptions(accumulate, loss, tiled_loss, replay),
         )
         self._assembly = assembly = assemble(model, mesh, options)
         base, runtime, stepper = assembly.base, assembly.runtime, assembly.stepper
@@ -153,7 +157,7 @@ class Engine:
         self.optimizer = runtime.optimizer
         self.offload, self.offload_why = assembly.offload
         self.loss_scale, self.health = runtime.loss_scale, runtime.health
-        self.pipeline, self.summands = assembly.pipeline, base.order.summands
+        self.pipeline, self.summands, self.replay = assembly.pipeline, base.order.summands, assembly.replay
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
         self.last_step: StepResult | None = None
         self.resumed, self._saves = "", open_saves(base)
@@ -191,6 +195,7 @@ class Engine:
             raise ConfigError("step() inside full_params() would be undone on leaving it: leave the block first.")
         if self.accumulation.reached:
             self._saves.await_copy()
+        self.mesh.heartbeat.work(b"the optimizer's update")
         return self._stepper.step(besides)
 
     def train_batch(
@@ -235,7 +240,7 @@ class Engine:
         """
         number = count()
         counted = (batch for batch, _ in zip(micro_batches, number, strict=False))
-        with self._execution.together(), self._evaluating(keep_full=False):
+        with self.mesh.heartbeat.phase("evaluate"), self._execution.together(), self._evaluating(keep_full=False):
             sums = self._execution.evaluate(counted)
             return self._mean(self._order.sum_of(sums, next(number), trained=False))
 
@@ -255,7 +260,7 @@ class Engine:
         """
         ids = input_ids.to(self.mesh.device)
         alone = keep_full or self.dp.size == 1
-        with self._execution.together(), self._evaluating(keep_full):
+        with self.mesh.heartbeat.phase("generate"), self._execution.together(), self._evaluating(keep_full):
             share_random_state(self.tp)  # tokens that differed would end sequences at other times: no rank would return
             of_model = getattr(self.module, "generate", None)
             if of_model is not None:
@@ -299,9 +304,10 @@ class Engine:
         once, with the folder that will be there: a thread copies the states into the host's memory, for which the next
         update waits, then writes. `saved()` says what came of it; the next save, a load and the process' end wait, too.
         """
-        self.optimizer.settle()
-        save = self._saves.now if wait else self._saves.begin
-        return save(Path(directory), lambda: engine_state(self._assembly, loop))
+        with self.mesh.heartbeat.phase("save"):
+            self.optimizer.settle()
+            save = self._saves.now if wait else self._saves.begin
+            return save(Path(directory), lambda: engine_state(self._assembly, loop))
 
     def saved(self) -> Path | None:
         """Wait for a save with `wait=False` and return its folder; None where there is none, or it was told before.

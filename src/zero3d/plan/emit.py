@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero3d.config import Config, resolve_batch
+from zero3d.config import Config, asked_dp, resolve_batch
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
 from zero3d.memory.offload import AUTO, DISK, HOST, Offload
@@ -69,7 +69,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
     """Return a configuration's plan on `gpus` ranks (None: as many as its mesh says). Raises ConfigError, MeshError."""
     mesh = config.mesh
     world = gpus or (mesh.dp or 1) * (mesh.tp or 1) * (mesh.pp or 1)
-    degrees = Degrees.resolve(world, mesh.dp, mesh.tp, mesh.pp)
+    degrees = Degrees.resolve(world, asked_dp(config), mesh.tp, mesh.pp)
     batch = resolve_batch(config.train, degrees.dp)
     schedule = Schedule.of(mesh.schedule)
     if degrees.pp > 1:

@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero3d.checkpoint.folders import checkpoints
 from zero3d.config import Config
 from zero3d.data.batches import BatchStream, validation_batches
 from zero3d.data.sequences import Sequences
 from zero3d.engine.engine import Engine
-from zero3d.errors import CheckpointError, NonFiniteError
+from zero3d.errors import CheckpointError, CorruptionError, NonFiniteError
 from zero3d.memory.arena import device_values
+from zero3d.train.corruption import after_corruption
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
 from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
@@ -36,8 +38,10 @@ from zero3d.train.profiler import Tracer
 from zero3d.train.progress import Progress
 from zero3d.train.resume_hints import ANEW, ResumeHints
 from zero3d.train.saving import Saving
+from zero3d.train.spikes import SpikeWatch
 from zero3d.train.stop import Stopped, StopRequest
 from zero3d.train.traffic import TrainingTraffic
+from zero3d.watchdog.heartbeat import TRAINING
 from zero3d.zero.health import check_weights
 from zero3d.zero.optimizer import OVERFLOW
 
@@ -74,6 +78,7 @@ class Loop:
         self._skip_limit, self._last_step, self._overflows = skip_limit(config.health), 0, 0
         self._validation, self._options = validation, options
         self._flops, self.tokens = flops, 0
+        self._spikes = SpikeWatch()
         self._of_ranks: list[float] = []  # of each in the last step: signal, tokens, whether its save is over
         device = engine.mesh.device
         self._device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -95,10 +100,11 @@ class Loop:
             with self.traffic.excluded():
                 self.engine.reserve_saves()
         tracer = Tracer(self.config.profile, self.folder.root, self.engine.world.rank)
-        with StopRequest() as request, tracer:
+        with StopRequest() as request, tracer, self.engine.mesh.heartbeat.phase(TRAINING):
             for step in progress.track(self.state.step + 1, steps):
                 record = self.step(request)
                 stop_signal = self._add_totals(record)
+                self._note_spike(record, progress)
                 last = step == steps
                 if self._validation is not None:
                     if stop_signal and last and not self.stuck:
@@ -128,7 +134,7 @@ class Loop:
 
     def step(self, request: StopRequest) -> Record:
         """Train on the next batch; return what this rank saw of it: of the device nothing but what the step reads."""
-        begun = time.monotonic()
+        begun, self.engine.mesh.heartbeat.step = time.monotonic(), self.state.step + 1
         batches = [self.on_device(batch) for batch in next(self.stream)]
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         self.tokens += tokens
@@ -166,11 +172,20 @@ class Loop:
     def _train(self, batches: Sequence[Mapping[str, Any]], besides: Callable[[], Tensor]) -> None:
         """Train one step. The last one that may be skipped is traced."""
         health = self.engine.health
+        compiles = self.config.train.compile and not self.history  # in the session's first step
         try:
-            with health.tracing() if health.is_last(self._skip_limit) or self._is_last_chance else nullcontext():
+            with (
+                self.engine.mesh.heartbeat.phase("compile" if compiles else TRAINING),
+                health.tracing() if health.is_last(self._skip_limit) or self._is_last_chance else nullcontext(),
+            ):
                 self.engine.train_batch(batches, besides, wait=self._is_read_next)
         except NonFiniteError as error:  # of fp16's smallest loss scale
             self._give_up(str(error))
+            raise
+        except CorruptionError as error:
+            saved, replay = checkpoints(self.folder.checkpoints), self.engine.replay
+            clean = None if replay is None else replay.clean
+            error.args = (f"{error} {after_corruption(saved, clean, self._steps_at_start, self._hints)}",)
             raise
 
     @property
@@ -237,6 +252,18 @@ class Loop:
         record |= {} if reserved is None else {"reserved_bytes": reserved}
         record["epoch"] = self.state.position["epoch"] + self.state.position["index"] / self.state.position["sequences"]
         return int(max(signals))
+
+    def _note_spike(self, record: Record, progress: Progress) -> None:
+        """Say once of a loss far above the recent ones where in the data it is; the run goes on."""
+        if (spike := self._spikes.look(record["loss"])) is None:
+            return
+        record["usual_loss"] = spike.usual
+        batch = self.stream.portions.batch
+        epoch, first = divmod(self.stream.taken - batch, self.state.position["sequences"])
+        progress.say(
+            f"step {record['step']}: loss {spike.loss:.4f} is far above those of the last {spike.steps} steps, whose "
+            f"median is {spike.usual:.4f}; its {batch} sequences begin at number {first} of epoch {epoch}"
+        )
 
     def _check_plan(self, progress: Progress) -> None:
         """Print plan against actual, once, where a run has that."""
