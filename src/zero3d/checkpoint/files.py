@@ -95,7 +95,8 @@ class Hasher:
 def digest(path: Path) -> str:
     """Return the SHA-256 of a file, which is read while it is hashed. Raises CheckpointError."""
     with open_regular(path) as file, Hasher() as hasher:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         buffers = [memoryview(bytearray(min(AT_ONCE, os.fstat(file.fileno()).st_size + 1))) for _ in range(2)]
         turn = 0
         while count := file.readinto(buffers[turn]):
