@@ -11,6 +11,7 @@
       ReleasedParameterError  a weight was copied or serialised while it is sharded
       NonFiniteError          gradients or trained weights that are NaN or infinite
       MemoryExhaustedError    a device or a host has no memory left in the middle of a run
+      CorruptionError         a rank computed other gradients than it or its neighbour did from the same values
       RankError               another rank failed, and not with one of these
 
 A message says what was asked, what was found (with the arithmetic) and what to type.
@@ -39,7 +40,7 @@ def short(text: object) -> str:
         quoted = str(text)
     except ValueError:  # a whole number of more digits than Python writes
         quoted = "a huge number"
-    quoted = " ".join(quoted[: 4 * SHOWN].split()) if len(quoted) > SHOWN else quoted
+    quoted = " ".join(quoted[: 4 * SHOWN].split()) if len(quoted) > SHOWN or not quoted.isprintable() else quoted
     return quoted if len(quoted) <= SHOWN else f"{quoted[:SHOWN]}..."
 
 
@@ -113,6 +114,10 @@ class NonFiniteError(Zero3dError, ArithmeticError):
 
 class MemoryExhaustedError(Zero3dError, MemoryError):
     """A device or a host has no memory left in the middle of a run."""
+
+
+class CorruptionError(Zero3dError, ArithmeticError):
+    """A rank computed other gradients than it or its neighbour did from the same values: a machine is at fault."""
 
 
 class RankError(Zero3dError, RuntimeError):

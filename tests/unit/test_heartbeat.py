@@ -51,8 +51,9 @@ def test_every_beat_moves_the_sequence_and_a_phase_gives_back_the_one_before(tmp
             raise ZeroDivisionError
         look()
         assert now(tmp_path).phase == TRAINING
-        heartbeat.beat()
+        heartbeat.work(b"forward of unit 'head'")
         look()
+        assert now(tmp_path).work == "forward of unit 'head'"
         with heartbeat.inside("dp", "exchange", "-"):
             look()
         look()
@@ -68,7 +69,7 @@ def test_two_openings_in_one_process_are_one_record_and_no_other_process_joins(t
     with heartbeat.phase(TRAINING):
         joined.step = 5
         with joined.inside("dp", "exchange", "-"):
-            heartbeat.beat()
+            heartbeat.work(b"loss")
         assert (now(tmp_path).phase, now(tmp_path).step, now(tmp_path).depth) == (TRAINING, 5, 0)
     record = bytearray((tmp_path / "rank-3").read_bytes())
     record[16:24] = (1).to_bytes(8, "little")  # another process' number

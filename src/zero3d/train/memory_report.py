@@ -105,7 +105,12 @@ def as_json(report: MemoryReport) -> dict[str, Any]:
     """Return plain values."""
     tree = asdict(report)
     settings = [
-        {"settings": list(relief.settings), "saved_bytes": relief.saved, "slower": relief.slower, "enough": relief.enough}
+        {
+            "settings": list(relief.settings),
+            "saved_bytes": relief.saved,
+            "slower": relief.slower,
+            "enough": relief.enough,
+        }
         for relief in report.advice.reliefs
     ]
     of_rows = {name: [row._asdict() for row in getattr(report, name)] for name in ("live", "tensors", "processes")}

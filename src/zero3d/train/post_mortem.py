@@ -91,7 +91,10 @@ class PostMortem:
             HOST, low.room.source, low.room.limit, low.room.left, None, int(SLACK * low.room.limit), falling=low.falling
         )
         self._tell(self._report(shortage, (), short=True))
-        self._end(MemoryExhaustedError(self._tell(self._report(shortage, ()))))
+        error = MemoryExhaustedError(self._tell(self._report(shortage, ())))
+        if self.mesh is not None:
+            self.mesh.heartbeat.end()
+        self._end(error)
 
     # --- what there is to say -----------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a rank is doing, in a file of 256 bytes that it maps into its memory and its monitor reads.
+"""What a rank is doing, in a file of 384 bytes that it maps into its memory and its monitor reads.
 
     offset  bytes
          0      8  sequence   odd while the record is written; every beat makes it larger
@@ -10,6 +10,7 @@
         56     24  operation
         80    144  unit
        224     32  phase      `TRAINING`, or the name of something that may take long
+       256    128  work       what it does outside of such calls: the forward of a unit
 
 Texts are UTF-8, filled up with zeros. A beat costs about a microsecond and no system call. All of a rank's state is in
 the record, so that several openings in one process agree. What is said once (the rank's axes, the limits of
@@ -32,11 +33,12 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 WATCH = "ZERO3D_WATCH"  # the variable by which a rank finds the folder of its host's monitor
-SIZE = 256
+SIZE = 384
 TRAINING, ENDED = "training", "ended"
-_SEQUENCE, _DEPTH, _PID, _STEP, _CALL, _PHASE = 0, 8, 16, 24, 32, 224
-_WHOLE = Struct("<qqqqq16s24s144s32s")
-_NUMBER, _HEAD, _OF_CALL, _TEXT = Struct("<q"), Struct("<qq"), Struct("<q184s"), Struct("<32s")
+_SEQUENCE, _DEPTH, _PID, _STEP, _CALL, _PHASE, _WORK = 0, 8, 16, 24, 32, 224, 256
+_WHOLE = Struct("<qqqqq16s24s144s32s128s")
+_NUMBER, _HEAD, _OF_CALL = Struct("<q"), Struct("<qq"), Struct("<q184s")
+_OF_PHASE, _OF_WORK = Struct("<32s"), Struct("<128s")
 _NAMES = Struct("<16s24s144s")
 _TRIES = 5  # looks at a record that changes while it is read
 
@@ -53,6 +55,7 @@ class Beat(NamedTuple):
     op: str
     unit: str
     phase: str
+    work: str
 
 
 class Heartbeat:
@@ -73,7 +76,7 @@ class Heartbeat:
                 with fresh.open("wb+") as record:
                     os.posix_fallocate(record.fileno(), 0, SIZE)  # where a disk is full, writing to it would be fatal
                     memory = mmap.mmap(record.fileno(), SIZE)
-                _WHOLE.pack_into(memory, 0, 2, 0, os.getpid(), 0, 0, b"", b"", b"", phase.encode())
+                _WHOLE.pack_into(memory, 0, 2, 0, os.getpid(), 0, 0, b"", b"", b"", phase.encode(), b"")
                 fresh.replace(file)
                 return cls(file, memory)
         return cls(None)
@@ -115,9 +118,9 @@ class Heartbeat:
         self._counts[axis, op] = number = self._counts.get((axis, op), 0) + 1
         return number
 
-    def beat(self) -> None:
-        """Say that this rank goes on."""
-        _NUMBER.pack_into(self._memory, 0, (_NUMBER.unpack_from(self._memory, 0)[0] | 1) + 1)
+    def work(self, what: bytes) -> None:
+        """Say what this rank does next, outside of calls that may wait."""
+        self._write(_OF_WORK, _WORK, what)
 
     @property
     def step(self) -> int:
@@ -131,16 +134,16 @@ class Heartbeat:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Announce, inside, what may take long, or `TRAINING`; what was before comes back."""
-        before = bytes(self._memory[_PHASE:SIZE])
-        self._write(_TEXT, _PHASE, name.encode())
+        before = bytes(self._memory[_PHASE:_WORK])
+        self._write(_OF_PHASE, _PHASE, name.encode())
         try:
             yield
         finally:
-            self._write(_TEXT, _PHASE, before)
+            self._write(_OF_PHASE, _PHASE, before)
 
     def end(self) -> None:
         """Say that this rank leaves on its own."""
-        self._write(_TEXT, _PHASE, ENDED.encode())
+        self._write(_OF_PHASE, _PHASE, ENDED.encode())
 
     def tell(self, **facts: Any) -> None:
         """Write once what does not change, beside the record; earlier facts of other names stay."""
