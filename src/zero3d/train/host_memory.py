@@ -109,7 +109,7 @@ class HostWatch(threading.Thread):
 
     def __init__(self, alarm: Callable[[LowMemory], None], root: Path = ROOT) -> None:
         super().__init__(name="zero3d host memory", daemon=True)
-        self._alarm, self._root, self._stop_asked = alarm, root, threading.Event()
+        self._alarm, self._root, self._stop_asked, self._gauge = alarm, root, threading.Event(), Gauge()
 
     def stop(self) -> None:
         """End the watch; an alarm under way goes on."""
@@ -117,12 +117,12 @@ class HostWatch(threading.Thread):
 
     def run(self) -> None:
         """Look, wait, look again."""
-        gauge, wait = Gauge(), 0.0
+        wait = 0.0
         while not self._stop_asked.wait(wait):
             found = room(self._root)
             if found is None:
                 return
-            wait, low = pause(found), gauge.look(time.monotonic(), found)
+            wait, low = pause(found), self._gauge.look(time.monotonic(), found)
             if low is not None and is_own(victim(found.group, self._root)):
                 self._alarm(low)
                 return

@@ -58,7 +58,8 @@ class Shortage:
     where        the device and its name, or who limits the host's memory
     limit, free  bytes, None where nobody knows
     asked        bytes of the allocation that failed; None where none has, yet
-    missing      bytes to save at least, for the settings below to be enough
+    missing      bytes that were short, or should be free
+    falling      bytes per second by which what is left shrinks
     allocated, reserved   by the device's allocator
     """
 
@@ -75,9 +76,14 @@ class Shortage:
 
 @dataclass(frozen=True)
 class Advice:
-    """Settings to change, the command that takes one, or why there is no advice. planned: bytes of the plan."""
+    """Settings to change, the command that takes one, or why there is no advice.
+
+    missing  bytes to save, for a setting to be enough
+    planned  bytes of the plan at its peak
+    """
 
     reliefs: Sequence[Relief] = ()
+    missing: int = 0
     planned: int | None = None
     command: str = ""
     why_none: str = ""
@@ -169,7 +175,8 @@ def _advice(report: MemoryReport) -> Iterator[str]:
         return
     of = "a rank's device" if short.place == DEVICE else "this host"
     planned = "" if advice.planned is None else f"; the plan of this run has a peak of {_size(advice.planned)}"
-    yield f"\ncheapest settings to change, as zero3d plan predicts for {of} (at least {_size(short.missing)} too much{planned}):"
+    much = f"at least {_size(advice.missing)} too much{planned}"
+    yield f"\ncheapest settings to change, as zero3d plan predicts for {of} ({much}):"
     yield from columns([_row(relief) for relief in advice.reliefs[:SHOWN]], "<>><")
     for note in advice.notes:
         yield f"   {note}"

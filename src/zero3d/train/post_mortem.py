@@ -205,7 +205,7 @@ def advise(planned: PlannedRun, shortage: Shortage, ranks: int, config: Config, 
         notes.append(TILED.format(logits / 1e9))
     words = ["zero3d", "train", str(folder.config), *found[0].settings] if found and folder is not None else []
     command = shlex.join([*words, "--resume", "auto"]) if words else ""
-    return Advice(found, int(peak), command, notes=tuple(notes))
+    return Advice(found, int(missing), int(peak), command, notes=tuple(notes))
 
 
 def _asked(text: str) -> int | None:
