@@ -26,6 +26,7 @@ from zero3d.checkpoint.files import Hasher
 from zero3d.checkpoint.folders import complete_steps
 from zero3d.checkpoint.json_values import to_json
 from zero3d.checkpoint.manifest import CODES
+from zero3d.checkpoint.sums import Place, TensorSums
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError, Zero3dError
 from zero3d.precision import Halves, joined
@@ -44,25 +45,43 @@ def removed_on_failure(temporary: Path, world: Comm) -> Iterator[None]:
         raise
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor | Halves], **about: str) -> str:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor | Halves], sums: dict[str, str] | None = None, **about: str
+) -> str:
     """Write and fsync a safetensors file; return its SHA-256. Raises CheckpointError where the disk does not take it.
 
     Tensors may be on any device and strided. Beside them it takes BUFFER_BYTES of host memory, or less; of those in
     halves it joins as many bytes at a time.
+
+    sums  is given the sum of each tensor (`sums.py`)
     """
     in_order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))  # so that each is aligned
+    contents = {key: tensors[key] for key in in_order}
+    summed = TensorSums(_places(contents))
     try:
         with path.open("wb") as file, Hasher() as hasher:
-            for data in _contents(path, {key: tensors[key] for key in in_order}, about, hasher.wait):
+            for index, data in enumerate(_contents(path, contents, about, hasher.wait)):
                 hasher.update(data)
                 file.write(data)
+                if index and sums is not None:  # behind the header
+                    summed.add(data)
             file.flush()
             os.fsync(file.fileno())
-            return hasher.sha256()
+            sha256 = hasher.sha256()
     except OSError as error:
         older = complete_steps(path.parent.parent)
         remedy = "go on from an older checkpoint, which is whole" if older else "try again"
         raise CheckpointError(f"cannot write {path} ({error}): make room and {remedy}.") from error
+    if sums is not None:
+        sums.update(summed.sums)
+    return sha256
+
+
+def _places(tensors: Mapping[str, Tensor | Halves]) -> Iterator[Place]:
+    stop = 0
+    for key, values in tensors.items():
+        stop += values.shape.numel() * values.dtype.itemsize
+        yield Place(key, stop, values.dtype.itemsize)
 
 
 def _contents(
