@@ -67,6 +67,8 @@ SECONDS = {  # of a case; 45 for test_exact, test_figures_again and test_gpu_che
     "tests/unit/test_config_hostile.py": 10.4,
     "tests/unit/test_data_batches.py": 4.5,
     "tests/unit/test_disk_slab.py": 1.0,
+    "tests/unit/test_doctor.py": 4.0,
+    "tests/unit/test_doctor_rules.py": 5.0,
     "tests/unit/test_gpu_check.py": 45.0,
     "tests/unit/test_host_races.py": 10.0,
     "tests/unit/test_host_slots.py": 10.0,

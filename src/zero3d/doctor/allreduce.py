@@ -114,7 +114,7 @@ def judge(said: Mapping[int, list[Any]], seconds: float) -> Outcome:
             return Outcome(
                 fault="hang", text=f"does not begin: rank {_listed(silent)} has not joined in {seconds:.0f} s"
             )
-        return Outcome(fault="hang", text=f"hangs: rank {_listed(stuck)} waits in it, {seconds:.0f} s after the start")
+        return Outcome(fault="hang", text=f"hangs: rank {_listed(stuck)} still in it {seconds:.0f} s after the start")
     figures = [words[-2] for words in said.values()]
     wrong = [rank for rank, (_, right) in zip(sorted(said), figures, strict=True) if not right]
     if wrong:
