@@ -69,8 +69,8 @@ def test_host_memory_is_one_buffer_of_bounded_size(tmp_path, monkeypatch):
     seen, made, empty = [], [], torch.empty
     staged = writing._staged
 
-    def noted(tensors):
-        for chunk in staged(tensors):
+    def noted(*given):
+        for chunk in staged(*given):
             seen.append(len(chunk))
             yield chunk
 

@@ -5,6 +5,8 @@ json_values       state dicts as JSON values and back
 folders           which checkpoints a directory holds, and what may go
 writing           files that are on the disk once they are written: tensors through one buffer
 save              every rank's file and part of the manifest, the manifest over them, the rename that commits
+host_copy         the host's memory that states are copied into
+background        saves behind training: the copy, then what `save` does, in a thread
 manifest          what a checkpoint says of itself: records, names, the format
 fields            values out of a JSON file by name, type and range
 manifest_parser   the manifest read and checked

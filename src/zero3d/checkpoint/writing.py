@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero3d.checkpoint.files import Hasher
 from zero3d.checkpoint.folders import complete_steps
 from zero3d.checkpoint.json_values import to_json
 from zero3d.checkpoint.manifest import CODES
@@ -55,23 +56,25 @@ def write_tensors(
     sums  is given the sum of each tensor (`sums.py`)
     """
     in_order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))  # so that each is aligned
-    hashed, summed = hashlib.sha256(), TensorSums(_places({key: tensors[key] for key in in_order}))
+    contents = {key: tensors[key] for key in in_order}
+    summed = TensorSums(_places(contents))
     try:
-        with path.open("wb") as file:
-            for index, data in enumerate(_contents(path, {key: tensors[key] for key in in_order}, about)):
+        with path.open("wb") as file, Hasher() as hasher:
+            for index, data in enumerate(_contents(path, contents, about, hasher.wait)):
+                hasher.update(data)
                 file.write(data)
-                hashed.update(data)
                 if index and sums is not None:  # behind the header
                     summed.add(data)
             file.flush()
             os.fsync(file.fileno())
+            sha256 = hasher.sha256()
     except OSError as error:
         older = complete_steps(path.parent.parent)
         remedy = "go on from an older checkpoint, which is whole" if older else "try again"
         raise CheckpointError(f"cannot write {path} ({error}): make room and {remedy}.") from error
     if sums is not None:
         sums.update(summed.sums)
-    return hashed.hexdigest()
+    return sha256
 
 
 def _places(tensors: Mapping[str, Tensor | Halves]) -> Iterator[Place]:
@@ -82,10 +85,10 @@ def _places(tensors: Mapping[str, Tensor | Halves]) -> Iterator[Place]:
 
 
 def _contents(
-    path: Path, tensors: Mapping[str, Tensor | Halves], about: Mapping[str, str]
+    path: Path, tensors: Mapping[str, Tensor | Halves], about: Mapping[str, str], passed: Callable[[], None]
 ) -> Iterator[bytes | memoryview]:
     yield _header(path, tensors, about)
-    yield from _staged(list(tensors.values()))
+    yield from _staged(list(tensors.values()), passed)
 
 
 def _header(path: Path, tensors: Mapping[str, Tensor | Halves], about: Mapping[str, str]) -> bytes:
@@ -103,10 +106,10 @@ def _header(path: Path, tensors: Mapping[str, Tensor | Halves], about: Mapping[s
     return len(text).to_bytes(8, "little") + text
 
 
-def _staged(tensors: list[Tensor | Halves]) -> Iterator[memoryview]:
+def _staged(tensors: list[Tensor | Halves], passed: Callable[[], None]) -> Iterator[memoryview]:
     """Yield the bytes of tensors in order: their own memory where that is the host's and contiguous.
 
-    Of others each time a part of one buffer, which the next one overwrites.
+    Of others each time a part of one buffer, which the next one overwrites when `passed` has returned.
     """
     through = [values for values in tensors if not _is_as_written(values)]
     largest = max((values.shape.numel() * values.dtype.itemsize for values in through), default=0)
@@ -119,6 +122,7 @@ def _staged(tensors: list[Tensor | Halves]) -> Iterator[memoryview]:
                 yield part.numpy().data
             continue
         for chunk in chunks(values, buffer.numel() // values.dtype.itemsize):
+            passed()
             staged = buffer[: chunk.numel() * chunk.element_size()]
             staged.view(chunk.dtype).view(chunk.shape).copy_(chunk)  # blocking: the bytes are read next
             yield staged.numpy().data

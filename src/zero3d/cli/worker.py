@@ -72,6 +72,16 @@ def as_worker(action: Callable[[], None], limits: Mapping[str, float] | None = N
     except BaseException as error:  # noqa: BLE001 (reported here or by the launcher)
         code = leave_exception(error)
     heartbeat.end()
+    leave(code)
+
+
+def end_with(error: Zero3dError) -> NoReturn:
+    """End this process with an error, from another thread than that of its work."""
+    leave(leave_exception(error))
+
+
+def leave(code: int) -> NoReturn:
+    """Exit at once, with what was printed."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # nobody reads any more
             stream.flush()
@@ -137,7 +147,7 @@ def leave_exception(error: BaseException) -> int:
     if LAUNCHED not in os.environ and code != 130:
         print(summary if clear else callstack, file=sys.stderr)
     if "torch" in sys.modules and code != 130:
-        notify_peers(summary, code)
+        notify_peers(summary.partition("\n\n")[0], code)  # of a report its head
     return code
 
 
