@@ -315,7 +315,7 @@ def test_a_way_that_is_cut_and_a_clock_that_is_off_are_named():
     assert judge_across((0.1, True), 2, Request()).verdict == OK
     assert judge_across((0.1, False), 2, Request()).verdict == judge_across("no answer in 30 s", 2, Request()).verdict
     slow = judge_across((0.1, True), 2, Request(expected={"across": 1e9}, device="cpu"))
-    assert (slow.verdict, "0.17 of the calibrated" in slow.text) == (WARNING, True)
+    assert (slow.verdict, "0.04 of the calibrated" in slow.text) == (WARNING, True)
 
 
 def job(folder, ranks, words):
