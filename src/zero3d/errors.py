@@ -10,6 +10,7 @@
       OrderError              ranks used units in different orders, or one stopped answering
       ReleasedParameterError  a weight was copied or serialised while it is sharded
       NonFiniteError          gradients or trained weights that are NaN or infinite
+      MemoryExhaustedError    a device or a host has no memory left in the middle of a run
       CorruptionError         a rank computed other gradients than it or its neighbour did from the same values
       RankError               another rank failed, and not with one of these
 
@@ -109,6 +110,10 @@ class DataError(Zero3dError, ValueError):
 
 class NonFiniteError(Zero3dError, ArithmeticError):
     """Gradients or trained weights that are NaN or infinite."""
+
+
+class MemoryExhaustedError(Zero3dError, MemoryError):
+    """A device or a host has no memory left in the middle of a run."""
 
 
 class CorruptionError(Zero3dError, ArithmeticError):

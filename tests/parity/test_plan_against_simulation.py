@@ -12,7 +12,11 @@ from zero3d.config import load, to_dict
 from zero3d.errors import ConfigError
 from zero3d.memory.offload import DEVICE, DISK, HOST
 from zero3d.plan.emit import TIERS
+from zero3d.plan.estimate import evaluate
+from zero3d.plan.hardware import cluster
 from zero3d.plan.memory import categories, memory
+from zero3d.plan.relief import device_bytes, reliefs
+from zero3d.plan.search import Row
 from zero3d.plan.spec import ParallelPlan
 from zero3d.plan.states import states
 from zero3d.plan.traffic import busiest_traffic, rank_traffic
@@ -205,3 +209,17 @@ def test_a_pipeline_that_releases_every_use_sends_what_is_planned(alone, models,
     for operation in ("all_gather", "reduce_scatter"):
         found = sum(entry.nbytes for entry in rank.traffic if entry.op == operation)
         assert planned[f"{operation} dp"] == found, operation
+
+
+@long
+def test_what_a_setting_saves_is_what_it_saves_in_the_dry_run(alone, models):
+    plan, place = P(dp=4, stage=1, micro_batch=4, accumulate=2), cluster("a100-80", 4)
+    path, spec = models(False)
+    found = reliefs(Row(plan, evaluate(spec, place, plan)), spec, place, evaluate, 0.0, device_bytes)
+    saved = {each.settings: (each.saved, each.plan) for each in found}
+    before = simulated(alone, path, plan, 0).peak.nbytes
+    for settings in (("activations=full",), ("zero.stage=2",), ("train.micro_batch=2", "train.accumulate=4")):
+        planned, changed = saved[settings]
+        real = before - simulated(alone, path, changed, 0).peak.nbytes
+        print(f"{' '.join(settings)}: planned {planned:,.0f}, dry run {real:,}")
+        assert planned == pytest.approx(real, rel=0.1), settings

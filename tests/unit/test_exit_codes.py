@@ -14,6 +14,7 @@ from zero3d.errors import (
     ConfigError,
     DataError,
     LayoutError,
+    MemoryExhaustedError,
     MeshError,
     NonFiniteError,
     OrderError,
@@ -26,7 +27,7 @@ from zero3d.errors import (
 CODES = {
     ConfigError: 2, MeshError: 2, DataError: 2, CheckpointError: 2, OutOfBudget: 2,
     Zero3dError: 1, LayoutError: 1, OrderError: 1, ReleasedParameterError: 1, RankError: 1,
-    NonFiniteError: 1,
+    NonFiniteError: 1, MemoryExhaustedError: 1,
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from zero3d.cli.elastic import Job, devices_here, run_job
 from zero3d.cli.preflight import check_paths, check_transformers, check_world
 from zero3d.cli.rank_environment import join_environment, narrowed
 from zero3d.cli.spare_ranks import release, stand_by
-from zero3d.cli.worker import as_worker, quiet_environment, report_output
+from zero3d.cli.worker import as_worker, end_with, quiet_environment, report_output
 from zero3d.cli.workers import ranks_here
 from zero3d.config import Config, fitting_ranks, load, split_words
 from zero3d.errors import ConfigError, Zero3dError
@@ -166,7 +166,7 @@ def work(arguments: argparse.Namespace, name: str, config: Config) -> None:
     quiet_libraries()
     first = os.environ["RANK"] == "0"
     console = Console(stderr=arguments.json, quiet=not first)
-    start = Start(name, arguments.resume, arguments.overwrite, report_output)
+    start = Start(name, arguments.resume, arguments.overwrite, report_output, end_with)
     with FolderLock() as lock:
         result = run_training(config, start, Progress(console, config.log.every), lock)
         if first:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import wraps
 from math import ceil
-from typing import NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+import torch
 
 from zero3d.activations.host_slots import HostSlots
 from zero3d.engine.tiers import Tiers
 from zero3d.memory.arena import STATES, TRANSIENT, Arena
+from zero3d.memory.budget import decimal
 from zero3d.memory.offload import HOST
 from zero3d.precision import NAMES
 from zero3d.zero.layout import UnitLayout
@@ -33,6 +37,31 @@ class MemoryEntry(NamedTuple):
     planned: int | None
     measured: int
     peak: int
+
+
+Taken = ParamSpec("Taken")
+Returned = TypeVar("Returned")
+
+
+def notes_memory(method: Callable[Concatenate[Any, Taken], Returned]) -> Callable[Concatenate[Any, Taken], Returned]:
+    """Have an engine's method add to torch's OutOfMemoryError what the engine holds, by category and place."""
+
+    @wraps(method)
+    def noting(self: Any, *args: Taken.args, **kwargs: Taken.kwargs) -> Returned:
+        try:
+            return method(self, *args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            if not getattr(error, "__notes__", None):  # of a method that this one has called
+                error.add_note(describe_memory(self.memory))
+            raise
+
+    return noting
+
+
+def describe_memory(entries: Sequence[MemoryEntry]) -> str:
+    """Return what is held in one line; the rest of what is allocated is activations and what is not the engine's."""
+    held = [f"{entry.category} {decimal(entry.measured)} ({entry.place})" for entry in entries if entry.measured]
+    return f"held by the engine: {', '.join(held) or 'nothing'}; all else is activations and tensors of others"
 
 
 class Accounts:

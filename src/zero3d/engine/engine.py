@@ -27,7 +27,7 @@ from zero3d.checkpoint.export import export
 from zero3d.checkpoint.slots import Note, load_slots
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.mesh import Mesh
-from zero3d.engine.accounting import MemoryEntry
+from zero3d.engine.accounting import MemoryEntry, notes_memory
 from zero3d.engine.assembly import assemble
 from zero3d.engine.checks import bind_scheduler
 from zero3d.engine.division import share_random_state
@@ -167,10 +167,12 @@ class Engine:
 
     # --- training -------------------------------------------------------------------------------
 
+    @notes_memory
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Under pp > 1 there is no such thing (ConfigError)."""
         return self._execution.call(*args, **kwargs)
 
+    @notes_memory
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, last: bool | None = None) -> None:
         """Back-propagate a micro-batch's mean loss over `weight` targets (None counts 1).
 
@@ -180,6 +182,7 @@ class Engine:
         """
         self._execution.backward(loss, weight, last)
 
+    @notes_memory
     def step(self) -> StepResult:
         """Apply the step if the boundary is reached, else change nothing.
 
@@ -200,6 +203,7 @@ class Engine:
         self.mesh.heartbeat.work(b"the optimizer's update")
         return self._stepper.step(besides)
 
+    @notes_memory
     def train_batch(
         self, micro_batches: Iterable[Any], besides: Callable[[], Tensor] | None = None, wait: bool = True
     ) -> Tensor:
@@ -234,6 +238,7 @@ class Engine:
                 self.optimizer.wait()
             return mean
 
+    @notes_memory
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[Any]) -> Tensor:
         """Return the global mean loss without update, in eval mode; ranks run equally many micro-batches.

@@ -22,12 +22,17 @@ NO_LIMIT = 1 << 60  # bytes; v1 writes the largest whole number of pages where t
 
 @dataclass(frozen=True)
 class Files:
-    """Names of a version's files, and the lines of memory.stat that count memory which is given back."""
+    """Names of a version's files, and the lines of memory.stat that count memory which is given back.
+
+    limits  the first is the one beyond which processes are killed
+    swap    limit and use: in v2 of swap alone, in v1 of memory and swap together
+    """
 
     events: str
     limits: tuple[str, ...]
     use: str
     given_back: tuple[str, ...]
+    swap: tuple[str, str]
 
 
 V2 = Files(
@@ -35,12 +40,14 @@ V2 = Files(
     limits=("memory.max", "memory.high"),
     use="memory.current",
     given_back=("active_file", "inactive_file", "slab_reclaimable"),
+    swap=("memory.swap.max", "memory.swap.current"),
 )
 V1 = Files(
     events="memory.oom_control",
     limits=("memory.limit_in_bytes",),
     use="memory.usage_in_bytes",
     given_back=("total_active_file", "total_inactive_file"),
+    swap=("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes"),
 )
 
 
@@ -53,8 +60,23 @@ class Cgroup:
 
     def limit(self) -> int | None:
         """Return the bytes that it allows, None without a limit."""
-        found = [int(words) for name in self.files.limits if (words := text(self.folder / name).strip()).isdecimal()]
-        return min((limit for limit in found if limit < NO_LIMIT), default=None)
+        return min((limit for name in self.files.limits if (limit := self._number(name)) is not None), default=None)
+
+    def hard_limit(self) -> int | None:
+        """Return the bytes beyond which the kernel kills, None without a limit."""
+        return self._number(self.files.limits[0])
+
+    def swap_left(self, left: int) -> int:
+        """Return the bytes of swap that it may still use, beside `left` bytes of memory."""
+        limit, used = map(self._number, self.files.swap)
+        if limit is None or used is None:
+            return NO_LIMIT
+        return max(limit - used - (left if self.files is V1 else 0), 0)
+
+    def _number(self, name: str) -> int | None:
+        """Return the number in a file, None where there is none or it stands for no limit."""
+        words = text(self.folder / name).strip()
+        return int(words) if words.isdecimal() and int(words) < NO_LIMIT else None
 
     def held(self) -> int:
         """Return the bytes in use that the kernel cannot take back: no page cache."""

@@ -156,10 +156,14 @@ def knob_rows(knobs: Sequence[WhatIf], row: Row, limit: float, host: float) -> l
     return [
         (
             knob.change, f"{knob.memory / 1e9:+.1f} GB", f"{100 * knob.seconds / mid:+.1f} %",
-            "does not fit" if knob.device > limit else "the host has less" if knob.host > host else "",
+            _misfit(knob.estimate.memory, limit, host),
         )
         for knob in knobs
     ]  # fmt: skip
+
+
+def _misfit(memory: Memory, limit: float, host: float) -> str:
+    return "does not fit" if memory.device > limit else "the host has less" if memory.host > host else ""
 
 
 def _ladder(answer: Answer) -> Iterator[str]:

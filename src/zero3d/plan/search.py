@@ -23,11 +23,11 @@ States leave the device where nothing fits otherwise, for the host before a disk
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from zero3d.activations.policy import Policy
 from zero3d.distributed.choice import ALL_TO_ALL, NATIVE
 from zero3d.errors import ConfigError
 from zero3d.memory.offload import HOST
@@ -325,24 +325,23 @@ def _signed_seconds(value: float) -> str:
 
 
 class WhatIf(NamedTuple):
-    """One knob turned: what it does to memory (bytes) and to the step (seconds); device, host: bytes of each then."""
+    """One knob turned: what it does to memory (bytes) and to the step (seconds), and the estimate then."""
 
     change: str
     plan: ParallelPlan
     memory: float
     seconds: float
-    device: float
-    host: float = 0.0
+    estimate: Estimate
 
 
 def what_if(row: Row, model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate) -> list[WhatIf]:
     """Turn every single knob of a plan once; those that buy the most memory per second come first."""
     changes = []
     for change, plan in _neighbours(row.plan, model, cluster):
-        estimate = evaluate(model, cluster, plan)
-        memory = estimate.memory.allocated - row.estimate.memory.allocated
-        seconds = estimate.seconds.mid - row.estimate.seconds.mid
-        changes.append(WhatIf(change, plan, memory, seconds, estimate.memory.device, estimate.memory.host))
+        with suppress(ConfigError):  # of what the engine refuses
+            estimate = evaluate(model, cluster, plan)
+            memory = estimate.memory.allocated - row.estimate.memory.allocated
+            changes.append(WhatIf(change, plan, memory, estimate.seconds.mid - row.estimate.seconds.mid, estimate))
     return sorted(changes, key=lambda knob: knob.memory / max(knob.seconds / row.estimate.seconds.mid, 1e-3))
 
 
@@ -392,13 +391,7 @@ def _neighbours(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> I
 
 
 def _tier_neighbours(plan: ParallelPlan) -> Iterator[tuple[str, ParallelPlan]]:
-    """Yield the plans that differ in what leaves the device, or is there in parts."""
-    if Policy.of(plan.activations).kind in ("full", "every"):
-        other = "none" if plan.offload_activations == "host" else "host"
-        yield f"offload.activations: {other}", replace(plan, offload_activations=other)
-        if plan.tp > 1 and not plan.sequence_parallel:
-            parts = not plan.partition_activations
-            yield f"mesh.partition_activations: {str(parts).lower()}", replace(plan, partition_activations=parts)
+    """Yield the plans that differ in what leaves the device."""
     for place in ("none", "host", "disk"):
         if place != plan.offload:
             moved: dict[str, Any] = {"moments": "fp32", "fraction": 1.0} if place == "none" else {}

@@ -6,6 +6,7 @@ OUTPUT/
   checkpoints/    step-N: the last few and the best; best -> step-N
   hf/             the final weights, for from_pretrained; written as .hf.new, renamed when complete
   loss.png, trace-rank-0.json, tensorboard/
+  out-of-memory.txt, .json  the post-mortem of a run that ended so (post_mortem.py)
   offload/        states on a disk while a run goes on, where it has any and names no folder for them
   lost-slots      by hand: numbers of this machine's slots that a restart leaves out, one a line (cli/elastic.py)
   .run            a number of its own, by which it knows what it has left in another folder
@@ -34,7 +35,7 @@ from zero3d.train.lock import LOCK, FolderLock
 
 WRITTEN = (
     "config.yaml", "metrics.jsonl", "checkpoints", "hf", ".hf.new", ".hf.old", "loss.png", "trace-rank-0.json",
-    "tensorboard", "wandb", ".run", "watchdog.txt", "watchdog.json",
+    "tensorboard", "wandb", ".run", "watchdog.txt", "watchdog.json", "out-of-memory.txt", "out-of-memory.json",
 )  # fmt: skip
 RUN, LONGEST_ID = ".run", 64
 LOST_SLOTS = "lost-slots"
@@ -77,6 +78,11 @@ class Folder:
     @property
     def offload(self) -> Path:
         return self.root / FOLDER
+
+    @property
+    def post_mortem(self) -> Path:
+        """Why the run ran out of memory; the same as data is beside it."""
+        return self.root / "out-of-memory.txt"
 
     @property
     def fresh_export(self) -> Path:

@@ -16,7 +16,7 @@ rates.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -28,6 +28,7 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import STATES
+from zero3d.models.open import open_model
 from zero3d.page.text import size
 from zero3d.plan.corrected import corrected, write_rates
 from zero3d.plan.emit import plan_of
@@ -55,13 +56,19 @@ def plan_run(config: Config, model: nn.Module, mesh: Mesh, steps: int) -> Planne
     if steps < CHECKED_STEP or mesh.rank != 0:
         return None
 
-    def make() -> PlannedRun:
-        hardware = run_cluster(config, mesh)
-        plan = plan_of(config, mesh.world)
-        spec = trace(model, config.data.length, config.model.path, config.data.packing)
-        return PlannedRun(spec, hardware, plan, evaluate(spec, hardware, plan))
+    return _made(lambda: _planned(config, model, mesh))
 
-    return _made(make)
+
+def plan_late(config: Config, mesh: Mesh) -> PlannedRun | str:
+    """Return the plan of a run on any rank, of a model built once more without weights, or why there is none."""
+    return _made(lambda: _planned(config, open_model(replace(config.model, init="random")).module, mesh))
+
+
+def _planned(config: Config, model: nn.Module, mesh: Mesh) -> PlannedRun:
+    hardware = run_cluster(config, mesh)
+    plan = plan_of(config, mesh.world)
+    spec = trace(model, config.data.length, config.model.path, config.data.packing)
+    return PlannedRun(spec, hardware, plan, evaluate(spec, hardware, plan))
 
 
 def plan_again(planned: PlannedRun | str | None, config: Config, mesh: Mesh) -> PlannedRun | str | None:

@@ -36,6 +36,7 @@ from zero3d.train.measure import Activations, MemoryRow, memory_rows
 from zero3d.train.metrics import Metrics, Record, losses
 from zero3d.train.offload import choice_of, described, drop_leftovers, may_use_disk, settle
 from zero3d.train.plan_check import CHECKED_STEP, PlanCheck, plan_again, plan_run
+from zero3d.train.post_mortem import PostMortem
 from zero3d.train.progress import Progress
 from zero3d.train.resume import choose_slots, find_checkpoint, restore
 from zero3d.train.sample import sample
@@ -82,13 +83,18 @@ def run(config: Config, start: Start, progress: Progress, lock: FolderLock | Non
     `lock` stays on the output folder after the end, too. Raises Zero3dError (bad input) before anything is written,
     and Stopped after a checkpoint.
     """
-    with FolderLock() if lock is None else nullcontext(lock) as held_lock, refusals_named():
-        return _run(config, start, progress, held_lock)
+    with (
+        FolderLock() if lock is None else nullcontext(lock) as held_lock,
+        PostMortem(config, start) as post_mortem,
+        refusals_named(),
+    ):
+        return _run(config, start, progress, held_lock, post_mortem)
 
 
-def _run(config: Config, start: Start, progress: Progress, lock: FolderLock) -> Result:
+def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, post_mortem: PostMortem) -> Result:
     """Open everything, train, and finish."""
     inputs = open_inputs(config, lambda mesh: begin(config, start, lock, mesh.rank))
+    post_mortem.mesh = inputs.mesh
     module = inputs.opened.module
     options, layers = forward_options(module), len(find_blocks(module))
     flops = flops_per_token(module, config.data.length)  # before parameters are cut
@@ -101,14 +107,16 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock) -> 
     if fresh is not None:
         config, built = with_output(config, fresh.root), with_output(built, fresh.root)
     plan = plan_again(plan, built, inputs.mesh) if chosen else plan
+    post_mortem.planned, post_mortem.config = plan, built
     with removed_on_failure(fresh, inputs.mesh.rank):
         engine = build_engine(built, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
+        post_mortem.engine = engine
         stream = _stream(config, inputs, engine)
         from_slots = choose_slots(config, start, engine, checkpoint)
         with inputs.mesh.heartbeat.phase("load"):
             saved, steps = restore(config, start, inputs, engine, stream, checkpoint, from_slots)
         folder = open_folder(config, start, engine, checkpoint, lock)
-    config = with_output(config, folder.root)
+    config, post_mortem.folder = with_output(config, folder.root), folder
     inputs.mesh.heartbeat.tell(output=str(folder.root.resolve()))
     if inputs.mesh.local_rank == 0:
         drop_leftovers(folder, engine, ended=False)
@@ -116,7 +124,7 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock) -> 
     for line in (*introduction(config, inputs, steps, engine, folder), *chosen, *engine.offload_why, *notes):
         if line is not None:
             progress.say(line)
-    loop = Loop(config, engine, stream, inputs.data.validation, folder, options, flops)
+    post_mortem.loop = loop = Loop(config, engine, stream, inputs.data.validation, folder, options, flops)
     if inputs.steps >= CHECKED_STEP:
         loop.plan_check = PlanCheck(config, engine, None if isinstance(plan, str) else plan)
     if saved is not None:

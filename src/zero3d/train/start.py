@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero3d.config import Config
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, Zero3dError
 from zero3d.plan.hardware import read_file
 from zero3d.train.folder import AUTO, Folder
 from zero3d.train.lock import check_free
@@ -21,12 +21,14 @@ class Start:
     resume     a checkpoint, or `auto`: the newest of the output folder, if there is one
     overwrite  remove what an earlier run wrote there
     report_output  is given the output folder where the configuration names none
+    end        ends this process with an error, from any thread; without it nobody watches the host's memory
     """
 
     name: str = "run"
     resume: str | None = None
     overwrite: bool = False
     report_output: Callable[[Path], None] = lambda _: None
+    end: Callable[[Zero3dError], None] | None = None
 
 
 def check_start(config: Config, start: Start, alone: bool) -> None:
