@@ -39,7 +39,7 @@ def short(text: object) -> str:
         quoted = str(text)
     except ValueError:  # a whole number of more digits than Python writes
         quoted = "a huge number"
-    quoted = " ".join(quoted[: 4 * SHOWN].split()) if len(quoted) > SHOWN else quoted
+    quoted = " ".join(quoted[: 4 * SHOWN].split()) if len(quoted) > SHOWN or not quoted.isprintable() else quoted
     return quoted if len(quoted) <= SHOWN else f"{quoted[:SHOWN]}..."
 
 

@@ -16,11 +16,22 @@ SRC = ROOT / "src" / "zero3d"
 
 # Packages from the ground up; one may import its own layer and those below it. The rule of ARCHITECTURE.md.
 LAYERS = {
-    "ground": ("errors", "reading", "nested", "rng", "precision", "memory", "distributed", "shards", "config"),
+    "ground": (
+        "errors",
+        "reading",
+        "nested",
+        "rng",
+        "precision",
+        "memory",
+        "distributed",
+        "shards",
+        "config",
+        "watchdog",
+    ),
     "core": ("zero",),
     "parallel": ("models", "activations", "data", "tensor_parallel", "pipeline", "checkpoint"),
     "engine": ("engine", "setup"),
-    "tools": ("plan", "sim", "train", "page", "cli"),
+    "tools": ("plan", "sim", "train", "page", "doctor", "cli"),
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS.values()) for name in names}
 
@@ -100,7 +111,8 @@ TORCH_FREE = (
     "zero.traffic", "activations.policy", "tensor_parallel.traffic", "pipeline.schedules", "pipeline.actions",
     "pipeline.balance", "pipeline.traffic", "pipeline.acknowledgements", "checkpoint.folders", "checkpoint.files",
     "checkpoint.fields", "checkpoint.manifest", "checkpoint.manifest_parser", "checkpoint.manifest_parts", "checkpoint.tiling",
-    "checkpoint.integrity", "checkpoint.resume_contract", "models.presets", "models.foreign_code", "plan", "page",
+    "checkpoint.sums", "checkpoint.integrity", "checkpoint.inventory", "checkpoint.resume_contract", "models.presets",
+    "models.foreign_code", "plan", "page", "doctor", "watchdog", "cli.ckpt", "cli.ckpt_prune", "cli.ckpt_text",
 )  # fmt: skip
 WITH_TORCH = {"plan.calibrate"}
 

@@ -11,6 +11,7 @@ manifest_parser   the manifest read and checked
 manifest_parts    the ranks' parts of it, read one by one and held together
 tiling            boxes are all of a tensor exactly once
 files             regular files, their SHA-256
+sums              a sum for each tensor, by which a changed one is known
 integrity         files against the manifest: checksums and headers
 compatibility     the checkpoint against the engine: model, optimizer, scheduler, buffers, random states
 restore           check all of it, then fill every rank's pieces from the boxes that overlap them
@@ -18,5 +19,14 @@ slots             what a restart from the slots of a disk needs beside their rec
 resume_contract   whether a run that goes on has the bits of one that was never interrupted
 export            the weights as a folder that `from_pretrained` loads
 
-No torch: folders, files, fields, manifest, manifest_parser, manifest_parts, tiling, integrity, resume_contract.
+In one process, without an engine:
+
+inventory         which checkpoints a directory holds, by a quick look, and which may go
+examine           every byte and box, to the end: the first fault of each file
+stored_states     any range of any state, out of the boxes of all ranks
+difference        two checkpoints against each other
+offline_export    the folder that `export` writes, from a checkpoint's files
+
+No torch: folders, files, fields, manifest, manifest_parser, manifest_parts, tiling, sums, integrity, inventory,
+resume_contract.
 """

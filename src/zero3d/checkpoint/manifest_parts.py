@@ -38,14 +38,21 @@ from zero3d.checkpoint.tiling import TilingSums, tiling_fault
 from zero3d.errors import CheckpointError
 from zero3d.shards.boxes import Box, Shape
 
+HEXADECIMAL = frozenset("0123456789abcdef")
+
 
 def read_part(folder: Path, rank: int, sha256: str) -> Part:
     """Read the part of a rank whose file has this SHA-256. Raises CheckpointError."""
+    return parse_part(parse_fields(read_part_text(folder, rank, sha256), str(folder / part_of(rank))), rank)
+
+
+def read_part_text(folder: Path, rank: int, sha256: str) -> bytes:
+    """Return the text of a rank's part, which has this SHA-256. Raises CheckpointError."""
     path = folder / part_of(rank)
     text = read(path)
     if hashlib.sha256(text).hexdigest() != sha256:
         raise CheckpointError(f"{path} differs from what was saved: its SHA-256 is not the manifest's. {USE_ANOTHER}")
-    return parse_part(parse_fields(text, str(path)), rank)
+    return text
 
 
 def part_of_rank(manifest: Manifest, rank: int) -> Part:
@@ -112,6 +119,12 @@ def read_contents(manifest: Manifest, look: Callable[[int, Part], None] = lambda
         part = part_of_rank(manifest, rank)
         contents.add(part)
         look(rank, part)
+    check_contents(contents, manifest)
+    return contents
+
+
+def check_contents(contents: Contents, manifest: Manifest) -> None:
+    """Hold what the parts of all ranks say together to the manifest. Raises CheckpointError."""
     for name in {**manifest.parameters, **contents.parameters}:
         if contents.parameters.get(name) != manifest.parameters.get(name):
             raise CheckpointError(
@@ -120,7 +133,6 @@ def read_contents(manifest: Manifest, look: Callable[[int, Part], None] = lambda
     if contents.scalars != manifest.value("optimizer")["scalars"]:
         manifest.fields.entry("optimizer").entry("scalars").refuse("those of the ranks' parts")
     check_tiling(contents, manifest)
-    return contents
 
 
 def check_tiling(contents: Contents, manifest: Manifest) -> None:
@@ -146,7 +158,8 @@ def parse_part(fields: Field, rank: int) -> Part:
     scalars = check_scalars(fields.entry("scalars"))
     _check_streams(fields.entry("python_rng"))
     own = _own(fields.entry("own"))
-    return Part(fields.file, file, sha256, parameters, rows, own, scalars, fields.entry("python_rng"))
+    sums = _sums(fields.entry("sums")) if fields.has("sums") else {}
+    return Part(fields.file, file, sha256, parameters, rows, own, scalars, fields.entry("python_rng"), sums)
 
 
 def parse_inline(fields: Field, parameters: Mapping[str, ParameterSpec], dtyped: bool) -> list[Part]:
@@ -175,7 +188,7 @@ def parse_inline(fields: Field, parameters: Mapping[str, ParameterSpec], dtyped:
 def parse_digest(field: Field) -> str:
     """Return a SHA-256 in hexadecimal digits."""
     text = field.text()
-    if len(text) != 64 or set(text) - set("0123456789abcdef"):
+    if len(text) != 64 or set(text) - HEXADECIMAL:
         field.refuse("a SHA-256 in 64 digits")
     return text
 
@@ -212,6 +225,15 @@ def _own(field: Field) -> dict[str, TensorSpec]:
     field.entry(NUMPY).entry("dtype").one_of("int64")
     field.entry(TORCH).entry("dtype").one_of("uint8")
     return {key: _tensor_spec(entry) for key, entry in field.items()}
+
+
+def _sums(field: Field) -> dict[str, str]:
+    """Return sums of tensors, as they were written."""
+    for _, entry in field.items():
+        text = entry.text()
+        if not 0 < len(text) <= 16 or set(text) - HEXADECIMAL:
+            entry.refuse("a sum in at most 16 hexadecimal digits")
+    return field.entries()
 
 
 def _row(field: Field, parameters: Mapping[str, ParameterSpec], dtyped: bool = True) -> BoxRow:

@@ -5,6 +5,7 @@ the place of every tensor, comes first and needs shapes and dtypes alone. The SH
 on their way to it; it is never read again.
 
     tensors on the device, in order --chunk--> buffer (pinned where there is an accelerator) --> SHA-256 and file
+    contiguous ones on the host ---------------------------------------------------------------> SHA-256 and file
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from zero3d.checkpoint.folders import complete_steps
 from zero3d.checkpoint.json_values import to_json
 from zero3d.checkpoint.manifest import CODES
+from zero3d.checkpoint.sums import Place, TensorSums
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError, Zero3dError
 from zero3d.precision import Halves, joined
@@ -42,26 +44,41 @@ def removed_on_failure(temporary: Path, world: Comm) -> Iterator[None]:
         raise
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor | Halves], **about: str) -> str:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor | Halves], sums: dict[str, str] | None = None, **about: str
+) -> str:
     """Write and fsync a safetensors file; return its SHA-256. Raises CheckpointError where the disk does not take it.
 
     Tensors may be on any device and strided. Beside them it takes BUFFER_BYTES of host memory, or less; of those in
     halves it joins as many bytes at a time.
+
+    sums  is given the sum of each tensor (`sums.py`)
     """
     in_order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))  # so that each is aligned
-    hashed = hashlib.sha256()
+    hashed, summed = hashlib.sha256(), TensorSums(_places({key: tensors[key] for key in in_order}))
     try:
         with path.open("wb") as file:
-            for data in _contents(path, {key: tensors[key] for key in in_order}, about):
+            for index, data in enumerate(_contents(path, {key: tensors[key] for key in in_order}, about)):
                 file.write(data)
                 hashed.update(data)
+                if index and sums is not None:  # behind the header
+                    summed.add(data)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         older = complete_steps(path.parent.parent)
         remedy = "go on from an older checkpoint, which is whole" if older else "try again"
         raise CheckpointError(f"cannot write {path} ({error}): make room and {remedy}.") from error
+    if sums is not None:
+        sums.update(summed.sums)
     return hashed.hexdigest()
+
+
+def _places(tensors: Mapping[str, Tensor | Halves]) -> Iterator[Place]:
+    stop = 0
+    for key, values in tensors.items():
+        stop += values.shape.numel() * values.dtype.itemsize
+        yield Place(key, stop, values.dtype.itemsize)
 
 
 def _contents(
@@ -87,19 +104,32 @@ def _header(path: Path, tensors: Mapping[str, Tensor | Halves], about: Mapping[s
 
 
 def _staged(tensors: list[Tensor | Halves]) -> Iterator[memoryview]:
-    """Yield the bytes of tensors in order, each time a part of one buffer that the next one overwrites."""
-    largest = max((values.shape.numel() * values.dtype.itemsize for values in tensors), default=0)
-    stored = [values if isinstance(values, Tensor) else values.weights for values in tensors]
+    """Yield the bytes of tensors in order: their own memory where that is the host's and contiguous.
+
+    Of others each time a part of one buffer, which the next one overwrites.
+    """
+    through = [values for values in tensors if not _is_as_written(values)]
+    largest = max((values.shape.numel() * values.dtype.itemsize for values in through), default=0)
+    stored = [values if isinstance(values, Tensor) else values.weights for values in through]
     pinned = any(values.device.type != "cpu" for values in stored)
     buffer = torch.empty(min(largest, BUFFER_BYTES), dtype=torch.uint8, pin_memory=pinned)
     for values in tensors:
-        for chunk in _chunks(values, buffer.numel() // values.dtype.itemsize):
+        if isinstance(values, Tensor) and _is_as_written(values):
+            for part in torch.split(values.detach().reshape(-1).view(torch.uint8), BUFFER_BYTES):
+                yield part.numpy().data
+            continue
+        for chunk in chunks(values, buffer.numel() // values.dtype.itemsize):
             staged = buffer[: chunk.numel() * chunk.element_size()]
             staged.view(chunk.dtype).view(chunk.shape).copy_(chunk)  # blocking: the bytes are read next
             yield staged.numpy().data
 
 
-def _chunks(values: Tensor | Halves, most: int) -> Iterator[Tensor]:
+def _is_as_written(values: Tensor | Halves) -> bool:
+    """Say whether a tensor's memory has, in order, the bytes that its file gets."""
+    return isinstance(values, Tensor) and values.device.type == "cpu" and values.is_contiguous()
+
+
+def chunks(values: Tensor | Halves, most: int) -> Iterator[Tensor]:
     """Cut a tensor, strided or not, into views of at most `most` elements that follow one another; those are joined."""
     if isinstance(values, Tensor):
         yield from _views(values.detach(), most)

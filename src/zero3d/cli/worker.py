@@ -15,21 +15,31 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from zero3d.errors import Zero3dError
 from zero3d.train.stop import SIGNALS, Stopped
+from zero3d.watchdog.heartbeat import WATCH, Heartbeat
+from zero3d.watchdog.joined import host_folder, start_monitor
+from zero3d.watchdog.orphans import follow_parent
+from zero3d.watchdog.stacks import dump_on_signal
 
-LAUNCHED = "ZERO3D_LAUNCHED"  # set for workers whose launcher reports their failure
+LAUNCHED = "ZERO3D_LAUNCHED"  # our launcher's process, for workers whose failure it reports
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the name by which torchrun passes it, too
 OUTPUT = "output-folder"  # the file in which worker 0 names it
 LAST_WORDS = 1.0  # seconds in which workers may end on their own, and say why, after one has failed
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc malloc.h
 MMAP_BYTES, TRIM_BYTES = 32 << 20, 1 << 30  # 32 MiB is the most that glibc accepts for mmap
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+STARTING = "start-up"  # the phase until training announces others
+# What ranks of one attempt and one host have alike, beside their parent.
+SAME_ATTEMPT = (
+    "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID",
+    "GROUP_RANK",
+)  # fmt: skip
 
 
 def quiet_environment() -> None:
@@ -37,8 +47,10 @@ def quiet_environment() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def as_worker(action: Callable[[], None]) -> NoReturn:
+def as_worker(action: Callable[[], None], limits: Mapping[str, float] | None = None) -> NoReturn:
     """Run one rank's work, leave its exception where its launcher looks for it, and exit.
+
+    limits  `timeout` and `slow_timeout` of its host's monitor (`zero3d.watchdog`), which waits for ever without them
 
     The exit runs no destructors: they would wait for peers that may be gone, and a gloo thread that
     drops a tensor while the interpreter shuts down aborts the process.
@@ -46,6 +58,7 @@ def as_worker(action: Callable[[], None]) -> NoReturn:
     if LAUNCHED in os.environ:
         follow_launcher()
     faulthandler.enable()
+    heartbeat = begin_heartbeat(limits or {})
     raise_malloc_thresholds()
     try:
         action()
@@ -58,10 +71,35 @@ def as_worker(action: Callable[[], None]) -> NoReturn:
             print(describe_stop(stop), file=sys.stderr)
     except BaseException as error:  # noqa: BLE001 (reported here or by the launcher)
         code = leave_exception(error)
+    heartbeat.end()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # nobody reads any more
             stream.flush()
     os._exit(code)
+
+
+def begin_heartbeat(limits: Mapping[str, float]) -> Heartbeat:
+    """Begin this rank's record where its host's monitor reads it; start one where another launcher started the ranks.
+
+    From here on SIGUSR2 makes this process write its stacks, and the death of its launcher is noticed.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    folder = Path(os.environ[WATCH]) if WATCH in os.environ else None
+    if LAUNCHED not in os.environ and "RANK" in os.environ:
+        folder = host_folder([os.environ.get(name, "") for name in SAME_ATTEMPT])
+    if folder is None:
+        return Heartbeat.begin(None, rank, STARTING)
+    os.environ[WATCH] = str(folder)
+    with suppress(OSError):
+        dump_on_signal(folder, rank)
+        heartbeat = Heartbeat.begin(folder, rank, STARTING)
+        heartbeat.tell(world=int(os.environ.get("WORLD_SIZE", "1")), **limits)
+        if LAUNCHED not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
+            start_monitor(folder, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if LAUNCHED in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:  # else a shell may leave it on its own
+            follow_parent(folder, rank, int(os.environ.get(LAUNCHED, os.getppid())))
+        return heartbeat
+    return Heartbeat.begin(None, rank, STARTING)
 
 
 def report_output(folder: Path) -> None:

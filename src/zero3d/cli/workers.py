@@ -29,14 +29,22 @@ from typing import TYPE_CHECKING
 
 from zero3d.cli.oom import describe_kill, oom_kills
 from zero3d.cli.worker import ERROR_FILE, LAST_WORDS, LAUNCHED, OUTPUT
+from zero3d.distributed.degrees import SLOT
+from zero3d.errors import FAULT
 from zero3d.train.stop import SIGNALS, StopRequest
+from zero3d.watchdog.block import DEATH, STALL, observe
+from zero3d.watchdog.heartbeat import WATCH
+from zero3d.watchdog.monitor import Monitor
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
+MAIN = "zero3d.cli.main"
 RANKS = 2  # workers of a machine without accelerators
+ERROR_NAME = "error.json"  # in a worker's folder
+WATCHED = "watch"  # the folder of the workers' heartbeats, beside theirs
 POLL = 0.05  # seconds between two looks at the workers
-DIED = "died without an exception"
+DIED, ENDED = "died without an exception", "ended by the watchdog"
 LAUNCH_OPTIONS = ("--ranks", "--json")  # of a command line, what says nothing about the training
 BACKLOG = 2048  # workers that may connect at once, as torch has it
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # older names last
@@ -58,11 +66,12 @@ def ranks_here(dp: int | None, tp: int | None, pp: int | None) -> int:
 
 @dataclass
 class Worker:
-    """Holds one process and the folder of what it leaves behind."""
+    """Holds one process and the folder of what it leaves behind; `blamed` is why the watchdog ended the run for it."""
 
     rank: int
     process: subprocess.Popen[bytes]
     folder: Path
+    blamed: str = ""
 
     @property
     def code(self) -> int | None:
@@ -73,22 +82,40 @@ class Worker:
     def failed(self) -> bool:
         return self.code not in (None, 0, *STOPPED)
 
+    @property
+    def vanished(self) -> bool:
+        """Whether it died without a word of its own."""
+        return self.failed and not (self.folder / ERROR_NAME).is_file()
 
-def launch(words: Sequence[str], ranks: int, *, module: str = "zero3d.cli.main") -> int:
+
+def launch(words: Sequence[str], ranks: int, *, module: str = MAIN) -> int:
     """Run `python -m module WORDS` on `ranks` workers of this machine and wait for them.
 
     Returns 0, a failure's exit code (1, or 2 for a Zero3dError), or 128 + the signal that stopped the run.
     """
-    store, kills = loopback_store(), oom_kills()
+    kills = oom_kills()
     with StopRequest() as request, TemporaryDirectory(prefix="zero3d-") as folder:
-        command = [sys.executable, "-P", "-m", module, *words]  # no file here takes the place of a module
         try:
-            with running_workers(command, environment(ranks, store.port), Path(folder)) as workers:
-                failed = supervise(workers, request)
+            workers, failed = run_workers(words, range(ranks), Path(folder), request, module)
         except KeyboardInterrupt:
-            print("killed by a second Ctrl-C; what was saved before is still there", file=sys.stderr)
-            return 128 + signal.SIGINT
+            return killed_twice()
         return conclude(workers, failed, request.signal, words, kills)
+
+
+def run_workers(
+    words: Sequence[str], slots: Sequence[int], folder: Path, request: StopRequest, module: str
+) -> tuple[list[Worker], list[Worker]]:
+    """Run one worker in each of these slots of the machine; return all of them, over by now, and those that failed."""
+    store = loopback_store()
+    command = [sys.executable, "-P", "-m", module, *words]  # no file here takes the place of a module
+    with running_workers(command, environment(len(slots), store.port), folder, slots) as workers:
+        return workers, supervise(workers, request)
+
+
+def killed_twice() -> int:
+    """Say that a second Ctrl-C has killed the workers; return the exit code."""
+    print("killed by a second Ctrl-C; what was saved before is still there", file=sys.stderr)
+    return 128 + signal.SIGINT
 
 
 def loopback_store() -> TCPStore:
@@ -107,7 +134,7 @@ def environment(ranks: int, port: int) -> dict[str, str]:
     """Return the variables that all workers share; the store is the launcher's, so no port is taken in between."""
     shared = {
         **os.environ,
-        LAUNCHED: "1",
+        LAUNCHED: str(os.getpid()),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -124,12 +151,16 @@ def environment(ranks: int, port: int) -> dict[str, str]:
 
 
 @contextmanager
-def running_workers(command: Sequence[str], shared: dict[str, str], folder: Path) -> Iterator[list[Worker]]:
+def running_workers(
+    command: Sequence[str], shared: dict[str, str], folder: Path, slots: Sequence[int]
+) -> Iterator[list[Worker]]:
     """Start the workers; whatever happens, none of them is left running."""
     workers: list[Worker] = []
+    (folder / WATCHED).mkdir()
+    shared = shared | {WATCH: str(folder / WATCHED)}
     try:
-        for rank in range(int(shared["WORLD_SIZE"])):
-            workers.append(start_worker(rank, command, shared, folder / str(rank)))
+        for rank, slot in enumerate(slots):
+            workers.append(start_worker(rank, command, shared | {SLOT: str(slot)}, folder / str(rank)))
         yield workers
     finally:
         for worker in workers:
@@ -142,7 +173,7 @@ def running_workers(command: Sequence[str], shared: dict[str, str], folder: Path
 def start_worker(rank: int, command: Sequence[str], shared: dict[str, str], folder: Path) -> Worker:
     """Start one worker in a session of its own: what the terminal sends is for the launcher alone."""
     folder.mkdir()
-    of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(folder / "error.json")}
+    of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(folder / ERROR_NAME)}
     if rank == 0:
         process = subprocess.Popen(command, env=shared | of_rank, start_new_session=True)
     else:
@@ -154,19 +185,39 @@ def start_worker(rank: int, command: Sequence[str], shared: dict[str, str], fold
 
 
 def supervise(workers: Sequence[Worker], request: StopRequest) -> list[Worker]:
-    """Wait for all workers, pass a request to stop on to each once; return those that failed."""
-    stopping = False
+    """Wait for all workers, pass a request to stop on to each once; return those that failed.
+
+    Where they stall, or one dies, the watchdog says who waits for whom. After a stall these are the ranks that it
+    blames, or all; the caller ends them.
+    """
+    stopping, monitor = False, Monitor(workers[0].folder.parent / WATCHED)
     while any(worker.code is None for worker in workers) and not any(worker.failed for worker in workers):
         if request.signal is not None and not stopping:
             stopping = True
             for worker in workers:
                 worker.process.terminate()
+        if monitor.look():
+            return blame(workers, monitor)
         time.sleep(POLL)
     if any(worker.failed for worker in workers):
+        dead = {worker.rank for worker in workers if worker.vanished} & monitor.beats().keys()
+        if dead and not stopping:
+            observe(DEATH, monitor, sorted(dead)).write()
         end = time.monotonic() + LAST_WORDS
         while any(worker.code is None for worker in workers) and time.monotonic() < end:
             time.sleep(POLL)
     return [worker for worker in workers if worker.failed]
+
+
+def blame(workers: Sequence[Worker], monitor: Monitor) -> list[Worker]:
+    """Write the watchdog's block after a stall; return the workers that others wait for, or all."""
+    block = observe(STALL, monitor)
+    block.write()
+    guilty = {state.rank for state in block.culprits} or {worker.rank for worker in workers}
+    found = [worker for worker in workers if worker.rank in guilty]
+    for worker in found:
+        worker.blamed = block.cause
+    return found
 
 
 def conclude(
@@ -213,26 +264,45 @@ def chosen_output(worker: Worker) -> str:
 
 def report_failure(failed: Sequence[Worker], command: str = "", kills: int | None = None) -> int:
     """Print the first failure on stderr, for a worker that died also how to go on; return the exit code."""
-    first = min(failed, key=_cause_first)
-    error = first.folder / "error.json"
+    first = first_failure(failed)
+    error = first.folder / ERROR_NAME
     if error.is_file():
         report = json.loads(error.read_text())["message"]
         callstack = report["extraInfo"]["py_callstack"].rstrip()
         print(f"rank {first.rank} failed:\n{callstack}" if callstack else report["message"], file=sys.stderr)
         return 2 if first.code == 2 else 1
+    if first.blamed:
+        print(f"{ENDED}: {first.blamed}", file=sys.stderr)
+        return _go_on(command)
     assert first.code is not None
     how = f"exit code {first.code}" if first.code > 0 else describe_kill(-first.code, kills)
     print(f"rank {first.rank} {DIED}: {how}", file=sys.stderr)
     if first.rank > 0:
         for line in (first.folder / "output").read_text(errors="replace").splitlines()[-LAST_LINES:]:
             print(line, file=sys.stderr)
+    return _go_on(command)
+
+
+def _go_on(command: str) -> int:
+    """Say how to go on after a death or a stall; return the exit code."""
     if command:
         print(f"go on from the last checkpoint with: {command}", file=sys.stderr)
-    return 1
+    return FAULT
+
+
+def first_failure(failed: Sequence[Worker]) -> Worker:
+    """Return the worker whose failure the others' follow from."""
+    return min(failed, key=_cause_first)
+
+
+def message_of(worker: Worker) -> str:
+    """Return the exception that a worker has left, as "NAME: text"; nothing of one that died without."""
+    error = worker.folder / ERROR_NAME
+    return str(json.loads(error.read_text())["message"]["message"]) if error.is_file() else ""
 
 
 def _cause_first(worker: Worker) -> tuple[bool, float]:
     """Sort the cause before its consequences: deaths by a signal, then exceptions by time."""
-    file = worker.folder / "error.json"
+    file = worker.folder / ERROR_NAME
     killed = worker.code is not None and worker.code < 0
     return not killed, file.stat().st_mtime if file.is_file() else float("inf")

@@ -3,7 +3,7 @@
     output, seed, precision, activations      of the whole run
     model    data    train                    what is trained, on what, how long
     optimizer    schedule    loss_scale       the update
-    health                                    what becomes of steps that are not finite
+    health                                    what becomes of steps that are not finite, and of silence
     zero    offload    mesh                   who holds what, and where
     evaluate    checkpoint    log    profile    plan    what is done on the way
 
@@ -21,6 +21,7 @@ from typing import Any
 from zero3d.memory.offload import CHOICES
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+WARN, STOP = ON_ERROR = ("warn", "stop")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 
 
@@ -128,7 +129,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Health:
-    """Gradients that are NaN or infinite, but for those that lower fp16's loss scale, or that a machine got wrong."""
+    """What ends a run: gradients that are NaN or infinite (not fp16's overflows) or computed wrongly, and silence."""
 
     nonfinite: str = key(
         "skip",
@@ -139,6 +140,23 @@ class Health:
         20,
         "so many in a row, or a whole run of fewer steps, end it with exit code 1 and the first unit's name",
         least=1,
+    )
+    min_ranks: int | None = key(
+        None,
+        "where ranks are lost, go on with as few as this: dp shrinks, train.batch stays and accumulation grows; by "
+        "default a run needs all; give train.batch and train.micro_batch; mesh.dp is then the largest dp",
+        least=1,
+    )
+    timeout: float = key(
+        300.0,
+        "seconds in which a rank shows no sign of life before the watchdog says who waits for whom and ends the run "
+        "with exit code 1; longer than the longest forward or backward of a unit; 0: never, as with a debugger",
+        least=0,
+    )
+    slow_timeout: float = key(
+        3600.0,
+        "the same while any rank starts, reads data, saves, loads, evaluates, exports or compiles; 0: never",
+        least=0,
     )
     replay: int = key(
         0,
@@ -254,6 +272,15 @@ class Checkpoint:
     every: int = key(0, "steps between checkpoints; 0 saves at the end only", least=0)
     keep: int = key(2, "how many of the last ones are kept", least=1)
     best: bool = key(True, "keep also the one with the lowest held-out loss")
+    asynchronous: bool = key(
+        False, "write those on the way behind training, from a copy of the states in the host's memory"
+    )
+    on_error: str | None = key(
+        None,
+        "what follows where one on the way cannot be written: a warning, or the run's end; by default a warning behind "
+        "training, else the end. The last one of a run, and that of a stop, must be written",
+        choices=ON_ERROR,
+    )
     export: bool = key(True, "write the final weights as a Hugging Face folder")
     verify: bool = key(False, "load that folder with transformers on one rank and compare the held-out loss")
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistBackendError, DistError, DistStoreError
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from zero3d.errors import FAULT, OrderError, Zero3dError
 
+if TYPE_CHECKING:
+    from zero3d.watchdog.heartbeat import Heartbeat
+
 _NOTE = "zero3d/why a rank went away"
+ANSWER = 2.0  # seconds that a store is given: torch itself waits for one behind a cut link until TCP gives up
 _TEXT, _SHOWN = 2000, 200  # letters of a note, of an error of the network
 HOST = torch.device("cpu")
 
@@ -34,6 +39,7 @@ class Axis:
     meet      gathers a few numbers through the store, for ranks that come hours apart: where groups are on devices,
               whose watchdog would not wait, and where there are none
     under_way what outlives the step that began it
+    heartbeat where this rank says what it waits for; None where nobody is told
     """
 
     name: str
@@ -46,6 +52,7 @@ class Axis:
     patience: float = math.inf
     meet: Callable[[Tensor], Tensor] | None = None
     under_way: WeakSet[Pending] = field(default_factory=WeakSet)
+    heartbeat: Heartbeat | None = None
 
     def close(self) -> None:
         """Complete what is under way, for peers that need it, and drop the groups, whose threads must end now."""
@@ -69,11 +76,20 @@ class Axis:
         """Where what it carries must be: gloo sends host memory, others send their device's alone."""
         return HOST if self.backend in ("none", "gloo") else self.device
 
-    def call(self, op: str, unit: str, call: Callable[[], Any]) -> Any:
+    def inside(self, op: str, unit: str, number: int = 0) -> AbstractContextManager[object]:
+        """Tell the heartbeat that this rank is, inside, where it may wait for peers; `number`: see `Call`."""
+        return nullcontext() if self.heartbeat is None else self.heartbeat.inside(self.name, op, unit, number)
+
+    def count(self, op: str) -> int:
+        """Return the number of the operation that begins, among those of its kind on this axis."""
+        return 0 if self.heartbeat is None else self.heartbeat.count(self.name, op)
+
+    def call(self, op: str, unit: str, call: Callable[[], Any], number: int = 0) -> Any:
         """Run a torch.distributed call; a timeout or a lost peer becomes an error that says where."""
         begun = time.monotonic()
         try:
-            return call()
+            with self.inside(op, unit, number):
+                return call()
         except RuntimeError as error:
             waited = time.monotonic() - begun
             lost = _lost(f"{self._waited(waited)} in {op} of unit {unit!r}", error)
@@ -138,27 +154,28 @@ Take = Callable[[list[Tensor]], object]  # is given what has come from the ranks
 
 
 class Call(NamedTuple):
-    """One operation on one unit, over one of an axis' groups."""
+    """One operation on one unit, over one of an axis' groups; `number` counts those of its kind on the axis."""
 
     axis: Axis
     group: dist.ProcessGroup | None
     op: str
     unit: str
+    number: int = 0
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Run a torch.distributed call; a timeout or a lost peer becomes an error that says where."""
-        return self.axis.call(self.op, self.unit, call)
+        return self.axis.call(self.op, self.unit, call, self.number)
 
 
 def messages(axis: Axis, op: str, unit: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
     """Send tensors to ranks of the axis and receive others from them, by rank; returns when all are through."""
-    group, place = axis.reductions, axis.place
+    group, place, number = axis.reductions, axis.place, axis.count(op)
     arriving = {peer: into if into.device == place else torch.empty_like(into, device=place)
                 for peer, into in receives.items()}  # fmt: skip
     calls = [dist.P2POp(dist.isend, part.to(place), group=group, group_peer=peer) for peer, part in sends.items()]
     calls += [dist.P2POp(dist.irecv, into, group=group, group_peer=peer) for peer, into in arriving.items()]
-    for work in axis.call(op, unit, lambda: dist.batch_isend_irecv(calls)):
-        axis.call(op, unit, work.wait)
+    for work in axis.call(op, unit, lambda: dist.batch_isend_irecv(calls), number):
+        axis.call(op, unit, work.wait, number)
     for peer, into in receives.items():
         if arriving[peer] is not into:
             into.copy_(arriving[peer])
@@ -181,12 +198,21 @@ def read_note() -> str:
 
 
 def _note() -> tuple[str, int]:
-    try:
+    """Return the note and its exit code; none where the store is gone, or does not answer, as behind a cut link."""
+    answers: list[tuple[str, int]] = []
+    with suppress(RuntimeError, ValueError):
         store = _get_default_store()
+        asking = threading.Thread(target=lambda: answers.append(_ask(store)), daemon=True)
+        asking.start()
+        asking.join(ANSWER)
+    return answers[0] if answers else ("", FAULT)
+
+
+def _ask(store: Store) -> tuple[str, int]:
+    with suppress(RuntimeError, ValueError):
         text, code = json.loads(store.get(_NOTE)) if store.check([_NOTE]) else ("", FAULT)
-    except (RuntimeError, ValueError):
-        return "", FAULT
-    return text, code
+        return text, code
+    return "", FAULT
 
 
 def forget_note(axis: Axis) -> None:

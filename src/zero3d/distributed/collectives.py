@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -110,7 +111,8 @@ class Comm:
         self._announce("all_gather", unit, full)
         if self._check:
             self.check_order()
-        return self._algorithm.all_gather(Call(self._axis, self._axis.gathers, "all_gather", unit), full, apart)
+        call = Call(self._axis, self._axis.gathers, "all_gather", unit, self._axis.count("all_gather"))
+        return self._algorithm.all_gather(call, full, apart)
 
     def reduce_scatter(self, full: Tensor, shard: Tensor, unit: str, wire: torch.dtype, add: bool) -> Pending:
         """Sum `full` [total] over ranks into `shard` [total/N], travelling as `wire`.
@@ -204,8 +206,10 @@ class Comm:
     # --- how ------------------------------------------------------------------------------------
 
     def _on_host(self, values: Tensor) -> Tensor:
+        op, unit = self._ledger.last.get(self.axis, ("nothing yet", "-"))
         try:
-            return self._arena.on_host(values, self._axis.patience)
+            with nullcontext() if values.device.type == "cpu" else self._axis.inside(f"read after {op}", unit):
+                return self._arena.on_host(values, self._axis.patience)
         except TimeoutError as error:
             raise self._axis.late(self._ledger.last) from error
 
@@ -215,7 +219,7 @@ class Comm:
         return values.pin_memory().to(device, non_blocking=True) if values.device.type == "cpu" else values
 
     def _reduction(self, op: str, unit: str) -> Call:
-        return Call(self._axis, self._axis.reductions, op, unit)
+        return Call(self._axis, self._axis.reductions, op, unit, self._axis.count(op))
 
     def _announce(self, op: str, unit: str, full: Tensor, wire: torch.dtype | None = None) -> None:
         self._last = f"{op} of unit {unit!r}"

@@ -24,13 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
 
 from zero3d.distributed.axis import Axis, backends_of, read_note
-from zero3d.distributed.degrees import AXES, Degrees, Place
+from zero3d.distributed.degrees import AXES, SLOT, Degrees, Place
 from zero3d.distributed.devices import Launched, choose_device, claim_device
 from zero3d.distributed.groups import EARLY, backend_options, check_carries, new_group, options_of, timeout, warm_up
 from zero3d.distributed.rendezvous import shared_store
 from zero3d.distributed.waiting import StoreExchange
 from zero3d.errors import MeshError
 from zero3d.memory.arena import Arena
+from zero3d.watchdog.heartbeat import WATCH, Heartbeat
 
 PATIENCE, GLOO_PATIENCE = timedelta(minutes=10), timedelta(minutes=30)  # torch's own defaults
 A_DAY = 24 * 3600.0  # seconds that ranks wait for one that tokenizes, or writes a checkpoint
@@ -70,6 +71,7 @@ class Mesh:
         self.debug = debug
         self.make_arena: Callable[[torch.device], Arena] = Arena  # an observer passes one that tells it of buffers
         self._axes: dict[str, Axis] = {}
+        self.heartbeat = Heartbeat.join(os.environ.get(WATCH), self.rank)  # nobody's, unless a worker has begun it
 
     @property
     def rank(self) -> int:
@@ -99,6 +101,7 @@ class Mesh:
     def axis(self, name: str) -> Axis:
         """Return one of pp, dp, tp, world, replica (the model-parallel group); its groups are made on first use."""
         if name not in self._axes:
+            self.heartbeat.tell(axes={known: list(self._ranks(known)) for known in (*self._axes, name)})
             self._axes[name] = axis = self.open_axis(name)
             if axis.size > 1:
                 atexit.register(_close, weakref.ref(axis))
@@ -110,7 +113,7 @@ class Mesh:
         position, size = ranks.index(self.rank), len(ranks)
         patience = EARLY * timeout(self.device).total_seconds() if self.world > 1 else math.inf
         if size == 1:  # a read may wait for a peer on another axis
-            return Axis(name, 0, 1, device=self.device, patience=patience)
+            return Axis(name, 0, 1, device=self.device, patience=patience, heartbeat=self.heartbeat)
         on_host = backends_of()[self.device.type] in ("gloo", "fake")
         make = partial(new_group, name, ranks, self.device, size == self.world)  # in the order of the axis
         if name == "world":
@@ -119,7 +122,9 @@ class Mesh:
             first = second = make()
         else:  # on the host a group has no options, and every pair of its ranks a connection
             first, second = dist.group.WORLD if on_host and size == self.world else make(), make()
-        axis = Axis(name, position, size, first, second, device=self.device, patience=patience)
+        axis = Axis(
+            name, position, size, first, second, device=self.device, patience=patience, heartbeat=self.heartbeat
+        )
         axis.meet = None if on_host else self._through_the_store(name, ranks)
         warm_up(axis)
         return axis
@@ -166,11 +171,19 @@ class Mesh:
 
         It carries exchanges only, and there is no connection between any two ranks.
         """
+        axis = self.store_axis("world")
+        axis.heartbeat = self.heartbeat
+        yield axis
+
+    def store_axis(self, name: str) -> Axis:
+        """Return an axis of all ranks that exchanges through the store alone, so that threads may use one of their own.
+
+        Those of one name count their exchanges together, in one order on all ranks. A heartbeat, which is of one thread
+        alone, hears nothing of them.
+        """
         if self.world == 1:
-            yield Axis("world", 0, 1)
-            return
-        meet = self._through_the_store("world", range(self.world))
-        yield Axis("world", self.rank, self.world, meet=meet)
+            return Axis("world", 0, 1)
+        return Axis("world", self.rank, self.world, meet=self._through_the_store(name, range(self.world)))
 
 
 def start_distributed(device: torch.device | None = None) -> None:
@@ -199,8 +212,10 @@ def start_distributed(device: torch.device | None = None) -> None:
 def _launched() -> Launched:
     """Return what a launcher says of this rank and its host."""
     shown = next((os.environ[name] for name in VISIBLE if os.environ.get(name)), "")
-    local_rank, local_world = (int(os.environ.get(name) or "0") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    return Launched(local_rank, local_world, own_device=shown != "" and "," not in shown)
+    local_rank, local_world, slot = (
+        int(os.environ.get(name) or "0") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", SLOT)
+    )
+    return Launched(max(local_rank, slot), local_world, own_device=shown != "" and "," not in shown)
 
 
 @contextmanager

@@ -102,7 +102,16 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     every = options.step.replay
     replay = Replay(every, base, runtime, lambda: stepper.count) if every else None
     execution: Execution = (
-        Direct(module, losses, runtime.accumulation, runtime.loss_scale, stepper.abandon, only, replay)
+        Direct(
+            module,
+            losses,
+            runtime.accumulation,
+            runtime.loss_scale,
+            stepper.abandon,
+            only,
+            resolved.mesh.heartbeat.work,
+            replay,
+        )
         if pipeline is None
         else Pipelined(pipeline, axes.pp.size, runtime.loss_scale, only)
     )

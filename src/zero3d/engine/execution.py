@@ -54,17 +54,19 @@ class Execution(Protocol):
 class Direct:
     """Runs micro-batches through the whole model, one after another.
 
-    abandon  forgets the step after a backward that died
-    replay   computes a micro-batch of some steps once more
-    only     the option that has a forward make logits of the last position alone
+    abandon   forgets the step after a backward that died
+    only      the option that has a forward make logits of the last position alone
+    announce  tells the heartbeat what comes next
+    replay    computes a micro-batch of some steps once more
     """
 
     vocabulary = None
 
     def __init__(
         self, module: nn.Module, losses: Losses, accumulation: Accumulation, loss_scale: LossScale,
-        abandon: Callable[[], None], only: Mapping[str, int], replay: Replay | None,
+        abandon: Callable[[], None], only: Mapping[str, int], announce: Callable[[bytes], None], replay: Replay | None,
     ) -> None:  # fmt: skip
+        self._announce = announce
         self._module, self._losses, self._accumulation = module, losses, accumulation
         self._loss_scale, self._abandon, self._only, self._replay = loss_scale, abandon, only, replay
 
@@ -84,6 +86,7 @@ class Direct:
 
     def backward_sum(self, total: Tensor, weight: float | Tensor, last: bool | None) -> None:
         """Back-propagate a sum of losses over `weight` targets."""
+        self._announce(b"a backward")
         total = self._scaled(total)
         weight = weight.detach().double().reshape(()) if isinstance(weight, Tensor) else float(weight)
         try:

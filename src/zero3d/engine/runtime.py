@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from zero3d.engine.tiers import Tiers, open_tiers
 from zero3d.models.blocks import UnitSpec
 from zero3d.pipeline.ties import find_ties
 from zero3d.precision import LossScale
+from zero3d.watchdog.heartbeat import Heartbeat
 from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.gathers import Gathers
 from zero3d.zero.health import Health
@@ -114,6 +116,8 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
     )  # fmt: skip
     by_name = {unit.name: unit for unit in units}
     used = {module: [by_name[name] for name in names] for module, names in uses.items()}
+    for module, needed in used.items():
+        module.register_forward_pre_hook(_announcer(resolved.mesh.heartbeat, needed))
     hooks = []
     for root in chunks.values():
         inner = set(root.modules())
@@ -122,6 +126,12 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
     return Runtime(
         units, tiers, model_group, optimizer, gathers, reductions, accumulation, hooks, loss_scale, health,
     )  # fmt: skip
+
+
+def _announcer(heartbeat: Heartbeat, units: Sequence[Unit]) -> Callable[[nn.Module, Any], None]:
+    """Return a hook that tells the heartbeat whose forward begins."""
+    what = f"the forward of unit {' and '.join(repr(unit.name) for unit in units)}".encode()
+    return lambda module, args: heartbeat.work(what)
 
 
 def _model_group(base: Foundation, units: Sequence[Unit]) -> ModelGroup:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zero3d.config import Batch, Config, resolve_batch
+from zero3d.config import Batch, Config, asked_dp, resolve_batch
 from zero3d.data.batches import steps_of
 from zero3d.data.dataset import DataSet, needs_tokenizer, open_data
 from zero3d.data.tokenizers import Tokenizer, check_length, load_tokenizer
@@ -44,7 +44,7 @@ def open_mesh(config: Config) -> Mesh:
     needed = config.zero.exact or config.health.replay > 0
     if config.train.deterministic is True or (config.train.deterministic == "auto" and needed):
         make_deterministic()
-    return Mesh(config.mesh.dp, config.mesh.tp, config.mesh.pp)
+    return Mesh(asked_dp(config), config.mesh.tp, config.mesh.pp)
 
 
 def open_inputs(config: Config, check: Callable[[Mesh], None] = lambda mesh: None) -> Inputs:
@@ -62,8 +62,9 @@ def open_inputs(config: Config, check: Callable[[Mesh], None] = lambda mesh: Non
         def read(verify: bool) -> DataSet:
             return open_data(config.data, tokenizer, vocabulary, slices_of(config, mesh), verify)
 
-        first = agree(comm, lambda: read(verify=True) if mesh.local_rank == 0 else None)
-        data = agree(comm, lambda: first or read(verify=False))
+        with mesh.heartbeat.phase("data"):
+            first = agree(comm, lambda: read(verify=True) if mesh.local_rank == 0 else None)
+            data = agree(comm, lambda: first or read(verify=False))
     return Inputs(mesh, opened, data, batch, steps_of_run(config, data, batch))
 
 

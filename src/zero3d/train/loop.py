@@ -37,13 +37,15 @@ from zero3d.train.plan_check import PlanCheck
 from zero3d.train.profiler import Tracer
 from zero3d.train.progress import Progress
 from zero3d.train.resume_hints import ANEW, ResumeHints
+from zero3d.train.saving import Saving
 from zero3d.train.spikes import SpikeWatch
 from zero3d.train.stop import Stopped, StopRequest
 from zero3d.train.traffic import TrainingTraffic
+from zero3d.watchdog.heartbeat import TRAINING
 from zero3d.zero.health import check_weights
 from zero3d.zero.optimizer import OVERFLOW
 
-NEVER = -1  # no number of applied steps
+SHARED = 3  # numbers that each rank tells the others in a step
 
 
 class Loop:
@@ -70,29 +72,35 @@ class Loop:
         self.state = LoopState()
         self.traffic = TrainingTraffic(engine)
         self.plan_check: PlanCheck | None = None
-        self.checkpoint = folder.checkpoints
+        self.saving = Saving(config.checkpoint, engine, folder)
         self._hints = ResumeHints(folder, config, engine.world.size)
-        self._steps_at_start = self._steps_at_save = engine.steps  # applied at the session's start, its last checkpoint
+        self._steps_at_start = engine.steps  # applied
         self._skip_limit, self._last_step, self._overflows = skip_limit(config.health), 0, 0
         self._validation, self._options = validation, options
         self._flops, self.tokens = flops, 0
         self._spikes = SpikeWatch()
-        self._of_ranks: list[float] = []  # signal and tokens of each in the last step
+        self._of_ranks: list[float] = []  # of each in the last step: signal, tokens, whether its save is over
         device = engine.mesh.device
         self._device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
     def resume(self, state: LoopState, checkpoint: Path | None, from_slots: bool = False) -> None:
         """Continue from a checkpoint that was loaded, or from slots of a later step than the newest checkpoint."""
         self.state, self.engine.health.in_a_row = state, state.in_a_row
-        self.checkpoint = checkpoint or self.checkpoint
-        if from_slots:
-            self._steps_at_save = NEVER
+        self.saving.go_on(checkpoint, state.best, from_slots)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The newest checkpoint, or the folder of all where there is none."""
+        return self.saving.newest
 
     def run(self, steps: int, metrics: Metrics, progress: Progress) -> None:
         """Train up to step `steps`. Raises Stopped, after a checkpoint, when a signal asks for it; NonFiniteError."""
         self._last_step = steps
+        if self.config.checkpoint.asynchronous:
+            with self.traffic.excluded():
+                self.engine.reserve_saves()
         tracer = Tracer(self.config.profile, self.folder.root, self.engine.world.rank)
-        with StopRequest() as request, tracer:
+        with StopRequest() as request, tracer, self.engine.mesh.heartbeat.phase(TRAINING):
             for step in progress.track(self.state.step + 1, steps):
                 record = self.step(request)
                 stop_signal = self._add_totals(record)
@@ -110,9 +118,11 @@ class Loop:
                 self._check_plan(progress)
                 tracer.step()
                 self._check_health(step)
+                if last or stop_signal or all(self._of_ranks[2::SHARED]):
+                    self._settle_save(ends=last or stop_signal > 0)
                 due = stop_signal or _due(step, self.config.checkpoint.every) or self._best_is_new(record)
                 if last or (due and not self.stuck):
-                    self.save(record)
+                    self.save(record, must=last or stop_signal > 0)
                 if record["applied"]:
                     run = self.folder.run_id if self.engine.world.rank == 0 else ""
                     self.engine.note({RUN: run, **asdict(self.state)})
@@ -124,7 +134,7 @@ class Loop:
 
     def step(self, request: StopRequest) -> Record:
         """Train on the next batch; return what this rank saw of it: of the device nothing but what the step reads."""
-        begun = time.monotonic()
+        begun, self.engine.mesh.heartbeat.step = time.monotonic(), self.state.step + 1
         batches = [self.on_device(batch) for batch in next(self.stream)]
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         self.tokens += tokens
@@ -134,6 +144,7 @@ class Loop:
         assert figures is not None
         self._overflows += result.reason == OVERFLOW
         loss, *self._of_ranks = figures.besides
+        saved = self.saving.figures()
         record = {
             "step": self.state.step + 1,
             "loss": loss,
@@ -143,13 +154,13 @@ class Loop:
             "applied": figures.applied,
             "tokens": tokens,
         }
-        return record | {"seconds": time.monotonic() - begun}
+        return record | {"seconds": time.monotonic() - begun} | saved
 
     def _share(self, request: StopRequest, tokens: int) -> Tensor:
-        """Return of every rank the signal that asks it to stop, or 0, and its tokens of this step; on the device."""
-        local = device_values([float(request.signal or 0), float(tokens)], self.engine.mesh.device)
+        """Return of every rank the signal that asks it to stop or 0, its tokens, if its save is over; on the device."""
+        local = [float(request.signal or 0), float(tokens), float(self.engine.save_is_over)]
         with self.traffic.excluded():
-            return self.engine.world.exchange(local).flatten()
+            return self.engine.world.exchange(device_values(local, self.engine.mesh.device)).flatten()
 
     @property
     def _is_read_next(self) -> bool:
@@ -161,8 +172,12 @@ class Loop:
     def _train(self, batches: Sequence[Mapping[str, Any]], besides: Callable[[], Tensor]) -> None:
         """Train one step. The last one that may be skipped is traced."""
         health = self.engine.health
+        compiles = self.config.train.compile and not self.history  # in the session's first step
         try:
-            with health.tracing() if health.is_last(self._skip_limit) or self._is_last_chance else nullcontext():
+            with (
+                self.engine.mesh.heartbeat.phase("compile" if compiles else TRAINING),
+                health.tracing() if health.is_last(self._skip_limit) or self._is_last_chance else nullcontext(),
+            ):
                 self.engine.train_batch(batches, besides, wait=self._is_read_next)
         except NonFiniteError as error:  # of fp16's smallest loss scale
             self._give_up(str(error))
@@ -192,7 +207,8 @@ class Loop:
         What there is of a run that has saved nothing is saved: skipped steps have changed nothing.
         """
         try:
-            if self.engine.steps and not self._has_saved:
+            self._settle_save(ends=True)
+            if self.engine.steps and not self.saving.has_any:
                 self.save({})
             else:
                 self._check_weights()
@@ -209,14 +225,10 @@ class Loop:
         remedy = self._remedy("They are not saved")
         check_weights(engine.units, engine.dp, engine.world, NonFiniteError, remedy)
 
-    @property
-    def _has_saved(self) -> bool:
-        return self.checkpoint != self.folder.checkpoints
-
     def _remedy(self, fact: str) -> str:
         """Return what to type after giving up."""
         change = "Lower optimizer.lr or look at the data of these steps"
-        if self._has_saved:
+        if self.saving.has_any:
             command = f"{change}, then go on from it: {self._hints.command(self.checkpoint)}"
             return f"{fact}, and {self.checkpoint} is there. {command}"
         nothing = "Nothing is saved" if self.engine.steps else "No step was applied and nothing saved"
@@ -224,9 +236,9 @@ class Loop:
 
     def _add_totals(self, record: Record) -> int:
         """Add what all ranks know together; return the signal that asks them to stop, or 0."""
-        mesh, signals = self.engine.mesh, self._of_ranks[0::2]
+        mesh, signals = self.engine.mesh, self._of_ranks[0::SHARED]
         # The ranks of a model-parallel group see the same tokens.
-        tokens = int(sum(self._of_ranks[1::2])) // (mesh.pp * mesh.tp)
+        tokens = int(sum(self._of_ranks[1::SHARED])) // (mesh.pp * mesh.tp)
         self.state = replace(
             self.state, step=record["step"], skipped=self.state.skipped + (not record["applied"]),
             in_a_row=self.engine.health.in_a_row, tokens=self.state.tokens + tokens, position=self.stream.state(),
@@ -293,29 +305,32 @@ class Loop:
     @property
     def stuck(self) -> bool:
         """Whether all steps since the last checkpoint were skipped and not finite: another would only replace it."""
-        return self.engine.steps == self._steps_at_save and self.engine.health.in_a_row > 0
+        return self.engine.steps == self.saving.steps and self.engine.health.in_a_row > 0
 
     def _kept(self, step: int) -> str:
         """Return what there is when a run is asked to stop."""
         if not self.stuck:
             return f"step {step} of {self._last_step} is saved in {self.checkpoint}"
-        kept = f"what was before is in {self.checkpoint}" if self._has_saved else "nothing is saved"
+        kept = f"what was before is in {self.checkpoint}" if self.saving.has_any else "nothing is saved"
         return f"step {step} of {self._last_step} and those before it were not finite; {kept}"
 
-    def save(self, record: Record) -> None:
+    def save(self, record: Record, must: bool = True) -> None:
         """Save a checkpoint of this step; older ones go, but the best. Raises NonFiniteError for spoiled weights.
 
-        Those of a course that was left go once this one has come further than where it began.
+        must  it is the last, of the run or before a stop: it is waited for, and a failure is raised
         """
-        if self._best_is_new(record):
-            self.state = replace(self.state, best=(self.engine.steps, record["validation_loss"]))
+        self._settle_save()
+        best = (self.engine.steps, record["validation_loss"]) if self._best_is_new(record) else self.saving.best
         with self.traffic.excluded():
             self._check_weights()
-            self.checkpoint = self.engine.save(self.folder.checkpoints, asdict(self.state))
-        self._steps_at_save = self.engine.steps
-        if self.engine.world.rank == 0 and self.engine.steps > self._steps_at_start:
-            best = None if self.state.best is None else self.state.best[0]
-            self.folder.prune(self.engine.steps, self.config.checkpoint.keep, best)
+            self.saving.save(asdict(replace(self.state, best=best)), best, must)
+        self.state = replace(self.state, best=self.saving.best)
+
+    def _settle_save(self, ends: bool = False) -> None:
+        """Take note of what came of a save behind training, for which this waits. Raises CheckpointError."""
+        with self.traffic.excluded():
+            self.saving.settle(ends)
+        self.state = replace(self.state, best=self.saving.best)
 
 
 def _due(step: int, every: int) -> bool:

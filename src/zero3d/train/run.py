@@ -105,9 +105,11 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock) -> 
         engine = build_engine(built, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
         stream = _stream(config, inputs, engine)
         from_slots = choose_slots(config, start, engine, checkpoint)
-        saved, steps = restore(config, start, inputs, engine, stream, checkpoint, from_slots)
+        with inputs.mesh.heartbeat.phase("load"):
+            saved, steps = restore(config, start, inputs, engine, stream, checkpoint, from_slots)
         folder = open_folder(config, start, engine, checkpoint, lock)
     config = with_output(config, folder.root)
+    inputs.mesh.heartbeat.tell(output=str(folder.root.resolve()))
     if inputs.mesh.local_rank == 0:
         drop_leftovers(folder, engine, ended=False)
     notes = (*inputs.opened.notes, *inputs.data.notes, plan if isinstance(plan, str) else None, lock.note)
@@ -129,7 +131,8 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock) -> 
     with Metrics(folder, config, engine.world.rank, loop.state.step + 1) as metrics:
         loop.run(steps, metrics, progress)
     loop.stream.close()
-    return _finish(config, inputs, loop, [*earlier, *loop.history], activations, layers, progress)
+    with inputs.mesh.heartbeat.phase("finish"):
+        return _finish(config, inputs, loop, [*earlier, *loop.history], activations, layers, progress)
 
 
 def _finish(
@@ -146,7 +149,8 @@ def _finish(
     peak, reserved = fullest(engine, memory_peak(engine))
     fingerprint = engine.fingerprint() if config.zero.exact else ""
     if config.checkpoint.export:
-        export_model(engine, folder, tokenizer or model_tokenizer(inputs.opened.folder), progress)
+        with inputs.mesh.heartbeat.phase("export"):
+            export_model(engine, folder, tokenizer or model_tokenizer(inputs.opened.folder), progress)
     text = sample(config, engine, tokenizer, progress)
     if engine.offload.uses_disk:
         agree(engine.world, lambda: None)  # nobody reads it any more

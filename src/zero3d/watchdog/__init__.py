@@ -1,0 +1,10 @@
+"""Who waits for whom: what each rank is doing, in shared memory, and a monitor that speaks up when nothing moves.
+
+heartbeat   a rank's record in shared memory, and how it is read
+stacks      Python stacks of ranks, whatever they are in
+states      what is known of each rank, and from that who waits for whom
+monitor     looks at the records, and finds stalls
+block       what is said then, as text and as data
+joined      the monitor of ranks that another launcher started: a process of its own (`python -m zero3d.watchdog`)
+orphans     what ranks do when their launcher is gone
+"""

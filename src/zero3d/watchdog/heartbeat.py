@@ -1,0 +1,184 @@
+"""What a rank is doing, in a file of 384 bytes that it maps into its memory and its monitor reads.
+
+    offset  bytes
+         0      8  sequence   odd while the record is written; every beat makes it larger
+         8      8  depth      calls under way, one inside another, that may wait for peers
+        16      8  pid
+        24      8  step       the optimizer step under way
+        32      8  number     of the last such call, among those of its axis and operation; 0: they are not counted
+        40     16  axis       of that call
+        56     24  operation
+        80    144  unit
+       224     32  phase      `TRAINING`, or the name of something that may take long
+       256    128  work       what it does outside of such calls: the forward of a unit
+
+Texts are UTF-8, filled up with zeros. A beat costs about a microsecond and no system call. All of a rank's state is in
+the record, so that several openings in one process agree. What is said once (the rank's axes, the limits of
+time, the run's folder) is beside it, as JSON in `rank-R.json`.
+
+    phases      any but `TRAINING` and `ENDED`: the rank may be silent for `health.slow_timeout`, and so may its peers
+    nobody      a rank without a monitor has a record that nobody reads
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from struct import Struct
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+WATCH = "ZERO3D_WATCH"  # the variable by which a rank finds the folder of its host's monitor
+SIZE = 384
+TRAINING, ENDED = "training", "ended"
+_SEQUENCE, _DEPTH, _PID, _STEP, _CALL, _PHASE, _WORK = 0, 8, 16, 24, 32, 224, 256
+_WHOLE = Struct("<qqqqq16s24s144s32s128s")
+_NUMBER, _HEAD, _OF_CALL = Struct("<q"), Struct("<qq"), Struct("<q184s")
+_OF_PHASE, _OF_WORK = Struct("<32s"), Struct("<128s")
+_NAMES = Struct("<16s24s144s")
+_TRIES = 5  # looks at a record that changes while it is read
+
+
+class Beat(NamedTuple):
+    """One record as it was read."""
+
+    sequence: int
+    depth: int
+    pid: int
+    step: int
+    number: int
+    axis: str
+    op: str
+    unit: str
+    phase: str
+    work: str
+
+
+class Heartbeat:
+    """Owns one rank's record; `inside` is a context manager of its own, since calls end in the order of a stack."""
+
+    def __init__(self, file: Path | None, memory: mmap.mmap | None = None) -> None:
+        self._file, self._memory = file, mmap.mmap(-1, SIZE) if memory is None else memory
+        self._names: dict[tuple[str, str, str], bytes] = {}
+        self._counts: dict[tuple[str, str], int] = {}
+
+    @classmethod
+    def begin(cls, folder: Path | None, rank: int, phase: str) -> Self:
+        """Make the record of this process in a monitor's folder (None, or one that is full: nobody's)."""
+        with suppress(OSError):
+            if folder is not None:
+                file = folder / f"rank-{rank}"
+                fresh = file.with_name(f"{file.name}.new")
+                with fresh.open("wb+") as record:
+                    os.posix_fallocate(record.fileno(), 0, SIZE)  # where a disk is full, writing to it would be fatal
+                    memory = mmap.mmap(record.fileno(), SIZE)
+                _WHOLE.pack_into(memory, 0, 2, 0, os.getpid(), 0, 0, b"", b"", b"", phase.encode(), b"")
+                fresh.replace(file)
+                return cls(file, memory)
+        return cls(None)
+
+    @classmethod
+    def join(cls, folder: str | None, rank: int) -> Self:
+        """Open the record that this process has begun; nobody's where it has not."""
+        with suppress(OSError, ValueError):
+            if folder is not None:
+                file = Path(folder) / f"rank-{rank}"
+                with file.open("rb+") as record:
+                    memory = mmap.mmap(record.fileno(), SIZE)
+                if _NUMBER.unpack_from(memory, _PID)[0] == os.getpid():
+                    return cls(file, memory)
+        return cls(None)
+
+    def inside(self, axis: str, op: str, unit: str, number: int = 0) -> Self:
+        """Say that this rank begins a call that may wait for peers; leaving the context says that it is over."""
+        memory, key = self._memory, (axis, op, unit)
+        names = self._names.get(key) or self._named(key)
+        sequence, depth = _HEAD.unpack_from(memory, 0)
+        _HEAD.pack_into(memory, 0, sequence | 1, depth + 1)
+        _OF_CALL.pack_into(memory, _CALL, number, names)
+        _NUMBER.pack_into(memory, 0, (sequence | 1) + 1)
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        sequence, depth = _HEAD.unpack_from(self._memory, 0)
+        _HEAD.pack_into(self._memory, 0, sequence | 1, depth - 1)
+        _NUMBER.pack_into(self._memory, 0, (sequence | 1) + 1)
+
+    def count(self, axis: str, op: str) -> int:
+        """Return the number of the next call of this operation on this axis, from 1."""
+        self._counts[axis, op] = number = self._counts.get((axis, op), 0) + 1
+        return number
+
+    def work(self, what: bytes) -> None:
+        """Say what this rank does next, outside of calls that may wait."""
+        self._write(_OF_WORK, _WORK, what)
+
+    @property
+    def step(self) -> int:
+        """The optimizer step under way."""
+        return int(_NUMBER.unpack_from(self._memory, _STEP)[0])
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._write(_NUMBER, _STEP, step)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Announce, inside, what may take long, or `TRAINING`; what was before comes back."""
+        before = bytes(self._memory[_PHASE:_WORK])
+        self._write(_OF_PHASE, _PHASE, name.encode())
+        try:
+            yield
+        finally:
+            self._write(_OF_PHASE, _PHASE, before)
+
+    def end(self) -> None:
+        """Say that this rank leaves on its own."""
+        self._write(_OF_PHASE, _PHASE, ENDED.encode())
+
+    def tell(self, **facts: Any) -> None:
+        """Write once what does not change, beside the record; earlier facts of other names stay."""
+        if self._file is not None:
+            file = self._file.with_suffix(".json")
+            with suppress(OSError):  # the disk may be what is full
+                fresh = file.with_suffix(".new")
+                fresh.write_text(json.dumps(read_facts(self._file) | facts))
+                fresh.replace(file)
+
+    def _named(self, key: tuple[str, str, str]) -> bytes:
+        self._names[key] = names = _NAMES.pack(*(text.encode() for text in key))
+        return names
+
+    def _write(self, kind: Struct, offset: int, value: object) -> None:
+        """Write one field between two changes of the sequence; whatever happens, it ends even."""
+        sequence = _NUMBER.unpack_from(self._memory, _SEQUENCE)[0] | 1
+        _NUMBER.pack_into(self._memory, _SEQUENCE, sequence)
+        kind.pack_into(self._memory, offset, value)
+        _NUMBER.pack_into(self._memory, _SEQUENCE, sequence + 1)
+
+
+def read_beat(record: bytes | mmap.mmap) -> Beat:
+    """Read a record that its rank may be writing: again, where it was."""
+    for _ in range(_TRIES):
+        before = _NUMBER.unpack_from(record, _SEQUENCE)[0]
+        fields = _WHOLE.unpack_from(record, 0)
+        if before % 2 == 0 and _NUMBER.unpack_from(record, _SEQUENCE)[0] == before:
+            break
+    texts = (text.rstrip(b"\0").decode(errors="replace") for text in fields[5:])
+    return Beat(*fields[:5], *texts)
+
+
+def read_facts(record: Path) -> dict[str, Any]:
+    """Return what the rank of a record has told; nothing where it has not, or not yet."""
+    with suppress(OSError, ValueError):
+        return dict(json.loads(record.with_suffix(".json").read_text()))
+    return {}

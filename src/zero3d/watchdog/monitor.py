@@ -1,0 +1,162 @@
+"""Looks at the records of a host's ranks and finds out when nothing moves any more.
+
+moved      a rank whose record has changed since the last look
+silent     seconds since then, for each rank, counted from look to look: a monitor that was itself held up, with its
+           host or by Ctrl-Z, blames nobody, and while a debugger holds a rank nothing is counted
+stall      some rank is silent for `health.timeout` while all of them train, or for `health.slow_timeout` at all;
+           while any rank starts, saves, tokenizes, ... the others may wait for it
+limits     are what ranks have told; until then, and where they are 0, there is none
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from zero3d.watchdog.heartbeat import ENDED, TRAINING, Beat, read_beat, read_facts
+from zero3d.watchdog.stacks import gather_stacks
+from zero3d.watchdog.states import DEAD, GONE, RUNNING, STOPPED, WAITING, RankState, settle_by_stack
+
+LOOK = 0.2  # seconds between two looks
+MOST = 1.0  # seconds that count between two looks, however long this process slept
+
+
+class Facts(NamedTuple):
+    """What ranks have told once: limits in seconds, the run's folder if it is known, and how many ranks there are."""
+
+    timeout: float = math.inf
+    slow_timeout: float = math.inf
+    output: Path | None = None
+    world: int | None = None
+
+
+class Silence:
+    """Counts how long one rank has been silent: while all train, and at all."""
+
+    def __init__(self) -> None:
+        self.sequence, self.training, self.total = -1, 0.0, 0.0
+
+    def see(self, sequence: int, seconds: float, slow: bool) -> None:
+        """Take note of a look, `seconds` after the last one."""
+        if sequence != self.sequence:
+            self.sequence, self.training, self.total = sequence, 0.0, 0.0
+        else:
+            self.total += seconds
+            self.training = 0.0 if slow else self.training + seconds
+
+
+class Monitor:
+    """Owns the counts of silence of the ranks whose records are in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.host = folder, socket.gethostname()
+        self._silences: dict[int, Silence] = {}
+        self._last = time.monotonic()
+
+    def look(self) -> bool:
+        """Look, if it is time; return whether the ranks have come to a stall."""
+        now = time.monotonic()
+        elapsed = now - self._last
+        if elapsed < LOOK:
+            return False
+        self._last = now
+        beats = self.beats()
+        slow = any(beat.phase != TRAINING for beat in beats.values())
+        counted = 0.0 if any(_is_traced(beat.pid) for beat in self._silent(beats)) else min(elapsed, MOST)
+        for rank, beat in beats.items():
+            self._silences.setdefault(rank, Silence()).see(beat.sequence, counted, slow)
+        return self._is_stalled(beats)
+
+    def beats(self) -> dict[int, Beat]:
+        """Return the record of each rank that has one."""
+        beats = {}
+        with suppress(OSError):
+            for file in self.folder.glob("rank-*"):
+                rank = file.name.removeprefix("rank-")
+                if rank.isdecimal():
+                    with suppress(OSError):
+                        beats[int(rank)] = read_beat(file.read_bytes())
+        return dict(sorted(beats.items()))
+
+    def facts(self) -> Facts:
+        """Return what ranks have told."""
+        told: dict[str, object] = {}
+        for rank in self.beats():
+            told = read_facts(self.folder / f"rank-{rank}") | told
+        limits = (told.get(name) for name in ("timeout", "slow_timeout"))
+        timeout, slow = (float(limit) if isinstance(limit, (int, float)) and limit else math.inf for limit in limits)
+        output, world = told.get("output"), told.get("world")
+        return Facts(
+            timeout, slow, Path(output) if isinstance(output, str) else None, world if isinstance(world, int) else None
+        )
+
+    def states(self, dead: Iterable[int] = ()) -> list[RankState]:
+        """Return what each rank is doing, without stacks; `dead` ranks are known to be gone."""
+        gone = set(dead)
+        found = []
+        for rank, beat in self.beats().items():
+            state = _state(beat, rank in gone)
+            axes = read_facts(self.folder / f"rank-{rank}").get("axes", {})
+            silence = self._silences.get(rank, Silence()).total
+            found.append(
+                RankState(rank, self.host, beat.pid, state, beat.phase, beat.axis, beat.op, beat.unit, beat.number,
+                          beat.step, silence, beat.work, axes)
+            )  # fmt: skip
+        return found
+
+    def with_stacks(self, states: list[RankState]) -> list[RankState]:
+        """Fill in the Python stacks of all ranks that are there; those that were stopped go on."""
+        pids = {state.rank: state.pid for state in states if state.state not in (DEAD, GONE)}
+        stopped = [state.rank for state in states if state.state == STOPPED]
+        stacks = gather_stacks(self.folder, pids, stopped)
+        for state in states:
+            state.stack = stacks.get(state.rank, [])
+        settle_by_stack(states)
+        return states
+
+    def _silent(self, beats: dict[int, Beat]) -> list[Beat]:
+        """Return the records that have not changed since the last look."""
+        return [
+            b for rank, b in beats.items() if rank in self._silences and self._silences[rank].sequence == b.sequence
+        ]
+
+    def _is_stalled(self, beats: dict[int, Beat]) -> bool:
+        silences = [self._silences[rank] for rank, beat in beats.items() if beat.phase != ENDED]
+        longest = max((silence.total for silence in silences), default=0.0)
+        if longest < MOST:
+            return False
+        facts = self.facts()
+        return longest > facts.slow_timeout or max(silence.training for silence in silences) > facts.timeout
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs or is stopped; what only waits for its parent to take notice is gone."""
+    with suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
+    return False
+
+
+def _state(beat: Beat, dead: bool) -> str:
+    if beat.phase == ENDED:
+        return GONE
+    if dead or not is_alive(beat.pid):
+        return DEAD
+    with suppress(psutil.Error):
+        if psutil.Process(beat.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            return STOPPED
+    return WAITING if beat.depth else RUNNING
+
+
+def _is_traced(pid: int) -> bool:
+    """Return whether a debugger holds a process."""
+    with suppress(psutil.Error):
+        return pid != os.getpid() and psutil.Process(pid).status() == psutil.STATUS_TRACING_STOP
+    return False
