@@ -77,8 +77,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 class Faulty(LlamaForCausalLM):
     calls, kept = 0, []
 
-    def forward(self, *args, **kwargs):
-        out = super().forward(*args, **kwargs)
+    def forward(self, input_ids=None, position_ids=None, labels=None, **kwargs):
+        out = super().forward(input_ids=input_ids, position_ids=position_ids, labels=labels, **kwargs)
         if self.training and out.loss.device.type == "cpu" and type(out.loss.data) is torch.Tensor and os.environ.get("RANK") == "1":
             type(self).calls += 1
             if type(self).calls > 5:
