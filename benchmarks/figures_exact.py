@@ -17,6 +17,7 @@ from planner_constants import JUDGING
 from recorded import load
 
 from zero3d.cli.main import main as zero3d
+from zero3d.doctor.table import PROBES
 from zero3d.plan.constants import CONSTANTS, SYSTEM_CONSTANTS, Constant, Key
 
 MB, GB = 1e6, 1e9
@@ -305,6 +306,15 @@ def waits() -> str:
     return table(["", "in zero3d", "in transformers"], rows)
 
 
+# --- the doctor ---------------------------------------------------------------------------------
+
+
+def doctor() -> str:
+    """The doctor's probes."""
+    rows = [(f"`{each.name}`", each.symptom, each.looks_at, each.remedy) for each in PROBES]
+    return table(("probe", "symptom", "what is examined", "what helps"), rows)
+
+
 EXACT: dict[str, Callable[[], str]] = {
     "demo-memory": demo_memory,
     "four-stages": four_stages,
@@ -322,6 +332,7 @@ EXACT: dict[str, Callable[[], str]] = {
     "planner-counts": counts,
     "planner-constants": constants,
     "judging-constants": judging,
+    "doctor": doctor,
     "launches": launches,
     "waits": waits,
 }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+import checkpoint
 import loading
 import loop_overhead
 import mesh as mesh_benchmark
@@ -193,6 +194,25 @@ def offload_steps() -> str:
     return table(["", "step", "of resident", "loss bits", "device GB", "host GB", "disk GB"], rows)
 
 
+# --- checkpoint.py --------------------------------------------------------------------------------
+
+
+def checkpoint_speed() -> str:
+    """Saves, loads and what training waits for, beside the disk and DCP."""
+    rows = []
+    for run in results("checkpoint"):
+        met = {target["what"].partition(",")[0]: target["met"] for target in run["targets"]}
+        for kind, ways in run["seconds"].items():
+            whole = run["seconds"]["writing"]["save"] if kind == "stall" else ways["raw"]
+            for way, values in ways.items():
+                share = median(values) / median(whole) if kind == "stall" else median(whole) / median(values)
+                name = "stall" if way == "asynchronous" else way
+                judged = ("met" if met[name] else "missed") if name in met else ""
+                rows.append([kind, way, f"{median(values):.3f} s", f"{share:.2f}x", judged])
+    limits = f"save, load at least {checkpoint.SPEED:.2f}x, stall at most {checkpoint.STALL:.2f}x"
+    return table(["", "", "median", "of raw; a stall of a save", limits], rows)
+
+
 MEASURED: dict[str, Callable[[], str]] = {
     "engines-targets": lambda: targets("engines"),
     "engines-steps": lambda: engine_steps("engines"),
@@ -206,4 +226,5 @@ MEASURED: dict[str, Callable[[], str]] = {
     "offload-targets": offload_targets,
     "offload-steps": offload_steps,
     "loop-share": loop_share,
+    "checkpoint": checkpoint_speed,
 }

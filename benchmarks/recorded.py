@@ -122,6 +122,7 @@ RECIPES = {
         ),
         Recipe("loading", ("python benchmarks/loading.py --json OUT",)),
         Recipe("offload", ("python benchmarks/offload.py --gigabytes 0.5 --rounds 5 --json OUT",)),
+        Recipe("checkpoint", ("python benchmarks/checkpoint.py --json OUT",)),
         Recipe("loop-overhead", ("python benchmarks/loop_overhead.py --json OUT",)),
     )
 }

@@ -57,6 +57,10 @@ def exported(folder):
     return dict(model.named_parameters()), texts
 
 
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 @pytest.mark.parametrize(("family", "after"), [
     ("qwen3", AFTER),
     *(pytest.param(name, AFTER + WIDE, marks=pytest.mark.long) for name in ("llama", "gpt2", "moe")),
@@ -64,9 +68,11 @@ def exported(folder):
 def test_what_three_axes_trained_is_the_same_on_every_mesh(ranks, tmp_path, family, after):
     (source, loss), *_ = ranks(8, trained, family, tmp_path / "first")
     expected, (weights, texts) = states(source), exported(tmp_path / "first")
-    files = {path.name: path.read_bytes() for path in (tmp_path / "first" / "hf").iterdir()}
-    export_stored(StoredStates(Path(source)), tmp_path / "offline", model_of(family, BEFORE[0]))
-    assert {path.name: path.read_bytes() for path in (tmp_path / "offline").iterdir()} == files
+    export_stored(StoredStates(Path(source)), tmp_path / "offline" / "hf", model_of(family, BEFORE[0]))
+    without, said = exported(tmp_path / "offline")
+    assert said == texts
+    assert without.keys() == weights.keys()
+    assert all(torch.equal(without[name], p) for name, p in weights.items())
     assert {state for _, state in expected} == {"master", "exp_avg", "exp_avg_sq"}
     assert any(not torch.equal(weights[name], p) for name, p in model_of(family, BEFORE[0]).named_parameters())
     for shape, stage in after:
@@ -77,6 +83,8 @@ def test_what_three_axes_trained_is_the_same_on_every_mesh(ranks, tmp_path, fami
         here, said = exported(folder)
         assert here.keys() == weights.keys()
         assert said == texts
+        if shape[2] == 1:  # in one file, as without ranks
+            assert files_of(folder / "hf") == files_of(tmp_path / "offline" / "hf"), shape
         alike = compare(StoredStates(Path(source)), StoredStates(Path(everywhere[0][0])))
         assert alike.equal, shape
         assert alike.hashes[0] == alike.hashes[1]

@@ -160,3 +160,25 @@ def test_killed_ranks_start_again_on_the_slots_that_are_there(ranks, tmp_path, e
         assert field(records, "grad_norm") == field(whole, "grad_norm")
     else:  # that states are bitwise the same at each dp: tests/parity/test_checkpoint.py
         assert field(records, "loss") == pytest.approx(field(whole, "loss"), rel=1e-6, abs=0)
+
+
+@pytest.mark.long
+def test_under_torchrun_a_rank_that_dp_does_not_take_waits_through_a_restart(ranks, tmp_path):
+    save_model(tmp_path / "model")
+    save_rows(tmp_path / "rows.npy")
+    (tmp_path / "dying.py").write_text(DYING)
+    sections = {"zero": {"exact": True}, "train": {"steps": 5, "batch": 4, "micro_batch": 1, "accumulate": None}}
+    whole = ranks(4, train, tree(tmp_path, "whole", **sections), timeout=300.0)[0]
+    sections |= {"model": {"path": "dying:build"}, "checkpoint": {"every": 1, "export": False}}
+    made = tree(tmp_path, **sections, health={"min_ranks": 1})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(made))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--max-restarts=1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), str(tmp_path)])}
+    done = subprocess.run(
+        [*torchrun, "-m", "zero3d.cli.main", "train", "run.yaml", "--resume", "auto"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = "rank 2 of 3 is spare: 2 fit train.batch (health.min_ranks); it waits for the others to end\n"
+    assert done.stderr.count(said) == 2, "in both attempts"
+    assert field(metrics(made), "loss") == field(whole, "loss")

@@ -127,7 +127,7 @@ def test_ls_finds_every_truncation_and_verify_names_the_tensors_that_were_lost(c
     ((fault,),) = (each["faults"] for each in data["checkpoints"])
     assert fault["file"] == path.name
     last = load_file(copied / "checkpoints" / "step-2" / path.name)
-    lost = "Lost are 1 tensor: " if size == -1 else f"Lost are {len(last)} tensors: "
+    lost = "Lost: 'rng:" if size == -1 else f"Lost: {len(last)} tensors ("
     assert lost in fault["fault"]
 
 
@@ -141,8 +141,27 @@ def test_a_changed_bit_that_ls_does_not_see_is_found_by_verify(copied, capsys):
     assert "step-1: DAMAGED, 1 file" in first
     assert "rank-00000.safetensors: " in fault
     assert "its SHA-256 is not the manifest's" in fault
-    assert "at least one of" in fault
+    assert "Changed: 'rng:" in fault
     assert [": whole (" in line for line in others] == [True, True]
+
+
+def test_every_tensor_with_a_changed_bit_is_named(copied, capsys):
+    path = copied / "checkpoints" / "step-1" / "rank-00000.safetensors"
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    places = {k: v["data_offsets"] for k, v in json.loads(whole[8 : 8 + length]).items()}
+    for key, (start, stop) in places.items():
+        flip(path, 8 + length + (start + stop) // 2)
+        fault = typed(capsys, "verify", path.parent)[1]["checkpoints"][0]["faults"][0]["fault"]
+        assert fault.endswith(f"Changed: '{key}'.")
+        path.write_bytes(whole)
+    flip(path, 8 + whole[8 : 8 + length].index(b"F32") + 1)
+    fault = typed(capsys, "verify", path.parent)[1]["checkpoints"][0]["faults"][0]["fault"]
+    assert fault.endswith("Changed: its header, and no tensor by its sum.")
+    edit_part(path.parent, "rank-00000.json", lambda part: part.pop("sums"))  # as older checkpoints are
+    flip(path, -1)
+    fault = typed(capsys, "verify", path.parent)[1]["checkpoints"][0]["faults"][0]["fault"]
+    assert f"Changed: one or more of {len(places)} tensors (" in fault
 
 
 def test_verify_counts_all_bytes_and_tensors(small, capsys):
@@ -178,6 +197,7 @@ def test_random_states_that_no_generator_takes_are_found(copied, capsys):
     code, data, _ = typed(capsys, "verify", folder)
     assert code == FAULT
     assert "rng:torch is no random state" in data["checkpoints"][0]["faults"][0]["fault"]
+    assert "Changed" not in data["checkpoints"][0]["faults"][0]["fault"]
 
 
 @pytest.mark.parametrize("words", [

@@ -1,4 +1,4 @@
-"""`zero3d doctor` as it is typed: planted problems are named, what hangs or crashes is told, the page shows its table."""
+"""`zero3d doctor` as it is typed: planted problems are named, what hangs or crashes is told."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -17,20 +16,6 @@ from zero3d.doctor.finding import BROKEN, OK, WARNING, Finding, Request
 from zero3d.doctor.network import reach
 from zero3d.doctor.storage import disk
 from zero3d.doctor.table import PROBES, Probe
-
-ROOT = Path(__file__).parents[2]
-BEGIN, END = "<!-- table of probes -->", "<!-- end -->"
-
-
-def table():
-    """The page's table, of the code's own rows."""
-    rows = [f"| `{each.name}` | {each.symptom} | {each.looks_at} | {each.remedy} |" for each in PROBES]
-    return "\n".join(["| probe | symptom | what is examined | what helps |", "|---|---|---|---|", *rows])
-
-
-def test_the_page_shows_the_table_of_the_code():
-    page = (ROOT / "docs" / "doctor.md").read_text()
-    assert page[page.index(BEGIN) + len(BEGIN) : page.index(END)].strip() == table()
 
 
 def told(capsys):

@@ -5,12 +5,15 @@ json_values       state dicts as JSON values and back
 folders           which checkpoints a directory holds, and what may go
 writing           files that are on the disk once they are written: tensors through one buffer
 save              every rank's file and part of the manifest, the manifest over them, the rename that commits
+host_copy         the host's memory that states are copied into
+background        saves behind training: the copy, then what `save` does, in a thread
 manifest          what a checkpoint says of itself: records, names, the format
 fields            values out of a JSON file by name, type and range
 manifest_parser   the manifest read and checked
 manifest_parts    the ranks' parts of it, read one by one and held together
 tiling            boxes are all of a tensor exactly once
 files             regular files, their SHA-256
+sums              a sum for each tensor, by which a changed one is known
 integrity         files against the manifest: checksums and headers
 compatibility     the checkpoint against the engine: model, optimizer, scheduler, buffers, random states
 restore           check all of it, then fill every rank's pieces from the boxes that overlap them
@@ -26,6 +29,6 @@ stored_states     any range of any state, out of the boxes of all ranks
 difference        two checkpoints against each other
 offline_export    the folder that `export` writes, from a checkpoint's files
 
-No torch: folders, files, fields, manifest, manifest_parser, manifest_parts, tiling, integrity, inventory,
+No torch: folders, files, fields, manifest, manifest_parser, manifest_parts, tiling, sums, integrity, inventory,
 resume_contract.
 """

@@ -12,25 +12,28 @@ boxes        are all of every state exactly once                       where no 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from zero3d.checkpoint.compatibility import check_streams
-from zero3d.checkpoint.fields import USE_ANOTHER, parse_fields, quote
-from zero3d.checkpoint.files import open_regular
+from zero3d.checkpoint.fields import USE_ANOTHER, parse_fields
+from zero3d.checkpoint.files import digest, open_regular
 from zero3d.checkpoint.folders import CHECKSUM, MANIFEST
 from zero3d.checkpoint.integrity import own_tensors, verify_file
 from zero3d.checkpoint.inventory import check_name
 from zero3d.checkpoint.manifest import STREAM, Manifest, Part, file_of, part_of
 from zero3d.checkpoint.manifest_parser import open_manifest
 from zero3d.checkpoint.manifest_parts import Contents, check_contents, part_of_rank
+from zero3d.checkpoint.sums import word_sum
 from zero3d.errors import CheckpointError
 
+CHUNK_BYTES = 1 << 24
 LONGEST_HEADER = 100_000_000  # bytes; safetensors reads no longer ones
+LONGEST_KEY = 300  # characters of a tensor's key in a message
 
 
 @dataclass(frozen=True)
@@ -107,8 +110,10 @@ def _examine_rank(manifest: Manifest, rank: int, contents: Contents, found: Exam
         verify_file(manifest, part)
         _check_streams(manifest, part)
     except CheckpointError as error:
-        about = str(error).removesuffix(f" {USE_ANOTHER}")
-        found.faults.append(Fault(path.name, f"{about} {_concerned(path, part)}"))
+        concerned = ""
+        with suppress(CheckpointError):  # a disk that gives the header may not give the rest
+            concerned = _concerned(path, part)
+        found.faults.append(Fault(path.name, f"{str(error).removesuffix(f' {USE_ANOTHER}')}{concerned}"))
     found.files += 1 if manifest.inline else 2
     found.tensors += len(part.rows) + len(own_tensors(manifest, part) if manifest.format > 1 else ())
     found.bytes += _size(path) + (0 if manifest.inline else _size(manifest.folder / part_of(rank)))
@@ -123,36 +128,48 @@ def _check_streams(manifest: Manifest, part: Part) -> None:
 
 
 def _concerned(path: Path, part: Part) -> str:
-    """Say which tensors a fault of a file concerns: lost, other than they were meant, or one of all that it holds."""
+    """Say which tensors are lost or changed with a file's bytes; nothing where it has the bytes that were saved."""
     expected = [*(row.key for row in part.rows), *part.own]
-    places = _places(path)
-    if not expected:
-        return "It should hold no tensor."
-    if places is None:
-        return f"Lost are {_listed(expected)}."
-    size = _size(path)
-    lost = [key for key in expected if key not in places or places[key] > size]
-    if lost:
-        return f"Lost are {_listed(lost)}."
-    return f"Changed is at least one of {_listed(expected)}."
+    places, size = _places(path), _size(path)
+    lost = [key for key in expected if places is None or key not in places or places[key][1] > size]
+    if lost or places is None:
+        return f" Lost: {_listed(lost)}."
+    if digest(path) == part.sha256:
+        return ""
+    if not part.sums:
+        return f" Changed: one or more of {_listed(expected)}."
+    dtypes = {row.key: row.dtype for row in part.rows} | {key: spec.dtype for key, spec in part.own.items()}
+    changed = [key for key in expected if _sum(path, places[key], dtypes[key]) != part.sums.get(key)]
+    return f" Changed: {_listed(changed)}." if changed else " Changed: its header, and no tensor by its sum."
 
 
-def _places(path: Path) -> dict[str, int] | None:
-    """Return where every tensor of a file ends, by what is left of its header; None where nobody can read that."""
+def _sum(path: Path, place: tuple[int, int], dtype: str) -> str:
+    """Return the sum of a tensor in a file, as the part has it."""
+    (start, stop), width = place, int(getattr(torch, dtype).itemsize)
+    total = 0
+    with open_regular(path) as file:
+        file.seek(start)
+        for at in range(start, stop - (stop - start) % width, CHUNK_BYTES):
+            total += word_sum(file.read(min(CHUNK_BYTES, stop - (stop - start) % width - at)), width)
+    return f"{total % (1 << 8 * width):x}"
+
+
+def _places(path: Path) -> dict[str, tuple[int, int]] | None:
+    """Return where every tensor lies in a file, by what is left of its header; None where nobody can read that."""
     try:
         with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             text = file.read(length) if length <= LONGEST_HEADER else b""
         entries = parse_fields(text, str(path)).items()
         offsets = {key: entry.entry("data_offsets").rows(2) for key, entry in entries if key != "__metadata__"}
-        return {key: 8 + length + stop.integer() for key, (_, stop) in offsets.items()}
+        return {key: (8 + length + a.integer(), 8 + length + b.integer()) for key, (a, b) in offsets.items()}
     except CheckpointError:
         return None
 
 
-def _listed(keys: Sequence[Any]) -> str:
-    shown = ", ".join(quote(key) for key in keys[:3])
-    return f"{len(keys)} tensor{'s' if len(keys) > 1 else ''}: {shown}{', ...' if len(keys) > 3 else ''}"
+def _listed(keys: Sequence[str]) -> str:
+    shown = ", ".join(ascii(key)[:LONGEST_KEY] for key in keys[:3])
+    return shown if len(keys) == 1 else f"{len(keys)} tensors ({shown}{', ...' if len(keys) > 3 else ''})"
 
 
 def _size(path: Path) -> int:

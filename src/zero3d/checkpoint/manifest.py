@@ -11,6 +11,7 @@
       file, sha256      its tensors' file                            parameters those of its units, as above
       tensors           rows: name, state, box, dtype, key           scalars    the optimizer's, or none
       own               key -> shape, dtype                          python_rng random states of `random` and numpy
+      sums              key -> sum of a tensor (`sums.py`), or none: which tensor it is that a checksum misses
 
 A rank's own tensors are its buffers and random states. No file and no process ever holds the rows of all ranks, of
 which there are some for every tensor and rank.
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,6 +81,7 @@ class Part:
     own          buffers and random states; none in format 1, whose files alone list them
     scalars      of the optimizer; none where the rank has no optimizer states
     python_rng   random states of `random` and numpy
+    sums         of tensors by their keys; older checkpoints have none
     """
 
     source: str
@@ -90,6 +92,7 @@ class Part:
     own: Mapping[str, TensorSpec]
     scalars: Mapping[str, float]
     python_rng: Field
+    sums: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

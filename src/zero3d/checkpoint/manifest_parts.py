@@ -38,6 +38,8 @@ from zero3d.checkpoint.tiling import TilingSums, tiling_fault
 from zero3d.errors import CheckpointError
 from zero3d.shards.boxes import Box, Shape
 
+HEXADECIMAL = frozenset("0123456789abcdef")
+
 
 def read_part(folder: Path, rank: int, sha256: str) -> Part:
     """Read the part of a rank whose file has this SHA-256. Raises CheckpointError."""
@@ -156,7 +158,8 @@ def parse_part(fields: Field, rank: int) -> Part:
     scalars = check_scalars(fields.entry("scalars"))
     _check_streams(fields.entry("python_rng"))
     own = _own(fields.entry("own"))
-    return Part(fields.file, file, sha256, parameters, rows, own, scalars, fields.entry("python_rng"))
+    sums = _sums(fields.entry("sums")) if fields.has("sums") else {}
+    return Part(fields.file, file, sha256, parameters, rows, own, scalars, fields.entry("python_rng"), sums)
 
 
 def parse_inline(fields: Field, parameters: Mapping[str, ParameterSpec], dtyped: bool) -> list[Part]:
@@ -185,7 +188,7 @@ def parse_inline(fields: Field, parameters: Mapping[str, ParameterSpec], dtyped:
 def parse_digest(field: Field) -> str:
     """Return a SHA-256 in hexadecimal digits."""
     text = field.text()
-    if len(text) != 64 or set(text) - set("0123456789abcdef"):
+    if len(text) != 64 or set(text) - HEXADECIMAL:
         field.refuse("a SHA-256 in 64 digits")
     return text
 
@@ -222,6 +225,15 @@ def _own(field: Field) -> dict[str, TensorSpec]:
     field.entry(NUMPY).entry("dtype").one_of("int64")
     field.entry(TORCH).entry("dtype").one_of("uint8")
     return {key: _tensor_spec(entry) for key, entry in field.items()}
+
+
+def _sums(field: Field) -> dict[str, str]:
+    """Return sums of tensors, as they were written."""
+    for _, entry in field.items():
+        text = entry.text()
+        if not 0 < len(text) <= 16 or set(text) - HEXADECIMAL:
+            entry.refuse("a sum in at most 16 hexadecimal digits")
+    return field.entries()
 
 
 def _row(field: Field, parameters: Mapping[str, ParameterSpec], dtyped: bool = True) -> BoxRow:

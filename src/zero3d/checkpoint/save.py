@@ -170,9 +170,10 @@ def capture(engine: EngineState) -> Captured:
 def _write_rank(temporary: Path, captured: Captured) -> tuple[str, int]:
     """Write a rank's tensors, then its part of the manifest; return the SHA-256 of that, and the tensors' bytes."""
     rank, file = captured.rank, file_of(captured.rank)
-    sha256 = write_tensors(temporary / file, {**captured.states, **captured.own})
+    sums: dict[str, str] = {}
+    sha256 = write_tensors(temporary / file, {**captured.states, **captured.own}, sums)
     path = temporary / part_of(rank)
-    text = json_text(path, {"file": file, "sha256": sha256, **captured.part})
+    text = json_text(path, {"file": file, "sha256": sha256, **captured.part, "sums": sums})
     with _loadable(temporary):
         parse_part(parse_fields(text.encode(), path.name), rank)
     return write_text(path, text), captured.nbytes

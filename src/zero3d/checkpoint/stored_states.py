@@ -25,7 +25,7 @@ from zero3d.checkpoint.manifest_parts import read_contents
 from zero3d.checkpoint.restore import Reader
 from zero3d.checkpoint.state import StatePiece
 
-CHUNK = 1 << 24  # elements
+CHUNK = 1 << 22  # elements
 REOPEN_BYTES = 1 << 28
 
 

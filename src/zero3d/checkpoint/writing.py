@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero3d.checkpoint.files import Hasher
 from zero3d.checkpoint.folders import complete_steps
 from zero3d.checkpoint.json_values import to_json
 from zero3d.checkpoint.manifest import CODES
+from zero3d.checkpoint.sums import Place, TensorSums
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError, Zero3dError
 from zero3d.precision import Halves, joined
@@ -43,33 +45,50 @@ def removed_on_failure(temporary: Path, world: Comm) -> Iterator[None]:
         raise
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor | Halves], **about: str) -> str:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor | Halves], sums: dict[str, str] | None = None, **about: str
+) -> str:
     """Write and fsync a safetensors file; return its SHA-256. Raises CheckpointError where the disk does not take it.
 
     Tensors may be on any device and strided. Beside them it takes BUFFER_BYTES of host memory, or less; of those in
     halves it joins as many bytes at a time.
+
+    sums  is given the sum of each tensor (`sums.py`)
     """
     in_order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))  # so that each is aligned
-    hashed = hashlib.sha256()
+    contents = {key: tensors[key] for key in in_order}
+    summed = TensorSums(_places(contents))
     try:
-        with path.open("wb") as file:
-            for data in _contents(path, {key: tensors[key] for key in in_order}, about):
+        with path.open("wb") as file, Hasher() as hasher:
+            for index, data in enumerate(_contents(path, contents, about, hasher.wait)):
+                hasher.update(data)
                 file.write(data)
-                hashed.update(data)
+                if index and sums is not None:  # behind the header
+                    summed.add(data)
             file.flush()
             os.fsync(file.fileno())
+            sha256 = hasher.sha256()
     except OSError as error:
         older = complete_steps(path.parent.parent)
         remedy = "go on from an older checkpoint, which is whole" if older else "try again"
         raise CheckpointError(f"cannot write {path} ({error}): make room and {remedy}.") from error
-    return hashed.hexdigest()
+    if sums is not None:
+        sums.update(summed.sums)
+    return sha256
+
+
+def _places(tensors: Mapping[str, Tensor | Halves]) -> Iterator[Place]:
+    stop = 0
+    for key, values in tensors.items():
+        stop += values.shape.numel() * values.dtype.itemsize
+        yield Place(key, stop, values.dtype.itemsize)
 
 
 def _contents(
-    path: Path, tensors: Mapping[str, Tensor | Halves], about: Mapping[str, str]
+    path: Path, tensors: Mapping[str, Tensor | Halves], about: Mapping[str, str], passed: Callable[[], None]
 ) -> Iterator[bytes | memoryview]:
     yield _header(path, tensors, about)
-    yield from _staged(list(tensors.values()))
+    yield from _staged(list(tensors.values()), passed)
 
 
 def _header(path: Path, tensors: Mapping[str, Tensor | Halves], about: Mapping[str, str]) -> bytes:
@@ -87,10 +106,10 @@ def _header(path: Path, tensors: Mapping[str, Tensor | Halves], about: Mapping[s
     return len(text).to_bytes(8, "little") + text
 
 
-def _staged(tensors: list[Tensor | Halves]) -> Iterator[memoryview]:
+def _staged(tensors: list[Tensor | Halves], passed: Callable[[], None]) -> Iterator[memoryview]:
     """Yield the bytes of tensors in order: their own memory where that is the host's and contiguous.
 
-    Of others each time a part of one buffer, which the next one overwrites.
+    Of others each time a part of one buffer, which the next one overwrites when `passed` has returned.
     """
     through = [values for values in tensors if not _is_as_written(values)]
     largest = max((values.shape.numel() * values.dtype.itemsize for values in through), default=0)
@@ -103,6 +122,7 @@ def _staged(tensors: list[Tensor | Halves]) -> Iterator[memoryview]:
                 yield part.numpy().data
             continue
         for chunk in chunks(values, buffer.numel() // values.dtype.itemsize):
+            passed()
             staged = buffer[: chunk.numel() * chunk.element_size()]
             staged.view(chunk.dtype).view(chunk.shape).copy_(chunk)  # blocking: the bytes are read next
             yield staged.numpy().data

@@ -27,7 +27,7 @@ from zero3d.watchdog.joined import host_folder, start_monitor
 from zero3d.watchdog.orphans import follow_parent
 from zero3d.watchdog.stacks import dump_on_signal
 
-LAUNCHED = "ZERO3D_LAUNCHED"  # set for workers whose launcher reports their failure
+LAUNCHED = "ZERO3D_LAUNCHED"  # our launcher's process, for workers whose failure it reports
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the name by which torchrun passes it, too
 OUTPUT = "output-folder"  # the file in which worker 0 names it
 LAST_WORDS = 1.0  # seconds in which workers may end on their own, and say why, after one has failed
@@ -107,7 +107,7 @@ def begin_heartbeat(limits: Mapping[str, float]) -> Heartbeat:
         if LAUNCHED not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
             start_monitor(folder, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         if LAUNCHED in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:  # else a shell may leave it on its own
-            follow_parent(folder, rank)
+            follow_parent(folder, rank, int(os.environ.get(LAUNCHED, os.getppid())))
         return heartbeat
     return Heartbeat.begin(None, rank, STARTING)
 

@@ -134,7 +134,7 @@ def environment(ranks: int, port: int) -> dict[str, str]:
     """Return the variables that all workers share; the store is the launcher's, so no port is taken in between."""
     shared = {
         **os.environ,
-        LAUNCHED: "1",
+        LAUNCHED: str(os.getpid()),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",

@@ -86,11 +86,13 @@ def _in_folder(folder: Path, format: str) -> list[Source]:
 def _library(format: str) -> list[Source]:
     if format not in ("auto", "text"):
         raise DataError(f"stdlib is text, and data.format is {format}: leave it at auto.")
-    folder = Path(sysconfig.get_path("stdlib"))
-    files = sorted(file for file in folder.rglob("*.py") if not NO_SOURCES & set(file.relative_to(folder).parts))
+    folder, files = Path(sysconfig.get_path("stdlib")), []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in NO_SOURCES]  # not entered: packages are most of the files
+        files += [Path(place, name) for name in names if name.endswith(".py")]
     if not files:
         raise DataError(f"{folder} holds no Python source: set data.train to files of yours.")
-    return [Source(file.resolve(), "text") for file in files]
+    return [Source(file.resolve(), "text") for file in sorted(files)]
 
 
 def _visible_files(folder: Path) -> Iterator[Path]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistBackendError, DistError, DistStoreError
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from zero3d.errors import FAULT, OrderError, Zero3dError
 
@@ -208,7 +208,7 @@ def _note() -> tuple[str, int]:
     return answers[0] if answers else ("", FAULT)
 
 
-def _ask(store: dist.Store) -> tuple[str, int]:
+def _ask(store: Store) -> tuple[str, int]:
     with suppress(RuntimeError, ValueError):
         text, code = json.loads(store.get(_NOTE)) if store.check([_NOTE]) else ("", FAULT)
         return text, code

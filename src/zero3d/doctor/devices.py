@@ -60,7 +60,7 @@ def judge_gpus(there: int, told: list[Card], seen: int, built: str, visible: str
     figures: dict[str, Any] = {"devices": there, "torch": seen, "memory": [card.memory for card in told]}
     if seen == 0 and not built:
         remedy = "install a torch built for CUDA: pytorch.org/get-started"
-        return Finding(BROKEN, f"{there} GPUs, and this torch is built for the CPU alone", remedy, figures)
+        return Finding(BROKEN, f"{_count(there)}, and this torch is built for the CPU alone", remedy, figures)
     if seen == 0:
         remedy = (
             "unset CUDA_VISIBLE_DEVICES"
@@ -68,7 +68,7 @@ def judge_gpus(there: int, told: list[Card], seen: int, built: str, visible: str
             else "nvidia-smi, dmesg | grep -i nvrm; reload the driver"
         )
         shown = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
-        return Finding(BROKEN, f"{there} GPUs, none of which torch sees{shown}", remedy, figures)
+        return Finding(BROKEN, f"{_count(there)}, of which torch sees none{shown}", remedy, figures)
     sick = [card for card in told if card.errors]
     if sick:
         text = "; ".join(f"GPU {card.index} has {card.errors} uncorrected memory errors" for card in sick)
@@ -79,10 +79,14 @@ def judge_gpus(there: int, told: list[Card], seen: int, built: str, visible: str
         return Finding(WARNING, f"{text}, before a run", "nvidia-smi: end the processes that it shows", figures)
     names = sorted({card.name for card in told})
     kinds = f" ({', '.join(names)}, {amount(told[0].memory)})" if told else ""
-    text = f"torch sees {seen} of {there} GPUs{kinds}"
+    text = f"torch sees {seen} of {_count(there)}{kinds}"
     if len(names) > 1:
         return Finding(WARNING, text, "unlike cards wait for the slowest: choose with CUDA_VISIBLE_DEVICES", figures)
     return Finding(OK, text, figures=figures)
+
+
+def _count(devices: int) -> str:
+    return f"{devices} GPU{'s' if devices > 1 else ''}"
 
 
 def pinned(request: Request) -> Finding:

@@ -107,8 +107,13 @@ def orphaned() -> Iterator[psutil.Process]:
             if not any(name in words for name in OURS) or "doctor" in words or "RANK" not in process.environ():
                 continue
             parent = process.parent()
-            if parent is None or (parent.pid == 1 and not _launches(parent)):
+            if parent is None or (_adopts(parent) and not _launches(parent)):
                 yield process
+
+
+def _adopts(process: psutil.Process) -> bool:
+    """Say whether a process is one that the system gives orphans to."""
+    return process.pid == 1 or process.name() == "systemd"
 
 
 def _launches(process: psutil.Process) -> bool:

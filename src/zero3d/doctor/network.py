@@ -166,8 +166,8 @@ def ports(request: Request) -> Finding:
             return Finding(
                 BROKEN, f"a port on {name} ({address}) {fault}", f"ip link set {up} up; a firewall on this host?"
             )
-    given, source = request.port, "--port"
-    if not given and environment("MASTER_PORT").isdecimal() and not environment("TORCHELASTIC_RUN_ID"):
+    given, source = request.port, "--port"  # of a launcher's rank the store itself has it
+    if not given and environment("MASTER_PORT").isdecimal() and not environment("RANK"):
         given, source = int(environment("MASTER_PORT")[:9]), "MASTER_PORT"
     text = f"bound and reached on {', '.join(f'{name} ({address})' for name, address in places.items())}"
     if not given:

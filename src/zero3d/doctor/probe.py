@@ -32,9 +32,9 @@ def main(names: list[str]) -> None:
         except Zero3dError as error:
             answer["refused"] = str(error)
         except Exception as error:  # noqa: BLE001 (a probe's failure is a finding)
-            traceback.print_exc()
             text = f"the probe itself failed: {type(error).__name__}: {error}"
-            answer["finding"] = Finding(BROKEN, text, "see its callstack with --json").as_dict()
+            remedy = f"its callstack says where: zero3d doctor --only {name} --json"
+            answer["finding"] = Finding(BROKEN, text, remedy, {"callstack": traceback.format_exc()}).as_dict()
         print(json.dumps(answer), file=answers, flush=True)
     answers.flush()
     os._exit(0)  # no destructor of a driver may hang here

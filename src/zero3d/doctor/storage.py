@@ -162,12 +162,15 @@ def judge_space(total: float, free: float, files: int, free_files: int, where: s
 def clocks(request: Request) -> Finding:
     """Compare this clock with the file system's and with files: none of them is from the future."""
     folder = folder_of(request)
-    with NamedTemporaryFile(dir=folder, prefix=".zero3d-doctor-") as file:
-        before = time.time()
-        file.write(b"?")
-        file.flush()
-        os.fsync(file.fileno())
-        stamp, after = os.stat(file.name).st_mtime, time.time()
+    try:
+        with NamedTemporaryFile(dir=folder, prefix=".zero3d-doctor-") as file:
+            before = time.time()
+            file.write(b"?")
+            file.flush()
+            os.fsync(file.fileno())
+            stamp, after = os.stat(file.name).st_mtime, time.time()
+    except OSError as error:
+        return Finding(SKIPPED, f"no file can be written in {folder.resolve()}: {error.strerror}; see the row disk")
     ahead = stamp - after if stamp > after else min(0.0, stamp - before)
     newest, name = newest_file(folder)
     package = find_spec("zero3d")

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from zero3d.engine.tiling import parse_budget
 from zero3d.errors import CheckpointError, ConfigError, Zero3dError
 from zero3d.memory.offload import Offload
 from zero3d.memory.record_store import RecordStore
+from zero3d.memory.threads import unwaited
 from zero3d.precision import Precision
 from zero3d.zero.fingerprint import fingerprint
 from zero3d.zero.hooks import KEEP
@@ -450,5 +452,9 @@ def _settle_at_exit(found: Callable[[], ShardedOptimizer | None]) -> None:
 def _settle_last(found: Callable[[], ShardedOptimizer | None]) -> None:
     """Make updates that are due when an engine goes: its model may stay, and peers want what this rank sends."""
     if (optimizer := found()) is not None:
-        with suppress(Zero3dError, RuntimeError):
-            optimizer.settle()
+        unwaited(partial(_settle, optimizer))
+
+
+def _settle(optimizer: ShardedOptimizer) -> None:
+    with suppress(Zero3dError, RuntimeError):
+        optimizer.settle()

@@ -10,6 +10,7 @@ footprint, windows,         activations of a part; buffers that come and go with
 in_flight, inputs, memory   when a backward begins; inputs kept in parts or on the host; the fullest instant of all
 traffic                     what a rank sends
 kernels, network, timeline  seconds of a part, of a collective, of a pipeline; `time`: of a step
+saves                       bytes of the copy that a save behind training writes
 tier_time                   of states that leave the device
 profiles, profile_memory    other systems' ways with time and memory
 estimate                    `evaluate`: all of these together

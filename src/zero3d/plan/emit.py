@@ -29,8 +29,6 @@ from zero3d.plan.spec import ModelSpec, ParallelPlan
 TIERS = ("optimizer", "params", "gradients", "fraction", "moments", "executor")  # keys of the section `offload`
 DEEPSPEED = {HOST: "cpu", DISK: "nvme"}
 
-BEHIND: dict[str, Any] = {"checkpoint": {"asynchronous": True}}
-
 
 def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str | None) -> dict[str, Any]:
     """Return the tree of a file for `zero3d train`. tokenizer: of data.tokenizer, None for the model's own.
@@ -51,16 +49,20 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
     plain, tiers = Offload(), plan.tiers
     away = {key: value for key in (*TIERS, "activations") if (value := getattr(tiers, key)) != getattr(plain, key)}
     sequences = plan.micro_batch * plan.accumulate * plan.dp
-    beside = ({"offload": away} if away else {}) | (BEHIND if plan.asynchronous_saves else {})
-    return {
-        "model": {"path": path},
-        "data": {"length": model.length} | ({"tokenizer": tokenizer} if tokenizer else {}),
-        "train": {"batch": sequences, "micro_batch": plan.micro_batch, "accumulate": plan.accumulate},
-        "mesh": mesh,
-        "zero": {"stage": plan.stage, "reduce_dtype": plan.reduce_dtype} | policies | exact,
-        "precision": plan.precision,
-        "activations": plan.activations,
-    } | beside
+    saves = {"checkpoint": {"asynchronous": True}} if plan.asynchronous_saves else {}
+    return (
+        {
+            "model": {"path": path},
+            "data": {"length": model.length} | ({"tokenizer": tokenizer} if tokenizer else {}),
+            "train": {"batch": sequences, "micro_batch": plan.micro_batch, "accumulate": plan.accumulate},
+            "mesh": mesh,
+            "zero": {"stage": plan.stage, "reduce_dtype": plan.reduce_dtype} | policies | exact,
+            "precision": plan.precision,
+            "activations": plan.activations,
+        }
+        | ({"offload": away} if away else {})
+        | saves
+    )
 
 
 def plan_of(config: Config, gpus: int | None) -> ParallelPlan:

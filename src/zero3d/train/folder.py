@@ -35,7 +35,7 @@ from zero3d.train.lock import LOCK, FolderLock
 
 WRITTEN = (
     "config.yaml", "metrics.jsonl", "checkpoints", "hf", ".hf.new", ".hf.old", "loss.png", "trace-rank-0.json",
-    "tensorboard", "wandb", ".run", "out-of-memory.txt", "out-of-memory.json",
+    "tensorboard", "wandb", ".run", "watchdog.txt", "watchdog.json", "out-of-memory.txt", "out-of-memory.json",
 )  # fmt: skip
 RUN, LONGEST_ID = ".run", 64
 LOST_SLOTS = "lost-slots"

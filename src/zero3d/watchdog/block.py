@@ -59,11 +59,12 @@ class Block:
             return f"all ranks are in {call}: the network between them, or a device, does not answer"
         ranks = _ranks([state.rank for state in self.culprits])
         first = self.culprits[0]
+        calls = dict.fromkeys(state.call_words for state in self.states if state.state == WAITING)
         return {
             DEAD: f"{ranks} died",
             STOPPED: f"{ranks} {_is(self.culprits)} stopped (SIGSTOP, Ctrl-Z or a debugger)",
             RUNNING: f"{ranks} {_is(self.culprits)} stuck or slow in {_work(first)}, in no collective",
-            WAITING: f"ranks are in different collectives: rank {first.rank} in {first.call_words}",
+            WAITING: f"ranks are in different collectives: {', '.join(map(self._in_call, calls))}",
         }[first.state]
 
     @property
@@ -126,6 +127,10 @@ class Block:
             for name, text in ((f"{stem}.txt", self.text()), (f"{stem}.json", json.dumps(self.as_json(), indent=1))):
                 with suppress(OSError):
                     _replace(self.facts.output / name, f"{text}\n")
+
+    def _in_call(self, words: str) -> str:
+        waiting = [state for state in self.states if state.state == WAITING]
+        return f"{_ranks([state.rank for state in waiting if state.call_words == words])} in {words}"
 
     def _why(self) -> list[str]:
         """Say by which limit this is a stall."""

@@ -78,10 +78,11 @@ def watch(folder: Path, ranks: int) -> None:
 
 
 def end_processes(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to processes and their children."""
+    """Send a signal to processes and their children, but not to this one, which may be among these."""
     for pid in pids:
-        with suppress(psutil.Error, OSError):
-            for child in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            for each in (*process.children(recursive=True), process):
                 with suppress(psutil.Error):
-                    child.send_signal(number)
-            os.kill(pid, number)
+                    if each.pid != os.getpid():
+                        each.send_signal(number)

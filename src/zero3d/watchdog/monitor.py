@@ -23,7 +23,7 @@ import psutil
 
 from zero3d.watchdog.heartbeat import ENDED, TRAINING, Beat, read_beat, read_facts
 from zero3d.watchdog.stacks import gather_stacks
-from zero3d.watchdog.states import DEAD, GONE, RUNNING, STOPPED, WAITING, RankState, settle_mixed
+from zero3d.watchdog.states import DEAD, GONE, RUNNING, STOPPED, WAITING, RankState, settle_by_stack
 
 LOOK = 0.2  # seconds between two looks
 MOST = 1.0  # seconds that count between two looks, however long this process slept
@@ -119,7 +119,7 @@ class Monitor:
         stacks = gather_stacks(self.folder, pids, stopped)
         for state in states:
             state.stack = stacks.get(state.rank, [])
-        settle_mixed(states)
+        settle_by_stack(states)
         return states
 
     def _silent(self, beats: dict[int, Beat]) -> list[Beat]:

@@ -28,9 +28,9 @@ GRACE, OTHERS = 10.0, 2.0  # seconds for this rank to stop by itself, and then f
 SAVING = "save"  # the phase that may finish
 
 
-def follow_parent(folder: Path, rank: int) -> None:
-    """Watch this process' parent from a thread of its own, to the end."""
-    threading.Thread(target=_follow, args=(folder, rank, os.getppid()), name="zero3d-parent", daemon=True).start()
+def follow_parent(folder: Path, rank: int, parent: int) -> None:
+    """Watch this process' parent, which may be gone already, from a thread of its own to the end."""
+    threading.Thread(target=_follow, args=(folder, rank, parent), name="zero3d-parent", daemon=True).start()
 
 
 def _follow(folder: Path, rank: int, parent: int) -> None:

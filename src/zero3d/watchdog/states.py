@@ -9,13 +9,16 @@ ended      it said so
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 DEAD, STOPPED, WAITING, RUNNING, GONE = "dead", "stopped", "waiting", "running", "ended"
 MIXED = "a step"  # the call around a whole step of a pipeline: whether it waits, its stack tells
+TORCH = "torch.distributed"  # in the place of an axis: a collective that is none of ours
 _OF_WAITS = ("/torch/distributed/", "/zero3d/distributed/")  # files in whose functions a rank waits
+_FUNCTION = re.compile(r'File ".*/torch/distributed/distributed_c10d.py", line \d+ in (\w+)')
 
 
 @dataclass
@@ -52,6 +55,8 @@ class RankState:
         """The call in words."""
         if not self.op:
             return "no call yet"
+        if self.axis == TORCH:
+            return f"{TORCH}.{self.op}, a call that is none of zero3d's"
         number = f" {self.number:,}" if self.number else ""
         unit = "" if self.unit == "-" else f" of unit {self.unit!r}"
         return f"{self.op}{number}{unit} on axis {self.axis}"
@@ -77,13 +82,18 @@ class Wait(NamedTuple):
         return {"rank": self.rank, "for": self.peers, "axis": self.axis, "op": self.op, "unit": self.unit}
 
 
-def settle_mixed(states: Iterable[RankState]) -> None:
-    """Call a rank running where its record cannot tell and the innermost frame of its stack waits for nobody."""
+def settle_by_stack(states: Iterable[RankState]) -> None:
+    """Correct what a record cannot tell by the innermost frame of a rank's main thread.
+
+    in a pipeline's step, in a function that waits for nobody   running
+    running, in a collective of torch.distributed's own         waiting in that
+    """
     for state in states:
-        if state.state == WAITING and state.op == MIXED and state.stack:
-            innermost = next((line for line in state.stack if line.lstrip().startswith("File ")), "")
-            if not any(folder in innermost for folder in _OF_WAITS):
-                state.state = RUNNING
+        innermost = next((line.strip() for line in state.stack if line.lstrip().startswith("File ")), "")
+        if state.state == WAITING and state.op == MIXED and innermost and not any(f in innermost for f in _OF_WAITS):
+            state.state = RUNNING
+        elif state.state == RUNNING and (found := _FUNCTION.match(innermost)):
+            state.state, state.axis, state.op, state.unit, state.number = WAITING, TORCH, found[1], "-", 0
 
 
 def find_waits(states: Sequence[RankState]) -> list[Wait]:
