@@ -75,8 +75,8 @@ def _rooms(groups: Sequence[Cgroup], root: Path) -> Iterator[Room]:
     machine = dict(FIELDS.findall(text(root / "proc/meminfo")))
     swap = 1024 * int(machine.get("SwapFree", 0))
     if "MemAvailable" in machine:
-        left, limit = 1024 * int(machine["MemAvailable"]) + swap, 1024 * int(machine.get("MemTotal", 0))
-        yield Room(left, limit, "memory of the host")
+        left = 1024 * int(machine["MemAvailable"]) + swap
+        yield Room(left, 1024 * int(machine.get("MemTotal", 0)), "memory of the host")
     for group in groups:
         limit = group.hard_limit()
         if limit is not None:
