@@ -115,6 +115,8 @@ def pause(found: Room) -> float:
 class HostWatch(threading.Thread):
     """Looks at the host's memory until it is stopped, and calls `alarm` once, on the rank that is to speak."""
 
+    has_alarmed = False
+
     def __init__(self, alarm: Callable[[LowMemory], None], root: Path = ROOT) -> None:
         super().__init__(name="zero3d host memory", daemon=True)
         self._alarm, self._root, self._stop_asked, self._gauge = alarm, root, threading.Event(), Gauge()
@@ -132,6 +134,7 @@ class HostWatch(threading.Thread):
                 return
             wait, low = pause(found), self._gauge.look(time.monotonic(), found)
             if low is not None and is_own(victim(found.group, self._root)):
+                self.has_alarmed = True
                 self._alarm(low)
                 return
             wait = wait if low is None else PATIENCE

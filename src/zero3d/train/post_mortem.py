@@ -84,7 +84,7 @@ class PostMortem:
     ) -> None:
         if self._watch is not None:
             self._watch.stop()
-            if isinstance(error, _Interruption):
+            if self._watch.has_alarmed:
                 self._watch.join()  # it ends this process
         found = None if error is None else find_exhaustion(error)
         if error is not None and found is not None:
