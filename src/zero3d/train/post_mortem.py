@@ -44,7 +44,8 @@ from zero3d.train.memory_report import Advice, Live, MemoryReport, Shortage, as_
 from zero3d.train.plan_check import PlannedRun, plan_late
 from zero3d.train.start import Start
 
-T, D = TypeVar("T"), TypeVar("D")
+T = TypeVar("T")
+D = TypeVar("D")
 SAID = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")  # by errors without a type of their own
 ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) ?([KMGT]iB|bytes)")
 BINARY = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -137,7 +138,8 @@ class PostMortem:
             return Shortage(HOST, "memory of the host", memory.total, memory.available, asked, missing)
         device, module = mesh.device, torch.get_device_module(mesh.device)
         name = _unless_it_fails(lambda: str(module.get_device_name(device)), device.type)
-        free, limit = _unless_it_fails(lambda: tuple(module.mem_get_info(device)), (None, None))
+        counters: tuple[int | None, int | None] = (None, None)
+        free, limit = _unless_it_fails(lambda: module.mem_get_info(device), counters)
         allocated = _unless_it_fails(lambda: int(module.memory_allocated(device)), None)
         reserved = _unless_it_fails(lambda: int(module.memory_reserved(device)), None)
         missing = max((asked or 0) - (free or 0), 0)
