@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "standin"
+CARD = 80 * 10**9  # bytes that the stand-in says it has, all of them free
 _HOST = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _ALIGNMENT = 512
 _ADDRESSES = 1 << 44  # where no host memory is
@@ -364,6 +365,9 @@ class Module:
 
     def memory_reserved(self, device: Any = None) -> int:
         return 0
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return CARD, CARD
 
     def reset_peak_memory_stats(self, device: Any = None) -> None: ...
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -45,6 +45,7 @@ from zero3d.memory import ring
 from zero3d.memory.disk_slab import DiskSlab
 from zero3d.memory.host_slab import HostSlab
 from zero3d.memory.record_file import RecordFile
+from zero3d.memory.threads import Threads
 from zero3d.sim.group import FakeMesh
 from zero3d.sim.patches import replaced
 from zero3d.zero import executors, optimizer, streams
@@ -294,11 +295,11 @@ def _streams(model: HostModel) -> Iterator[Replacement]:
 
 def _host(model: HostModel) -> Iterator[Replacement]:
     """Yield what tells of the host's threads, disks and numpy."""
-    submit, result = ThreadPoolExecutor.submit, Future.result
+    submit, result = Threads.submit, Future.result
     numpy, tolist = Tensor.numpy, Tensor.tolist
     own = threading.local()
 
-    def submitted(pool: ThreadPoolExecutor, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    def submitted(pool: Threads, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         before, after = model.clocks.moment(model.thread), {}
 
         def task() -> Any:
@@ -350,7 +351,7 @@ def _host(model: HostModel) -> Iterator[Replacement]:
                 for each in memory:
                     model.allocate(accelerator.pin(each).untyped_storage(), part)
 
-    yield ThreadPoolExecutor, "submit", submitted
+    yield Threads, "submit", submitted
     yield Future, "result", waited
     yield Tensor, "numpy", seen(numpy)
     yield Tensor, "tolist", seen(tolist)

@@ -10,6 +10,7 @@
       OrderError              ranks used units in different orders, or one stopped answering
       ReleasedParameterError  a weight was copied or serialised while it is sharded
       NonFiniteError          gradients or trained weights that are NaN or infinite
+      CorruptionError         a rank computed other gradients than it or its neighbour did from the same values
       RankError               another rank failed, and not with one of these
 
 A message says what was asked, what was found (with the arithmetic) and what to type.
@@ -38,7 +39,7 @@ def short(text: object) -> str:
         quoted = str(text)
     except ValueError:  # a whole number of more digits than Python writes
         quoted = "a huge number"
-    quoted = " ".join(quoted[: 4 * SHOWN].split()) if len(quoted) > SHOWN else quoted
+    quoted = " ".join(quoted[: 4 * SHOWN].split()) if len(quoted) > SHOWN or not quoted.isprintable() else quoted
     return quoted if len(quoted) <= SHOWN else f"{quoted[:SHOWN]}..."
 
 
@@ -108,6 +109,10 @@ class DataError(Zero3dError, ValueError):
 
 class NonFiniteError(Zero3dError, ArithmeticError):
     """Gradients or trained weights that are NaN or infinite."""
+
+
+class CorruptionError(Zero3dError, ArithmeticError):
+    """A rank computed other gradients than it or its neighbour did from the same values: a machine is at fault."""
 
 
 class RankError(Zero3dError, RuntimeError):

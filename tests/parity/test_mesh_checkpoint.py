@@ -8,6 +8,10 @@ from meshes import engine_of, mesh_of, micro_batches, model_of, own, step, world
 from models import adamw
 from test_pipeline_checkpoint import states
 
+from zero3d.checkpoint.difference import compare
+from zero3d.checkpoint.offline_export import export_stored
+from zero3d.checkpoint.stored_states import StoredStates
+
 BEFORE = (2, 2, 2), 3
 AFTER = (((4, 1, 1), 1), ((1, 1, 1), 0), ((1, 2, 4), 3))
 WIDE = (((8, 1, 1), 1),)
@@ -60,6 +64,9 @@ def exported(folder):
 def test_what_three_axes_trained_is_the_same_on_every_mesh(ranks, tmp_path, family, after):
     (source, loss), *_ = ranks(8, trained, family, tmp_path / "first")
     expected, (weights, texts) = states(source), exported(tmp_path / "first")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "first" / "hf").iterdir()}
+    export_stored(StoredStates(Path(source)), tmp_path / "offline", model_of(family, BEFORE[0]))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "offline").iterdir()} == files
     assert {state for _, state in expected} == {"master", "exp_avg", "exp_avg_sq"}
     assert any(not torch.equal(weights[name], p) for name, p in model_of(family, BEFORE[0]).named_parameters())
     for shape, stage in after:
@@ -70,4 +77,8 @@ def test_what_three_axes_trained_is_the_same_on_every_mesh(ranks, tmp_path, fami
         here, said = exported(folder)
         assert here.keys() == weights.keys()
         assert said == texts
+        alike = compare(StoredStates(Path(source)), StoredStates(Path(everywhere[0][0])))
+        assert alike.equal, shape
+        assert alike.hashes[0] == alike.hashes[1]
+        assert alike.facts["mesh.dp" if shape[0] != BEFORE[0][0] else "mesh.pp"], shape
         assert all(torch.equal(here[name], p) for name, p in weights.items()), shape

@@ -272,3 +272,45 @@ def test_the_command_ends_with_exit_code_1_and_tells_it_once(folder):
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("NonFiniteError: 2 steps in a row had gradients that are NaN or infinite") == 1
     assert "Traceback" not in done.stderr
+
+
+# --- on one rank of several -----------------------------------------------------------------------
+
+
+def run_with_nan(made, rank, name, first):
+    """A run in which one rank's gradients of a parameter are NaN, from its `first` backward on; how it ends."""
+    import zero3d.train.run as of_run
+    from zero3d.train.loop import Loop
+
+    seen = []
+
+    class Spoilt(Loop):
+        def __init__(self, config, engine, *rest):
+            super().__init__(config, engine, *rest)
+            if engine.world.rank == rank:
+                dict(engine.module.named_parameters())[name].register_hook(spoil_late)
+
+    def spoil_late(grad):
+        seen.append(None)
+        return grad * float("nan") if len(seen) >= first else grad
+
+    of_run.Loop = Spoilt
+    try:
+        train(made)
+    except NonFiniteError as error:
+        return str(error), error.exit_code, error.from_rank
+    finally:
+        of_run.Loop = Loop
+    return None
+
+
+@pytest.mark.parametrize(("health", "steps"), [({"max_skips": 2}, 4), ({"nonfinite": "stop"}, 3)], ids=["skip", "stop"])
+def test_a_nan_on_one_rank_stops_all_and_names_that_rank_and_the_unit(ranks, folder, health, steps):
+    name = "model.layers.1.mlp.down_proj.weight"
+    made = tree(folder, health=health, checkpoint={"every": 1})
+    told = ranks(2, run_with_nan, made, 1, name, 5)  # two micro-batches a step: from the third step on
+    assert {code for _, code, _ in told} == {1}
+    (message,) = [message for message, _, from_rank in told if from_rank is None]
+    assert f"First in the last one: unit 'model.layers.1', parameter {name} on rank 1." in message
+    assert f"{folder}/out/checkpoints/step-2 is there." in message
+    assert [line["applied"] for line in metrics(made)] == [True, True] + [False] * (steps - 2)

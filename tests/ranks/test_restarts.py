@@ -1,5 +1,6 @@
 """Ranks of a restarted attempt find each other in a store that the dead attempt has written to."""
 
+import json
 import os
 import subprocess
 import sys
@@ -96,3 +97,66 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_and_it_ends_with_the_same
     records = [each for each in metrics(made) if "loss" in each]
     assert field(records, "step") == [1, 2, 3, 4, 5]
     assert field(records, "loss") == field(whole, "loss")
+
+
+FALLING = """
+import json, os, signal
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+
+def build():
+    model = AutoModelForCausalLM.from_pretrained("model")
+    left, calls = json.loads(Path("falls.json").read_text()), []
+
+    def fall(*_):
+        calls.append(1)
+        if left and [int(os.environ["RANK"]), len(calls)] == left[0][:2]:
+            Path("out/lost-slots").write_text(left[0][2])
+            Path("falls.json").write_text(json.dumps(left[1:]))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model.model.layers[1].register_forward_pre_hook(fall)
+    return model
+"""
+
+
+# A fall: the rank that is killed, in which of its attempt's micro-batches, and the slots that are lost from then on.
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("exact", "batch", "falls", "restarts"),
+    [
+        (True, 8, [(1, 7, "0"), (0, 6, "")], [("2 ranks, dp 2", 3), ("4 ranks, dp 4", 4)]),
+        (
+            False, 12, [(3, 4, "3"), (2, 5, "3 2"), (1, 7, "")],
+            [("3 ranks, dp 3", 1), ("2 ranks, dp 2", 2), ("4 ranks, dp 4", 3)],
+        ),
+    ],
+    ids=["exact", "plain"],
+)  # fmt: skip
+def test_killed_ranks_start_again_on_the_slots_that_are_there(ranks, tmp_path, exact, batch, falls, restarts):
+    save_model(tmp_path / "model")
+    save_rows(tmp_path / "rows.npy")
+    (tmp_path / "falling.py").write_text(FALLING)
+    (tmp_path / "falls.json").write_text(json.dumps(falls))
+    sections = {"zero": {"exact": exact}, "train": {"steps": 5, "batch": batch, "micro_batch": 1, "accumulate": None}}
+    whole = ranks(4, train, tree(tmp_path, "whole", **sections), timeout=300.0)[0]
+    sections |= {"model": {"path": "falling:build"}, "checkpoint": {"every": 1, "export": False}}
+    made = tree(tmp_path, **sections, mesh={"dp": 4}, health={"min_ranks": 2})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(made))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), str(tmp_path)])}
+    done = subprocess.run(
+        [sys.executable, "-m", "zero3d.cli.main", "train", "run.yaml", "--max-restarts", "3"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for number, (what, step) in enumerate(restarts, start=1):
+        assert f"restart {number} of 3: {what}, from {made['output']}/checkpoints/step-{step}\n" in done.stderr
+    records = metrics(made)
+    assert field(records, "step") == [1, 2, 3, 4, 5]
+    assert done.stdout.count("\nbitwise: as if it had not been interrupted, dp ") == (len(restarts) if exact else 0)
+    assert done.stdout.count("\nnot bitwise: dp ") == (0 if exact else len(restarts))
+    if exact:
+        assert field(records, "loss") == field(whole, "loss")
+        assert field(records, "grad_norm") == field(whole, "grad_norm")
+    else:  # that states are bitwise the same at each dp: tests/parity/test_checkpoint.py
+        assert field(records, "loss") == pytest.approx(field(whole, "loss"), rel=1e-6, abs=0)

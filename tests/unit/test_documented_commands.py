@@ -3,6 +3,7 @@
 verb                      what is done with it here
 config, launch            it is run, in a folder with README's run.yaml, examples/, models/llama and text
 plan --theory, explain    it is run
+ckpt                      it is run, in that folder, where `run` has two checkpoints
 train, compare, simulate  configuration, ranks, batch and positions are checked, nothing is started
 other plans               its words are read
 
@@ -14,9 +15,12 @@ import importlib
 import pkgutil
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
+from damage import edit
+from models import hf
 from training import save_model
 
 import zero3d
@@ -32,7 +36,7 @@ from zero3d.train.lock import FolderLock
 ROOT = Path(__file__).parents[2]
 README, CHINESE = (ROOT / name for name in ("README.md", "README.zh.md"))
 TWINS = ("parallelism", "reproducibility", "checkpoints", "offload")  # in both languages
-GUIDES = (*TWINS, *(f"{name}.zh" for name in TWINS), "cluster", "compare", "config", "plan")
+GUIDES = (*TWINS, *(f"{name}.zh" for name in TWINS), "cluster", "compare", "config", "doctor", "plan")
 PAGES = [README, CHINESE, *(ROOT / "docs" / f"{name}.md" for name in GUIDES)]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`((?:zero3d )?(?:" + "|".join(VERBS) + r") [^`]+)`")
@@ -77,7 +81,20 @@ def place(tmp_path_factory):
     for name in ("corpus/a.jsonl", "corpus/b.jsonl", "a.txt", "b.txt"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text('{"text": "a b"}\n')
+    save_run(folder / "run", folder / "models" / "llama")
     return folder
+
+
+def save_run(output, model):
+    """What a run of the model leaves: its config.yaml and two checkpoints, of which the second is the best."""
+    saved = zero3d.Engine(hf("llama", inner=96), stage=3, precision="bf16").save(output / "checkpoints")
+    for step in (50, 100):
+        named = saved.with_name(f"step-{step}")
+        shutil.copytree(saved, named)
+        edit(named, lambda manifest, step=step: manifest.update(step=step))
+    shutil.rmtree(saved)
+    (saved.parent / "best").symlink_to("step-100")
+    (output / "config.yaml").write_text(f"model: {{path: {model}}}\n")
 
 
 @pytest.fixture
@@ -102,6 +119,9 @@ def tried(words):
     """Do with a command what the docstring's table says."""
     arguments = parse(words)
     if words[0] in ("config", "launch") or words[:2] in (["plan", "--theory"], ["plan", "explain"]):
+        assert main(words) == 0
+    elif words[0] == "ckpt":
+        shutil.rmtree("hf", ignore_errors=True)  # pages in two languages export there
         assert main(words) == 0
     elif words[0] == "train":
         _, config = read(arguments)

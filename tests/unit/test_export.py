@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 import zero3d
 import zero3d.checkpoint.export
-from zero3d.checkpoint.export import _named_as_saved
+from zero3d.checkpoint.export import named_as_saved
 from zero3d.errors import CheckpointError, NonFiniteError
 
 
@@ -83,6 +83,6 @@ def test_weights_that_are_turned_for_their_published_names_are_written_in_order(
     conversion = "transformers.core_model_loading.revert_weight_conversion"
     monkeypatch.setattr(conversion, lambda model, tensors: {name: t.T for name, t in tensors.items()})
     weight = torch.arange(6.0).view(2, 3)
-    (found,) = _named_as_saved(build("llama"), {"w": weight}).values()
+    (found,) = named_as_saved(build("llama"), {"w": weight}).values()
     assert found.is_contiguous()
     assert torch.equal(found, weight.T)

@@ -156,3 +156,10 @@ def test_places_are_axes_of_a_comparison():
     configs = check_variants(variants(axes), common, lambda _: None)
     places = [(config.offload.optimizer, config.offload.params) for config in configs]
     assert places == [(a, b) for a in ("none", "host", "disk") for b in ("none", "host")]
+
+
+@pytest.mark.parametrize("words", [("offload.activations=host",), ("mesh.partition_activations=true", "mesh.tp=2")])
+def test_inputs_of_blocks_that_nothing_recomputes_are_refused_before_a_run_starts(words):
+    with pytest.raises(zero3d.ConfigError, match="is about the inputs of recomputed blocks, and none is recom"):
+        load(None, words)
+    assert load(None, (*words, "activations=full")).activations == "full"

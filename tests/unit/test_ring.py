@@ -251,7 +251,8 @@ def test_closing_waits_for_what_is_under_way(tmp_path, monkeypatch):
     timer.start()
     bed.ring.close()
     assert ended == [0, 1]
-    timer.join()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
     assert set(threading.enumerate()) <= before
 
 

@@ -66,10 +66,13 @@ def test_host_memory_is_one_buffer_of_bounded_size(tmp_path, monkeypatch):
 
     monkeypatch.setattr(writing, "_staged", noted)
     monkeypatch.setattr(torch, "empty", lambda *sizes, **options: made.append(sizes) or empty(*sizes, **options))
-    values = {"a": torch.zeros(100, 99), "b": torch.zeros(3, dtype=torch.int64)}
+    values = {"a": torch.zeros(99, 100).t(), "b": torch.zeros(3, dtype=torch.int64)}
     write_tensors(tmp_path / "x.safetensors", values)
-    assert made == [(1000,)]
+    assert made == [(1000,)]  # none where all lie in the host's memory as they are written
     assert sum(seen) == 100 * 99 * 4 + 24
+    assert max(seen) <= 1000
+    write_tensors(tmp_path / "x.safetensors", {name: value.contiguous() for name, value in values.items()})
+    assert made[1:] == [(0,)]
     assert max(seen) <= 1000
 
 

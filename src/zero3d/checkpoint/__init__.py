@@ -18,5 +18,14 @@ slots             what a restart from the slots of a disk needs beside their rec
 resume_contract   whether a run that goes on has the bits of one that was never interrupted
 export            the weights as a folder that `from_pretrained` loads
 
-No torch: folders, files, fields, manifest, manifest_parser, manifest_parts, tiling, integrity, resume_contract.
+In one process, without an engine:
+
+inventory         which checkpoints a directory holds, by a quick look, and which may go
+examine           every byte and box, to the end: the first fault of each file
+stored_states     any range of any state, out of the boxes of all ranks
+difference        two checkpoints against each other
+offline_export    the folder that `export` writes, from a checkpoint's files
+
+No torch: folders, files, fields, manifest, manifest_parser, manifest_parts, tiling, integrity, inventory,
+resume_contract.
 """

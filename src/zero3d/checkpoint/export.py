@@ -53,21 +53,21 @@ def export(directory: Path, engine: EngineState, gathered: Gathered) -> Path:
     directory = directory.resolve()
     temporary = directory.with_name(f".{directory.name}.tmp")
     world, coordinates = engine.world.patient, engine.degrees.place(engine.world.rank)
-    writer = _ExportWriter(temporary, coordinates.pp)
+    writer = ExportWriter(temporary, coordinates.pp)
 
     def on(chosen: bool, action: Callable[[], None]) -> None:
         agree(world, action if chosen else lambda: None)
 
-    on(world.rank == 0, partial(_prepare_export, directory, temporary))
+    on(world.rank == 0, partial(prepare_export, directory, temporary))
     with removed_on_failure(temporary, world):
         agree(world, partial(_add_units, writer, engine, model, gathered))
         for stage in range(engine.degrees.pp):
             on(coordinates == (stage, 0, 0), partial(_finish_stage, writer, engine, model))
-        on(world.rank == 0, partial(_finish_export, temporary, directory, model, engine.degrees.pp))
+        on(world.rank == 0, partial(_finish, temporary, directory, model, engine.degrees.pp))
     return directory
 
 
-def _add_units(writer: _ExportWriter, engine: EngineState, model: nn.Module, gathered: Gathered) -> None:
+def _add_units(writer: ExportWriter, engine: EngineState, model: nn.Module, gathered: Gathered) -> None:
     """Gather this pipeline stage's units, of which each has its own number."""
     open_ones: _OpenTiles = {}
     for unit in engine.owned_units:
@@ -76,7 +76,7 @@ def _add_units(writer: _ExportWriter, engine: EngineState, model: nn.Module, gat
             agree(engine.tp.patient, partial(agree, engine.dp.patient, add))
 
 
-def _add(writer: _ExportWriter, engine: EngineState, model: nn.Module, unit: Unit, open_ones: _OpenTiles) -> None:
+def _add(writer: ExportWriter, engine: EngineState, model: nn.Module, unit: Unit, open_ones: _OpenTiles) -> None:
     """Write a gathered unit on tp rank 0; the others only take part in joining it. A tile waits for the others."""
     named = {}
     for slot, p in zip(unit.layout.slots, unit.weights.params, strict=True):
@@ -85,11 +85,12 @@ def _add(writer: _ExportWriter, engine: EngineState, model: nn.Module, unit: Uni
             cut, name = engine.cut(slot.name), engine.full_model.owner(slot.name)
             named[name] = slices[0] if cut is None or engine.tp.rank > 0 else cut.join(slices)
     if engine.tp.rank == 0:
-        _refuse_nonfinite(named)
-        writer.add(_named_as_saved(model, named))
+        refuse_nonfinite(named)
+        writer.add(named_as_saved(model, named))
 
 
-def _refuse_nonfinite(tensors: Mapping[str, Tensor]) -> None:
+def refuse_nonfinite(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are NaN or infinite. Raises NonFiniteError."""
     floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()}
     bad = [name for name, tensor in floating.items() if not is_finite(tensor)]
     if bad:
@@ -100,7 +101,7 @@ def _refuse_nonfinite(tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def _refuse_nan(buffers: Mapping[str, Tensor]) -> None:
+def refuse_nan(buffers: Mapping[str, Tensor]) -> None:
     """Refuse buffers such as running statistics of a forward that was not finite; infinities may be a mask's."""
     bad = [name for name, buffer in buffers.items() if buffer.is_floating_point() and bool(buffer.isnan().any())]
     if bad:
@@ -137,7 +138,8 @@ def _whole(tile: Tile | None, slices: Sequence[Tensor], open_ones: _OpenTiles) -
     return []
 
 
-def _prepare_export(directory: Path, temporary: Path) -> None:
+def prepare_export(directory: Path, temporary: Path) -> None:
+    """Make the folder that is written. Raises CheckpointError where something is in the place of the export."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CheckpointError(
             f"{directory} exists and is not empty: export to a new directory, so that nothing is lost."
@@ -146,7 +148,7 @@ def _prepare_export(directory: Path, temporary: Path) -> None:
     temporary.mkdir(parents=True)
 
 
-def _named_as_saved(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def named_as_saved(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return host copies under the names of the model's published checkpoints."""
     host = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
     if not hasattr(module, "save_pretrained"):
@@ -157,7 +159,7 @@ def _named_as_saved(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[st
     return {name: tensor.contiguous() for name, tensor in converted.items()}
 
 
-class _ExportWriter:
+class ExportWriter:
     """Collects one pipeline stage's tensors into files and remembers which file holds what."""
 
     def __init__(self, directory: Path, stage: int) -> None:
@@ -193,11 +195,11 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _finish_stage(writer: _ExportWriter, engine: EngineState, model: nn.Module) -> None:
+def _finish_stage(writer: ExportWriter, engine: EngineState, model: nn.Module) -> None:
     """Add the persistent buffers that no earlier pipeline stage has, and finish this stage's files."""
     names = engine.persistent_buffers
-    buffers = _named_as_saved(model, {name: same[0] for name, same in engine.buffers.items() if name in names})
-    _refuse_nan(buffers)
+    buffers = named_as_saved(model, {name: same[0] for name, same in engine.buffers.items() if name in names})
+    refuse_nan(buffers)
     written = writer.earlier()
     writer.add({name: tensor for name, tensor in buffers.items() if name not in written})
     writer.finish()
@@ -230,13 +232,22 @@ def _save_generation(generation: Any, folder: Path) -> None:
         generation.to_json_file(folder / "generation_config.json")
 
 
-def _finish_export(temporary: Path, directory: Path, module: nn.Module, stages: int) -> None:
+def _finish(temporary: Path, directory: Path, module: nn.Module, stages: int) -> None:
+    floating = (p.dtype for p in module.parameters() if p.is_floating_point())
+    finish_export(temporary, directory, module, next(floating, torch.float32), stages)
+
+
+def finish_export(temporary: Path, directory: Path, module: nn.Module | None, dtype: torch.dtype, stages: int) -> None:
+    """Name the files of all pipeline stages, write the config of a Hugging Face model, and put the folder in its place.
+
+    dtype  of the weights, for the config
+    """
     _join(temporary, stages)
     config: Any = getattr(module, "config", None)
     if config is not None and hasattr(config, "save_pretrained"):
         config = type(config).from_dict(config.to_dict())
         config.architectures = [type(module).__name__]
-        config.dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+        config.dtype = dtype
         config.save_pretrained(temporary)
         generation = getattr(module, "generation_config", None)
         if generation is not None:

@@ -69,6 +69,12 @@ def is_checkpoint(directory: Path) -> bool:
     return (directory / MANIFEST).is_file() or (named and directory.is_dir() and not checkpoints(directory))
 
 
+def step_of(checkpoint: Path) -> int | None:
+    """Return the step that a checkpoint's name says, or None."""
+    found = (_number(pattern, checkpoint.name) for pattern in (_STEP, _ASIDE))
+    return next((number for number in found if number is not None), None)
+
+
 def tidied_path(checkpoint: Path) -> Path:
     """Return where a checkpoint is after `tidy`."""
     number = _number(_ASIDE, checkpoint.name)
@@ -77,18 +83,28 @@ def tidied_path(checkpoint: Path) -> Path:
 
 def tidy(directory: Path) -> None:
     """Remove what processes that died have left, and put back an only copy. Nobody may be writing there."""
+    for entry in leftovers(directory):
+        remove(entry)
     for entry in _entries(directory):
         number = _number(_ASIDE, entry.name)
-        if entry.is_symlink() or not _is_folder(entry):
-            continue
-        if number is not None:
+        if number is not None and not entry.is_symlink() and is_complete(entry):
             whole = directory / f"step-{number}"
-            if is_complete(whole):
-                remove(entry)
-            elif is_complete(entry) and not whole.exists():
+            if not whole.exists():
                 entry.rename(whole)
-        elif _number(_UNFINISHED, entry.name) is not None:
-            remove(entry)
+
+
+def leftovers(directory: Path) -> list[Path]:
+    """Return the folders that killed saves have left and nobody needs: unfinished ones, and replaced ones."""
+    return [
+        entry for entry in _entries(directory) if not entry.is_symlink() and _is_folder(entry) and _is_leftover(entry)
+    ]
+
+
+def _is_leftover(entry: Path) -> bool:
+    number = _number(_ASIDE, entry.name)
+    if number is not None:
+        return is_complete(entry.with_name(f"step-{number}"))
+    return _number(_UNFINISHED, entry.name) is not None
 
 
 def discard(directory: Path, step: int) -> None:

@@ -7,13 +7,15 @@ into a committed checkpoint, so that this takes a fault of the disk in these sec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from zero3d.checkpoint.fields import USE_ANOTHER, quote
-from zero3d.checkpoint.files import digest
+from zero3d.checkpoint.files import digest, open_regular
 from zero3d.checkpoint.folders import checkpoints
 from zero3d.checkpoint.manifest import BUFFER, CODES, OLDEST, STREAM, Manifest, Part, TensorSpec, allowed_dtypes
 from zero3d.checkpoint.manifest_parser import open_manifest
@@ -35,6 +37,12 @@ def verify_file(manifest: Manifest, part: Part) -> None:
     path = manifest.folder / part.file
     if digest(path) != part.sha256:
         raise CheckpointError(f"{path} differs from what was saved: its SHA-256 is not the manifest's. {USE_ANOTHER}")
+    check_header(manifest, part)
+
+
+def check_header(manifest: Manifest, part: Part) -> None:
+    """Hold the header of a file of tensors to what its rank says of it; hashes nothing. Raises CheckpointError."""
+    path = manifest.folder / part.file
     stored = header(path)
     expected = _expected(part)
     if manifest.format > OLDEST and stored.keys() - expected.keys():
@@ -53,12 +61,28 @@ def verify_file(manifest: Manifest, part: Part) -> None:
 
 def header(path: Path) -> dict[str, TensorSpec]:
     """Return shape and dtype of every tensor in a safetensors file. Raises CheckpointError."""
+    with _opened(path) as opened:
+        slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+        return {
+            key: TensorSpec(tuple(values.get_shape()), _dtype(values.get_dtype())) for key, values in slices.items()
+        }
+
+
+def check_size(path: Path) -> None:
+    """Refuse a file of tensors that is no regular one, or has not the size that its header says; reads only that.
+
+    Raises CheckpointError.
+    """
+    with open_regular(path), _opened(path):
+        pass
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file, whose header and size must agree. Raises CheckpointError."""
     try:
         with safe_open(path, framework="np") as opened:
-            slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
-            return {
-                key: TensorSpec(tuple(values.get_shape()), _dtype(values.get_dtype())) for key, values in slices.items()
-            }
+            yield opened
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors ({quote(str(error))}). {USE_ANOTHER}") from None
 

@@ -41,11 +41,16 @@ from zero3d.shards.boxes import Box, Shape
 
 def read_part(folder: Path, rank: int, sha256: str) -> Part:
     """Read the part of a rank whose file has this SHA-256. Raises CheckpointError."""
+    return parse_part(parse_fields(read_part_text(folder, rank, sha256), str(folder / part_of(rank))), rank)
+
+
+def read_part_text(folder: Path, rank: int, sha256: str) -> bytes:
+    """Return the text of a rank's part, which has this SHA-256. Raises CheckpointError."""
     path = folder / part_of(rank)
     text = read(path)
     if hashlib.sha256(text).hexdigest() != sha256:
         raise CheckpointError(f"{path} differs from what was saved: its SHA-256 is not the manifest's. {USE_ANOTHER}")
-    return parse_part(parse_fields(text, str(path)), rank)
+    return text
 
 
 def part_of_rank(manifest: Manifest, rank: int) -> Part:
@@ -112,6 +117,12 @@ def read_contents(manifest: Manifest, look: Callable[[int, Part], None] = lambda
         part = part_of_rank(manifest, rank)
         contents.add(part)
         look(rank, part)
+    check_contents(contents, manifest)
+    return contents
+
+
+def check_contents(contents: Contents, manifest: Manifest) -> None:
+    """Hold what the parts of all ranks say together to the manifest. Raises CheckpointError."""
     for name in {**manifest.parameters, **contents.parameters}:
         if contents.parameters.get(name) != manifest.parameters.get(name):
             raise CheckpointError(
@@ -120,7 +131,6 @@ def read_contents(manifest: Manifest, look: Callable[[int, Part], None] = lambda
     if contents.scalars != manifest.value("optimizer")["scalars"]:
         manifest.fields.entry("optimizer").entry("scalars").refuse("those of the ranks' parts")
     check_tiling(contents, manifest)
-    return contents
 
 
 def check_tiling(contents: Contents, manifest: Manifest) -> None:

@@ -53,7 +53,7 @@ from zero3d.zero.updates import MasterPiece
 
 
 class Reader:
-    """Reads boxes of one checkpoint by (name, state); opens each file once and keeps it open."""
+    """Reads boxes of one checkpoint by (name, state); opens each file once and keeps it open until it is closed."""
 
     def __init__(self, folder: Path) -> None:
         self._source = folder
@@ -63,6 +63,10 @@ class Reader:
     def add(self, file: str, row: BoxRow) -> None:
         """Take a box that is stored in a file."""
         self._rows.setdefault((row.name, row.state), []).append((file, row))
+
+    def close(self) -> None:
+        """Let go of the files, whose pages count as this process's memory; they open anew when needed."""
+        self._files.clear()
 
     def tensor(self, file: str, key: str) -> Tensor:
         """Read a whole tensor. Raises CheckpointError."""

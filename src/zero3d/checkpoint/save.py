@@ -12,18 +12,24 @@ rank reading only its bytes; a tied parameter's copy on a later pipeline stage i
 tp ranks have alike is written by the first. The key in a file is `state:name@start:stop,...`, as its row in
 the manifest says. Tensors are safetensors, everything else JSON: no pickle is ever read.
 
-States go to the disk through one bounded buffer (`writing.py`). Between ranks 32 bytes of each travel, its part's
-checksum; rank 0 reads the parts one by one, for what they say together.
+States go to the disk as they are, or through one bounded buffer (`writing.py`). Between ranks 32 bytes of each travel,
+its part's checksum; rank 0 reads the parts one by one, for what they say together.
+
+`save` does all of it while its caller waits. Its steps are also those of a save behind training (`background.py`):
+
+    prepare          the temporary folder          rank 0
+    capture, facts   what is to be written, tensors as views, and what is known beside them
+    write_all        tensors and parts, the manifest over them, the rename
 """
 
 from __future__ import annotations
 
 import shutil
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,17 +52,77 @@ from zero3d.rng import rng_state
 ENTRIES = ("step-", "best")  # how names in a directory of checkpoints begin, behind a dot perhaps
 
 
-def save(directory: Path, engine: EngineState) -> Path:
-    """Write directory/step-N and return it. A crash at any instant leaves the older checkpoints whole."""
-    final = directory / f"step-{engine.step}"
-    temporary = directory / f".step-{engine.step}.tmp"
-    world = engine.world.patient
-    agree(world, lambda: _prepare(directory, temporary) if world.rank == 0 else None)
+class Captured(NamedTuple):
+    """What one rank writes of a step.
+
+    states  tensors by their keys in the file: views of what the next update changes
+    own     buffers and random states of this rank; the buffers are views, too
+    part    what is known of both, without the checksum of their file
+    """
+
+    rank: int
+    states: Mapping[str, Tensor | Halves]
+    own: Mapping[str, Tensor]
+    part: Mapping[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Count the bytes of all tensors, as they are in the file."""
+        tensors = (*self.states.values(), *self.own.values())
+        return sum(values.shape.numel() * values.dtype.itemsize for values in tensors)
+
+
+class Facts(NamedTuple):
+    """What is known of a step beside tensors, alike on all ranks, and the degrees of the mesh."""
+
+    run: Mapping[str, Any]
+    mesh: Mapping[str, int]
+
+    @classmethod
+    def of(cls, engine: EngineState) -> Facts:
+        """Collect them; some are the engine's own, and change with its next step."""
+        return cls(run_state(engine), engine.degrees._asdict())
+
+
+class Saved(NamedTuple):
+    """A checkpoint that is there, and the bytes of tensors that this rank has written into it."""
+
+    folder: Path
+    nbytes: int
+
+
+class Target(NamedTuple):
+    """Where a checkpoint will be, and where it is written."""
+
+    final: Path
+    temporary: Path
+
+    @classmethod
+    def of(cls, directory: Path, step: int) -> Target:
+        """Name them."""
+        return cls(directory / f"step-{step}", directory / f".step-{step}.tmp")
+
+
+def save(directory: Path, engine: EngineState) -> Saved:
+    """Write directory/step-N. A crash at any instant leaves the older checkpoints whole."""
+    target, world = Target.of(directory, engine.step), engine.world.patient
+    prepare(target, world)
+    return write_all(target, world, lambda: capture(engine), lambda: Facts.of(engine))
+
+
+def prepare(target: Target, world: Comm) -> None:
+    """Make the temporary folder. Raises CheckpointError for a directory that holds something else."""
+    agree(world, lambda: _prepare(target.final.parent, target.temporary) if world.rank == 0 else None)
+
+
+def write_all(target: Target, world: Comm, capture: Callable[[], Captured], facts: Callable[[], Facts]) -> Saved:
+    """Write what all ranks have, and commit. `world` has all of them; `facts` is asked on rank 0."""
+    temporary, final = target.temporary, target.final
     with removed_on_failure(temporary, world):
-        sha256 = agree(world, lambda: _write_rank(temporary, engine))
+        sha256, nbytes = agree(world, lambda: _write_rank(temporary, capture()))
         digests = _exchange_digests(world, sha256)
-        agree(world, lambda: _commit(temporary, final, engine, digests) if world.rank == 0 else None)
-    return final
+        agree(world, lambda: _commit(temporary, final, facts(), digests) if world.rank == 0 else None)
+    return Saved(final, nbytes)
 
 
 def _prepare(directory: Path, temporary: Path) -> None:
@@ -72,20 +138,18 @@ def _prepare(directory: Path, temporary: Path) -> None:
     temporary.mkdir()
 
 
-def _write_rank(temporary: Path, engine: EngineState) -> str:
-    """Write this rank's tensors, then its part of the manifest; return the SHA-256 of that."""
+def capture(engine: EngineState) -> Captured:
+    """Collect what this rank writes of the engine's step; no bytes of states are copied."""
     rank = engine.world.rank
-    tensors: dict[str, Tensor | Halves] = {}
+    states: dict[str, Tensor | Halves] = {}
     rows = []
     for piece in state_pieces(engine):
         for box, values in piece.boxes():
             key = key_of(piece.name, piece.state, box)
-            tensors[key] = values
+            states[key] = values
             rows.append({"name": piece.name, "state": piece.state, "box": box, "dtype": _dtype(values), "key": key})
     own, python_rng = own_state(engine)
     part = {
-        "file": file_of(rank),
-        "sha256": write_tensors(temporary / file_of(rank), tensors | own),
         "parameters": {
             (name := engine.full_model.owner(slot.name)): {
                 "shape": list(engine.full_model.shapes[name]),
@@ -100,11 +164,18 @@ def _write_rank(temporary: Path, engine: EngineState) -> str:
         "scalars": _scalars(engine),
         "python_rng": python_rng,
     }
+    return Captured(rank, states, own, part)
+
+
+def _write_rank(temporary: Path, captured: Captured) -> tuple[str, int]:
+    """Write a rank's tensors, then its part of the manifest; return the SHA-256 of that, and the tensors' bytes."""
+    rank, file = captured.rank, file_of(captured.rank)
+    sha256 = write_tensors(temporary / file, {**captured.states, **captured.own})
     path = temporary / part_of(rank)
-    text = json_text(path, part)
+    text = json_text(path, {"file": file, "sha256": sha256, **captured.part})
     with _loadable(temporary):
         parse_part(parse_fields(text.encode(), path.name), rank)
-    return write_text(path, text)
+    return write_text(path, text), captured.nbytes
 
 
 def own_state(engine: EngineState) -> tuple[dict[str, Tensor], Any]:
@@ -127,13 +198,13 @@ def _exchange_digests(world: Comm, sha256: str) -> list[str]:
     return [struct.pack("<4q", *row).hex() for row in world.exchange(numbers).tolist()]
 
 
-def _commit(temporary: Path, final: Path, engine: EngineState, digests: Sequence[str]) -> None:
+def _commit(temporary: Path, final: Path, facts: Facts, digests: Sequence[str]) -> None:
     """Write the manifest of the ranks' parts, check that they fit together, and give the folder its final name."""
     contents = Contents()
     with _loadable(temporary):
         for rank, sha256 in enumerate(digests):
             contents.add(read_part(temporary, rank, sha256))
-    text = json_text(temporary / MANIFEST, _manifest(contents, engine, digests))
+    text = json_text(temporary / MANIFEST, _manifest(contents, facts, digests))
     with _loadable(temporary):
         check_tiling(contents, parse_manifest(temporary, parse_fields(text.encode(), MANIFEST)))
     write_text(temporary / MANIFEST, text)
@@ -142,19 +213,18 @@ def _commit(temporary: Path, final: Path, engine: EngineState, digests: Sequence
     _publish(temporary, final)
 
 
-def _manifest(contents: Contents, engine: EngineState, digests: Sequence[str]) -> dict[str, Any]:
+def _manifest(contents: Contents, facts: Facts, digests: Sequence[str]) -> dict[str, Any]:
     """Return the manifest of what all ranks have written (`manifest.py` says what is in it)."""
-    of_run = run_state(engine)
     return {
-        **of_run,
+        **facts.run,
         "format": FORMAT,
-        "mesh": engine.degrees._asdict(),
+        "mesh": facts.mesh,
         "parameters": {
             name: {"shape": parameter.shape, "trainable": parameter.trainable, "dtype": parameter.dtype}
             for name, parameter in contents.parameters.items()
         },
         "parts": {part_of(rank): sha256 for rank, sha256 in enumerate(digests)},
-        "optimizer": {**of_run["optimizer"], "scalars": contents.scalars},
+        "optimizer": {**facts.run["optimizer"], "scalars": contents.scalars},
     }
 
 

@@ -5,6 +5,7 @@ the place of every tensor, comes first and needs shapes and dtypes alone. The SH
 on their way to it; it is never read again.
 
     tensors on the device, in order --chunk--> buffer (pinned where there is an accelerator) --> SHA-256 and file
+    contiguous ones on the host ---------------------------------------------------------------> SHA-256 and file
 """
 
 from __future__ import annotations
@@ -87,19 +88,32 @@ def _header(path: Path, tensors: Mapping[str, Tensor | Halves], about: Mapping[s
 
 
 def _staged(tensors: list[Tensor | Halves]) -> Iterator[memoryview]:
-    """Yield the bytes of tensors in order, each time a part of one buffer that the next one overwrites."""
-    largest = max((values.shape.numel() * values.dtype.itemsize for values in tensors), default=0)
-    stored = [values if isinstance(values, Tensor) else values.weights for values in tensors]
+    """Yield the bytes of tensors in order: their own memory where that is the host's and contiguous.
+
+    Of others each time a part of one buffer, which the next one overwrites.
+    """
+    through = [values for values in tensors if not _is_as_written(values)]
+    largest = max((values.shape.numel() * values.dtype.itemsize for values in through), default=0)
+    stored = [values if isinstance(values, Tensor) else values.weights for values in through]
     pinned = any(values.device.type != "cpu" for values in stored)
     buffer = torch.empty(min(largest, BUFFER_BYTES), dtype=torch.uint8, pin_memory=pinned)
     for values in tensors:
-        for chunk in _chunks(values, buffer.numel() // values.dtype.itemsize):
+        if isinstance(values, Tensor) and _is_as_written(values):
+            for part in torch.split(values.detach().reshape(-1).view(torch.uint8), BUFFER_BYTES):
+                yield part.numpy().data
+            continue
+        for chunk in chunks(values, buffer.numel() // values.dtype.itemsize):
             staged = buffer[: chunk.numel() * chunk.element_size()]
             staged.view(chunk.dtype).view(chunk.shape).copy_(chunk)  # blocking: the bytes are read next
             yield staged.numpy().data
 
 
-def _chunks(values: Tensor | Halves, most: int) -> Iterator[Tensor]:
+def _is_as_written(values: Tensor | Halves) -> bool:
+    """Say whether a tensor's memory has, in order, the bytes that its file gets."""
+    return isinstance(values, Tensor) and values.device.type == "cpu" and values.is_contiguous()
+
+
+def chunks(values: Tensor | Halves, most: int) -> Iterator[Tensor]:
     """Cut a tensor, strided or not, into views of at most `most` elements that follow one another; those are joined."""
     if isinstance(values, Tensor):
         yield from _views(values.detach(), most)

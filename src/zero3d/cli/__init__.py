@@ -6,7 +6,9 @@ compare            several runs, one after another: what they are, checked befor
 compare_runs       started, watched, written and shown
 plan               plans for a cluster; plan_explain one of them, plan_theory the paper's figures, plan_options
 calibrate          this machine, measured for the planner
+doctor             this machine, a job's hosts or a dead run, examined
 simulate           a step without its ranks
+ckpt               checkpoints looked at, exported, removed; ckpt_show, ckpt_export, ckpt_prune, ckpt_text for people
 config             what a run would use, what keys mean
 launch             what starts a run on a cluster
 preflight          what is refused before workers start

@@ -23,6 +23,8 @@ VERBS = {
     "simulate": "a step of a configuration without its ranks: bytes over time, the peak, traffic, FLOPs",
     "train": "train a small language model on this machine and measure what the formulas say",
     "compare": "runs that differ in some keys, one after another, and what each cost, as one table and a picture",
+    "ckpt": "checkpoints without ranks: ls, verify, show, diff, export as a Hugging Face folder, prune",
+    "doctor": "what is wrong with this machine, a cluster's hosts or a run that died, and what to type",
     "launch": "print what starts a run on a cluster: slurm, k8s or torchrun",
 }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from zero3d.config import Config, Model, resolve_batch
+from zero3d.config import Config, Model, asked_dp, fitting_ranks, resolve_batch
 from zero3d.data.files import check_path
 from zero3d.data.tokenizers import check_length, check_tokenizer
 from zero3d.distributed.degrees import Degrees
@@ -20,8 +20,11 @@ from zero3d.pipeline.schedules import Schedule
 
 
 def check_world(config: Config, world: int) -> None:
-    """Refuse degrees and a batch that `world` ranks cannot form. Raises MeshError and ConfigError."""
-    degrees = Degrees.resolve(world, config.mesh.dp, config.mesh.tp, config.mesh.pp)
+    """Refuse degrees and a batch that `world` ranks cannot form. Raises MeshError and ConfigError.
+
+    Under health.min_ranks those of them count that can form a dp; Zero3dError where they are too few.
+    """
+    degrees = Degrees.resolve(fitting_ranks(config, world), asked_dp(config), config.mesh.tp, config.mesh.pp)
     batch = resolve_batch(config.train, degrees.dp)
     if degrees.pp > 1:
         Schedule.of(config.mesh.schedule).check(batch.accumulate, degrees.pp)

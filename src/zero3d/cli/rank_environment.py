@@ -4,6 +4,9 @@ RANK is set                                   torchrun, Kubernetes, Ray, our own
 srun with several tasks                       join: RANK and the rest are made from SLURM_*
 srun with one task, a batch script, salloc    a bare machine: start workers
 
+Under health.min_ranks some of the ranks that were started may be spare: the others' WORLD_SIZE is then smaller
+(`narrowed`), and the spare ones wait (spare_ranks.py).
+
 srun numbers its steps from 0. A batch script and salloc's shell have SLURM_PROCID and SLURM_NTASKS,
 too, but no step number or one of Slurm's special ones, and nobody to wait for.
 """
@@ -77,6 +80,19 @@ def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": str(local),
         "MASTER_ADDR": environment.get("MASTER_ADDR") or hosts(nodes)[0],
         "MASTER_PORT": environment.get("MASTER_PORT") or str(FIRST_PORT + (job + step) % PORTS),
+    }
+
+
+def narrowed(environment: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """Return the variables of a rank in a world of the first `ranks` ranks alone, of which it is one.
+
+    LOCAL_WORLD_SIZE, where it is known, counts those of its host, which are numbered one after the other.
+    """
+    first = int(environment["RANK"]) - int(environment.get("LOCAL_RANK", "0"))
+    local = _number(environment, "LOCAL_WORLD_SIZE")
+    return {
+        "WORLD_SIZE": str(ranks),
+        **({"LOCAL_WORLD_SIZE": str(min(local, ranks - first))} if local and first < ranks else {}),
     }
 
 

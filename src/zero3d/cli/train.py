@@ -13,11 +13,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
+from zero3d.cli.elastic import Job, devices_here, run_job
 from zero3d.cli.preflight import check_paths, check_transformers, check_world
-from zero3d.cli.rank_environment import join_environment
+from zero3d.cli.rank_environment import join_environment, narrowed
+from zero3d.cli.spare_ranks import release, stand_by
 from zero3d.cli.worker import as_worker, quiet_environment, report_output
-from zero3d.cli.workers import launch, ranks_here
-from zero3d.config import Config, load, split_words
+from zero3d.cli.workers import ranks_here
+from zero3d.config import Config, fitting_ranks, load, split_words
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.train.lock import FolderLock
 from zero3d.train.start import Start, check_start
@@ -39,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overwrite", action="store_true", help="remove what an earlier run wrote to the output folder"
     )
     parser.add_argument("--ranks", type=int, help="processes to start on this machine (default: one per GPU; CPU: 2)")
+    parser.add_argument(
+        "--max-restarts", type=int, metavar="K", help="after a fault start all ranks again, K times in all (default: 0)"
+    )
     parser.add_argument("--stage", help="short for zero.stage=")
     parser.add_argument("--steps", help="short for train.steps=")
     parser.add_argument("--precision", help="short for precision=")
@@ -51,21 +56,39 @@ def run(arguments: argparse.Namespace) -> int:
     joins = join_environment()
     try:
         name, config = read(arguments)
-        check(arguments, config, int(os.environ["WORLD_SIZE"]) if joins else None)
+        started = int(os.environ["WORLD_SIZE"]) if joins else None
+        check(arguments, config, started)
+        ranks = None if started is None else fitting_ranks(config, started)
     except Zero3dError as error:
         if joins and os.environ["RANK"] != "0":
             return error.exit_code  # rank 0 says it
         raise
-    if joins:
-        limits = {"timeout": config.health.timeout, "slow_timeout": config.health.slow_timeout}
-        as_worker(lambda: work(arguments, name, config), limits)
+    if started is not None and ranks is not None:
+        return join(arguments, name, config, started, ranks)
     ranks = arguments.ranks
     if ranks is None:
         ranks = ranks_here(config.mesh.dp, config.mesh.tp, config.mesh.pp)
     check_world(config, ranks)
-    check_start(config, Start(name, arguments.resume, arguments.overwrite), alone=True)
+    start = Start(name, arguments.resume, arguments.overwrite)
+    check_start(config, start, alone=True)
     check_paths(config)
-    return launch(["train", *as_words(arguments)], ranks)
+    words, restarts = ["train", *as_words(arguments)], arguments.max_restarts or 0
+    return run_job(Job(words, config, start, ranks, restarts, devices_here(config, restarts)))
+
+
+def join(arguments: argparse.Namespace, name: str, config: Config, started: int, ranks: int) -> int:
+    """Be one of `started` ranks, of which the first `ranks` train, and exit; return 0 after a spare one's wait."""
+    if int(os.environ["RANK"]) >= ranks:
+        stand_by(started, ranks)
+        return 0
+    os.environ.update(narrowed(os.environ, ranks))
+
+    def action() -> None:
+        work(arguments, name, config)
+        if started > ranks and os.environ["RANK"] == "0":
+            release()
+
+    as_worker(action, {"timeout": config.health.timeout, "slow_timeout": config.health.slow_timeout})
 
 
 def read(arguments: argparse.Namespace) -> tuple[str, Config]:
@@ -106,6 +129,7 @@ def as_words(arguments: argparse.Namespace) -> list[str]:
 def check(arguments: argparse.Namespace, config: Config, world: int | None) -> None:
     """Refuse what cannot run, before anything is started or written. Raises ConfigError."""
     check_ranks(arguments.ranks)
+    check_restarts(arguments.max_restarts, world)
     if world is not None and arguments.ranks not in (None, world):
         raise ConfigError(f"--ranks {arguments.ranks}: the launcher has started {world} already; leave --ranks out.")
     if arguments.overwrite and arguments.resume is not None:
@@ -117,6 +141,17 @@ def check_ranks(ranks: int | None) -> None:
     """Refuse a number of ranks below 1. Raises ConfigError."""
     if ranks is not None and ranks < 1:
         raise ConfigError(f"--ranks {ranks}: type a whole number from 1.")
+
+
+def check_restarts(restarts: int | None, world: int | None) -> None:
+    """Refuse a number of restarts below 0, and one for ranks that another launcher has started. Raises ConfigError."""
+    if restarts is not None and restarts < 0:
+        raise ConfigError(f"--max-restarts {restarts}: type a whole number from 0.")
+    if restarts is not None and world is not None:
+        raise ConfigError(
+            f"--max-restarts {restarts}: who has started these {world} ranks starts them again: leave it out, and give "
+            "it to torchrun (--max-restarts), Slurm (--requeue) or the Job (restartPolicy)."
+        )
 
 
 def work(arguments: argparse.Namespace, name: str, config: Config) -> None:

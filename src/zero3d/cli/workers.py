@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from zero3d.cli.oom import describe_kill, oom_kills
 from zero3d.cli.worker import ERROR_FILE, LAST_WORDS, LAUNCHED, OUTPUT
+from zero3d.distributed.degrees import SLOT
 from zero3d.errors import FAULT
 from zero3d.train.stop import SIGNALS, StopRequest
 from zero3d.watchdog.block import DEATH, STALL, observe
@@ -38,6 +39,7 @@ from zero3d.watchdog.monitor import Monitor
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
+MAIN = "zero3d.cli.main"
 RANKS = 2  # workers of a machine without accelerators
 ERROR_NAME = "error.json"  # in a worker's folder
 WATCHED = "watch"  # the folder of the workers' heartbeats, beside theirs
@@ -86,21 +88,34 @@ class Worker:
         return self.failed and not (self.folder / ERROR_NAME).is_file()
 
 
-def launch(words: Sequence[str], ranks: int, *, module: str = "zero3d.cli.main") -> int:
+def launch(words: Sequence[str], ranks: int, *, module: str = MAIN) -> int:
     """Run `python -m module WORDS` on `ranks` workers of this machine and wait for them.
 
     Returns 0, a failure's exit code (1, or 2 for a Zero3dError), or 128 + the signal that stopped the run.
     """
-    store, kills = loopback_store(), oom_kills()
+    kills = oom_kills()
     with StopRequest() as request, TemporaryDirectory(prefix="zero3d-") as folder:
-        command = [sys.executable, "-P", "-m", module, *words]  # no file here takes the place of a module
         try:
-            with running_workers(command, environment(ranks, store.port), Path(folder)) as workers:
-                failed = supervise(workers, request)
+            workers, failed = run_workers(words, range(ranks), Path(folder), request, module)
         except KeyboardInterrupt:
-            print("killed by a second Ctrl-C; what was saved before is still there", file=sys.stderr)
-            return 128 + signal.SIGINT
+            return killed_twice()
         return conclude(workers, failed, request.signal, words, kills)
+
+
+def run_workers(
+    words: Sequence[str], slots: Sequence[int], folder: Path, request: StopRequest, module: str
+) -> tuple[list[Worker], list[Worker]]:
+    """Run one worker in each of these slots of the machine; return all of them, over by now, and those that failed."""
+    store = loopback_store()
+    command = [sys.executable, "-P", "-m", module, *words]  # no file here takes the place of a module
+    with running_workers(command, environment(len(slots), store.port), folder, slots) as workers:
+        return workers, supervise(workers, request)
+
+
+def killed_twice() -> int:
+    """Say that a second Ctrl-C has killed the workers; return the exit code."""
+    print("killed by a second Ctrl-C; what was saved before is still there", file=sys.stderr)
+    return 128 + signal.SIGINT
 
 
 def loopback_store() -> TCPStore:
@@ -136,14 +151,16 @@ def environment(ranks: int, port: int) -> dict[str, str]:
 
 
 @contextmanager
-def running_workers(command: Sequence[str], shared: dict[str, str], folder: Path) -> Iterator[list[Worker]]:
+def running_workers(
+    command: Sequence[str], shared: dict[str, str], folder: Path, slots: Sequence[int]
+) -> Iterator[list[Worker]]:
     """Start the workers; whatever happens, none of them is left running."""
     workers: list[Worker] = []
     (folder / WATCHED).mkdir()
     shared = shared | {WATCH: str(folder / WATCHED)}
     try:
-        for rank in range(int(shared["WORLD_SIZE"])):
-            workers.append(start_worker(rank, command, shared, folder / str(rank)))
+        for rank, slot in enumerate(slots):
+            workers.append(start_worker(rank, command, shared | {SLOT: str(slot)}, folder / str(rank)))
         yield workers
     finally:
         for worker in workers:
@@ -247,7 +264,7 @@ def chosen_output(worker: Worker) -> str:
 
 def report_failure(failed: Sequence[Worker], command: str = "", kills: int | None = None) -> int:
     """Print the first failure on stderr, for a worker that died also how to go on; return the exit code."""
-    first = min(failed, key=_cause_first)
+    first = first_failure(failed)
     error = first.folder / ERROR_NAME
     if error.is_file():
         report = json.loads(error.read_text())["message"]
@@ -271,6 +288,17 @@ def _go_on(command: str) -> int:
     if command:
         print(f"go on from the last checkpoint with: {command}", file=sys.stderr)
     return FAULT
+
+
+def first_failure(failed: Sequence[Worker]) -> Worker:
+    """Return the worker whose failure the others' follow from."""
+    return min(failed, key=_cause_first)
+
+
+def message_of(worker: Worker) -> str:
+    """Return the exception that a worker has left, as "NAME: text"; nothing of one that died without."""
+    error = worker.folder / ERROR_NAME
+    return str(json.loads(error.read_text())["message"]["message"]) if error.is_file() else ""
 
 
 def _cause_first(worker: Worker) -> tuple[bool, float]:

@@ -7,6 +7,7 @@ hints       the key or choice that was probably meant
 read        load and check: a YAML file or a dict, and overrides such as zero.stage=2
 offload     what leaves the device, as an engine takes it
 batch       batch = micro_batch x accumulate x dp
+shrinking   how many of the ranks that are there train, under health.min_ranks
 describe    a Config as a dict or YAML; the keys as text, markdown and JSON Schema
 """
 
@@ -33,8 +34,10 @@ from zero3d.config.sections import (
     Train,
     Zero,
 )
+from zero3d.config.shrinking import EXACT_DP, asked_dp, fitting_dp, fitting_ranks
 
 __all__ = [
+    "EXACT_DP",
     "PRECISIONS",
     "Batch",
     "Checkpoint",
@@ -54,8 +57,11 @@ __all__ = [
     "Train",
     "Zero",
     "as_markdown",
+    "asked_dp",
     "check",
     "explain",
+    "fitting_dp",
+    "fitting_ranks",
     "load",
     "offload_of",
     "resolve_batch",

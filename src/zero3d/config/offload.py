@@ -26,7 +26,10 @@ def offload_of(config: Config) -> Offload:
 
 
 def refusals(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield each key that this stage cannot have, and why. A run without a named output gets a folder later."""
+    """Yield each key that this run cannot have, and why.
+
+    A run without a named output gets a folder later.
+    """
     section = config.offload
     if section.host_budget is not None:
         try:
@@ -35,3 +38,12 @@ def refusals(config: Config) -> Iterator[tuple[str, str]]:
             yield "offload.host_budget", str(error)
     keys = asdict(section) | {"host_budget": None, "directory": section.directory or FOLDER}
     yield from ((f"offload.{key}", why) for key, why in Offload(**keys).refusals(config.zero.stage, "zero.stage"))
+    if config.activations == "none":
+        asked = {
+            "offload.activations": section.activations != "none",
+            "mesh.partition_activations": config.mesh.partition_activations,
+        }
+        why = (
+            "is about the inputs of recomputed blocks, and none is recomputed: type activations=full, or leave it out."
+        )
+        yield from ((key, f"{key} {why}") for key, is_set in asked.items() if is_set)

@@ -24,6 +24,7 @@ from zero3d.config.keys import KEYS, SECTIONS, takes_list, takes_table, value_of
 from zero3d.config.kinds import describe_value
 from zero3d.config.offload import refusals
 from zero3d.config.sections import Config
+from zero3d.config.shrinking import refuse_shrinking
 from zero3d.config.yaml_file import parse_yaml, read_yaml
 from zero3d.errors import ConfigError, short
 from zero3d.memory.budget import parse_size
@@ -192,6 +193,8 @@ def _across(config: Config) -> Iterator[Problem]:
             parse_size(config.zero.gather_budget, "zero.gather_budget")
         except ConfigError as error:
             yield Problem("zero.gather_budget", "", str(error))
+    if (why := refuse_shrinking(config)) is not None:
+        yield Problem("health.min_ranks", "", why)
     yield from (Problem(name, "", why) for name, why in refusals(config))
 
 

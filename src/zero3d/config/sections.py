@@ -21,6 +21,7 @@ from typing import Any
 from zero3d.memory.offload import CHOICES
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+WARN, STOP = ON_ERROR = ("warn", "stop")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 
 
@@ -88,7 +89,7 @@ class Train:
     deterministic: bool | str = key(
         "auto",
         "on accelerators, algorithms that give the same bits in every run, and an error where there is none; "
-        "auto: with zero.exact",
+        "auto: with zero.exact and with health.replay",
         choices=("auto",),
     )
 
@@ -128,7 +129,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Health:
-    """What ends a run: skipped steps, whose gradients are NaN or infinite (not fp16's overflows), and silence."""
+    """What ends a run: gradients that are NaN or infinite (not fp16's overflows) or computed wrongly, and silence."""
 
     nonfinite: str = key(
         "skip",
@@ -140,6 +141,12 @@ class Health:
         "so many in a row, or a whole run of fewer steps, end it with exit code 1 and the first unit's name",
         least=1,
     )
+    min_ranks: int | None = key(
+        None,
+        "where ranks are lost, go on with as few as this: dp shrinks, train.batch stays and accumulation grows; by "
+        "default a run needs all; give train.batch and train.micro_batch; mesh.dp is then the largest dp",
+        least=1,
+    )
     timeout: float = key(
         300.0,
         "seconds in which a rank shows no sign of life before the watchdog says who waits for whom and ends the run "
@@ -149,6 +156,13 @@ class Health:
     slow_timeout: float = key(
         3600.0,
         "the same while any rank starts, reads data, saves, loads, evaluates, exports or compiles; 0: never",
+        least=0,
+    )
+    replay: int = key(
+        0,
+        "every so many steps a neighbour computes one micro-batch of each rank once more; where a bit of a gradient "
+        "differs, the step is not applied and the run ends with the culprit's name; 0 never. Turns on "
+        "train.deterministic",
         least=0,
     )
 
@@ -258,6 +272,15 @@ class Checkpoint:
     every: int = key(0, "steps between checkpoints; 0 saves at the end only", least=0)
     keep: int = key(2, "how many of the last ones are kept", least=1)
     best: bool = key(True, "keep also the one with the lowest held-out loss")
+    asynchronous: bool = key(
+        False, "write those on the way behind training, from a copy of the states in the host's memory"
+    )
+    on_error: str | None = key(
+        None,
+        "what follows where one on the way cannot be written: a warning, or the run's end; by default a warning behind "
+        "training, else the end. The last one of a run, and that of a stop, must be written",
+        choices=ON_ERROR,
+    )
     export: bool = key(True, "write the final weights as a Hugging Face folder")
     verify: bool = key(False, "load that folder with transformers on one rank and compare the held-out loss")
 

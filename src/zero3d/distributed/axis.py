@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistBackendError, DistError, DistStoreError
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from zero3d.errors import FAULT, OrderError, Zero3dError
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from zero3d.watchdog.heartbeat import Heartbeat
 
 _NOTE = "zero3d/why a rank went away"
+ANSWER = 2.0  # seconds that a store is given: torch itself waits for one behind a cut link until TCP gives up
 _TEXT, _SHOWN = 2000, 200  # letters of a note, of an error of the network
 HOST = torch.device("cpu")
 
@@ -196,12 +198,21 @@ def read_note() -> str:
 
 
 def _note() -> tuple[str, int]:
-    try:
+    """Return the note and its exit code; none where the store is gone, or does not answer, as behind a cut link."""
+    answers: list[tuple[str, int]] = []
+    with suppress(RuntimeError, ValueError):
         store = _get_default_store()
+        asking = threading.Thread(target=lambda: answers.append(_ask(store)), daemon=True)
+        asking.start()
+        asking.join(ANSWER)
+    return answers[0] if answers else ("", FAULT)
+
+
+def _ask(store: Store) -> tuple[str, int]:
+    with suppress(RuntimeError, ValueError):
         text, code = json.loads(store.get(_NOTE)) if store.check([_NOTE]) else ("", FAULT)
-    except (RuntimeError, ValueError):
-        return "", FAULT
-    return text, code
+        return text, code
+    return "", FAULT
 
 
 def forget_note(axis: Axis) -> None:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from zero3d.errors import MeshError
 
 AXES = ("pp", "dp", "tp")
+SLOT = "ZERO3D_SLOT"  # set by our launcher: the number of a rank's device, where it is not LOCAL_RANK
 
 
 class Place(NamedTuple):

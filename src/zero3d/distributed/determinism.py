@@ -121,7 +121,8 @@ def refusals_named() -> Iterator[None]:
         else:
             fact = f"cuBLAS started without {CUBLAS}: type {CUBLAS}={WORKSPACES[0]} before the command"
         raise ConfigError(
-            f"train.deterministic (auto: on with zero.exact): {fact}, or do without by train.deterministic=false."
+            f"train.deterministic (auto: on with zero.exact and health.replay): {fact}, or do without by "
+            "train.deterministic=false."
         ) from error
 
 

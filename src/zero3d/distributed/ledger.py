@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 
@@ -37,6 +38,15 @@ class Ledger:
     def reset(self) -> None:
         """Forget all traffic so far."""
         self._rows.clear()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Leave what is moved inside out of the account, but for `last`."""
+        before = {key: list(row) for key, row in self._rows.items()}
+        try:
+            yield
+        finally:
+            self._rows = before
 
     def __iter__(self) -> Iterator[Entry]:
         for (op, axis, unit), (calls, elements, nbytes) in sorted(self._rows.items()):

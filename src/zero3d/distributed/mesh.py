@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
 
 from zero3d.distributed.axis import Axis, backends_of, read_note
-from zero3d.distributed.degrees import AXES, Degrees, Place
+from zero3d.distributed.degrees import AXES, SLOT, Degrees, Place
 from zero3d.distributed.devices import Launched, choose_device, claim_device
 from zero3d.distributed.groups import EARLY, backend_options, check_carries, new_group, options_of, timeout, warm_up
 from zero3d.distributed.rendezvous import shared_store
@@ -171,11 +171,19 @@ class Mesh:
 
         It carries exchanges only, and there is no connection between any two ranks.
         """
+        axis = self.store_axis("world")
+        axis.heartbeat = self.heartbeat
+        yield axis
+
+    def store_axis(self, name: str) -> Axis:
+        """Return an axis of all ranks that exchanges through the store alone, so that threads may use one of their own.
+
+        Those of one name count their exchanges together, in one order on all ranks. A heartbeat, which is of one thread
+        alone, hears nothing of them.
+        """
         if self.world == 1:
-            yield Axis("world", 0, 1)
-            return
-        meet = self._through_the_store("world", range(self.world))
-        yield Axis("world", self.rank, self.world, meet=meet, heartbeat=self.heartbeat)
+            return Axis("world", 0, 1)
+        return Axis("world", self.rank, self.world, meet=self._through_the_store(name, range(self.world)))
 
 
 def start_distributed(device: torch.device | None = None) -> None:
@@ -204,8 +212,10 @@ def start_distributed(device: torch.device | None = None) -> None:
 def _launched() -> Launched:
     """Return what a launcher says of this rank and its host."""
     shown = next((os.environ[name] for name in VISIBLE if os.environ.get(name)), "")
-    local_rank, local_world = (int(os.environ.get(name) or "0") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    return Launched(local_rank, local_world, own_device=shown != "" and "," not in shown)
+    local_rank, local_world, slot = (
+        int(os.environ.get(name) or "0") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", SLOT)
+    )
+    return Launched(max(local_rank, slot), local_world, own_device=shown != "" and "," not in shown)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from zero3d.engine.generation import last_only
 from zero3d.engine.guards import guard, guard_rest
 from zero3d.engine.losses import Losses
 from zero3d.engine.options import Options
+from zero3d.engine.replay.replay import Replay
 from zero3d.engine.runtime import Runtime, build_units, move_buffers, start
 from zero3d.engine.step import Stepper
 from zero3d.engine.tiers import Tiers
@@ -55,6 +56,7 @@ class Assembly:
     execution  how micro-batches go through the model; `pipeline` where there is one
     kept_inputs  of recomputed blocks, where they are not kept as they are
     offload    what leaves the device, nothing of it open any more
+    replay     computes a micro-batch of some steps once more; None without
     """
 
     base: Foundation
@@ -66,6 +68,7 @@ class Assembly:
     execution: Execution
     kept_inputs: KeptInputs | None
     offload: Settled
+    replay: Replay | None
 
 
 def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
@@ -96,6 +99,8 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     whole = WholeParameters(runtime.units, runtime.gathers, axes.dp, runtime.model_group)
     stepper = _stepper(base, runtime)
     pipeline = _open_pipeline(base, runtime, losses, whole) if axes.pp.size > 1 else None
+    every = options.step.replay
+    replay = Replay(every, base, runtime, lambda: stepper.count) if every else None
     execution: Execution = (
         Direct(
             module,
@@ -105,6 +110,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
             stepper.abandon,
             only,
             resolved.mesh.heartbeat.work,
+            replay,
         )
         if pipeline is None
         else Pipelined(pipeline, axes.pp.size, runtime.loss_scale, only)
@@ -119,7 +125,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     axes.arena.reset_peaks()
     return Assembly(
         base, runtime, stepper, whole, _accounts(base, runtime, kept), pipeline, execution, kept,
-        _settled(base, tiers, why),
+        _settled(base, tiers, why), replay,
     )  # fmt: skip
 
 

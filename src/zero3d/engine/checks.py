@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zero3d.activations.kept_inputs import checkpointed, recorders_of
 from zero3d.distributed.choice import REDUCTIONS
+from zero3d.distributed.determinism import mode
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.guards import is_guarded
 from zero3d.errors import ConfigError
@@ -99,6 +100,22 @@ def check_reduce_scatter(reduce_scatter: str) -> None:
     """Raise ConfigError for a way of reducing gradients that is none."""
     if reduce_scatter not in REDUCTIONS:
         raise ConfigError(f"reduce_scatter={reduce_scatter!r} is unknown: pass one of {', '.join(REDUCTIONS)}.")
+
+
+def check_replay(every: int, mesh: Mesh) -> None:
+    """Refuse replays where one micro-batch cannot be computed alone, or not to the same bits."""
+    if every < 0:
+        raise ConfigError(f"replay={every}: pass a number of steps, or 0 for none.")
+    if every and mesh.pp > 1:
+        raise ConfigError(
+            f"health.replay={every} computes one micro-batch again, which no pipeline stage can alone, and mesh.pp is "
+            f"{mesh.pp}: type health.replay=0, or mesh.pp=1 with mesh.tp or mesh.dp={mesh.pp} times as large."
+        )
+    if every and mesh.device.type != "cpu" and mode() != "on":
+        raise ConfigError(
+            f"health.replay={every} compares bits, and on {mesh.device.type} deterministic algorithms are {mode()}: "
+            "leave train.deterministic out of the file, or call zero3d.make_deterministic() before anything else."
+        )
 
 
 def check_moments(offload: Offload, optimizer: Optimizer) -> None:

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero3d.checkpoint import restore, save as checkpoint
+from zero3d.checkpoint import restore
+from zero3d.checkpoint.background import SaveFigures
 from zero3d.checkpoint.export import export
 from zero3d.checkpoint.slots import Note, load_slots
 from zero3d.distributed.agreement import agree
@@ -33,6 +35,7 @@ from zero3d.engine.execution import evaluating
 from zero3d.engine.generation import Ending, check_options, generate
 from zero3d.engine.losses import Loss
 from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, ParallelOptions, StepOptions, ZeroOptions
+from zero3d.engine.saving import copy_entry, open_saves
 from zero3d.engine.slots import Slots
 from zero3d.engine.state import engine_state
 from zero3d.engine.step import StepFigures
@@ -40,6 +43,7 @@ from zero3d.engine.tiling import parse_budget
 from zero3d.errors import CheckpointError, ConfigError, Zero3dError
 from zero3d.memory.offload import Offload
 from zero3d.memory.record_store import RecordStore
+from zero3d.memory.threads import unwaited
 from zero3d.precision import Precision
 from zero3d.zero.fingerprint import fingerprint
 from zero3d.zero.hooks import KEEP
@@ -86,6 +90,9 @@ class Engine:
     partition_activations  keep inputs of recomputed blocks in parts over tp, and gather them before recomputation
     gather_budget  bytes, or a text such as "64MB": a linear layer or embedding whose weight takes more is gathered and
                   multiplied in tiles of its rows, none of them larger. `named_parameters()` then has tiles
+    replay        K: in every K-th step of `train_batch` a neighbour over dp, or this rank where it has none, computes
+                  one of its micro-batches once more, and CorruptionError names the culprit where a bit of a gradient
+                  differs; on a GPU after `zero3d.make_deterministic()`. 0: never
     tiled_loss    compute the loss of a Hugging Face causal language model tile by tile: logits of the whole vocabulary
                   are never there, nor in its output, in a forward with labels
     weights       values of parameters on the meta device (`zero3d.models.open.open_model` gives both): every
@@ -129,6 +136,7 @@ class Engine:
         partition_activations: bool = False,
         gather_budget: int | str | None = None,
         tiled_loss: bool = False,
+        replay: int = 0,
     ) -> None:
         tile = parse_budget(gather_budget)
         options = Options(
@@ -136,7 +144,7 @@ class Engine:
             ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter, master, Offload.of(offload), tile),
             ParallelOptions(schedule, blocks, tp_plan, sequence_parallel, partition_activations),
             OptimizerOptions(optimizer, scheduler, param_groups, clip_norm),
-            StepOptions(accumulate, loss, tiled_loss),
+            StepOptions(accumulate, loss, tiled_loss, replay),
         )
         self._assembly = assembly = assemble(model, mesh, options)
         base, runtime, stepper = assembly.base, assembly.runtime, assembly.stepper
@@ -151,10 +159,10 @@ class Engine:
         self.optimizer = runtime.optimizer
         self.offload, self.offload_why = assembly.offload
         self.loss_scale, self.health = runtime.loss_scale, runtime.health
-        self.pipeline, self.summands = assembly.pipeline, base.order.summands
+        self.pipeline, self.summands, self.replay = assembly.pipeline, base.order.summands, assembly.replay
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
         self.last_step: StepResult | None = None
-        self.resumed = ""
+        self.resumed, self._saves = "", open_saves(base)
         _settle_in_the_end(self, runtime.optimizer)
 
     # --- training -------------------------------------------------------------------------------
@@ -187,6 +195,8 @@ class Engine:
         """Step, read `besides` on the host with what it reads itself, and leave new weights on their way."""
         if self._assembly.whole_parameters.any_open:
             raise ConfigError("step() inside full_params() would be undone on leaving it: leave the block first.")
+        if self.accumulation.reached:
+            self._saves.await_copy()
         self.mesh.heartbeat.work(b"the optimizer's update")
         return self._stepper.step(besides)
 
@@ -278,6 +288,7 @@ class Engine:
         on another pipeline stage; where both are written, the full model's name wins. With master="split" a copy of
         this rank's weights is held inside, where they are not gathered from a shard.
         """
+        self._saves.await_copy()
         self.optimizer.settle()
         return self._assembly.whole_parameters.opened(modules)
 
@@ -288,14 +299,39 @@ class Engine:
 
     # --- checkpoints ----------------------------------------------------------------------------
 
-    def save(self, directory: str | Path, loop: Mapping[str, Any] | None = None) -> Path:
+    def save(self, directory: str | Path, loop: Mapping[str, Any] | None = None, wait: bool = True) -> Path:
         """Write `directory/step-N` atomically: masters, optimizer states, frozen weights, buffers, RNG.
 
-        `loop` is what the training loop wants back from `load`: plain values, those of rank 0.
+        `loop` is what the training loop wants back from `load`: plain values, those of rank 0. `wait=False` returns at
+        once, with the folder that will be there: a thread copies the states into the host's memory, for which the next
+        update waits, then writes. `saved()` says what came of it; the next save, a load and the process' end wait, too.
         """
         with self.mesh.heartbeat.phase("save"):
             self.optimizer.settle()
-            return checkpoint.save(Path(directory), engine_state(self._assembly, loop))
+            save = self._saves.now if wait else self._saves.begin
+            return save(Path(directory), lambda: engine_state(self._assembly, loop))
+
+    def saved(self) -> Path | None:
+        """Wait for a save with `wait=False` and return its folder; None where there is none, or it was told before.
+
+        All ranks call it. Raises what that save raised, on all of them; so does the next `save`, if nobody asked.
+        """
+        return self._saves.finish()
+
+    @property
+    def save_is_over(self) -> bool:
+        """Whether `saved()` has something to tell and need not wait for this rank; others may be late."""
+        return self._saves.over
+
+    @property
+    def save_figures(self) -> SaveFigures:
+        """Seconds that the last save has kept training waiting so far, and bytes of tensors that this rank writes."""
+        return self._saves.figures
+
+    def reserve_saves(self) -> None:
+        """Take the memory of saves with `wait=False` now rather than at the first of them. Raises OutOfBudget."""
+        self.optimizer.settle()
+        self._saves.reserve(engine_state(self._assembly))
 
     def load(self, directory: str | Path) -> Any:
         """Continue from a checkpoint (or the newest in a directory of them), on any mesh, at any stage.
@@ -305,6 +341,7 @@ class Engine:
         """
         if self._assembly.whole_parameters.any_open:
             raise ConfigError("load() inside full_params() would be undone on leaving it: leave the block first.")
+        self._saves.wait()
         state = engine_state(self._assembly)
         checked = restore.check(Path(directory), state)
         self.optimizer.settle()  # it writes masters, which may be what is sent
@@ -391,7 +428,7 @@ class Engine:
     @property
     def memory(self) -> list[MemoryEntry]:
         """Bytes by category and place on this rank, planned and measured."""
-        return self._assembly.accounts.memory
+        return self._assembly.accounts.memory + copy_entry(self._saves)
 
 
 def _settle_in_the_end(engine: Engine, optimizer: ShardedOptimizer) -> None:
@@ -410,5 +447,9 @@ def _settle_at_exit(found: Callable[[], ShardedOptimizer | None]) -> None:
 def _settle_last(found: Callable[[], ShardedOptimizer | None]) -> None:
     """Make updates that are due when an engine goes: its model may stay, and peers want what this rank sends."""
     if (optimizer := found()) is not None:
-        with suppress(Zero3dError, RuntimeError):
-            optimizer.settle()
+        unwaited(partial(_settle, optimizer))
+
+
+def _settle(optimizer: ShardedOptimizer) -> None:
+    with suppress(Zero3dError, RuntimeError):
+        optimizer.settle()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zero3d.engine.generation import next_logits
 from zero3d.engine.losses import Losses
+from zero3d.engine.replay.replay import Replay
 from zero3d.errors import ConfigError
 from zero3d.pipeline.chunks import SumAndWeight
 from zero3d.pipeline.runner import Pipeline
@@ -56,17 +57,18 @@ class Direct:
     abandon   forgets the step after a backward that died
     only      the option that has a forward make logits of the last position alone
     announce  tells the heartbeat what comes next
+    replay    computes a micro-batch of some steps once more
     """
 
     vocabulary = None
 
     def __init__(
         self, module: nn.Module, losses: Losses, accumulation: Accumulation, loss_scale: LossScale,
-        abandon: Callable[[], None], only: Mapping[str, int], announce: Callable[[bytes], None],
+        abandon: Callable[[], None], only: Mapping[str, int], announce: Callable[[bytes], None], replay: Replay | None,
     ) -> None:  # fmt: skip
         self._announce = announce
         self._module, self._losses, self._accumulation = module, losses, accumulation
-        self._loss_scale, self._abandon, self._only = loss_scale, abandon, only
+        self._loss_scale, self._abandon, self._only, self._replay = loss_scale, abandon, only, replay
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         return self._module(*args, **kwargs)
@@ -85,8 +87,7 @@ class Direct:
     def backward_sum(self, total: Tensor, weight: float | Tensor, last: bool | None) -> None:
         """Back-propagate a sum of losses over `weight` targets."""
         self._announce(b"a backward")
-        if self._loss_scale.value != 1.0:
-            total = at_least_fp32(total) * self._loss_scale.value
+        total = self._scaled(total)
         weight = weight.detach().double().reshape(()) if isinstance(weight, Tensor) else float(weight)
         try:
             with self._accumulation.counting(Contribution(weight, last)):
@@ -95,13 +96,24 @@ class Direct:
             self._abandon()
             raise
 
+    def _scaled(self, total: Tensor) -> Tensor:
+        return total if self._loss_scale.value == 1.0 else at_least_fp32(total) * self._loss_scale.value
+
     def train(self, micro_batches: Sequence[Any]) -> list[SumAndWeight]:
-        sums = []
+        sums, replay = [], self._replay
         for i, batch in enumerate(micro_batches):
-            total, weight = self._losses.sum_and_weight(self._losses.forward(self._module, batch), batch)
-            sums.append((total.detach(), weight))
-            self.backward_sum(total, weight, last=i == len(micro_batches) - 1)
+            with nullcontext() if replay is None else replay.around(i, micro_batches, self._compute):
+                total, weight = self._losses.sum_and_weight(self._losses.forward(self._module, batch), batch)
+                sums.append((total.detach(), weight))
+                self.backward_sum(total, weight, last=i == len(micro_batches) - 1)
+        if replay is not None:
+            replay.compare(self._compute)
         return sums
+
+    def _compute(self, batch: Any) -> None:
+        """Run a micro-batch that belongs to no step."""
+        total, _ = self._losses.sum_and_weight(self._losses.forward(self._module, batch), batch)
+        self._scaled(total).backward()  # type: ignore[no-untyped-call]
 
     def evaluate(self, micro_batches: Iterable[Any]) -> list[SumAndWeight]:
         losses = self._losses

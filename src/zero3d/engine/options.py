@@ -20,6 +20,7 @@ from zero3d.engine.checks import (
     check_model,
     check_moments,
     check_reduce_scatter,
+    check_replay,
     check_step,
     reduce_dtype_of,
 )
@@ -92,6 +93,7 @@ class StepOptions:
     accumulate: int
     loss: Loss | None
     tiled_loss: bool
+    replay: int
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     release, reduce = resolve_policies(row, *pipeline_policies(mesh.pp, released, zero.reduce))
     check_step(step.accumulate, options.optimizer.clip_norm)
     check_reduce_scatter(zero.reduce_scatter)
+    check_replay(step.replay, mesh)
     check_model(model, options.model.weights)
     if step.tiled_loss:
         check_tiled_loss(model, step.loss)

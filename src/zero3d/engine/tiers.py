@@ -14,7 +14,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -55,6 +54,7 @@ from zero3d.memory.record_file import RecordFile
 from zero3d.memory.record_store import InPlace, OnDisk, RecordStore, Shelf, Standing, ThroughRing
 from zero3d.memory.records import Record
 from zero3d.memory.ring import DiskTier, HostTier, Ring, ring_buffers
+from zero3d.memory.threads import Threads, unwaited
 from zero3d.models.blocks import UnitSpec
 from zero3d.zero.executors import DeviceExecutor, OnHost
 from zero3d.zero.host_update import HostExecutor, scratch_bytes
@@ -110,7 +110,7 @@ class Tiers:
         portions = record_portions(units, optimizer.pieces, rank)
         # Of weights on a disk one ring serves gathers and updates, from one thread.
         behind = self.executor == HOST and arena.device.type != "cpu" and not self.ring_of_weights
-        thread = ThreadPoolExecutor(1, "updates") if behind else None
+        thread = Threads(1, "updates") if behind else None
         return RecordUpdates(optimizer.torch, executor, self.store, portions, optimizer.send, arena.device, thread)
 
     def _on_host(self, optimizer: ShardedOptimizer, near: DeviceExecutor) -> Executor:
@@ -191,7 +191,7 @@ class Builder:
             why=self._why,
             slots=slots if restartable else None,
         )
-        weakref.finalize(tiers, store.close)
+        weakref.finalize(tiers, unwaited, store.close)
         return tiers
 
     def _open_slab(self) -> HostSlab:

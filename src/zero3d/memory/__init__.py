@@ -16,4 +16,5 @@ commit_file  which step a disk slab holds whole
 file_lock    a lock on a file that one process holds
 disk_slab    a rank's records on a disk, two slots for each
 ring         buffers through which records pass between a tier and the device
+threads      that read, write and update for tiers, and are given back wherever garbage is collected
 """

@@ -16,10 +16,11 @@ import os
 import shutil
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from pathlib import Path
 
 from zero3d.memory.blocks import BLOCK
+from zero3d.memory.threads import Threads
 
 CHUNK = 8 << 20
 THREADS = 8
@@ -50,7 +51,7 @@ class DirectFile:
                 path.unlink(missing_ok=True)
             raise
         self.direct = bool(DIRECT) and nbytes > 0 and self._go_direct()
-        self._readers, self._writers = (ThreadPoolExecutor(THREADS, f"zero3d-{name}") for name in ("read", "write"))
+        self._readers, self._writers = (Threads(THREADS, f"zero3d-{name}") for name in ("read", "write"))
         self.close = weakref.finalize(self, _close, self._file, self._readers, self._writers)
 
     def _go_direct(self) -> bool:
@@ -77,16 +78,12 @@ class DirectFile:
         """Write memory to the file; `sync` has it on the disk. Raises OSError."""
         self._move(self._writers, os.pwritev, memory, offset)
 
-    def _move(self, pool: ThreadPoolExecutor, transfer: Transfer, memory: memoryview, offset: int) -> None:
+    def _move(self, pool: Threads, transfer: Transfer, memory: memoryview, offset: int) -> None:
         starts = range(0, len(memory), CHUNK)
         if len(starts) == 1:
             self._move_all(transfer, memory, offset)
             return
-        try:
-            chunks = [pool.submit(self._move_all, transfer, memory[at : at + CHUNK], offset + at) for at in starts]
-        except RuntimeError:  # threads take nothing more: the interpreter ends
-            self._move_all(transfer, memory, offset)
-            return
+        chunks = [pool.submit(self._move_all, transfer, memory[at : at + CHUNK], offset + at) for at in starts]
         wait(chunks)
         for chunk in chunks:
             chunk.result()
@@ -127,7 +124,7 @@ def _reserve(file: int, nbytes: int, path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def _close(file: int, *pools: ThreadPoolExecutor) -> None:
+def _close(file: int, *pools: Threads) -> None:
     for pool in pools:
-        pool.shutdown(wait=False)  # it has nothing to do: whoever moves something waits for it
+        pool.close()  # it has nothing to do: whoever moves something waits for it
     os.close(file)

@@ -24,8 +24,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, nullcontext
 from typing import Protocol, Self
 
 import numpy
@@ -35,6 +35,7 @@ from torch import Tensor
 from zero3d.memory.blocks import padded
 from zero3d.memory.placement import DEPTH
 from zero3d.memory.records import Record
+from zero3d.memory.threads import Threads
 
 
 def ring_buffers(records: Sequence[Record], depth: int = DEPTH) -> list[Record]:
@@ -159,9 +160,7 @@ class Ring:
         if not on_cpu:
             for buffer in self._buffers:  # compute may still have to do with what was in this memory
                 buffer.used.record(torch.accelerator.current_stream(self._device))
-        self._threads = (
-            [ThreadPoolExecutor(1, f"zero3d-ring-{name}") for name in ("in", "out")] if on_cpu or tier.waits else []
-        )
+        self._threads = [Threads(1, f"zero3d-ring-{name}") for name in ("in", "out")] if on_cpu or tier.waits else []
 
     def __enter__(self) -> Self:
         return self
@@ -233,8 +232,9 @@ class Ring:
     def close(self) -> None:
         """Wait for all that is under way and end the threads; the buffers are the caller's again."""
         self._wanted.clear()
+        wait([future for buffer in self._buffers for future in (buffer.came, buffer.left)])
         for thread in self._threads:
-            thread.shutdown()
+            thread.close()
         for stream in (self._in, self._out):
             if stream is not None:
                 stream.synchronize()
@@ -260,10 +260,9 @@ class Ring:
             buffer.came = self._run(0, self._bring, buffer, index, before, [other.left for other in before])
 
     def _run(self, direction: int, work: Callable[..., None], *arguments: object) -> Future[None]:
-        """Call in the thread of a direction, or here where a stream does the work or the interpreter ends."""
+        """Call in the thread of a direction, or here where a stream does the work."""
         if self._threads:
-            with suppress(RuntimeError):  # of a thread that takes nothing more
-                return self._threads[direction].submit(work, *arguments)
+            return self._threads[direction].submit(work, *arguments)
         done: Future[None] = Future()
         try:
             work(*arguments)

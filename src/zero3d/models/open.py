@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from traceback import extract_tb
@@ -50,23 +50,37 @@ class Opened:
 
 def open_model(model: Model, seed: int = 0) -> Opened:
     """Build the module on this rank without its weights. Raises ConfigError."""
+    if is_called(model):
+        return Opened(call(model.path), None)
+    bare = open_bare(model)
+    if not os.path.isdir(model.path) or model.init == "random":
+        return replace(bare, weights=RandomWeights(bare.module, seed))
+    weights = FileWeights(Path(model.path), bare.module)
+    unused = (
+        f"{len(weights.unused)} tensors of {model.path} are not used, first {weights.unused[0]}"
+        if weights.unused
+        else ""
+    )
+    return replace(bare, weights=weights, notes=(unused,) if unused else ())
+
+
+def is_called(model: Model) -> bool:
+    """Say whether a function makes the module, and nothing else does."""
+    return not os.path.exists(model.path) and model.path not in PRESETS and ":" in model.path
+
+
+def open_bare(model: Model) -> Opened:
+    """Build the module of a folder, a config.json or a preset, without any weights. Raises ConfigError."""
     path = Path(model.path)
     if os.path.isdir(path):  # a Path's own raises for long names
         module = build(read_config(path), model.attn, path / "config.json")
-        if model.init == "random":
-            return Opened(module, RandomWeights(module, seed), path)
-        weights = FileWeights(path, module)
-        _read_generation_config(path, module)
-        unused = (
-            f"{len(weights.unused)} tensors of {path} are not used, first {weights.unused[0]}" if weights.unused else ""
-        )
-        return Opened(module, weights, path, (unused,) if unused else ())
+        if model.init != "random":
+            _read_generation_config(path, module)
+        return Opened(module, None, path)
     if os.path.isfile(path) or model.path in PRESETS:
         file = path if path.is_file() else None
         module = build(preset(model.path) if file is None else read_config(file), model.attn, file)
-        return Opened(module, RandomWeights(module, seed), None if file is None else file.parent)
-    if ":" in model.path:
-        return Opened(call(model.path), None)
+        return Opened(module, None, None if file is None else file.parent)
     raise no_model(model.path)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero3d.config import Config, resolve_batch
+from zero3d.config import Config, asked_dp, resolve_batch
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
 from zero3d.memory.offload import AUTO, DISK, HOST, Offload
@@ -28,6 +28,8 @@ from zero3d.plan.spec import ModelSpec, ParallelPlan
 
 TIERS = ("optimizer", "params", "gradients", "fraction", "moments", "executor")  # keys of the section `offload`
 DEEPSPEED = {HOST: "cpu", DISK: "nvme"}
+
+BEHIND: dict[str, Any] = {"checkpoint": {"asynchronous": True}}
 
 
 def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str | None) -> dict[str, Any]:
@@ -49,6 +51,7 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
     plain, tiers = Offload(), plan.tiers
     away = {key: value for key in (*TIERS, "activations") if (value := getattr(tiers, key)) != getattr(plain, key)}
     sequences = plan.micro_batch * plan.accumulate * plan.dp
+    beside = ({"offload": away} if away else {}) | (BEHIND if plan.asynchronous_saves else {})
     return {
         "model": {"path": path},
         "data": {"length": model.length} | ({"tokenizer": tokenizer} if tokenizer else {}),
@@ -57,14 +60,14 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
         "zero": {"stage": plan.stage, "reduce_dtype": plan.reduce_dtype} | policies | exact,
         "precision": plan.precision,
         "activations": plan.activations,
-    } | ({"offload": away} if away else {})
+    } | beside
 
 
 def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
     """Return a configuration's plan on `gpus` ranks (None: as many as its mesh says). Raises ConfigError, MeshError."""
     mesh = config.mesh
     world = gpus or (mesh.dp or 1) * (mesh.tp or 1) * (mesh.pp or 1)
-    degrees = Degrees.resolve(world, mesh.dp, mesh.tp, mesh.pp)
+    degrees = Degrees.resolve(world, asked_dp(config), mesh.tp, mesh.pp)
     batch = resolve_batch(config.train, degrees.dp)
     schedule = Schedule.of(mesh.schedule)
     if degrees.pp > 1:
@@ -76,6 +79,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
         config.zero.release, config.zero.reduce, exact=config.zero.exact,
         reduce_scatter=config.zero.reduce_scatter, master=config.zero.master, **_tiers(config),
         partition_activations=mesh.partition_activations, offload_activations=config.offload.activations,
+        asynchronous_saves=config.checkpoint.asynchronous,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ activations come from `ModelSpec`'s operations (traced, or closed forms); all el
     reserved   1.05 x allocated: blocks of 2 MiB and fragments; an assumption until `calibrate` measures it
     device     0.6 GB context of CUDA and libraries, 0.4 GB communicators where there is more than one rank
     host       of a node: 3 GB per process, the slice that it reads, its records there, buffers of records, inputs of
-               recomputed blocks (inputs.py)
+               recomputed blocks (inputs.py), the copy of saves behind training (saves.py)
     disk       of a node: records there, in two slots each
     ring       3 buffers of the longest record that is updated on the device and kept elsewhere: there all the time
 """
@@ -39,6 +39,7 @@ from zero3d.plan.footprint import Footprint, footprints
 from zero3d.plan.in_flight import INPUTS, WEIGHTS, Moment, moments
 from zero3d.plan.inputs import ring_here, share_here, slots_on_host
 from zero3d.plan.rank_model import rank_model
+from zero3d.plan.saves import copy_bytes
 from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import Held, States, policies, states
 from zero3d.plan.windows import Windows, backwards
@@ -87,6 +88,7 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
     on_host = {
         "process": PROCESS, "slice": 4.0 * largest, "records": float(fullest.host.total),
         "buffers": float(buffer_bytes(plan, fullest)[HOST]), "inputs": max(each.inputs for each in ranks),
+        "saves": max(float(copy_bytes(model, plan, each.stage)) for each in ranks),
     }  # fmt: skip
     return Memory(
         float(rank.shard.states.total), allocated, reserved, device, on_node * sum(on_host.values()),

@@ -260,6 +260,7 @@ class ParallelPlan:
     gradients      the same of reduced gradients (stages 2 and 3): auto (device), device, host
     fraction       share of optimizer states that leave the device, moments: fp32, bf16 (`memory.offload.Offload`)
     executor       of updates off the device: device, host, auto (by the rule: `tier_time.chosen_executor`)
+    asynchronous_saves  checkpoints on the way are written behind training, from a copy on the host (saves.py)
     partition_activations, offload_activations   inputs of recomputed blocks in parts over tp; none or host (inputs.py)
     """
 
@@ -288,6 +289,7 @@ class ParallelPlan:
     executor: str = "auto"
     partition_activations: bool = False
     offload_activations: str = "none"
+    asynchronous_saves: bool = False
 
     @property
     def world(self) -> int:

@@ -50,6 +50,7 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         exact=config.zero.exact,
         gather_budget=config.zero.gather_budget,
         tiled_loss=config.train.tiled_loss,
+        replay=config.health.replay,
         weights=opened.weights,
     )
 

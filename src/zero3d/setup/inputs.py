@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zero3d.config import Batch, Config, resolve_batch
+from zero3d.config import Batch, Config, asked_dp, resolve_batch
 from zero3d.data.batches import steps_of
 from zero3d.data.dataset import DataSet, needs_tokenizer, open_data
 from zero3d.data.tokenizers import Tokenizer, check_length, load_tokenizer
@@ -16,6 +16,7 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.determinism import make_deterministic
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh
+from zero3d.engine.checks import check_replay
 from zero3d.memory.arena import Arena
 from zero3d.models.open import Opened, open_model
 from zero3d.models.packing import check_packing
@@ -40,9 +41,10 @@ def open_mesh(config: Config) -> Mesh:
 
     Raises MeshError, ConfigError.
     """
-    if config.train.deterministic is True or (config.train.deterministic == "auto" and config.zero.exact):
+    needed = config.zero.exact or config.health.replay > 0
+    if config.train.deterministic is True or (config.train.deterministic == "auto" and needed):
         make_deterministic()
-    return Mesh(config.mesh.dp, config.mesh.tp, config.mesh.pp)
+    return Mesh(asked_dp(config), config.mesh.tp, config.mesh.pp)
 
 
 def open_inputs(config: Config, check: Callable[[Mesh], None] = lambda mesh: None) -> Inputs:
@@ -72,6 +74,7 @@ def _open(config: Config, mesh: Mesh) -> tuple[Batch, Opened, Tokenizer | None]:
     if mesh.pp > 1:
         Schedule.of(config.mesh.schedule).check(batch.accumulate, mesh.pp)
     check_packages(config)
+    check_replay(config.health.replay, mesh)
     opened = open_model(config.model, config.seed)
     check_forward(opened.module)
     if config.checkpoint.export and config.checkpoint.verify:

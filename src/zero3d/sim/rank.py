@@ -84,7 +84,9 @@ def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> Observation:
         check_packing(opened.module, batch.micro_batch)
     options = forward_options(opened.module)
     shape = (batch.micro_batch, config.data.length)
-    plain = replace(config, train=replace(config.train, compile=False), output=config.output or "simulated")
+    health = replace(config.health, replay=0)  # values that do not exist cannot be compared
+    train = replace(config.train, compile=False)
+    plain = replace(config, train=train, health=health, output=config.output or "simulated")
 
     rows, me = norms_of_group(config, mesh, opened.module), mesh.place.pp * mesh.tp + mesh.place.tp
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:

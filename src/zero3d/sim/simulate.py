@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from zero3d import errors
-from zero3d.config import Config, resolve_batch, to_dict
+from zero3d.config import Config, asked_dp, resolve_batch, to_dict
 from zero3d.distributed.degrees import Degrees, Place
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.memory.offload import AUTO
@@ -44,7 +44,7 @@ def simulate(
     nodes   hosts that the ranks are on, evenly
     Raises ConfigError and MeshError for what `train` could not run, and for a rank that is not there.
     """
-    degrees = Degrees.resolve(world, config.mesh.dp, config.mesh.tp, config.mesh.pp)
+    degrees = Degrees.resolve(world, asked_dp(config), config.mesh.tp, config.mesh.pp)
     batch = resolve_batch(config.train, degrees.dp)
     if rank is not None and not 0 <= rank < world:
         raise ConfigError(f"rank {rank} is not there: {degrees} has ranks 0 to {world - 1}.")

@@ -36,14 +36,14 @@ def export_model(engine: Engine, folder: Folder, tokenizer: Tokenizer | None, pr
     engine.export(folder.fresh_export)
 
     def complete() -> None:
-        if note := _save_tokenizer(tokenizer, folder.fresh_export):
+        if note := save_tokenizer(tokenizer, folder.fresh_export):
             progress.say(note)
         folder.publish()
 
     agree(everyone, complete if first else lambda: None)
 
 
-def _save_tokenizer(tokenizer: Tokenizer | None, export: Path) -> str | None:
+def save_tokenizer(tokenizer: Tokenizer | None, export: Path) -> str | None:
     """Save the tokenizer beside the weights; return a note where there is none."""
     if tokenizer is None:
         return "the export has no tokenizer: the data are token ids, and the model's folder has none"

@@ -7,6 +7,7 @@ OUTPUT/
   hf/             the final weights, for from_pretrained; written as .hf.new, renamed when complete
   loss.png, trace-rank-0.json, tensorboard/
   offload/        states on a disk while a run goes on, where it has any and names no folder for them
+  lost-slots      by hand: numbers of this machine's slots that a restart leaves out, one a line (cli/elastic.py)
   .run            a number of its own, by which it knows what it has left in another folder
   .lock           while a run writes (lock.py)
 """
@@ -36,8 +37,9 @@ WRITTEN = (
     "tensorboard", "wandb", ".run",
 )  # fmt: skip
 RUN, LONGEST_ID = ".run", 64
+LOST_SLOTS = "lost-slots"
 UNFINISHED = "config.tmp"
-NO_WORK = (LOCK, RUN, FOLDER, UNFINISHED)  # of entries that may be there before a run has done anything
+NO_WORK = (LOCK, RUN, FOLDER, UNFINISHED, LOST_SLOTS)  # of entries that may be there before a run has done anything
 AUTO = "auto"
 FOREIGN = "has no config.yaml of a run that names it, so no run wrote it"
 
@@ -67,6 +69,10 @@ class Folder:
     @property
     def curve(self) -> Path:
         return self.root / "loss.png"
+
+    @property
+    def lost_slots(self) -> Path:
+        return self.root / LOST_SLOTS
 
     @property
     def offload(self) -> Path:
@@ -131,7 +137,7 @@ class Folder:
         lock.acquire(self.root)
         self.refuse(resume, overwrite, checkpoint)  # once more, now that nobody else writes to it
         if overwrite and self.used:
-            self._clear()
+            self.clear()
         tidy(self.checkpoints)
 
     def write_config(self, text: str) -> None:
@@ -180,7 +186,7 @@ class Folder:
         is_named = named is not None and Path(named).resolve().name == self.root.resolve().name
         return is_named or any(self.checkpoints.glob("*step-*/manifest.json"))
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
         """Remove what a run has written."""
         self.refuse_export()
         for name in WRITTEN:

@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero3d.checkpoint.folders import checkpoints
 from zero3d.config import Config
 from zero3d.data.batches import BatchStream, validation_batches
 from zero3d.data.sequences import Sequences
 from zero3d.engine.engine import Engine
-from zero3d.errors import CheckpointError, NonFiniteError
+from zero3d.errors import CheckpointError, CorruptionError, NonFiniteError
 from zero3d.memory.arena import device_values
+from zero3d.train.corruption import after_corruption
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
 from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
@@ -35,13 +37,15 @@ from zero3d.train.plan_check import PlanCheck
 from zero3d.train.profiler import Tracer
 from zero3d.train.progress import Progress
 from zero3d.train.resume_hints import ANEW, ResumeHints
+from zero3d.train.saving import Saving
+from zero3d.train.spikes import SpikeWatch
 from zero3d.train.stop import Stopped, StopRequest
 from zero3d.train.traffic import TrainingTraffic
 from zero3d.watchdog.heartbeat import TRAINING
 from zero3d.zero.health import check_weights
 from zero3d.zero.optimizer import OVERFLOW
 
-NEVER = -1  # no number of applied steps
+SHARED = 3  # numbers that each rank tells the others in a step
 
 
 class Loop:
@@ -68,31 +72,39 @@ class Loop:
         self.state = LoopState()
         self.traffic = TrainingTraffic(engine)
         self.plan_check: PlanCheck | None = None
-        self.checkpoint = folder.checkpoints
+        self.saving = Saving(config.checkpoint, engine, folder)
         self._hints = ResumeHints(folder, config, engine.world.size)
-        self._steps_at_start = self._steps_at_save = engine.steps  # applied at the session's start, its last checkpoint
+        self._steps_at_start = engine.steps  # applied
         self._skip_limit, self._last_step, self._overflows = skip_limit(config.health), 0, 0
         self._validation, self._options = validation, options
         self._flops, self.tokens = flops, 0
-        self._of_ranks: list[float] = []  # signal and tokens of each in the last step
+        self._spikes = SpikeWatch()
+        self._of_ranks: list[float] = []  # of each in the last step: signal, tokens, whether its save is over
         device = engine.mesh.device
         self._device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
     def resume(self, state: LoopState, checkpoint: Path | None, from_slots: bool = False) -> None:
         """Continue from a checkpoint that was loaded, or from slots of a later step than the newest checkpoint."""
         self.state, self.engine.health.in_a_row = state, state.in_a_row
-        self.checkpoint = checkpoint or self.checkpoint
-        if from_slots:
-            self._steps_at_save = NEVER
+        self.saving.go_on(checkpoint, state.best, from_slots)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The newest checkpoint, or the folder of all where there is none."""
+        return self.saving.newest
 
     def run(self, steps: int, metrics: Metrics, progress: Progress) -> None:
         """Train up to step `steps`. Raises Stopped, after a checkpoint, when a signal asks for it; NonFiniteError."""
         self._last_step = steps
+        if self.config.checkpoint.asynchronous:
+            with self.traffic.excluded():
+                self.engine.reserve_saves()
         tracer = Tracer(self.config.profile, self.folder.root, self.engine.world.rank)
         with StopRequest() as request, tracer, self.engine.mesh.heartbeat.phase(TRAINING):
             for step in progress.track(self.state.step + 1, steps):
                 record = self.step(request)
                 stop_signal = self._add_totals(record)
+                self._note_spike(record, progress)
                 last = step == steps
                 if self._validation is not None:
                     if stop_signal and last and not self.stuck:
@@ -106,9 +118,11 @@ class Loop:
                 self._check_plan(progress)
                 tracer.step()
                 self._check_health(step)
+                if last or stop_signal or all(self._of_ranks[2::SHARED]):
+                    self._settle_save(ends=last or stop_signal > 0)
                 due = stop_signal or _due(step, self.config.checkpoint.every) or self._best_is_new(record)
                 if last or (due and not self.stuck):
-                    self.save(record)
+                    self.save(record, must=last or stop_signal > 0)
                 if record["applied"]:
                     run = self.folder.run_id if self.engine.world.rank == 0 else ""
                     self.engine.note({RUN: run, **asdict(self.state)})
@@ -130,6 +144,7 @@ class Loop:
         assert figures is not None
         self._overflows += result.reason == OVERFLOW
         loss, *self._of_ranks = figures.besides
+        saved = self.saving.figures()
         record = {
             "step": self.state.step + 1,
             "loss": loss,
@@ -139,13 +154,13 @@ class Loop:
             "applied": figures.applied,
             "tokens": tokens,
         }
-        return record | {"seconds": time.monotonic() - begun}
+        return record | {"seconds": time.monotonic() - begun} | saved
 
     def _share(self, request: StopRequest, tokens: int) -> Tensor:
-        """Return of every rank the signal that asks it to stop, or 0, and its tokens of this step; on the device."""
-        local = device_values([float(request.signal or 0), float(tokens)], self.engine.mesh.device)
+        """Return of every rank the signal that asks it to stop or 0, its tokens, if its save is over; on the device."""
+        local = [float(request.signal or 0), float(tokens), float(self.engine.save_is_over)]
         with self.traffic.excluded():
-            return self.engine.world.exchange(local).flatten()
+            return self.engine.world.exchange(device_values(local, self.engine.mesh.device)).flatten()
 
     @property
     def _is_read_next(self) -> bool:
@@ -167,6 +182,11 @@ class Loop:
         except NonFiniteError as error:  # of fp16's smallest loss scale
             self._give_up(str(error))
             raise
+        except CorruptionError as error:
+            saved, replay = checkpoints(self.folder.checkpoints), self.engine.replay
+            clean = None if replay is None else replay.clean
+            error.args = (f"{error} {after_corruption(saved, clean, self._steps_at_start, self._hints)}",)
+            raise
 
     @property
     def _is_last_chance(self) -> bool:
@@ -187,7 +207,8 @@ class Loop:
         What there is of a run that has saved nothing is saved: skipped steps have changed nothing.
         """
         try:
-            if self.engine.steps and not self._has_saved:
+            self._settle_save(ends=True)
+            if self.engine.steps and not self.saving.has_any:
                 self.save({})
             else:
                 self._check_weights()
@@ -204,14 +225,10 @@ class Loop:
         remedy = self._remedy("They are not saved")
         check_weights(engine.units, engine.dp, engine.world, NonFiniteError, remedy)
 
-    @property
-    def _has_saved(self) -> bool:
-        return self.checkpoint != self.folder.checkpoints
-
     def _remedy(self, fact: str) -> str:
         """Return what to type after giving up."""
         change = "Lower optimizer.lr or look at the data of these steps"
-        if self._has_saved:
+        if self.saving.has_any:
             command = f"{change}, then go on from it: {self._hints.command(self.checkpoint)}"
             return f"{fact}, and {self.checkpoint} is there. {command}"
         nothing = "Nothing is saved" if self.engine.steps else "No step was applied and nothing saved"
@@ -219,9 +236,9 @@ class Loop:
 
     def _add_totals(self, record: Record) -> int:
         """Add what all ranks know together; return the signal that asks them to stop, or 0."""
-        mesh, signals = self.engine.mesh, self._of_ranks[0::2]
+        mesh, signals = self.engine.mesh, self._of_ranks[0::SHARED]
         # The ranks of a model-parallel group see the same tokens.
-        tokens = int(sum(self._of_ranks[1::2])) // (mesh.pp * mesh.tp)
+        tokens = int(sum(self._of_ranks[1::SHARED])) // (mesh.pp * mesh.tp)
         self.state = replace(
             self.state, step=record["step"], skipped=self.state.skipped + (not record["applied"]),
             in_a_row=self.engine.health.in_a_row, tokens=self.state.tokens + tokens, position=self.stream.state(),
@@ -235,6 +252,18 @@ class Loop:
         record |= {} if reserved is None else {"reserved_bytes": reserved}
         record["epoch"] = self.state.position["epoch"] + self.state.position["index"] / self.state.position["sequences"]
         return int(max(signals))
+
+    def _note_spike(self, record: Record, progress: Progress) -> None:
+        """Say once of a loss far above the recent ones where in the data it is; the run goes on."""
+        if (spike := self._spikes.look(record["loss"])) is None:
+            return
+        record["usual_loss"] = spike.usual
+        batch = self.stream.portions.batch
+        epoch, first = divmod(self.stream.taken - batch, self.state.position["sequences"])
+        progress.say(
+            f"step {record['step']}: loss {spike.loss:.4f} is far above those of the last {spike.steps} steps, whose "
+            f"median is {spike.usual:.4f}; its {batch} sequences begin at number {first} of epoch {epoch}"
+        )
 
     def _check_plan(self, progress: Progress) -> None:
         """Print plan against actual, once, where a run has that."""
@@ -276,29 +305,32 @@ class Loop:
     @property
     def stuck(self) -> bool:
         """Whether all steps since the last checkpoint were skipped and not finite: another would only replace it."""
-        return self.engine.steps == self._steps_at_save and self.engine.health.in_a_row > 0
+        return self.engine.steps == self.saving.steps and self.engine.health.in_a_row > 0
 
     def _kept(self, step: int) -> str:
         """Return what there is when a run is asked to stop."""
         if not self.stuck:
             return f"step {step} of {self._last_step} is saved in {self.checkpoint}"
-        kept = f"what was before is in {self.checkpoint}" if self._has_saved else "nothing is saved"
+        kept = f"what was before is in {self.checkpoint}" if self.saving.has_any else "nothing is saved"
         return f"step {step} of {self._last_step} and those before it were not finite; {kept}"
 
-    def save(self, record: Record) -> None:
+    def save(self, record: Record, must: bool = True) -> None:
         """Save a checkpoint of this step; older ones go, but the best. Raises NonFiniteError for spoiled weights.
 
-        Those of a course that was left go once this one has come further than where it began.
+        must  it is the last, of the run or before a stop: it is waited for, and a failure is raised
         """
-        if self._best_is_new(record):
-            self.state = replace(self.state, best=(self.engine.steps, record["validation_loss"]))
+        self._settle_save()
+        best = (self.engine.steps, record["validation_loss"]) if self._best_is_new(record) else self.saving.best
         with self.traffic.excluded():
             self._check_weights()
-            self.checkpoint = self.engine.save(self.folder.checkpoints, asdict(self.state))
-        self._steps_at_save = self.engine.steps
-        if self.engine.world.rank == 0 and self.engine.steps > self._steps_at_start:
-            best = None if self.state.best is None else self.state.best[0]
-            self.folder.prune(self.engine.steps, self.config.checkpoint.keep, best)
+            self.saving.save(asdict(replace(self.state, best=best)), best, must)
+        self.state = replace(self.state, best=self.saving.best)
+
+    def _settle_save(self, ends: bool = False) -> None:
+        """Take note of what came of a save behind training, for which this waits. Raises CheckpointError."""
+        with self.traffic.excluded():
+            self.saving.settle(ends)
+        self.state = replace(self.state, best=self.saving.best)
 
 
 def _due(step: int, every: int) -> bool:

@@ -30,6 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from zero3d.distributed.choice import ALL_TO_ALL, PAIRWISE
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.engine import Engine
+from zero3d.engine.saving import COPY
 from zero3d.memory.arena import STATES
 from zero3d.memory.blocks import padded
 from zero3d.memory.offload import DEVICE, HOST
@@ -122,6 +123,9 @@ def memory_rows(
     for entry in entries:
         if entry.place != DEVICE and entry.category in STATES:
             rows.append(_state_row(entry, dtypes))
+        elif entry.category == COPY:
+            equal = entry.planned == entry.measured
+            rows.append(MemoryRow("copy for saves", "-", entry.planned, False, entry.measured, equal, entry.place))
         elif entry.place != DEVICE:
             rows.append(MemoryRow(f"temporary: {entry.category}", "-", None, False, entry.peak, None, entry.place))
     return rows

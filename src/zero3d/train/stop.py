@@ -7,10 +7,10 @@
                 save()
                 raise Stopped(request.signal, "step 120 is saved in OUT/checkpoints/step-120")
 
-SIGTERM, SIGHUP   a request, however often they come: schedulers send theirs to every process of a
-                  job, timeout(1) sends it twice, and launchers pass on what reached the workers too
-SIGINT            a request; after any request it raises KeyboardInterrupt (Ctrl-C pressed again)
-ignored signals   stay ignored: nohup, background jobs, and workers whose launcher has the terminal
+SIGTERM, SIGHUP,   a request, however often they come: schedulers send theirs to every process of a job (Slurm's notice
+SIGUSR1            is often SIGUSR1), timeout(1) sends it twice, and launchers pass on what reached the workers too
+SIGINT             a request; after any request it raises KeyboardInterrupt (Ctrl-C pressed again)
+ignored signals    stay ignored: nohup, background jobs, and workers whose launcher has the terminal
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Stopped(BaseException):

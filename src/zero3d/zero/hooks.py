@@ -51,7 +51,10 @@ class Hooks:
     root   the module whose call is a micro-batch's forward
     uses   user module -> the units its forward needs, in layout order
     cast   applied to the root's floating inputs
+    aside  is given the gradients of forwards and backwards that belong to no step; None in steps
     """
+
+    aside: Callable[[Unit, int, Tensor], None] | None = None
 
     def __init__(
         self, root: nn.Module, uses: Mapping[nn.Module, Sequence[Unit]], gathers: Gathers, reductions: Reductions,
@@ -146,7 +149,7 @@ class Hooks:
         def take(p: Tensor) -> None:
             if (hooks := weak_self()) is not None and (unit := weak_unit()) is not None and p.grad is not None:
                 grad, p.grad = p.grad, None
-                hooks._reductions.take(unit, index, grad.detach())
+                (hooks.aside or hooks._reductions.take)(unit, index, grad.detach())
 
         return take
 
@@ -159,7 +162,8 @@ class Hooks:
         if not inside_backward:
             self._mode = "train" if torch.is_grad_enabled() else "eval"
             if self._mode == "train":
-                self._accumulation.forward_begins()
+                if self.aside is None:
+                    self._accumulation.forward_begins()
                 self._gathers.drop(lambda token: token in (KEEP, TURN, ROOT_TURN))
                 self._gathers.begin()
             else:
@@ -196,13 +200,16 @@ class Hooks:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
-            self._accumulation.backward_begins()
-            self._reductions.begin()
+            if self.aside is None:
+                self._accumulation.backward_begins()
+                self._reductions.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)  # Note 4
-        self._reductions.due = self._accumulation.through_root(fresh)
+        if self.aside is None:
+            self._reductions.due = self._accumulation.through_root(fresh)
 
     def _backward_ends(self) -> None:
-        self._reductions.flush()
+        if self.aside is None:
+            self._reductions.flush()
         self._task = None
         self._gathers.drop(lambda token: token in (TURN, ROOT_TURN) or _is(token, "backward"))
 

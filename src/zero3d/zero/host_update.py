@@ -20,7 +20,6 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -33,6 +32,7 @@ from torch.optim import Optimizer
 
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
+from zero3d.memory.threads import Threads
 from zero3d.precision import join_master, least_halves, raise_ties, rounds_away, split_master
 from zero3d.zero.rounding import TILE, Draw, noise_table, round_to_bf16
 
@@ -147,14 +147,15 @@ class HostExecutor:
 
     def __init__(self, threads: int, arena: Arena, seed: int = 0, chunk: int = CHUNK) -> None:
         assert chunk % VECTOR == 0, f"chunks of {chunk} elements would end inside a vector of {VECTOR}"
-        self._threads, self._arena, self._seed, self._chunk = threads, arena, seed, chunk
+        self._count, self._arena, self._seed, self._chunk = threads, arena, seed, chunk
         self._scratch = arena.borrow("wire", threads * WIDE * chunk, torch.float32)
         self._table = arena.borrow("wire", TILE, torch.int32).copy_(noise_table(arena.device))
         self._least = least_halves(arena.borrow("wire", chunk, torch.float32))
         self._own = threading.local()
-        self._pool = ThreadPoolExecutor(threads, "host-update")
+        self._threads = Threads(threads, "host-update")
         before, together = torch.get_num_threads(), threading.Barrier(threads, timeout=60)
-        list(self._pool.map(self._start, [together] * threads))
+        for started in [self._threads.submit(self._start, together) for _ in range(threads)]:
+            started.result()
         torch.set_num_threads(before)
 
     def _start(self, together: threading.Barrier) -> None:
@@ -163,8 +164,8 @@ class HostExecutor:
         self._own.scratch = self._scratch.view(together.parties, WIDE, self._chunk)[together.wait()]
 
     def close(self) -> None:
-        """End the threads and give the scratch back."""
-        self._pool.shutdown()
+        """End the threads, which have nothing to do, and give the scratch back."""
+        self._threads.close()
         for buffer in (self._scratch, self._table, self._least):
             self._arena.give_back("wire", buffer)
 
@@ -179,17 +180,11 @@ class HostExecutor:
         """
         _check(bucket)
         starts: SimpleQueue[int | None] = SimpleQueue()
-        for start in (*range(0, bucket.grad.numel(), self._chunk), *[None] * self._threads):
+        for start in (*range(0, bucket.grad.numel(), self._chunk), *[None] * self._count):
             starts.put(start)
         factors = [factor for factor in factors if factor != 1.0]
         work = partial(self._update, bucket, pieces, torch.tensor(float(step)), factors)
-        try:
-            under_way = [self._pool.submit(work, starts) for _ in range(self._threads)]
-        except RuntimeError:  # the interpreter is about to end, and its threads have
-            self._own.scratch = self._scratch.view(self._threads, WIDE, self._chunk)[0]
-            work(starts)
-            return
-        for each in under_way:
+        for each in [self._threads.submit(work, starts) for _ in range(self._count)]:
             each.result()
 
     def _update(

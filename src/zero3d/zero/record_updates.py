@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero3d.errors import Zero3dError
+from zero3d.memory.threads import Threads
 from zero3d.zero.rounding import TILE
 from zero3d.zero.state_records import WEIGHTS, Bucket, Records, UnitRecords
 from zero3d.zero.streams import SideStream
@@ -80,7 +81,7 @@ class RecordUpdates:
 
     def __init__(
         self, optimizer: Optimizer, executor: Executor, records: Records, portions: Mapping[Unit, list[RecordPortion]],
-        after: Callable[[Unit], None], device: torch.device, thread: ThreadPoolExecutor | None = None,
+        after: Callable[[Unit], None], device: torch.device, thread: Threads | None = None,
     ) -> None:  # fmt: skip
         self._optimizer, self._executor, self._records, self.portions = optimizer, executor, records, portions
         self._after, self._thread = after, thread

@@ -1,0 +1,206 @@
+"""Saves behind training: a copy while the next forward and backward run, then files, checksums and the commit.
+
+    the call          main thread  waits for the last save, makes the temporary folder, copies what is small: buffers,
+                                   random states, options, schedule, loss scale, what the loop says
+    the copy          thread       what is large, masters, moments, frozen weights, into the host's copy (host_copy.py)
+    the next update   main thread  waits for the copy, as does who else may write weights; nobody waits for the disk
+    files, commit     thread       what `save` does, from the copy: the same bytes
+
+Nothing but an update, a load, or a user inside `full_params` changes what is copied, and each of them waits for the
+copy. States in records are read as they lie after the update that was due: those on the host in place, those on a disk
+from the slot of this step, which the next update leaves alone.
+
+The threads of all ranks agree among themselves, through the store (`StoreExchange`): a collective from a thread would
+come between training's own, on every rank in another place. So all threads end alike, with a checkpoint or with one
+error, at moments that differ: the main threads take note of it (`finish`) when they are together. A process that is
+killed leaves what a killed `save` leaves, a folder that has no checkpoint's name; one that ends waits for its thread.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Event, Thread
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero3d.checkpoint.folders import MANIFEST
+from zero3d.checkpoint.host_copy import HostCopy, copy_bytes, fill
+from zero3d.checkpoint.save import Captured, Facts, Target, capture, prepare, save, write_all
+from zero3d.checkpoint.state import EngineState
+from zero3d.checkpoint.writing import json_text, removed_on_failure
+from zero3d.distributed.agreement import agree
+from zero3d.distributed.collectives import Comm
+from zero3d.memory.budget import HostBudget
+from zero3d.zero.streams import SideStream, wait_for_device
+
+
+class SaveFigures(NamedTuple):
+    """What a save cost: seconds in which training waited for it, and the bytes of tensors that this rank writes."""
+
+    seconds: float
+    nbytes: int
+
+
+class Saves:
+    """Owns how an engine saves: the host's copy, the save under way, and what the last one cost.
+
+    threads  makes what the ranks' threads agree over; all ranks call it together
+    planned  bytes of the host's copy by formula, 0 while there is none
+    """
+
+    def __init__(
+        self, device: torch.device, budget: Callable[[], HostBudget], threads: Callable[[], Comm]
+    ) -> None:  # fmt: skip
+        self._device, self._open = device, threads
+        self._threads: Comm | None = None
+        self._copy, self._side = HostCopy(device, budget), SideStream(device)
+        self._under_way: _UnderWay | None = None
+        self._seconds, self._nbytes = 0.0, 0
+        self.planned = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes of the host's copy."""
+        return self._copy.nbytes
+
+    @property
+    def figures(self) -> SaveFigures:
+        """What the last save has cost so far."""
+        return SaveFigures(self._seconds, self._nbytes)
+
+    @property
+    def over(self) -> bool:
+        """Whether there is a save behind training whose end nobody has taken note of, and it has ended here."""
+        return self._under_way is not None and not self._under_way.is_alive()
+
+    # --- saving ---------------------------------------------------------------------------------
+
+    def now(self, directory: Path, engine: Callable[[], EngineState]) -> Path:
+        """Save while the caller waits. Raises CheckpointError, of the save before, too."""
+        begun = time.monotonic()
+        self.finish()
+        saved = save(directory, engine())
+        self._seconds, self._nbytes = time.monotonic() - begun, saved.nbytes
+        return saved.folder
+
+    def reserve(self, engine: EngineState) -> None:
+        """Take the memory of the copy before anything is saved. Raises OutOfBudget."""
+        budget = self._copy.measure()
+        agree(engine.world, lambda: self._places(capture(engine), engine, budget))
+
+    def begin(self, directory: Path, engine: Callable[[], EngineState]) -> Path:
+        """Begin to save behind training, and return the folder that will be there.
+
+        Raises CheckpointError, of the save before, too, and OutOfBudget.
+        """
+        begun = time.monotonic()
+        self.finish()
+        state = engine()
+        world, target = state.world.patient, Target.of(directory, state.step)
+        budget = self._copy.measure()
+        self._threads = self._threads or self._open()
+        prepare(target, world)
+        with removed_on_failure(target.temporary, world):
+            self._under_way = agree(world, lambda: self._captured(state, target, budget))
+        self._under_way.start()
+        self._seconds = time.monotonic() - begun
+        return target.final
+
+    def _captured(self, engine: EngineState, target: Target, budget: HostBudget | None) -> _UnderWay:
+        """Copy what is small, and find places for what is large."""
+        captured = capture(engine)
+        run = Facts.of(engine) if engine.world.rank == 0 else Facts({}, {})
+        facts = Facts(json.loads(json_text(target.temporary / MANIFEST, run.run)), run.mesh)
+        own = {key: torch.empty_like(values, device="cpu").copy_(values) for key, values in captured.own.items()}
+        captured = captured._replace(own=own)
+        places = self._places(captured, engine, budget)
+        self._nbytes = captured.nbytes
+        self._side.follow()
+        assert self._threads is not None
+        return _UnderWay(target, captured, places, facts, self._threads, self._side, self._device)
+
+    def _places(self, captured: Captured, engine: EngineState, budget: HostBudget | None) -> dict[str, Tensor]:
+        """Return places in the host's copy, whose memory is taken where it is not there."""
+        places = self._copy.take(captured.states, budget)
+        self.planned = copy_bytes(engine)
+        return places
+
+    # --- waiting --------------------------------------------------------------------------------
+
+    def await_copy(self) -> None:
+        """Wait until what is to be saved may be changed; the device waits for itself."""
+        if self._under_way is not None and not self._under_way.released:
+            begun = time.monotonic()
+            self._under_way.release()
+            self._seconds += time.monotonic() - begun
+
+    def wait(self) -> None:
+        """Wait for the save under way, whatever comes of it."""
+        if self._under_way is not None:
+            self._under_way.join()
+
+    def finish(self) -> Path | None:
+        """Wait for the save under way and take note of it: its folder, None where there is none. Raises what it did."""
+        self.wait()
+        ended, self._under_way = self._under_way, None
+        if ended is None:
+            return None
+        if ended.failure is not None:
+            raise ended.failure
+        return ended.target.final
+
+
+class _UnderWay(Thread):
+    """Owns one save: copies, writes and commits. A process waits for it at its end.
+
+    released  whether the caller's stream waits for the copy, or need not
+    failure   what it raised; on all ranks alike
+    """
+
+    def __init__(
+        self, target: Target, captured: Captured, places: Mapping[str, Tensor], facts: Facts, threads: Comm,
+        side: SideStream, device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__(name=f"save of {target.final.name}", daemon=False)
+        self.target, self.released = target, False
+        self.failure: BaseException | None = None
+        self._captured, self._places, self._facts = captured, places, facts
+        self._threads, self._side, self._device = threads, side, device
+        self._copied = Event()
+        self._done = torch.Event(device) if device.type != "cpu" else None
+
+    def run(self) -> None:
+        try:
+            write_all(self.target, self._threads, self._copy, lambda: self._facts)
+        except BaseException as error:  # noqa: BLE001 (raised where it is taken note of)
+            self.failure = error
+        finally:
+            self._copied.set()
+            self._captured, self._places = self._captured._replace(states={}), {}  # nothing keeps states alive
+
+    def _copy(self) -> Captured:
+        """Copy the states, and return what is to be written."""
+        try:
+            if self._device.type != "cpu":
+                torch.accelerator.set_device_index(self._device)
+            with self._side.entered():
+                fill(self._places, self._captured.states)
+                if self._done is not None:
+                    self._done.record()
+        finally:
+            self._copied.set()
+        with self._side.entered():
+            wait_for_device(self._device)
+        return self._captured._replace(states=self._places)
+
+    def release(self) -> None:
+        """Have what comes next on the caller's stream come after the copy."""
+        self._copied.wait()
+        if self._done is not None:
+            self._done.wait()
+        self.released = True

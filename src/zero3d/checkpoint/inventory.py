@@ -1,0 +1,152 @@
+"""What a directory of checkpoints holds, by a look that reads no tensors: for lists, and for what may go.
+
+looked at       manifest.json and every rank's part against their checksums; every file of tensors by the size that its
+                header says
+not looked at   bytes of tensors, which `examine.py` hashes
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero3d.checkpoint.folders import MANIFEST, checkpoints, is_checkpoint, leftovers, step_of
+from zero3d.checkpoint.integrity import check_size
+from zero3d.checkpoint.manifest import Manifest, file_of
+from zero3d.checkpoint.manifest_parser import open_manifest
+from zero3d.checkpoint.manifest_parts import read_part_text
+from zero3d.errors import CheckpointError, short
+
+QUICK = "manifest and parts by their checksums, files of tensors by their sizes; zero3d ckpt verify reads all bytes"
+CHECKPOINTS, BEST = "checkpoints", "best"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Describes one checkpoint of a directory.
+
+    manifest  None where it cannot be read
+    saved     when, in seconds since 1970; None where nobody can say
+    fault     what the look at it has found; None where it is whole as far as that goes
+    best      the run's link points to it
+    """
+
+    folder: Path
+    step: int | None
+    manifest: Manifest | None
+    saved: float | None
+    size: int
+    fault: str | None
+    best: bool
+
+
+def directory_of(folder: Path) -> Path:
+    """Return the directory that holds the checkpoints of a run's output folder, or of what is that directory itself."""
+    inner = folder / CHECKPOINTS
+    return inner if inner.is_dir() and not checkpoints(folder) else folder
+
+
+def inventory(folder: Path) -> list[Listed]:
+    """Return the checkpoints of a directory, or the one that a folder is, oldest first. Raises CheckpointError."""
+    if is_checkpoint(folder):
+        return [look_at(folder, best=best_step(folder.parent) == step_of(folder) is not None)]
+    directory = directory_of(folder)
+    best = best_step(directory)
+    return [look_at(each, step == best) for step, each in checkpoints(directory).items()]
+
+
+def look_at(folder: Path, best: bool = False) -> Listed:
+    """Look at one checkpoint, without a word on the bytes of its tensors."""
+    manifest, fault, step = None, None, step_of(folder)
+    try:
+        manifest = open_manifest(folder)
+        check_files(manifest)
+        check_name(manifest)
+    except CheckpointError as error:
+        fault = str(error)
+    if step is None and manifest is not None:
+        step = manifest.step
+    return Listed(folder, step, manifest, _saved(folder), size_of(folder), fault, best)
+
+
+def check_name(manifest: Manifest) -> None:
+    """Refuse a folder that is named as one of another step: `--resume auto` goes by names. Raises CheckpointError."""
+    step = step_of(manifest.folder)
+    if step is not None and step != manifest.step:
+        raise CheckpointError(
+            f"{manifest.folder} is named as step {step}, and its {MANIFEST} is of step {manifest.step}: rename it, if "
+            "it was renamed; else use another step-N."
+        )
+
+
+def check_files(manifest: Manifest) -> None:
+    """Check that all files are there, parts by their checksums, tensors by their sizes. Raises CheckpointError."""
+    for rank in range(manifest.mesh.world):
+        if not manifest.inline:
+            read_part_text(manifest.folder, rank, list(manifest.parts.values())[rank])
+        check_size(manifest.folder / file_of(rank))
+
+
+def best_step(directory: Path) -> int | None:
+    """Return the step to which a run's link of its lowest held-out loss points."""
+    try:
+        target = (directory / BEST).readlink().name
+    except OSError:
+        return None
+    return next((step for step, each in checkpoints(directory).items() if each.name == target), None)
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of the regular files of a folder."""
+    try:
+        found = [entry.lstat() for entry in folder.iterdir()]
+    except OSError:
+        return 0
+    return sum(each.st_size for each in found if stat.S_ISREG(each.st_mode))
+
+
+def _saved(folder: Path) -> float | None:
+    try:
+        return (folder / MANIFEST).lstat().st_mtime
+    except OSError:
+        return None
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """Says which checkpoints of a directory stay and which go, and which leftovers of killed saves go."""
+
+    directory: Path
+    kept: Sequence[Listed]
+    doomed: Sequence[Listed]
+    leftovers: Sequence[Path]
+
+
+def plan_pruning(folder: Path, keep: int | None, and_leftovers: bool) -> Pruning:
+    """Choose what may go: the `keep` newest whole ones and the best one stay, damaged ones and older ones do not.
+
+    None keeps all. Where nothing is whole nothing is chosen. Raises CheckpointError.
+    """
+    directory = directory_of(folder)
+    if is_checkpoint(directory):
+        raise CheckpointError(f"{short(folder)} is one checkpoint: give the directory that holds it, or remove it.")
+    listed = inventory(directory)
+    found = leftovers(directory)
+    if not listed and not found:
+        raise CheckpointError(f"no checkpoint in {short(folder)}: it has no step-N folder with a {MANIFEST}.")
+    whole = [each for each in listed if each.fault is None]
+    if keep is not None and listed and not whole:
+        raise CheckpointError(
+            f"none of the {len(listed)} checkpoints in {directory} is whole: nothing is removed. Look at them with "
+            f"zero3d ckpt verify {directory}."
+        )
+    staying = {each.folder for each in (listed if keep is None else whole[-keep:])}
+    doomed = [
+        each
+        for each in listed
+        if each.folder not in staying and not each.best and each.folder.name == f"step-{each.step}"
+    ]
+    kept = [each for each in listed if each not in doomed]
+    return Pruning(directory, kept, doomed, found if and_leftovers else [])

@@ -1,0 +1,153 @@
+"""The weights of a checkpoint as a folder that `from_pretrained` loads, in one process without an engine.
+
+    masters, range by range --to_compute--> a block's weights --names as published--> files of at most FILE_BYTES
+
+The same bits and names as `export.py` writes on the ranks of an engine of that step. Of the model only its structure is
+needed, on meta: what transformers calls its weights, which buffers belong to them, its config.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero3d.checkpoint.export import (
+    ExportWriter,
+    finish_export,
+    named_as_saved,
+    prepare_export,
+    refuse_nan,
+    refuse_nonfinite,
+)
+from zero3d.checkpoint.fields import quote_name
+from zero3d.checkpoint.integrity import verify
+from zero3d.checkpoint.manifest import BUFFER, FROZEN, MASTER
+from zero3d.checkpoint.stored_states import StoredStates
+from zero3d.distributed.degrees import Place
+from zero3d.errors import CheckpointError, OutOfBudget
+from zero3d.models.blocks import find_blocks
+from zero3d.precision import to_compute
+
+LISTED = 3
+
+
+def export_stored(stored: StoredStates, directory: Path, model: nn.Module | None) -> Path:
+    """Write the weights in compute dtype, and the config of a Hugging Face model; return the folder.
+
+    model  its structure, with buffers; None writes weights and all buffers under the names that they have in it, and no
+           config
+
+    The checkpoint is verified first, every byte of it. Host memory holds a file and a block, never the model. The
+    folder appears whole or not at all. Raises CheckpointError, OutOfBudget, NonFiniteError.
+    """
+    if model is not None:
+        check_model(stored, model)
+    directory = directory.resolve()
+    temporary = directory.with_name(f".{directory.name}.tmp")
+    _check_room(stored, directory)
+    prepare_export(directory, temporary)
+    try:
+        verify(stored.folder)
+        writer = ExportWriter(temporary, 0)
+        for names in _groups(stored, model):
+            named = {name: weight(stored, name) for name in names}
+            refuse_nonfinite(named)
+            writer.add(_as_saved(model, named))
+        for buffers in _buffers(stored, model):
+            refuse_nan(buffers)
+            writer.add(buffers)
+        writer.finish()
+        dtypes = (getattr(torch, stored.parameters[name].dtype) for name in _order(stored, model))
+        dtype = next((each for each in dtypes if each.is_floating_point), torch.float32)
+        finish_export(temporary, directory, model, dtype, 1)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return directory
+
+
+def weight(stored: StoredStates, name: str) -> Tensor:
+    """Return a parameter as the forward has it: its master in the compute dtype, or the frozen weight itself."""
+    spec = stored.parameters[name]
+    values = torch.empty(prod(spec.shape), dtype=getattr(torch, spec.dtype))
+    state = MASTER if spec.trainable else FROZEN
+    for start, part in stored.chunks(name, state) if values.numel() else ():
+        to_compute(part, values.dtype, out=values[start : start + part.numel()])
+    return values.view(spec.shape)
+
+
+def check_model(stored: StoredStates, model: nn.Module) -> None:
+    """Refuse the structure of another model. Raises CheckpointError."""
+    saved = {name: parameter.shape for name, parameter in stored.parameters.items()}
+    built = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    wrong = [name for name in {**saved, **built} if saved.get(name) != built.get(name)]
+    if wrong:
+        listed = "; ".join(
+            f"{quote_name(name)}: checkpoint {saved.get(name, 'none')}, model {built.get(name, 'none')}"
+            for name in wrong[:LISTED]
+        )
+        more = f"; and {len(wrong) - LISTED} more" if len(wrong) > LISTED else ""
+        raise CheckpointError(
+            f"{stored.folder} is a checkpoint of another model than the config's, {type(model).__name__} "
+            f"({len(saved)} parameters, the config's model {len(built)}): {listed}{more}. Give the config of the model "
+            "that was trained: --config PATH."
+        )
+
+
+def _check_room(stored: StoredStates, directory: Path) -> None:
+    """Refuse a disk with less room than the weights take. Raises OutOfBudget."""
+    needed = sum(prod(each.shape) * getattr(torch, each.dtype).itemsize for each in stored.parameters.values())
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise OutOfBudget(
+            f"the weights of {stored.folder} take {needed:,} bytes, and the disk of {existing} has {free:,} free: make "
+            f"room for {needed - free:,} more, or export to another disk."
+        )
+
+
+def _order(stored: StoredStates, model: nn.Module | None) -> Sequence[str]:
+    """Return the names of all parameters, in the model's order where it is known."""
+    return list(stored.parameters) if model is None else [name for name, _ in model.named_parameters()]
+
+
+def _groups(stored: StoredStates, model: Any | None) -> Iterator[list[str]]:
+    """Yield the names of parameters that are named together, since conversions may join them.
+
+    Those of a block, the embeddings and the head each alone, and all others; one by one where nothing is converted.
+    """
+    order = _order(stored, model)
+    if model is None or not hasattr(model, "save_pretrained"):
+        yield from ([name] for name in order)
+        return
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    of_ends = {id(p) for end in ends if end is not None for p in end.parameters()}
+    alone = {name for name, p in model.named_parameters() if id(p) in of_ends}
+    blocks = list(find_blocks(model))
+    groups: dict[str, list[str]] = {}
+    for name in order:
+        block = next((each for each in blocks if name.startswith(f"{each}.")), "")
+        groups.setdefault(name if name in alone else block, []).append(name)
+    yield from groups.values()
+
+
+def _as_saved(model: nn.Module | None, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return dict(tensors) if model is None else named_as_saved(model, tensors)
+
+
+def _buffers(stored: StoredStates, model: nn.Module | None) -> Iterator[dict[str, Tensor]]:
+    """Yield the buffers that belong to the weights, those of each pipeline stage that no earlier one has."""
+    persistent = None if model is None else model.state_dict().keys()
+    written: set[str] = set()
+    for stage in range(stored.manifest.mesh.pp):
+        rank = stored.manifest.mesh.rank(Place(stage, 0, 0))
+        names = [name for name in stored.own[rank].buffers if persistent is None or name in persistent]
+        saved = _as_saved(model, {name: stored.own_tensor(rank, f"{BUFFER}{name}") for name in names})
+        yield {name: tensor for name, tensor in saved.items() if name not in written}
+        written |= saved.keys()

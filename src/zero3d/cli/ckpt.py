@@ -1,0 +1,234 @@
+"""`zero3d ckpt ls | verify | show | diff | export | prune`: checkpoints in one process, without ranks or a GPU.
+
+ls      what a folder holds, and which of it is whole                       manifest, parts and sizes
+verify  every byte and every box                                            all of it
+show    what is in one: parameters, states, options, place in the data      parts and headers, of one tensor its values
+diff    two against each other, tensor by tensor, whatever meshes they have parts, headers and all values
+export  a Hugging Face folder                                               all of it, verified first
+prune   what may go
+
+A FOLDER is a run's output, its `checkpoints`, or one step-N; a STEP is one step-N, or the newest of such a folder.
+Nothing of a model is run, and no pickle is read. Exit code 1: `verify` found damage, `diff` a difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero3d.checkpoint.folders import MANIFEST, checkpoints, is_checkpoint, leftovers
+from zero3d.checkpoint.inventory import CHECKPOINTS, QUICK, Listed, directory_of, inventory, size_of
+from zero3d.cli import ckpt_text
+from zero3d.errors import CheckpointError, short
+from zero3d.memory.file_lock import is_held
+from zero3d.train.lock import LOCK
+
+if TYPE_CHECKING:
+    from zero3d.checkpoint.examine import Examination
+
+ACTIONS = {
+    "ls": "the checkpoints of a folder: step, time, mesh, size, format, and whether they are whole",
+    "verify": "check every byte and every box of checkpoints; exit code 1 where one is damaged",
+    "show": "what a checkpoint holds; of one tensor statistics of its values",
+    "diff": "which tensors of two checkpoints differ, and by how much; exit code 1 where one does",
+    "export": "write the weights of a checkpoint as a Hugging Face folder",
+    "prune": "remove older checkpoints; shows what would go until --yes is given",
+}
+FOLDER = "a run's output, its checkpoints, or one step-N"
+STEP = "a step-N, or a folder of which the newest is meant"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions and what each takes."""
+    actions = parser.add_subparsers(dest="action", metavar="|".join(ACTIONS), required=True)
+    made = {
+        name: actions.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        for name, summary in ACTIONS.items()
+    }
+    for name in ("ls", "prune"):
+        made[name].add_argument("folder", metavar="FOLDER", help=FOLDER if name == "ls" else f"{FOLDER[:-16]}")
+    made["verify"].add_argument("words", nargs="+", metavar="FOLDER", help=f"{FOLDER}; several, too")
+    made["show"].add_argument("step", metavar="STEP", help=STEP)
+    made["show"].add_argument("pattern", nargs="?", metavar="NAME-PATTERN", help="of parameters: 'layers.0.*'")
+    made["diff"].add_argument("first", metavar="A", help=STEP)
+    made["diff"].add_argument("second", metavar="B", help=STEP)
+    export = made["export"]
+    export.add_argument("step", metavar="STEP", help=STEP)
+    export.add_argument("folder", metavar="FOLDER", help="what is written: a new or empty folder")
+    export.add_argument(
+        "--config", metavar="PATH",
+        help="the model's config.json or folder, a preset, or a run's config.yaml (default: that of the run's folder); "
+        "none: weights and buffers alone, under the model's own names",
+    )  # fmt: skip
+    prune = made["prune"]
+    prune.add_argument("--keep", type=int, metavar="K", help="how many of the newest whole ones stay, beside the best")
+    prune.add_argument("--leftovers", action="store_true", help="remove what killed saves have left, too")
+    prune.add_argument("--yes", action="store_true", help="remove it; without it nothing is removed")
+    for each in made.values():
+        each.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the action says; return the exit code."""
+    actions: Mapping[str, Callable[[argparse.Namespace], int]] = {
+        "ls": _list, "verify": _verify, "show": _show, "diff": _diff, "export": _export, "prune": _prune,
+    }  # fmt: skip
+    try:
+        return actions[arguments.action](arguments)
+    except RecursionError:
+        raise CheckpointError("a manifest is nested too deeply to be shown: use another step-N.") from None
+
+
+def given(folder: str) -> Path:
+    """Return a folder that was typed. Raises CheckpointError where there is none."""
+    path = os.path.expanduser(folder)
+    if not os.path.isdir(path):  # a Path's own raises for long names
+        found = "is no folder" if os.path.exists(path) else "is not there"
+        raise CheckpointError(f"{short(folder)} {found}: type {FOLDER}.")
+    return Path(path)
+
+
+def step_in(folder: str) -> Path:
+    """Return the checkpoint that was typed, or the newest of a folder. Raises CheckpointError."""
+    return checkpoints_in(folder)[-1]
+
+
+def checkpoints_in(folder: str) -> list[Path]:
+    """Return the checkpoint that was typed, or all of a folder. Raises CheckpointError where there is none."""
+    path = given(folder)
+    found = [path] if is_checkpoint(path) else list(checkpoints(directory_of(path)).values())
+    if not found:
+        raise CheckpointError(f"no checkpoint in {short(folder)}: it has no step-N folder with a {MANIFEST}.")
+    return found
+
+
+def output_of(directory: Path) -> Path | None:
+    """Return the output folder of the run whose checkpoints these are; None for a directory that is no run's."""
+    root = directory.resolve().parent
+    return root if directory.resolve().name == CHECKPOINTS else None
+
+
+def answer(arguments: argparse.Namespace, data: Any, lines: Iterator[str]) -> None:
+    """Print what was found: as one JSON object, or in lines."""
+    print(json.dumps(ckpt_text.plain(data), indent=2) if arguments.json else "\n".join(lines))
+
+
+# --- the actions ----------------------------------------------------------------------------------
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    folder = given(arguments.folder)
+    listed = inventory(folder)
+    one = is_checkpoint(folder)
+    directory = folder.parent if one else directory_of(folder)
+    left = [] if one else leftovers(directory)
+    if not listed and not left:
+        raise CheckpointError(f"no checkpoint in {short(folder)}: it has no step-N folder with a {MANIFEST}.")
+    root = output_of(directory)
+    running = root is not None and is_held(root / LOCK)
+    data = {
+        "directory": directory,
+        "running": running,
+        "checked": QUICK,
+        "checkpoints": [_as_json(each) for each in listed],
+        "leftovers": [{"name": each.name, "path": each, "bytes": size_of(each)} for each in left],
+    }
+    answer(arguments, data, ckpt_text.listed(data))
+    return 0
+
+
+def _as_json(each: Listed) -> dict[str, Any]:
+    manifest = each.manifest
+    return {
+        "name": each.folder.name,
+        "path": each.folder,
+        "step": each.step,
+        "saved": None if each.saved is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.saved)),
+        "mesh": None if manifest is None else manifest.mesh._asdict(),
+        "ranks": None if manifest is None else manifest.mesh.world,
+        "bytes": each.size,
+        "format": None if manifest is None else manifest.format,
+        "state": "whole" if each.fault is None else "damaged",
+        "fault": each.fault,
+        "best": each.best,
+    }
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from zero3d.checkpoint.examine import examine
+
+    folders = [each for word in arguments.words for each in checkpoints_in(word)]
+    found = []
+    for folder in folders:
+        start = time.perf_counter()
+        examined = examine(folder)
+        found.append(_examined(examined, time.perf_counter() - start))
+        if not arguments.json:
+            print("\n".join(ckpt_text.verified(found[-1])), flush=True)  # the next one may take minutes
+    if arguments.json:
+        answer(arguments, {"checkpoints": found}, iter(()))
+    return int(any(each["faults"] for each in found))
+
+
+def _examined(found: Examination, seconds: float) -> dict[str, Any]:
+    return {
+        "path": found.folder,
+        "step": found.step,
+        "mesh": found.mesh,
+        "state": "whole" if found.whole else "damaged",
+        "files": found.files,
+        "bytes": found.bytes,
+        "tensors": found.tensors,
+        "parameters": found.parameters,
+        "seconds": seconds,
+        "foreign": list(found.foreign),
+        "faults": [{"file": fault.file, "fault": fault.message} for fault in found.faults],
+    }
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from zero3d.checkpoint.stored_states import StoredStates
+    from zero3d.cli.ckpt_show import contents
+
+    data = contents(StoredStates(step_in(arguments.step)), arguments.pattern)
+    answer(arguments, data, ckpt_text.shown(data))
+    return 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from zero3d.checkpoint.difference import compare
+    from zero3d.checkpoint.stored_states import StoredStates
+
+    a, b = (StoredStates(step_in(each)) for each in (arguments.first, arguments.second))
+    compared = compare(a, b)
+    data = {
+        "a": {"path": a.folder, "step": a.manifest.step, "states": compared.hashes[0]},
+        "b": {"path": b.folder, "step": b.manifest.step, "states": compared.hashes[1]},
+        "equal": compared.equal,
+        "tensors": compared.tensors,
+        "differences": [each._asdict() for each in compared.differences],
+        "facts": {name: {"a": one, "b": other} for name, (one, other) in compared.facts.items()},
+    }
+    answer(arguments, data, ckpt_text.compared(data))
+    return 0 if compared.equal else 1
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from zero3d.cli.ckpt_export import export
+
+    data = export(step_in(arguments.step), Path(arguments.folder), arguments.config)
+    answer(arguments, data, ckpt_text.exported(data))
+    return 0
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    from zero3d.cli.ckpt_prune import prune
+
+    data = prune(given(arguments.folder), arguments.keep, arguments.leftovers, arguments.yes)
+    answer(arguments, data, ckpt_text.pruned(data))
+    return 0

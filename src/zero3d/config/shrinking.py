@@ -1,0 +1,67 @@
+"""How many of the ranks that are there a run takes under health.min_ranks: train.batch stays, accumulation grows.
+
+batch 12, micro_batch 1             dp of 1, 2, ... 8 ranks
+zero.exact                          1 2 2 4 4 4 4 4       the largest power of two that divides batch / micro_batch
+without                             1 2 3 4 4 6 6 6       the largest number that does
+"""
+
+from __future__ import annotations
+
+from zero3d.config.sections import Config
+from zero3d.errors import Zero3dError
+
+EXACT_DP = 64  # the largest dp of zero.exact
+
+
+def fitting_dp(available: int, batch: int, micro_batch: int, exact: bool, tp: int = 1, pp: int = 1) -> int:
+    """Return the largest dp that `available` ranks can form; 0 where they cannot hold the model once (tp x pp)."""
+    groups, parts = available // (tp * pp), batch // micro_batch
+    fitting = (dp for dp in range(min(groups, parts), 0, -1) if parts % dp == 0)
+    return next((dp for dp in fitting if not exact or (dp <= EXACT_DP and dp & (dp - 1) == 0)), 0)
+
+
+def fitting_ranks(config: Config, available: int) -> int:
+    """Return how many of `available` ranks train: all, or under health.min_ranks those that can form a dp.
+
+    mesh.dp is then the largest. Raises Zero3dError where fewer than health.min_ranks would be left.
+    """
+    least, train, mesh = config.health.min_ranks, config.train, config.mesh
+    if least is None:
+        return available
+    assert train.batch is not None, "`load` has checked it"
+    assert train.micro_batch is not None, "`load` has checked it"
+    tp, pp = mesh.tp or 1, mesh.pp or 1
+    most = available if mesh.dp is None else min(available, mesh.dp * tp * pp)
+    dp = fitting_dp(most, train.batch, train.micro_batch, config.zero.exact, tp, pp)
+    if dp * tp * pp < max(1, least):
+        group = f"x tp {tp} x pp {pp} " if tp * pp > 1 else ""
+        raise Zero3dError(
+            f"{available} rank{'s are' if available != 1 else ' is'} there, which can form dp {dp} {group}= "
+            f"{dp * tp * pp} ranks, and health.min_ranks={least} asks for more: bring lost ones back, or type "
+            "a smaller health.min_ranks."
+        )
+    return dp * tp * pp
+
+
+def asked_dp(config: Config) -> int | None:
+    """Return the dp that ranks must form: mesh.dp; None under health.min_ranks, where it follows from the ranks."""
+    return config.mesh.dp if config.health.min_ranks is None else None
+
+
+def refuse_shrinking(config: Config) -> str | None:
+    """Say what is missing for dp to shrink, where health.min_ranks asks for it."""
+    train = config.train
+    if config.health.min_ranks is None:
+        return None
+    if train.batch is None or train.micro_batch is None or train.accumulate is not None:
+        return (
+            "health.min_ranks lets dp shrink while train.batch stays, and train.accumulate grows: give train.batch and "
+            "train.micro_batch, and leave train.accumulate out."
+        )
+    if train.batch % train.micro_batch:
+        return (
+            f"health.min_ranks lets dp shrink, in the end to 1, and train.batch {train.batch} / train.micro_batch "
+            f"{train.micro_batch} = {train.batch / train.micro_batch:.4g} is no whole number: type "
+            f"train.batch={-(-train.batch // train.micro_batch) * train.micro_batch}."
+        )
+    return None

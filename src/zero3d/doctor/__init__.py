@@ -1,0 +1,20 @@
+"""The doctor: what is wrong with a machine, or with a run that died, and what to type. `zero3d doctor` is its verb.
+
+    table.PROBES -> examine(PROBES, Request) -> findings by name -> view.show, view.as_json, exit code
+
+finding       a verdict, what was found with its figures, what to type; what a probe is asked (`Request`)
+table         symptom -> probe -> remedy, as data
+examine       probes in processes of their own, each with its time
+probe         such a process
+versions      packages that must fit together
+devices       GPUs, peer-to-peer, NCCL, ACS, pinned memory; topology: what nvidia-smi and lspci print
+allreduce     an all-reduce among processes of this machine
+network       interfaces, hosts, ports
+storage       /dev/shm, disk, free space, clocks
+limits        limits of a process, leftovers of dead runs
+together      the hosts of a launcher's job, one with another
+dead_run      the watchdog's file of a run
+view          a table for people, JSON for programs
+
+No torch at import; processes that need it import it inside.
+"""

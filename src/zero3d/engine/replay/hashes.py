@@ -1,0 +1,68 @@
+"""Sums of the bits of gradients: integers, so that their order is free and no bit is lost.
+
+A gradient's bytes are read as words of 8, in rows of ROW. A row's words are added modulo 2^64, and the sums of rows
+with odd weights: one flipped bit changes that by 2^k times an odd number, which is never 0 modulo 2^64. A second number
+is that of columns, so that words which change places are seen, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zero3d.zero.unit import Unit
+
+ROW, WORD = 64, 8
+AGAIN = 3  # multiplies what a parameter had before it got a further gradient
+
+Parameter = tuple[Unit, int]  # a unit, and a place among its parameters
+
+
+def bit_sums(t: Tensor) -> Tensor:
+    """Return [2] int64 of a tensor's bits. Reads it twice and copies nothing of it, if it is contiguous."""
+    if t.is_sparse:
+        parts = t.coalesce()
+        return bit_sums(parts.values()) * AGAIN + bit_sums(parts.indices())
+    flat = t.detach().contiguous().view(-1)
+    if flat.storage_offset() * flat.itemsize % WORD:
+        flat = flat.clone()
+    raw = flat.view(torch.uint8)
+    count = raw.numel() // WORD
+    words, rest = raw[: count * WORD].view(torch.int64), raw[count * WORD :]
+    rows = words[: count - count % ROW].view(-1, ROW)
+    tail = _weighted(torch.cat([words[count - count % ROW :], rest.long()]))
+    return torch.stack([_weighted(rows.sum(1)) + tail, _weighted(rows.sum(0)) + tail])
+
+
+def _weighted(numbers: Tensor) -> Tensor:
+    """Return the sum of integers, each times another odd number."""
+    return (numbers * (torch.arange(len(numbers), device=numbers.device) * 2 + 1)).sum()
+
+
+class GradientHashes:
+    """Owns the sums of bits of every gradient of one backward, in the order in which they came; on the device."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Parameter, Tensor] = {}
+
+    def take(self, unit: Unit, index: int, grad: Tensor) -> None:
+        """Look at a gradient that has come."""
+        sums, before = bit_sums(grad), self._sums.get((unit, index))
+        self._sums[unit, index] = sums if before is None else before * AGAIN + sums
+
+    @property
+    def came(self) -> list[Parameter]:
+        """The parameters whose gradients came, in their order."""
+        return list(self._sums)
+
+    def table(self, parameters: Sequence[Parameter], device: torch.device) -> Tensor:
+        """Return [parameters, 2]; zeros where no gradient came."""
+        nothing = torch.zeros(2, dtype=torch.int64, device=device)
+        return torch.stack([self._sums.get(parameter, nothing) for parameter in parameters])
+
+
+def digest(table: Tensor) -> Tensor:
+    """Return [2] of a table of sums."""
+    return torch.stack([_weighted(column) for column in table.unbind(1)])

@@ -1,0 +1,62 @@
+"""Threads that call what they are given, for tiers: used and given back wherever garbage is collected. No torch.
+
+An engine is part of cycles, so that its tiers may go in any thread, between any two of its instructions: inside
+another executor's `submit`, or while a new thread starts. The standard library's executors take a lock of the whole
+process there, and their threads are joined, which takes another: whoever holds one of them would wait for ever.
+These share nothing with others, and nobody joins them: who wants to know that a call is over waits for its future.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread, current_thread
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_Queue = SimpleQueue[tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]] | None]
+
+
+class Threads:
+    """Owns threads that call what they are given, in the order in which it comes; they end with it, or at `close`."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._queue: _Queue = SimpleQueue()
+        for number in range(count):
+            _Serving(target=_serve, args=(self._queue,), name=f"{name}-{number}", daemon=True).start()
+        self.close = weakref.finalize(self, _end, self._queue, count)
+
+    def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Have a thread call it, and return what will have its result."""
+        future: Future[T] = Future()
+        self._queue.put((future, call, arguments))
+        return future
+
+
+def unwaited(action: Callable[[], object]) -> None:
+    """Call what waits for such threads: here or, where one of them collects the garbage, in a thread of its own."""
+    if isinstance(current_thread(), _Serving):
+        Thread(target=action, name="zero3d-last").start()
+    else:
+        action()
+
+
+class _Serving(Thread):
+    """One of somebody's `Threads`."""
+
+
+def _serve(queue: _Queue) -> None:
+    while (given := queue.get()) is not None:
+        future, call, arguments = given
+        try:
+            future.set_result(call(*arguments))
+        except BaseException as error:  # noqa: BLE001  comes out of the future
+            future.set_exception(error)
+        del given, future, call, arguments  # or it would keep them until the next one comes
+
+
+def _end(queue: _Queue, count: int) -> None:
+    for _ in range(count):
+        queue.put(None)

@@ -1,0 +1,42 @@
+"""Bytes of the host's memory that a rank takes to save behind training: a copy of all that it saves. No torch.
+
+trainable   fp32 master and both moments of an element, however the engine stores the master
+frozen      the weight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zero3d.memory.blocks import padded
+from zero3d.plan.rank_model import chunks_of_rank, rank_model
+from zero3d.plan.spec import ModelSpec, ParallelPlan, Part
+from zero3d.zero.stages import WIDTHS
+
+
+def copy_bytes(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int = 0) -> int:
+    """Return the bytes on rank `dp_rank` of stage `pp_stage`, of tp ranks the first; 0 where nothing is copied.
+
+    Copies of tied parameters on another pipeline stage are not saved.
+    """
+    if not plan.asynchronous_saves:
+        return 0
+    chunks = chunks_of_rank(model, plan, pp_stage)
+    wide = WIDTHS[plan.precision].reduced
+    trained = wide + 2 * (2 if plan.tiers.moments == "bf16" else wide)
+    total = 0
+    for number, units in rank_model(model, plan, pp_stage).units.items():
+        copies = _copies(chunks[number])
+        for unit in units:
+            slots = unit.layout.slots
+            own = [piece for piece in unit.layout.pieces(dp_rank) if slots[piece.slot].name not in copies]
+            elements = sum(piece.stop - piece.start for piece in own)
+            total += elements * (trained if unit.trainable else unit.itemsize)
+    return padded(total)
+
+
+def _copies(parts: Sequence[Part]) -> set[str]:
+    """Return the names of a chunk's weights that are copies of those on another stage."""
+    here = {unit.name for part in parts for unit in part.units if unit.copy_of is None}
+    away = [unit for part in parts for unit in part.units if unit.copy_of is not None and unit.copy_of not in here]
+    return {weight.name for unit in away for weight in unit.weights}

@@ -1,0 +1,118 @@
+"""The checkpoints of a run: the newest that is committed, the one behind training, which stay, what a failure means.
+
+save    -> engine.save, while the loop waits or behind training
+settle  <- what came of the one behind training: it is the newest, older ones go; or it never was
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero3d.config.sections import STOP, WARN, Checkpoint
+from zero3d.engine.engine import Engine
+from zero3d.errors import CheckpointError
+from zero3d.train.folder import Folder
+
+NEVER = -1  # no number of applied steps
+Best = tuple[int, float] | None  # applied steps and held-out loss of the best checkpoint
+
+
+class _Begun(NamedTuple):
+    """A save: of which step, the best with it, and what was so before."""
+
+    steps: int
+    best: Best
+    steps_before: int
+    best_before: Best
+
+
+class Saving:
+    """Owns what a run has saved. Every method is called by all ranks together.
+
+    newest  the newest checkpoint that is committed; the folder of all of them where the run has none
+    steps   applied steps of the one that was begun last, committed or not
+    best    of those that are committed, and of the one under way
+    """
+
+    def __init__(self, config: Checkpoint, engine: Engine, folder: Folder) -> None:
+        self._config, self._engine, self._folder = config, engine, folder
+        self.newest, self.steps = folder.checkpoints, engine.steps
+        self.best: Best = None
+        self._first = engine.steps  # those of a course that was left go once this one has come further
+        self._under_way: _Begun | None = None
+        self._told = True
+        self._stops = (config.on_error or (WARN if config.asynchronous else STOP)) == STOP
+
+    def go_on(self, newest: Path | None, best: Best, from_slots: bool) -> None:
+        """Continue an earlier session's; from slots those are of a later step than the newest checkpoint."""
+        self.newest, self.best = newest or self.newest, best
+        if from_slots:
+            self.steps = NEVER
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a checkpoint."""
+        return self.newest != self._folder.checkpoints
+
+    def save(self, loop: Mapping[str, Any], best: Best, must: bool) -> None:
+        """Save the engine's step, after `settle`. must: while the caller waits, and a failure is raised.
+
+        Raises CheckpointError.
+        """
+        begun = _Begun(self._engine.steps, best, self.steps, self.best)
+        behind = self._config.asynchronous and not must
+        self.steps, self.best = begun.steps, best
+        try:
+            if behind:
+                self._engine.save(self._folder.checkpoints, loop, wait=False)
+            else:
+                self._committed(self._engine.save(self._folder.checkpoints, loop), begun)
+        except CheckpointError as error:
+            self._failed(error, begun, must or self._stops)
+        else:
+            self._under_way, self._told = begun if behind else None, False
+
+    def settle(self, ends: bool) -> None:
+        """Wait for the save behind training, if there is one, and take note of what came of it.
+
+        Raises CheckpointError where a failure is to end the run, unless that ends anyway: it saves once more then.
+        """
+        begun, self._under_way = self._under_way, None
+        if begun is None:
+            return
+        try:
+            folder = self._engine.saved()
+        except CheckpointError as error:
+            self._failed(error, begun, self._stops and not ends)
+        else:
+            assert folder is not None
+            self._committed(folder, begun)
+
+    def _committed(self, folder: Path, begun: _Begun) -> None:
+        """Take over a checkpoint; older ones go, but the best."""
+        self.newest = folder
+        if self._engine.world.rank == 0 and begun.steps > self._first:
+            self._folder.prune(begun.steps, self._config.keep, None if begun.best is None else begun.best[0])
+
+    def _failed(self, error: CheckpointError, begun: _Begun, raises: bool) -> None:
+        """Forget a checkpoint that never was; raise why, or warn of it."""
+        self.steps, self.best = begun.steps_before, begun.best_before
+        if raises:
+            raise error
+        if self._engine.world.rank == 0:
+            kept = f"{self.newest} is the newest" if self.has_any else "nothing is saved yet"
+            warnings.warn(
+                f"the checkpoint of step {begun.steps} was not written, training goes on, and {kept}: {error}",
+                stacklevel=2,
+            )
+
+    def figures(self) -> dict[str, float]:
+        """Return what the last save cost, once: seconds that training waited, bytes that this rank wrote."""
+        if self._told:
+            return {}
+        self._told = True
+        seconds, nbytes = self._engine.save_figures
+        return {"save_seconds": seconds, "save_bytes": nbytes}

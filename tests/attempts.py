@@ -1,0 +1,70 @@
+"""Workers that do in each attempt what a plan says, without torch: `python -m attempts train FOLDER ...`.
+
+FOLDER/plan.json    one object per attempt: {"rank", "end", "metrics", "save"}: rank 0 writes steps into metrics.jsonl and
+                    saves a checkpoint; then this rank ends so, and the others wait. Without an end all leave with 0
+FOLDER/N-RANK.json  what a worker of attempt N was given
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from zero3d.cli.worker import as_worker, report_output
+from zero3d.errors import DataError, NonFiniteError
+
+
+def work(folder, words):
+    """One worker of one attempt."""
+    rank = int(os.environ["RANK"])
+    attempt = folder / "attempts" / Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.parent.name
+    attempt.mkdir(parents=True, exist_ok=True)
+    number = len(list(attempt.parent.iterdir())) - 1
+    given = {name: int(os.environ[name]) for name in ("WORLD_SIZE", "ZERO3D_SLOT")}
+    (folder / f"{number}-{rank}.json").write_text(json.dumps(given | {"words": words}))
+    plan = json.loads((folder / "plan.json").read_text())[number]
+    if rank == 0:
+        write(folder / "out", plan)
+        (attempt / "written").touch()
+    if rank == plan.get("rank"):
+        until((attempt / "written").exists)
+        until(lambda: len(list(folder.glob(f"{number}-*.json"))) == given["WORLD_SIZE"])
+        end(plan["end"])
+    elif "end" in plan:
+        signal.pause()
+
+
+def write(out, plan):
+    """What rank 0 leaves of an attempt."""
+    report_output(out)
+    (out / "checkpoints").mkdir(parents=True, exist_ok=True)
+    if "metrics" in plan:
+        fresh = out / "metrics.tmp"
+        fresh.write_text("".join(json.dumps({"step": step}) + "\n" for step in plan["metrics"]))
+        fresh.replace(out / "metrics.jsonl")
+    if "save" in plan:
+        checkpoint = out / "checkpoints" / f"step-{plan['save']}"
+        checkpoint.mkdir()
+        (checkpoint / "manifest.json").touch()
+    if "lost" in plan:
+        (out / "lost-slots").write_text(plan["lost"])
+
+
+def until(ready):
+    """Wait for something that another worker does."""
+    last = time.monotonic() + 60
+    while not ready() and time.monotonic() < last:
+        time.sleep(0.005)
+
+
+def end(how):
+    """End in one of the ways in which workers end."""
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise {"bad input": DataError, "nan": NonFiniteError, "bug": ValueError}[how](f"of a {how}")
+
+
+if __name__ == "__main__":
+    as_worker(lambda: work(Path(sys.argv[2]), sys.argv[3:]))

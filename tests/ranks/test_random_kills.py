@@ -1,0 +1,80 @@
+"""Kills at random moments of a run that saves after every step: no bit changes, and nothing that was saved is lost.
+
+Two hundred, of the launcher, too: benchmarks/faults.py --parts kills.
+"""
+
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from pool import RankFailure
+from training import metrics, save_model, save_rows, train, tree
+
+import zero3d
+from zero3d.checkpoint.integrity import verify
+
+KILLS, STEPS = 5, 11  # a life takes at most two steps: it is killed in one of them, or in a save
+# Of a record, what is no part of the training; and traffic: a session's first step tells peers its order of units, too.
+MOVING = ("seconds", "tokens_per_s", "memory_bytes", "reserved_bytes", "traffic_bytes")
+
+
+def killed_at(made, moments=None):
+    """Train from the newest checkpoint on; a rank with a moment is killed when it has made so many calls of functions.
+
+    Calls count from the first step's beginning. Returns how many there were until the third one's: two steps and saves.
+    """
+    original, calls, begun = zero3d.Engine.train_batch, 0, []
+    moment = None if moments is None else moments[dist.get_rank()]
+
+    def count(frame, event, _):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+        if calls == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def counted(*given, **named):
+        begun.append(calls)
+        sys.setprofile(count if len(begun) < 3 or moment else None)
+        return original(*given, **named)
+
+    zero3d.Engine.train_batch = counted
+    try:
+        train(made, "auto")
+    finally:
+        zero3d.Engine.train_batch = original
+        sys.setprofile(None)
+    return begun[2]
+
+
+def left(made):
+    """What a run leaves that no kill may change: records, and the tensors of its last checkpoint."""
+    records = [{key: value for key, value in record.items() if key not in MOVING} for record in metrics(made)]
+    last = Path(made["output"]) / "checkpoints" / f"step-{STEPS}"
+    return records, {file.name: file.read_bytes() for file in last.glob("*.safetensors")}
+
+
+def test_five_kills_at_random_moments_change_no_bit(ranks, tmp_path):
+    save_model(tmp_path / "model")
+    save_rows(tmp_path / "rows.npy")
+    sections = {"data": {"shuffle": True}, "train": {"steps": STEPS, "batch": 4, "accumulate": 2},
+                "checkpoint": {"every": 1, "keep": 2, "export": False}}  # fmt: skip
+    whole, made = tree(tmp_path, "whole", **sections), tree(tmp_path, "killed", **sections)
+    calls, draw, newest = ranks(2, killed_at, whole), random.Random(3), 0
+    for _ in range(KILLS):
+        moments = [draw.randrange(1, each) for each in calls]
+        spared = draw.randrange(3)  # 2: both are killed
+        moments = [None if rank == spared else moment for rank, moment in enumerate(moments)]
+        with pytest.raises(RankFailure, match="gave no answer"):
+            ranks(2, killed_at, made, moments)
+        saved = {int(path.name[5:]): path for path in (Path(made["output"]) / "checkpoints").glob("step-*")}
+        for folder in saved.values():
+            verify(folder)
+        assert max(saved, default=0) >= newest
+        newest = max(saved, default=0)
+    ranks(2, train, made, "auto")
+    assert left(made) == left(whole)
+    assert newest > 0

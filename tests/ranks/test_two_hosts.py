@@ -1,0 +1,196 @@
+"""Ranks on two hosts: the bits of one host, also over a slow cable; a cut cable and a dead host end the others."""
+
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import psutil
+import pytest
+import torch.distributed as dist
+import yaml
+from models import adamw, batch, build, loss_of
+from training import field, metrics, save_model, save_rows, train, tree
+from two_hosts import ADDRESSES, CABLE, NAMES, hosts, network_of
+
+import zero3d
+from zero3d.errors import Zero3dError
+
+__all__ = ["hosts"]
+SRC = Path(__file__).parents[2] / "src"
+PORT = 29500
+LONG = 600.0  # seconds: nothing here takes nearly so long
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_model(tmp_path / "model")
+    save_rows(tmp_path / "rows.npy")
+    return tmp_path
+
+
+# --- ranks of the pool, moved to the hosts' networks ------------------------------------------------
+
+
+def between(firsts, case, *args):
+    """Call a case on a rank that has moved to the network of its host, as a launcher there would start it."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    given = {"RANK": str(rank), "WORLD_SIZE": str(len(firsts)), "LOCAL_RANK": "0", "MASTER_ADDR": ADDRESSES[0],
+             "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": CABLE}  # fmt: skip
+    with network_of(firsts[rank]), mock.patch.dict(os.environ, given):
+        return case(*args)
+
+
+def cut_in_a_step(patience):
+    """Train in a loop of one's own until the cable is cut; this rank's error."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=patience))
+    engine = zero3d.Engine(build("net"), stage=3, optimizer=adamw)
+    for step in range(4):
+        if step == 2:
+            dist.barrier()
+            subprocess.run(["tc", "qdisc", "replace", "dev", CABLE, "root", "blackhole"], check=True)
+        try:
+            engine.backward(loss_of(engine, batch(step, dist.get_rank())))
+            engine.step()
+        except Zero3dError as error:
+            return step, str(error)
+    return "no error"
+
+
+def test_two_hosts_train_with_the_bits_of_one_over_a_slow_cable(ranks, folder, hosts):
+    for host in hosts:
+        host.slow_down("50mbit")
+    alone = ranks(2, train, tree(folder, "alone"))[0]
+    assert all(host.bytes_sent() < 10_000 for host in hosts)
+    apart = ranks(2, between, [host.first for host in hosts], train, tree(folder, "apart"))[0]
+    for name in ("loss", "grad_norm", "lr"):
+        assert field(apart, name) == field(alone, name)
+    assert all(host.bytes_sent() > 100_000 for host in hosts)
+
+
+def test_a_cut_cable_is_an_error_on_both_sides_in_a_loop_of_ones_own(ranks, hosts):
+    """Also on the side that has no store: asking it why a peer went away takes no longer than that deserves."""
+    ends = ranks(2, between, [host.first for host in hosts], cut_in_a_step, 3.0)
+    for rank, (step, said) in enumerate(ends):
+        assert step == 2
+        assert said.startswith(f"rank {rank} of axis dp waited 3.0 s in all_gather of unit 'root' and no peer came: ")
+
+
+# --- commands on the hosts --------------------------------------------------------------------------
+
+ENVIRONMENT = {
+    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HOME": os.environ.get("HOME", "/root"),
+}  # fmt: skip
+
+
+def torchrun(folder, number, ranks=1, words=()):
+    """The recipe of docs/cluster.md for two machines by hand, of which this is one."""
+    return ["torchrun", "--nnodes=2", f"--nproc-per-node={ranks}", f"--node-rank={number}",
+            f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}", "--no-python",
+            "zero3d", "train", folder / "run.yaml", *words, "--resume", "auto"]  # fmt: skip
+
+
+class Job:
+    """A command on each of two hosts."""
+
+    def __init__(self, folder, hosts, commands, environments=({}, {})):
+        self.folder, self.hosts = folder, hosts
+        self.logs = [folder / f"{host.name}.log" for host in hosts]
+        self.processes = []
+        for host, command, given, log in zip(hosts, commands, environments, self.logs, strict=True):
+            with log.open("w") as output:
+                start = host.start(command, cwd=folder, env=ENVIRONMENT | given, stdout=output, stderr=output)
+            self.processes.append(start)
+
+    def codes(self, seconds=LONG):
+        """Both exit codes."""
+        end = time.monotonic() + seconds
+        try:
+            return [process.wait(max(0.0, end - time.monotonic())) for process in self.processes]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no end in {seconds:g} s\n{self.said()}") from None
+
+    def said(self):
+        return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in self.logs)
+
+    def wait_for_steps(self, made, count):
+        """Return when the run has written so many records, or one of its commands has ended."""
+        file, end = Path(made["output"]) / "metrics.jsonl", time.monotonic() + LONG
+        while not file.exists() or file.read_text().count("\n") < count:
+            assert all(process.poll() is None for process in self.processes), self.said()
+            assert time.monotonic() < end, self.said()
+            time.sleep(0.05)
+
+
+def configured(folder, output="out", **sections):
+    """run.yaml in the folder; the tree it was made of."""
+    made = tree(folder, output, **sections)
+    (folder / "run.yaml").write_text(yaml.safe_dump(made))
+    return made
+
+
+def same_bits(made, expected):
+    records = [record for record in metrics(made) if "loss" in record]
+    return all(field(records, name) == field(expected, name) for name in ("step", "loss", "grad_norm", "lr"))
+
+
+def printed_by_launch(capsys, target):
+    """What `zero3d launch` prints for two nodes of one process, as a shell would run it on a node."""
+    from zero3d.cli.main import main
+
+    assert main(["launch", target, "run.yaml", "--nodes", "2", "--gpus-per-node", "1"]) == 0
+    text = capsys.readouterr().out
+    if target == "k8s":
+        return list(yaml.safe_load_all(text))[1]["spec"]["template"]["spec"]["containers"][0]["command"][-1]
+    return text.replace("srun --kill-on-bad-exit=1 ", "") if target == "slurm" else text
+
+
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "host[0-1]",
+         "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}  # fmt: skip
+GIVEN = {  # what each launcher gives the command on node n
+    "torchrun": lambda n: {"HEAD_NODE": NAMES[0]},
+    "k8s": lambda n: {"JOB_COMPLETION_INDEX": str(n)},
+    "slurm": lambda n: SLURM | {"SLURM_PROCID": str(n)},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", GIVEN)
+def test_what_launch_prints_runs_on_two_hosts_with_the_bits_of_one(ranks, folder, hosts, capsys, monkeypatch, target):
+    monkeypatch.chdir(folder)
+    expected = ranks(2, train, tree(folder, "alone"))[0]
+    made = configured(folder)
+    script = printed_by_launch(capsys, target)
+    job = Job(folder, hosts, [["bash", "-c", script]] * 2, [GIVEN[target](number) for number in range(2)])
+    assert job.codes() == [0, 0], job.said()
+    assert same_bits(made, expected)
+    assert all(host.processes() == [] for host in hosts)
+
+
+@pytest.mark.long
+def test_two_ranks_on_each_of_two_hosts_train_with_the_bits_of_four_on_one(ranks, folder, hosts):
+    sections = {"train": {"steps": 5, "batch": 8, "accumulate": 2}}
+    expected = ranks(4, train, tree(folder, "alone", **sections))[0]
+    made = configured(folder, **sections)
+    job = Job(folder, hosts, [torchrun(folder, number, ranks=2) for number in range(2)])
+    assert job.codes() == [0, 0], job.said()
+    assert same_bits(made, expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gone", [0, 1], ids=["the head", "the other"])
+def test_when_all_processes_of_a_host_are_killed_the_other_host_ends(folder, hosts, gone):
+    made = configured(folder, train={"steps": 100_000}, checkpoint={"every": 0})
+    job = Job(folder, hosts, [torchrun(folder, number) for number in range(2)])
+    job.wait_for_steps(made, 3)
+    hosts[gone].kill()
+    codes = job.codes()
+    assert codes[1 - gone] == 1, job.said()
+    left = hosts[1 - gone].processes()
+    assert psutil.wait_procs(left, timeout=15)[1] == []
+    assert f"rank {1 - gone} of axis dp waited" in job.logs[1 - gone].read_text(), job.said()
