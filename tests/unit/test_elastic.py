@@ -286,6 +286,7 @@ def test_killed_ranks_are_started_again_on_the_slots_that_are_there(attempts, tm
     [
         ("bad input", 9, 2, 1, "DataError: of a bad input\n"),
         ("nan", 9, 1, 1, "NonFiniteError: of a nan\n"),
+        ("flip", 9, 1, 1, "CorruptionError: of a flip\n"),
         ("bug", 1, 1, 2, "ValueError: of a bug\n"),
         ("killed", 0, 1, 1, KILLED.format(0)),
     ],
