@@ -216,10 +216,11 @@ def test_what_a_setting_saves_is_what_it_saves_in_the_dry_run(alone, models):
     plan, place = P(dp=4, stage=1, micro_batch=4, accumulate=2), cluster("a100-80", 4)
     path, spec = models(False)
     found = reliefs(Row(plan, evaluate(spec, place, plan)), spec, place, evaluate, 0.0, device_bytes)
-    saved = {each.settings: (each.saved, each.plan) for each in found}
-    before = simulated(alone, path, plan, 0).peak.nbytes
-    for settings in (("activations=full",), ("zero.stage=2",), ("train.micro_batch=2", "train.accumulate=4")):
-        planned, changed = saved[settings]
-        real = before - simulated(alone, path, changed, 0).peak.nbytes
-        print(f"{' '.join(settings)}: planned {planned:,.0f}, dry run {real:,}")
-        assert planned == pytest.approx(real, rel=0.1), settings
+    before, compared = simulated(alone, path, plan, 0).peak.nbytes, set()
+    for each in found:
+        if each.settings[0].startswith(("activations", "zero.stage", "train")):
+            real = before - simulated(alone, path, each.plan, 0).peak.nbytes
+            print(f"{' '.join(each.settings)}: planned {each.saved:,.0f}, dry run {real:,}")
+            assert each.saved == pytest.approx(real, rel=0.1), each.settings
+            compared.add(each.settings[0])
+    assert compared >= {"activations=full", "zero.stage=2"}

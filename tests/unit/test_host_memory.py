@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from zero3d.train.host_memory import Gauge, HostWatch, LowMemory, Room, is_own, pause, room, victim
+from zero3d.memory.cgroups import ROOT
+from zero3d.train.host_memory import Gauge, HostWatch, LowMemory, Room, is_own, limited, pause, room, victim
 
 GB, MB = 10**9, 10**6
 
@@ -27,6 +28,10 @@ def group(folder, v2=True, cache=0, **files):
     (folder / "memory.stat").write_text(f"{'inactive_file' if v2 else 'total_inactive_file'} {cache}\n")
 
 
+def room_of(root):
+    return room(limited(root), root)
+
+
 def process(root, pid, score, nbytes=0):
     (root / f"proc/{pid}").mkdir(parents=True, exist_ok=True)
     (root / f"proc/{pid}/oom_score").write_text(f"{score}\n")
@@ -37,12 +42,12 @@ def process(root, pid, score, nbytes=0):
 
 
 def test_without_figures_of_the_system_there_is_nothing_to_watch(tmp_path):
-    assert room(tmp_path) is None
+    assert room_of(tmp_path) is None
 
 
 def test_the_machine_has_what_is_available_and_its_swap(tmp_path):
-    assert room(machine(tmp_path, 40 * GB)).left == pytest.approx(40 * GB, abs=1024)
-    assert room(machine(tmp_path, 40 * GB, swap=8 * GB)).left == pytest.approx(48 * GB, abs=2048)
+    assert room_of(machine(tmp_path, 40 * GB)).left == pytest.approx(40 * GB, abs=1024)
+    assert room_of(machine(tmp_path, 40 * GB, swap=8 * GB)).left == pytest.approx(48 * GB, abs=2048)
 
 
 @pytest.mark.parametrize("v2", [True, False])
@@ -50,13 +55,13 @@ def test_a_cgroup_full_of_page_cache_is_empty(tmp_path, v2):
     machine(tmp_path, 40 * GB, line="0::/a\n" if v2 else "4:memory:/a\n")
     folder = tmp_path / ("sys/fs/cgroup/a" if v2 else "sys/fs/cgroup/memory/a")
     group(folder, v2, limit=2 * GB, use=2 * GB, cache=15 * GB // 10)
-    assert room(tmp_path) == Room(15 * GB // 10, 2 * GB, f"cgroup {folder}", folder)
+    assert room_of(tmp_path) == Room(15 * GB // 10, 2 * GB, f"cgroup {folder}", folder)
 
 
 def test_a_cgroup_that_is_throttled_is_not_killed(tmp_path):
     machine(tmp_path, 40 * GB)
     group(tmp_path / "sys/fs/cgroup/a", limit=2 * GB, use=GB, high=GB)
-    assert room(tmp_path).left == GB
+    assert room_of(tmp_path).left == GB
 
 
 @pytest.mark.parametrize(("v2", "files", "left"), [
@@ -69,7 +74,7 @@ def test_a_cgroup_that_is_throttled_is_not_killed(tmp_path):
 def test_swap_that_a_cgroup_may_use_is_left_too(tmp_path, v2, files, left):
     machine(tmp_path, 40 * GB, swap=3 * GB, line="0::/a\n" if v2 else "4:memory:/a\n")
     group(tmp_path / ("sys/fs/cgroup/a" if v2 else "sys/fs/cgroup/memory/a"), v2, **files)
-    assert room(tmp_path).left == pytest.approx(left, abs=1024)
+    assert room_of(tmp_path).left == pytest.approx(left, abs=1024)
 
 
 # --- the alarm --------------------------------------------------------------------------------------
@@ -160,7 +165,7 @@ def test_a_watch_that_is_stopped_ends(tmp_path):
 
 
 def test_this_system_is_read_without_an_error():
-    found = room()
+    found = room_of(ROOT)
     if os.path.exists("/proc/meminfo"):
         assert found.left >= 0
         assert victim(None) is not None

@@ -124,5 +124,5 @@ def test_the_callstack_says_phase_module_and_line():
 
     line = frames[-1].f_lineno
     assert doing(frames, Engine) == f"1 (test_memory_report.py:{line})"
-    assert doing(frames, None) == f" (test_memory_report.py:{line})".strip()
+    assert doing(frames, None) == f"(test_memory_report.py:{line})"
     assert doing([], None) == ""

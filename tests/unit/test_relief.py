@@ -60,9 +60,11 @@ def test_nothing_that_rounds_more_or_needs_what_is_not_there():
     _, found = advised(PLAN, 1e9)
     words = [word for each in found for word in each.settings]
     assert not any(word.startswith(("offload.moments", "zero.reduce")) for word in words)
-    assert "offload.optimizer=host" in words
+    sharded = replace(PLAN, stage=3)
+    _, found = advised(sharded, 1e9)
+    assert any("offload.optimizer=host" in each.settings for each in found)
     small = replace(A100, host_memory=1e9)
-    _, on_small = advised(PLAN, 1e9, place=small)
+    _, on_small = advised(sharded, 1e9, place=small)
     assert not any("offload.optimizer=host" in each.settings for each in on_small)
 
 

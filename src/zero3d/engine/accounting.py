@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import wraps
 from math import ceil
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -39,15 +39,14 @@ class MemoryEntry(NamedTuple):
     peak: int
 
 
-Taken = ParamSpec("Taken")
-Returned = TypeVar("Returned")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def notes_memory(method: Callable[Concatenate[Any, Taken], Returned]) -> Callable[Concatenate[Any, Taken], Returned]:
+def notes_memory(method: Method) -> Method:
     """Have an engine's method add to torch's OutOfMemoryError what the engine holds, by category and place."""
 
     @wraps(method)
-    def noting(self: Any, *args: Taken.args, **kwargs: Taken.kwargs) -> Returned:
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         except torch.OutOfMemoryError as error:
@@ -55,7 +54,7 @@ def notes_memory(method: Callable[Concatenate[Any, Taken], Returned]) -> Callabl
                 error.add_note(describe_memory(self.memory))
             raise
 
-    return noting
+    return cast(Method, noting)
 
 
 def describe_memory(entries: Sequence[MemoryEntry]) -> str:

@@ -44,7 +44,7 @@ def doing(frames: Sequence[FrameType], engine: Engine | None) -> str:
         if "/torch/" not in frame.f_code.co_filename:
             line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     where = f" of {module}" if module and phase else module
-    return f"{phase}{where}" + (f" ({line})" if line else "")
+    return " ".join(filter(None, (f"{phase}{where}", f"({line})" if line else "")))
 
 
 def _phase(frame: FrameType) -> str:

@@ -10,17 +10,19 @@ So a machine full of page cache, one that swaps and one that is full and stays s
 the kernel would take another process. A run that grows into the reserve at its peak, and would have shrunk again in
 time, is ended: it ran within 1 % of its death.
 
-A look takes some 0.1 ms. It is taken every half second, and more often the nearer the reserve is, as `FILLING` fills
-it. Linux alone; elsewhere nothing is watched.
+A look takes some 0.03 ms, and 0.07 for each cgroup that has a limit when the watch begins. It is taken every half
+second, and more often the nearer the reserve is, as `FILLING` fills it. Linux alone:
+elsewhere nothing is watched.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +36,7 @@ SHARE, LEAST, MOST = 0.01, 256_000_000, 0.05  # reserve: part of the limit, byte
 HORIZON = 3.0  # seconds
 FILLING = 8e9  # bytes per second by which a host may fill up
 LONGEST, SHORTEST = 0.5, 0.02  # seconds between two looks
+FIELDS = re.compile(r"^(MemTotal|MemAvailable|SwapFree): *([0-9]+) kB$", re.MULTILINE)
 PATIENCE = 1.0  # seconds till the next look where the kernel would take another process
 
 
@@ -58,18 +61,23 @@ class LowMemory(NamedTuple):
     falling: float
 
 
-def room(root: Path = ROOT) -> Room | None:
+def limited(root: Path = ROOT) -> list[Cgroup]:
+    """Return the cgroups of this process that have a limit."""
+    return [group for group in cgroups(root) if group.hard_limit() is not None]
+
+
+def room(groups: Sequence[Cgroup], root: Path = ROOT) -> Room | None:
     """Return what is left of the memory that this process may use; None where the system does not say."""
-    return min(_rooms(root), default=None)
+    return min(_rooms(groups, root), default=None)
 
 
-def _rooms(root: Path) -> Iterator[Room]:
-    lines = (line.partition(":") for line in text(root / "proc/meminfo").splitlines())
-    machine = {name: 1024 * int(value.split()[0]) for name, _, value in lines if value.split()}
-    swap = machine.get("SwapFree", 0)
+def _rooms(groups: Sequence[Cgroup], root: Path) -> Iterator[Room]:
+    machine = dict(FIELDS.findall(text(root / "proc/meminfo")))
+    swap = 1024 * int(machine.get("SwapFree", 0))
     if "MemAvailable" in machine:
-        yield Room(machine["MemAvailable"] + swap, machine.get("MemTotal", 0), "memory of the host")
-    for group in cgroups(root):
+        left = 1024 * int(machine["MemAvailable"]) + swap
+        yield Room(left, 1024 * int(machine.get("MemTotal", 0)), "memory of the host")
+    for group in groups:
         limit = group.hard_limit()
         if limit is not None:
             left = limit - group.held()
@@ -107,6 +115,8 @@ def pause(found: Room) -> float:
 class HostWatch(threading.Thread):
     """Looks at the host's memory until it is stopped, and calls `alarm` once, on the rank that is to speak."""
 
+    has_alarmed = False
+
     def __init__(self, alarm: Callable[[LowMemory], None], root: Path = ROOT) -> None:
         super().__init__(name="zero3d host memory", daemon=True)
         self._alarm, self._root, self._stop_asked, self._gauge = alarm, root, threading.Event(), Gauge()
@@ -117,13 +127,14 @@ class HostWatch(threading.Thread):
 
     def run(self) -> None:
         """Look, wait, look again."""
-        wait = 0.0
+        groups, wait = limited(self._root), 0.0
         while not self._stop_asked.wait(wait):
-            found = room(self._root)
+            found = room(groups, self._root)
             if found is None:
                 return
             wait, low = pause(found), self._gauge.look(time.monotonic(), found)
             if low is not None and is_own(victim(found.group, self._root)):
+                self.has_alarmed = True
                 self._alarm(low)
                 return
             wait = wait if low is None else PATIENCE

@@ -10,10 +10,12 @@ missing: an exception there never hides the one that is reported.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import shlex
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -43,11 +45,16 @@ from zero3d.train.plan_check import PlannedRun, plan_late
 from zero3d.train.start import Start
 
 T = TypeVar("T")
+D = TypeVar("D")
 SAID = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")  # by errors without a type of their own
 ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) ?([KMGT]iB|bytes)")
 BINARY = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SLACK = 0.05  # part of a limit that a plan should leave free
 TILED = "train.tiled_loss=true is in no plan: it keeps tiles of the logits in place of {:.1f} GB"
+
+
+class _Interruption(BaseException):
+    """Stops a run whose process is about to end; what it holds stays alive in the callstack."""
 
 
 class PostMortem:
@@ -64,7 +71,7 @@ class PostMortem:
 
     def __init__(self, config: Config, start: Start) -> None:
         self.config, self._end = config, start.end
-        self._began = time.time()
+        self._began, self._thread = time.time(), threading.get_ident()
         self._watch: HostWatch | None = None
 
     def __enter__(self) -> Self:
@@ -78,6 +85,8 @@ class PostMortem:
     ) -> None:
         if self._watch is not None:
             self._watch.stop()
+            if self._watch.has_alarmed:
+                self._watch.join()  # it ends this process
         found = None if error is None else find_exhaustion(error)
         if error is not None and found is not None:
             report = self._report(self._of_device(found), frames_of(found))
@@ -85,8 +94,12 @@ class PostMortem:
             raise MemoryExhaustedError(self._tell(report, stack)) from error
 
     def _on_low_memory(self, low: LowMemory) -> None:
-        """Say what the host's memory is full of, briefly at first: the kernel may be faster; then end this process."""
+        """Say what the host's memory is full of, briefly at first: the kernel may be faster; then end this process.
+
+        The run is stopped where it is, at its next line of Python, so that it takes no more.
+        """
         assert self._end is not None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(_Interruption))
         shortage = Shortage(
             HOST, low.room.source, low.room.limit, low.room.left, None, int(SLACK * low.room.limit), falling=low.falling
         )
@@ -125,10 +138,10 @@ class PostMortem:
             return Shortage(HOST, "memory of the host", memory.total, memory.available, asked, missing)
         device, module = mesh.device, torch.get_device_module(mesh.device)
         name = _unless_it_fails(lambda: str(module.get_device_name(device)), device.type)
-        free, limit = _unless_it_fails(lambda: module.mem_get_info(device), (None, None))
-        allocated, reserved = _unless_it_fails(
-            lambda: (int(module.memory_allocated(device)), int(module.memory_reserved(device))), (None, None)
-        )
+        counters: tuple[int | None, int | None] = (None, None)
+        free, limit = _unless_it_fails(lambda: module.mem_get_info(device), counters)
+        allocated = _unless_it_fails(lambda: int(module.memory_allocated(device)), None)
+        reserved = _unless_it_fails(lambda: int(module.memory_reserved(device)), None)
         missing = max((asked or 0) - (free or 0), 0)
         return Shortage(DEVICE, f"{device}, {name}", limit, free, asked, missing, allocated, reserved)
 
@@ -213,7 +226,7 @@ def _asked(text: str) -> int | None:
     return None if found is None else int(float(found[1]) * BINARY[found[2]])
 
 
-def _unless_it_fails(action: Callable[[], T], otherwise: T) -> T:
+def _unless_it_fails(action: Callable[[], T], otherwise: D) -> T | D:
     """Return what a part of a report says; without memory anything may fail, and the rest is still of use."""
     with suppress(Exception):
         return action()
