@@ -173,11 +173,12 @@ def one_fault(folder: Path, fault: str, timeout: float) -> dict[str, Any]:
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     launcher = subprocess.Popen(prepare(folder, 100, timeout), cwd=folder, env=environment, **silent)
     block = folder / "out" / "watchdog.json"
-    pids: list[int] = []
-    while launcher.poll() is None or any(map(psutil.pid_exists, pids)) or not block.exists():
-        if launcher.returncode is not None and not block.exists() and not (folder / "fault").exists():
+    while not block.exists():
+        if launcher.poll() is not None and not (folder / "fault").exists():
             raise RuntimeError(f"the run with fault {fault!r} ended before its fault")
-        pids = [rank["pid"] for rank in json.loads(block.read_text())["ranks"]] if block.exists() else []
+        time.sleep(0.05)
+    pids = [rank["pid"] for rank in json.loads(block.read_text())["ranks"]]
+    while launcher.poll() is None or any(map(psutil.pid_exists, pids)):
         time.sleep(0.05)
     gone, begun = time.time(), float((folder / "fault").read_text())
     told, seconds = json.loads(block.read_text()), block.stat().st_mtime - begun

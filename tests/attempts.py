@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from zero3d.cli.worker import as_worker, report_output
-from zero3d.errors import DataError, NonFiniteError
+from zero3d.errors import CorruptionError, DataError, NonFiniteError
 
 
 def work(folder, words):
@@ -63,7 +63,8 @@ def end(how):
     """End in one of the ways in which workers end."""
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    raise {"bad input": DataError, "nan": NonFiniteError, "bug": ValueError}[how](f"of a {how}")
+    kinds = {"bad input": DataError, "nan": NonFiniteError, "flip": CorruptionError, "bug": ValueError}
+    raise kinds[how](f"of a {how}")
 
 
 if __name__ == "__main__":

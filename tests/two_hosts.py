@@ -60,6 +60,10 @@ class Host:
         mine = os.readlink(space) if Path(space).exists() else ""
         return [p for p in psutil.process_iter() if p.pid != self.first and pid_space(p.pid) == mine]
 
+    def ended(self, seconds=15.0):
+        """Whether no process is left on it after so many seconds at most."""
+        return psutil.wait_procs(self.processes(), timeout=seconds)[1] == []
+
     def cut(self):
         """Let nothing through in its direction, and say so to nobody: what a dead switch does."""
         self.queue("blackhole")

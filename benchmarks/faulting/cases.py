@@ -104,7 +104,8 @@ def judge(part: str, numbers: range, folder: Path, case: Callable[[int], str]) -
     for number in numbers:
         try:
             with limited(LIMIT), guard.watch():
-                outcomes[case(number)] += 1
+                outcome = case(number)
+            outcomes[outcome] += 1
         except (Exception, Hang, Executed) as error:  # noqa: BLE001 (whatever it is, it is the case's result)
             failures.append(failure(part, number, error))
     return {

@@ -29,7 +29,8 @@ from zero3d.train.folder import Folder
 from zero3d.train.offload import drop_leftovers
 
 STEPS = 7
-MOVING = ("seconds", "tokens_per_s", "memory_bytes", "reserved_bytes")  # of a record, what is no part of the training
+# Of a record, what is no part of the training.
+MOVING = ("seconds", "tokens_per_s", "memory_bytes", "reserved_bytes", "save_seconds", "save_bytes")
 
 
 def forked(case, *args):

@@ -10,6 +10,7 @@ from lock_holder import locked_by_another
 from zero3d.cli import compare, plan_explain, simulate, train as verb
 from zero3d.cli.main import main
 from zero3d.config import Config, load
+from zero3d.errors import ConfigError
 from zero3d.train.lock import FolderLock
 
 DEMO = load(verb.config_source(None, [])[1])
@@ -86,6 +87,8 @@ REFUSED = {
     "batch": (["train.batch=5"], "train.batch 5 is not a multiple of"),
     "degrees": (["mesh.tp=3"], "2 ranks cannot form"),
     "a pipeline without micro-batches": (["mesh.pp=2", "train.micro_batch=1", "train.accumulate=1"], "1f1b"),
+    "restarts below none": (["--max-restarts=-1"], "--max-restarts -1: type a whole number from 0"),
+    "what cannot shrink": (["health.min_ranks=1"], "give train.batch and train.micro_batch"),
     "a used output": (["output=used"], "output used is used already (thesis.tex)"),
     "an output that is a file": (
         ["output=file.txt"],
@@ -113,7 +116,7 @@ REFUSED = {
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(verb, "launch", lambda *_: pytest.fail("workers were started"))
+    monkeypatch.setattr(verb, "run_job", lambda *_: pytest.fail("workers were started"))
     (tmp_path / "file.txt").write_text("text")
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "thesis.tex").touch()
@@ -131,6 +134,11 @@ def test_what_can_be_seen_is_refused_before_workers_start(folder, capsys, case):
     assert message in output
     assert output.count("\n") == 1
     assert sorted(folder.rglob("*")) == before
+
+
+def test_who_has_started_the_ranks_starts_them_again():
+    with pytest.raises(ConfigError, match=r"--max-restarts 1: who has started these 2 ranks .* leave it out"):
+        verb.check_restarts(1, world=2)
 
 
 def test_a_folder_that_a_run_writes_to_is_refused_before_workers_start(folder, capsys):

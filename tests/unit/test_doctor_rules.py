@@ -176,7 +176,7 @@ def test_what_ranks_said_becomes_an_outcome():
     assert judge({0: done, 1: done}, 9).seconds == 0.5
     assert judge({0: done, 1: [STARTED, JOINED, (0.5, False), DONE]}, 9).text == "ends with a wrong sum on rank 1"
     assert judge({0: [STARTED, JOINED], 1: [STARTED, JOINED]}, 9).text == (
-        "hangs: rank 0 and 1 waits in it, 9 s after the start"
+        "hangs: rank 0 and 1 still in it 9 s after the start"
     )
     assert "rank 1 has not joined in 9 s" in judge({0: [STARTED, JOINED], 1: [STARTED]}, 9).text
     assert judge({0: [STARTED], 1: [STARTED, "RuntimeError: x"]}, 9).text == "fails on rank 1: RuntimeError: x"
@@ -206,16 +206,20 @@ def stuck(how):
 
     dist.all_reduce = planted
     on_loopback()
-    return reduce_among(2, "gloo", 3.0 if how == "hangs" else 60.0).as_dict()
+    return reduce_among(2, "gloo", 1.5 if how == "hangs" else 60.0).as_dict()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the interface's name is Linux's")
-def test_two_ranks_reduce_and_one_that_never_comes_or_dies_is_told(alone):
+def test_two_ranks_reduce_and_one_that_never_comes_is_told(alone):
     well = alone(reduced)
     assert (well["fault"], well["seconds"] > 0, well["bandwidth"] > 0) == ("", True, True)
     assert alone(stuck, "hangs")["fault"] == "hang"
-    dead = alone(stuck, "dies")
-    assert dead["fault"] == "crash"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="the interface's name is Linux's")
+def test_a_rank_that_dies_in_an_all_reduce_is_told(alone):
+    assert alone(stuck, "dies")["fault"] == "crash"
 
 
 def test_rates_are_compared_with_those_of_the_same_kind_of_device():
@@ -311,7 +315,7 @@ def test_a_way_that_is_cut_and_a_clock_that_is_off_are_named():
     assert judge_across((0.1, True), 2, Request()).verdict == OK
     assert judge_across((0.1, False), 2, Request()).verdict == judge_across("no answer in 30 s", 2, Request()).verdict
     slow = judge_across((0.1, True), 2, Request(expected={"across": 1e9}, device="cpu"))
-    assert (slow.verdict, "0.17 of the calibrated" in slow.text) == (WARNING, True)
+    assert (slow.verdict, "0.04 of the calibrated" in slow.text) == (WARNING, True)
 
 
 def job(folder, ranks, words):
@@ -336,7 +340,7 @@ def test_two_hosts_examine_each_other_under_a_launcher(tmp_path):
     codes, (said, errors) = job(tmp_path, (0, 1), words)
     assert codes == [0, 0], errors
     found = {each["name"]: each for each in json.loads(said)["findings"]}
-    assert list(found) == ["ranks", "alike", "between", "clocks between", "all-reduce between", "space", "limits"]
+    assert list(found) == ["ranks", "alike", "between", "clocks between", "all-reduce between", "limits", "space"]
     assert found["ranks"]["text"].startswith("2 ranks on 2 hosts")
     assert found["all-reduce between"]["figures"]["bandwidth"] > 0
     assert found["space"]["text"].startswith("on all 2 hosts")

@@ -4,12 +4,16 @@ import copy
 import json
 import os
 import random
+from datetime import UTC, datetime
 
 import pytest
 
 from zero3d.cli.main import main
 from zero3d.doctor.dead_run import FILE, judge_run, of_tree, read_runs
 from zero3d.errors import ConfigError
+from zero3d.watchdog.block import Block
+from zero3d.watchdog.monitor import Facts
+from zero3d.watchdog.states import RankState, find_culprits, find_waits
 
 STALL = {
     "version": 1, "kind": "stall", "time": "2026-01-02T03:04:05+00:00", "host": "a", "step": 12, "timeout": 300.0,
@@ -65,6 +69,31 @@ def test_the_dead_come_before_the_stopped_and_these_before_who_computes(state, c
     tree = copy.deepcopy(STALL)
     tree["ranks"][0]["state"] = state
     assert [rank.rank for rank in of_tree(tree).culprits] == culprits
+
+
+CALLS = {  # (state, operation, its number) of each rank -> who is to blame
+    "one in another collective": ([("waiting", "all_gather", 7)] * 3 + [("waiting", "reduce_scatter", 7)], [3]),
+    "two apart": ([("waiting", "all_gather", 7), ("waiting", "all_gather", 8)], [0, 1]),
+    "all in one": ([("waiting", "all_gather", 7)] * 3, []),
+    "one computes": ([("waiting", "all_gather", 7), ("running", "all_gather", 6)], [1]),
+    "one dead": ([("waiting", "all_gather", 7), ("running", "all_gather", 6), ("dead", "all_gather", 6)], [2]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_the_watchdog_itself_writes_is_read_with_the_same_culprits(tmp_path, name):
+    ranks, culprits = CALLS[name]
+    axes = {"dp": list(range(len(ranks)))}
+    states = [
+        RankState(i, "a", 40 + i, state, "training", "dp", op, "-", number, 5, 9.0, axes=axes)
+        for i, (state, op, number) in enumerate(ranks)
+    ]
+    facts = Facts(timeout=30.0, output=tmp_path, world=len(ranks))
+    Block("stall", datetime.now(UTC), "a", states, facts, find_waits(states), find_culprits(states)).write()
+    (run,) = read_runs(tmp_path)
+    assert [rank.rank for rank in run.culprits] == [state.rank for state in find_culprits(states)] == culprits
+    assert (run.step, run.timeout, len(run.waits)) == (5, 30.0, sum(state == "waiting" for state, *_ in ranks))
+    assert judge_run(run).text.startswith(run.cause)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "\x00", "[" * 100_000, '{"version": 2}', '{"version": [1]}', "{}"])

@@ -130,7 +130,7 @@ REFUSED = [  # overrides, the key that is named, what to type
 
 @pytest.mark.parametrize(("words", "named", "remedy"), REFUSED)
 def test_a_run_is_refused_in_one_line_before_it_starts(words, named, remedy, monkeypatch, capsys):
-    monkeypatch.setattr("zero3d.cli.train.launch", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("zero3d.cli.train.run_job", lambda *_: pytest.fail("ranks were started"))
     assert main(["train", *words]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1

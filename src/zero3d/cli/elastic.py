@@ -1,7 +1,8 @@
 """Attempts of a run on this machine: after a fault all its workers are started again, from the newest checkpoint.
 
 attempt    one start of all workers. `--max-restarts K` allows K more: after a worker that was killed or crashed, and
-           after a stall that the watchdog has ended; not after bad input, NaNs, or a signal that asked to stop
+           after a stall that the watchdog has ended; not after bad input, NaNs, a signal that asked to stop, or an
+           alarm of health.replay, whose machine is to be replaced, and whose newest checkpoints are in doubt
 slot       a worker's place on this machine, 0 ..., and its accelerator. It is lost while its accelerator is missing or
            OUTPUT/lost-slots names it, and for good when its process died twice with no new step in between
 dp         of the slots that are left, under health.min_ranks (config/shrinking.py); spare slots are idle. Looked at
@@ -43,7 +44,7 @@ from zero3d.cli.workers import (
 )
 from zero3d.config import Config, fitting_ranks
 from zero3d.distributed.degrees import Degrees
-from zero3d.errors import BAD_INPUT, CheckpointError, NonFiniteError, Zero3dError
+from zero3d.errors import BAD_INPUT, CheckpointError, CorruptionError, NonFiniteError, Zero3dError
 from zero3d.reading import Unreadable, parse_object
 from zero3d.train.folder import AUTO, Folder
 from zero3d.train.start import Start
@@ -117,11 +118,12 @@ def _attempt(course: Course, slots: Slots, request: StopRequest, module: str) ->
 
 
 def is_fault(failed: Sequence[Worker]) -> bool:
-    """Say whether workers failed in a way in which the next attempt may not: not by bad input, nor by NaNs."""
+    """Say whether workers failed in a way in which the next attempt may not: not by bad input, NaNs or corruption."""
     if not failed:
         return False
     first = first_failure(failed)
-    return first.code != BAD_INPUT and not message_of(first).startswith(f"{NonFiniteError.__name__}:")
+    told = tuple(f"{kind.__name__}:" for kind in (NonFiniteError, CorruptionError))
+    return first.code != BAD_INPUT and not message_of(first).startswith(told)
 
 
 class Course:

@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -114,7 +114,7 @@ def judge(said: Mapping[int, list[Any]], seconds: float) -> Outcome:
             return Outcome(
                 fault="hang", text=f"does not begin: rank {_listed(silent)} has not joined in {seconds:.0f} s"
             )
-        return Outcome(fault="hang", text=f"hangs: rank {_listed(stuck)} waits in it, {seconds:.0f} s after the start")
+        return Outcome(fault="hang", text=f"hangs: rank {_listed(stuck)} still in it {seconds:.0f} s after the start")
     figures = [words[-2] for words in said.values()]
     wrong = [rank for rank, (_, right) in zip(sorted(said), figures, strict=True) if not right]
     if wrong:
@@ -178,16 +178,16 @@ def _reduce(say: Connection, store: str, rank: int, world: int, backend: str, se
     message = torch.empty(BYTES // 4, device=device)
     dist.barrier()
     say.send(JOINED)
-    say.send(timed_sum(dist.all_reduce, message, rank, world, range(world)))
+    say.send(timed_sum(dist.all_reduce, message, rank, range(world), REPEATS))
 
 
-def timed_sum(reduce: Any, message: Any, rank: int, world: int, ranks: Any) -> tuple[float, bool]:
+def timed_sum(reduce: Any, message: Any, rank: int, ranks: Iterable[int], repeats: int) -> tuple[float, bool]:
     """Return the median seconds of an all-reduce of ranks' numbers, and whether every element was right every time."""
     import torch
 
     times, right = [], True
     expected = float(sum(each + 1 for each in ranks))
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         message.fill_(rank + 1)
         if message.device.type != "cpu":
             torch.get_device_module(message.device).synchronize()

@@ -8,13 +8,14 @@ OUTPUT/watchdog.json, or watchdog-HOST.json of each host:
      "waits": [{"rank", "for": [ranks], "axis", "op", "unit"}], "advice": [...]}
 
 Entries that are missing or of another type count as not there; texts lose control characters and their ends.
-The culprits are the ranks that are dead, else those stopped, else those in no collective, else those that others
-wait for.
+The culprits are the ranks that are dead, else those stopped, else those in no collective, else those that most
+others wait for.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from zero3d.doctor.finding import BROKEN, OK, Finding
 from zero3d.errors import ConfigError
 from zero3d.memory.file_lock import holder, is_held
 from zero3d.reading import Unreadable, parse_object, read_text
+from zero3d.watchdog.states import DEAD, RUNNING, STOPPED
 
 FILE, OF_HOSTS, LOCK = "watchdog.json", "watchdog-*.json", ".lock"
 MOST_FILES = 64
@@ -95,11 +97,12 @@ class DeadRun:
     @property
     def culprits(self) -> tuple[Rank, ...]:
         """The ranks that the others wait for."""
-        for state in ("dead", "stopped", "running"):
+        for state in (DEAD, STOPPED, RUNNING):
             if found := tuple(rank for rank in self.ranks if rank.state == state):
                 return found
-        wanted = {peer for wait in self.waits for peer in wait.peers}
-        return tuple(rank for rank in self.ranks if rank.rank in wanted)
+        wanted = Counter(peer for wait in self.waits for peer in wait.peers)
+        most = max(wanted.values(), default=0)
+        return tuple(rank for rank in self.ranks if most and wanted[rank.rank] == most)
 
 
 def read_runs(output: Path) -> list[DeadRun]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from zero3d.doctor.allreduce import BYTES, against, timed_sum
+from zero3d.doctor.allreduce import against, timed_sum
 from zero3d.doctor.examine import examine
 from zero3d.doctor.finding import BROKEN, OK, SKIPPED, VERDICTS, WARNING, Finding, Request, environment, rate
 from zero3d.doctor.network import address_of_name, source_of
@@ -35,6 +35,7 @@ from zero3d.errors import Zero3dError
 COME = 45.0  # seconds in which all ranks must have come
 ANSWER = 5.0  # of one connection
 REDUCE = 30.0
+BYTES, REPEATS = 4 << 20, 3  # 10 s in all on a link of 10 Mbit/s
 EXAMINED = 150.0  # in which a host must have told what it found
 SKEW, SLOW_TRIP = 1.0, 20.0  # seconds; milliseconds
 TIME = struct.Struct("!d")
@@ -95,7 +96,9 @@ def together(probes: Sequence[Probe], request: Request) -> dict[str, Finding] | 
 def own_address(request: Request) -> str:
     """Return the address at which other hosts shall reach this one."""
     name = request.interface or environment("GLOO_SOCKET_IFNAME") or environment("NCCL_SOCKET_IFNAME")
-    given = source_of(name) or address_of_name(socket.gethostname())
+    if source_of(name):
+        return source_of(name)
+    given = address_of_name(socket.gethostname())
     if given and not given.startswith("127."):
         return given
     with suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
@@ -184,7 +187,7 @@ def reduce_across(store: Any, ranks: list[int], rank: int, request: Request) -> 
                 "gloo", store=PrefixStore("doctor/across", store), rank=ranks.index(rank), world_size=len(ranks),
                 timeout=timedelta(seconds=REDUCE),
             )  # fmt: skip
-            results.append(timed_sum(dist.all_reduce, torch.empty(BYTES // 4), rank, len(ranks), ranks))
+            results.append(timed_sum(dist.all_reduce, torch.empty(BYTES // 4), rank, ranks, REPEATS))
         except Exception as error:  # noqa: BLE001 (a finding)
             results.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
 

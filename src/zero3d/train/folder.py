@@ -9,6 +9,7 @@ OUTPUT/
   out-of-memory.txt, .json  the post-mortem of a run that ended so (post_mortem.py)
   offload/        states on a disk while a run goes on, where it has any and names no folder for them
   lost-slots      by hand: numbers of this machine's slots that a restart leaves out, one a line (cli/elastic.py)
+  watchdog.txt, watchdog.json    who waited for whom when a run came to a stall (watchdog/block.py)
   .run            a number of its own, by which it knows what it has left in another folder
   .lock           while a run writes (lock.py)
 """
@@ -195,8 +196,7 @@ class Folder:
     def clear(self) -> None:
         """Remove what a run has written."""
         self.refuse_export()
-        for name in WRITTEN:
-            path = self.root / name
+        for path in (*(self.root / name for name in WRITTEN), *self.root.glob("watchdog-*.*")):  # of hosts
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     # --- the export ---------------------------------------------------------------------------------
