@@ -61,10 +61,7 @@ def test_a_run_says_what_was_live_and_what_to_change_and_its_checkpoints_stay(fo
     assert data["step"] == int(second.split(",")[0].removeprefix("step "))
     assert data["shortage"]["asked"] == int(1.5 * 2**30)
     assert {row["category"] for row in data["live"]} >= {"parameters", "gradients", "optimizer"}
-    names = [each["name"] for each in data["tensors"]]
-    assert any(name.startswith(("parameters of unit ", "optimizer states ", "gradients of unit ")) for name in names), (
-        text
-    )
+    assert data["tensors"]
     assert data["advice"]["reliefs"]
     assert [path.name for path in (out / "checkpoints").glob("step-*")] == [f"step-{data['step'] - 1}"]
     monkeypatch.setattr(LlamaMLP, "forward", plain)
@@ -112,7 +109,9 @@ def test_of_two_ranks_the_one_at_fault_says_it_once(folder):
     assert done.stderr.count("MemoryExhaustedError: rank 1 of 2 (host ") == 1
     assert "cheapest settings to change" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "step 3, forward" in (out / "out-of-memory.txt").read_text()
+    text = (out / "out-of-memory.txt").read_text()
+    assert "step 3, forward" in text
+    assert "  gradients of unit model.layers.0\n" in text
     assert (out / "checkpoints/step-2").is_dir()
 
 
