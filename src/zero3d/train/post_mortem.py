@@ -49,7 +49,8 @@ D = TypeVar("D")
 SAID = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")  # by errors without a type of their own
 ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) ?([KMGT]iB|bytes)")
 BINARY = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-SLACK = 0.05  # part of a limit that a plan should leave free
+SLACK = 0.05  # part of a limit that a run should leave free
+NOTABLE = 0.01  # part of what is missing that a setting saves at least
 TILED = "train.tiled_loss=true is in no plan: it keeps tiles of the logits in place of {:.1f} GB"
 
 
@@ -208,10 +209,11 @@ def advise(planned: PlannedRun, shortage: Shortage, ranks: int, config: Config, 
     on_device = shortage.place == DEVICE
     bytes_of = device_bytes if on_device else host_bytes(ranks, on_cpu)
     peak = bytes_of(memory)
-    beyond = memory.device if on_device else peak
-    missing = max(shortage.missing, beyond - (shortage.limit or beyond))
+    beyond = memory.device - (shortage.limit or memory.device) if on_device else 0  # a host has others' memory, too
+    missing = max(shortage.missing, beyond)
     row = Row(planned.plan, planned.estimate)
     found = reliefs(row, planned.model, planned.cluster, evaluate, missing, bytes_of)
+    found = [relief for relief in found if relief.saved >= NOTABLE * missing]
     notes = []
     logits = 4.0 * planned.plan.micro_batch * planned.model.length * planned.model.vocab / planned.plan.tp
     if on_device and not config.train.tiled_loss and logits > 0.05 * peak:
