@@ -171,7 +171,8 @@ def _processes(report: MemoryReport) -> Iterator[str]:
 def _advice(report: MemoryReport) -> Iterator[str]:
     advice, short = report.advice, report.shortage
     if not advice.reliefs:
-        yield f"\nno setting to advise: {advice.why_none or 'what the run's settings hold is not what fills it'}"
+        why = advice.why_none or "what the run's settings hold is not what fills it"
+        yield f"\nno setting to advise: {why}"
         return
     of = "a rank's device" if short.place == DEVICE else "this host"
     planned = "" if advice.planned is None else f"; the plan of this run has a peak of {_size(advice.planned)}"
