@@ -23,6 +23,7 @@ from zero3d.plan.relief import Relief
 
 VERSION = 1
 SHOWN = 6  # settings
+NOT_BY_SETTINGS = "what fills it is not what settings of the plan hold"
 NOTHING_LIVE = "nothing on the arena's account yet"
 
 
@@ -171,8 +172,7 @@ def _processes(report: MemoryReport) -> Iterator[str]:
 def _advice(report: MemoryReport) -> Iterator[str]:
     advice, short = report.advice, report.shortage
     if not advice.reliefs:
-        why = advice.why_none or "what the run's settings hold is not what fills it"
-        yield f"\nno setting to advise: {why}"
+        yield f"\nno setting to advise: {advice.why_none or NOT_BY_SETTINGS}"
         return
     of = "a rank's device" if short.place == DEVICE else "this host"
     planned = "" if advice.planned is None else f"; the plan of this run has a peak of {_size(advice.planned)}"
