@@ -41,6 +41,12 @@ def test_what_a_thread_was_given_is_let_go_of_at_once():
     threads.close()
 
 
+def test_what_comes_after_the_end_is_called_by_whoever_has_it():
+    threads = Threads(1, "gone")
+    threads.close()
+    assert threads.submit(threading.current_thread).result() is threading.current_thread()
+
+
 def test_what_waits_for_threads_is_not_called_in_one_of_them():
     threads, called = Threads(1, "collecting"), threading.Event()
 

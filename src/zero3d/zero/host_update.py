@@ -184,6 +184,8 @@ class HostExecutor:
             starts.put(start)
         factors = [factor for factor in factors if factor != 1.0]
         work = partial(self._update, bucket, pieces, torch.tensor(float(step)), factors)
+        if not self._threads.are_there:  # the process ends
+            self._own.scratch = self._scratch.view(self._count, WIDE, self._chunk)[0]
         for each in [self._threads.submit(work, starts) for _ in range(self._count)]:
             each.result()
 
