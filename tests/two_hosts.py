@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -55,14 +56,18 @@ class Host:
         return subprocess.Popen([*enter, *inside], **options)
 
     def processes(self):
-        """All processes of this host but the first one."""
+        """All processes of this host but the first one, which reaps none: those that have ended do not count."""
         space = f"/proc/{self.first}/ns/pid"
         mine = os.readlink(space) if Path(space).exists() else ""
-        return [p for p in psutil.process_iter() if p.pid != self.first and pid_space(p.pid) == mine]
+        found = [p for p in psutil.process_iter() if p.pid != self.first and pid_space(p.pid) == mine]
+        return [process for process in found if lives(process)]
 
     def ended(self, seconds=15.0):
         """Whether no process is left on it after so many seconds at most."""
-        return psutil.wait_procs(self.processes(), timeout=seconds)[1] == []
+        end = time.monotonic() + seconds
+        while self.processes() and time.monotonic() < end:
+            time.sleep(0.1)
+        return self.processes() == []
 
     def cut(self):
         """Let nothing through in its direction, and say so to nobody: what a dead switch does."""
@@ -107,6 +112,13 @@ def enter_network(space):
     library = ctypes.CDLL(None, use_errno=True)
     if library.setns(space.fileno(), CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns")
+
+
+def lives(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def pid_space(pid):

@@ -321,7 +321,8 @@ class Engine:
 
         All ranks call it. Raises what that save raised, on all of them; so does the next `save`, if nobody asked.
         """
-        return self._saves.finish()
+        with self.mesh.heartbeat.phase("save"):
+            return self._saves.finish()
 
     @property
     def save_is_over(self) -> bool:
@@ -346,7 +347,8 @@ class Engine:
         """
         if self._assembly.whole_parameters.any_open:
             raise ConfigError("load() inside full_params() would be undone on leaving it: leave the block first.")
-        self._saves.wait()
+        with self.mesh.heartbeat.phase("save"):
+            self._saves.wait()
         state = engine_state(self._assembly)
         checked = restore.check(Path(directory), state)
         self.optimizer.settle()  # it writes masters, which may be what is sent
