@@ -63,7 +63,7 @@ def test_a_run_says_what_was_live_and_what_to_change_and_its_checkpoints_stay(fo
     assert {row["category"] for row in data["live"]} >= {"parameters", "gradients", "optimizer"}
     assert data["tensors"]
     assert data["advice"]["reliefs"]
-    assert [path.name for path in (out / "checkpoints").glob("step-*")] == [f"step-{data['step'] - 1}"]
+    assert (out / f"checkpoints/step-{data['step'] - 1}").is_dir()
     monkeypatch.setattr(LlamaMLP, "forward", plain)
     assert len(train(made, "auto")) == 5
 

@@ -94,6 +94,7 @@ def test_a_cut_cable_is_an_error_on_both_sides_in_a_loop_of_ones_own(ranks, host
 ENVIRONMENT = {
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HOME": os.environ.get("HOME", "/root"),
+    "TMPDIR": "/dev/shm",  # each host's own, where the watch folders are
 }  # fmt: skip
 
 
