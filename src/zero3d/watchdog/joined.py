@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import shutil
 import signal
 import subprocess
@@ -33,8 +34,11 @@ PRIVATE = 0o700
 
 
 def host_folder(told: Sequence[str]) -> Path | None:
-    """Make, or find, the folder of the ranks of this host that share a launcher and `told`; None without a place."""
-    name = hashlib.sha256("\0".join([*told, str(os.getppid())]).encode()).hexdigest()[:16]
+    """Make, or find, the folder of the ranks of this host that share a launcher and `told`; None without a place.
+
+    Hosts may share the place of temporary files.
+    """
+    name = hashlib.sha256("\0".join([*told, socket.gethostname(), str(os.getppid())]).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"zero3d-watch-{os.getuid()}-{name}"
     with suppress(OSError):
         folder.mkdir(mode=PRIVATE, exist_ok=True)
