@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
