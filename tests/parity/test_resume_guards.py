@@ -272,9 +272,9 @@ def train_and_note(made, stop_in):
     noted, originals = [], {name: getattr(Loop, name) for name in ("save", "evaluate")}
 
     def wrap(name):
-        def noting(loop, *arguments):
+        def noting(loop, *arguments, **options):
             noted.append(name)
-            return originals[name](loop, *arguments)
+            return originals[name](loop, *arguments, **options)
 
         return noting
 
