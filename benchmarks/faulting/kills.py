@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 import yaml
+from safetensors.torch import load_file
 from training import metrics, save_model, save_rows, tree
 
 from faulting.cases import Result, failure, none_failed
@@ -36,6 +38,7 @@ LONGEST = 600.0  # seconds of a life that nobody disturbs
 LOOK = 0.002  # seconds between two looks at the checkpoints
 VICTIMS = ("a rank", "the launcher", "all")
 MOMENTS = ("any", "while saving", "after a save")
+NUMPY = "rng:numpy"  # in a checkpoint
 SAME = ("step", "loss", "grad_norm", "lr", "tokens")  # of a record, what no kill may change
 
 
@@ -147,11 +150,19 @@ class Life:
         """Return the end of what it printed."""
         return self.log.read_text(errors="replace")[-1000:]
 
-    def result(self) -> tuple[list[Result], dict[str, bytes]]:
-        """Return what no kill may change: the records, and the last checkpoint's tensors."""
+    def result(self) -> tuple[list[Result], dict[tuple[str, str], bytes]]:
+        """Return what no kill may change: the records, and the last checkpoint's tensors.
+
+        Numpy's random state is not seeded, and differs from run to run.
+        """
         records = [{key: row[key] for key in SAME if key in row} for row in metrics({"output": self.output})]
         last = self.output / "checkpoints" / f"step-{STEPS}"
-        return records, {file.name: file.read_bytes() for file in sorted(last.glob("*.safetensors"))}
+        files = {file.name: load_file(file) for file in sorted(last.glob("*.safetensors"))}
+        tensors = {(file, key): tensor for file, found in files.items() for key, tensor in found.items()}
+        return records, {
+            place: tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+            for place, tensor in tensors.items() if place[1] != NUMPY
+        }  # fmt: skip
 
 
 def measure(arguments: argparse.Namespace) -> Result:

@@ -19,7 +19,7 @@ from zero3d.checkpoint.integrity import verify
 
 KILLS, STEPS = 5, 11  # a life takes at most two steps: it is killed in one of them, or in a save
 # Of a record, what is no part of the training; and traffic: a session's first step tells peers its order of units, too.
-MOVING = ("seconds", "tokens_per_s", "memory_bytes", "reserved_bytes", "traffic_bytes")
+MOVING = ("seconds", "tokens_per_s", "memory_bytes", "reserved_bytes", "traffic_bytes", "save_seconds", "save_bytes")
 
 
 def killed_at(made, moments=None):

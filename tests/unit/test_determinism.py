@@ -22,6 +22,7 @@ from zero3d.rng import rng_state, set_rng_state
 from zero3d.setup import inputs
 from zero3d.train import run as train
 from zero3d.train.lock import FolderLock
+from zero3d.train.start import Start
 
 CUBLAS, GPU = "CUBLAS_WORKSPACE_CONFIG", torch.device("cuda", 1)
 SETTINGS = (CUBLAS, "NCCL_ALGO", "NCCL_PROTO", "FLASH_ATTENTION_DETERMINISTIC")
@@ -140,7 +141,7 @@ def test_a_run_says_what_torch_refused_in_one_line(monkeypatch):
 
     monkeypatch.setattr(train, "_run", refused)
     with pytest.raises(ConfigError, match=r"^train.deterministic .*: _histc_cuda has no form"):
-        train.run(load({}), None, None, FolderLock())
+        train.run(load({}), Start("refused"), None, FolderLock())
 
 
 def test_exact_sums_without_deterministic_kernels_are_warned_of(environment):

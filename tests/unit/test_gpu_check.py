@@ -64,11 +64,11 @@ def hangs(place, account):
 @pytest.fixture
 def parts(tmp_path, monkeypatch):
     """Rows of a campaign that end in every way there is, by name."""
-    (tmp_path / "faults.py").write_text(FAULTS)
+    (tmp_path / "planted.py").write_text(FAULTS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(gpu_check, "CPU_LIMIT_S", 60.0)
     names = ("passes", "fails", "raises", "dies", "skips", "hangs")
-    return {name: gpu_check.Part(name, f"faults:{name}", 60, 1, "") for name in names}
+    return {name: gpu_check.Part(name, f"planted:{name}", 60, 1, "") for name in names}
 
 
 def check(parts, names, out, *words):
@@ -109,7 +109,7 @@ def test_a_part_that_hangs_is_killed_at_its_limit_and_has_said_where(parts, tmp_
     hung = found["parts"]["hangs"]
     assert (code, hung["outcome"], hung["why"]) == (1, "hung", "killed after 3 s")
     assert not any(alive(process) for process in hung["ran"]["processes"])
-    assert any("faults.py" in line and "in hangs" in line for line in hung["said"])
+    assert any("planted.py" in line and "in hangs" in line for line in hung["said"])
 
 
 def test_to_resume_is_to_run_what_has_not_ended_by_itself(parts, tmp_path):
