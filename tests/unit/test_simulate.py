@@ -117,6 +117,7 @@ def test_micro_batches_that_are_not_run_change_nothing(alone, four_blocks, overr
 ])  # fmt: skip
 def test_bad_input_is_one_line(capsys, monkeypatch, words, said):
     monkeypatch.setattr("zero3d.sim.simulate.in_own_process", in_this_process)
+    monkeypatch.setattr("zero3d.sim.simulate.AT_ONCE", 1)  # a process has one set of stand-ins
     world = ["--ranks", "3" if "mesh.tp=3" in words else "2"]
     assert main(["simulate", *TINY, *world, *words]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
