@@ -209,7 +209,7 @@ def test_the_core_can_be_read_in_one_sitting():
     """zero/ with exact/, and what it needs from the ground."""
     needed = core()
     assert {package_of(name) for name in needed} <= {"zero", *LAYERS["ground"]} - {"config"}
-    assert sum(code_lines(path) for name, path in modules() if name in needed) <= 4250
+    assert sum(code_lines(path) for name, path in modules() if name in needed) <= 4300
 
 
 def functions():

@@ -200,13 +200,25 @@ def supervise(workers: Sequence[Worker], request: StopRequest) -> list[Worker]:
             return blame(workers, monitor)
         time.sleep(POLL)
     if any(worker.failed for worker in workers):
-        dead = {worker.rank for worker in workers if worker.vanished} & monitor.beats().keys()
-        if dead and not stopping:
-            observe(DEATH, monitor, sorted(dead)).write()
-        end = time.monotonic() + LAST_WORDS
-        while any(worker.code is None for worker in workers) and time.monotonic() < end:
-            time.sleep(POLL)
+        hear_last_words(workers, None if stopping else monitor)
     return [worker for worker in workers if worker.failed]
+
+
+def hear_last_words(workers: Sequence[Worker], monitor: Monitor | None) -> None:
+    """Give workers time to end after one has failed; say once which one died, with the stacks of those still there.
+
+    One that was killed may be seen after a peer that has lost it: the kernel takes its memory first.
+    """
+    end = time.monotonic() + LAST_WORDS
+    while True:
+        if monitor is not None:
+            dead = {worker.rank for worker in workers if worker.vanished} & monitor.beats().keys()
+            if dead:
+                observe(DEATH, monitor, sorted(dead)).write()
+                monitor = None
+        if all(worker.code is not None for worker in workers) or time.monotonic() > end:
+            return
+        time.sleep(POLL)
 
 
 def blame(workers: Sequence[Worker], monitor: Monitor) -> list[Worker]:
