@@ -20,6 +20,7 @@ What an attempt after the first begins with:
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -118,12 +119,15 @@ def _attempt(course: Course, slots: Slots, request: StopRequest, module: str) ->
 
 
 def is_fault(failed: Sequence[Worker]) -> bool:
-    """Say whether workers failed in a way in which the next attempt may not: not by bad input, NaNs or corruption."""
+    """Say whether workers failed in a way in which the next attempt may not.
+
+    Not by bad input, NaNs or corruption, nor was one asked to stop before it trained.
+    """
     if not failed:
         return False
     first = first_failure(failed)
     told = tuple(f"{kind.__name__}:" for kind in (NonFiniteError, CorruptionError))
-    return first.code != BAD_INPUT and not message_of(first).startswith(told)
+    return first.code not in (BAD_INPUT, -signal.SIGTERM) and not message_of(first).startswith(told)
 
 
 class Course:

@@ -84,8 +84,8 @@ class Worker:
 
     @property
     def vanished(self) -> bool:
-        """Whether it died without a word of its own."""
-        return self.failed and not (self.folder / ERROR_NAME).is_file()
+        """Whether it died without a word of its own, and not because it was asked to stop."""
+        return self.failed and self.code != -signal.SIGTERM and not (self.folder / ERROR_NAME).is_file()
 
 
 def launch(words: Sequence[str], ranks: int, *, module: str = MAIN) -> int:

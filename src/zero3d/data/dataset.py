@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from zero3d.config import Data
@@ -31,21 +31,22 @@ def needs_tokenizer(data: Data) -> bool:
 
 
 def open_data(
-    data: Data, tokenizer: Tokenizer | None, vocabulary: int | None = None, multiple: int = 1, verify: bool = True
-) -> DataSet:
+    data: Data, tokenizer: Tokenizer | None, vocabulary: int | None = None, multiple: int = 1, verify: bool = True,
+    made: Callable[[], None] = lambda: None,
+) -> DataSet:  # fmt: skip
     """Tokenize what is not in the cache yet, divide it, and plan the sequences.
 
     Call it on one rank of each machine first and then on the others, which find the cache and need not `verify` it
-    once more. `vocabulary` is the model's, if known; micro-batches are padded to a `multiple` of tokens. Raises
-    DataError and ConfigError.
+    once more. `vocabulary` is the model's, if known; micro-batches are padded to a `multiple` of tokens. `made` is
+    called with every document that is tokenized. Raises DataError and ConfigError.
     """
     if vocabulary is not None and tokenizer is not None:
         check_vocabulary(tokenizer, vocabulary)
-    store = _store(data, data.train, tokenizer, vocabulary, verify)
+    store = _store(data, data.train, tokenizer, vocabulary, verify, made)
     documents, notes = store.documents(), [store.note]
     held_out: tuple[TokenStore, Documents] | None = None
     if isinstance(data.validation, tuple):
-        other = _store(data, data.validation, tokenizer, vocabulary, verify)
+        other = _store(data, data.validation, tokenizer, vocabulary, verify, made)
         held_out = other, other.documents()
         notes.append(other.note)
     elif data.validation:
@@ -66,12 +67,13 @@ def _sources(data: Data) -> list[Source]:
 
 
 def _store(
-    data: Data, paths: tuple[str, ...], tokenizer: Tokenizer | None, vocabulary: int | None, verify: bool
-) -> TokenStore:
+    data: Data, paths: tuple[str, ...], tokenizer: Tokenizer | None, vocabulary: int | None, verify: bool,
+    made: Callable[[], None],
+) -> TokenStore:  # fmt: skip
     sources = find_sources(paths, data.format)
     check_rows(sources, data.length)
     store = prepare(
-        sources, tokenizer, cache=data.cache, skip=data.skip_bad_lines, vocabulary=vocabulary, verify=verify
+        sources, tokenizer, cache=data.cache, skip=data.skip_bad_lines, vocabulary=vocabulary, verify=verify, made=made
     )
     if vocabulary is not None:
         check_vocabulary(None, vocabulary, store.meta.highest)

@@ -21,7 +21,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -115,11 +115,12 @@ def prepare(
     skip: bool = False,
     vocabulary: int | None = None,
     verify: bool = True,
+    made: Callable[[], None] = lambda: None,
 ) -> TokenStore:
     """Return the tokens of `sources`: found in the cache, or made. Every call with the same data finds the same folder.
 
     `vocabulary` (else the tokenizer's size) says how wide a token is. `verify` reads all of a folder that is
-    there already; without it somebody else has. Raises DataError.
+    there already; without it somebody else has. `made` is called with every document. Raises DataError.
     """
     root = Path(cache or CACHE).expanduser()
     size = max(vocabulary or 0, tokenizer.size if tokenizer else 0) or 1 << 32
@@ -131,7 +132,7 @@ def prepare(
             root.mkdir(parents=True, exist_ok=True)
             building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=root))
         try:
-            _build(building, sources, Encoder(tokenizer, skip), dtype)
+            _build(building, sources, Encoder(tokenizer, skip), dtype, made)
             with _cache_errors(root):
                 _commit(building, folder)
         finally:
@@ -168,7 +169,9 @@ def _open(folder: Path, verify: bool = True) -> TokenStore | None:
     return store
 
 
-def _build(folder: Path, sources: Sequence[Source], encoder: Encoder, dtype: str) -> None:
+def _build(
+    folder: Path, sources: Sequence[Source], encoder: Encoder, dtype: str, made: Callable[[], None]
+) -> None:  # fmt: skip
     root = folder.parent
     with ExitStack() as stack:
         with _cache_errors(root):
@@ -177,6 +180,7 @@ def _build(folder: Path, sources: Sequence[Source], encoder: Encoder, dtype: str
             for document in encoder.documents(read(source)):
                 with _cache_errors(root):
                     writer.add(document, source.path)
+                made()
         writer.meta.skipped = encoder.skipped
         if not writer.meta.tokens:
             names = ", ".join(str(source.path) for source in sources[:3]) + (", ..." if len(sources) > 3 else "")

@@ -199,7 +199,8 @@ class Engine:
         if self._assembly.whole_parameters.any_open:
             raise ConfigError("step() inside full_params() would be undone on leaving it: leave the block first.")
         if self.accumulation.reached:
-            self._saves.await_copy()
+            with self.mesh.heartbeat.phase("save"):
+                self._saves.await_copy()
         self.mesh.heartbeat.work(b"the optimizer's update")
         return self._stepper.step(besides)
 
@@ -369,6 +370,7 @@ class Engine:
 
     def load_slots(self) -> Any:
         """Continue from `slots`, before anything is trained; return what was given to `note`, as `load` does."""
+        self._saves.wait()
         note, store = agree(self.world.patient, self._left)
         self._stepper.reset()
         self.resumed = load_slots(note, engine_state(self._assembly), store.go_back)

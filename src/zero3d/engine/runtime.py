@@ -118,6 +118,10 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
     used = {module: [by_name[name] for name in names] for module, names in uses.items()}
     for module, needed in used.items():
         module.register_forward_pre_hook(_announcer(resolved.mesh.heartbeat, needed))
+    for unit in units:
+        if unit.grads is not None:
+            first: Any = unit.weights.params[0]
+            first.register_post_accumulate_grad_hook(_backward_announcer(resolved.mesh.heartbeat, unit))
     hooks = []
     for root in chunks.values():
         inner = set(root.modules())
@@ -132,6 +136,12 @@ def _announcer(heartbeat: Heartbeat, units: Sequence[Unit]) -> Callable[[nn.Modu
     """Return a hook that tells the heartbeat whose forward begins."""
     what = f"the forward of unit {' and '.join(repr(unit.name) for unit in units)}".encode()
     return lambda module, args: heartbeat.work(what)
+
+
+def _backward_announcer(heartbeat: Heartbeat, unit: Unit) -> Callable[[torch.Tensor], None]:
+    """Return a hook that tells the heartbeat how far backward has come: all of it would be silent on one rank."""
+    what = f"a backward, past unit {unit.name!r}".encode()
+    return lambda p: heartbeat.work(what)
 
 
 def _model_group(base: Foundation, units: Sequence[Unit]) -> ModelGroup:

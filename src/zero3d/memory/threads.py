@@ -14,7 +14,8 @@ import atexit
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
 from typing import Any, TypeVar
 
@@ -35,7 +36,7 @@ class Threads:
             thread.start()
         self.close = weakref.finalize(self, _end, self._queue, count)
         self.close.atexit = False
-        atexit.register(_join, self.close, serving)
+        atexit.register(_join, self.close, serving, self._queue)
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
         """Have a thread call it, and return what will have its result; after `close` it is called here."""
@@ -77,10 +78,13 @@ def _make(future: Future[Any], call: Callable[..., Any], arguments: tuple[Any, .
         future.set_exception(error)
 
 
-def _join(close: Callable[[], object], serving: Sequence[Thread]) -> None:
+def _join(close: Callable[[], object], serving: Sequence[Thread], queue: _Queue) -> None:
     close()
     for thread in serving:
         thread.join()
+    with suppress(Empty):
+        while (given := queue.get_nowait()) is not None:  # it came while they ended
+            _make(*given)
 
 
 def _end(queue: _Queue, count: int) -> None:

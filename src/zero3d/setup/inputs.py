@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -60,7 +61,9 @@ def open_inputs(config: Config, check: Callable[[Mesh], None] = lambda mesh: Non
         vocabulary = config_number(opened.module, "vocab_size")
 
         def read(verify: bool) -> DataSet:
-            return open_data(config.data, tokenizer, vocabulary, slices_of(config, mesh), verify)
+            slices = slices_of(config, mesh)
+            made = partial(mesh.heartbeat.work, b"tokenizing")
+            return open_data(config.data, tokenizer, vocabulary, slices, verify, made)
 
         with mesh.heartbeat.phase("data"):
             first = agree(comm, lambda: read(verify=True) if mesh.local_rank == 0 else None)

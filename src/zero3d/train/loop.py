@@ -100,9 +100,11 @@ class Loop:
             with self.traffic.excluded():
                 self.engine.reserve_saves()
         tracer = Tracer(self.config.profile, self.folder.root, self.engine.world.rank)
-        with StopRequest() as request, tracer, self.engine.mesh.heartbeat.phase(TRAINING):
+        heartbeat = self.engine.mesh.heartbeat
+        with StopRequest() as request, tracer, heartbeat.phase("between steps"):  # files, records, traces
             for step in progress.track(self.state.step + 1, steps):
-                record = self.step(request)
+                with heartbeat.phase(TRAINING):
+                    record = self.step(request)
                 stop_signal = self._add_totals(record)
                 self._note_spike(record, progress)
                 last = step == steps

@@ -185,7 +185,7 @@ def find_exhaustion(error: BaseException) -> BaseException | None:
         plain = isinstance(seen, MemoryError) and not isinstance(seen, OutOfBudget)
         if isinstance(seen, torch.OutOfMemoryError) or plain or (said and not isinstance(seen, Zero3dError)):
             return seen
-        seen = seen.__cause__ or seen.__context__
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
     return None
 
 

@@ -75,7 +75,7 @@ class Block:
             DEAD: "the lines below say how it died; `dmesg` names what the kernel has killed for want of memory",
             STOPPED: "`kill -CONT PID` continues a stopped process; with a debugger train with health.timeout=0",
             RUNNING: "look at its stack: a loop without end, a slow disk, or data that one rank alone waits for; where "
-            "it is only slow, raise health.timeout",
+            "it is only slow, raise health.timeout; of what is announced as slow, health.slow_timeout",
             WAITING: "make branches equal on all ranks: every rank must use the same units in the same order; "
             "`zero3d.Mesh(debug=True)` compares them before every gather",
             "": "look at the network between the ranks, and at other hosts' blocks; on NVIDIA GPUs try "

@@ -74,7 +74,8 @@ class Heartbeat:
                 file = folder / f"rank-{rank}"
                 fresh = file.with_name(f"{file.name}.new")
                 with fresh.open("wb+") as record:
-                    os.posix_fallocate(record.fileno(), 0, SIZE)  # where a disk is full, writing to it would be fatal
+                    record.write(bytes(SIZE))  # of a full disk it says so: writing to its memory would be fatal
+                    record.flush()
                     memory = mmap.mmap(record.fileno(), SIZE)
                 _WHOLE.pack_into(memory, 0, 2, 0, os.getpid(), 0, 0, b"", b"", b"", phase.encode(), b"")
                 fresh.replace(file)

@@ -36,16 +36,25 @@ PRIVATE = 0o700
 def host_folder(told: Sequence[str]) -> Path | None:
     """Make, or find, the folder of the ranks of this host that share a launcher and `told`; None without a place.
 
-    Hosts may share the place of temporary files.
+    Hosts and containers may share the place of temporary files, and one that starts again has the same numbers.
     """
-    name = hashlib.sha256("\0".join([*told, socket.gethostname(), str(os.getppid())]).encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"zero3d-watch-{os.getuid()}-{name}"
-    with suppress(OSError):
+    with suppress(OSError, psutil.Error):
+        launcher = psutil.Process(os.getppid())
+        own = [socket.gethostname(), _namespace(), str(launcher.pid), str(launcher.create_time())]
+        name = hashlib.sha256("\0".join([*told, *own]).encode()).hexdigest()[:16]
+        folder = Path(tempfile.gettempdir()) / f"zero3d-watch-{os.getuid()}-{name}"
         folder.mkdir(mode=PRIVATE, exist_ok=True)
         seen = folder.lstat()
         if seen.st_uid == os.getuid() and folder.is_dir() and not folder.is_symlink() and not seen.st_mode & 0o077:
             return folder
     return None
+
+
+def _namespace() -> str:
+    """Return what tells the numbers of this container's processes from those of others."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
 
 
 def start_monitor(folder: Path, ranks: int) -> None:
