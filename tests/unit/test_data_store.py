@@ -175,3 +175,12 @@ def test_a_store_travels_to_a_worker_as_a_path(tmp_path, text):
     carried = pickle.dumps(made)
     assert len(carried) < 400
     assert pickle.loads(carried).tokens.tolist() == made.tokens.tolist()
+
+
+def test_every_document_that_is_tokenized_is_told_and_none_that_is_there(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "two"}\n{"text": "three"}\n')
+    told = []
+    for _ in range(2):
+        prepare(find_sources([str(path)]), ByteTokenizer(), cache=str(tmp_path / "cache"), made=lambda: told.append(1))
+        assert len(told) == 3

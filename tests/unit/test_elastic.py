@@ -5,12 +5,13 @@ import os
 import signal
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 from attempts import until
 
 from zero3d.cli import elastic
-from zero3d.cli.elastic import Course, Job, Slots, run_job
+from zero3d.cli.elastic import Course, Job, Slots, is_fault, run_job
 from zero3d.cli.rank_environment import narrowed
 from zero3d.config import EXACT_DP, fitting_dp, fitting_ranks, load
 from zero3d.distributed.mesh import _launched
@@ -316,3 +317,11 @@ def test_no_attempt_follows_a_signal_that_asks_to_stop(attempts, tmp_path):
     thread.join()
     assert (code, len(given)) == (128 + signal.SIGUSR1, 1)
     assert told == "stopped by SIGUSR1 outside of training; what was saved before is still there\n"
+
+
+def test_a_worker_that_was_asked_to_stop_before_it_trained_is_no_fault(tmp_path):
+    def died(number):
+        return [SimpleNamespace(rank=0, code=-number, folder=tmp_path)]
+
+    assert not is_fault(died(signal.SIGTERM))
+    assert is_fault(died(signal.SIGKILL))

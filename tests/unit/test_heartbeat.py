@@ -3,7 +3,9 @@
 import threading
 
 import pytest
+from models import batch, build, loss_of
 
+import zero3d
 from zero3d.watchdog.heartbeat import ENDED, SIZE, TRAINING, Heartbeat, read_beat, read_facts
 
 
@@ -107,3 +109,15 @@ def test_a_record_that_is_written_meanwhile_is_never_read_half(tmp_path, heartbe
     finally:
         done.set()
         writer.join()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_on_one_rank_every_unit_of_a_forward_and_a_backward_is_a_sign_of_life(monkeypatch, stage):
+    said = []
+    monkeypatch.setattr(Heartbeat, "work", lambda _, what: said.append(what.decode()))
+    engine = zero3d.Engine(build("net"), stage=stage, precision="fp32")
+    engine.backward(loss_of(engine, batch(1)))
+    names = {unit.name for unit in engine.units}
+    assert len(names) > 2
+    assert {f"a backward, past unit {name!r}" for name in names} <= set(said)
+    assert all(any(line.startswith("the forward of unit") and repr(name) in line for line in said) for name in names)
