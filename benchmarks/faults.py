@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 import torch
-from faulting import checkpoints, configs, kills
+from faulting import checkpoints, configs, elastic, kills
 from faulting.cases import SHOWN, Result
 from offload import machine, show
 
@@ -45,6 +45,7 @@ PARTS = {
     "configs": Part(configs.measure, configs.COUNT, "mutations of configuration files and overrides"),
     "checkpoints": Part(checkpoints.measure, checkpoints.COUNT, "damages to files of checkpoints"),
     "kills": Part(kills.measure, kills.COUNT, "SIGKILL at random moments of runs that save often"),
+    "elastic": Part(elastic.measure, elastic.COUNT, "SIGKILL and lost slots in runs that restart, under zero.exact"),
 }
 
 

@@ -27,7 +27,15 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
-MEASURED = ("src", "benchmarks/*.py", "benchmarks/instruments", "benchmarks/offloading", "examples", "constraints.txt")
+MEASURED = (
+    "src",
+    "benchmarks/*.py",
+    "benchmarks/instruments",
+    "benchmarks/offloading",
+    "benchmarks/faulting",
+    "examples",
+    "constraints.txt",
+)
 DROPPED = ("paths", "config", "sample")  # of what `zero3d train --json` prints: where it was, and what it was told
 
 
@@ -123,6 +131,25 @@ RECIPES = {
         Recipe("loading", ("python benchmarks/loading.py --json OUT",)),
         Recipe("offload", ("python benchmarks/offload.py --gigabytes 0.5 --rounds 5 --json OUT",)),
         Recipe("checkpoint", ("python benchmarks/checkpoint.py --json OUT",)),
+        Recipe("watchdog", ("python benchmarks/watchdog.py --parts cost,faults --timeout 10 --json OUT",)),
+        Recipe(
+            "watchdog-healthy",
+            ("python benchmarks/watchdog.py --parts healthy --steps 10000 --timeout 10 --json OUT",),
+            timed=False,
+        ),
+        Recipe("restart", ("python benchmarks/restart.py --ranks 2 --rounds 3 --json OUT",)),
+        Recipe("replay", ("python benchmarks/replay.py --json OUT",)),
+        Recipe("faults-configs", ("python benchmarks/faults.py --parts configs --json OUT",), timed=False),
+        Recipe("faults-checkpoints", ("python benchmarks/faults.py --parts checkpoints --json OUT",), timed=False),
+        Recipe(
+            "faults-kills",
+            (
+                "python benchmarks/faults.py --parts kills --count 70 --json OUT",
+                "python benchmarks/faults.py --parts kills --count 70 --asynchronous --seed 1000 --json OUT",
+                "python benchmarks/faults.py --parts elastic --count 60 --json OUT",
+            ),
+            timed=False,
+        ),
         Recipe("loop-overhead", ("python benchmarks/loop_overhead.py --json OUT",)),
     )
 }

@@ -47,17 +47,21 @@ class Wrong(Exception):
 
 
 class Bed:
-    """A configuration, the undisturbed run of it, and how long that took."""
+    """A configuration, the undisturbed run of it, and how long that took.
 
-    def __init__(self, folder: Path, asynchronous: bool) -> None:
-        self.folder = folder
+    words  of the command line, beside the configuration
+    """
+
+    def __init__(self, folder: Path, *words: str, ranks: int = RANKS, **sections: dict[str, Any]) -> None:
+        self.folder, self.words = folder, ["--ranks", str(ranks), *words]
         folder.mkdir()
         save_model(folder / "model")
         save_rows(folder / "rows.npy")
         self.sections = {
             "train": {"steps": STEPS, "batch": 4, "accumulate": 2},
             "data": {"shuffle": True},  # nothing held out: a run that is asked to stop leaves an evaluation out
-            "checkpoint": {"every": 1, "keep": 2, "export": False} | ({"asynchronous": True} if asynchronous else {}),
+            **sections,
+            "checkpoint": {"every": 1, "keep": 2, "export": False, **sections.get("checkpoint", {})},
         }
         whole = Life(self, "whole")
         self.begun = 0.0  # seconds until its first checkpoint began
@@ -77,7 +81,7 @@ class Life:
         config = bed.folder / f"{name}.yaml"
         config.write_text(yaml.safe_dump(made))
         self.log = bed.folder / f"{name}.log"
-        words = ["train", str(config), "--ranks", str(RANKS), "--resume", "auto"]
+        words = ["train", str(config), *bed.words, "--resume", "auto"]
         self.begun = time.monotonic()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -116,8 +120,7 @@ class Life:
 
     def kill(self, victim: str, draw: random.Random) -> None:
         """Kill a rank, the launcher or all, and see all of them gone. Raises Wrong where some are not."""
-        family = self.family()
-        ranks = [process for process in family[1:] if process.ppid() == self.process.pid]
+        family, ranks = self.family(), self.ranks()
         chosen = {"a rank": [draw.choice(ranks)] if ranks else family[:1], "the launcher": family[:1], "all": family}
         for process in chosen[victim]:
             with suppress(psutil.NoSuchProcess):
@@ -139,6 +142,10 @@ class Life:
         except psutil.NoSuchProcess:
             return []
 
+    def ranks(self) -> list[psutil.Process]:
+        """Return its ranks' processes."""
+        return [process for process in self.family()[1:] if process.ppid() == self.process.pid]
+
     def end(self) -> None:
         """Leave no process behind."""
         for process in self.family():
@@ -150,14 +157,22 @@ class Life:
         """Return the end of what it printed."""
         return self.log.read_text(errors="replace")[-1000:]
 
+    @property
+    def last(self) -> Path:
+        """The checkpoint that a whole run ends with."""
+        return self.output / "checkpoints" / f"step-{STEPS}"
+
+    def records(self) -> list[Result]:
+        """Return of all steps' records what no kill may change."""
+        return [{key: row[key] for key in SAME if key in row} for row in metrics({"output": self.output})]
+
     def result(self) -> tuple[list[Result], dict[tuple[str, str], bytes]]:
         """Return what no kill may change: the records, and the last checkpoint's tensors.
 
         Numpy's random state is not seeded, and differs from run to run.
         """
-        records = [{key: row[key] for key in SAME if key in row} for row in metrics({"output": self.output})]
-        last = self.output / "checkpoints" / f"step-{STEPS}"
-        files = {file.name: load_file(file) for file in sorted(last.glob("*.safetensors"))}
+        records = self.records()
+        files = {file.name: load_file(file) for file in sorted(self.last.glob("*.safetensors"))}
         tensors = {(file, key): tensor for file, found in files.items() for key, tensor in found.items()}
         return records, {
             place: tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
@@ -167,7 +182,8 @@ class Life:
 
 def measure(arguments: argparse.Namespace) -> Result:
     """Kill so often; what was hit when, and what was not as it must be."""
-    bed = Bed(arguments.scratch / "kills", arguments.asynchronous)
+    sections = {"checkpoint": {"asynchronous": True}} if arguments.asynchronous else {}
+    bed = Bed(arguments.scratch / "kills", **sections)
     hit: Counter[str] = Counter()
     failures, kills, run, begun = [], 0, 0, time.monotonic()
     count = arguments.count or COUNT
@@ -245,4 +261,6 @@ def check_saved(life: Life, seen: int) -> None:
         try:
             verify(path)
         except Exception as error:
+            if not path.exists():  # a run that goes on by itself keeps the newest ones only
+                continue
             raise Wrong(f"{path.name} was saved before the kill: {error}") from error
