@@ -22,7 +22,10 @@ EXECUTES = frozenset(
     ("os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "subprocess.Popen",
      "pickle.find_class", "ctypes.dlopen", "socket.connect", "socket.bind")
 )  # fmt: skip
-CHANGES = {"os.remove": 1, "os.rename": 2, "os.mkdir": 1, "os.rmdir": 1, "os.truncate": 1}  # paths that each is given
+CHANGES = {  # what each is given: the places of paths, and of the open folder that each is relative to (-1: none)
+    "os.remove": ((0, 1),), "os.rename": ((0, 2), (1, 3)), "os.mkdir": ((0, 2),), "os.rmdir": ((0, 1),),
+    "os.truncate": ((0, None),),
+}  # fmt: skip
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 Result = dict[str, Any]
 
@@ -66,14 +69,17 @@ class Guard:
             writes = isinstance(flags, int) and flags & WRITING
             bad = bool(writes) and not self._inside(path)
         else:
-            bad = event in EXECUTES or not all(map(self._inside, values[: CHANGES.get(event, 0)]))
+            pairs = [(values[path], -1 if at is None else values[at]) for path, at in CHANGES.get(event, ())]
+            bad = event in EXECUTES or not all(self._inside(*pair) for pair in pairs)
         if bad:
             self.found.append(f"{event} {values!r:.200}")
             raise Executed(self.found[0])
 
-    def _inside(self, path: Any) -> bool:
+    def _inside(self, path: Any, folder: int = -1) -> bool:
         if isinstance(path, int):  # a descriptor: its open was seen
             return True
+        if folder != -1:
+            path = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(path))
         # Not resolved: a link may lead outside, and is what somebody opens.
         return os.path.realpath(os.fsdecode(path)).startswith((self.folder, os.devnull))
 

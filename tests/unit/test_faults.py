@@ -46,6 +46,14 @@ def writes(number):
     Path("/dev/shm/zero3d-outside").write_text("x")
 
 
+def removes(number):
+    folder = os.open("/dev/shm", os.O_RDONLY)
+    try:
+        os.remove("zero3d-nothing", dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
 def swallows(number):
     try:
         starts(number)
@@ -60,7 +68,7 @@ def waits(number):
 
 @pytest.mark.parametrize(("case", "why"), [
     (starts, "Executed: os.system"), (writes, "Executed: open ('/dev/shm/zero3d-outside'"), (swallows, "Executed: os.system"),
-    (waits, "Hang: took more than 0.2 s"),
+    (removes, "Executed: os.remove ('zero3d-nothing'"), (waits, "Hang: took more than 0.2 s"),
 ])  # fmt: skip
 def test_what_a_case_must_not_do_is_seen_and_stopped(tmp_path, monkeypatch, case, why):
     monkeypatch.setattr(cases, "LIMIT", 0.2)
