@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from damage import as_format_1, as_format_2, edit, edit_part, joined, seal
+from damage import as_format_1, as_format_2, as_format_3, edit, edit_part, joined, seal
 from models import Net, adamw, batch, bits, build, loss_of
 from safetensors import safe_open
 
@@ -342,8 +342,28 @@ def test_the_manifest_and_its_parts_must_say_the_same_even_where_no_model_is_at_
 
 
 def test_a_newer_format_says_what_to_do(saved):
-    edit(saved, lambda m: m.update(format=4))
-    refused(make(3), saved, "format 4", "reads formats 1 to 3", "upgrade zero3d")
+    edit(saved, lambda m: m.update(format=5))
+    refused(make(3), saved, "format 5", "reads formats 1 to 4", "upgrade zero3d")
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_format_3_is_read_as_if_it_were_the_newest_and_held_to_its_checksums(saved, sums):
+    engine, expected = make(2), make(2)
+    expected.load(saved)
+    as_format_3(saved, sums)
+    with warnings.catch_warnings(action="error"):
+        engine.load(saved)
+    assert engine.fingerprint() == expected.fingerprint()
+    assert engine.resumed == expected.resumed
+    file = saved / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    refused(engine, saved, "rank-00000.safetensors differs from what was saved: its checksum is not the manifest's")
+    content[-1] ^= 1
+    file.write_bytes(content)
+    edit_part(saved, "rank-00000.json", lambda part: part.update(sha256=part["sha256"][:32]))
+    refused(engine, saved, "sha256", "should be a SHA-256 in 64 digits")
 
 
 def test_format_2_is_read_as_if_it_were_the_newest(saved):
@@ -372,7 +392,7 @@ def test_format_1_is_read_with_a_warning(saved):
     with warnings.catch_warnings(action="error"):
         expected.load(engine.save(saved.parent))
     text = json.loads((saved / "manifest.json").read_text())
-    assert text["format"] == 3
+    assert text["format"] == 4
 
 
 @pytest.mark.parametrize("change", [

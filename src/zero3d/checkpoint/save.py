@@ -39,7 +39,7 @@ from zero3d.checkpoint.folders import CHECKSUM, MANIFEST
 from zero3d.checkpoint.json_values import to_json
 from zero3d.checkpoint.manifest import BUFFER, FORMAT, STREAM, checksum_line, file_of, key_of, part_of
 from zero3d.checkpoint.manifest_parser import parse_manifest
-from zero3d.checkpoint.manifest_parts import Contents, check_tiling, parse_part, read_part
+from zero3d.checkpoint.manifest_parts import Contents, check_tiling, read_part
 from zero3d.checkpoint.state import EngineState, state_pieces
 from zero3d.checkpoint.writing import json_text, removed_on_failure, write_tensors, write_text
 from zero3d.distributed.agreement import agree
@@ -170,12 +170,9 @@ def capture(engine: EngineState) -> Captured:
 def _write_rank(temporary: Path, captured: Captured) -> tuple[str, int]:
     """Write a rank's tensors, then its part of the manifest; return the SHA-256 of that, and the tensors' bytes."""
     rank, file = captured.rank, file_of(captured.rank)
-    sums: dict[str, str] = {}
-    sha256 = write_tensors(temporary / file, {**captured.states, **captured.own}, sums)
+    checksums = write_tensors(temporary / file, {**captured.states, **captured.own})
     path = temporary / part_of(rank)
-    text = json_text(path, {"file": file, "sha256": sha256, **captured.part, "sums": sums})
-    with _loadable(temporary):
-        parse_part(parse_fields(text.encode(), path.name), rank)
+    text = json_text(path, {"file": file, "xxh3_128": checksums.file, **captured.part, "xxh3_64": checksums.tensors})
     return write_text(path, text), captured.nbytes
 
 
@@ -204,7 +201,7 @@ def _commit(temporary: Path, final: Path, facts: Facts, digests: Sequence[str]) 
     contents = Contents()
     with _loadable(temporary):
         for rank, sha256 in enumerate(digests):
-            contents.add(read_part(temporary, rank, sha256))
+            contents.add(read_part(temporary, rank, sha256, FORMAT))
     text = json_text(temporary / MANIFEST, _manifest(contents, facts, digests))
     with _loadable(temporary):
         check_tiling(contents, parse_manifest(temporary, parse_fields(text.encode(), MANIFEST)))
