@@ -3,7 +3,8 @@
 Tensors go to a safetensors file one chunk after the other, through one bounded buffer in host memory: the header, with
 the place of every tensor, comes first and needs shapes and dtypes alone. Checksums are taken of the bytes on their
 way to the file, block by block, while a block is in a core's cache; the file is never read again. The disk is given
-what was written as it comes, and not all of it at the end (fsync), which waits for the rest.
+what was written as it comes. A save waits for it (fsync) at its end, once for all files of a rank: the disk works while
+the manifest is made, and a file system that keeps a journal writes it for all files together.
 
     tensors on the device, in order --chunk--> buffer (pinned where there is an accelerator) --> checksums and file
     contiguous ones on the host ---------------------------------------------------------------> checksums and file
@@ -16,9 +17,9 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import torch
 from torch import Tensor
@@ -47,34 +48,79 @@ def removed_on_failure(temporary: Path, world: Comm) -> Iterator[None]:
         raise
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor | Halves], **about: str) -> Checksums:
-    """Write and fsync a safetensors file; return its checksums. Raises CheckpointError where the disk does not take it.
+class Unsynced:
+    """Owns the files that a rank has written and that the disk may not have: open, for who syncs them must hear of it.
 
-    Tensors may be on any device and strided. Beside them it takes BUFFER_BYTES of host memory, or less; of those in
-    halves it joins as many bytes at a time.
+    Whoever leaves it without `sync` leaves files that a loss of power may take.
     """
-    in_order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))  # so that each is aligned
-    contents = {key: tensors[key] for key in in_order}
-    hasher = Hasher(contents)
+
+    def __init__(self) -> None:
+        self._files: dict[Path, BinaryIO] = {}
+        self._closing = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # of a disk that is full, and that was told
+            self._closing.close()
+
+    def open(self, path: Path) -> BinaryIO:
+        """Open a new file."""
+        self._files[path] = self._closing.enter_context(path.open("wb"))
+        return self._files[path]
+
+    def sync(self) -> None:
+        """Have the disk take all of them. Raises CheckpointError."""
+        for path, file in self._files.items():
+            with told(path):
+                file.flush()
+                os.fsync(file.fileno())
+
+
+@contextmanager
+def told(path: Path) -> Iterator[None]:
+    """Say of an error of the disk which file it is that could not be written. Raises CheckpointError."""
     try:
-        with path.open("wb") as file:
-            header = _header(path, contents, about)
-            hasher.update(None, header)
-            file.write(header)
-            given = 0
-            for key, data in _staged(contents):
-                for start in range(0, len(data), BLOCK_BYTES):
-                    block = data[start : start + BLOCK_BYTES]
-                    hasher.update(key, block)
-                    file.write(block)
-                if file.tell() - given >= GIVEN_BYTES:
-                    given = _give(file, given)
-            file.flush()
-            os.fsync(file.fileno())
+        yield
     except OSError as error:
         older = complete_steps(path.parent.parent)
         remedy = "go on from an older checkpoint, which is whole" if older else "try again"
         raise CheckpointError(f"cannot write {path} ({error}): make room and {remedy}.") from error
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor | Halves], unsynced: Unsynced | None = None, **about: str
+) -> Checksums:
+    """Write a safetensors file; return its checksums. Raises CheckpointError where the disk does not take it.
+
+    Tensors may be on any device and strided. Beside them it takes BUFFER_BYTES of host memory, or less; of those in
+    halves it joins as many bytes at a time.
+
+    unsynced  is given the file, to be synced later; it is synced here where there is none
+    """
+    if unsynced is None:
+        with Unsynced() as files:
+            checksums = write_tensors(path, tensors, files, **about)
+            files.sync()
+        return checksums
+    in_order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))  # so that each is aligned
+    contents = {key: tensors[key] for key in in_order}
+    hasher = Hasher(contents)
+    header = _header(path, contents, about)
+    with told(path):
+        file = unsynced.open(path)
+        hasher.update(None, header)
+        file.write(header)
+        given = 0
+        for key, data in _staged(contents):
+            for start in range(0, len(data), BLOCK_BYTES):
+                block = data[start : start + BLOCK_BYTES]
+                hasher.update(key, block)
+                file.write(block)
+            if file.tell() - given >= GIVEN_BYTES:
+                given = _give(file, given)
+        _give(file, given)
     return hasher.checksums()
 
 
@@ -168,11 +214,17 @@ def json_text(path: Path, value: Any) -> str:
         ) from error
 
 
-def write_text(path: Path, text: str) -> str:
-    """Write and fsync a text file; return its SHA-256."""
-    data = text.encode()
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def write_text(path: Path, text: str, unsynced: Unsynced | None = None) -> str:
+    """Write a text file; return its SHA-256. Raises OSError.
+
+    unsynced  is given the file, to be synced later; it is synced here where there is none
+    """
+    if unsynced is None:
+        with Unsynced() as files:
+            sha256 = write_text(path, text, files)
+            files.sync()
+        return sha256
+    data, file = text.encode(), unsynced.open(path)
+    file.write(data)
+    _give(file, 0)
     return hashlib.sha256(data).hexdigest()
