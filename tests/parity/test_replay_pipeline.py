@@ -4,7 +4,7 @@ from itertools import count, product
 
 import pytest
 import torch
-from models import Block, adamw
+from models import Block, adamw, hf
 from pipelines import Lm, engine_of, micro_batches
 from test_replay import break_down, flip
 
@@ -156,3 +156,27 @@ def test_a_flip_is_found_before_the_update_and_its_rank_and_stage_named(ranks, h
         assert f"First in {WHERE[how][rank // 2]}. The step is not applied." in message
         assert (code, same, steps) == (1, True, 1)
     assert [from_rank for _, from_rank, *_ in told].count(None) == 1
+
+
+# --- with a tensor-parallel axis --------------------------------------------------------------------
+
+
+def accused_of_eight(rank, backwards):
+    """Train over dp=2 x tp=2 x pp=2; the alarm, or the losses."""
+    engine = engine_of(hf("llama", vocab=64), zero3d.Mesh(dp=2, tp=2, pp=2), replay=1)
+    name = next(name for name, _ in engine.module.named_parameters() if name.endswith("mlp.up_proj.weight"))
+    break_down(engine, rank, backwards, name)
+    try:
+        return [engine.train_batch(batches(engine, step)).item() for step in range(2)], engine.replay.count
+    except CorruptionError as error:
+        return str(error)
+
+
+@LONG
+def test_of_eight_ranks_the_one_is_named(ranks):
+    sound = ranks(8, accused_of_eight, 0, ())
+    assert sound == sound[:1] * 8
+    assert sound[0][1] == 2
+    for rank in (1, 6):
+        (message,) = set(ranks(8, accused_of_eight, rank, (1,)))
+        assert [each for each in range(8) if f"rank {each} (" in message] == [rank]
