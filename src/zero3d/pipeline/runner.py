@@ -38,6 +38,7 @@ from zero3d.pipeline.shapes import ChunkOutputs
 from zero3d.pipeline.stage import ScheduledChunk, Stage
 from zero3d.pipeline.step import Callbacks, Observer, Step
 from zero3d.pipeline.traffic import pipeline_traffic
+from zero3d.pipeline.waits import Waits
 from zero3d.zero.traffic import Moved
 
 
@@ -49,12 +50,13 @@ class StepShape(NamedTuple):
 
 
 class MadeSchedule(NamedTuple):
-    """One of torch's schedules and what it is made for, this rank's stages in it, and what they have sent."""
+    """One of torch's schedules and what it is made for, this rank's stages in it, what they sent, what they wait for."""
 
     shape: StepShape
     schedule: Any
     stages: list[Stage]
     sends: Sends
+    waits: Waits
 
 
 class Pipeline:
@@ -110,9 +112,10 @@ class Pipeline:
         first = (numbers,) if 0 in self._chunks.modules else ()
         run = partial(made.schedule.step, *first, target=numbers, losses=[], return_outputs=False)
         with step:
+            made.waits.begin()
             try:
-                self._axis.call("a step", "pipeline", run)
-                self._axis.call("a step", "pipeline", made.sends.finish)
+                self._axis.guarded("a step", "pipeline", run)
+                self._axis.call("send", "the last messages of a step", made.sends.finish)
             finally:
                 made.sends.forget()
 
@@ -178,11 +181,13 @@ class Pipeline:
         kind = get_schedule_class(self._schedule.torch if by_name else "GPipe")
         driven = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
         made = kind(driven, n_microbatches=shape.micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
-        sends = Sends(acknowledgements(_order(made), self._axis.rank, self._owners))
+        order, rank = _order(made), self._axis.rank
+        sends = Sends(acknowledgements(order, rank, self._owners))
+        waits = Waits(self._axis, self._owners, order.get(rank, []) if self._schedule.chunks_per_rank > 1 else [])
         for stage in stages:
-            stage.sends = sends
+            stage.sends, stage.waits = sends, waits
             stage.warmup = self._axis.size - 1 - self._axis.rank if issubclass(kind, Schedule1F1B) else None
-        return MadeSchedule(shape, made, stages, sends)
+        return MadeSchedule(shape, made, stages, sends, waits)
 
     def _stage(self, number: int, ids: tuple[int, ...], step: Step) -> Stage:
         index = torch.empty(1, dtype=torch.int64, device="meta")
