@@ -13,6 +13,7 @@ from itertools import combinations
 from pathlib import Path
 
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
 
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"
@@ -46,7 +47,7 @@ def edit_part(folder, name, change):
 
 def list_part(folder, name):
     """Write the checksums over a part anew."""
-    sha256 = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    sha256 = sha256_of(folder / name)
     edit(folder, lambda m: m["parts"].update({name: sha256}))
 
 
@@ -75,8 +76,8 @@ def rewrite(folder, file, change):
 
 def list_file(folder, file):
     """Write the checksums over a file of tensors anew."""
-    sha256 = hashlib.sha256((folder / file).read_bytes()).hexdigest()
-    edit_part(folder, part_of(file), lambda part: part.update(sha256=sha256))
+    checksum = xxhash.xxh3_128((folder / file).read_bytes()).hexdigest()
+    edit_part(folder, part_of(file), lambda part: part.update(xxh3_128=checksum))
 
 
 def part_of(file):
@@ -96,11 +97,35 @@ def joined(folder):
     )
     return {name: value for name, value in manifest.items() if name != "parts"} | {
         "format": 2,
-        "files": {part["file"]: part["sha256"] for part in read},
+        "files": {part["file"]: sha256_of(folder / part["file"]) for part in read},
         "tensors": [row | {"file": part["file"]} for part in read for row in part["tensors"]],
         "own": {part["file"]: part["own"] for part in read},
         "python_rng": [part["python_rng"] for part in read],
     }
+
+
+def sha256_of(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def word_sum(values):
+    """Elements as whole numbers, added modulo their width, as format 3 has it."""
+    raw, width = bytes(values.contiguous().view(-1).view(torch.uint8).tolist()), values.element_size()
+    words = (int.from_bytes(raw[i : i + width], "little") for i in range(0, len(raw), width))
+    return f"{sum(words) % (1 << 8 * width):x}"
+
+
+def as_format_3(folder, sums=True):
+    """As the third format had it, with SHA-256 of files of tensors; its first parts had no sums of tensors."""
+    for path in parts(folder):
+        part = json.loads(path.read_text())
+        del part["xxh3_128"], part["xxh3_64"]
+        part["sha256"] = sha256_of(folder / part["file"])
+        if sums:
+            part["sums"] = {key: word_sum(value) for key, value in load_file(folder / part["file"]).items()}
+        path.write_text(json.dumps(part))
+        list_part(folder, path.name)
+    edit(folder, lambda m: m.update(format=3))
 
 
 def as_format_2(folder):
@@ -224,15 +249,15 @@ def text(folder, random):
 
 
 def version(folder, random):
-    edit(folder, lambda m: m.update(format=random.choice([0, 4, 10**30, -1, 2.0, "2", True, None, [2]])))
+    edit(folder, lambda m: m.update(format=random.choice([0, 5, 10**30, -1, 2.0, "2", True, None, [2]])))
 
 
 def older_and(folder, random):
-    """Formats 1 and 2, of which the first has no checksum over the manifest, with rows that are not what they were."""
-    without_checksum = random.random() < 0.5
-    as_format_1(folder) if without_checksum else as_format_2(folder)
+    """Formats 1 to 3, of which the first has no checksum over the manifest, with rows that are not what they were."""
+    older = random.choice([as_format_1, as_format_2, as_format_3])
+    older(folder)
     random.choice([lost_row, twice, swapped_keys, outside, nothing])(folder, random)
-    if without_checksum:
+    if older is as_format_1:
         (folder / SEAL).unlink(missing_ok=True)
 
 
@@ -371,13 +396,13 @@ def outside(folder, random):
     """A row or part whose file lies elsewhere, or has no checksum."""
     away = folder.parent / "other" / "rank-00000.safetensors"
     name = random.choice([f"../other/{away.name}", str(away), "nowhere.safetensors", "", ".", "\0", MANIFEST])
-    sha256 = hashlib.sha256(away.read_bytes()).hexdigest()
+    checksum = xxhash.xxh3_128(away.read_bytes()).hexdigest()
 
     def change(holder):
         if "files" in holder:
             random.choice(holder["tensors"]).update(file=name)
         else:
-            holder.update(file=name, sha256=sha256)
+            holder.update(file=name, xxh3_128=checksum)
 
     edit_rows(folder, random, change)
 
@@ -388,7 +413,7 @@ def listed_outside(folder, random):
     name = random.choice([f"../other/{away.name}", str(away)])
 
     def change(manifest):
-        manifest["parts"][name] = hashlib.sha256(away.read_bytes()).hexdigest()
+        manifest["parts"][name] = sha256_of(away)
         if random.random() < 0.5:
             manifest["parts"].pop("rank-00000.json")
 

@@ -1,7 +1,9 @@
 """Contract 5: resume bit for bit on the same shape, equal states on any other; damage is refused."""
 
+import errno
 import json
 import math
+import os
 import pickle
 import random
 import shutil
@@ -14,7 +16,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from damage import as_format_1, as_format_2, edit, edit_part, joined, seal
+from damage import as_format_1, as_format_2, as_format_3, edit, edit_part, joined, seal
 from models import Net, adamw, batch, bits, build, loss_of
 from safetensors import safe_open
 
@@ -342,8 +344,28 @@ def test_the_manifest_and_its_parts_must_say_the_same_even_where_no_model_is_at_
 
 
 def test_a_newer_format_says_what_to_do(saved):
-    edit(saved, lambda m: m.update(format=4))
-    refused(make(3), saved, "format 4", "reads formats 1 to 3", "upgrade zero3d")
+    edit(saved, lambda m: m.update(format=5))
+    refused(make(3), saved, "format 5", "reads formats 1 to 4", "upgrade zero3d")
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_format_3_is_read_as_if_it_were_the_newest_and_held_to_its_checksums(saved, sums):
+    engine, expected = make(2), make(2)
+    expected.load(saved)
+    as_format_3(saved, sums)
+    with warnings.catch_warnings(action="error"):
+        engine.load(saved)
+    assert engine.fingerprint() == expected.fingerprint()
+    assert engine.resumed == expected.resumed
+    file = saved / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    refused(engine, saved, "rank-00000.safetensors differs from what was saved: its checksum is not the manifest's")
+    content[-1] ^= 1
+    file.write_bytes(content)
+    edit_part(saved, "rank-00000.json", lambda part: part.update(sha256=part["sha256"][:32]))
+    refused(engine, saved, "sha256", "should be a SHA-256 in 64 digits")
 
 
 def test_format_2_is_read_as_if_it_were_the_newest(saved):
@@ -372,7 +394,7 @@ def test_format_1_is_read_with_a_warning(saved):
     with warnings.catch_warnings(action="error"):
         expected.load(engine.save(saved.parent))
     text = json.loads((saved / "manifest.json").read_text())
-    assert text["format"] == 3
+    assert text["format"] == 4
 
 
 @pytest.mark.parametrize("change", [
@@ -455,7 +477,7 @@ def test_a_save_that_dies_leaves_the_last_one_whole(saved, monkeypatch):
     def dies(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_commit", dies)
+    monkeypatch.setattr(checkpoint, "_complete", dies)
     with pytest.raises(zero3d.CheckpointError, match="No space left"):
         engine.save(saved.parent)
     monkeypatch.undo()
@@ -464,6 +486,47 @@ def test_a_save_that_dies_leaves_the_last_one_whole(saved, monkeypatch):
     assert fresh.steps == 2
     assert engine.save(saved.parent).name == "step-4"
     assert sorted(p.name for p in saved.parent.iterdir()) == ["step-2", "step-4"]
+
+
+def test_the_disk_has_all_of_a_checkpoint_before_it_has_its_name(saved, monkeypatch):
+    engine, synced, named = make(2), set(), []
+    sync, rename = os.fsync, os.rename
+
+    def noted_sync(handle):
+        sync(handle)
+        synced.add((os.fstat(handle).st_ino, os.fstat(handle).st_size))
+
+    def noted_rename(source, target):
+        named.append({(each.stat().st_ino, each.stat().st_size) for each in (Path(source), *Path(source).iterdir())})
+        assert named[-1] <= synced, "all files, as long as they are now, and the folder that lists them"
+        rename(source, target)
+
+    engine.load(saved)
+    train(engine, range(2, 3))
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    folder = engine.save(saved.parent)
+    assert [len(each) for each in named] == [5]
+    assert (folder.parent.stat().st_ino, folder.parent.stat().st_size) in synced
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json"])
+def test_a_disk_that_does_not_take_a_file_in_the_end_is_told_with_its_name(saved, monkeypatch, name):
+    engine, sync = make(2), os.fsync
+    engine.load(saved)
+    train(engine, range(2, 3))
+
+    def full(handle):
+        if os.readlink(f"/proc/self/fd/{handle}").endswith(name):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(
+        zero3d.CheckpointError, match=rf"cannot write .*step-3\.tmp/{name} .*No space.*: make room and go on"
+    ):
+        engine.save(saved.parent)
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
 
 
 def test_saving_twice_at_one_step_keeps_the_newer(saved):

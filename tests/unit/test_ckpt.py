@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from damage import edit, edit_part, list_file
+from damage import as_format_1, as_format_2, as_format_3, edit, edit_part, list_file
 from models import adamw, batch, hf, loss_of
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -140,13 +140,15 @@ def test_a_changed_bit_that_ls_does_not_see_is_found_by_verify(copied, capsys):
     first, fault, *others = text.splitlines()
     assert "step-1: DAMAGED, 1 file" in first
     assert "rank-00000.safetensors: " in fault
-    assert "its SHA-256 is not the manifest's" in fault
+    assert "its checksum is not the manifest's" in fault
     assert "Changed: 'rng:" in fault
     assert [": whole (" in line for line in others] == [True, True]
 
 
-def test_every_tensor_with_a_changed_bit_is_named(copied, capsys):
+@pytest.mark.parametrize("older", [lambda folder: None, as_format_3], ids=["format 4", "format 3"])
+def test_every_tensor_with_a_changed_bit_is_named(copied, capsys, older):
     path = copied / "checkpoints" / "step-1" / "rank-00000.safetensors"
+    older(path.parent)
     whole = path.read_bytes()
     length = int.from_bytes(whole[:8], "little")
     places = {k: v["data_offsets"] for k, v in json.loads(whole[8 : 8 + length]).items()}
@@ -157,11 +159,21 @@ def test_every_tensor_with_a_changed_bit_is_named(copied, capsys):
         path.write_bytes(whole)
     flip(path, 8 + whole[8 : 8 + length].index(b"F32") + 1)
     fault = typed(capsys, "verify", path.parent)[1]["checkpoints"][0]["faults"][0]["fault"]
-    assert fault.endswith("Changed: its header, and no tensor by its sum.")
-    edit_part(path.parent, "rank-00000.json", lambda part: part.pop("sums"))  # as older checkpoints are
+    assert fault.endswith("Changed: its header, and no tensor by its checksum.")
+
+
+@pytest.mark.parametrize("older", [
+    lambda folder: as_format_3(folder, sums=False), as_format_2, as_format_1,
+], ids=["format 3 without sums", "format 2", "format 1"])  # fmt: skip
+def test_of_older_checkpoints_without_sums_all_tensors_of_a_changed_file_are_named(copied, capsys, older):
+    path = copied / "checkpoints" / "step-1" / "rank-00000.safetensors"
+    count = len(load_file(path))
+    older(path.parent)
+    count -= 4 * (older is as_format_1)  # whose manifest does not list a rank's own
+    assert typed(capsys, "verify", path.parent)[0] == 0
     flip(path, -1)
     fault = typed(capsys, "verify", path.parent)[1]["checkpoints"][0]["faults"][0]["fault"]
-    assert f"Changed: one or more of {len(places)} tensors (" in fault
+    assert f"Changed: one or more of {count} tensors (" in fault
 
 
 def test_verify_counts_all_bytes_and_tensors(small, capsys):
@@ -270,6 +282,19 @@ def test_diff_of_a_checkpoint_with_itself_is_equal_and_with_another_step_it_is_n
     assert {each["name"] for each in data["differences"]} == {"first.weight", "scale", "seen of rank 0", "optimizer"}
     _, text = shown(capsys, "diff", checkpoints / "step-2", checkpoints / "step-3")
     assert "different: " in text
+
+
+@pytest.mark.parametrize("older", [as_format_3, as_format_2, as_format_1])
+def test_older_formats_are_whole_and_equal_to_the_newest(copied, capsys, older):
+    saved = copied / "checkpoints" / "step-1"
+    before = copied / "step-1"
+    shutil.copytree(saved, before)
+    older(before)
+    code, data, _ = typed(capsys, "verify", before)
+    assert (code, data["checkpoints"][0]["faults"]) == (0, [])
+    code, data, _ = typed(capsys, "diff", before, saved)
+    assert (code, data["differences"]) == (0, [])
+    assert data["facts"]["format"] == {"a": json.loads((before / "manifest.json").read_text())["format"], "b": 4}
 
 
 def test_diff_names_the_element_and_the_largest_difference(copied, capsys, monkeypatch):
@@ -406,7 +431,7 @@ def test_exports_that_cannot_be_leave_nothing(small, moe, tmp_path, monkeypatch)
     broken = tmp_path / "step-3"
     shutil.copytree(small / "checkpoints" / "step-3", broken)
     flip(broken / "rank-00000.safetensors")
-    with pytest.raises(CheckpointError, match="its SHA-256 is not the manifest's"):
+    with pytest.raises(CheckpointError, match="its checksum is not the manifest's"):
         offline_export.export_stored(StoredStates(broken), tmp_path / "hf", None)
     file = broken / "rank-00000.safetensors"
     tensors = load_file(small / "checkpoints" / "step-3" / file.name)

@@ -1,15 +1,16 @@
 """Files of tensors that are written chunk by chunk, and hashed on their way."""
 
-import hashlib
 import json
 
 import pytest
 import torch
+import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from zero3d.checkpoint import writing
 from zero3d.checkpoint.manifest import CODES
+from zero3d.checkpoint.sums import has_checksum
 from zero3d.checkpoint.writing import write_tensors
 from zero3d.errors import CheckpointError
 
@@ -25,24 +26,23 @@ def tensors():
     }  # fmt: skip
 
 
-def sum_of(values):
-    """What `checkpoint/sums.py` says: elements as whole numbers, added modulo their width."""
-    width = values.element_size()
-    raw = bytes(values.detach().contiguous().view(-1).view(torch.uint8).tolist())
-    words = (int.from_bytes(raw[i : i + width], "little") for i in range(0, len(raw), width))
-    return f"{sum(words) % (1 << 8 * width):x}"
+def checksum_of(values):
+    """What `checkpoint/sums.py` says of a tensor."""
+    return xxhash.xxh3_64(bytes(values.detach().contiguous().view(-1).view(torch.uint8).tolist())).hexdigest()
 
 
 @pytest.mark.parametrize("most", [1 << 25, 4096, 96, 8])
 def test_a_file_holds_what_it_was_given_whatever_the_buffer_and_its_checksum_is_that_of_what_was_written(
     tmp_path, monkeypatch, most
 ):
-    monkeypatch.setattr(writing, "BUFFER_BYTES", most)
+    for name in ("BUFFER_BYTES", "GIVEN_BYTES", "BLOCK_BYTES"):
+        monkeypatch.setattr(writing, name, most)
     path, given = tmp_path / "x.safetensors", tensors()
-    sums = {}
-    sha256 = write_tensors(path, given, sums, format="pt", writer="somebody")
-    assert sums == {key: sum_of(value) for key, value in given.items()}
-    assert sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    checksums = write_tensors(path, given, format="pt", writer="somebody")
+    assert checksums.tensors == {key: checksum_of(value) for key, value in given.items()}
+    assert checksums.file == xxhash.xxh3_128(path.read_bytes()).hexdigest()
+    assert has_checksum(path, checksums.file)
+    assert not has_checksum(path, f"{int(checksums.file, 16) ^ 1:032x}")
     read = load_file(path)
     assert read.keys() == given.keys()
     for key, value in given.items():
@@ -65,14 +65,15 @@ def test_every_tensor_begins_at_a_multiple_of_its_elements_size(tmp_path):
 
 
 def test_host_memory_is_one_buffer_of_bounded_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "BUFFER_BYTES", 1000)
+    for name in ("BUFFER_BYTES", "GIVEN_BYTES"):
+        monkeypatch.setattr(writing, name, 1000)
     seen, made, empty = [], [], torch.empty
     staged = writing._staged
 
-    def noted(*given):
-        for chunk in staged(*given):
+    def noted(tensors):
+        for key, chunk in staged(tensors):
             seen.append(len(chunk))
-            yield chunk
+            yield key, chunk
 
     monkeypatch.setattr(writing, "_staged", noted)
     monkeypatch.setattr(torch, "empty", lambda *sizes, **options: made.append(sizes) or empty(*sizes, **options))

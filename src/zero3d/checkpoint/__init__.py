@@ -12,8 +12,8 @@ fields            values out of a JSON file by name, type and range
 manifest_parser   the manifest read and checked
 manifest_parts    the ranks' parts of it, read one by one and held together
 tiling            boxes are all of a tensor exactly once
-files             regular files, their SHA-256
-sums              a sum for each tensor, by which a changed one is known
+files             regular files, and their bytes block by block
+sums              checksums of files of tensors, and of each tensor, by which a changed one is known
 integrity         files against the manifest: checksums and headers
 compatibility     the checkpoint against the engine: model, optimizer, scheduler, buffers, random states
 restore           check all of it, then fill every rank's pieces from the boxes that overlap them

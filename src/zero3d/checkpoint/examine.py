@@ -21,17 +21,16 @@ from safetensors import safe_open
 
 from zero3d.checkpoint.compatibility import check_streams
 from zero3d.checkpoint.fields import USE_ANOTHER, parse_fields
-from zero3d.checkpoint.files import digest, open_regular
+from zero3d.checkpoint.files import blocks, open_regular
 from zero3d.checkpoint.folders import CHECKSUM, MANIFEST
 from zero3d.checkpoint.integrity import own_tensors, verify_file
 from zero3d.checkpoint.inventory import check_name
-from zero3d.checkpoint.manifest import STREAM, Manifest, Part, file_of, part_of
+from zero3d.checkpoint.manifest import STREAM, WITH_SHA256, Manifest, Part, file_of, part_of
 from zero3d.checkpoint.manifest_parser import open_manifest
 from zero3d.checkpoint.manifest_parts import Contents, check_contents, part_of_rank
-from zero3d.checkpoint.sums import word_sum
+from zero3d.checkpoint.sums import has_checksum, tensor_checksum, word_sum
 from zero3d.errors import CheckpointError
 
-CHUNK_BYTES = 1 << 24
 LONGEST_HEADER = 100_000_000  # bytes; safetensors reads no longer ones
 LONGEST_KEY = 300  # characters of a tensor's key in a message
 
@@ -112,7 +111,7 @@ def _examine_rank(manifest: Manifest, rank: int, contents: Contents, found: Exam
     except CheckpointError as error:
         concerned = ""
         with suppress(CheckpointError):  # a disk that gives the header may not give the rest
-            concerned = _concerned(path, part)
+            concerned = _concerned(path, part, manifest.format)
         found.faults.append(Fault(path.name, f"{str(error).removesuffix(f' {USE_ANOTHER}')}{concerned}"))
     found.files += 1 if manifest.inline else 2
     found.tensors += len(part.rows) + len(own_tensors(manifest, part) if manifest.format > 1 else ())
@@ -127,31 +126,29 @@ def _check_streams(manifest: Manifest, part: Part) -> None:
     check_streams(str(path), tensors, part.python_rng, torch.device("cpu"))
 
 
-def _concerned(path: Path, part: Part) -> str:
+def _concerned(path: Path, part: Part, number: int) -> str:
     """Say which tensors are lost or changed with a file's bytes; nothing where it has the bytes that were saved."""
     expected = [*(row.key for row in part.rows), *part.own]
     places, size = _places(path), _size(path)
     lost = [key for key in expected if places is None or key not in places or places[key][1] > size]
     if lost or places is None:
         return f" Lost: {_listed(lost)}."
-    if digest(path) == part.sha256:
+    if has_checksum(path, part.checksum):
         return ""
     if not part.sums:
         return f" Changed: one or more of {_listed(expected)}."
     dtypes = {row.key: row.dtype for row in part.rows} | {key: spec.dtype for key, spec in part.own.items()}
-    changed = [key for key in expected if _sum(path, places[key], dtypes[key]) != part.sums.get(key)]
-    return f" Changed: {_listed(changed)}." if changed else " Changed: its header, and no tensor by its sum."
+    changed = [key for key in expected if _sum(path, places[key], dtypes[key], number) != part.sums.get(key)]
+    return f" Changed: {_listed(changed)}." if changed else " Changed: its header, and no tensor by its checksum."
 
 
-def _sum(path: Path, place: tuple[int, int], dtype: str) -> str:
-    """Return the sum of a tensor in a file, as the part has it."""
-    (start, stop), width = place, int(getattr(torch, dtype).itemsize)
-    total = 0
-    with open_regular(path) as file:
-        file.seek(start)
-        for at in range(start, stop - (stop - start) % width, CHUNK_BYTES):
-            total += word_sum(file.read(min(CHUNK_BYTES, stop - (stop - start) % width - at)), width)
-    return f"{total % (1 << 8 * width):x}"
+def _sum(path: Path, place: tuple[int, int], dtype: str, number: int) -> str:
+    """Return the checksum of a tensor in a file, as parts of this format have it."""
+    start, stop = place
+    if number > WITH_SHA256:
+        return tensor_checksum(blocks(path, start, stop))
+    width = int(getattr(torch, dtype).itemsize)
+    return word_sum(blocks(path, start, stop - (stop - start) % width), width)
 
 
 def _places(path: Path) -> dict[str, tuple[int, int]] | None:

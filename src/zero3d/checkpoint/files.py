@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from queue import Queue
-from threading import Thread
-from typing import Self
 
 from zero3d.checkpoint.fields import USE_ANOTHER
 from zero3d.errors import CheckpointError
 
 MOST_TEXT = 1 << 31  # bytes; a manifest of 10,000 ranks is smaller
-AT_ONCE = 1 << 23  # bytes that are read while as many are hashed
+BLOCK_BYTES = 1 << 20  # that a core's cache holds, so that a checksum is taken of bytes that are there
 
 
 @contextmanager
@@ -54,53 +50,18 @@ def read(path: Path) -> bytes:
     return text
 
 
-class Hasher:
-    """Hashes bytes in a thread of its own, so that a disk has work meanwhile; bytes stay as they are until `wait`.
+def blocks(path: Path, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
+    """Yield the bytes of a file from `start` to `stop`, in one block of memory that the next one overwrites.
 
-    No pool of threads: those take nothing any more when a process ends, and a save may still be under way then.
+    Raises CheckpointError.
     """
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-        self._given: Queue[bytes | memoryview | None] = Queue()
-        self._thread = Thread(target=self._work, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._given.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:
-        while (data := self._given.get()) is not None:
-            self._hash.update(data)
-            self._given.task_done()
-
-    def update(self, data: bytes | memoryview) -> None:
-        """Take the next bytes."""
-        self._given.put(data)
-
-    def wait(self) -> None:
-        """Return when all that was taken is hashed."""
-        self._given.join()
-
-    def sha256(self) -> str:
-        """Return the checksum of all bytes."""
-        self.wait()
-        return self._hash.hexdigest()
-
-
-def digest(path: Path) -> str:
-    """Return the SHA-256 of a file, which is read while it is hashed. Raises CheckpointError."""
-    with open_regular(path) as file, Hasher() as hasher:
+    with open_regular(path) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        buffers = [memoryview(bytearray(min(AT_ONCE, os.fstat(file.fileno()).st_size + 1))) for _ in range(2)]
-        turn = 0
-        while count := file.readinto(buffers[turn]):
-            hasher.wait()  # of the other one, which is read into next
-            hasher.update(buffers[turn][:count])
-            turn = 1 - turn
-        return hasher.sha256()
+        size = os.fstat(file.fileno()).st_size
+        left = max(0, (size if stop is None else min(stop, size)) - start)
+        memory = memoryview(bytearray(min(BLOCK_BYTES, left)))
+        file.seek(start)
+        while left and (count := file.readinto(memory[: min(BLOCK_BYTES, left)])):
+            left -= count
+            yield memory[:count]

@@ -15,11 +15,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from zero3d.checkpoint.fields import USE_ANOTHER, quote
-from zero3d.checkpoint.files import digest, open_regular
+from zero3d.checkpoint.files import open_regular
 from zero3d.checkpoint.folders import checkpoints
 from zero3d.checkpoint.manifest import BUFFER, CODES, OLDEST, STREAM, Manifest, Part, TensorSpec, allowed_dtypes
 from zero3d.checkpoint.manifest_parser import open_manifest
 from zero3d.checkpoint.manifest_parts import read_contents
+from zero3d.checkpoint.sums import has_checksum
 from zero3d.errors import CheckpointError
 from zero3d.shards.boxes import box_shape
 
@@ -35,8 +36,8 @@ def verify(folder: Path) -> None:
 def verify_file(manifest: Manifest, part: Part) -> None:
     """Hash one file of tensors and hold its header to what its rank says of it. Raises CheckpointError."""
     path = manifest.folder / part.file
-    if digest(path) != part.sha256:
-        raise CheckpointError(f"{path} differs from what was saved: its SHA-256 is not the manifest's. {USE_ANOTHER}")
+    if not has_checksum(path, part.checksum):
+        raise CheckpointError(f"{path} differs from what was saved: its checksum is not the manifest's. {USE_ANOTHER}")
     check_header(manifest, part)
 
 

@@ -1,21 +1,22 @@
 """The manifest of a checkpoint: what is in it, as checked values, and the checksums over it.
 
     manifest.sha256     SHA-256 of manifest.json, as sha256sum prints it
-    manifest.json       format 3
+    manifest.json       format 4
       step              applied steps                                mesh       pp, dp, tp of who saved it
       parts             rank-N.json -> its SHA-256, by rank          about      what the run's bits depend on
       parameters        name -> shape, trainable, dtype              exact      summands of exact mode, or null
       optimizer         class, groups' options, scalars              scheduler  its state, or null
       loop              what the training loop gave, or null         loss_scale
     rank-N.json         what rank N has written
-      file, sha256      its tensors' file                            parameters those of its units, as above
+      file, xxh3_128    its tensors' file                            parameters those of its units, as above
       tensors           rows: name, state, box, dtype, key           scalars    the optimizer's, or none
       own               key -> shape, dtype                          python_rng random states of `random` and numpy
-      sums              key -> sum of a tensor (`sums.py`), or none: which tensor it is that a checksum misses
+      xxh3_64           key -> checksum of a tensor, own ones too    (`sums.py`: damage is found, forgery is not)
 
 A rank's own tensors are its buffers and random states. No file and no process ever holds the rows of all ranks, of
 which there are some for every tensor and rank.
 
+Format 3 had `sha256` of its tensors' file in a part, and perhaps `sums` of tensors, by another rule (`sums.py`).
 Format 2 had everything in manifest.json, with `files` (rank file -> its SHA-256), `own` by file, `python_rng` by rank,
 and a `file` in every row. Format 1 had no checksum, no `own` and no dtypes of rows, and its first manifests no mesh.
 
@@ -35,7 +36,7 @@ from zero3d.checkpoint.folders import MANIFEST
 from zero3d.distributed.degrees import Degrees
 from zero3d.shards.boxes import Box, Shape
 
-FORMAT, WITHOUT_PARTS, OLDEST = 3, 2, 1
+FORMAT, WITH_SHA256, WITHOUT_PARTS, OLDEST = 4, 3, 2, 1
 MASTER, FROZEN = "master", "weight"
 BUFFER, STREAM = "buffer:", "rng:"  # how keys of a rank's own tensors begin
 TORCH, NUMPY = f"{STREAM}torch", f"{STREAM}numpy"
@@ -78,15 +79,16 @@ class Part:
     """Holds what one rank of those that saved a checkpoint has written: its file of tensors, and what is in it.
 
     source       the file that says so, for messages
+    checksum     of the file of tensors, as `sums.has_checksum` takes it
     own          buffers and random states; none in format 1, whose files alone list them
     scalars      of the optimizer; none where the rank has no optimizer states
     python_rng   random states of `random` and numpy
-    sums         of tensors by their keys; older checkpoints have none
+    sums         checksums of tensors by their keys; formats up to 3 have other ones, or none
     """
 
     source: str
     file: str
-    sha256: str
+    checksum: str
     parameters: Mapping[str, ParameterSpec]
     rows: Sequence[BoxRow]
     own: Mapping[str, TensorSpec]

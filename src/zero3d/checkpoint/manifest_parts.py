@@ -8,7 +8,7 @@ file and field.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from math import prod
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from zero3d.checkpoint.manifest import (
     NUMPY,
     STREAM,
     TORCH,
+    WITH_SHA256,
     WORD,
     WORDS,
     BoxRow,
@@ -34,6 +35,7 @@ from zero3d.checkpoint.manifest import (
     key_of,
     part_of,
 )
+from zero3d.checkpoint.sums import SHA256_DIGITS, XXH3_DIGITS
 from zero3d.checkpoint.tiling import TilingSums, tiling_fault
 from zero3d.errors import CheckpointError
 from zero3d.shards.boxes import Box, Shape
@@ -41,9 +43,9 @@ from zero3d.shards.boxes import Box, Shape
 HEXADECIMAL = frozenset("0123456789abcdef")
 
 
-def read_part(folder: Path, rank: int, sha256: str) -> Part:
-    """Read the part of a rank whose file has this SHA-256. Raises CheckpointError."""
-    return parse_part(parse_fields(read_part_text(folder, rank, sha256), str(folder / part_of(rank))), rank)
+def read_part(folder: Path, rank: int, sha256: str, number: int) -> Part:
+    """Read the part of a rank, in a format, whose file has this SHA-256. Raises CheckpointError."""
+    return parse_part(parse_fields(read_part_text(folder, rank, sha256), str(folder / part_of(rank))), rank, number)
 
 
 def read_part_text(folder: Path, rank: int, sha256: str) -> bytes:
@@ -59,7 +61,7 @@ def part_of_rank(manifest: Manifest, rank: int) -> Part:
     """Return what a rank of those that saved a checkpoint has written. Raises CheckpointError."""
     if manifest.inline:
         return manifest.inline[rank]
-    return read_part(manifest.folder, rank, manifest.parts[part_of(rank)])
+    return read_part(manifest.folder, rank, manifest.parts[part_of(rank)], manifest.format)
 
 
 class Contents:
@@ -150,16 +152,21 @@ def check_tiling(contents: Contents, manifest: Manifest) -> None:
 # --- one part -----------------------------------------------------------------------------------
 
 
-def parse_part(fields: Field, rank: int) -> Part:
-    """Return the part of a rank that these fields are, all of them checked. Raises CheckpointError."""
-    file, sha256 = fields.entry("file").one_of(file_of(rank)), parse_digest(fields.entry("sha256"))
+def parse_part(fields: Field, rank: int, number: int) -> Part:
+    """Return the part of a rank, in a format, that these fields are, all of them checked. Raises CheckpointError."""
+    file = fields.entry("file").one_of(file_of(rank))
+    by_sha256 = number <= WITH_SHA256
+    checksum = parse_digest(fields.entry("sha256")) if by_sha256 else _xxh3(fields.entry("xxh3_128"), XXH3_DIGITS)
     parameters = parse_parameters(fields.entry("parameters"))
     rows = [_row(row, parameters) for row in fields.entry("tensors").rows()]
     scalars = check_scalars(fields.entry("scalars"))
     _check_streams(fields.entry("python_rng"))
     own = _own(fields.entry("own"))
-    sums = _sums(fields.entry("sums")) if fields.has("sums") else {}
-    return Part(fields.file, file, sha256, parameters, rows, own, scalars, fields.entry("python_rng"), sums)
+    if by_sha256:
+        sums = _sums(fields.entry("sums")) if fields.has("sums") else {}
+    else:
+        sums = _checksums(fields.entry("xxh3_64"), {*(row.key for row in rows), *own})
+    return Part(fields.file, file, checksum, parameters, rows, own, scalars, fields.entry("python_rng"), sums)
 
 
 def parse_inline(fields: Field, parameters: Mapping[str, ParameterSpec], dtyped: bool) -> list[Part]:
@@ -188,8 +195,16 @@ def parse_inline(fields: Field, parameters: Mapping[str, ParameterSpec], dtyped:
 def parse_digest(field: Field) -> str:
     """Return a SHA-256 in hexadecimal digits."""
     text = field.text()
-    if len(text) != 64 or set(text) - HEXADECIMAL:
-        field.refuse("a SHA-256 in 64 digits")
+    if len(text) != SHA256_DIGITS or set(text) - HEXADECIMAL:
+        field.refuse(f"a SHA-256 in {SHA256_DIGITS} digits")
+    return text
+
+
+def _xxh3(field: Field, digits: int) -> str:
+    """Return a checksum by XXH3 in hexadecimal digits."""
+    text = field.text()
+    if len(text) != digits or set(text) - HEXADECIMAL:
+        field.refuse(f"an XXH3 in {digits} digits")
     return text
 
 
@@ -227,8 +242,15 @@ def _own(field: Field) -> dict[str, TensorSpec]:
     return {key: _tensor_spec(entry) for key, entry in field.items()}
 
 
+def _checksums(field: Field, keys: Set[str]) -> dict[str, str]:
+    """Return checksums of tensors, of which there is one for each key."""
+    if not keys <= field.entries().keys():
+        field.refuse("a mapping with an entry for each key of tensors and of own")
+    return {key: _xxh3(entry, XXH3_DIGITS // 2) for key, entry in field.items()}
+
+
 def _sums(field: Field) -> dict[str, str]:
-    """Return sums of tensors, as they were written."""
+    """Return sums of tensors, as formats up to 3 have written them."""
     for _, entry in field.items():
         text = entry.text()
         if not 0 < len(text) <= 16 or set(text) - HEXADECIMAL:

@@ -150,7 +150,7 @@ class _Found:
     """Keeps of the parts of all ranks that saved a checkpoint what this rank will read, and no more.
 
     buffers  name -> the file and description of the first that has it; on the mesh that saved it, the rank's own
-    part     of this rank, on the mesh that saved it
+    part     of this rank, on the mesh that saved it; its file is then the only one that this rank verifies
     states   of every parameter, by its name
     """
 
@@ -198,7 +198,7 @@ def _verify(manifest: Manifest, found: _Found, engine: EngineState) -> VerifiedC
     """Check this rank's share of the files, and open what this rank will read."""
     world = engine.world
     for rank in range(world.rank, manifest.mesh.world, world.size):
-        verify_file(manifest, part_of_rank(manifest, rank))
+        verify_file(manifest, found.part or part_of_rank(manifest, rank))
     for name, piece in _pieces(engine):
         for state in found.states.get(name, ()):
             found.reader.prepare(replace(piece, state=state))

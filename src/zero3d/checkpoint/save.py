@@ -19,7 +19,7 @@ its part's checksum; rank 0 reads the parts one by one, for what they say togeth
 
     prepare          the temporary folder          rank 0
     capture, facts   what is to be written, tensors as views, and what is known beside them
-    write_all        tensors and parts, the manifest over them, the rename
+    write_all        tensors and parts, the manifest over them, all of it on the disk, the rename
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from zero3d.checkpoint.manifest import BUFFER, FORMAT, STREAM, checksum_line, fi
 from zero3d.checkpoint.manifest_parser import parse_manifest
 from zero3d.checkpoint.manifest_parts import Contents, check_tiling, parse_part, read_part
 from zero3d.checkpoint.state import EngineState, state_pieces
-from zero3d.checkpoint.writing import json_text, removed_on_failure, write_tensors, write_text
+from zero3d.checkpoint.writing import Unsynced, json_text, removed_on_failure, write_tensors, write_text
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError
@@ -119,9 +119,11 @@ def write_all(target: Target, world: Comm, capture: Callable[[], Captured], fact
     """Write what all ranks have, and commit. `world` has all of them; `facts` is asked on rank 0."""
     temporary, final = target.temporary, target.final
     with removed_on_failure(temporary, world):
-        sha256, nbytes = agree(world, lambda: _write_rank(temporary, capture()))
-        digests = _exchange_digests(world, sha256)
-        agree(world, lambda: _commit(temporary, final, facts(), digests) if world.rank == 0 else None)
+        with Unsynced() as files:
+            sha256, nbytes = agree(world, lambda: _write_rank(temporary, capture(), files))
+            digests = _exchange_digests(world, sha256)
+            agree(world, lambda: _complete(temporary, facts, digests if world.rank == 0 else (), files))
+        agree(world, lambda: _publish(temporary, final) if world.rank == 0 else None)
     return Saved(final, nbytes)
 
 
@@ -167,16 +169,15 @@ def capture(engine: EngineState) -> Captured:
     return Captured(rank, states, own, part)
 
 
-def _write_rank(temporary: Path, captured: Captured) -> tuple[str, int]:
+def _write_rank(temporary: Path, captured: Captured, files: Unsynced) -> tuple[str, int]:
     """Write a rank's tensors, then its part of the manifest; return the SHA-256 of that, and the tensors' bytes."""
     rank, file = captured.rank, file_of(captured.rank)
-    sums: dict[str, str] = {}
-    sha256 = write_tensors(temporary / file, {**captured.states, **captured.own}, sums)
+    checksums = write_tensors(temporary / file, {**captured.states, **captured.own}, files)
     path = temporary / part_of(rank)
-    text = json_text(path, {"file": file, "sha256": sha256, **captured.part, "sums": sums})
+    text = json_text(path, {"file": file, "xxh3_128": checksums.file, **captured.part, "xxh3_64": checksums.tensors})
     with _loadable(temporary):
-        parse_part(parse_fields(text.encode(), path.name), rank)
-    return write_text(path, text), captured.nbytes
+        parse_part(parse_fields(text.encode(), path.name), rank, FORMAT)
+    return write_text(path, text, files), captured.nbytes
 
 
 def own_state(engine: EngineState) -> tuple[dict[str, Tensor], Any]:
@@ -199,19 +200,25 @@ def _exchange_digests(world: Comm, sha256: str) -> list[str]:
     return [struct.pack("<4q", *row).hex() for row in world.exchange(numbers).tolist()]
 
 
-def _commit(temporary: Path, final: Path, facts: Facts, digests: Sequence[str]) -> None:
-    """Write the manifest of the ranks' parts, check that they fit together, and give the folder its final name."""
+def _complete(temporary: Path, facts: Callable[[], Facts], digests: Sequence[str], files: Unsynced) -> None:
+    """Write the manifest where there are digests of parts, and have the disk take all files of this rank."""
+    if digests:
+        _write_manifest(temporary, facts(), digests, files)
+    files.sync()
+    sync(temporary)
+
+
+def _write_manifest(temporary: Path, facts: Facts, digests: Sequence[str], files: Unsynced) -> None:
+    """Write the manifest of the ranks' parts, and check that they fit together."""
     contents = Contents()
     with _loadable(temporary):
         for rank, sha256 in enumerate(digests):
-            contents.add(read_part(temporary, rank, sha256))
+            contents.add(read_part(temporary, rank, sha256, FORMAT))
     text = json_text(temporary / MANIFEST, _manifest(contents, facts, digests))
     with _loadable(temporary):
         check_tiling(contents, parse_manifest(temporary, parse_fields(text.encode(), MANIFEST)))
-    write_text(temporary / MANIFEST, text)
-    write_text(temporary / CHECKSUM, checksum_line(text.encode()))
-    sync(temporary)
-    _publish(temporary, final)
+    write_text(temporary / MANIFEST, text, files)
+    write_text(temporary / CHECKSUM, checksum_line(text.encode()), files)
 
 
 def _manifest(contents: Contents, facts: Facts, digests: Sequence[str]) -> dict[str, Any]:

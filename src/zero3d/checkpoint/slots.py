@@ -1,7 +1,7 @@
 """What a restart from a rank's slots on a disk needs beside their records (memory/disk_slab.py): the note of a step.
 
     DIRECTORY/
-      rank-00003.note-0.json          of even steps: loop, options, scheduler, loss scale, random states, SHA-256 of
+      rank-00003.note-0.json          of even steps: loop, options, scheduler, loss scale, random states, checksum of
       rank-00003.note-0.safetensors   its buffers and random states
       rank-00003.note-1.*             of odd steps
 
@@ -29,7 +29,6 @@ from safetensors import safe_open
 
 from zero3d.checkpoint.compatibility import buffer_problem, check_run, check_streams
 from zero3d.checkpoint.fields import Field
-from zero3d.checkpoint.files import digest
 from zero3d.checkpoint.integrity import header
 from zero3d.checkpoint.json_values import from_json
 from zero3d.checkpoint.manifest import BUFFER, FORMAT, STREAM, Manifest
@@ -37,6 +36,7 @@ from zero3d.checkpoint.restore import refresh
 from zero3d.checkpoint.resume_contract import resume_guarantee
 from zero3d.checkpoint.save import own_state, run_state
 from zero3d.checkpoint.state import EngineState
+from zero3d.checkpoint.sums import has_checksum
 from zero3d.checkpoint.writing import json_text, write_tensors, write_text
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError
@@ -85,7 +85,7 @@ def write_note(stem: Path, engine: EngineState, session: int) -> None:
     try:
         entries = {
             **run_state(engine), "session": session, "layout": _layout(engine), "python_rng": python_rng,
-            "inode": _inode(stem), "tensors": write_tensors(fresh[tensors], own),
+            "inode": _inode(stem), "tensors": write_tensors(fresh[tensors], own).file,
         }  # fmt: skip
         plain = json.loads(json_text(path, entries))
         write_text(fresh[path], json_text(path, plain | {"sha256": _checksum(plain)}))
@@ -108,7 +108,7 @@ def read_notes(stem: Path, steps: Sequence[int]) -> dict[int, Note]:
             checksum = entries.pop("sha256", None)
             note = Note(path, entries)
             same = checksum == _checksum(entries) and note.step == step and entries["inode"] == _inode(stem)
-            if same and digest(note.tensors) == entries["tensors"]:
+            if same and has_checksum(note.tensors, entries["tensors"]):
                 notes[step] = note
     return notes
 

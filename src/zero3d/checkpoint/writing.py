@@ -1,11 +1,13 @@
 """Writing files of a checkpoint so that they are on the disk: tensors, JSON, text; a folder that failed is removed.
 
 Tensors go to a safetensors file one chunk after the other, through one bounded buffer in host memory: the header, with
-the place of every tensor, comes first and needs shapes and dtypes alone. The SHA-256 of a file is taken of the bytes
-on their way to it; it is never read again.
+the place of every tensor, comes first and needs shapes and dtypes alone. Checksums are taken of the bytes on their
+way to the file, block by block, while a block is in a core's cache; the file is never read again. The disk is given
+what was written as it comes. A save waits for it (fsync) at its end, once for all files of a rank: the disk works while
+the manifest is made, and a file system that keeps a journal writes it for all files together.
 
-    tensors on the device, in order --chunk--> buffer (pinned where there is an accelerator) --> SHA-256 and file
-    contiguous ones on the host ---------------------------------------------------------------> SHA-256 and file
+    tensors on the device, in order --chunk--> buffer (pinned where there is an accelerator) --> checksums and file
+    contiguous ones on the host ---------------------------------------------------------------> checksums and file
 """
 
 from __future__ import annotations
@@ -14,24 +16,25 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Self
 
 import torch
 from torch import Tensor
 
-from zero3d.checkpoint.files import Hasher
+from zero3d.checkpoint.files import BLOCK_BYTES
 from zero3d.checkpoint.folders import complete_steps
 from zero3d.checkpoint.json_values import to_json
 from zero3d.checkpoint.manifest import CODES
-from zero3d.checkpoint.sums import Place, TensorSums
+from zero3d.checkpoint.sums import Checksums, Hasher
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError, Zero3dError
 from zero3d.precision import Halves, joined
 
 BUFFER_BYTES = 1 << 25  # of host memory, whatever the size of the states
+GIVEN_BYTES = 1 << 23  # that the disk is given at once
 
 
 @contextmanager
@@ -45,50 +48,92 @@ def removed_on_failure(temporary: Path, world: Comm) -> Iterator[None]:
         raise
 
 
-def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor | Halves], sums: dict[str, str] | None = None, **about: str
-) -> str:
-    """Write and fsync a safetensors file; return its SHA-256. Raises CheckpointError where the disk does not take it.
+class Unsynced:
+    """Owns the files that a rank has written and that the disk may not have: open, for who syncs them must hear of it.
 
-    Tensors may be on any device and strided. Beside them it takes BUFFER_BYTES of host memory, or less; of those in
-    halves it joins as many bytes at a time.
-
-    sums  is given the sum of each tensor (`sums.py`)
+    Whoever leaves it without `sync` leaves files that a loss of power may take.
     """
-    in_order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))  # so that each is aligned
-    contents = {key: tensors[key] for key in in_order}
-    summed = TensorSums(_places(contents))
+
+    def __init__(self) -> None:
+        self._files: dict[Path, BinaryIO] = {}
+        self._closing = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # of a disk that is full, and that was told
+            self._closing.close()
+
+    def open(self, path: Path) -> BinaryIO:
+        """Open a new file."""
+        self._files[path] = self._closing.enter_context(path.open("wb"))
+        return self._files[path]
+
+    def sync(self) -> None:
+        """Have the disk take all of them. Raises CheckpointError."""
+        for path, file in self._files.items():
+            with told(path):
+                file.flush()
+                os.fsync(file.fileno())
+
+
+@contextmanager
+def told(path: Path) -> Iterator[None]:
+    """Say of an error of the disk which file it is that could not be written. Raises CheckpointError."""
     try:
-        with path.open("wb") as file, Hasher() as hasher:
-            for index, data in enumerate(_contents(path, contents, about, hasher.wait)):
-                hasher.update(data)
-                file.write(data)
-                if index and sums is not None:  # behind the header
-                    summed.add(data)
-            file.flush()
-            os.fsync(file.fileno())
-            sha256 = hasher.sha256()
+        yield
     except OSError as error:
         older = complete_steps(path.parent.parent)
         remedy = "go on from an older checkpoint, which is whole" if older else "try again"
         raise CheckpointError(f"cannot write {path} ({error}): make room and {remedy}.") from error
-    if sums is not None:
-        sums.update(summed.sums)
-    return sha256
 
 
-def _places(tensors: Mapping[str, Tensor | Halves]) -> Iterator[Place]:
-    stop = 0
-    for key, values in tensors.items():
-        stop += values.shape.numel() * values.dtype.itemsize
-        yield Place(key, stop, values.dtype.itemsize)
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor | Halves], unsynced: Unsynced | None = None, **about: str
+) -> Checksums:
+    """Write a safetensors file; return its checksums. Raises CheckpointError where the disk does not take it.
+
+    Tensors may be on any device and strided. Beside them it takes BUFFER_BYTES of host memory, or less; of those in
+    halves it joins as many bytes at a time.
+
+    unsynced  is given the file, to be synced later; it is synced here where there is none
+    """
+    if unsynced is None:
+        with Unsynced() as files:
+            checksums = write_tensors(path, tensors, files, **about)
+            files.sync()
+        return checksums
+    in_order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))  # so that each is aligned
+    contents = {key: tensors[key] for key in in_order}
+    hasher = Hasher(contents)
+    header = _header(path, contents, about)
+    with told(path):
+        file = unsynced.open(path)
+        hasher.update(None, header)
+        file.write(header)
+        given = 0
+        for key, data in _staged(contents):
+            for start in range(0, len(data), BLOCK_BYTES):
+                block = data[start : start + BLOCK_BYTES]
+                hasher.update(key, block)
+                file.write(block)
+            if file.tell() - given >= GIVEN_BYTES:
+                given = _give(file, given)
+        _give(file, given)
+    return hasher.checksums()
 
 
-def _contents(
-    path: Path, tensors: Mapping[str, Tensor | Halves], about: Mapping[str, str], passed: Callable[[], None]
-) -> Iterator[bytes | memoryview]:
-    yield _header(path, tensors, about)
-    yield from _staged(list(tensors.values()), passed)
+def _give(file: BinaryIO, start: int) -> int:
+    """Have the disk begin with what was written from `start` on, and return where that ends.
+
+    The page cache lets go of what the disk has; what it has not is written now, for it cannot be let go.
+    """
+    file.flush()
+    stop = file.tell()
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), start, stop - start, os.POSIX_FADV_DONTNEED)
+    return stop
 
 
 def _header(path: Path, tensors: Mapping[str, Tensor | Halves], about: Mapping[str, str]) -> bytes:
@@ -106,26 +151,25 @@ def _header(path: Path, tensors: Mapping[str, Tensor | Halves], about: Mapping[s
     return len(text).to_bytes(8, "little") + text
 
 
-def _staged(tensors: list[Tensor | Halves], passed: Callable[[], None]) -> Iterator[memoryview]:
-    """Yield the bytes of tensors in order: their own memory where that is the host's and contiguous.
+def _staged(tensors: Mapping[str, Tensor | Halves]) -> Iterator[tuple[str, memoryview]]:
+    """Yield the bytes of tensors in order, with their keys: their own memory where that is the host's and contiguous.
 
-    Of others each time a part of one buffer, which the next one overwrites when `passed` has returned.
+    Of others each time a part of one buffer, which the next one overwrites.
     """
-    through = [values for values in tensors if not _is_as_written(values)]
+    through = [values for values in tensors.values() if not _is_as_written(values)]
     largest = max((values.shape.numel() * values.dtype.itemsize for values in through), default=0)
     stored = [values if isinstance(values, Tensor) else values.weights for values in through]
     pinned = any(values.device.type != "cpu" for values in stored)
     buffer = torch.empty(min(largest, BUFFER_BYTES), dtype=torch.uint8, pin_memory=pinned)
-    for values in tensors:
+    for key, values in tensors.items():
         if isinstance(values, Tensor) and _is_as_written(values):
-            for part in torch.split(values.detach().reshape(-1).view(torch.uint8), BUFFER_BYTES):
-                yield part.numpy().data
+            for part in torch.split(values.detach().reshape(-1).view(torch.uint8), GIVEN_BYTES):
+                yield key, part.numpy().data
             continue
         for chunk in chunks(values, buffer.numel() // values.dtype.itemsize):
-            passed()
             staged = buffer[: chunk.numel() * chunk.element_size()]
             staged.view(chunk.dtype).view(chunk.shape).copy_(chunk)  # blocking: the bytes are read next
-            yield staged.numpy().data
+            yield key, staged.numpy().data
 
 
 def _is_as_written(values: Tensor | Halves) -> bool:
@@ -170,11 +214,17 @@ def json_text(path: Path, value: Any) -> str:
         ) from error
 
 
-def write_text(path: Path, text: str) -> str:
-    """Write and fsync a text file; return its SHA-256."""
-    data = text.encode()
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def write_text(path: Path, text: str, unsynced: Unsynced | None = None) -> str:
+    """Write a text file; return its SHA-256. Raises OSError.
+
+    unsynced  is given the file, to be synced later; it is synced here where there is none
+    """
+    if unsynced is None:
+        with Unsynced() as files:
+            sha256 = write_text(path, text, files)
+            files.sync()
+        return sha256
+    data, file = text.encode(), unsynced.open(path)
+    file.write(data)
+    _give(file, 0)
     return hashlib.sha256(data).hexdigest()
