@@ -50,7 +50,7 @@ class StepShape(NamedTuple):
 
 
 class MadeSchedule(NamedTuple):
-    """One of torch's schedules, what it is made for, this rank's stages in it, what they sent and what they wait for."""
+    """One of torch's schedules: what it is made for, this rank's stages in it, what they sent and wait for."""
 
     shape: StepShape
     schedule: Any
