@@ -184,7 +184,8 @@ def one_fault(folder: Path, fault: str, timeout: float) -> dict[str, Any]:
     told, seconds = json.loads(block.read_text()), block.stat().st_mtime - begun
     waiting, faulty = told["ranks"]
     named = {
-        "rank": told["waits"][0]["for"] == [1],
+        # Of a rank that died its peer learns, too, and may be out of its collective by then.
+        "rank": faulty["state"] == "dead" or told["waits"][0]["for"] == [1],
         "unit": waiting["unit"] not in ("", "-"),
         "operation": waiting["op"] == "all_gather",
         "stacks": bool(waiting["stack"]) and (bool(faulty["stack"]) or faulty["state"] == "dead"),

@@ -21,6 +21,7 @@ def train(case, folder):
     rank = int(os.environ["RANK"])
     heartbeat = Heartbeat.join(os.environ[WATCH], rank)
     heartbeat.tell(axes={"dp": [0, 1]}, output=str(folder))
+    (folder / "watch").write_text(os.environ[WATCH])
     with heartbeat.phase(TRAINING):
         for step in (1, 2):
             heartbeat.step = step

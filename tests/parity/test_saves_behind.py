@@ -41,6 +41,36 @@ def sgd(params):
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
+UNHEARD = """
+import sys, torch, zero3d
+from zero3d.checkpoint import background
+from zero3d.errors import CheckpointError
+
+def fail(target, *_):
+    raise CheckpointError(f"cannot write {target.temporary}: no space")
+
+background.write_all = fail
+engine = zero3d.Engine(torch.nn.Linear(4, 4), stage=1)
+for told in (True, False)[: int(sys.argv[2])]:
+    engine.save(sys.argv[1], wait=False)
+    if told:
+        try:
+            engine.saved()
+        except CheckpointError:
+            pass
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("saves", [1, 2], ids=["heard of", "unheard of"])
+def test_a_failed_save_that_nobody_asked_about_is_said_at_the_end_of_the_process(tmp_path, saves):
+    done = subprocess.run(
+        [sys.executable, "-c", UNHEARD, str(tmp_path), str(saves)], capture_output=True, text=True, timeout=300
+    )
+    said = f"the checkpoint {tmp_path}/step-0 was not written: cannot write {tmp_path}/.step-0.tmp: no space\n"
+    assert done.stderr.count(said) == saves - 1, done.stderr
+
+
 OPTIONS = {
     "plain": {},
     "fp32": {"precision": "fp32"},

@@ -59,6 +59,7 @@ def test_a_stall_names_rank_unit_collective_and_stack_and_ends_the_run(tmp_path,
     assert any(frame in line for line in other["stack"])
     assert block["advice"]
     assert not any(psutil.pid_exists(rank["pid"]) for rank in block["ranks"])
+    assert not Path((tmp_path / "watch").read_text()).exists()
 
 
 def test_a_rank_that_is_killed_is_named_with_its_last_call_and_the_stacks_of_the_others(tmp_path):
@@ -82,6 +83,7 @@ def test_after_a_killed_launcher_ranks_say_so_and_end_even_where_one_is_stopped(
     assert block["ranks"][0]["unit"] == "b"
     left = [psutil.Process(rank["pid"]) for rank in block["ranks"] if psutil.pid_exists(rank["pid"])]
     assert psutil.wait_procs(left, timeout=GONE)[1] == []
+    assert not Path((tmp_path / "watch").read_text()).exists()
 
 
 FAULTY = """

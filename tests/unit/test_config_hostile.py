@@ -106,6 +106,11 @@ def test_a_long_word_is_an_override_or_a_name_that_does_not_exist():
         load(None, ["k" * 5000])
 
 
+def test_an_override_of_a_key_of_two_lines_is_refused_in_one(tmp_path):
+    with pytest.raises(ConfigError, match=r"^override 'zero\.st\\nage=3': zero\.st age is no key"):
+        load(None, ["zero.st\nage=3"])
+
+
 def test_a_value_is_quoted_short():
     assert short("a" * 60) == "a" * 60
     assert short("a" * 10**7) == "a" * 60 + "..."

@@ -15,7 +15,7 @@ from zero3d.cli.elastic import Course, Job, Slots, is_fault, run_job
 from zero3d.cli.rank_environment import narrowed
 from zero3d.config import EXACT_DP, fitting_dp, fitting_ranks, load
 from zero3d.distributed.mesh import _launched
-from zero3d.errors import ConfigError, Zero3dError
+from zero3d.errors import ConfigError, MeshError, Zero3dError
 from zero3d.train.start import Start
 from zero3d.zero.layout import CANONICAL
 
@@ -57,8 +57,14 @@ def test_mesh_dp_is_the_most_and_min_ranks_the_least():
     shrinks = load(None, [*SHRINKS, "mesh.dp=4", "health.min_ranks=2"])
     assert [fitting_ranks(shrinks, ranks) for ranks in (2, 3, 4, 9)] == [2, 2, 4, 4]
     assert fitting_ranks(load(None, []), 3) == 3
-    with pytest.raises(Zero3dError, match=r"1 rank is there, .* dp 1 = 1 ranks, and health\.min_ranks=2 asks for more"):
+    said = (
+        r"1 rank is there, .* dp 1 = 1 ranks, and health\.min_ranks=2 asks .*: start more .* type health\.min_ranks=1\."
+    )
+    with pytest.raises(MeshError, match=said) as refused:
         fitting_ranks(shrinks, 1)
+    assert refused.value.exit_code == 2
+    with pytest.raises(MeshError, match=r"1 rank is there, .* tp 2 x pp 1 = 2 make one dp\.$"):
+        fitting_ranks(load(None, [*SHRINKS, "mesh.tp=2"]), 1)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from zero3d.cli.workers import Worker, conclude, supervise
 from zero3d.train.stop import SIGNALS, Stopped, StopRequest
+from zero3d.watchdog.monitor import Monitor
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -130,7 +131,7 @@ def test_workers_are_told_once_however_long_they_save(monkeypatch):
     workers = [Worker(rank, Saving(143), Path()) for rank in range(2)]
     request = StopRequest()
     request.signal = signal.SIGTERM
-    assert supervise(workers, request) == []
+    assert supervise(workers, request, Monitor(Path())) == []
     assert [worker.process.told for worker in workers] == [1, 1]
 
 
@@ -138,7 +139,7 @@ def test_a_failed_worker_is_reported_while_others_hang(monkeypatch):
     monkeypatch.setattr("zero3d.cli.workers.POLL", 0)
     monkeypatch.setattr("zero3d.cli.workers.LAST_WORDS", 0)
     workers = [Worker(0, Saving(None), Path()), Worker(1, Saving(1), Path())]
-    assert supervise(workers, StopRequest()) == workers[1:]
+    assert supervise(workers, StopRequest(), Monitor(Path())) == workers[1:]
     assert [worker.process.told for worker in workers] == [0, 0]
 
 

@@ -1,16 +1,21 @@
 """From records to a verdict: who is silent for too long, who waits for whom, and what is said of it."""
 
+import os
+import subprocess
+import sys
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from zero3d.watchdog import monitor as monitors
+from zero3d.watchdog import monitor as monitors, place
 from zero3d.watchdog.block import STALL, Block
-from zero3d.watchdog.heartbeat import TRAINING, Heartbeat
-from zero3d.watchdog.joined import host_folder
+from zero3d.watchdog.heartbeat import ALL, TRAINING, Heartbeat
 from zero3d.watchdog.monitor import Facts, Monitor
+from zero3d.watchdog.place import open_folder
 from zero3d.watchdog.stacks import main_first, main_frames
-from zero3d.watchdog.states import RankState, find_culprits, find_waits, settle_by_stack
+from zero3d.watchdog.states import RankState, Wait, find_culprits, find_waits, settle_by_stack
 
 
 def rank(number, state="waiting", op="all_gather", unit="a", count=7, axes=None, axis="dp", **more):
@@ -29,8 +34,23 @@ def rank(number, state="waiting", op="all_gather", unit="a", count=7, axes=None,
         ([rank(0), rank(1), rank(2), rank(3)], [[], [], [], []], []),  # the network
         ([rank(0), rank(1)], [[2, 3], [2, 3]], []),  # the others are on another host
         ([rank(0, axes={"dp": [0, 2]}), rank(2, "running")], [[2]], [2]),
+        ([rank(0, peer=1), rank(1, "running", peer=0)], [[1]], [1]),
+        ([rank(0, peer=1), rank(1, unit="b", peer=0)], [[1], [0]], []),
+        ([rank(0, peer=1), rank(1, unit="b")], [[1], [0]], [1]),
     ],
-    ids=["running", "stopped", "dead", "behind", "another unit", "all in one", "other hosts", "only its own axis"],
+    ids=[
+        "running",
+        "stopped",
+        "dead",
+        "behind",
+        "another unit",
+        "all in one",
+        "other hosts",
+        "only its own axis",
+        "a message",
+        "messages of each other",
+        "a message of one in a collective",
+    ],
 )
 def test_a_rank_waits_for_those_of_its_axis_that_are_not_in_the_same_call(states, waits, culprits):
     assert [wait.peers for wait in find_waits(states)] == waits
@@ -42,14 +62,19 @@ def frame(path, function):
 
 
 def test_stacks_correct_what_records_cannot_tell():
-    computing = rank(0, op="a step", stack=frame("/x/torch/nn/functional.py", "linear"))
-    receiving = rank(1, op="a step", stack=frame("/x/torch/distributed/pipelining/schedules.py", "_wait_batch_p2p"))
-    foreign = rank(2, "running", stack=frame("/x/torch/distributed/distributed_c10d.py", "broadcast"))
-    looping = rank(3, "running", stack=frame("/x/model.py", "forward"))
-    settle_by_stack([computing, receiving, foreign, looping])
-    assert [state.state for state in (computing, receiving, foreign, looping)] == [
-        "running", "waiting", "waiting", "running"
-    ]  # fmt: skip
+    of_torch, schedule = "/x/torch/distributed/distributed_c10d.py", "/x/torch/distributed/pipelining/schedules.py"
+    message = {"op": "receive", "unit": "the gradients of a", "count": 0, "peer": 1}
+    in_forward = [*frame("/x/torch/nn/functional.py", "linear"), *frame(schedule, "_step_microbatches")[1:]]
+    computing = rank(0, "running", **message, stack=in_forward)
+    receiving = rank(1, "running", **message, stack=frame(schedule, "_wait_batch_p2p"))
+    sending = rank(2, "running", **message, stack=[*frame(of_torch, "isend"), *frame(schedule, "_batch_p2p")[1:]])
+    foreign = rank(3, "running", **message, stack=frame(of_torch, "broadcast"))
+    looping = rank(4, "running", stack=frame("/x/model.py", "forward"))
+    states = [computing, receiving, sending, foreign, looping]
+    settle_by_stack(states)
+    assert [state.state for state in states] == ["running", "waiting", "waiting", "waiting", "running"]
+    assert (receiving.call_words, foreign.peer) == ("receive of the gradients of a on axis dp", ALL)
+    assert find_waits(states)[:2] == [Wait(each, [1], "dp", "receive", "the gradients of a") for each in (1, 2)]
     assert foreign.call_words == "torch.distributed.broadcast, a call that is none of zero3d's"
 
 
@@ -130,6 +155,34 @@ def test_while_one_rank_saves_the_others_may_wait_and_start_counting_anew_afterw
             assert 99 <= clock.passes(monitor, 200.0) <= 102
 
 
+def test_what_is_slow_may_take_as_long_as_it_moves_its_record_or_bytes_and_others_wait_for_it(watched, monkeypatch):
+    monitor, clock, (first, second) = watched
+    moved = {"bytes": 0}
+    monkeypatch.setattr(monitors, "_disk_bytes", lambda pid: moved["bytes"])
+    with first.phase("load"), second.inside("dp", "exchange", "-"):
+        for _ in range(5):
+            moved["bytes"] += 1
+            assert clock.passes(monitor, 95.0) is None
+        for _ in range(5):
+            first.work(b"tokenizing")
+            assert clock.passes(monitor, 95.0) is None
+        assert clock.passes(monitor, 200.0) <= 10.0
+    first.step = second.step = 5
+    assert clock.passes(monitor, 9.0) is None
+    moved["bytes"] += 1  # a save behind training moves them, too
+    assert clock.passes(monitor, 9.0) <= 3.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts them")
+def test_bytes_to_and_from_disks_are_read_from_the_system(monkeypatch):
+    counts = SimpleNamespace(read_bytes=5, write_bytes=7)
+    monkeypatch.setattr(psutil.Process, "io_counters", lambda _: counts)
+    assert monitors._disk_bytes(os.getpid()) == 12
+    monkeypatch.undo()
+    assert monitors._disk_bytes(os.getpid()) >= 0
+    assert monitors._disk_bytes(2**22 + 1) == 0  # more than any process' number
+
+
 def test_a_monitor_that_was_held_up_itself_blames_nobody(watched):
     monitor, clock, _ = watched
     assert clock.passes(monitor, 2.0) is None
@@ -168,10 +221,50 @@ def test_each_host_writes_a_block_of_its_own_name(tmp_path, capsys):
 
 
 def test_the_folder_of_a_host_is_one_for_all_its_ranks_private_and_ours(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder = host_folder(["node", "29500"])
-    assert folder == host_folder(["node", "29500"]) != host_folder(["node", "29501"])
+    shared = places(monkeypatch, tmp_path)
+    folder = open_folder(os.getpid(), ["node", "29500"])
+    assert folder == open_folder(os.getpid(), ["node", "29500"]) != open_folder(os.getpid(), ["node", "29501"])
+    assert folder.parent == shared
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.rmdir()
     folder.symlink_to(tmp_path)
-    assert host_folder(["node", "29500"]) is None
+    assert open_folder(os.getpid(), ["node", "29500"]) is None
+
+
+def places(monkeypatch, folder):
+    """Have a shared and a temporary place in a test's folder; the shared one."""
+    for name in ("shm", "tmp"):
+        (folder / name).mkdir()
+    monkeypatch.setattr(place, "SHARED", folder / "shm")
+    monkeypatch.setattr("tempfile.tempdir", str(folder / "tmp"))
+    return folder / "shm"
+
+
+@pytest.mark.parametrize("without", ["one", "room"])
+def test_without_room_in_shared_memory_records_are_in_the_temporary_folder(tmp_path, monkeypatch, without):
+    shared = places(monkeypatch, tmp_path)
+    if without == "one":
+        shared.rmdir()  # macOS
+    else:
+        monkeypatch.setattr(place, "ROOM", 1 << 62)
+    assert open_folder(os.getpid(), []).parent == tmp_path / "tmp"
+
+
+def test_folders_of_launchers_and_ranks_that_are_gone_are_removed_at_the_next_start(tmp_path, monkeypatch):
+    shared = places(monkeypatch, tmp_path)
+    launcher, living = (subprocess.Popen(["cat"], stdin=subprocess.PIPE) for _ in range(2))
+    try:
+        used, left, ours = (open_folder(launcher.pid, [name]) for name in ("used", "left", "ours"))
+        for folder, pid in ((used, living.pid), (left, launcher.pid), (ours, os.getpid())):
+            Heartbeat.begin(folder, 0, TRAINING)
+            record = bytearray((folder / "rank-0").read_bytes())
+            record[16:24] = pid.to_bytes(8, "little")
+            (folder / "rank-0").write_bytes(record)
+        assert {used, left, ours, open_folder(os.getpid(), [])} == set(shared.iterdir())
+        launcher.kill()
+        launcher.wait()
+        assert {used, open_folder(os.getpid(), ["a new run"]), open_folder(os.getpid(), [])} == set(shared.iterdir())
+    finally:
+        for process in (launcher, living):
+            process.kill()
+            process.wait()

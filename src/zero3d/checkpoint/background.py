@@ -13,14 +13,18 @@ from the slot of this step, which the next update leaves alone.
 The threads of all ranks agree among themselves, through the store (`StoreExchange`): a collective from a thread would
 come between training's own, on every rank in another place. So all threads end alike, with a checkpoint or with one
 error, at moments that differ: the main threads take note of it (`finish`) when they are together. A process that is
-killed leaves what a killed `save` leaves, a folder that has no checkpoint's name; one that ends waits for its thread.
+killed leaves what a killed `save` leaves, a folder that has no checkpoint's name; one that ends waits for its thread
+and says on stderr what nobody has heard of.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import NamedTuple
@@ -107,6 +111,7 @@ class Saves:
         prepare(target, world)
         with removed_on_failure(target.temporary, world):
             self._under_way = agree(world, lambda: self._captured(state, target, budget))
+        atexit.register(self._under_way.tell_unheard)
         self._under_way.start()
         self._seconds = time.monotonic() - begun
         return target.final
@@ -150,6 +155,7 @@ class Saves:
         ended, self._under_way = self._under_way, None
         if ended is None:
             return None
+        atexit.unregister(ended.tell_unheard)
         if ended.failure is not None:
             raise ended.failure
         return ended.target.final
@@ -197,6 +203,12 @@ class _UnderWay(Thread):
         with self._side.entered():
             wait_for_device(self._device)
         return self._captured._replace(states=self._places)
+
+    def tell_unheard(self) -> None:
+        """Say at the end of the process, which has waited for it, that a save failed of which nobody took note."""
+        if self.failure is not None and self._threads.rank == 0:
+            with suppress(OSError):
+                print(f"the checkpoint {self.target.final} was not written: {self.failure}", file=sys.stderr)
 
     def release(self) -> None:
         """Have what comes next on the caller's stream come after the copy."""

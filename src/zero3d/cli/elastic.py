@@ -45,7 +45,7 @@ from zero3d.cli.workers import (
 )
 from zero3d.config import Config, fitting_ranks
 from zero3d.distributed.degrees import Degrees
-from zero3d.errors import BAD_INPUT, CheckpointError, CorruptionError, NonFiniteError, Zero3dError
+from zero3d.errors import BAD_INPUT, CheckpointError, CorruptionError, MeshError, NonFiniteError, Zero3dError
 from zero3d.reading import Unreadable, parse_object
 from zero3d.train.folder import AUTO, Folder
 from zero3d.train.start import Start
@@ -235,7 +235,7 @@ class Slots:
             )
         try:
             return left[: fitting_ranks(job.config, len(left))]
-        except Zero3dError as error:
+        except MeshError as error:  # the machine's fault by now: what was typed fits all slots
             lost = "; ".join(f"slot {slot} is lost: {why}" for slot, why in self._lost.items())
             raise Zero3dError(f"{error} {lost}. Go on with: {command}" if lost else str(error)) from error
 

@@ -22,7 +22,7 @@ from zero3d.pipeline.schedules import Schedule
 def check_world(config: Config, world: int) -> None:
     """Refuse degrees and a batch that `world` ranks cannot form. Raises MeshError and ConfigError.
 
-    Under health.min_ranks those of them count that can form a dp; Zero3dError where they are too few.
+    Under health.min_ranks those of them count that can form a dp.
     """
     degrees = Degrees.resolve(fitting_ranks(config, world), asked_dp(config), config.mesh.tp, config.mesh.pp)
     batch = resolve_batch(config.train, degrees.dp)

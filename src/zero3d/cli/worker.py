@@ -23,8 +23,9 @@ from typing import NoReturn
 from zero3d.errors import Zero3dError
 from zero3d.train.stop import SIGNALS, Stopped
 from zero3d.watchdog.heartbeat import WATCH, Heartbeat
-from zero3d.watchdog.joined import host_folder, start_monitor
+from zero3d.watchdog.joined import start_monitor
 from zero3d.watchdog.orphans import follow_parent
+from zero3d.watchdog.place import open_folder, remove_if_left
 from zero3d.watchdog.stacks import dump_on_signal
 
 LAUNCHED = "ZERO3D_LAUNCHED"  # our launcher's process, for workers whose failure it reports
@@ -72,6 +73,8 @@ def as_worker(action: Callable[[], None], limits: Mapping[str, float] | None = N
     except BaseException as error:  # noqa: BLE001 (reported here or by the launcher)
         code = leave_exception(error)
     heartbeat.end()
+    if LAUNCHED in os.environ and WATCH in os.environ:
+        remove_if_left(Path(os.environ[WATCH]))
     leave(code)
 
 
@@ -96,7 +99,7 @@ def begin_heartbeat(limits: Mapping[str, float]) -> Heartbeat:
     rank = int(os.environ.get("RANK", "0"))
     folder = Path(os.environ[WATCH]) if WATCH in os.environ else None
     if LAUNCHED not in os.environ and "RANK" in os.environ:
-        folder = host_folder([os.environ.get(name, "") for name in SAME_ATTEMPT])
+        folder = open_folder(os.getppid(), [os.environ.get(name, "") for name in SAME_ATTEMPT])
     if folder is None:
         return Heartbeat.begin(None, rank, STARTING)
     os.environ[WATCH] = str(folder)

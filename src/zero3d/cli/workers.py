@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,6 +36,7 @@ from zero3d.train.stop import SIGNALS, StopRequest
 from zero3d.watchdog.block import DEATH, STALL, observe
 from zero3d.watchdog.heartbeat import WATCH
 from zero3d.watchdog.monitor import Monitor
+from zero3d.watchdog.place import open_folder
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 MAIN = "zero3d.cli.main"
 RANKS = 2  # workers of a machine without accelerators
 ERROR_NAME = "error.json"  # in a worker's folder
-WATCHED = "watch"  # the folder of the workers' heartbeats, beside theirs
+WATCHED = "watch"  # the folder of the workers' heartbeats, beside theirs where it has no better place
 POLL = 0.05  # seconds between two looks at the workers
 DIED, ENDED = "died without an exception", "ended by the watchdog"
 LAUNCH_OPTIONS = ("--ranks", "--json")  # of a command line, what says nothing about the training
@@ -108,8 +110,13 @@ def run_workers(
     """Run one worker in each of these slots of the machine; return all of them, over by now, and those that failed."""
     store = loopback_store()
     command = [sys.executable, "-P", "-m", module, *words]  # no file here takes the place of a module
-    with running_workers(command, environment(len(slots), store.port), folder, slots) as workers:
-        return workers, supervise(workers, request)
+    watched = open_folder(os.getpid(), [folder.name]) or folder / WATCHED
+    watched.mkdir(exist_ok=True)
+    try:
+        with running_workers(command, environment(len(slots), store.port, watched), folder, slots) as workers:
+            return workers, supervise(workers, request, Monitor(watched))
+    finally:
+        shutil.rmtree(watched, ignore_errors=True)
 
 
 def killed_twice() -> int:
@@ -130,10 +137,11 @@ def loopback_store() -> TCPStore:
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def environment(ranks: int, port: int) -> dict[str, str]:
+def environment(ranks: int, port: int, watched: Path) -> dict[str, str]:
     """Return the variables that all workers share; the store is the launcher's, so no port is taken in between."""
     shared = {
         **os.environ,
+        WATCH: str(watched),
         LAUNCHED: str(os.getpid()),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -156,8 +164,6 @@ def running_workers(
 ) -> Iterator[list[Worker]]:
     """Start the workers; whatever happens, none of them is left running."""
     workers: list[Worker] = []
-    (folder / WATCHED).mkdir()
-    shared = shared | {WATCH: str(folder / WATCHED)}
     try:
         for rank, slot in enumerate(slots):
             workers.append(start_worker(rank, command, shared | {SLOT: str(slot)}, folder / str(rank)))
@@ -184,13 +190,13 @@ def start_worker(rank: int, command: Sequence[str], shared: dict[str, str], fold
     return Worker(rank, process, folder)
 
 
-def supervise(workers: Sequence[Worker], request: StopRequest) -> list[Worker]:
+def supervise(workers: Sequence[Worker], request: StopRequest, monitor: Monitor) -> list[Worker]:
     """Wait for all workers, pass a request to stop on to each once; return those that failed.
 
     Where they stall, or one dies, the watchdog says who waits for whom. After a stall these are the ranks that it
     blames, or all; the caller ends them.
     """
-    stopping, monitor = False, Monitor(workers[0].folder.parent / WATCHED)
+    stopping = False
     while any(worker.code is None for worker in workers) and not any(worker.failed for worker in workers):
         if request.signal is not None and not stopping:
             stopping = True

@@ -75,7 +75,7 @@ def nearest(word: str, known: Collection[str], cutoff: float = LIKE_CHOICE) -> s
 
 def unknown(name: str, keys: Collection[str], sections: Collection[str]) -> str:
     """Return the message for a dotted key that does not exist."""
-    if len(name) > LONGEST:
+    if len(name) > LONGEST or not name.isprintable():
         return f"{short(name)} is no key. See all keys: zero3d config explain"
     if name in keys:  # written with its dot inside a file
         section, _, field = name.partition(".")

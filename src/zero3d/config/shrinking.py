@@ -8,7 +8,7 @@ without                             1 2 3 4 4 6 6 6       the largest number tha
 from __future__ import annotations
 
 from zero3d.config.sections import Config
-from zero3d.errors import Zero3dError
+from zero3d.errors import MeshError
 
 EXACT_DP = 64  # the largest dp of zero.exact
 
@@ -23,7 +23,7 @@ def fitting_dp(available: int, batch: int, micro_batch: int, exact: bool, tp: in
 def fitting_ranks(config: Config, available: int) -> int:
     """Return how many of `available` ranks train: all, or under health.min_ranks those that can form a dp.
 
-    mesh.dp is then the largest. Raises Zero3dError where fewer than health.min_ranks would be left.
+    mesh.dp is then the largest. Raises MeshError where fewer than health.min_ranks would be left.
     """
     least, train, mesh = config.health.min_ranks, config.train, config.mesh
     if least is None:
@@ -35,10 +35,11 @@ def fitting_ranks(config: Config, available: int) -> int:
     dp = fitting_dp(most, train.batch, train.micro_batch, config.zero.exact, tp, pp)
     if dp * tp * pp < max(1, least):
         group = f"x tp {tp} x pp {pp} " if tp * pp > 1 else ""
-        raise Zero3dError(
+        fewer = f"or type health.min_ranks={dp * tp * pp}" if dp else f"tp {tp} x pp {pp} = {tp * pp} make one dp"
+        raise MeshError(
             f"{available} rank{'s are' if available != 1 else ' is'} there, which can form dp {dp} {group}= "
-            f"{dp * tp * pp} ranks, and health.min_ranks={least} asks for more: bring lost ones back, or type "
-            "a smaller health.min_ranks."
+            f"{dp * tp * pp} ranks, and health.min_ranks={least} asks for more: start more (or bring "
+            f"lost ones back), {fewer}."
         )
     return dp * tp * pp
 

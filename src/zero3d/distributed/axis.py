@@ -19,6 +19,7 @@ from torch.distributed import DistBackendError, DistError, DistStoreError
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from zero3d.errors import FAULT, OrderError, Zero3dError
+from zero3d.watchdog.heartbeat import ALL
 
 if TYPE_CHECKING:
     from zero3d.watchdog.heartbeat import Heartbeat
@@ -76,20 +77,24 @@ class Axis:
         """Where what it carries must be: gloo sends host memory, others send their device's alone."""
         return HOST if self.backend in ("none", "gloo") else self.device
 
-    def inside(self, op: str, unit: str, number: int = 0) -> AbstractContextManager[object]:
-        """Tell the heartbeat that this rank is, inside, where it may wait for peers; `number`: see `Call`."""
-        return nullcontext() if self.heartbeat is None else self.heartbeat.inside(self.name, op, unit, number)
+    def inside(self, op: str, unit: str, number: int = 0, peer: int = ALL) -> AbstractContextManager[object]:
+        """Tell the heartbeat that this rank is, inside, where it may wait for peers or one; `number`: see `Call`."""
+        return nullcontext() if self.heartbeat is None else self.heartbeat.inside(self.name, op, unit, number, peer)
 
     def count(self, op: str) -> int:
         """Return the number of the operation that begins, among those of its kind on this axis."""
         return 0 if self.heartbeat is None else self.heartbeat.count(self.name, op)
 
-    def call(self, op: str, unit: str, call: Callable[[], Any], number: int = 0) -> Any:
+    def call(self, op: str, unit: str, call: Callable[[], Any], number: int = 0, peer: int = ALL) -> Any:
         """Run a torch.distributed call; a timeout or a lost peer becomes an error that says where."""
+        with self.inside(op, unit, number, peer):
+            return self.guarded(op, unit, call)
+
+    def guarded(self, op: str, unit: str, call: Callable[[], Any]) -> Any:
+        """Run what makes torch.distributed calls, among others, with the same errors."""
         begun = time.monotonic()
         try:
-            with self.inside(op, unit, number):
-                return call()
+            return call()
         except RuntimeError as error:
             waited = time.monotonic() - begun
             lost = _lost(f"{self._waited(waited)} in {op} of unit {unit!r}", error)
@@ -169,13 +174,14 @@ class Call(NamedTuple):
 
 def messages(axis: Axis, op: str, unit: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
     """Send tensors to ranks of the axis and receive others from them, by rank; returns when all are through."""
-    group, place, number = axis.reductions, axis.place, axis.count(op)
+    group, place, number, peers = axis.reductions, axis.place, axis.count(op), {*sends, *receives}
+    peer = peers.pop() if len(peers) == 1 else ALL
     arriving = {peer: into if into.device == place else torch.empty_like(into, device=place)
                 for peer, into in receives.items()}  # fmt: skip
     calls = [dist.P2POp(dist.isend, part.to(place), group=group, group_peer=peer) for peer, part in sends.items()]
     calls += [dist.P2POp(dist.irecv, into, group=group, group_peer=peer) for peer, into in arriving.items()]
-    for work in axis.call(op, unit, lambda: dist.batch_isend_irecv(calls), number):
-        axis.call(op, unit, work.wait, number)
+    for work in axis.call(op, unit, lambda: dist.batch_isend_irecv(calls), number, peer):
+        axis.call(op, unit, work.wait, number, peer)
     for peer, into in receives.items():
         if arriving[peer] is not into:
             into.copy_(arriving[peer])

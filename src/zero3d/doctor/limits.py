@@ -88,7 +88,7 @@ def leftovers(request: Request) -> Finding:
         remedies.append(f"kill {' '.join(str(each.pid) for each in orphans)}")
     if nbytes > MUCH:
         texts.append(f"{amount(nbytes)} of shared memory that nobody maps: {', '.join(left[:3])}")
-        remedies.append(f"rm {' '.join(str(Path(request.shm) / name) for name in left[:3])}")
+        remedies.append(f"rm -r {' '.join(str(Path(request.shm) / name) for name in left[:3])}")
     if texts:
         return Finding(WARNING, "; ".join(texts), "; ".join(remedies), figures)
     if held:

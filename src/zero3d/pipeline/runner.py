@@ -37,6 +37,7 @@ from zero3d.pipeline.shapes import ChunkOutputs
 from zero3d.pipeline.stage import ScheduledChunk, Stage
 from zero3d.pipeline.step import Callbacks, Step
 from zero3d.pipeline.traffic import pipeline_traffic
+from zero3d.pipeline.waits import Waits
 from zero3d.zero.traffic import Moved
 
 
@@ -48,11 +49,12 @@ class StepShape(NamedTuple):
 
 
 class MadeSchedule(NamedTuple):
-    """One of torch's schedules, this rank's stages in it, and what they have sent."""
+    """One of torch's schedules, this rank's stages in it, what they have sent, and what they wait for."""
 
     schedule: Any
     stages: list[Stage]
     sends: Sends
+    waits: Waits
 
 
 class Pipeline:
@@ -89,9 +91,10 @@ class Pipeline:
         first = (numbers,) if 0 in self._chunks.modules else ()
         step = partial(made.schedule.step, *first, target=numbers, losses=[], return_outputs=False)
         with self._step.over(batches, scale):
+            made.waits.begin()
             try:
-                self._axis.call("a step", "pipeline", step)
-                self._axis.call("a step", "pipeline", made.sends.finish)
+                self._axis.guarded("a step", "pipeline", step)
+                self._axis.call("send", "the last messages of a step", made.sends.finish)
             finally:
                 made.sends.forget()
         self._step.finish(len(batches))
@@ -161,11 +164,13 @@ class Pipeline:
         kind = get_schedule_class(self._schedule.torch)
         driven = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
         made = kind(driven, n_microbatches=shape.micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
-        sends = Sends(acknowledgements(_order(made), self._axis.rank, self._owners))
+        order, rank = _order(made), self._axis.rank
+        sends = Sends(acknowledgements(order, rank, self._owners))
+        waits = Waits(self._axis, self._owners, order.get(rank, []) if self._schedule.chunks_per_rank > 1 else [])
         for stage in stages:
-            stage.sends = sends
+            stage.sends, stage.waits = sends, waits
             stage.warmup = self._axis.size - 1 - self._axis.rank if self._schedule.name == "1f1b" else None
-        return MadeSchedule(made, stages, sends)
+        return MadeSchedule(made, stages, sends, waits)
 
     def _stage(self, number: int, ids: tuple[int, ...]) -> Stage:
         index = torch.empty(1, dtype=torch.int64, device="meta")

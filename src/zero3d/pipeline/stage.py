@@ -18,6 +18,7 @@ from zero3d.pipeline.actions import Action
 from zero3d.pipeline.receives import ReceiveBuffers
 from zero3d.pipeline.sends import Sends
 from zero3d.pipeline.step import Step
+from zero3d.pipeline.waits import Waits
 
 
 class ScheduledChunk(nn.Module):
@@ -42,12 +43,15 @@ class Stage(PipelineStage):
     submod: ScheduledChunk
 
     sends: Sends
+    waits: Waits
     warmup: int | None = None
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._record("F", fwd_chunk_id)
         self.submod.micro_batch = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.waits.over(self.submod.step.actions[-1])
+        return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -57,6 +61,8 @@ class Stage(PipelineStage):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
             self._end(bwd_chunk_id)
+        else:
+            self.waits.over(self.submod.step.actions[-1])
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self._record("W", bwd_chunk_id)
@@ -75,6 +81,7 @@ class Stage(PipelineStage):
         """End a micro-batch's backward, of weights too: what it received is needed no more."""
         self.submod.step.done(self.stage_index)
         self._buffers.give_back(micro_batch, self.args_recv_info, self.grad_recv_info)
+        self.waits.over(self.submod.step.actions[-1])
 
     # --- what is received -----------------------------------------------------------------------
 
@@ -92,11 +99,17 @@ class Stage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._buffers.lend(self.args_recv_info, fwd_chunk_id)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        return self._announced(Work(False, self.stage_index, fwd_chunk_id), super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         self._buffers.lend(self.grad_recv_info, bwd_chunk_id)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+        return self._announced(Work(True, self.stage_index, bwd_chunk_id), super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def _announced(self, work: Work, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Return operations that receive what a work needs, of which the watchdog is told."""
+        if operations:
+            self.waits.receiving(work)
+        return operations
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Return torch 2.11's greetings of neighbours, but none to this rank itself, which gloo refuses: a V's turn."""
@@ -111,6 +124,7 @@ class Stage(PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         operations = self._counted("send_forward", super().get_fwd_send_ops(fwd_chunk_id))
         if self.warmup is not None and fwd_chunk_id >= self.warmup:
+            self.waits.sending(Work(False, self.stage_index, fwd_chunk_id))
             return operations
         self.sends.send(Work(False, self.stage_index, fwd_chunk_id), operations)
         return []
@@ -118,6 +132,7 @@ class Stage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         operations = self._counted("send_backward", super().get_bwd_send_ops(bwd_chunk_id))
         if self.warmup is not None:
+            self.waits.sending(Work(True, self.stage_index, bwd_chunk_id))
             return operations
         self.sends.send(Work(True, self.stage_index, bwd_chunk_id), operations)
         return []

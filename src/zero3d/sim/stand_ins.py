@@ -19,7 +19,7 @@ class SilentAxis(Axis):
         """Name of the backend of a dry run."""
         return "fake"
 
-    def call(self, op: str, unit: str, call: Callable[[], Any], number: int = 0) -> Any:
+    def guarded(self, op: str, unit: str, call: Callable[[], Any]) -> Any:
         """Leave the call out; there is nothing to wait for."""
         return Pending()
 

@@ -54,12 +54,14 @@ class Block:
         """What happened, as one sentence without a full stop."""
         if self.kind == ORPHANS:
             return "the process that started the ranks is gone"
+        calls = dict.fromkeys(state.call_words for state in self.states if state.state == WAITING)
         if not self.culprits:
-            call = next((state.call_words for state in self.states if state.state == WAITING), "no call")
-            return f"all ranks are in {call}: the network between them, or a device, does not answer"
+            where = f"all ranks are in {next(iter(calls), 'no call')}"
+            if len(calls) > 1:
+                where = f"ranks wait for each other, {', '.join(map(self._in_call, calls))}"
+            return f"{where}: the network between them, or a device, does not answer"
         ranks = _ranks([state.rank for state in self.culprits])
         first = self.culprits[0]
-        calls = dict.fromkeys(state.call_words for state in self.states if state.state == WAITING)
         return {
             DEAD: f"{ranks} died",
             STOPPED: f"{ranks} {_is(self.culprits)} stopped (SIGSTOP, Ctrl-Z or a debugger)",

@@ -1,4 +1,4 @@
-"""What a rank is doing, in a file of 384 bytes that it maps into its memory and its monitor reads.
+"""What a rank is doing, in a file of 392 bytes that it maps into its memory and its monitor reads.
 
     offset  bytes
          0      8  sequence   odd while the record is written; every beat makes it larger
@@ -6,11 +6,12 @@
         16      8  pid
         24      8  step       the optimizer step under way
         32      8  number     of the last such call, among those of its axis and operation; 0: they are not counted
-        40     16  axis       of that call
-        56     24  operation
-        80    144  unit
-       224     32  phase      `TRAINING`, or the name of something that may take long
-       256    128  work       what it does outside of such calls: the forward of a unit
+        40      8  peer       the only rank of that axis that it waits for, by its place there; -1: all of them
+        48     16  axis       of that call
+        64     24  operation
+        88    144  unit
+       232     32  phase      `TRAINING`, or the name of something that may take long
+       264    128  work       what it does outside of such calls: the forward of a unit
 
 Texts are UTF-8, filled up with zeros. A beat costs about a microsecond and no system call. All of a rank's state is in
 the record, so that several openings in one process agree. What is said once (the rank's axes, the limits of
@@ -33,14 +34,15 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 WATCH = "ZERO3D_WATCH"  # the variable by which a rank finds the folder of its host's monitor
-SIZE = 384
+SIZE = 392
 TRAINING, ENDED = "training", "ended"
-_SEQUENCE, _DEPTH, _PID, _STEP, _CALL, _PHASE, _WORK = 0, 8, 16, 24, 32, 224, 256
-_WHOLE = Struct("<qqqqq16s24s144s32s128s")
-_NUMBER, _HEAD, _OF_CALL = Struct("<q"), Struct("<qq"), Struct("<q184s")
+_SEQUENCE, _DEPTH, _PID, _STEP, _CALL, _PHASE, _WORK = 0, 8, 16, 24, 32, 232, 264
+_WHOLE = Struct("<qqqqqq16s24s144s32s128s")
+_NUMBER, _HEAD, _OF_CALL = Struct("<q"), Struct("<qq"), Struct("<qq184s")
 _OF_PHASE, _OF_WORK = Struct("<32s"), Struct("<128s")
 _NAMES = Struct("<16s24s144s")
 _TRIES = 5  # looks at a record that changes while it is read
+ALL = -1  # in the place of a peer
 
 
 class Beat(NamedTuple):
@@ -51,6 +53,7 @@ class Beat(NamedTuple):
     pid: int
     step: int
     number: int
+    peer: int
     axis: str
     op: str
     unit: str
@@ -77,7 +80,7 @@ class Heartbeat:
                     record.write(bytes(SIZE))  # of a full disk it says so: writing to its memory would be fatal
                     record.flush()
                     memory = mmap.mmap(record.fileno(), SIZE)
-                _WHOLE.pack_into(memory, 0, 2, 0, os.getpid(), 0, 0, b"", b"", b"", phase.encode(), b"")
+                _WHOLE.pack_into(memory, 0, 2, 0, os.getpid(), 0, 0, ALL, b"", b"", b"", phase.encode(), b"")
                 fresh.replace(file)
                 return cls(file, memory)
         return cls(None)
@@ -94,13 +97,13 @@ class Heartbeat:
                     return cls(file, memory)
         return cls(None)
 
-    def inside(self, axis: str, op: str, unit: str, number: int = 0) -> Self:
+    def inside(self, axis: str, op: str, unit: str, number: int = 0, peer: int = ALL) -> Self:
         """Say that this rank begins a call that may wait for peers; leaving the context says that it is over."""
         memory, key = self._memory, (axis, op, unit)
         names = self._names.get(key) or self._named(key)
         sequence, depth = _HEAD.unpack_from(memory, 0)
         _HEAD.pack_into(memory, 0, sequence | 1, depth + 1)
-        _OF_CALL.pack_into(memory, _CALL, number, names)
+        _OF_CALL.pack_into(memory, _CALL, number, peer, names)
         _NUMBER.pack_into(memory, 0, (sequence | 1) + 1)
         return self
 
@@ -112,6 +115,14 @@ class Heartbeat:
     ) -> None:
         sequence, depth = _HEAD.unpack_from(self._memory, 0)
         _HEAD.pack_into(self._memory, 0, sequence | 1, depth - 1)
+        _NUMBER.pack_into(self._memory, 0, (sequence | 1) + 1)
+
+    def next_message(self, axis: str, op: str, what: str, peer: int) -> None:
+        """Say which message of a peer comes next; whether this rank waits for it, its stack tells."""
+        texts = _NAMES.pack(axis.encode(), op.encode(), what.encode())
+        sequence, depth = _HEAD.unpack_from(self._memory, 0)
+        _HEAD.pack_into(self._memory, 0, sequence | 1, depth)
+        _OF_CALL.pack_into(self._memory, _CALL, 0, peer, texts)
         _NUMBER.pack_into(self._memory, 0, (sequence | 1) + 1)
 
     def count(self, axis: str, op: str) -> int:
@@ -174,8 +185,8 @@ def read_beat(record: bytes | mmap.mmap) -> Beat:
         fields = _WHOLE.unpack_from(record, 0)
         if before % 2 == 0 and _NUMBER.unpack_from(record, _SEQUENCE)[0] == before:
             break
-    texts = (text.rstrip(b"\0").decode(errors="replace") for text in fields[5:])
-    return Beat(*fields[:5], *texts)
+    texts = (text.rstrip(b"\0").decode(errors="replace") for text in fields[6:])
+    return Beat(*fields[:6], *texts)
 
 
 def read_facts(record: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The monitor of ranks that torchrun, srun or the like has started: a small process beside them.
 
-folder      of this host's ranks, in the system's temporary folder; all make the same name, of what their
-            launcher tells them alike and of its process, which is the parent of all
+folder      of this host's ranks (`place.py`); all make the same name, of what their launcher tells them alike and of
+            its process, which is the parent of all
 monitor     started by the host's first rank, in a session of its own; it ends when all ranks are gone
 stall       it writes its block and kills the host's ranks, so that their launcher fails with them
 a dead rank it writes its block; the launcher, who learns of it too, ends the others, or after a while it does
@@ -9,16 +9,13 @@ a dead rank it writes its block; the launcher, who learns of it too, ends the ot
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,31 +27,6 @@ from zero3d.watchdog.monitor import LOOK, Monitor, is_alive
 
 COMING = 60.0  # seconds in which the first rank comes
 LAST_WORDS = 5.0  # seconds that a launcher has, after a rank has died, to end the others
-PRIVATE = 0o700
-
-
-def host_folder(told: Sequence[str]) -> Path | None:
-    """Make, or find, the folder of the ranks of this host that share a launcher and `told`; None without a place.
-
-    Hosts and containers may share the place of temporary files, and one that starts again has the same numbers.
-    """
-    with suppress(OSError, psutil.Error):
-        launcher = psutil.Process(os.getppid())
-        own = [socket.gethostname(), _namespace(), str(launcher.pid), str(launcher.create_time())]
-        name = hashlib.sha256("\0".join([*told, *own]).encode()).hexdigest()[:16]
-        folder = Path(tempfile.gettempdir()) / f"zero3d-watch-{os.getuid()}-{name}"
-        folder.mkdir(mode=PRIVATE, exist_ok=True)
-        seen = folder.lstat()
-        if seen.st_uid == os.getuid() and folder.is_dir() and not folder.is_symlink() and not seen.st_mode & 0o077:
-            return folder
-    return None
-
-
-def _namespace() -> str:
-    """Return what tells the numbers of this container's processes from those of others."""
-    with suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""
 
 
 def start_monitor(folder: Path, ranks: int) -> None:

@@ -1,10 +1,11 @@
 """Looks at the records of a host's ranks and finds out when nothing moves any more.
 
-moved      a rank whose record has changed since the last look
+moved      a rank whose record has changed since the last look; in a slow phase (start-up, save, load, export, ...)
+           also one that has moved bytes to or from a disk, as the system counts them (on Linux)
 silent     seconds since then, for each rank, counted from look to look: a monitor that was itself held up, with its
            host or by Ctrl-Z, blames nobody, and while a debugger holds a rank nothing is counted
 stall      some rank is silent for `health.timeout` while all of them train, or for `health.slow_timeout` at all;
-           while any rank starts, saves, tokenizes, ... the others may wait for it
+           while any rank is in a slow phase the others may wait for it, and without end as long as it moves
 limits     are what ranks have told; until then, and where they are 0, there is none
 """
 
@@ -27,6 +28,9 @@ from zero3d.watchdog.states import DEAD, GONE, RUNNING, STOPPED, WAITING, RankSt
 
 LOOK = 0.2  # seconds between two looks
 MOST = 1.0  # seconds that count between two looks, however long this process slept
+USUAL = (TRAINING, ENDED)  # phases that are not slow
+Signs = tuple[int, int]  # of life: the record's sequence, and bytes moved to and from disks
+NO_SIGNS = (-1, 0)
 
 
 class Facts(NamedTuple):
@@ -39,18 +43,19 @@ class Facts(NamedTuple):
 
 
 class Silence:
-    """Counts how long one rank has been silent: while all train, and at all."""
+    """Counts how long one rank has been silent: while all train, while none is slow and moves, and at all."""
 
     def __init__(self) -> None:
-        self.sequence, self.training, self.total = -1, 0.0, 0.0
+        self.signs, self.training, self.slow, self.total = NO_SIGNS, 0.0, 0.0, 0.0
 
-    def see(self, sequence: int, seconds: float, slow: bool) -> None:
+    def see(self, signs: Signs, seconds: float, all_train: bool, one_works: bool) -> None:
         """Take note of a look, `seconds` after the last one."""
-        if sequence != self.sequence:
-            self.sequence, self.training, self.total = sequence, 0.0, 0.0
+        if signs != self.signs:
+            self.signs, self.training, self.slow, self.total = signs, 0.0, 0.0, 0.0
         else:
             self.total += seconds
-            self.training = 0.0 if slow else self.training + seconds
+            self.training = self.training + seconds if all_train else 0.0
+            self.slow = 0.0 if one_works else self.slow + seconds
 
 
 class Monitor:
@@ -69,10 +74,14 @@ class Monitor:
             return False
         self._last = now
         beats = self.beats()
-        slow = any(beat.phase != TRAINING for beat in beats.values())
-        counted = 0.0 if any(_is_traced(beat.pid) for beat in self._silent(beats)) else min(elapsed, MOST)
-        for rank, beat in beats.items():
-            self._silences.setdefault(rank, Silence()).see(beat.sequence, counted, slow)
+        signs = {rank: _signs(beat) for rank, beat in beats.items()}
+        before = {rank: self._silences.setdefault(rank, Silence()).signs for rank in beats}
+        silent = [beat for rank, beat in beats.items() if signs[rank] == before[rank]]
+        counted = 0.0 if any(_is_traced(beat.pid) for beat in silent) else min(elapsed, MOST)
+        all_train = all(beat.phase == TRAINING for beat in beats.values())
+        one_works = any(signs[rank] != before[rank] and beat.phase not in USUAL for rank, beat in beats.items())
+        for rank in beats:
+            self._silences[rank].see(signs[rank], counted, all_train, one_works)
         return self._is_stalled(beats)
 
     def beats(self) -> dict[int, Beat]:
@@ -108,7 +117,7 @@ class Monitor:
             silence = self._silences.get(rank, Silence()).total
             found.append(
                 RankState(rank, self.host, beat.pid, state, beat.phase, beat.axis, beat.op, beat.unit, beat.number,
-                          beat.step, silence, beat.work, axes)
+                                                   beat.step, silence, beat.work, axes, peer=beat.peer)
             )  # fmt: skip
         return found
 
@@ -122,15 +131,9 @@ class Monitor:
         settle_by_stack(states)
         return states
 
-    def _silent(self, beats: dict[int, Beat]) -> list[Beat]:
-        """Return the records that have not changed since the last look."""
-        return [
-            b for rank, b in beats.items() if rank in self._silences and self._silences[rank].sequence == b.sequence
-        ]
-
     def _is_stalled(self, beats: dict[int, Beat]) -> bool:
         silences = [self._silences[rank] for rank, beat in beats.items() if beat.phase != ENDED]
-        longest = max((silence.total for silence in silences), default=0.0)
+        longest = max((silence.slow for silence in silences), default=0.0)
         if longest < MOST:
             return False
         facts = self.facts()
@@ -153,6 +156,18 @@ def _state(beat: Beat, dead: bool) -> str:
         if psutil.Process(beat.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
             return STOPPED
     return WAITING if beat.depth else RUNNING
+
+
+def _signs(beat: Beat) -> Signs:
+    return beat.sequence, 0 if beat.phase in USUAL else _disk_bytes(beat.pid)
+
+
+def _disk_bytes(pid: int) -> int:
+    """Return the bytes that a process has moved to and from disks, 0 where the system does not tell."""
+    with suppress(psutil.Error, AttributeError, OSError):  # macOS does not count them
+        counts = psutil.Process(pid).io_counters()
+        return int(counts.read_bytes + counts.write_bytes)
+    return 0
 
 
 def _is_traced(pid: int) -> bool:

@@ -22,6 +22,7 @@ from zero3d.watchdog.block import ORPHANS, observe
 from zero3d.watchdog.heartbeat import ENDED
 from zero3d.watchdog.joined import end_processes
 from zero3d.watchdog.monitor import Monitor, is_alive
+from zero3d.watchdog.place import remove_if_left
 
 LOOK = 0.5  # seconds between two looks at the parent
 GRACE, OTHERS = 10.0, 2.0  # seconds for this rank to stop by itself, and then for its peers
@@ -50,6 +51,10 @@ def _follow(folder: Path, rank: int, parent: int) -> None:
     beats = monitor.beats()
     others = {other: beat.pid for other, beat in beats.items() if other != rank and beat.phase not in (ENDED, SAVING)}
     end_processes([pid for pid in others.values() if is_alive(pid)], signal.SIGKILL)
+    end = time.monotonic() + OTHERS
+    while any(map(is_alive, others.values())) and time.monotonic() < end:
+        time.sleep(LOOK / 10)
+    remove_if_left(folder)
     os._exit(128 + signal.SIGTERM)
 
 

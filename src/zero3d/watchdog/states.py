@@ -12,13 +12,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from typing import Any, NamedTuple
 
+from zero3d.watchdog.heartbeat import ALL
+from zero3d.watchdog.stacks import main_frames
+
 DEAD, STOPPED, WAITING, RUNNING, GONE = "dead", "stopped", "waiting", "running", "ended"
-MIXED = "a step"  # the call around a whole step of a pipeline: whether it waits, its stack tells
 TORCH = "torch.distributed"  # in the place of an axis: a collective that is none of ours
-_OF_WAITS = ("/torch/distributed/", "/zero3d/distributed/")  # files in whose functions a rank waits
 _FUNCTION = re.compile(r'File ".*/torch/distributed/distributed_c10d.py", line \d+ in (\w+)')
+_OF_TORCH, _OF_PIPELINE = "/torch/distributed/", "/torch/distributed/pipelining/"
 
 
 @dataclass
@@ -27,6 +30,7 @@ class RankState:
 
     seconds  since its record changed last
     axes     ranks of each of its axes, by name
+    peer     the only one of the call's axis that the call waits for, by its place there; ALL: all of them
     stack    of all its threads, the main one's first, as Python's faulthandler writes them
     """
 
@@ -44,6 +48,7 @@ class RankState:
     work: str = ""
     axes: dict[str, list[int]] = field(default_factory=dict)
     stack: list[str] = field(default_factory=list)
+    peer: int = ALL
 
     @property
     def call(self) -> tuple[str, str, str, int]:
@@ -58,12 +63,12 @@ class RankState:
         if self.axis == TORCH:
             return f"{TORCH}.{self.op}, a call that is none of zero3d's"
         number = f" {self.number:,}" if self.number else ""
-        unit = "" if self.unit == "-" else f" of unit {self.unit!r}"
+        unit = "" if self.unit == "-" else f" of {self.unit if ' ' in self.unit else f'unit {self.unit!r}'}"
         return f"{self.op}{number}{unit} on axis {self.axis}"
 
     def as_json(self) -> dict[str, Any]:
         """Return its part of watchdog.json."""
-        return {name: value for name, value in asdict(self).items() if name != "axes"} | {
+        return {name: value for name, value in asdict(self).items() if name not in ("axes", "peer")} | {
             "seconds": round(self.seconds, 2)
         }
 
@@ -83,21 +88,23 @@ class Wait(NamedTuple):
 
 
 def settle_by_stack(states: Iterable[RankState]) -> None:
-    """Correct what a record cannot tell by the innermost frame of a rank's main thread.
+    """Correct what a record cannot tell by the innermost frames of a running rank's main thread.
 
-    in a pipeline's step, in a function that waits for nobody   running
-    running, in a collective of torch.distributed's own         waiting in that
+    in torch's schedule of a pipeline             waiting for the message that it has said comes next
+    in a collective of torch.distributed's own    waiting in that
     """
     for state in states:
-        innermost = next((line.strip() for line in state.stack if line.lstrip().startswith("File ")), "")
-        if state.state == WAITING and state.op == MIXED and innermost and not any(f in innermost for f in _OF_WAITS):
-            state.state = RUNNING
-        elif state.state == RUNNING and (found := _FUNCTION.match(innermost)):
-            state.state, state.axis, state.op, state.unit, state.number = WAITING, TORCH, found[1], "-", 0
+        frames = list(takewhile(lambda frame: _OF_TORCH in frame, main_frames(state.stack)))
+        if state.state == RUNNING and frames:
+            if any(_OF_PIPELINE in frame for frame in frames):
+                state.state = WAITING
+            elif found := _FUNCTION.match(frames[0]):
+                state.state, state.axis, state.op, state.unit, state.number = WAITING, TORCH, found[1], "-", 0
+                state.peer = ALL
 
 
 def find_waits(states: Sequence[RankState]) -> list[Wait]:
-    """Return who waits for whom: for the ranks of that axis that are not in the same call.
+    """Return who waits for whom: for the sender of a message, else for the ranks of that axis not in the same call.
 
     Ranks of other hosts are not seen; they are named where nobody here is missing.
     """
@@ -105,7 +112,11 @@ def find_waits(states: Sequence[RankState]) -> list[Wait]:
     waits = []
     for state in states:
         if state.state == WAITING:
-            peers = [rank for rank in state.axes.get(state.axis, ()) if rank != state.rank]
+            ranks = state.axes.get(state.axis, [])
+            if 0 <= state.peer < len(ranks):
+                waits.append(Wait(state.rank, [ranks[state.peer]], state.axis, state.op, state.unit))
+                continue
+            peers = [rank for rank in ranks if rank != state.rank]
             seen = [by_rank[rank] for rank in peers if rank in by_rank]
             missing = [peer.rank for peer in seen if peer.state != WAITING or peer.call != state.call]
             unseen = [rank for rank in peers if rank not in by_rank]
@@ -116,17 +127,19 @@ def find_waits(states: Sequence[RankState]) -> list[Wait]:
 def find_culprits(states: Sequence[RankState]) -> list[RankState]:
     """Return the ranks that others wait for: the first kind of these that there is.
 
-    dead, else stopped, else running, else waiting in a call in which fewer ranks are than in another; none where all
-    are in one call.
+    dead, else stopped, else running, else waiting in a collective in which fewer ranks are than in another, or whose
+    message is waited for; none where all are in one call, or wait for each other's messages.
     """
     for kind in (DEAD, STOPPED, RUNNING):
         if found := [state for state in states if state.state == kind]:
             return found
     calls: dict[tuple[str, str, str, int], list[RankState]] = {}
     for state in states:
-        if state.state == WAITING:
+        if state.state == WAITING and state.peer == ALL:
             calls.setdefault(state.call, []).append(state)
     if len(calls) < 2:
-        return []
+        wanted = {rank for wait in find_waits(states) for rank in wait.peers}
+        messages = any(state.state == WAITING and state.peer != ALL for state in states)
+        return [state for call in calls.values() for state in call if messages and state.rank in wanted]
     most = max(map(len, calls.values()))
     return [state for call in calls.values() for state in call if len(call) < most or most == 1]
