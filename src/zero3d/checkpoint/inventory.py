@@ -132,7 +132,8 @@ class Pruning:
 def plan_pruning(folder: Path, keep: int | None, and_leftovers: bool) -> Pruning:
     """Choose what may go: the `keep` newest whole ones and the best one stay, damaged ones and older ones do not.
 
-    Links stay, and count for nothing: what they lead to is elsewhere. None keeps all. Where nothing is whole nothing is chosen. Raises CheckpointError.
+    Links stay, and count for nothing: what they lead to is elsewhere. None keeps all. Where nothing is whole nothing is
+    chosen. Raises CheckpointError.
     """
     directory = directory_of(folder)
     if is_checkpoint(directory):
