@@ -44,6 +44,7 @@ SECONDS = {  # of a case; 45 for test_exact, test_figures_again and test_gpu_che
     "tests/parity/test_plan_memory.py": 3.0,
     "tests/parity/test_post_mortem.py": 25.0,
     "tests/parity/test_replay.py": 2.0,
+    "tests/parity/test_replay_pipeline.py": 2.0,
     "tests/parity/test_resume.py": 7.5,
     "tests/parity/test_saves_behind.py": 3.0,
     "tests/parity/test_slots.py": 25.0,
