@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from zero3d.watchdog.heartbeat import Heartbeat
 
 _NOTE = "zero3d/why a rank went away"
-ALL = -1  # in the place of a peer, as in a heartbeat
 ANSWER = 2.0  # seconds that a store is given: torch itself waits for one behind a cut link until TCP gives up
 _TEXT, _SHOWN = 2000, 200  # letters of a note, of an error of the network
 HOST = torch.device("cpu")
