@@ -50,6 +50,7 @@ SECONDS = {  # of a case; 45 for test_exact, test_figures_again and test_gpu_che
     "tests/parity/test_slots.py": 25.0,
     "tests/parity/test_split_masters.py": 5.0,
     "tests/parity/test_stages.py": 2.4,
+    "tests/parity/test_stalled_runs.py": 25.0,
     "tests/parity/test_stalls.py": 12.0,
     "tests/parity/test_states_exactly.py": 0.9,
     "tests/parity/test_stopping.py": 5.7,
