@@ -50,7 +50,7 @@ class StepShape(NamedTuple):
 
 
 class MadeSchedule(NamedTuple):
-    """One of torch's schedules and what it is made for, this rank's stages in it, what they sent, what they wait for."""
+    """One of torch's schedules and what it is made for, this rank's stages, what they sent, what they wait for."""
 
     shape: StepShape
     schedule: Any
