@@ -37,7 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Start, over_ranks, run_ranks
+from ranks import Start, command_line, over_ranks, positive, run_ranks
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -66,15 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; bad input exits with code 2."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--megabytes", type=int, default=500, help="size of a checkpoint")
-    parser.add_argument("--rounds", type=int, default=5, help="counted measurements of each")
+    parser = command_line(__doc__)
+    parser.add_argument("--megabytes", type=positive, default=500, help="size of a checkpoint")
     parser.add_argument("--directory", type=Path, help="an existing folder on the disk to measure (default: temporary)")
-    parser.add_argument("--json", type=Path, help="file for everything measured")
     arguments = parser.parse_args(argv)
-    if min(arguments.ranks, arguments.megabytes, arguments.rounds) < 1:
-        parser.error("--ranks, --megabytes and --rounds are whole numbers from 1")
     if arguments.directory is not None and not arguments.directory.is_dir():
         parser.error(f"--directory {arguments.directory} is no folder: pass one on the disk to measure")
     return arguments

@@ -39,7 +39,7 @@ import torch
 from deepspeed_peer import installed, private_extensions
 from memory import measure_memory, merge
 from model import Shape, build_gpt
-from ranks import Start, run_ranks
+from ranks import Start, positive, run_ranks
 from report import agreement, compare, show, variant_names
 from turns import prepare, time_variants
 
@@ -117,13 +117,6 @@ def choices(allowed: Sequence[Any]) -> Any:
         return [by_text[part] for part in dict.fromkeys(text.split(","))]
 
     return parse_list
-
-
-def positive(text: str) -> int:
-    """An argparse type."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
-    return int(text)
 
 
 def shape(text: str) -> Shape:

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import Start, over_ranks, run_ranks
+from ranks import Start, command_line, over_ranks, positive, run_ranks
 from torch import Tensor
 
 from zero3d import Engine, Mesh
@@ -72,16 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; bad input exits with code 2."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--megabytes", type=int, default=500, help="size of the model's files")
-    parser.add_argument("--rounds", type=int, default=7, help="counted measurements of each")
+    parser = command_line(__doc__, rounds=7)
+    parser.add_argument("--megabytes", type=positive, default=500, help="size of the model's files")
     parser.add_argument("--scratch", type=Path, help="where the folder is made; it should lie on a disk")
-    parser.add_argument("--json", type=Path, help="file for everything measured")
-    arguments = parser.parse_args(argv)
-    if min(arguments.ranks, arguments.megabytes, arguments.rounds) < 1:
-        parser.error("--ranks, --megabytes and --rounds are whole numbers from 1")
-    return arguments
+    return parser.parse_args(argv)
 
 
 def make_folder(folder: Path, megabytes: int) -> None:

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import Start, run_ranks
+from ranks import Start, command_line, run_ranks
 from rich.console import Console
 
 from zero3d import Engine
@@ -77,15 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; bad input exits with code 2."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = command_line(__doc__, rounds=3)
     parser.add_argument("--stage", type=int, choices=range(4), default=3)
     parser.add_argument("--steps", type=int, default=40, help="steps of one run of either loop")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of either loop")
-    parser.add_argument("--json", type=Path, help="file for everything measured")
     arguments = parser.parse_args(argv)
-    if arguments.ranks < 1 or arguments.rounds < 1:
-        parser.error("--ranks and --rounds are whole numbers from 1")
     if arguments.steps < WARM_UP + 2:
         parser.error(f"--steps {arguments.steps} leaves nothing to count: {WARM_UP} warm up, so at least {WARM_UP + 2}")
     return arguments

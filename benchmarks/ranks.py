@@ -1,7 +1,8 @@
-"""Fresh processes in one process group, all started alike: one thread each, the same malloc."""
+"""Fresh processes in one process group, all started alike: one thread each, the same malloc; what is typed for them."""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import os
@@ -60,6 +61,22 @@ SET_MALLOC: dict[str, Callable[[], None]] = {
     "keep": raise_malloc_thresholds,
     "map": map_tensors,
 }
+
+
+def command_line(doc: str | None, ranks: int = 2, rounds: int = 5) -> argparse.ArgumentParser:
+    """A parser of what all measurements on ranks take; a script's docstring begins with what it is."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--ranks", type=positive, default=ranks)
+    parser.add_argument("--rounds", type=positive, default=rounds, help="counted measurements of each")
+    parser.add_argument("--json", type=Path, help="file for everything measured")
+    return parser
+
+
+def positive(text: str) -> int:
+    """An argparse type."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
 
 
 def run_ranks(start: Start, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -28,6 +28,7 @@ from statistics import median
 from threading import Thread
 
 import psutil
+from ranks import command_line
 
 TARGET = 10.0
 MOMENTS = ("noticed", "started", "set up", "repeated", "trained")
@@ -54,13 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; bad input exits with code 2."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="file for everything measured")
+    parser = command_line(__doc__)
     arguments = parser.parse_args(argv)
-    if arguments.ranks < 2 or arguments.rounds < 1:
-        parser.error("--ranks is a whole number from 2, --rounds from 1")
+    if arguments.ranks < 2:
+        parser.error("--ranks is a whole number from 2")
     return arguments
 
 

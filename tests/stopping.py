@@ -22,11 +22,13 @@ def train(case, folder):
     from zero3d.train.stop import Stopped, StopRequest
 
     rank = os.environ["RANK"]
-    if case in ("fails", "dies") and rank == "1":
+    if case == "fails together" or (case in ("fails", "dies") and rank == "1"):
         say(folder, "ready")
-        (folder / "go-1").read_bytes()
-        if case == "fails":
-            raise DataError("no such file")
+        (folder / f"go-{rank}").read_bytes()
+        if case != "dies":
+            error = DataError("no such file")
+            error.from_rank = None if rank == "1" else 1
+            raise error
         print("some last words", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     if case == "loads":

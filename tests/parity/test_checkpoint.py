@@ -523,7 +523,8 @@ def test_a_disk_that_does_not_take_a_file_in_the_end_is_told_with_its_name(saved
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(
-        zero3d.CheckpointError, match=rf"cannot write .*step-3\.tmp/{name} .*No space.*: make room and go on"
+        zero3d.CheckpointError,
+        match=rf"cannot write .*step-3\.tmp/{name} \(No space.*; it takes [\d,]+ bytes, and [\d,]+ are free\): make room",
     ):
         engine.save(saved.parent)
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]

@@ -238,15 +238,6 @@ def test_of_four_ranks_that_share_layers_the_one_is_named_on_which_it_began(rank
 # --- refused ----------------------------------------------------------------------------------------
 
 
-def refused():
-    with pytest.raises(ConfigError, match=r"health.replay=2 computes one micro-batch again.*mesh.pp is 2"):
-        zero3d.Engine(hf("llama"), mesh=zero3d.Mesh(pp=2), replay=2)
-
-
-def test_a_pipeline_is_refused(ranks):
-    ranks(2, refused)
-
-
 def test_a_number_below_zero_is_refused(alone):
     alone(refuse_negative)
 

@@ -113,6 +113,14 @@ def test_a_workers_exception_ends_the_others_and_is_told_once(launcher):
     assert launcher.end() == (2, "DataError: no such file\n")
 
 
+def test_an_exception_of_all_workers_is_told_once_and_nobody_is_called_dead(launcher):
+    launcher.start("fails together")
+    launcher.both("ready")
+    (launcher.folder / "go-0").write_text("")  # who tells nothing ends first
+    (launcher.folder / "go-1").write_text("")
+    assert launcher.end() == (2, "DataError: no such file\n")
+
+
 def test_a_worker_that_is_killed_ends_the_others_and_is_named_with_its_last_words(launcher):
     launcher.start("dies")
     launcher.both("ready")

@@ -1,5 +1,6 @@
 """Ranks on two hosts: the bits of one host, also over a slow cable; a cut cable and a dead host end the others."""
 
+import json
 import os
 import re
 import subprocess
@@ -229,3 +230,36 @@ def test_when_the_cable_is_cut_each_host_ends_and_names_the_rank_it_waited_for(f
         assert hosts[number].ended(), job.said()
         block = rf"rank {number}: waiting \S+ s in .+ on axis dp, for rank {1 - number}, in step \d+ "
         assert re.search(block, job.logs[number].read_text()), job.said()
+        name = f"watchdog-{hosts[number].name}"
+        assert re.search(block, (Path(made["output"]) / f"{name}.txt").read_text())
+        told = json.loads((Path(made["output"]) / f"{name}.json").read_text())
+        assert (told["host"], [wait["for"] for wait in told["waits"]]) == (hosts[number].name, [[1 - number]])
+
+
+@pytest.mark.long
+def test_when_all_processes_of_a_host_are_killed_an_elastic_run_goes_on_with_the_other_with_the_same_bits(
+    ranks, folder, hosts
+):
+    """The agents' own rendezvous, which notices after 15 s that the other one is gone, and waits 5 s more."""
+    sections = {
+        "zero": {"exact": True}, "train": {"steps": 200, "batch": 4, "micro_batch": 1, "accumulate": None},
+        "checkpoint": {"every": 5, "export": False},
+    }  # fmt: skip
+    expected = ranks(2, train, tree(folder, "alone", **sections))[0]
+    made = configured(folder, **sections, health={"min_ranks": 1, "timeout": 10})
+    commands = [
+        ["torchrun", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d",
+         f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}", f"--rdzv-conf=is_host={1 - number},last_call_timeout=5",
+         f"--local-addr={ADDRESSES[number]}", "--no-python", "zero3d", "train", folder / "run.yaml", "--resume", "auto"]
+        for number in range(2)
+    ]  # fmt: skip
+    job = Job(folder, hosts, commands, [{"GLOO_SOCKET_IFNAME": CABLE}] * 2)
+    job.wait_for_steps(made, 12)
+    for process in hosts[1].processes():
+        process.kill()
+    assert job.codes()[0] == 0, job.said()
+    said = job.logs[0].read_text()
+    assert "zero3d train: stage 3, fp32, 1 rank on cpu" in said, job.said()
+    assert re.search(r"\nbitwise: as if it had not been interrupted, dp 2 -> 1", said), job.said()
+    assert same_bits(made, expected)
+    assert hosts[0].ended()

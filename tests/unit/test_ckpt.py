@@ -1,6 +1,8 @@
 """`zero3d ckpt` on checkpoints of one process: what each action finds, refuses and leaves alone."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -476,6 +478,36 @@ def test_prune_counts_whole_ones_only(copied, capsys):
     assert code == BAD_INPUT
     assert "none of the 3 checkpoints" in err
     assert len(list((copied / "checkpoints").glob("step-*"))) == 3
+
+
+def test_prune_leaves_links_alone_and_removes_nothing_while_one_cannot_be_read(copied, capsys, monkeypatch):
+    checkpoints = copied / "checkpoints"
+    (checkpoints / "step-8").symlink_to("step-1")
+    _, data, _ = typed(capsys, "prune", copied, "--keep", 1)
+    assert {each["name"] for each in (*data["kept"], *data["doomed"])} == {"step-1", "step-2", "step-3"}
+    opened = os.open
+
+    def stale(path, *given, **options):
+        if str(path).endswith("step-3/manifest.json"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return opened(path, *given, **options)
+
+    monkeypatch.setattr(os, "open", stale)
+    code, _, err = typed(capsys, "prune", copied, "--keep", 1, "--yes")
+    assert code == BAD_INPUT
+    assert "nothing is removed while 1 of 3 cannot be read: " in err
+    assert len(list(checkpoints.glob("step-*"))) == 4
+
+
+def test_export_to_a_place_that_cannot_be_one_is_bad_input(copied, capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for place, why in (("/", "exists and is not empty"), (tmp_path / "file" / "x", "Not a directory"),
+                       (tmp_path / "link", "which is not there")):  # fmt: skip
+        code, _, err = typed(capsys, "export", copied, place, "--config", "none")
+        assert code == BAD_INPUT
+        assert why in err
+    assert not (tmp_path / "nowhere").exists()
 
 
 def hold(output, held, done):

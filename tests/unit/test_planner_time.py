@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from zero3d.config import load
 from zero3d.distributed.choice import REDUCTIONS
 from zero3d.errors import ConfigError
 from zero3d.plan import Estimate, ParallelPlan, evaluate
-from zero3d.plan.emit import train_config
+from zero3d.plan.emit import plan_of, train_config
 from zero3d.plan.hardware import cluster
 from zero3d.plan.kernels import digest, part_work
 from zero3d.plan.network import REACHED, Group, Groups, exchange_seconds, gather_seconds, reduce_seconds, send_seconds
@@ -219,3 +220,33 @@ def test_an_assumed_shape_and_eager_attention_are_told():
     small = gpt(2, 64, 2, 100, 64)
     assert any("padding: " in note for note in evaluate(small, cluster("a100", 1000, 125), ParallelPlan(dp=1000)).notes)
     assert not any("padding: " in note for note in evaluate(small, A100, ParallelPlan(dp=64)).notes)
+
+
+def test_a_replay_costs_one_micro_batch_in_every_so_many_steps():
+    plain = ParallelPlan(dp=8, stage=1, accumulate=8)
+    for every in (1, 4):
+        found = seconds(replace(plain, replay=every))
+        work = sum(seconds(plain).parts[name] for name in ("matrices", "attention", "rest", "recompute"))
+        assert 1 < found.parts["replay"] * 8 * every / work < 1.1  # and hashes
+        assert found.mid == pytest.approx(seconds(plain).mid + found.parts["replay"])
+    assert "replay" not in seconds(plain).parts
+
+
+def test_a_replay_gathers_what_is_not_held_and_goes_through_all_stages():
+    spec, how = replace(A100, inside=Link(5e9)), {"dp": 8, "micro_batch": 1, "replay": 1, "accumulate": 8}
+    held, gathered = (
+        seconds(ParallelPlan(stage=stage, release=release, **how), spec=spec).parts["replay"]
+        for stage, release in ((3, "every_step"), (3, "every_use"))
+    )
+    moved = 2 * gather_seconds(2 * MODEL.params, Group(8, 8), spec)
+    assert gathered - held == pytest.approx(moved, rel=0.1)
+    alone = seconds(ParallelPlan(dp=8, stage=1, replay=1, accumulate=8)).parts["replay"]
+    piped = seconds(ParallelPlan(dp=8, pp=4, stage=1, replay=1, accumulate=8)).parts["replay"]
+    assert piped == pytest.approx(alone, rel=0.1)  # each stage waits for the others
+
+
+def test_a_run_s_file_has_the_replays_that_its_plan_prices():
+    written = train_config(MODEL, plan := ParallelPlan(dp=2, replay=50), "model", None)
+    assert written["health"] == {"replay": 50}
+    assert plan_of(load(written), 2) == plan
+    assert "health" not in train_config(MODEL, ParallelPlan(dp=2), "model", None)

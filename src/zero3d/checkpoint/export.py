@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.checkpoint.state import EngineState
-from zero3d.checkpoint.writing import removed_on_failure, write_json, write_tensors
+from zero3d.checkpoint.writing import removed_on_failure, told, write_json, write_tensors
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError, NonFiniteError
 from zero3d.memory.commit_file import sync
@@ -50,8 +50,7 @@ def export(directory: Path, engine: EngineState, gathered: Gathered) -> Path:
             "export writes whole models, and this one is wrapped by PEFT: use `with engine.full_params(): "
             "model.save_pretrained(directory)` for its adapters, or merge them before the Engine is built."
         )
-    directory = directory.resolve()
-    temporary = directory.with_name(f".{directory.name}.tmp")
+    directory, temporary = export_places(directory)
     world, coordinates = engine.world.patient, engine.degrees.place(engine.world.rank)
     writer = ExportWriter(temporary, coordinates.pp)
 
@@ -138,6 +137,16 @@ def _whole(tile: Tile | None, slices: Sequence[Tensor], open_ones: _OpenTiles) -
     return []
 
 
+def export_places(directory: Path) -> tuple[Path, Path]:
+    """Return where an export will be, and where it is written. Raises CheckpointError where it cannot be there."""
+    if directory.is_symlink() and not directory.exists():
+        raise CheckpointError(f"{directory} is a link to {directory.readlink()}, which is not there: give the folder.")
+    directory = directory.resolve()
+    if not directory.name:
+        raise CheckpointError(f"{directory} exists and is not empty: export to a new directory.")
+    return directory, directory.with_name(f".{directory.name}.tmp")
+
+
 def prepare_export(directory: Path, temporary: Path) -> None:
     """Make the folder that is written. Raises CheckpointError where something is in the place of the export."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -145,7 +154,8 @@ def prepare_export(directory: Path, temporary: Path) -> None:
             f"{directory} exists and is not empty: export to a new directory, so that nothing is lost."
         )
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    with told(temporary):
+        temporary.mkdir(parents=True)
 
 
 def named_as_saved(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

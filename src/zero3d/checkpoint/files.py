@@ -24,7 +24,7 @@ def open_regular(path: Path) -> Iterator[BufferedReader]:
         # Not blocking: opening a pipe that nobody writes to would wait for ever.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        raise CheckpointError(f"{path} {_problem(error)}. {USE_ANOTHER}") from None
+        raise CheckpointError(f"{path} {_problem(error)}. {USE_ANOTHER}") from error
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise CheckpointError(f"{path} is no regular file. {USE_ANOTHER}")

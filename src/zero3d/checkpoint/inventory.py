@@ -7,6 +7,7 @@ not looked at   bytes of tensors, which `examine.py` hashes
 
 from __future__ import annotations
 
+import errno
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from zero3d.errors import CheckpointError, short
 
 QUICK = "manifest and parts by their checksums, files of tensors by their sizes; zero3d ckpt verify reads all bytes"
 CHECKPOINTS, BEST = "checkpoints", "best"
+OF_WHAT_IS_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EMLINK)  # errors that are faults
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Listed:
     saved     when, in seconds since 1970; None where nobody can say
     fault     what the look at it has found; None where it is whole as far as that goes
     best      the run's link points to it
+    unread    the fault is that the disk or a right denied a look, which says nothing on what is there
     """
 
     folder: Path
@@ -40,6 +43,7 @@ class Listed:
     size: int
     fault: str | None
     best: bool
+    unread: bool = False
 
 
 def directory_of(folder: Path) -> Path:
@@ -59,16 +63,17 @@ def inventory(folder: Path) -> list[Listed]:
 
 def look_at(folder: Path, best: bool = False) -> Listed:
     """Look at one checkpoint, without a word on the bytes of its tensors."""
-    manifest, fault, step = None, None, step_of(folder)
+    manifest, fault, unread, step = None, None, False, step_of(folder)
     try:
         manifest = open_manifest(folder)
         check_files(manifest)
         check_name(manifest)
     except CheckpointError as error:
-        fault = str(error)
+        fault, cause = str(error), error.__cause__
+        unread = isinstance(cause, OSError) and cause.errno not in OF_WHAT_IS_THERE
     if step is None and manifest is not None:
         step = manifest.step
-    return Listed(folder, step, manifest, _saved(folder), size_of(folder), fault, best)
+    return Listed(folder, step, manifest, _saved(folder), size_of(folder), fault, best, unread)
 
 
 def check_name(manifest: Manifest) -> None:
@@ -127,15 +132,18 @@ class Pruning:
 def plan_pruning(folder: Path, keep: int | None, and_leftovers: bool) -> Pruning:
     """Choose what may go: the `keep` newest whole ones and the best one stay, damaged ones and older ones do not.
 
-    None keeps all. Where nothing is whole nothing is chosen. Raises CheckpointError.
+    Links stay, and count for nothing: what they lead to is elsewhere. None keeps all. Where nothing is whole nothing is
+    chosen. Raises CheckpointError.
     """
     directory = directory_of(folder)
     if is_checkpoint(directory):
         raise CheckpointError(f"{short(folder)} is one checkpoint: give the directory that holds it, or remove it.")
-    listed = inventory(directory)
+    listed = [each for each in inventory(directory) if not each.folder.is_symlink()]
     found = leftovers(directory)
     if not listed and not found:
         raise CheckpointError(f"no checkpoint in {short(folder)}: it has no step-N folder with a {MANIFEST}.")
+    if unread := [each.fault for each in listed if each.unread]:
+        raise CheckpointError(f"nothing is removed while {len(unread)} of {len(listed)} cannot be read: {unread[0]}")
     whole = [each for each in listed if each.fault is None]
     if keep is not None and listed and not whole:
         raise CheckpointError(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zero3d.checkpoint.export import (
     ExportWriter,
+    export_places,
     finish_export,
     named_as_saved,
     prepare_export,
@@ -48,8 +49,7 @@ def export_stored(stored: StoredStates, directory: Path, model: nn.Module | None
     """
     if model is not None:
         check_model(stored, model)
-    directory = directory.resolve()
-    temporary = directory.with_name(f".{directory.name}.tmp")
+    directory, temporary = export_places(directory)
     _check_room(stored, directory)
     prepare_export(directory, temporary)
     try:

@@ -41,7 +41,7 @@ from zero3d.checkpoint.manifest import BUFFER, FORMAT, STREAM, checksum_line, fi
 from zero3d.checkpoint.manifest_parser import parse_manifest
 from zero3d.checkpoint.manifest_parts import Contents, check_tiling, parse_part, read_part
 from zero3d.checkpoint.state import EngineState, state_pieces
-from zero3d.checkpoint.writing import Unsynced, json_text, removed_on_failure, write_tensors, write_text
+from zero3d.checkpoint.writing import Unsynced, json_text, removed_on_failure, told, write_tensors, write_text
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError
@@ -129,7 +129,8 @@ def write_all(target: Target, world: Comm, capture: Callable[[], Captured], fact
 
 def _prepare(directory: Path, temporary: Path) -> None:
     """Make the temporary folder. Raises CheckpointError for a directory that holds something else."""
-    directory.mkdir(parents=True, exist_ok=True)
+    with told(directory):
+        directory.mkdir(parents=True, exist_ok=True)
     foreign = [entry.name for entry in directory.iterdir() if not entry.name.lstrip(".").startswith(ENTRIES)]
     if foreign and not any(entry.name.lstrip(".").startswith(ENTRIES) for entry in directory.iterdir()):
         raise CheckpointError(
@@ -137,7 +138,8 @@ def _prepare(directory: Path, temporary: Path) -> None:
             f"{foreign[0]!r}): pass a new or empty directory, or one with step-N folders."
         )
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    with told(temporary):
+        temporary.mkdir()
 
 
 def capture(engine: EngineState) -> Captured:
@@ -205,7 +207,8 @@ def _complete(temporary: Path, facts: Callable[[], Facts], digests: Sequence[str
     if digests:
         _write_manifest(temporary, facts(), digests, files)
     files.sync()
-    sync(temporary)
+    with told(temporary):
+        sync(temporary)
 
 
 def _write_manifest(temporary: Path, facts: Facts, digests: Sequence[str], files: Unsynced) -> None:
@@ -256,11 +259,12 @@ def run_state(engine: EngineState) -> dict[str, Any]:
 def _publish(temporary: Path, final: Path) -> None:
     """Rename the complete folder; one that was saved at this step before stays until the new one stands."""
     aside = final.with_name(f".{final.name}.old")
-    if final.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-        final.rename(aside)
-    temporary.rename(final)
-    sync(final.parent)
+    with told(final):
+        if final.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            final.rename(aside)
+        temporary.rename(final)
+        sync(final.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 

@@ -3,9 +3,8 @@
 file     XXH3 in 128 bits: says whether bytes have changed; `xxhsum -H2 FILE` prints it, too
 tensors  XXH3 in 64 bits: says of which tensor, where they have
 
-A disk, a network or a memory that errs does not know what a checksum is, so that one of 128 bits misses nothing. Who
-may write into a checkpoint may write its checksums anew, whatever they are made by: against that there are rights, and
-manifest.sha256, a copy of which can be kept elsewhere, though it vouches for files of tensors only as far as XXH3 does.
+A disk, a network or a memory that errs does not aim, so that a checksum of 128 bits misses nothing. Who may write into
+a checkpoint may write its checksums anew, whatever they are made by: against that there are the rights of its folder.
 XXH3 takes a tenth of the time of SHA-256, less than a copy of the same bytes, so that it needs no thread of its own.
 
 Formats up to 3 had the SHA-256 of a file, and of each tensor the sum of its elements: whole numbers of their width,

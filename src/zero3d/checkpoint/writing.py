@@ -73,20 +73,32 @@ class Unsynced:
     def sync(self) -> None:
         """Have the disk take all of them. Raises CheckpointError."""
         for path, file in self._files.items():
-            with told(path):
+            with told(path, file.tell()):
                 file.flush()
                 os.fsync(file.fileno())
 
 
 @contextmanager
-def told(path: Path) -> Iterator[None]:
-    """Say of an error of the disk which file it is that could not be written. Raises CheckpointError."""
+def told(path: Path, nbytes: int = 0) -> Iterator[None]:
+    """Say of an error of the disk what could not be written, how much that is and how much is free.
+
+    Raises CheckpointError.
+    """
     try:
         yield
     except OSError as error:
         older = complete_steps(path.parent.parent)
-        remedy = "go on from an older checkpoint, which is whole" if older else "try again"
-        raise CheckpointError(f"cannot write {path} ({error}): make room and {remedy}.") from error
+        remedy = "make room; the older checkpoints are whole" if older else "make room and try again"
+        raise CheckpointError(
+            f"cannot write {path} ({error.strerror or error}{_room(path, nbytes)}): {remedy}."
+        ) from error
+
+
+def _room(path: Path, nbytes: int) -> str:
+    """Say how much a file takes, and how much the disk has left."""
+    with suppress(OSError):
+        return f"; it takes {nbytes:,} bytes, and {shutil.disk_usage(path.parent).free:,} are free" if nbytes else ""
+    return ""
 
 
 def write_tensors(
@@ -108,7 +120,8 @@ def write_tensors(
     contents = {key: tensors[key] for key in in_order}
     hasher = Hasher(contents)
     header = _header(path, contents, about)
-    with told(path):
+    nbytes = sum(values.shape.numel() * values.dtype.itemsize for values in contents.values())
+    with told(path, len(header) + nbytes):
         file = unsynced.open(path)
         hasher.update(None, header)
         file.write(header)
@@ -215,7 +228,7 @@ def json_text(path: Path, value: Any) -> str:
 
 
 def write_text(path: Path, text: str, unsynced: Unsynced | None = None) -> str:
-    """Write a text file; return its SHA-256. Raises OSError.
+    """Write a text file; return its SHA-256. Raises CheckpointError where the disk does not take it.
 
     unsynced  is given the file, to be synced later; it is synced here where there is none
     """
@@ -224,7 +237,9 @@ def write_text(path: Path, text: str, unsynced: Unsynced | None = None) -> str:
             sha256 = write_text(path, text, files)
             files.sync()
         return sha256
-    data, file = text.encode(), unsynced.open(path)
-    file.write(data)
-    _give(file, 0)
+    data = text.encode()
+    with told(path, len(data)):
+        file = unsynced.open(path)
+        file.write(data)
+        _give(file, 0)
     return hashlib.sha256(data).hexdigest()

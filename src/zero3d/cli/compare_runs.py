@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from zero3d.cli.workers import DIED, ENDED
+from zero3d.cli.workers import BLAMED, DIED
 from zero3d.errors import Zero3dError
 from zero3d.train.comparison import as_json, rows
 from zero3d.train.comparison_plot import draw
@@ -133,7 +133,7 @@ def reason(plan: ComparisonPlan, variant: Variant, code: int) -> str:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     lines = [line.strip() for line in _tail(_log(plan, variant)) if line.strip()]
-    died = [line for line in lines if DIED in line or line.startswith(ENDED)]
+    died = [line for line in lines if DIED in line or line.startswith(BLAMED)]
     return (died or lines or [f"exit code {code}"])[-1]
 
 

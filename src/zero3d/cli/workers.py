@@ -34,7 +34,7 @@ from zero3d.distributed.degrees import SLOT
 from zero3d.errors import FAULT
 from zero3d.train.stop import SIGNALS, StopRequest
 from zero3d.watchdog.block import DEATH, STALL, observe
-from zero3d.watchdog.heartbeat import WATCH
+from zero3d.watchdog.heartbeat import ENDED, WATCH
 from zero3d.watchdog.monitor import Monitor
 from zero3d.watchdog.place import open_folder
 
@@ -46,7 +46,7 @@ RANKS = 2  # workers of a machine without accelerators
 ERROR_NAME = "error.json"  # in a worker's folder
 WATCHED = "watch"  # the folder of the workers' heartbeats, beside theirs where it has no better place
 POLL = 0.05  # seconds between two looks at the workers
-DIED, ENDED = "died without an exception", "ended by the watchdog"
+DIED, BLAMED = "died without an exception", "ended by the watchdog"
 LAUNCH_OPTIONS = ("--ranks", "--json")  # of a command line, what says nothing about the training
 BACKLOG = 2048  # workers that may connect at once, as torch has it
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # older names last
@@ -218,9 +218,12 @@ def hear_last_words(workers: Sequence[Worker], monitor: Monitor | None) -> None:
     end = time.monotonic() + LAST_WORDS
     while True:
         if monitor is not None:
-            dead = {worker.rank for worker in workers if worker.vanished} & monitor.beats().keys()
+            beats = monitor.beats()
+            vanished = [worker.rank for worker in workers if worker.vanished]
+            # One that ended by itself has left its exception, or another rank tells it.
+            dead = [rank for rank in vanished if rank in beats and beats[rank].phase != ENDED]
             if dead:
-                observe(DEATH, monitor, sorted(dead)).write()
+                observe(DEATH, monitor, dead).write()
                 monitor = None
         if all(worker.code is not None for worker in workers) or time.monotonic() > end:
             return
@@ -290,7 +293,7 @@ def report_failure(failed: Sequence[Worker], command: str = "", kills: int | Non
         print(f"rank {first.rank} failed:\n{callstack}" if callstack else report["message"], file=sys.stderr)
         return 2 if first.code == 2 else 1
     if first.blamed:
-        print(f"{ENDED}: {first.blamed}", file=sys.stderr)
+        print(f"{BLAMED}: {first.blamed}", file=sys.stderr)
         return _go_on(command)
     assert first.code is not None
     how = f"exit code {first.code}" if first.code > 0 else describe_kill(-first.code, kills)

@@ -155,7 +155,8 @@ class Health:
     )
     slow_timeout: float = key(
         3600.0,
-        "the same while any rank starts, reads data, saves, loads, evaluates, exports or compiles; 0: never",
+        "the same while any rank starts, reads data, saves, loads, evaluates, exports or compiles, and moves no "
+        "bytes to or from a disk; 0: never",
         least=0,
     )
     replay: int = key(

@@ -19,7 +19,6 @@ from torch.distributed import DistBackendError, DistError, DistStoreError
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from zero3d.errors import FAULT, OrderError, Zero3dError
-from zero3d.watchdog.heartbeat import ALL
 
 if TYPE_CHECKING:
     from zero3d.watchdog.heartbeat import Heartbeat
@@ -77,7 +76,7 @@ class Axis:
         """Where what it carries must be: gloo sends host memory, others send their device's alone."""
         return HOST if self.backend in ("none", "gloo") else self.device
 
-    def inside(self, op: str, unit: str, number: int = 0, peer: int = ALL) -> AbstractContextManager[object]:
+    def inside(self, op: str, unit: str, number: int = 0, peer: int | None = None) -> AbstractContextManager[object]:
         """Tell the heartbeat that this rank is, inside, where it may wait for peers or one; `number`: see `Call`."""
         return nullcontext() if self.heartbeat is None else self.heartbeat.inside(self.name, op, unit, number, peer)
 
@@ -85,7 +84,7 @@ class Axis:
         """Return the number of the operation that begins, among those of its kind on this axis."""
         return 0 if self.heartbeat is None else self.heartbeat.count(self.name, op)
 
-    def call(self, op: str, unit: str, call: Callable[[], Any], number: int = 0, peer: int = ALL) -> Any:
+    def call(self, op: str, unit: str, call: Callable[[], Any], number: int = 0, peer: int | None = None) -> Any:
         """Run a torch.distributed call; a timeout or a lost peer becomes an error that says where."""
         with self.inside(op, unit, number, peer):
             return self.guarded(op, unit, call)
@@ -175,7 +174,7 @@ class Call(NamedTuple):
 def messages(axis: Axis, op: str, unit: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
     """Send tensors to ranks of the axis and receive others from them, by rank; returns when all are through."""
     group, place, number, peers = axis.reductions, axis.place, axis.count(op), {*sends, *receives}
-    peer = peers.pop() if len(peers) == 1 else ALL
+    peer = peers.pop() if len(peers) == 1 else None
     arriving = {peer: into if into.device == place else torch.empty_like(into, device=place)
                 for peer, into in receives.items()}  # fmt: skip
     calls = [dist.P2POp(dist.isend, part.to(place), group=group, group_peer=peer) for peer, part in sends.items()]

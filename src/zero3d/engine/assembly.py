@@ -113,7 +113,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
             replay,
         )
         if pipeline is None
-        else Pipelined(pipeline, axes.pp.size, runtime.loss_scale, only)
+        else Pipelined(pipeline, axes.pp.size, runtime.loss_scale, only, replay)
     )
     forget_note(resolved.mesh.everyone)
     unit_of |= {p: unit for unit in runtime.units for p in unit.weights.params}

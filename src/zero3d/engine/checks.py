@@ -103,14 +103,9 @@ def check_reduce_scatter(reduce_scatter: str) -> None:
 
 
 def check_replay(every: int, mesh: Mesh) -> None:
-    """Refuse replays where one micro-batch cannot be computed alone, or not to the same bits."""
+    """Refuse replays that have no meaning, or not the same bits."""
     if every < 0:
         raise ConfigError(f"replay={every}: pass a number of steps, or 0 for none.")
-    if every and mesh.pp > 1:
-        raise ConfigError(
-            f"health.replay={every} computes one micro-batch again, which no pipeline stage can alone, and mesh.pp is "
-            f"{mesh.pp}: type health.replay=0, or mesh.pp=1 with mesh.tp or mesh.dp={mesh.pp} times as large."
-        )
     if every and mesh.device.type != "cpu" and mode() != "on":
         raise ConfigError(
             f"health.replay={every} compares bits, and on {mesh.device.type} deterministic algorithms are {mode()}: "

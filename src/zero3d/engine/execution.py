@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zero3d.engine.generation import next_logits
 from zero3d.engine.losses import Losses
+from zero3d.engine.replay.passages import Again
 from zero3d.engine.replay.replay import Replay
 from zero3d.errors import ConfigError
 from zero3d.pipeline.chunks import SumAndWeight
@@ -101,8 +102,9 @@ class Direct:
 
     def train(self, micro_batches: Sequence[Any]) -> list[SumAndWeight]:
         sums, replay = [], self._replay
+        watched = None if replay is None else replay.watched(len(micro_batches))
         for i, batch in enumerate(micro_batches):
-            with nullcontext() if replay is None else replay.around(i, micro_batches, self._compute):
+            with nullcontext() if replay is None else replay.around(watched, i, batch, self._compute):
                 total, weight = self._losses.sum_and_weight(self._losses.forward(self._module, batch), batch)
                 sums.append((total.detach(), weight))
                 self.backward_sum(total, weight, last=i == len(micro_batches) - 1)
@@ -110,8 +112,10 @@ class Direct:
             replay.compare(self._compute)
         return sums
 
-    def _compute(self, batch: Any) -> None:
+    def _compute(self, again: Again) -> None:
         """Run a micro-batch that belongs to no step."""
+        batch = again.batch
+        again.enters(0, batch, ())
         total, _ = self._losses.sum_and_weight(self._losses.forward(self._module, batch), batch)
         self._scaled(total).backward()  # type: ignore[no-untyped-call]
 
@@ -129,10 +133,16 @@ class Direct:
 
 
 class Pipelined:
-    """Runs micro-batches through this rank's model chunks and those of the other pipeline stages."""
+    """Runs micro-batches through this rank's model chunks and those of the other pipeline stages.
 
-    def __init__(self, pipeline: Pipeline, stages: int, loss_scale: LossScale, only: Mapping[str, int]) -> None:
+    replay  computes a micro-batch of some steps once more, when all have been through
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, stages: int, loss_scale: LossScale, only: Mapping[str, int], replay: Replay | None
+    ) -> None:
         self._pipeline, self._stages, self._loss_scale, self._only = pipeline, stages, loss_scale, only
+        self._replay = replay
 
     @property
     def vocabulary(self) -> int | None:
@@ -151,7 +161,17 @@ class Pipelined:
         )
 
     def train(self, micro_batches: Sequence[Any]) -> list[SumAndWeight]:
-        return self._pipeline.run(micro_batches, self._loss_scale.value)
+        scale, replay = self._loss_scale.value, self._replay
+        watched = None if replay is None else replay.watched(len(micro_batches))
+        sums = self._pipeline.run(micro_batches, scale, watched)
+        if replay is not None and watched is not None:
+            replay.repeat(watched, self._compute)
+            replay.compare(self._compute)
+        return sums
+
+    def _compute(self, again: Again) -> None:
+        """Run a micro-batch that belongs to no step."""
+        self._pipeline.run_apart(again.batch, self._loss_scale.value, again)
 
     def evaluate(self, micro_batches: Iterable[Any]) -> list[SumAndWeight]:
         return self._pipeline.evaluate(micro_batches)

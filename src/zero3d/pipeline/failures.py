@@ -5,8 +5,8 @@
     all that saw it   raise at once from then on: messages of the failed step may still be under way, and
                       the next step would take them for its own
 
-Outside of the chunks a ConfigError is no failure, raised on all ranks alike before anything is sent, nor is a
-NonFiniteError, after everything has arrived.
+Outside of the chunks a ConfigError is no failure, raised on all ranks alike before anything is sent, nor are a
+NonFiniteError and a CorruptionError, after everything has arrived.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zero3d.distributed.axis import Axis, leave_note, read_note
-from zero3d.errors import FAULT, ConfigError, NonFiniteError, Zero3dError
+from zero3d.errors import FAULT, ConfigError, CorruptionError, NonFiniteError, Zero3dError
 
 _LOG = logging.getLogger("torch.distributed.pipelining.schedules")  # writes whole schedules after an error
 
@@ -62,7 +62,7 @@ class Failures:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, (ConfigError, NonFiniteError)) and self._first is None:
+            if isinstance(error, (ConfigError, NonFiniteError, CorruptionError)) and self._first is None:
                 raise
             text = f"rank {self._axis.rank} of axis pp failed: {type(error).__name__}: {error}"
             leave_note(text, getattr(error, "exit_code", FAULT))

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, get_schedule_class
 
 from zero3d.distributed.agreement import exchange_texts
 from zero3d.distributed.axis import Axis
@@ -35,7 +36,7 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.sends import Sends
 from zero3d.pipeline.shapes import ChunkOutputs
 from zero3d.pipeline.stage import ScheduledChunk, Stage
-from zero3d.pipeline.step import Callbacks, Step
+from zero3d.pipeline.step import Callbacks, Observer, Step
 from zero3d.pipeline.traffic import pipeline_traffic
 from zero3d.pipeline.waits import Waits
 from zero3d.zero.traffic import Moved
@@ -49,8 +50,9 @@ class StepShape(NamedTuple):
 
 
 class MadeSchedule(NamedTuple):
-    """One of torch's schedules, this rank's stages in it, what they have sent, and what they wait for."""
+    """One of torch's schedules: what it is made for, this rank's stages in it, what they sent and wait for."""
 
+    shape: StepShape
     schedule: Any
     stages: list[Stage]
     sends: Sends
@@ -78,27 +80,44 @@ class Pipeline:
         self._chunks = Chunks(chunks, total - 1, self.failures, loss, takes)
         self._outputs = ChunkOutputs(chunks.values())
         self._forward_only = ForwardOnly(self._owners, axis, ledger, self._chunks, self._outputs)
-        self._step = Step(self._chunks, self.failures, callbacks, ledger, axis.name, self._outputs.loss_dtype)
-        self._shape: StepShape | None = None  # of the last step
-        self._made: MadeSchedule | None = None
+        self._step, self._step_apart = (
+            Step(self._chunks, self.failures, each, ledger, axis.name, self._outputs.loss_dtype)
+            for each in (callbacks, callbacks.apart())
+        )
+        self._made: MadeSchedule | None = None  # of the last step
+        self._made_apart: MadeSchedule | None = None
 
     # --- running --------------------------------------------------------------------------------
 
-    def run(self, batches: Sequence[Any], scale: float) -> list[SumAndWeight]:
+    def run(self, batches: Sequence[Any], scale: float, observer: Observer | None = None) -> list[SumAndWeight]:
         """Run forward and backward of all micro-batches; (sum, weight) of each, on the rank of the last chunk only."""
-        made = self._schedule_for(StepShape(len(batches), self._chunks.ids_shape(batches)))
-        numbers = torch.arange(len(batches))
+        shape = StepShape(len(batches), self._chunks.ids_shape(batches))
+        if self._made is None or shape != self._made.shape:
+            self._schedule.check(shape.micro_batches, self._axis.size)
+            self._made = self._renew(self._made, shape, self._step)
+        self._drive(self._made, self._step.over(batches, scale, observer))
+        self._step.finish(len(batches))
+        return self._step.losses
+
+    def run_apart(self, batch: Any, scale: float, observer: Observer) -> None:
+        """Run forward and backward of one micro-batch that belongs to no step; its gradients are for the observer."""
+        shape = StepShape(1, self._chunks.ids_shape([batch]))
+        if self._made_apart is None or shape != self._made_apart.shape:
+            self._made_apart = self._renew(self._made_apart, shape, self._step_apart)
+        self._drive(self._made_apart, self._step_apart.over([batch], scale, observer))
+
+    def _drive(self, made: MadeSchedule, step: AbstractContextManager[None]) -> None:
+        """Have torch run a schedule inside a step."""
+        numbers = torch.arange(made.shape.micro_batches)
         first = (numbers,) if 0 in self._chunks.modules else ()
-        step = partial(made.schedule.step, *first, target=numbers, losses=[], return_outputs=False)
-        with self._step.over(batches, scale):
+        run = partial(made.schedule.step, *first, target=numbers, losses=[], return_outputs=False)
+        with step:
             made.waits.begin()
             try:
-                self._axis.guarded("a step", "pipeline", step)
+                self._axis.guarded("a step", "pipeline", run)
                 self._axis.call("send", "the last messages of a step", made.sends.finish)
             finally:
                 made.sends.forget()
-        self._step.finish(len(batches))
-        return self._step.losses
 
     def evaluate(self, batches: Iterable[Any]) -> list[SumAndWeight]:
         """Run forward only; (sum, weight) of each micro-batch, on the rank of the last chunk only."""
@@ -133,14 +152,14 @@ class Pipeline:
 
     def planned_order(self, micro_batches: int) -> Mapping[int, Sequence[Action]]:
         """Return what torch has every rank do in a step of so many micro-batches, of the last step's shape."""
-        assert self._shape is not None, "there was a step"
-        return _order(self._make(self._shape._replace(micro_batches=micro_batches)).schedule)
+        assert self._made is not None, "there was a step"
+        return _order(self._make(self._made.shape._replace(micro_batches=micro_batches), self._step).schedule)
 
     def traffic(self, micro_batches: int) -> dict[tuple[str, str], Moved]:
         """Return what this rank sends in a step of so many micro-batches, of the last step's shape, by formula."""
-        if self._shape is None:
+        if self._made is None:
             raise ConfigError("traffic() is that of the last step's shape, and there was no step: train_batch first.")
-        cuts = [self._outputs.sizes(chunk, self._shape.ids) for chunk in range(self._chunks.last)]
+        cuts = [self._outputs.sizes(chunk, self._made.shape.ids) for chunk in range(self._chunks.last)]
         return pipeline_traffic(list(self._chunks.modules), micro_batches, cuts)
 
     @property
@@ -150,18 +169,16 @@ class Pipeline:
 
     # --- torch's schedule -----------------------------------------------------------------------
 
-    def _schedule_for(self, shape: StepShape) -> MadeSchedule:
-        """Return the schedule of the step before if its shape was the same, else a new one. Raises ConfigError."""
-        if self._made is None or shape != self._shape:
-            self._schedule.check(shape.micro_batches, self._axis.size)
-            for stage in [] if self._made is None else self._made.stages:
-                stage.free()
-            self._shape, self._made = shape, self._make(shape)
-        return self._made
+    def _renew(self, before: MadeSchedule | None, shape: StepShape, step: Step) -> MadeSchedule:
+        """Return a new schedule in the place of one for another shape."""
+        for stage in [] if before is None else before.stages:
+            stage.free()
+        return self._make(shape, step)
 
-    def _make(self, shape: StepShape) -> MadeSchedule:
-        stages = [self._stage(number, shape.ids) for number in self._chunks.modules]
-        kind = get_schedule_class(self._schedule.torch)
+    def _make(self, shape: StepShape, step: Step) -> MadeSchedule:
+        stages = [self._stage(number, shape.ids, step) for number in self._chunks.modules]
+        by_name = self._schedule.chunks_per_rank > 1 or step is self._step  # of one micro-batch 1f1b is gpipe
+        kind = get_schedule_class(self._schedule.torch if by_name else "GPipe")
         driven = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
         made = kind(driven, n_microbatches=shape.micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
         order, rank = _order(made), self._axis.rank
@@ -169,15 +186,15 @@ class Pipeline:
         waits = Waits(self._axis, self._owners, order.get(rank, []) if self._schedule.chunks_per_rank > 1 else [])
         for stage in stages:
             stage.sends, stage.waits = sends, waits
-            stage.warmup = self._axis.size - 1 - self._axis.rank if self._schedule.name == "1f1b" else None
-        return MadeSchedule(made, stages, sends, waits)
+            stage.warmup = self._axis.size - 1 - self._axis.rank if issubclass(kind, Schedule1F1B) else None
+        return MadeSchedule(shape, made, stages, sends, waits)
 
-    def _stage(self, number: int, ids: tuple[int, ...]) -> Stage:
+    def _stage(self, number: int, ids: tuple[int, ...], step: Step) -> Stage:
         index = torch.empty(1, dtype=torch.int64, device="meta")
         loss = torch.empty((), dtype=self._outputs.loss_dtype, device="meta", requires_grad=True)
         takes = self._outputs.leaving(number - 1, ids) if number else (index,)
         gives = (loss,) if number == self._chunks.last else self._outputs.leaving(number, ids)
-        chunk = ScheduledChunk(self._chunks.modules[number], self._step, number)
+        chunk = ScheduledChunk(self._chunks.modules[number], step, number)
         return Stage(chunk, number, self._chunks.last + 1, self._outputs.device, takes, gives, group=self._axis.gathers)
 
 

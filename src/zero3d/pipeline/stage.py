@@ -57,7 +57,7 @@ class Stage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         self._record("B" if full_backward else "I", bwd_chunk_id)
-        with self.submod.step.backward(self.stage_index):
+        with self.submod.step.backward(self.stage_index, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
             self._end(bwd_chunk_id)
@@ -67,7 +67,7 @@ class Stage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self._record("W", bwd_chunk_id)
         step, number = self.submod.step, self.stage_index
-        with step.backward(number), step.weights(number):
+        with step.backward(number, bwd_chunk_id), step.weights(number):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._end(bwd_chunk_id)
 

@@ -4,6 +4,8 @@
     backward    around every backward: gradients that no hook saw are handed on
     weights     around the weight phase of a split backward: the chunk's units are gathered
 
+An observer may be told of one of the micro-batches on its way.
+
 Split backward. A zero-bubble schedule takes gradients of inputs and of weights apart, by `autograd.grad`; the
 latter writes `.grad` without any hook, so what is found there is handed on by `Callbacks.sweep`. No hook tells
 either that recomputed blocks and saved weights are read again, so the chunk's units are gathered first.
@@ -12,8 +14,8 @@ either that recomputed blocks and saved weights are read again, so the chunk's u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +46,27 @@ class Callbacks(NamedTuple):
     gathered: Callable[[nn.Module], AbstractContextManager[None]]
     arena: Arena
 
+    def apart(self) -> Callbacks:
+        """Return those of a micro-batch that belongs to no step: nothing of it is counted, drawn or summed."""
+        nothing = Accumulation(1, every_micro_batch=False, scales_loss=False)
+        return self._replace(accumulation=nothing, sweep=lambda: None, begin=lambda *_: None, done=lambda _: None)
+
+
+class Observer(Protocol):
+    """What a step tells of one of its micro-batches, whose number is `micro_batch`."""
+
+    @property
+    def micro_batch(self) -> int: ...
+
+    def enters(self, chunk: int, batch: Any, entering: Sequence[Tensor]) -> None:
+        """Hear that its forward through a chunk comes next, of tensors that enter from the chunk before."""
+
+    def leaves(self, chunk: int, leaving: Any) -> None:
+        """Hear what its forward through a chunk has given; of the last one the loss."""
+
+    def backward(self, chunk: int) -> AbstractContextManager[None]:
+        """Return what is put around its backward through a chunk, or around each half of a split one."""
+
 
 class Step:
     """The training step that runs, or the last one that ran.
@@ -61,17 +84,19 @@ class Step:
         self.arena = callbacks.arena
         self._batches: Sequence[Any] = ()
         self._scale = 1.0
+        self._observer: Observer | None = None
         self.losses: list[SumAndWeight] = []
         self.actions: list[Action] = []
 
     @contextmanager
-    def over(self, batches: Sequence[Any], scale: float) -> Iterator[None]:
+    def over(self, batches: Sequence[Any], scale: float, observer: Observer | None) -> Iterator[None]:
         """Begin a step over these micro-batches, whose losses are multiplied by `scale`; let go of them at its end."""
         self._batches, self._scale, self.losses, self.actions = batches, scale, [], []
+        self._observer = observer
         try:
             yield
         finally:
-            self._batches = ()
+            self._batches, self._observer = (), None
 
     def finish(self, micro_batches: int) -> None:
         """Count the micro-batches of a step that has run."""
@@ -84,18 +109,28 @@ class Step:
         batch = self._batches[micro_batch]
         ids, inputs = self._chunks.split_batch(batch)
         self._callbacks.begin(micro_batch, chunk)
+        observer = self._observer_of(micro_batch)
+        if observer is not None:
+            observer.enters(chunk, batch, entering if chunk else ())
         output = self._chunks.run(chunk, entering if chunk else (ids,), inputs)
-        if chunk != self._chunks.last:
-            return output
-        with self._failures.in_chunk(chunk):
-            return self._scaled_loss(output, batch)
+        if chunk == self._chunks.last:
+            with self._failures.in_chunk(chunk):
+                output = self._scaled_loss(output, batch)
+        if observer is not None:
+            observer.leaves(chunk, output)
+        return output
 
     @contextmanager
-    def backward(self, chunk: int) -> Iterator[None]:
+    def backward(self, chunk: int, micro_batch: int) -> Iterator[None]:
         """Run a backward inside; hand on gradients that no hook saw."""
-        with self._failures.in_chunk(chunk), self._callbacks.accumulation.counting(Contribution(0.0, last=False)):
+        observer = self._observer_of(micro_batch)
+        counting = self._callbacks.accumulation.counting(Contribution(0.0, last=False))
+        with self._failures.in_chunk(chunk), counting, observer.backward(chunk) if observer else nullcontext():
             yield
             self._callbacks.sweep()
+
+    def _observer_of(self, micro_batch: int) -> Observer | None:
+        return self._observer if self._observer is not None and self._observer.micro_batch == micro_batch else None
 
     def weights(self, chunk: int) -> AbstractContextManager[None]:
         """Keep a chunk's units gathered for the weight phase of a split backward inside."""

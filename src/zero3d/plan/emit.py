@@ -50,6 +50,7 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
     away = {key: value for key in (*TIERS, "activations") if (value := getattr(tiers, key)) != getattr(plain, key)}
     sequences = plan.micro_batch * plan.accumulate * plan.dp
     saves = {"checkpoint": {"asynchronous": True}} if plan.asynchronous_saves else {}
+    health = {"health": {"replay": plan.replay}} if plan.replay else {}
     return (
         {
             "model": {"path": path},
@@ -62,6 +63,7 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
         }
         | ({"offload": away} if away else {})
         | saves
+        | health
     )
 
 
@@ -81,7 +83,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
         config.zero.release, config.zero.reduce, exact=config.zero.exact,
         reduce_scatter=config.zero.reduce_scatter, master=config.zero.master, **_tiers(config),
         partition_activations=mesh.partition_activations, offload_activations=config.offload.activations,
-        asynchronous_saves=config.checkpoint.asynchronous,
+        asynchronous_saves=config.checkpoint.asynchronous, replay=config.health.replay,
     )  # fmt: skip
 
 

@@ -261,6 +261,7 @@ class ParallelPlan:
     fraction       share of optimizer states that leave the device, moments: fp32, bf16 (`memory.offload.Offload`)
     executor       of updates off the device: device, host, auto (by the rule: `tier_time.chosen_executor`)
     asynchronous_saves  checkpoints on the way are written behind training, from a copy on the host (saves.py)
+    replay         every so many steps one micro-batch is computed twice (health.replay); 0: never
     partition_activations, offload_activations   inputs of recomputed blocks in parts over tp; none or host (inputs.py)
     """
 
@@ -290,6 +291,7 @@ class ParallelPlan:
     partition_activations: bool = False
     offload_activations: str = "none"
     asynchronous_saves: bool = False
+    replay: int = 0
 
     @property
     def world(self) -> int:

@@ -111,7 +111,7 @@ def states_key(plan: ParallelPlan) -> ParallelPlan:
     return replace(
         plan, micro_batch=1, accumulate=many, activations="none", sequence_parallel=False, offload="none",
         params="none", fraction=1.0, moments="fp32", executor="auto", partition_activations=False,
-        offload_activations="none", asynchronous_saves=False,
+        offload_activations="none", asynchronous_saves=False, replay=0,
     )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ dp           gradients out, parameters in; at stage 3 per unit and micro-batch; 
 optimizer    bytes of states read and written, by the card's memory
 offload      records that leave the device, and updates on the host, beyond the next forward; weights that are read for
              gathers and gradients that leave the device, beyond all computation (tier_time.py)
+replay       of one micro-batch more in every so many steps: its way through all pipeline stages alone, units gathered
+             for it, and all gradients of both read twice for their hashes. It holds no memory beside a step's
 fixed        a system's own per step and micro-batch: launching, data, logging
 """
 
@@ -122,6 +124,10 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
     parts["dp"] = _data(step, numel, end, plan.accumulate * sum(backward[rank :: plan.pp]))
     hidden = sum(forward[rank :: plan.pp]), sum(forward[rank :: plan.pp]) + sum(backward[rank :: plan.pp])
     parts |= _update(step, numel, hidden)
+    if plan.replay:
+        kind = plan.schedule if plan.virtual > 1 else "gpipe"
+        once = pipeline_seconds(kind, *passing, 1, plan.pp, hop)
+        parts["replay"] = (once + _besides_replay(step, numel, once)) / plan.replay
     parts["fixed"] = pace.fixed
     mid = sum(parts.values())
     return Seconds(UNCERTAIN[0] * mid, mid, UNCERTAIN[1] * mid, parts)
@@ -207,6 +213,21 @@ def _data(step: _Step, numel: float, end: float, backward: float) -> float:
     overlapped = backward / plan.accumulate  # the last micro-batch's; parameters travel beside the next step's forward
     gathers = collective(trained, 2.0)
     return _exposed(reducing, overlapped, pace.hide_dp) + _exposed(gathers, overlapped / 2, pace.hide_dp)
+
+
+def _besides_replay(step: _Step, numel: float, once: float) -> float:
+    """Return the seconds of a replay beside its computation, which takes `once`: gathers of units, hashes.
+
+    Where units stay gathered for the step they are there already. A hash reads a gradient twice, and both computations
+    are hashed; what else is exchanged, a micro-batch's tokens and 16 bytes for a parameter, is nothing.
+    """
+    plan, pace, gpu = step.plan, step.pace, step.cluster.gpu
+    width, known = WIDTHS[plan.precision].weight, digest(step.model)
+    hashes = 4 * width * numel * known.trainable / known.params / (pace.kernels.rates_of(gpu).memory * gpu.bandwidth)
+    if not stage_row(plan.stage).shards_parameters or policies(plan)[0] == "every_step" or step.groups.dp.size == 1:
+        return hashes
+    gathers = 2 * gather_seconds(width * numel, step.groups.dp, step.cluster) / pace.network
+    return hashes + _exposed(gathers, once, pace.hide_dp)
 
 
 def _reduction(plan: ParallelPlan, cluster: ClusterSpec) -> tuple[float, Collective]:

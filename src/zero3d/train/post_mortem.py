@@ -209,8 +209,8 @@ def advise(planned: PlannedRun, shortage: Shortage, ranks: int, config: Config, 
     on_device = shortage.place == DEVICE
     bytes_of = device_bytes if on_device else host_bytes(ranks, on_cpu)
     peak = bytes_of(memory)
-    beyond = memory.device - (shortage.limit or memory.device) if on_device else 0  # a host has others' memory, too
-    missing = max(shortage.missing, beyond)
+    planned_peak = memory.device if on_device else peak  # a run that died early would have taken more
+    missing = max(shortage.missing, planned_peak - (shortage.limit or planned_peak))
     row = Row(planned.plan, planned.estimate)
     found = reliefs(row, planned.model, planned.cluster, evaluate, missing, bytes_of)
     found = [relief for relief in found if relief.saved >= NOTABLE * missing]

@@ -97,13 +97,13 @@ class Heartbeat:
                     return cls(file, memory)
         return cls(None)
 
-    def inside(self, axis: str, op: str, unit: str, number: int = 0, peer: int = ALL) -> Self:
-        """Say that this rank begins a call that may wait for peers; leaving the context says that it is over."""
+    def inside(self, axis: str, op: str, unit: str, number: int = 0, peer: int | None = None) -> Self:
+        """Say that this rank begins a call that may wait for peers, or for one; leaving the context says it is over."""
         memory, key = self._memory, (axis, op, unit)
         names = self._names.get(key) or self._named(key)
         sequence, depth = _HEAD.unpack_from(memory, 0)
         _HEAD.pack_into(memory, 0, sequence | 1, depth + 1)
-        _OF_CALL.pack_into(memory, _CALL, number, peer, names)
+        _OF_CALL.pack_into(memory, _CALL, number, ALL if peer is None else peer, names)
         _NUMBER.pack_into(memory, 0, (sequence | 1) + 1)
         return self
 

@@ -8,16 +8,28 @@ is that of columns, so that words which change places are seen, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from zero3d.nested import tensors_in
 from zero3d.zero.unit import Unit
 
 ROW, WORD = 64, 8
 AGAIN = 3  # multiplies what a parameter had before it got a further gradient
 
 Parameter = tuple[Unit, int]  # a unit, and a place among its parameters
+
+
+class Boundary(NamedTuple):
+    """What leaves a model chunk of a pipeline: forwards its output, of the last one the loss; backwards a gradient."""
+
+    chunk: int
+    backwards: bool
+
+
+Hashed = Parameter | Boundary
 
 
 def bit_sums(t: Tensor) -> Tensor:
@@ -42,25 +54,36 @@ def _weighted(numbers: Tensor) -> Tensor:
 
 
 class GradientHashes:
-    """Owns the sums of bits of every gradient of one backward, in the order in which they came; on the device."""
+    """Owns the sums of bits of every gradient of one backward, in the order in which they came; on the device.
+
+    In a pipeline also of what leaves model chunks.
+    """
 
     def __init__(self) -> None:
-        self._sums: dict[Parameter, Tensor] = {}
+        self._sums: dict[Hashed, Tensor] = {}
 
     def take(self, unit: Unit, index: int, grad: Tensor) -> None:
         """Look at a gradient that has come."""
-        sums, before = bit_sums(grad), self._sums.get((unit, index))
-        self._sums[unit, index] = sums if before is None else before * AGAIN + sums
+        self._look((unit, index), grad)
+
+    def leaves(self, boundary: Boundary, values: Any) -> None:
+        """Look at what leaves a model chunk."""
+        for t in tensors_in(values):
+            self._look(boundary, t)
+
+    def _look(self, at: Hashed, values: Tensor) -> None:
+        sums, before = bit_sums(values), self._sums.get(at)
+        self._sums[at] = sums if before is None else before * AGAIN + sums
 
     @property
-    def came(self) -> list[Parameter]:
-        """The parameters whose gradients came, in their order."""
+    def came(self) -> list[Hashed]:
+        """What was looked at, in its order."""
         return list(self._sums)
 
-    def table(self, parameters: Sequence[Parameter], device: torch.device) -> Tensor:
-        """Return [parameters, 2]; zeros where no gradient came."""
+    def table(self, hashed: Sequence[Hashed], device: torch.device) -> Tensor:
+        """Return [hashed, 2]; zeros where nothing came."""
         nothing = torch.zeros(2, dtype=torch.int64, device=device)
-        return torch.stack([self._sums.get(parameter, nothing) for parameter in parameters])
+        return torch.stack([self._sums.get(each, nothing) for each in hashed])
 
 
 def digest(table: Tensor) -> Tensor:

@@ -16,34 +16,36 @@ from zero3d.activations.compilation import is_compiled
 from zero3d.distributed.agreement import agree, exchange_texts
 from zero3d.distributed.degrees import Place
 from zero3d.engine.foundation import Foundation
-from zero3d.engine.replay.hashes import GradientHashes, Parameter, digest
-from zero3d.engine.replay.inputs import Inputs, Surroundings
+from zero3d.engine.replay.hashes import Boundary, GradientHashes, Hashed, Parameter, digest
+from zero3d.engine.replay.inputs import Surroundings
+from zero3d.engine.replay.passages import Again, Given, InStep
 from zero3d.engine.replay.verdict import Reason, Verdict, judge, partner_of, third_of
 from zero3d.engine.runtime import Runtime
+from zero3d.engine.whole_parameters import units_of
 from zero3d.errors import CorruptionError
-from zero3d.zero.gathers import STEP
+from zero3d.zero.gathers import STEP, Order
 
 NEVER = 1 << 62  # the place of no gradient
-Compute = Callable[[Any], None]  # forward and backward of a micro-batch, scaled as in a step
+PLACES = 1 << 32  # of a model chunk: more than it has gradients
+Compute = Callable[[Again], None]  # forward and backward of a micro-batch, scaled as in a step
 
 
 class Round(NamedTuple):
     """One micro-batch of a step, computed here and by its owner.
 
     partner  the dp rank whose micro-batch was computed here: this one where it is alone
-    own, given      this rank's micro-batch, and the one that was computed here
-    again, in_step  the gradients of `given`, and those of `own` in the step
+    own, given      this rank's micro-batch in the step, and the one that was computed here
+    again           the gradients of `given`
     """
 
     partner: int
-    own: Inputs
-    given: Inputs
+    own: InStep
+    given: Given
     again: GradientHashes
-    in_step: GradientHashes
 
 
 class Finding(NamedTuple):
-    """The first gradient of all ranks that differs: on the rank that computed a micro-batch again, of its owner."""
+    """The first value of all ranks that differs: on the rank that computed a micro-batch again, of its owner."""
 
     place: int
     finder: int
@@ -55,16 +57,21 @@ class Replay:
 
     clean   applied steps before the last comparison in which nothing differed; None before the first one
     count   comparisons so far
-    compute, in `around` and `compare`: runs a micro-batch
+    compute, in methods: runs a micro-batch
     """
 
     def __init__(self, every: int, base: Foundation, runtime: Runtime, applied: Callable[[], int]) -> None:
         self._every, self._applied = every, applied
-        self._axes, self._mesh, self._module = base.axes, base.resolved.mesh, base.division.module
+        self._axes, self._mesh, self._chunks = base.axes, base.resolved.mesh, base.division.chunks
         self._device, self._draw = base.axes.arena.device, base.order.draw
-        self._gathers, self._reductions, (self._hooks,) = runtime.gathers, runtime.reductions, runtime.hooks
+        self._gathers, self._reductions, self._hooks = runtime.gathers, runtime.reductions, runtime.hooks
+        self._last = base.resolved.schedule.chunks_per_rank * base.axes.pp.size - 1 if base.axes.pp.size > 1 else 0
         trainable = [unit for unit in runtime.units if unit.grads is not None]
+        self._units = {number: units_of(chunk, trainable) for number, chunk in self._chunks.items()}
         self._parameters: list[Parameter] = [(u, i) for u in trainable for i in range(len(u.weights.params))]
+        self._hashed: list[Hashed] = [*self._parameters]
+        if self._last:
+            self._hashed += [Boundary(chunk, way) for chunk in self._chunks for way in (False, True)]
         self._with_partner = self._all_alike()
         self._round: Round | None = None
         self.clean: int | None = None
@@ -72,38 +79,54 @@ class Replay:
 
     def _all_alike(self) -> bool:
         """Return whether ranks give the same bits: machines are alike, and no kernel was chosen by its time on one."""
-        module, device, world = self._module, self._device, self._axes.world
+        device, world = self._device, self._axes.world
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
         kind = f"{device.type} {name} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
-        compiled = device.type != "cpu" and any(is_compiled(inner) for inner in module.modules())
+        compiled = device.type != "cpu" and any(
+            is_compiled(inner) for chunk in self._chunks.values() for inner in chunk.modules()
+        )
         kinds = world.exchange(torch.tensor([zlib.crc32(f"{kind} {torch.__version__}".encode()), compiled]))
         return bool((kinds == kinds[0]).all()) and not compiled
 
     # --- in a step ----------------------------------------------------------------------------------
 
-    @contextmanager
-    def around(self, k: int, micro_batches: Sequence[Any], compute: Compute) -> Iterator[None]:
-        """Run this rank's k-th micro-batch of a step inside; before the chosen one a partner's is computed."""
-        if k == 0:
-            self._round = None
+    def watched(self, micro_batches: int) -> InStep | None:
+        """Return what is to see a micro-batch of a step that begins; None for a step without a replay."""
+        self._round = None
         turn, left = divmod(self._applied() + 1, self._every)
-        if left or k != turn // 2 % len(micro_batches):
+        if left:
+            return None
+        return InStep(turn // 2 % micro_batches, self._chunks, self._device, self._reductions)
+
+    @contextmanager
+    def around(self, watched: InStep | None, k: int, batch: Any, compute: Compute) -> Iterator[None]:
+        """Run a step's k-th micro-batch inside, without a pipeline; before the one watched a partner's is computed."""
+        if watched is None or k != watched.micro_batch:
             yield
             return
         if self._draw is not None:
             self._draw(k)
-        dp = self._axes.dp
-        own = Inputs.now(micro_batches[k], self._module, self._device)
+        watched.enters(0, batch, ())
+        self.repeat(watched, compute, first=k == 0)
+        with watched.backward(0):
+            yield
+
+    def repeat(self, watched: InStep, compute: Compute, first: bool = False) -> None:
+        """Compute a partner's micro-batch, which computes this rank's. first: no unit is held for the step yet."""
+        dp, given = self._axes.dp, None
+        turn = (self._applied() + 1) // self._every
         partner = partner_of(dp.rank, dp.size, turn) if self._with_partner else dp.rank
-        given = None
         if partner != dp.rank:
             with self._axes.ledger.apart():
-                given = own.trade(dp, partner)
-        again = self._compute(given or own, compute, first=k == 0)
-        in_step = GradientHashes()
-        with self._watching(in_step):
-            yield
-        self._round = Round(dp.rank if given is None else partner, own, given or own, again, in_step)
+                given = self._trade(watched.began, partner)
+        again = self._compute(given or watched.began, compute, first)
+        self._round = Round(dp.rank if given is None else partner, watched, given or watched.began, again)
+
+    def _trade(self, own: Given, peer: int) -> Given | None:
+        """Send a micro-batch to a dp rank, and return its own; None on both where they are not alike."""
+        traded = {chunk: inputs.trade(self._axes.dp, peer) for chunk, inputs in own.items()}
+        given = {chunk: inputs for chunk, inputs in traded.items() if inputs is not None}
+        return given if len(given) == len(own) else None
 
     def compare(self, compute: Compute) -> None:
         """Compare the step's gradients with those computed again. Raises CorruptionError on all ranks.
@@ -115,7 +138,7 @@ class Replay:
             return
         with self._axes.ledger.apart():
             dp, world = self._axes.dp, self._axes.world
-            again, theirs = (hashes.table(self._parameters, self._device) for hashes in (found.again, found.in_step))
+            again, theirs = (each.table(self._hashed, self._device) for each in (found.again, found.own.hashes))
             if found.partner != dp.rank:
                 theirs = dp.trade(theirs, found.partner, "-")
             places = self._places(found.again).where((again != theirs).any(1), NEVER)
@@ -129,42 +152,45 @@ class Replay:
         self.count += 1
 
     def _places(self, hashes: GradientHashes) -> Tensor:
-        """Return of every parameter when its gradient came; behind all others where none did."""
-        came = {parameter: place for place, parameter in enumerate(hashes.came)}
-        places = [came.get(parameter, len(came)) for parameter in self._parameters]
+        """Return of all that is hashed when it came; of a gradient that did not, behind the others of its chunk."""
+        came = {each: place for place, each in enumerate(hashes.came)}
+        places = [self._place(each, came.get(each, len(came))) for each in self._hashed]
         return torch.tensor(places, dtype=torch.int64, device=self._device)
 
-    def _compute(self, given: Inputs, compute: Compute, first: bool) -> GradientHashes:
+    def _place(self, hashed: Hashed, came: int) -> int:
+        """Return when something came in the whole pipeline: forwards through chunks, then backwards."""
+        if isinstance(hashed, Boundary):
+            if not hashed.backwards:
+                return hashed.chunk
+            return self._backward_of(hashed.chunk) + PLACES - 1
+        unit, _ = hashed
+        return self._backward_of(next(chunk for chunk, units in self._units.items() if unit in units)) + came
+
+    def _backward_of(self, chunk: int) -> int:
+        return (1 + self._last - chunk) * PLACES
+
+    def _compute(self, given: Given, compute: Compute, first: bool) -> GradientHashes:
         """Compute a micro-batch of which nothing stays but its hashes. first: no unit is held for the step yet."""
-        hashes, gathers = GradientHashes(), self._gathers
-        before, events = Surroundings.of(self._module, self._device), gathers.events
-        gathers.events, self._hooks.aside = None, hashes.take
+        surroundings = {number: Surroundings.of(chunk, self._device) for number, chunk in self._chunks.items()}
+        again, gathers = Again(given, surroundings, self._parameters), self._gathers
+        events, gathers.events = gathers.events, None
+        for hooks in self._hooks:
+            hooks.aside = again.hashes.take
         try:
             with self._axes.ledger.apart():
-                before.become(given)
-                compute(given.batch)
+                if self._last:  # the next step gathers ahead what this one has used
+                    gathers.begin_forward(Order())
+                compute(again)
                 if first:
                     gathers.drop(lambda token: token == STEP)
         finally:
-            gathers.events, self._hooks.aside = events, None
-            before.restore()
-        return hashes
-
-    @contextmanager
-    def _watching(self, hashes: GradientHashes) -> Iterator[None]:
-        """Look at the gradients of a step inside, beside whoever looks at them."""
-        other = self._reductions.watch
-
-        def watch(*came: Any) -> None:
-            hashes.take(*came)
-            if other is not None:
-                other(*came)
-
-        self._reductions.watch = watch
-        try:
-            yield
-        finally:
-            self._reductions.watch = other
+            gathers.events = events
+            if self._last:
+                gathers.end_forward()
+            for hooks in self._hooks:
+                hooks.aside = None
+            again.restore()
+        return again.hashes
 
     # --- where something differs ----------------------------------------------------------------------
 
@@ -181,29 +207,37 @@ class Replay:
         ranks = [degrees.rank(degrees.place(column)._replace(dp=dp)) for dp in verdict.ranks for column in columns]
         accused = [f"rank {rank} ({hosts[rank]})" for rank in ranks]
         index = int(world.read(places.argmin().view(1), [0])[0])
-        unit, slot = self._parameters[index]
-        where = f"unit {unit.name!r}, parameter {unit.layout.slots[slot].name}"
         error = CorruptionError(
-            f"health.replay: in step {self._applied() + 1} {_told(accused, verdict.reason)} First in {where}. The step "
-            "is not applied."
+            f"health.replay: in step {self._applied() + 1} {_told(accused, verdict.reason)} First in "
+            f"{self._named(self._hashed[index])}. The step is not applied."
         )
         agree(world, partial(_raise, error) if world.rank == finding.finder else lambda: None)
 
+    def _named(self, hashed: Hashed) -> str:
+        if not isinstance(hashed, Boundary):
+            unit, slot = hashed
+            return f"unit {unit.name!r}, parameter {unit.layout.slots[slot].name}"
+        chunk, units = hashed.chunk, self._units[hashed.chunk]
+        output = "the loss behind" if chunk == self._last else "the output of"
+        what = f"the gradient that leaves model chunk {chunk}" if hashed.backwards else f"{output} model chunk {chunk}"
+        names = f"units {units[0].name!r} to {units[-1].name!r}" if units else "without trained units"
+        return f"{what} of {self._last + 1} ({names})"
+
     def _judge(self, found: Round, owner: int, partner: int, compute: Compute) -> Verdict:
         """Have the micro-batch of a dp rank computed by all who have a say, and say who is wrong."""
-        dp, parameters, device = self._axes.dp, self._parameters, self._device
+        dp, hashed, device = self._axes.dp, self._hashed, self._device
         third = third_of(owner, partner, dp.size)
-        here = found.in_step if dp.rank == owner else found.again
+        here = found.own.hashes if dp.rank == owner else found.again
         again = found.again
         if owner != partner:  # else both results are there, and are this rank's own
-            given = found.own
+            given: Given = found.own.began
             if dp.rank == partner:
                 given = found.given
             elif third is not None and dp.rank in (owner, third):
-                traded = found.own.trade(dp, third if dp.rank == owner else owner)
-                given = traded or found.own if dp.rank == third else found.own
+                traded = self._trade(found.own.began, third if dp.rank == owner else owner)
+                given = traded or given if dp.rank == third else given
             again = self._compute(given, compute, first=False)
-        row = torch.cat([digest(hashes.table(parameters, device)) for hashes in (here, again)])
+        row = torch.cat([digest(hashes.table(hashed, device)) for hashes in (here, again)])
         rows = self._axes.world.exchange(row)
         read = self._axes.world.read(rows.flatten(), [0] * rows.numel())
         results = [tuple(read[4 * rank : 4 * rank + 4]) for rank in range(len(rows))]
