@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import checkpoint
 import doctor
 import restart
 import watchdog
@@ -89,7 +88,7 @@ def cases(name: str, part: str) -> str:
     [found] = _parts(name, part)
     kinds = f" of {len(found['kinds'])} kinds" if "kinds" in found else ""
     outcomes = _listed({what: row["cases"] for what, row in found["rows"].items()})
-    return f"{_none_failed(found)}{kinds}; {outcomes}"
+    return f"{_none_failed(found, kinds)}; {outcomes}"
 
 
 def flips() -> str:
@@ -97,7 +96,8 @@ def flips() -> str:
     [run] = results("replay")
     found = run["flips"]
     judged = _met(found["planted"] == found["found"] == found["named"] and not found["applied"])
-    return f"{found['found']} of {found['planted']} flips found, {found['named']} named, {found['applied']} applied: {judged}"
+    told = f"{found['found']} of {found['planted']} flips found"
+    return f"{told}, {found['named']} named, {found['applied']} applied: {judged}"
 
 
 def sound() -> str:
@@ -131,9 +131,9 @@ def _parts(name: str, part: str) -> list[Any]:
     return [run["parts"][part] for run in results(name) if part in run["parts"]]
 
 
-def _none_failed(found: Mapping[str, Any]) -> str:
+def _none_failed(found: Mapping[str, Any], of: str = "") -> str:
     [target] = found["targets"]
-    return f"{target['reached']} {_thousands(target['what'])}: {_met(target['met'])}"
+    return f"{target['reached']} {_thousands(target['what'])}{of}: {_met(target['met'])}"
 
 
 def _thousands(text: str) -> str:
@@ -158,67 +158,162 @@ ROWS = (
         lambda: stalled("stop"),
     ),
     Row("a rank loops for ever", "the same", "parity/test_stalls.py", lambda: stalled("loop")),
-    Row("a rank is in another collective", "the same, with both calls", "parity/test_stalls.py",
-        lambda: stalled("other")),
-    Row("a rank is killed, without `--max-restarts`", "its last call and the stacks of the others; exit code 1",
-        "parity/test_stalls.py", lambda: stalled("kill")),
-    Row("the launcher is killed", "ranks say so and end, with a checkpoint where their step ends in time",
-        "parity/test_stalls.py", lambda: stalled("launcher")),
-    Row("none: an ordinary run is watched", "heartbeats and the ledger cost next to nothing", "unit/test_heartbeat.py",
-        heartbeats),
-    Row("none: a save, a compilation or a tokenization takes long", "no alarm within `health.slow_timeout`",
-        "unit/test_watchdog.py", no_alarms),
-    Row("the link between two hosts is cut or slow, or a host is gone",
+    Row(
+        "a rank is in another collective",
+        "the same, with both calls",
+        "parity/test_stalls.py",
+        lambda: stalled("other"),
+    ),
+    Row(
+        "a rank is killed, without `--max-restarts`",
+        "its last call and the stacks of ranks that still run; exit code 1",
+        "parity/test_stalls.py",
+        lambda: stalled("kill"),
+    ),
+    Row(
+        "the launcher is killed",
+        "ranks say so and end, with a checkpoint where their step ends in time",
+        "parity/test_stalls.py",
+        lambda: stalled("launcher"),
+    ),
+    Row(
+        "no fault: an ordinary run is watched",
+        "heartbeats and the ledger cost next to nothing",
+        "unit/test_heartbeat.py",
+        heartbeats,
+    ),
+    Row(
+        "no fault: a save, a compilation or a tokenization takes long",
+        "no alarm within `health.slow_timeout`",
+        "unit/test_watchdog.py",
+        no_alarms,
+    ),
+    Row(
+        "a stall, with `--max-restarts`",
+        "named, ended, and all start again from the newest checkpoint; curve bitwise",
+        "parity/test_stalled_runs.py",
+    ),
+    Row(
+        "a stall in a pipeline, or over tp",
+        "which message of which micro-batch is waited for, and whose",
+        "parity/test_stalled_runs.py, unit/test_pipeline_waits.py",
+    ),
+    Row(
+        "the link between two hosts is cut or slow, or a host is gone",
         "both sides name whom they wait for, and end; a slow link changes no bit",
-        "ranks/test_two_hosts.py (two network namespaces; needs root)"),
-    Row("a rank is killed, with `--max-restarts`", "all start again from the newest checkpoint", "unit/test_elastic.py",
-        restarted),
-    Row("ranks are lost, under `zero.exact`", "dp 4, 2, 4: every step's loss and norm bitwise", "ranks/test_restarts.py",
-        lambda: killed(DP)),
-    Row("ranks are lost, without it", "dp 4, 3, 2, 4: losses to 1e-6, and it says \"not bitwise\"",
-        "ranks/test_restarts.py"),
+        "ranks/test_two_hosts.py (two network namespaces; needs root)",
+    ),
+    Row(
+        "a rank is killed, with `--max-restarts`",
+        "all start again from the newest checkpoint",
+        "unit/test_elastic.py",
+        restarted,
+    ),
+    Row(
+        "ranks are lost, under `zero.exact`",
+        "dp 4, 2, 4: every step's loss and norm bitwise",
+        "ranks/test_restarts.py",
+        lambda: killed(DP),
+    ),
+    Row(
+        "ranks are lost, without it",
+        'dp 4, 3, 2, 4: losses to 1e-6, and it says "not bitwise"',
+        "ranks/test_restarts.py",
+    ),
     Row("torchrun starts more ranks than fit", "spare ones wait, also through a restart", "ranks/test_restarts.py"),
     Row("a rank dies twice before a step", "its slot counts as lost", "unit/test_elastic.py"),
-    Row("bad input, NaN, a gradient that was computed wrongly, a signal that asks to stop", "no restart",
-        "unit/test_elastic.py"),
-    Row("SIGTERM, SIGINT, SIGHUP, SIGUSR1", "one checkpoint, exit code 128 + signal",
-        "unit/test_stop.py, parity/test_stopping.py"),
-    Row("SIGKILL at random moments, also in saves",
+    Row(
+        "bad input, NaN, a gradient that was computed wrongly, a signal that asks to stop",
+        "no restart",
+        "unit/test_elastic.py",
+    ),
+    Row(
+        "SIGTERM, SIGINT, SIGHUP, SIGUSR1",
+        "one checkpoint, exit code 128 + signal",
+        "unit/test_stop.py, parity/test_stopping.py",
+    ),
+    Row(
+        "SIGKILL at random moments, also in saves",
         "the newest checkpoint verifies, none is lost, and the curve is bitwise that of an uninterrupted run",
-        "parity/test_saves_behind.py, ranks/test_random_kills.py", lambda: killed(KILL)),
-    Row("a full disk while a checkpoint is written",
+        "parity/test_saves_behind.py, ranks/test_random_kills.py",
+        lambda: killed(KILL),
+    ),
+    Row(
+        "a full disk while a checkpoint is written",
         "path, bytes needed and free; a warning, or with `checkpoint.on_error=stop` the end; earlier ones stay",
-        "parity/test_saves_behind.py"),
-    Row("none: saving and loading",
-        "as fast as the disk, checksums included; behind training almost no wait", "unit/test_checkpoint_benchmark.py",
-        saving),
-    Row("a flipped bit, a truncated, missing or swapped file of a checkpoint",
+        "parity/test_saves_behind.py",
+    ),
+    Row(
+        "no fault: saving and loading",
+        "as fast as the disk, checksums included; behind training almost no wait",
+        "unit/test_checkpoint_benchmark.py",
+        saving,
+    ),
+    Row(
+        "a flipped bit, a truncated, missing or swapped file of a checkpoint",
         "refused, file and tensor named; `zero3d ckpt verify` finds it",
         "parity/test_checkpoint_damage.py, unit/test_ckpt.py",
-        lambda: cases("faults-checkpoints", "checkpoints")),
-    Row("a hostile checkpoint or configuration", "one of our errors; nothing is executed, nothing outside is read",
-        "parity/test_checkpoint_damage.py, unit/test_config_hostile.py", lambda: cases("faults-configs", "configs")),
-    Row("another dp, tp, pp, stage or offload on resume", "equal states; losses to 1e-6 where not bitwise",
-        "parity/test_checkpoint.py, parity/test_mesh_checkpoint.py"),
-    Row("another model or optimizer on resume", "refused, with the difference",
-        "parity/test_checkpoint.py, parity/test_pipeline_checkpoint.py"),
-    Row("a gradient is computed wrongly, once", "found before the update, rank, host, unit and parameter named",
-        "parity/test_replay.py, parity/test_replay_train.py", flips),
-    Row("none: `health.replay` on a sound machine", "no alarm", "parity/test_replay.py", sound),
-    Row("a rank computes wrongly each time", "dp 3 and more: named; dp 2: both are; dp 1: not found",
-        "parity/test_replay.py"),
-    Row("NaN gradients on one rank", "all skip; at the end rank, unit and parameter are named",
-        "parity/test_train_health.py"),
-    Row("fp16 overflows for ever", "at the smallest loss scale the run ends, with unit and step",
-        "parity/test_train_health.py"),
-    Row("a device or a host is out of memory",
+        lambda: cases("faults-checkpoints", "checkpoints"),
+    ),
+    Row(
+        "a hostile checkpoint or configuration",
+        "one of our errors; nothing is executed, nothing outside is read",
+        "parity/test_checkpoint_damage.py, unit/test_config_hostile.py",
+        lambda: cases("faults-configs", "configs"),
+    ),
+    Row(
+        "another dp, tp, pp, stage or offload on resume",
+        "equal states; losses to 1e-6 where not bitwise",
+        "parity/test_checkpoint.py, parity/test_mesh_checkpoint.py",
+    ),
+    Row(
+        "another model or optimizer on resume",
+        "refused, with the difference",
+        "parity/test_checkpoint.py, parity/test_pipeline_checkpoint.py",
+    ),
+    Row(
+        "a gradient is computed wrongly, once",
+        "found before the update, rank, host, unit and parameter named",
+        "parity/test_replay.py, parity/test_replay_train.py",
+        flips,
+    ),
+    Row("no fault: `health.replay` on a sound machine", "no alarm", "parity/test_replay.py", sound),
+    Row(
+        "a stage of a pipeline computes wrongly, once",
+        "found before the update; the rank and stage on which it began are named, not those it reached",
+        "parity/test_replay_pipeline.py",
+    ),
+    Row(
+        "a rank computes wrongly each time",
+        "dp 3 and more: named; dp 2: both are; dp 1: not found",
+        "parity/test_replay.py",
+    ),
+    Row(
+        "NaN gradients on one rank",
+        "all skip; at the end rank, unit and parameter are named",
+        "parity/test_train_health.py",
+    ),
+    Row(
+        "fp16 overflows for ever",
+        "at the smallest loss scale the run ends, with unit, rank and what to lower",
+        "parity/test_train_health.py",
+    ),
+    Row(
+        "a device or a host is out of memory",
         "what was live, the largest tensors, what to change and what that saves, from the planner; on a host before "
-        "the kernel kills", "parity/test_post_mortem.py, unit/test_host_memory.py"),
+        "the kernel kills",
+        "parity/test_post_mortem.py, unit/test_host_memory.py",
+    ),
     Row("a bad line of data, an empty file", "file and line named", "unit/test_data_sources.py"),
     Row("a lock or a watch file of a dead run", "the next run starts", "unit/test_folder_lock.py"),
-    Row("an interface that is not there, a port that is taken, few open files, a small /dev/shm, a full disk, a driver "
-        "that hangs", "`zero3d doctor` names it, and what to type", "unit/test_doctor.py", examined),
-)  # fmt: skip
+    Row(
+        "an interface that is not there, a port that is taken, few open files, a small /dev/shm, a full disk, a driver "
+        "that hangs",
+        "`zero3d doctor` names it, and what to type",
+        "unit/test_doctor.py",
+        examined,
+    ),
+)
 
 
 def matrix() -> str:

@@ -6,7 +6,7 @@
     python benchmarks/tables.py --run engines,loading --write
 
     <!-- table NAME -->          a table stands between these lines; figures_exact.py, figures_measured.py and
-    <!-- end -->                 figures_faults.py make it from results/*.json, or from a command that takes milliseconds
+    <!-- end -->                 figures_faults.py make it, from results/*.json or a command that takes milliseconds
 
 `--run` takes committed code alone, so that a file names what it is of. `exact` needs the folder of published tables
 (`--tables DIR`), for planner-accuracy; `timed` needs DeepSpeed (pip install 'zero3d[bench]'). Tests compare the texts
