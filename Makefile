@@ -20,8 +20,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 CAMPAIGN = $(BIN)/python benchmarks/gpu_check.py --device cpu --json $(VENV)/campaign.json
 
 # Ranks wait for one another: two halves of equal length fill what that leaves of two cores; the second is told last.
-PARITY := $(wildcard tests/parity/test_[a-r]*.py)
-BESIDE := tests/map tests/unit tests/ranks $(wildcard tests/parity/test_[s-z]*.py)
+PARITY := $(wildcard tests/parity/test_[a-r]*.py tests/parity/test_sa*.py)
+BESIDE := tests/map tests/unit tests/ranks $(wildcard tests/parity/test_s[b-z]*.py tests/parity/test_[t-z]*.py)
 LONG_BESIDE := $(wildcard tests/parity/test_pipeline_*.py tests/parity/test_plan*.py tests/parity/test_re*.py)
 define both
 @{ $(BIN)/mypy && $(PYTEST) $(1) $(3); } > $(VENV)/beside.log 2>&1 & beside=$$!; \

@@ -15,7 +15,7 @@ from torch import nn
 
 import zero3d
 
-LATE = 0.5  # seconds that rank 1 needs for an update: its weights are not there yet when rank 0 goes on
+LATE = 0.5  # seconds that rank 1 needs for an update: its weights are not there yet when rank 0 goes on (stage 0: none)
 
 
 class Late(torch.optim.AdamW):
@@ -31,8 +31,9 @@ def sum_of(output, _):
 
 
 def engine_of(stage, model=None, **options):
+    optimizer = Late if stage else torch.optim.AdamW  # at stage 0 nobody sends weights
     return zero3d.Engine(
-        model or net(width=96), stage=stage, loss=sum_of, optimizer=Late, **({"precision": "bf16"} | options)
+        model or net(width=96), stage=stage, loss=sum_of, optimizer=optimizer, **({"precision": "bf16"} | options)
     )
 
 
