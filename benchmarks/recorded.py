@@ -150,6 +150,7 @@ RECIPES = {
             ),
             timed=False,
         ),
+        Recipe("doctor", ("python benchmarks/doctor.py --json OUT",)),
         Recipe("loop-overhead", ("python benchmarks/loop_overhead.py --json OUT",)),
     )
 }

@@ -5,8 +5,8 @@
     python benchmarks/tables.py --run timed                   all timings: on a quiet machine, nothing beside them
     python benchmarks/tables.py --run engines,loading --write
 
-    <!-- table NAME -->          a table stands between these lines; figures_exact.py and figures_measured.py make it
-    <!-- end -->                 from results/*.json, or from a command that takes milliseconds
+    <!-- table NAME -->          a table stands between these lines; figures_exact.py, figures_measured.py and
+    <!-- end -->                 figures_faults.py make it, from results/*.json or a command that takes milliseconds
 
 `--run` takes committed code alone, so that a file names what it is of. `exact` needs the folder of published tables
 (`--tables DIR`), for planner-accuracy; `timed` needs DeepSpeed (pip install 'zero3d[bench]'). Tests compare the texts
@@ -25,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from figures_exact import EXACT
+from figures_faults import FAULTS
 from figures_measured import MEASURED, stamp
 from planner_accuracy import as_text
 from recorded import RECIPES, RESULTS, ROOT, load, record
@@ -33,7 +34,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").
 MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
 STAMP = "from-"
 ACCURACY = RESULTS / "planner_accuracy.txt"
-TABLES = EXACT | MEASURED | {STAMP + name: lambda name=name: stamp(name) for name in RECIPES}  # type: ignore[misc]
+TABLES = EXACT | MEASURED | FAULTS | {STAMP + name: lambda name=name: stamp(name) for name in RECIPES}  # type: ignore[misc]
 GROUPS = {
     "all": list(RECIPES),
     "timed": [name for name, recipe in RECIPES.items() if recipe.timed],

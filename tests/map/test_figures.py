@@ -43,6 +43,7 @@ def test_no_table_of_figures_stands_without_marks(path):
 
 PAGES = (
     "benchmarks", "offload", "offload.zh", "parallelism", "parallelism.zh", "reproducibility", "reproducibility.zh",
+    "reliability", "reliability.zh",
 )  # fmt: skip
 PROSE = ("README.md", "README.zh.md", *(f"docs/{name}.md" for name in PAGES))
 

@@ -35,8 +35,8 @@ from zero3d.train.lock import FolderLock
 
 ROOT = Path(__file__).parents[2]
 README, CHINESE = (ROOT / name for name in ("README.md", "README.zh.md"))
-TWINS = ("parallelism", "reproducibility", "checkpoints", "offload")  # in both languages
-GUIDES = (*TWINS, *(f"{name}.zh" for name in TWINS), "cluster", "compare", "config", "doctor", "plan")
+TWINS = ("parallelism", "reproducibility", "checkpoints", "offload", "reliability", "doctor")  # in both languages
+GUIDES = (*TWINS, *(f"{name}.zh" for name in TWINS), "cluster", "compare", "config", "plan")
 PAGES = [README, CHINESE, *(ROOT / "docs" / f"{name}.md" for name in GUIDES)]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`((?:zero3d )?(?:" + "|".join(VERBS) + r") [^`]+)`")
