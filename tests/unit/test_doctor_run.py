@@ -159,6 +159,6 @@ def test_whatever_is_in_its_place_is_read_or_refused_and_nothing_else_happens(tm
             (run,) = read_runs(tmp_path)
         except ConfigError:
             continue
-        assert judge_run(run).verdict == "broken"
+        assert judge_run(run, tmp_path).verdict == "broken"
         read += 1
     assert read > 100

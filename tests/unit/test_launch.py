@@ -185,15 +185,15 @@ def test_workers_tell_their_launcher_the_folder_they_chose(tmp_path, monkeypatch
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
-def test_workers_get_segments_that_grow_unless_somebody_has_set_the_allocator(monkeypatch):
+def test_workers_get_segments_that_grow_unless_somebody_has_set_the_allocator(tmp_path, monkeypatch):
     for name in ALLOCATORS:
         monkeypatch.delenv(name, raising=False)
-    of_worker = environment(2, 12345)
+    of_worker = environment(2, 12345, tmp_path)
     assert [of_worker.get(name) for name in ALLOCATORS] == ["expandable_segments:True", None, None]
     for given in ALLOCATORS:
         with monkeypatch.context() as patch:
             patch.setenv(given, "max_split_size_mb:256")
-            of_worker = environment(2, 12345)
+            of_worker = environment(2, 12345, tmp_path)
             assert [name for name in ALLOCATORS if name in of_worker] == [given]
             assert of_worker[given] == "max_split_size_mb:256"
 
