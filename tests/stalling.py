@@ -5,6 +5,8 @@ loops    ... which never comes to it
 differs  ... which waits in a reduce-scatter
 dies     ... which is killed
 orphans  ... which is held by SIGSTOP, too, after it has killed the launcher
+early    the same before anything answers SIGTERM
+fast     rank 1 kills the launcher, and both stop within a millisecond of a SIGTERM
 """
 
 import os
@@ -28,6 +30,11 @@ def train(case, folder):
             with heartbeat.inside("dp", "all_gather", "a", heartbeat.count("dp", "all_gather")):
                 pass
             heartbeat.work(b"the forward of unit 'a'")
+        if case == "fast":
+            train_fast(rank, heartbeat)
+            return
+        if rank == 0 and case == "early":
+            loop_for_ever()
         if rank == 0:
             with heartbeat.inside("dp", "all_gather", "b", heartbeat.count("dp", "all_gather")):
                 wait_for_peers()
@@ -36,9 +43,9 @@ def train(case, folder):
 
 def fault(case, heartbeat):
     """Do what is wrong with rank 1."""
-    if case == "orphans":
+    if case in ("orphans", "early"):
         os.kill(os.getppid(), signal.SIGKILL)
-    if case in ("waits", "orphans"):
+    if case in ("waits", "orphans", "early"):
         os.kill(os.getpid(), signal.SIGSTOP)
     if case == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -46,6 +53,18 @@ def fault(case, heartbeat):
         with heartbeat.inside("dp", "reduce_scatter", "b", heartbeat.count("dp", "reduce_scatter")):
             wait_for_peers()
     loop_for_ever()
+
+
+def train_fast(rank, heartbeat):
+    """Do steps until a signal asks to stop."""
+    from zero3d.train.stop import StopRequest
+
+    with StopRequest() as request:
+        if rank == 1:
+            os.kill(os.getppid(), signal.SIGKILL)
+        while request.signal is None:
+            heartbeat.step += 1
+            time.sleep(0.001)
 
 
 def loop_for_ever():

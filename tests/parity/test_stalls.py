@@ -73,14 +73,15 @@ def test_a_rank_that_is_killed_is_named_with_its_last_call_and_the_stacks_of_the
     assert any("wait_for_peers" in line for line in block["ranks"][0]["stack"])
 
 
-@pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="the death of a parent is told by prctl")
-def test_after_a_killed_launcher_ranks_say_so_and_end_even_where_one_is_stopped(tmp_path):
-    code, said, block = run(tmp_path, "orphans")
+@pytest.mark.parametrize(
+    "case", ["fast", *(pytest.param(case, marks=pytest.mark.long) for case in ("orphans", "early"))]
+)
+def test_after_a_killed_launcher_ranks_say_so_and_end_even_where_one_is_stopped(tmp_path, case):
+    code, said, block = run(tmp_path, case)
     assert code == -9
     assert "is gone: it stops after this step" in said
     assert block["kind"] == "launcher"
-    assert block["ranks"][0]["unit"] == "b"
+    assert block["ranks"][0]["unit"] == ("b" if case == "orphans" else "a")
     left = [psutil.Process(rank["pid"]) for rank in block["ranks"] if psutil.pid_exists(rank["pid"])]
     assert psutil.wait_procs(left, timeout=GONE)[1] == []
     assert not Path((tmp_path / "watch").read_text()).exists()

@@ -48,6 +48,22 @@ def test_the_rank_that_stands_still_is_named_with_those_that_wait_and_its_stack(
     assert "try: look at its stack; `zero3d train ... --resume auto`" in text
 
 
+def test_a_run_that_was_started_again_and_wrote_steps_since_is_a_warning(tmp_path, capsys):
+    folder = written(tmp_path, STALL)
+    then = datetime.fromisoformat(STALL["time"]).timestamp()
+    for name, text in ((".lock", "{}"), ("metrics.jsonl", '{"step": 12}\n{"step": 40}\n')):
+        (tmp_path / name).write_text(text)
+    os.utime(tmp_path / ".lock", (then - 60, then - 60))
+    assert main(["doctor", "--run", folder]) == 1, "the lock is of the run that died"
+    os.utime(tmp_path / ".lock", (then + 60, then + 60))
+    capsys.readouterr()
+    assert main(["doctor", "--run", folder]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "it died at 2026-01-02T03:04:05+00:00 and was started again since, to step 40" in said
+    os.utime(tmp_path / "metrics.jsonl", (then - 1, then - 1))
+    assert main(["doctor", "--run", folder]) == 1, "it has come to no step since"
+
+
 def test_programs_get_the_same_as_json(tmp_path, capsys):
     assert main(["doctor", "--run", written(tmp_path, STALL), "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
@@ -93,10 +109,11 @@ def test_what_the_watchdog_itself_writes_is_read_with_the_same_culprits(tmp_path
     (run,) = read_runs(tmp_path)
     assert [rank.rank for rank in run.culprits] == [state.rank for state in find_culprits(states)] == culprits
     assert (run.step, run.timeout, len(run.waits)) == (5, 30.0, sum(state == "waiting" for state, *_ in ranks))
-    assert judge_run(run).text.startswith(run.cause)
+    assert judge_run(run, tmp_path).text.startswith(run.cause)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "\x00", "[" * 100_000, '{"version": 2}', '{"version": [1]}', "{}"])
+@pytest.mark.parametrize("text", ["", "[]", "{", "\x00", "[" * 100_000, '{"version": 2}', '{"version": [1]}', "{}",
+                                  '{"version": 1, "ranks": "x"}'])  # fmt: skip
 def test_a_file_of_something_else_is_bad_input_in_one_line(tmp_path, capsys, text):
     assert main(["doctor", "--run", written(tmp_path, text)]) == 2
     said = capsys.readouterr().err

@@ -312,6 +312,27 @@ def test_a_rank_that_dies_twice_before_a_step_ends_the_restarts(attempts):
     assert told.count(KILLED.format(1)) == 2
 
 
+def test_a_stall_that_names_nobody_costs_nobody_a_slot(attempts, tmp_path, monkeypatch):
+    from zero3d.cli import workers
+
+    supervise, calls = workers.supervise, []
+
+    def stalled(workers, request, monitor):
+        number = len(calls)
+        calls.append(number)
+        if number == 2:
+            return supervise(workers, request, monitor)
+        until(lambda: len(list(tmp_path.glob(f"{number}-*.json"))) == 2)
+        for worker in workers:
+            worker.blamed = "the network"
+        return list(workers)
+
+    monkeypatch.setattr(workers, "supervise", stalled)
+    code, given, told = attempts([{"end": "never"}, {"end": "never"}, {}], ranks=2)
+    assert (code, len(given)) == (0, 3)
+    assert "is lost" not in told
+
+
 def test_no_attempt_follows_a_signal_that_asks_to_stop(attempts, tmp_path):
     def stop():
         until((tmp_path / "0-0.json").exists)

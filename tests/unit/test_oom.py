@@ -2,7 +2,10 @@
 
 import os
 import signal
+import sys
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from zero3d.cli.oom import describe_kill, oom_kills
@@ -34,7 +37,21 @@ def test_kills_during_the_run_are_counted_and_the_limit_is_the_cgroups(tmp_path,
     assert "ended 2 processes" in describe_kill(signal.SIGKILL, before, system(tmp_path, 5, v2))
 
 
-def test_without_a_count_it_is_the_usual_cause(tmp_path):
+def largest(monkeypatch, nbytes):
+    unit = 1 if sys.platform == "darwin" else 1024
+    monkeypatch.setattr("resource.getrusage", lambda _: SimpleNamespace(ru_maxrss=nbytes // unit))
+
+
+def test_a_small_worker_was_killed_by_somebody_unless_the_kernel_has_counted_one(tmp_path, monkeypatch):
+    largest(monkeypatch, 60_000_000)
+    told = describe_kill(signal.SIGKILL, 3, system(tmp_path, 3))
+    assert told.startswith("killed by SIGKILL: somebody killed it, for it was not large (")
+    assert "had 0.1 of 2.0 GB" in told
+    assert "out-of-memory killer ended 1 process" in describe_kill(signal.SIGKILL, 2, tmp_path)
+
+
+def test_without_a_count_it_is_the_usual_cause(tmp_path, monkeypatch):
+    largest(monkeypatch, psutil.virtual_memory().total // 2)
     usual = "killed by SIGKILL: the usual cause is the kernel's out-of-memory killer ("
     assert oom_kills(tmp_path) is None
     assert describe_kill(signal.SIGKILL, None, tmp_path).startswith(usual)

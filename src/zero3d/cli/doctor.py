@@ -113,7 +113,9 @@ def examine_run(arguments: argparse.Namespace) -> int:
     output = Path(arguments.output)
     dead = read_runs(output)
     alone = len(dead) == 1
-    findings = {RUN if alone else f"{RUN} @ {run.host or number}": judge_run(run) for number, run in enumerate(dead)}
+    findings = {
+        RUN if alone else f"{RUN} @ {run.host or number}": judge_run(run, output) for number, run in enumerate(dead)
+    }
     return conclude(arguments, findings or {RUN: judge_silence(output)}, {}, time.monotonic() - begun, dead)
 
 

@@ -46,13 +46,11 @@ from zero3d.cli.workers import (
 from zero3d.config import Config, fitting_ranks
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import BAD_INPUT, CheckpointError, CorruptionError, MeshError, NonFiniteError, Zero3dError
-from zero3d.reading import Unreadable, parse_object
 from zero3d.train.folder import AUTO, Folder
 from zero3d.train.start import Start
 from zero3d.train.stop import StopRequest
 
 DEATHS = 2  # of a slot's process in a row, without a new step
-TAIL = 1 << 16  # bytes at the end of metrics.jsonl, in which its last line is
 COUNT = "from zero3d.distributed.devices import count_devices; print(count_devices())"
 BEGINNING = ("--resume=", "--overwrite", "--ranks=")  # of a command line, what differs from attempt to attempt
 
@@ -114,7 +112,8 @@ def _attempt(course: Course, slots: Slots, request: StopRequest, module: str) ->
         if request.signal is not None or course.restarts == job.restarts or not is_fault(failed):
             return conclude(workers, failed, request.signal, job.words, kills)
         report_failure(failed, "", kills)
-        slots.note_death(taken[first_failure(failed).rank], progressed=course.progressed)
+        several = sum(bool(worker.blamed) for worker in failed) > 1  # a stall that says of nobody that it is his
+        slots.note_death(None if several else taken[first_failure(failed).rank], progressed=course.progressed)
     return None
 
 
@@ -189,7 +188,7 @@ class Course:
         """Whether the attempt has come to a step after those that it began with; earlier ones' go when it begins."""
         if self.folder is None or _identity(self.folder.metrics) == self._metrics_before:
             return False
-        return _last_step(self.folder.metrics) > self._step_before
+        return self.folder.last_step > self._step_before
 
     @property
     def command(self) -> str:
@@ -239,11 +238,11 @@ class Slots:
             lost = "; ".join(f"slot {slot} is lost: {why}" for slot, why in self._lost.items())
             raise Zero3dError(f"{error} {lost}. Go on with: {command}" if lost else str(error)) from error
 
-    def note_death(self, slot: int, *, progressed: bool) -> None:
-        """Count a death of a slot's process that came before a new step."""
+    def note_death(self, slot: int | None, *, progressed: bool) -> None:
+        """Count a death of a slot's process that came before a new step; None: nobody knows whose fault it was."""
         if progressed:
             self._deaths.clear()
-        else:
+        elif slot is not None:
             self._deaths[slot] += 1
 
     def lines(self, taken: Sequence[int]) -> list[str]:
@@ -307,21 +306,3 @@ def _identities(folder: Folder | None) -> dict[int, object]:
 def _step_of(checkpoint: Path | None) -> int:
     number = re.search(r"step-(\d{1,18})", checkpoint.resolve().name) if checkpoint is not None else None
     return int(number[1]) if number else 0
-
-
-def _last_step(metrics: Path) -> int:
-    """Return the last step in a metrics.jsonl; 0 where it has none."""
-    try:
-        with metrics.open("rb") as file:
-            file.seek(max(0, metrics.stat().st_size - TAIL))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return 0
-    for line in reversed(lines):
-        try:
-            step = parse_object(line).get("step")
-        except Unreadable:
-            continue
-        if isinstance(step, int):
-            return step
-    return 0

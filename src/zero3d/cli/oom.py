@@ -18,6 +18,7 @@ import psutil
 
 from zero3d.memory.cgroups import ROOT, cgroups, text
 
+FAR = 1 / 16  # of the limit: below it no worker was large, several included
 LESS = "lower train.micro_batch or data.length, try activations=full or zero.stage=3, or take more memory"
 
 
@@ -41,12 +42,20 @@ def describe_kill(number: int, before: int | None, root: Path = ROOT) -> str:
     if count > 0:
         many = f"{count} process{'es' if count > 1 else ''}"
         return f"{how}: the kernel's out-of-memory killer ended {many} during the run ({_figures(root)}): {LESS}"
+    largest, limit = _memory(root)
+    if largest < FAR * limit:
+        return f"{how}: somebody killed it, for it was not large ({_figures(root)}; `dmesg` tells)"
     return f"{how}: the usual cause is the kernel's out-of-memory killer ({_figures(root)}; `dmesg` tells): {LESS}"
 
 
 def _figures(root: Path) -> str:
-    """Say how much memory the largest worker had, and how much there is for all."""
+    largest, limit = _memory(root)
+    return f"the largest worker had {largest / 1e9:.1f} of {limit / 1e9:.1f} GB"
+
+
+def _memory(root: Path) -> tuple[int, int]:
+    """Return how much memory the largest worker had, and how much there is for all."""
     unit = 1 if sys.platform == "darwin" else 1024
     largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
     limits = [limit for group in cgroups(root) if (limit := group.limit()) is not None]
-    return f"the largest worker had {largest / 1e9:.1f} of {min([psutil.virtual_memory().total, *limits]) / 1e9:.1f} GB"
+    return largest, min([psutil.virtual_memory().total, *limits])

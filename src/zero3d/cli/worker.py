@@ -57,7 +57,7 @@ def as_worker(action: Callable[[], None], limits: Mapping[str, float] | None = N
     drops a tensor while the interpreter shuts down aborts the process.
     """
     if LAUNCHED in os.environ:
-        follow_launcher()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher
     faulthandler.enable()
     heartbeat = begin_heartbeat(limits or {})
     raise_malloc_thresholds()
@@ -112,6 +112,8 @@ def begin_heartbeat(limits: Mapping[str, float]) -> Heartbeat:
         if LAUNCHED in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:  # else a shell may leave it on its own
             follow_parent(folder, rank, int(os.environ.get(LAUNCHED, os.getppid())))
         return heartbeat
+    if LAUNCHED in os.environ:
+        die_with_launcher()
     return Heartbeat.begin(None, rank, STARTING)
 
 
@@ -170,9 +172,8 @@ def notify_peers(summary: str, code: int) -> None:
     notice.join(LAST_WORDS)
 
 
-def follow_launcher() -> None:
-    """Leave Ctrl-C to the launcher, and stop as if asked to when it is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def die_with_launcher() -> None:
+    """Let the kernel ask this process to stop when its launcher is gone, where no thread of its own can follow it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

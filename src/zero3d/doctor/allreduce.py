@@ -23,7 +23,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from zero3d.doctor.finding import BROKEN, OK, WARNING, Finding, Request, environment, rate
+from zero3d.doctor.finding import BROKEN, OK, SKIPPED, WARNING, Finding, Request, environment, rate
+from zero3d.doctor.network import addresses_of, refuse_interface
 
 RANKS = 2
 BYTES = 16 << 20
@@ -56,11 +57,13 @@ def gloo(request: Request) -> Finding:
     """Reduce over 2 ranks of this machine's CPU, on loopback or the interface that is asked for."""
     interface = request.interface or environment("GLOO_SOCKET_IFNAME") or ("lo" if sys.platform == "linux" else "")
     if interface:
+        if refuse_interface("GLOO_SOCKET_IFNAME", interface, addresses_of()) is not None:
+            return Finding(SKIPPED, f"{interface} cannot be used: the row of the network says why")
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     outcome = reduce_among(RANKS, "gloo", 20.0)
     where = f"over {RANKS} gloo ranks" + (f" on {interface}" if interface else "")
     if outcome.fault:
-        remedy = "try GLOO_SOCKET_IFNAME=lo; with it still: a firewall on this host, or torch itself"
+        remedy = "GLOO_SOCKET_IFNAME=lo; with it still: a firewall on this host, or torch itself"
         return Finding(BROKEN, f"an all-reduce {where} {outcome.text}", remedy, outcome.as_dict())
     text = f"{BYTES >> 20} MiB {where}: {1e3 * outcome.seconds:.0f} ms, {rate(outcome.bandwidth)}"
     verdict, told = against(outcome.bandwidth, request, "inside", cpu=True)

@@ -8,6 +8,7 @@ OUTPUT/watchdog.json, or watchdog-HOST.json of each host:
      "waits": [{"rank", "for": [ranks], "axis", "op", "unit"}], "advice": [...]}
 
 Entries that are missing or of another type count as not there; texts lose control characters and their ends.
+A file outlives its fault: where the run was started again since and has written steps, that is a warning.
 The culprits are the ranks that are dead, else those stopped, else those in no collective, else those that most
 others wait for.
 """
@@ -17,14 +18,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from zero3d.doctor.finding import BROKEN, OK, Finding
+from zero3d.doctor.finding import BROKEN, OK, WARNING, Finding
 from zero3d.errors import ConfigError
 from zero3d.memory.file_lock import holder, is_held
 from zero3d.reading import Unreadable, parse_object, read_text
+from zero3d.train.folder import Folder
 from zero3d.watchdog.states import DEAD, RUNNING, STOPPED
 
 FILE, OF_HOSTS, LOCK = "watchdog.json", "watchdog-*.json", ".lock"
@@ -124,9 +128,11 @@ def read_run(path: Path) -> DeadRun:
 
 
 def of_tree(tree: Mapping[str, Any]) -> DeadRun:
-    """Make data of the file's object. Raises Unreadable for another version."""
+    """Make data of the file's object. Raises Unreadable for another version, and where it says nothing."""
     if tree.get("version") != VERSION:
         raise Unreadable(f"is of version {words(tree.get('version')) or 'none'}, and {VERSION} is read here")
+    if not any((words(tree.get("kind")), words(tree.get("cause")), _objects(tree.get("ranks")))):
+        raise Unreadable("says nothing of a run: no kind, no cause, no ranks")
     ranks = [_rank(entry) for entry in _objects(tree.get("ranks")) if _whole(entry.get("rank")) is not None]
     waits = [
         Wait(int(entry["rank"]), _wholes(entry.get("for")), _collective(entry))
@@ -204,8 +210,8 @@ def judge_silence(output: Path) -> Finding:
     return Finding(OK, f"no {FILE} in {output}: its watchdog has given up on no rank")
 
 
-def judge_run(run: DeadRun) -> Finding:
-    """Give the verdict on a run by what its watchdog said."""
+def judge_run(run: DeadRun, output: Path) -> Finding:
+    """Give the verdict on a run by what its watchdog said, and by what has come after in its output folder."""
     after = f" after step {run.step}" if run.step is not None else ""
     limit = f", health.timeout {run.timeout:g} s" if run.timeout is not None else ""
     told = [f"{run.cause or KINDS.get(run.kind, f'the watchdog ended it ({run.kind})')}{after}{limit}"]
@@ -213,7 +219,21 @@ def judge_run(run: DeadRun) -> Finding:
     told += describe_waits(run.waits)[:3]
     remedy = "; ".join(run.advice[:3]) or GO_ON
     figures = {"kind": run.kind, "step": run.step, "culprits": [rank.rank for rank in run.culprits]}
+    if went_on(run, output):
+        step = Folder(output).last_step
+        told = [f"it died at {run.time} and was started again since, to step {step}", *told]
+        return Finding(WARNING, "; ".join(told), f"nothing now; had it died again, {FILE} would be newer", figures)
     return Finding(BROKEN, "; ".join(told), remedy, figures)
+
+
+def went_on(run: DeadRun, output: Path) -> bool:
+    """Return whether the folder was locked anew, and steps were written, after the watchdog's file."""
+    with suppress(ValueError, OSError, OverflowError):
+        moment = datetime.fromisoformat(run.time)
+        moment = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+        last = moment.timestamp() + 1.0  # it has whole seconds
+        return min((output / name).stat().st_mtime for name in (LOCK, "metrics.jsonl")) > last
+    return False
 
 
 def describe(rank: Rank) -> str:

@@ -41,6 +41,7 @@ WRITTEN = (
 RUN, LONGEST_ID = ".run", 64
 LOST_SLOTS = "lost-slots"
 UNFINISHED = "config.tmp"
+TAIL = 1 << 16  # bytes at the end of metrics.jsonl, in which its last line is
 NO_WORK = (LOCK, RUN, FOLDER, UNFINISHED, LOST_SLOTS)  # of entries that may be there before a run has done anything
 AUTO = "auto"
 FOREIGN = "has no config.yaml of a run that names it, so no run wrote it"
@@ -55,6 +56,24 @@ class Folder:
     @property
     def config(self) -> Path:
         return self.root / "config.yaml"
+
+    @property
+    def last_step(self) -> int:
+        """The last step in metrics.jsonl; 0 where it has none."""
+        try:
+            with self.metrics.open("rb") as file:
+                file.seek(max(0, self.metrics.stat().st_size - TAIL))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return 0
+        for line in reversed(lines):
+            try:
+                step = parse_object(line).get("step")
+            except Unreadable:
+                continue
+            if isinstance(step, int):
+                return step
+        return 0
 
     @property
     def metrics(self) -> Path:

@@ -3,7 +3,8 @@
     device   torch's OutOfMemoryError anywhere in a run, and what else says that an allocation failed
     host     the kernel is about to kill a process (host_memory.py): the one that it would take says why, and ends
 
-The text is the error's message, which launchers print once, and OUTPUT/out-of-memory.txt has it with the callstack;
+The text is the error's message, which launchers print once; once the run has its folder, which it locks after model and
+states are made, OUTPUT/out-of-memory.txt has it with the callstack;
 out-of-memory.json is the same as data. What must not fail on the way to the message, the parts of a report, may each be
 missing: an exception there never hides the one that is reported.
 """

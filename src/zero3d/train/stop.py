@@ -9,6 +9,7 @@
 
 SIGTERM, SIGHUP,   a request, however often they come: schedulers send theirs to every process of a job (Slurm's notice
 SIGUSR1            is often SIGUSR1), timeout(1) sends it twice, and launchers pass on what reached the workers too
+at once            of signals that come before Python looks, the lowest number counts as the first
 SIGINT             a request; after any request it raises KeyboardInterrupt (Ctrl-C pressed again)
 ignored signals    stay ignored: nohup, background jobs, and workers whose launcher has the terminal
 """

@@ -1,6 +1,7 @@
 """What ranks do when the process that started them is gone: say so, stop after their step, and end in any case.
 
-    at once     one rank of the host writes the block, all are asked to stop as by SIGTERM: they save after their step
+    at once     one rank of the host writes the block, then all are asked to stop as by SIGTERM: they save after their
+                step; one that has not come to training yet, where nothing answers SIGTERM, ends its peers and itself
     after 12 s  a rank ends those that cannot end themselves, being stopped or stuck where Python never runs, and then
                 itself; but one that saves may finish, within `health.timeout`
 
@@ -25,6 +26,7 @@ from zero3d.watchdog.monitor import Monitor, is_alive
 from zero3d.watchdog.place import remove_if_left
 
 LOOK = 0.5  # seconds between two looks at the parent
+TELLING = 5.0  # seconds that the first rank has for the block before the others stop
 GRACE, OTHERS = 10.0, 2.0  # seconds for this rank to stop by itself, and then for its peers
 SAVING = "save"  # the phase that may finish
 
@@ -40,13 +42,13 @@ def _follow(folder: Path, rank: int, parent: int) -> None:
     begun = time.monotonic()
     with suppress(OSError):
         print(f"rank {rank}: its launcher (process {parent}) is gone: it stops after this step", file=sys.stderr)
-    os.kill(os.getpid(), signal.SIGTERM)  # our own launcher's death has sent one; they count as one
     monitor = Monitor(folder)
-    if _is_first(folder):
-        observe(ORPHANS, monitor).write()
-    patience = monitor.facts().timeout
-    while time.monotonic() - begun < GRACE or _saves(monitor, rank, begun, patience):
-        time.sleep(LOOK)
+    _tell_once(monitor, begun)  # before anybody stops: a rank that is fast is gone within milliseconds
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else it would die at once, and leave stopped peers
+        os.kill(os.getpid(), signal.SIGTERM)
+        patience = monitor.facts().timeout
+        while time.monotonic() - begun < GRACE or _saves(monitor, rank, begun, patience):
+            time.sleep(LOOK)
     time.sleep(OTHERS)
     beats = monitor.beats()
     others = {other: beat.pid for other, beat in beats.items() if other != rank and beat.phase not in (ENDED, SAVING)}
@@ -56,6 +58,17 @@ def _follow(folder: Path, rank: int, parent: int) -> None:
         time.sleep(LOOK / 10)
     remove_if_left(folder)
     os._exit(128 + signal.SIGTERM)
+
+
+def _tell_once(monitor: Monitor, begun: float) -> None:
+    """Write the block on the first rank of this host to come here; let the others wait until it is there."""
+    told = monitor.folder / "told"
+    if _is_first(monitor.folder):
+        observe(ORPHANS, monitor).write()
+        with suppress(OSError):
+            told.touch()
+    while not told.exists() and time.monotonic() - begun < TELLING:
+        time.sleep(LOOK / 10)
 
 
 def _is_first(folder: Path) -> bool:
