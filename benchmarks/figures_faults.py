@@ -68,18 +68,17 @@ def restarted() -> str:
 def killed(part: str) -> str:
     """Kills of all runs of this part, by what was hit or by the size of dp that went on."""
     if part == DP:
-        return "; ".join(
-            f"{_none_failed(found)}; {_listed({way: row['attempts'] for way, row in found['rows'].items()})}"
-            for found in _parts("faults-kills", DP)
-        )
+        [found] = _parts("faults-kills", DP)
+        attempts = {way: row["attempts"] for way, row in found["rows"].items()}
+        return f"{_none_failed(found).replace('cases', 'kills')}; {_listed(attempts)}"
     told = []
     for run in results("faults-kills"):
         if part in run["parts"]:
             found = run["parts"][part]
             victims: Counter[str] = Counter()
             for what, row in found["rows"].items():
-                victims[what.partition(",")[0]] += 0 if what.startswith("not hit") else row["lives"]
-            told.append(f"{_none_failed(found)} ({_listed(+victims)})")
+                victims[f"of {what.partition(',')[0]}"] += 0 if what.startswith("not hit") else row["lives"]
+            told.append(f"{_none_failed(found).replace('cases', 'kills')} ({_listed(+victims)})")
     return "; with asynchronous saves: ".join(told)
 
 
@@ -141,7 +140,7 @@ def _thousands(text: str) -> str:
 
 
 def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{what} {count:,}" for what, count in counts.items())
+    return ", ".join(f"{count:,} {what}" for what, count in counts.items())
 
 
 def _met(met: bool) -> str:
@@ -241,7 +240,12 @@ ROWS = (
     Row(
         "a full disk while a checkpoint is written",
         "path, bytes needed and free; a warning, or with `checkpoint.on_error=stop` the end; earlier ones stay",
-        "parity/test_saves_behind.py",
+        "parity/test_saves_behind.py, parity/test_checkpoint.py",
+    ),
+    Row(
+        "a disk that errs only when it is synced, or power that is lost after a save",
+        "every file is synced before the checkpoint has its name; one that is not is named, and nothing is committed",
+        "parity/test_checkpoint.py",
     ),
     Row(
         "no fault: saving and loading",
