@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import sys
+import warnings
 
 import pytest
 from lock_holder import locked_by_another
@@ -146,3 +148,23 @@ def test_a_folder_that_a_run_writes_to_is_refused_before_workers_start(folder, c
         for how in ([], ["--resume=auto"], ["--overwrite"]):
             assert main(["train", "--ranks", "2", "output=used", *how]) == 2
             assert f"in use by process {pid}" in capsys.readouterr().err
+
+
+# --- warnings -------------------------------------------------------------------------------------
+
+
+def test_a_warning_to_the_user_is_what_it_says_without_a_line_of_source(monkeypatch, capsys):
+    def run(arguments):
+        warnings.warn("nothing is saved yet", stacklevel=1)
+        warnings.warn("this name goes", DeprecationWarning, stacklevel=1)
+        return 0
+
+    monkeypatch.setattr(simulate, "run", run)
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back after the test
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda *shown, **_: sys.stderr.write(warnings.formatwarning(*shown[:4]))
+        assert main(["simulate", "demo"]) == 0
+    ours, *others = capsys.readouterr().err.splitlines()
+    assert ours == "warning: nothing is saved yet"
+    assert "test_before_workers.py" in others[0]

@@ -9,6 +9,7 @@ import argparse
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
@@ -27,6 +28,7 @@ VERBS = {
     "doctor": "what is wrong with this machine, a cluster's hosts or a run that died, and what to type",
     "launch": "print what starts a run on a cluster: slurm, k8s or torchrun",
 }
+IN_PYTHON = warnings.formatwarning
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,9 +82,17 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
+def format_warning(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:
+    """Return a warning to the user as what it says alone, one to programmers with its line of source, too."""
+    if category is UserWarning:
+        return f"warning: {message}\n"
+    return IN_PYTHON(message, category, *place, **line)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    warnings.formatwarning = format_warning
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without Unicode shows "?" instead of failing
