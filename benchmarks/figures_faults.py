@@ -255,7 +255,7 @@ ROWS = (
     ),
     Row(
         "a flipped bit, a truncated, missing or swapped file of a checkpoint",
-        "refused, file and tensor named; `zero3d ckpt verify` finds it",
+        "refused, file and tensor named; `zero3d ckpt verify run` finds it",
         "parity/test_checkpoint_damage.py, unit/test_ckpt.py",
         lambda: cases("faults-checkpoints", "checkpoints"),
     ),
