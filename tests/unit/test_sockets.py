@@ -62,9 +62,9 @@ def test_a_process_alone_has_gloo_listen_on_loopback(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the interface's name is Linux's")
-def test_workers_of_this_machine_listen_on_loopback_unless_told_otherwise(monkeypatch):
+def test_workers_of_this_machine_listen_on_loopback_unless_told_otherwise(monkeypatch, tmp_path):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    assert [environment(2, 1)[f"{library}_SOCKET_IFNAME"] for library in ("GLOO", "NCCL")] == ["lo", "lo"]
+    assert [environment(2, 1, tmp_path)[f"{library}_SOCKET_IFNAME"] for library in ("GLOO", "NCCL")] == ["lo", "lo"]
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    assert environment(2, 1)["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert environment(2, 1, tmp_path)["NCCL_SOCKET_IFNAME"] == "ib0"
