@@ -141,6 +141,7 @@ def test_going_on_from_the_best_leaves_the_course_after_it(ranks, evaluated):
 # --- through the command line -------------------------------------------------------------------
 
 
+@pytest.mark.long  # the same without the command: test_after_sigterm_every_number_is_that_of_the_uninterrupted_run
 def test_sigterm_at_the_command_then_resume_auto(ranks, tmp_path):
     save_model(tmp_path / "model")
     save_rows(tmp_path / "rows.npy")
