@@ -65,7 +65,7 @@ def test_a_stall_names_rank_unit_collective_and_stack_and_ends_the_run(tmp_path,
 def test_a_rank_that_is_killed_is_named_with_its_last_call_and_the_stacks_of_the_others(tmp_path):
     code, said, block = run(tmp_path, "dies")
     assert code == 1
-    assert "\nRank 1 died.\n" in said
+    assert "\nRank 1 died: killed by SIGKILL.\n" in said
     assert "rank 1 died without an exception: killed by SIGKILL" in said
     assert (block["kind"], [rank["state"] for rank in block["ranks"]]) == ("died", ["waiting", "dead"])
     assert block["ranks"][1]["unit"] == "a"
@@ -79,7 +79,7 @@ def test_a_rank_that_is_killed_is_named_with_its_last_call_and_the_stacks_of_the
 def test_after_a_killed_launcher_ranks_say_so_and_end_even_where_one_is_stopped(tmp_path, case):
     code, said, block = run(tmp_path, case)
     assert code == -9
-    assert "is gone: it stops after this step" in said
+    assert "is gone: it saves, where it trains, and ends" in said
     assert block["kind"] == "launcher"
     assert block["ranks"][0]["unit"] == ("b" if case == "orphans" else "a")
     left = [psutil.Process(rank["pid"]) for rank in block["ranks"] if psutil.pid_exists(rank["pid"])]

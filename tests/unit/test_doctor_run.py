@@ -43,7 +43,7 @@ def test_the_rank_that_stands_still_is_named_with_those_that_wait_and_its_stack(
     assert "rank 1 is in no collective: backward of unit 'blocks.3' after step 12, health.timeout 300 s" in text
     assert "rank 1 (a, pid 42, running)" in text
     assert "rank 0 waits for rank 1 in all_gather (dp) of blocks.3" in text
-    assert "line 7 in turn_for_ever" in text
+    assert "/x/loop.py:7 turn_for_ever" in text
     assert "other.py" not in text  # another thread's
     assert "try: look at its stack; `zero3d train ... --resume auto`" in text
 
@@ -62,6 +62,15 @@ def test_a_run_that_was_started_again_and_wrote_steps_since_is_a_warning(tmp_pat
     assert "it died at 2026-01-02T03:04:05+00:00 and was started again since, to step 40" in said
     os.utime(tmp_path / "metrics.jsonl", (then - 1, then - 1))
     assert main(["doctor", "--run", folder]) == 1, "it has come to no step since"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 12}\n')
+    assert main(["doctor", "--run", folder]) == 1, "a copy has new times and the old steps"
+
+
+def test_a_rank_in_no_collective_is_not_said_to_be_in_its_last_one(tmp_path, capsys):
+    assert main(["doctor", "--run", written(tmp_path, STALL)]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "running training, its last call: all_gather (dp) number 119" in text
+    assert "waiting training, all_gather (dp) of blocks.3 number 120" in text
 
 
 def test_programs_get_the_same_as_json(tmp_path, capsys):

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
+from sysconfig import get_path
 from types import SimpleNamespace
 
 import psutil
@@ -98,6 +100,15 @@ def test_the_main_threads_stack_comes_first():
         'File "/a/model.py", line 3 in forward', 'File "<frozen runpy>", line 198 in _run_module_as_main'
     ]  # fmt: skip
     assert sum("most recent call first" in line for line in lines) == 3
+
+
+def test_of_a_main_thread_whose_stack_is_cut_off_it_is_still_the_first():
+    cut = DUMP.replace('  File "<frozen runpy>", line 198 in _run_module_as_main\n', "  ...\n")
+    cut = cut.replace(
+        '  File "/a/b.py", line 4 in run\n',
+        '  File "/a/b.py", line 4 in run\n  File "/a/threading.py", line 2 in _bootstrap\n',
+    )
+    assert main_frames(main_first(cut))[0] == 'File "/a/model.py", line 3 in forward'
 
 
 class Clock:
@@ -218,6 +229,52 @@ def test_each_host_writes_a_block_of_its_own_name(tmp_path, capsys):
     block([rank(0)], world=1, output=tmp_path / "gone").write()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["watchdog-here.json", "watchdog-here.txt"]
     assert "All ranks are in all_gather 7 of unit 'a' on axis dp: the network" in capsys.readouterr().err
+
+
+def test_the_first_line_has_the_place_in_peoples_own_code():
+    library = f"{get_path('stdlib')}/pathlib.py"
+    stack = [
+        *frame(library, "open"),
+        *frame("/me/hook.py", "write_log")[1:],
+        *frame("/x/site-packages/torch/a.py", "b")[1:],
+    ]
+    assert block([rank(0), rank(1, "running", work="Python", stack=stack)]).cause == (
+        "rank 1 is stuck or slow in Python, in no collective, at /me/hook.py:3 write_log"
+    )
+    inside = frame(library, "open")
+    assert block([rank(0), rank(1, "running", stack=inside)]).cause.endswith(f", at {library}:3 open")
+    assert block([rank(0), rank(1, "running")]).cause.endswith("in no collective")
+
+
+def test_a_call_of_torchs_own_that_some_ranks_make_is_what_to_look_at():
+    foreign = rank(
+        0,
+        "running",
+        stack=[
+            *frame("/x/site-packages/torch/distributed/distributed_c10d.py", "all_reduce"),
+            *frame("/me/hook.py", "share")[1:],
+        ],
+    )
+    states = [foreign, *(rank(each, axes={"dp": [0, 1, 2]}) for each in (1, 2))]
+    settle_by_stack(states)
+    assert block(states, world=3).advice[0] == (
+        "all ranks must make that call, at /me/hook.py:3 share; others may have made it before, and left it"
+    )
+
+
+def test_how_a_rank_died_is_said_where_it_is_known():
+    states = [rank(0, axes={"dp": [0, 1]}), rank(1, "dead")]
+    assert block(states).cause == "rank 1 died"
+    assert replace(block(states), ends={1: "killed by SIGKILL"}).cause == "rank 1 died: killed by SIGKILL"
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_to_go_on_from_a_checkpoint_is_advised_where_there_is_one(tmp_path, saved):
+    if saved:
+        (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
+    advice = block([rank(0)], output=tmp_path).advice[-1]
+    assert ("goes on from the newest checkpoint" in advice) == saved
+    assert ("starts anew" in advice) != saved
 
 
 def test_the_folder_of_a_host_is_one_for_all_its_ranks_private_and_ours(tmp_path, monkeypatch):

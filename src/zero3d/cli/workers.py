@@ -85,6 +85,12 @@ class Worker:
         return self.code not in (None, 0, *STOPPED)
 
     @property
+    def ending(self) -> str:
+        """How it ended, where that was not as it should."""
+        code = self.code
+        return f"exit code {code}" if code is None or code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+    @property
     def vanished(self) -> bool:
         """Whether it died without a word of its own, and not because it was asked to stop."""
         return self.failed and self.code != -signal.SIGTERM and not (self.folder / ERROR_NAME).is_file()
@@ -219,9 +225,9 @@ def hear_last_words(workers: Sequence[Worker], monitor: Monitor | None) -> None:
     while True:
         if monitor is not None:
             beats = monitor.beats()
-            vanished = [worker.rank for worker in workers if worker.vanished]
+            vanished = {worker.rank: worker.ending for worker in workers if worker.vanished}
             # One that ended by itself has left its exception, or another rank tells it.
-            dead = [rank for rank in vanished if rank in beats and beats[rank].phase != ENDED]
+            dead = {rank: how for rank, how in vanished.items() if rank in beats and beats[rank].phase != ENDED}
             if dead:
                 observe(DEATH, monitor, dead).write()
                 monitor = None

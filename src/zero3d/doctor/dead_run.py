@@ -8,7 +8,7 @@ OUTPUT/watchdog.json, or watchdog-HOST.json of each host:
      "waits": [{"rank", "for": [ranks], "axis", "op", "unit"}], "advice": [...]}
 
 Entries that are missing or of another type count as not there; texts lose control characters and their ends.
-A file outlives its fault: where the run was started again since and has written steps, that is a warning.
+A file outlives its fault: where the run was started again since and has come further, that is a warning.
 The culprits are the ranks that are dead, else those stopped, else those in no collective, else those that most
 others wait for.
 """
@@ -70,9 +70,10 @@ class Rank:
     def place(self) -> str:
         """Where it was: its phase and the collective it was in."""
         collective = f"{self.op} ({self.axis})" if self.op and self.axis else self.op
-        number = f" number {self.number}" if collective and self.number is not None else ""
+        number = f" number {self.number}" if collective and self.number else ""
         of = f" of {self.unit}" if self.unit and collective else ""
-        return ", ".join(filter(None, (self.phase, f"{collective}{of}{number}".strip()))) or "nobody knows where"
+        last = "its last call: " if collective and self.state in (RUNNING, DEAD) else ""
+        return ", ".join(filter(None, (self.phase, f"{last}{collective}{of}{number}"))) or "nobody knows where"
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,12 @@ def judge_run(run: DeadRun, output: Path) -> Finding:
 
 
 def went_on(run: DeadRun, output: Path) -> bool:
-    """Return whether the folder was locked anew, and steps were written, after the watchdog's file."""
+    """Return whether the folder was locked anew after the watchdog's file, and the run is further than it was then.
+
+    A copy of a folder has other times, too, but its steps are those of the run that died.
+    """
+    if run.step is not None and Folder(output).last_step <= run.step and not is_held(output / LOCK):
+        return False
     with suppress(ValueError, OSError, OverflowError):
         moment = datetime.fromisoformat(run.time)
         moment = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from zero3d.doctor.dead_run import DeadRun, describe
 from zero3d.doctor.finding import BROKEN, OK, SKIPPED, WARNING, Finding, worst
+from zero3d.watchdog.block import short_frames
 
 STYLES = {OK: "green", WARNING: "yellow", BROKEN: "bold red", SKIPPED: "dim"}
 SAID = {
@@ -22,7 +23,7 @@ SAID = {
     WARNING: "it works, with warnings",
     BROKEN: "broken: a run would fail or hang here",
 }
-FRAMES = 8  # of a stack, innermost first
+FRAMES = 12  # of a stack, innermost first
 
 
 def show(findings: Mapping[str, Finding], symptoms: Mapping[str, str], seconds: float, console: Console) -> None:
@@ -66,7 +67,7 @@ def show_run(run: DeadRun, console: Console) -> None:
     for rank in (run.culprits or run.ranks)[:2]:
         if rank.stack:
             console.print(Text(f"\n{describe(rank)}", style="bold"), soft_wrap=True)
-            for line in rank.stack[:FRAMES]:
+            for line in short_frames(rank.stack)[:FRAMES]:
                 console.print(Text(f"  {line}"), soft_wrap=True)
     console.print()
 

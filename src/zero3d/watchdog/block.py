@@ -11,17 +11,29 @@ import json
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from sysconfig import get_path
 from typing import Any
 
 from zero3d.watchdog.heartbeat import TRAINING
 from zero3d.watchdog.monitor import Facts, Monitor
 from zero3d.watchdog.stacks import main_frames
-from zero3d.watchdog.states import DEAD, GONE, RUNNING, STOPPED, WAITING, RankState, Wait, find_culprits, find_waits
+from zero3d.watchdog.states import (
+    DEAD,
+    GONE,
+    RUNNING,
+    STOPPED,
+    TORCH,
+    WAITING,
+    RankState,
+    Wait,
+    find_culprits,
+    find_waits,
+)
 
 STALL, DEATH, HELD, ORPHANS = "stall", "died", "stopped", "launcher"  # kinds of blocks
 FRAMES = 24  # of a stack, in the text
@@ -34,7 +46,10 @@ HEADLINES = {STALL: "nothing moves", DEATH: "a rank died", HELD: "a rank is stop
 
 @dataclass(frozen=True)
 class Block:
-    """Holds what was seen at one moment; `kind` is one of the four above."""
+    """Holds what was seen at one moment; `kind` is one of the four above.
+
+    ends  how processes of ranks ended, where that is known: "killed by SIGKILL"
+    """
 
     kind: str
     time: datetime
@@ -43,6 +58,7 @@ class Block:
     facts: Facts
     waits: Sequence[Wait]
     culprits: Sequence[RankState]
+    ends: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -63,9 +79,9 @@ class Block:
         ranks = _ranks([state.rank for state in self.culprits])
         first = self.culprits[0]
         return {
-            DEAD: f"{ranks} died",
+            DEAD: ": ".join(filter(None, (f"{ranks} died", self.ends.get(first.rank)))),
             STOPPED: f"{ranks} {_is(self.culprits)} stopped (SIGSTOP, Ctrl-Z or a debugger)",
-            RUNNING: f"{ranks} {_is(self.culprits)} stuck or slow in {_work(first)}, in no collective",
+            RUNNING: f"{ranks} {_is(self.culprits)} stuck or slow in {_work(first)}, in no collective{_place(first)}",
             WAITING: f"ranks are in different collectives: {', '.join(map(self._in_call, calls))}",
         }[first.state]
 
@@ -73,21 +89,27 @@ class Block:
     def advice(self) -> list[str]:
         """What to try, for what happened."""
         state = self.culprits[0].state if self.culprits else ""
+        alone = [rank for rank in self.culprits if rank.axis == TORCH]
         lines = {
             DEAD: "the lines below say how it died; `dmesg` names what the kernel has killed for want of memory",
             STOPPED: "`kill -CONT PID` continues a stopped process; with a debugger train with health.timeout=0",
             RUNNING: "look at its stack: a loop without end, a slow disk, or data that one rank alone waits for; where "
             "it is only slow, raise health.timeout; of what is announced as slow, health.slow_timeout",
-            WAITING: "make branches equal on all ranks: every rank must use the same units in the same order; "
-            "`zero3d.Mesh(debug=True)` compares them before every gather",
+            WAITING: f"all ranks must make that call{_place(alone[0])}; others may have made it before, and left it"
+            if alone
+            else "make branches equal on all ranks: every rank must use the same units in the same order; in a loop of "
+            "your own `zero3d.Mesh(debug=True)` compares them before every gather",
             "": "look at the network between the ranks, and at other hosts' blocks; on NVIDIA GPUs try "
             "NCCL_P2P_DISABLE=1, and NCCL_DEBUG=INFO",
         }  # fmt: skip
         found = [lines[state]] if self.kind != ORPHANS else ["look at why the launcher ended: its host's logs, `dmesg`"]
         if any(state.phase != TRAINING and state.state != GONE for state in self.states) and self.kind == STALL:
             found.append("what is slow on purpose may take health.slow_timeout")
+        output = self.facts.output
+        saved = output is None or any((output / "checkpoints").glob("step-*"))
+        go_on = "goes on from the newest checkpoint" if saved else "starts anew: checkpoint.every has saved none yet"
         return [*found, "`zero3d doctor` examines this machine, and with --run this run's folder",
-                "`zero3d train ... --resume auto` goes on from the newest checkpoint"]  # fmt: skip
+                f"`zero3d train ... --resume auto` {go_on}"]  # fmt: skip
 
     def text(self) -> str:
         """Return the block as people read it."""
@@ -155,21 +177,37 @@ class Block:
         return f"{state.state} {where} (pid {state.pid})"
 
     def _stack(self, state: RankState) -> list[str]:
-        frames = [_frame(line) for line in main_frames(state.stack) if _CALLS not in line]
+        frames = short_frames(main_frames(state.stack))
         if not frames:
             return [f"  rank {state.rank} ({state.state}): none came"]
         more = [f"... {len(frames) - FRAMES} more"] if len(frames) > FRAMES else []
         return [f"  rank {state.rank} ({state.state}):", *(f"    {line}" for line in [*frames[:FRAMES], *more])]
 
 
-def observe(kind: str, monitor: Monitor, dead: Sequence[int] = ()) -> Block:
-    """Look closely, with stacks, and return the block; `kind` STALL becomes HELD where a rank is stopped."""
-    states = monitor.with_stacks(monitor.states(dead))
+def observe(kind: str, monitor: Monitor, dead: Mapping[int, str] | None = None) -> Block:
+    """Look closely, with stacks, and return the block; `kind` STALL becomes HELD where a rank is stopped.
+
+    dead  ranks that are known to be gone, and how each ended; nothing where that is not known
+    """
+    states = monitor.with_stacks(monitor.states(dead or ()))
     culprits = find_culprits(states)
     if kind == STALL and culprits and culprits[0].state in (STOPPED, DEAD):
         kind = HELD if culprits[0].state == STOPPED else DEATH
     now = datetime.now(UTC)
-    return Block(kind, now, monitor.host, states, monitor.facts(), find_waits(states), culprits)
+    return Block(kind, now, monitor.host, states, monitor.facts(), find_waits(states), culprits, dead or {})
+
+
+def short_frames(frames: Sequence[str]) -> list[str]:
+    """Return a stack's frames in short, without the calls between every two modules."""
+    return [_frame(line) for line in frames if _CALLS not in line]
+
+
+def _place(state: RankState) -> str:
+    """Say where the rank's own code is, the innermost function that is in no package, or the innermost at all."""
+    frames = main_frames(state.stack)
+    library = get_path("stdlib")
+    own = [line for line in frames if not (_PACKAGES.search(line) or library in line or "<frozen" in line)]
+    return f", at {_frame((own or frames)[0])}" if frames else ""
 
 
 def _frame(line: str) -> str:

@@ -46,7 +46,7 @@ def watch(folder: Path, ranks: int) -> None:
             living = [beat.pid for beat in beats.values() if is_alive(beat.pid)]
             if not living and (len(beats) >= ranks or time.monotonic() > end):
                 return
-            died = [rank for rank, beat in beats.items() if beat.phase != ENDED and not is_alive(beat.pid)]
+            died = {rank: "" for rank, beat in beats.items() if beat.phase != ENDED and not is_alive(beat.pid)}
             if stalled and not said:
                 observe(STALL, monitor).write()
                 end_processes(living, signal.SIGKILL)

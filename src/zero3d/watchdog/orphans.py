@@ -41,7 +41,8 @@ def _follow(folder: Path, rank: int, parent: int) -> None:
         time.sleep(LOOK)
     begun = time.monotonic()
     with suppress(OSError):
-        print(f"rank {rank}: its launcher (process {parent}) is gone: it stops after this step", file=sys.stderr)
+        gone = f"its launcher (process {parent}) is gone"
+        print(f"rank {rank}: {gone}: it saves, where it trains, and ends", file=sys.stderr)
     monitor = Monitor(folder)
     _tell_once(monitor, begun)  # before anybody stops: a rank that is fast is gone within milliseconds
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else it would die at once, and leave stopped peers

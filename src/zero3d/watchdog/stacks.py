@@ -21,6 +21,7 @@ DEADLINE, A_MOMENT = 3.0, 0.05  # seconds in which stacks come; between two look
 MOST = 400  # lines of one rank's stacks
 _HEAD = re.compile(r"(Current thread|Thread) 0x\w+.*\(most recent call first\):")
 _OUTERMOST = "in _run_module_as_main"  # where the main thread of `python -m` began
+_OF_THREAD = "in _bootstrap"  # where any other thread of Python's began; of a deep stack the end is missing
 
 
 def dump_on_signal(folder: Path, rank: int) -> None:
@@ -60,7 +61,7 @@ def main_first(text: str) -> list[str]:
             threads.append([])
         if threads and line.strip():
             threads[-1].append(line)
-    threads.sort(key=lambda lines: not any(_OUTERMOST in line for line in lines))
+    threads.sort(key=lambda lines: (_OUTERMOST not in lines[-1], any(_OF_THREAD in line for line in lines)))
     return [line for lines in threads for line in lines][:MOST]
 
 
