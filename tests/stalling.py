@@ -24,6 +24,9 @@ def train(case, folder):
     heartbeat = Heartbeat.join(os.environ[WATCH], rank)
     heartbeat.tell(axes={"dp": [0, 1]}, output=str(folder))
     (folder / "watch").write_text(os.environ[WATCH])
+    if rank == 1:  # what it does comes after rank 0 is where it will stay
+        (folder / "one-is-up").touch()
+    wait_for(folder / ("one-is-up" if rank == 0 else "zero-is-there"))
     with heartbeat.phase(TRAINING):
         for step in (1, 2):
             heartbeat.step = step
@@ -31,13 +34,14 @@ def train(case, folder):
                 pass
             heartbeat.work(b"the forward of unit 'a'")
         if case == "fast":
-            train_fast(rank, heartbeat)
+            train_fast(rank, heartbeat, folder)
             return
         if rank == 0 and case == "early":
+            (folder / "zero-is-there").touch()
             loop_for_ever()
         if rank == 0:
             with heartbeat.inside("dp", "all_gather", "b", heartbeat.count("dp", "all_gather")):
-                wait_for_peers()
+                wait_for_peers(folder / "zero-is-there")
         fault(case, heartbeat)
 
 
@@ -55,11 +59,12 @@ def fault(case, heartbeat):
     loop_for_ever()
 
 
-def train_fast(rank, heartbeat):
+def train_fast(rank, heartbeat, folder):
     """Do steps until a signal asks to stop."""
     from zero3d.train.stop import StopRequest
 
     with StopRequest() as request:
+        (folder / "zero-is-there").touch()
         if rank == 1:
             os.kill(os.getppid(), signal.SIGKILL)
         while request.signal is None:
@@ -73,9 +78,17 @@ def loop_for_ever():
         time.sleep(0.01)
 
 
-def wait_for_peers():
+def wait_for(file):
+    """Wait until a file is there."""
+    while not file.exists():
+        time.sleep(0.01)
+
+
+def wait_for_peers(there=None):
     """Wait where nobody ever comes; a signal that asks to stop is noted as the training loop does."""
     signal.signal(signal.SIGTERM, lambda *_: None)
+    if there is not None:
+        there.touch()
     loop_for_ever()
 
 
