@@ -39,7 +39,7 @@ def largest_tensors(device: torch.device, engine: Engine | None, frames: Sequenc
         if nbytes and (held is None or tensor.numel() > _numel(held)):
             dtype = str(tensor.dtype).removeprefix("torch.")
             found[key] = LiveTensor(names.get(key, "unnamed"), tuple(tensor.shape), dtype, nbytes)
-    return sorted(found.values(), key=lambda each: -each.nbytes)[:SHOWN]
+    return sorted(found.values(), key=lambda each: (-each.nbytes, each.name))[:SHOWN]
 
 
 def _numel(tensor: LiveTensor) -> int:
@@ -54,7 +54,7 @@ def _tensors(kind: str) -> Iterator[Tensor]:
                 if item.device.type == kind and item.layout == torch.strided:
                     item.untyped_storage()
                     yield item
-            except (RuntimeError, NotImplementedError):
+            except Exception:  # noqa: BLE001 (a tensor class of somebody's own may refuse anything in its own way)
                 continue
 
 
@@ -81,6 +81,6 @@ def _variables(frames: Sequence[FrameType]) -> Iterator[tuple[int, str]]:
             if issubclass(type(value), Tensor) and not issubclass(type(value), FakeTensor):
                 try:
                     key = value.untyped_storage()._cdata
-                except (RuntimeError, NotImplementedError):
+                except Exception:  # noqa: BLE001 (as above)
                     continue
                 yield key, f"{variable} in {code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
