@@ -136,9 +136,14 @@ class Optimizer:
 class Schedule:
     """The learning rate over the run; mesh.schedule is a pipeline's."""
 
-    name: str = key("cosine", "its shape after warm-up", choices=("cosine", "linear", "constant"))
+    name: str = key(
+        "cosine",
+        "its shape after warm-up; wsd stays at the peak until the decay, inverse_sqrt falls from the end of warm-up on",
+        choices=("cosine", "linear", "constant", "wsd", "inverse_sqrt"),
+    )
     warmup: float = key(0.0, "steps of warm-up, or below 1 the fraction of all steps", least=0)
-    final: float = key(0.1, "the last learning rate as a fraction of the peak", least=0, most=1)
+    decay: float = key(0.1, "wsd only: the last steps, or below 1 the fraction of all steps", above=0)
+    final: float = key(0.1, "cosine, linear, wsd: the last learning rate as a fraction of the peak", least=0, most=1)
 
 
 @dataclass(frozen=True)
@@ -281,11 +286,21 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """The held-out loss."""
+    """The held-out loss, values of one's own, and what follows from them."""
 
     every: int = key(0, "steps between evaluations; 0 evaluates at the end only", least=0)
     batches: int | None = key(
         None, "micro-batches per rank (zero.exact: of all ranks); by default all of the held-out data", least=1
+    )
+    function: str | None = key(
+        None, "module:function(engine, step), called on every rank at each evaluation, which returns {name: number}"
+    )
+    best: str = key(
+        "validation_loss", "the value by which the best checkpoint is chosen: the held-out loss, or one of the function"
+    )
+    highest: bool = key(False, "the best is the highest, as of an accuracy; else the lowest")
+    patience: int | None = key(
+        None, "evaluations in a row without a new best after which the run ends early, as complete", least=1
     )
     prompt: str | None = key(None, "a text that the trained model continues at the end")
 
@@ -296,7 +311,7 @@ class Checkpoint:
 
     every: int = key(0, "steps between checkpoints; 0 saves at the end only", least=0)
     keep: int = key(2, "how many of the last ones are kept", least=1)
-    best: bool = key(True, "keep also the one with the lowest held-out loss")
+    best: bool = key(True, "keep also the one with the best evaluation (evaluate.best)")
     asynchronous: bool = key(
         False, "write those on the way behind training, from a copy of the states in the host's memory"
     )
@@ -357,6 +372,10 @@ class Config:
     )
     freeze: tuple[str, ...] | None = key(
         None, "modules or parameters that are not trained, as names or patterns: vision_tower, *.embed_tokens"
+    callbacks: tuple[str, ...] | None = key(
+        None,
+        "classes as module:Class, whose methods are called on every rank: on_start, on_step, on_evaluate, "
+        "on_save, on_end",
     )
     model: Model = field(default_factory=Model)
     lora: Lora = field(default_factory=Lora)
