@@ -59,10 +59,13 @@ class Lora:
     """Low-rank adapters (PEFT's LoRA) beside frozen weights; without a rank there are none."""
 
     rank: int | None = key(None, "of the adapters: each adds rank x (inputs + outputs) parameters to a matrix", least=1)
-    alpha: float | None = key(None, "what adapters give is multiplied by alpha / rank; by default twice the rank", above=0)
+    alpha: float | None = key(
+        None, "adapters' outputs are multiplied by alpha / rank; by default twice the rank", above=0
+    )
     targets: tuple[str, ...] | None = key(
         None,
-        "matrices that get one, as names or patterns of modules (q_proj, *.mlp.*) or of stacked experts (gate_up_proj); "
+        "matrices that get one, as names or patterns of modules (q_proj, *.mlp.*) or of stacked experts "
+        "(gate_up_proj); "
         "all-linear: every linear layer of the language model's blocks; by default those that PEFT has for this kind "
         "of model, else all-linear",
     )
@@ -126,7 +129,8 @@ class Optimizer:
     )
     groups: tuple[Mapping[str, str | float], ...] | None = key(
         None,
-        "parameters with a learning rate or weight decay of their own, as {match: NAME, lr: NUMBER, weight_decay: NUMBER}; "
+        "parameters with a learning rate or weight decay of their own, as {match: NAME, lr: NUMBER, weight_decay: "
+        "NUMBER}; "
         "the first group that matches counts, and the schedule is the same for all",
     )
     clip_norm: float | None = key(1.0, "largest global gradient norm; null does not clip", above=0)
@@ -372,6 +376,7 @@ class Config:
     )
     freeze: tuple[str, ...] | None = key(
         None, "modules or parameters that are not trained, as names or patterns: vision_tower, *.embed_tokens"
+    )
     callbacks: tuple[str, ...] | None = key(
         None,
         "classes as module:Class, whose methods are called on every rank: on_start, on_step, on_evaluate, "
