@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -97,7 +97,8 @@ def default_targets(model: nn.Module) -> tuple[str, ...]:
 
 def all_linear(model: nn.Module) -> list[str]:
     """Return the linear layers of the blocks: of the language model's alone where a model has other towers."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    find: Callable[[], nn.Module] | None = getattr(model, "get_decoder", None)
+    decoder = model if find is None else find()
     name = next((name for name, module in model.named_modules() if module is decoder), "")
     inside = [block for block in find_blocks(model) if block.startswith(f"{name}." if name else "")]
     return [
@@ -119,7 +120,7 @@ def _options(choice: Lora, modules: Iterable[str], stacked: Iterable[str]) -> An
     rank = choice.rank or 1
     return LoraConfig(
         r=rank,
-        lora_alpha=2 * rank if choice.alpha is None else choice.alpha,  # type: ignore[arg-type]
+        lora_alpha=2 * rank if choice.alpha is None else choice.alpha,
         target_modules=list(modules),
         target_parameters=list(stacked) or None,
         lora_dropout=choice.dropout,
@@ -130,8 +131,11 @@ def _options(choice: Lora, modules: Iterable[str], stacked: Iterable[str]) -> An
 def _inject(model: nn.Module, options: Any, choice: Lora) -> None:
     from peft import inject_adapter_in_model
 
+    from zero3d.models.stacked_adapters import keep_parameters
+
     try:
         inject_adapter_in_model(options, model)
+        keep_parameters(model)
     except Exception as error:  # whatever PEFT does not take, in its own words
         line = " ".join(str(error).split())[:300]
         raise ConfigError(f"lora: PEFT refuses rank {choice.rank} for this model: {line}") from error
@@ -193,4 +197,5 @@ class AdapterWeights:
         """Return the norm of each row of a layer's frozen matrix, read whole."""
         matrix = f"{layer}.base_layer.weight"
         values = self._source(own_name(matrix), whole(self._shapes[matrix])).float()
-        return torch.linalg.vector_norm(values.T if layer in self._transposed else values, dim=1)
+        rows: Tensor = torch.linalg.vector_norm(values.T if layer in self._transposed else values, dim=1)
+        return rows
