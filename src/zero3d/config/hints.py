@@ -30,6 +30,7 @@ FOREIGN: Mapping[str, str] = MappingProxyType(  # names in DeepSpeed, Hugging Fa
         "gradient_clipping": "optimizer.clip_norm",
         "hidden_size": "model.path, whose config.json has it",
         "learning_rate": "optimizer.lr",
+        "lora.r": "lora.rank",
         "lora_alpha": "lora.alpha",
         "lora_dropout": "lora.dropout",
         "lora_r": "lora.rank",
