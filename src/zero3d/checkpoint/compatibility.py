@@ -30,6 +30,7 @@ def check_compatible(manifest: Manifest, engine: EngineState) -> None:
     """Refuse a checkpoint of another model or optimizer, or with values that these cannot have; states come later."""
     _check_parameters(manifest, engine)
     _check_trainable(manifest, engine)
+    _check_base(manifest, engine)
     check_run(manifest, engine)
 
 
@@ -77,6 +78,25 @@ def _check_trainable(manifest: Manifest, engine: EngineState) -> None:
                     f"{manifest.fields.file}: {slot.name!r} was saved as {dtype}, and the model has it as "
                     f"{_name(unit.dtype)}: build the model the checkpoint was saved from."
                 )
+
+
+def _check_base(manifest: Manifest, engine: EngineState) -> None:
+    """Refuse a checkpoint whose frozen weights were left out where this engine has none, or those of another folder."""
+    if not manifest.left_out:
+        return
+    saved, base = manifest.value("base"), engine.base
+    of_saved = f"{quote(saved['folder'])} (digest {saved['digest']})"
+    needed = f"{manifest.folder} leaves out {len(manifest.left_out)} frozen weights, which are those of {of_saved}"
+    if base is None or not base.known.issuperset(manifest.left_out):
+        raise CheckpointError(
+            f"{needed}, and this engine took them from no such folder: load that folder, wherever it is now "
+            "(model.path, or Engine(weights=...))."
+        )
+    if base.digest and base.digest != saved["digest"]:
+        raise CheckpointError(
+            f"{needed}, and this run's are those of {quote(str(base.folder))} (digest {base.digest}): go on with the "
+            "base that the checkpoint was saved with, wherever it is now (model.path)."
+        )
 
 
 def convertible(saved: str, live: torch.dtype) -> bool:

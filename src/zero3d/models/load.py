@@ -52,11 +52,12 @@ class FileWeights:
     """
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
-        self._folder, self._model = folder, model
+        self.folder, self._model = folder, model
         self._file_of = _index(folder)
-        self._open: tuple[str, Any] = ("", None)
-        self._read = 0
-        self._latest: tuple[Recipe | None, Rows, dict[str, Tensor]] = (None, (0, None), {})  # what it was converted to
+        self._open: tuple[str, Any]
+        self._read: int
+        self._latest: tuple[Recipe | None, Rows, dict[str, Tensor]]  # recipe, rows, and what they were converted to
+        self.close()
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
         self._recipes, self.unused = self._match(self._shapes)
         self._alias = _aliases(model)
@@ -78,12 +79,24 @@ class FileWeights:
             self._latest = (recipe, rows, self._convert(recipe, name, *rows))
         return self._latest[2][name][slices(box)]
 
+    def files(self) -> list[Path]:
+        """Return the files that hold its tensors."""
+        return [self.folder / name for name in sorted(set(self._file_of.values()))]
+
+    def holds(self, name: str) -> bool:
+        """Say whether the files have values of a parameter."""
+        return any(alias in self._recipes for alias in self._alias.get(name, [name]))
+
+    def close(self) -> None:
+        """Let go of the open file and of what was converted last."""
+        self._open, self._read, self._latest = ("", None), 0, (None, (0, None), {})
+
     # --- reading ------------------------------------------------------------------------------------
 
     def _handle(self, key: str) -> Any:
         file = self._file_of[key]
         if self._open[0] != file or self._read > REOPEN_BYTES:
-            self._open, self._read = (file, safe_open(self._folder / file, framework="pt")), 0
+            self._open, self._read = (file, safe_open(self.folder / file, framework="pt")), 0
         return self._open[1]
 
     def _box(self, key: str, box: Box) -> Tensor:
@@ -138,7 +151,7 @@ class FileWeights:
         return tuple(self._handle(key).get_slice(key).get_shape())
 
     def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        missing = [n for n in shapes if not any(alias in self._recipes for alias in self._alias.get(n, [n]))]
+        missing = [name for name in shapes if not self.holds(name)]
         wrong = [
             f"{name}: file {stored}, model {shape}"
             for name, shape in shapes.items()
@@ -148,7 +161,7 @@ class FileWeights:
             faults = wrong + [f"{name} is in no file" for name in missing]
             more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
             raise ConfigError(
-                f"{self._folder} holds other weights than its config.json describes ({len(self._file_of)} tensors, "
+                f"{self.folder} holds other weights than its config.json describes ({len(self._file_of)} tensors, "
                 f"{len(shapes)} wanted): {'; '.join(faults[:SHOWN])}{more}. Use the config.json they were saved with, "
                 "or model.init=random for new weights."
             )
@@ -162,7 +175,7 @@ class FileWeights:
         if wrong:
             more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
             raise ConfigError(
-                f"{self._folder} holds integers or quantised values where its model has weights: "
+                f"{self.folder} holds integers or quantised values where its model has weights: "
                 f"{', '.join(wrong[:SHOWN])}{more} of {len(keys)} tensors, and only {', '.join(FLOATS)} are read. Save "
                 "the model dequantised (transformers' model.dequantize(), then save_pretrained), or use "
                 "model.init=random for new weights."
