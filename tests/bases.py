@@ -54,19 +54,21 @@ def plain(name):
     return name
 
 
-def with_adapters(folder, **options):
-    """A PEFT model of a folder's, on meta, and its weights."""
+def with_adapters(folder, also=(), **options):
+    """A PEFT model of a folder's, on meta, and its weights; `also`: parameters of the base that are trained, too."""
     import peft
 
     opened = open_model(Model(path=str(folder)))
     options = {"r": 4, "target_modules": ["q_proj", "o_proj", "down_proj"], "task_type": "CAUSAL_LM"} | options
     model = peft.get_peft_model(opened.module, peft.LoraConfig(**options), low_cpu_mem_usage=True)
+    for name in also:
+        model.get_base_model().get_parameter(name).requires_grad_(True)
     return model.train(), AdaptersOn(opened.weights, model)
 
 
-def engine_on(folder, lora=None, **options):
+def engine_on(folder, lora=None, also=(), **options):
     """An engine of adapters on the weights of a folder."""
-    model, weights = with_adapters(folder, **(lora or {}))
+    model, weights = with_adapters(folder, also, **(lora or {}))
     made = {"precision": "fp32", "optimizer": adamw, "clip_norm": 0.5} | options
     return zero3d.Engine(model, weights=weights, **made)
 

@@ -14,6 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from zero3d.checkpoint.base_match import check_digest, needed_base
 from zero3d.checkpoint.fields import USE_ANOTHER, Field, quote, quote_name
 from zero3d.checkpoint.json_values import from_json
 from zero3d.checkpoint.manifest import FLOATING, FROZEN, MASTER, Manifest, TensorSpec
@@ -84,19 +85,15 @@ def _check_base(manifest: Manifest, engine: EngineState) -> None:
     """Refuse a checkpoint whose frozen weights were left out where this engine has none, or those of another folder."""
     if not manifest.left_out:
         return
-    saved, base = manifest.value("base"), engine.base
-    of_saved = f"{quote(saved['folder'])} (digest {saved['digest']})"
-    needed = f"{manifest.folder} leaves out {len(manifest.left_out)} frozen weights, which are those of {of_saved}"
+    base = engine.base
     if base is None or not base.known.issuperset(manifest.left_out):
         raise CheckpointError(
-            f"{needed}, and this engine took them from no such folder: load that folder, wherever it is now "
-            "(model.path, or Engine(weights=...))."
+            f"{needed_base(manifest)}, and this engine took them from no such folder: load that folder, wherever it "
+            "is now (model.path, or Engine(weights=...))."
         )
-    if base.digest and base.digest != saved["digest"]:
-        raise CheckpointError(
-            f"{needed}, and this run's are those of {quote(str(base.folder))} (digest {base.digest}): go on with the "
-            "base that the checkpoint was saved with, wherever it is now (model.path)."
-        )
+    if base.digest:
+        remedy = "go on with the base that the checkpoint was saved with, wherever it is now (model.path)"
+        check_digest(manifest, base.folder, base.digest, remedy)
 
 
 def convertible(saved: str, live: torch.dtype) -> bool:
