@@ -255,12 +255,12 @@ def test_weights_of_a_folder_that_are_not_finite_are_refused_by_name(folder, ran
 def test_an_export_that_computes_no_number_is_not_the_same():
     result = SimpleNamespace(
         steps=[], history=[], seconds=1.0, peak_memory=1, peak_reserved=None, held_out_loss=2.5,
-        reloaded_loss=float("nan"), fingerprint="",
+        reloaded_loss=float("nan"), fingerprint="", values={"accuracy": 0.5},
         config=load({"checkpoint": {"verify": True}}), folder=Folder(Path("out")), checkpoint=Path("out/step-1"),
     )  # fmt: skip
-    assert any(
-        "loaded with AutoModelForCausalLM.from_pretrained: nan, NOT the same" in line for line in summary(result)
-    )
+    lines = list(summary(result))
+    assert any("loaded with AutoModelForCausalLM.from_pretrained: nan, NOT the same" in line for line in lines)
+    assert "evaluated: accuracy 0.5" in lines
 
 
 @pytest.mark.long

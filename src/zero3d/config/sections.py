@@ -1,7 +1,7 @@
 """The frozen dataclasses, one per section of the YAML file.
 
     output, seed, precision, activations      of the whole run
-    model    data    train                    what is trained, on what, how long
+    model    lora    data    train            what is trained, on what, how long
     optimizer    schedule    loss_scale       the update
     health                                    what becomes of steps that are not finite, and of silence
     zero    offload    mesh                   who holds what, and where
@@ -55,6 +55,28 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters (PEFT's LoRA) beside frozen weights; without a rank there are none."""
+
+    rank: int | None = key(None, "of the adapters: each adds rank x (inputs + outputs) parameters to a matrix", least=1)
+    alpha: float | None = key(
+        None, "adapters' outputs are multiplied by alpha / rank; by default twice the rank", above=0
+    )
+    targets: tuple[str, ...] | None = key(
+        None,
+        "matrices that get one, as names or patterns of modules (q_proj, *.mlp.*) or of stacked experts "
+        "(gate_up_proj); "
+        "all-linear: every linear layer of the language model's blocks; by default those that PEFT has for this kind "
+        "of model, else all-linear",
+    )
+    dropout: float = key(0.0, "share of an adapter's inputs that is dropped", least=0, below=1)
+    train_also: tuple[str, ...] | None = key(
+        None, "modules or parameters that are trained whole beside them, as names or patterns: multi_modal_projector"
+    )
+    dora: bool = key(False, "DoRA: adapters of direction, and a magnitude of each row that is trained, too")
+
+
+@dataclass(frozen=True)
 class Data:
     """What it is trained on."""
 
@@ -105,6 +127,12 @@ class Optimizer:
     no_decay: str | None = key(
         None, "parameters without weight decay, as name patterns; by default those of one dimension: norms and biases"
     )
+    groups: tuple[Mapping[str, str | float], ...] | None = key(
+        None,
+        "parameters with a learning rate or weight decay of their own, as {match: NAME, lr: NUMBER, weight_decay: "
+        "NUMBER}; "
+        "the first group that matches counts, and the schedule is the same for all",
+    )
     clip_norm: float | None = key(1.0, "largest global gradient norm; null does not clip", above=0)
 
 
@@ -112,9 +140,14 @@ class Optimizer:
 class Schedule:
     """The learning rate over the run; mesh.schedule is a pipeline's."""
 
-    name: str = key("cosine", "its shape after warm-up", choices=("cosine", "linear", "constant"))
+    name: str = key(
+        "cosine",
+        "its shape after warm-up; wsd stays at the peak until the decay, inverse_sqrt falls from the end of warm-up on",
+        choices=("cosine", "linear", "constant", "wsd", "inverse_sqrt"),
+    )
     warmup: float = key(0.0, "steps of warm-up, or below 1 the fraction of all steps", least=0)
-    final: float = key(0.1, "the last learning rate as a fraction of the peak", least=0, most=1)
+    decay: float = key(0.1, "wsd only: the last steps, or below 1 the fraction of all steps", above=0)
+    final: float = key(0.1, "cosine, linear, wsd: the last learning rate as a fraction of the peak", least=0, most=1)
 
 
 @dataclass(frozen=True)
@@ -257,11 +290,21 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """The held-out loss."""
+    """The held-out loss, values of one's own, and what follows from them."""
 
     every: int = key(0, "steps between evaluations; 0 evaluates at the end only", least=0)
     batches: int | None = key(
         None, "micro-batches per rank (zero.exact: of all ranks); by default all of the held-out data", least=1
+    )
+    function: str | None = key(
+        None, "module:function(engine, step), called on every rank at each evaluation, which returns {name: number}"
+    )
+    best: str = key(
+        "validation_loss", "the value by which the best checkpoint is chosen: the held-out loss, or one of the function"
+    )
+    highest: bool = key(False, "the best is the highest, as of an accuracy; else the lowest")
+    patience: int | None = key(
+        None, "evaluations in a row without a new best after which the run ends early, as complete", least=1
     )
     prompt: str | None = key(None, "a text that the trained model continues at the end")
 
@@ -272,7 +315,7 @@ class Checkpoint:
 
     every: int = key(0, "steps between checkpoints; 0 saves at the end only", least=0)
     keep: int = key(2, "how many of the last ones are kept", least=1)
-    best: bool = key(True, "keep also the one with the lowest held-out loss")
+    best: bool = key(True, "keep also the one with the best evaluation (evaluate.best)")
     asynchronous: bool = key(
         False, "write those on the way behind training, from a copy of the states in the host's memory"
     )
@@ -331,7 +374,16 @@ class Config:
         "recomputation in backward: every:K in segments of K blocks, selective of attention only",
         choices=("none", "full", "selective", "every:K"),
     )
+    freeze: tuple[str, ...] | None = key(
+        None, "modules or parameters that are not trained, as names or patterns: vision_tower, *.embed_tokens"
+    )
+    callbacks: tuple[str, ...] | None = key(
+        None,
+        "classes as module:Class, whose methods are called on every rank: on_start, on_step, on_evaluate, "
+        "on_save, on_end",
+    )
     model: Model = field(default_factory=Model)
+    lora: Lora = field(default_factory=Lora)
     data: Data = field(default_factory=Data)
     train: Train = field(default_factory=Train)
     optimizer: Optimizer = field(default_factory=Optimizer)

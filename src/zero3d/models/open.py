@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
-from traceback import extract_tb
 from typing import Any
 
 from torch import nn
 
 from zero3d.config import Model
+from zero3d.config.own_code import LONGEST, imported, in_one_line
 from zero3d.errors import ConfigError, Zero3dError, short
 from zero3d.models.build import RandomWeights, build
 from zero3d.models.foreign_code import no_foreign_code, refuse_code
@@ -30,7 +28,6 @@ from zero3d.zero.initial_weights import Source
 
 LAYERS = re.compile(r"(^|_)(layer|block|depth)s?$")  # how keys end that hold numbers of layers
 MOST_LAYERS = 10_000
-LONGEST = 300  # characters of an error of transformers
 
 
 @dataclass(frozen=True)
@@ -164,29 +161,13 @@ def _in_one_line(error: Exception) -> str:
 
 def call(path: str) -> nn.Module:
     """Call `module:function` for a module; the current directory is searched, too. Raises ConfigError."""
-    name, _, function = path.partition(":")
-    directory = str(Path.cwd())
-    if directory not in sys.path:
-        sys.path.insert(0, directory)
-    try:
-        attribute = getattr(import_module(name), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"model.path {short(path)!r} cannot be imported from {directory}: {str(error)[:LONGEST]}"
-        ) from error
+    attribute, function = imported("model.path", path), path.partition(":")[2]
     try:
         module = attribute() if callable(attribute) else attribute
     except Zero3dError:
         raise
     except Exception as error:
-        raise ConfigError(f"model.path {short(path)!r}: {function}() raised {_with_place(error)}") from error
+        raise ConfigError(f"model.path {short(path)!r}: {function}() raised {in_one_line(error)}") from error
     if not isinstance(module, nn.Module):
         raise ConfigError(f"{path} returned {type(module).__name__}: it must return a torch.nn.Module.")
     return module
-
-
-def _with_place(error: Exception) -> str:
-    """Return an error of somebody else's code in one line, with the place where it was raised."""
-    frames = extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""  # else in the call itself
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}{place}"

@@ -1,4 +1,18 @@
-"""The learning rate over a run, also over one that goes on from a checkpoint with other settings."""
+"""The learning rate over a run, also over one that goes on from a checkpoint with other settings.
+
+    cosine, linear   from the peak to `final` over all steps after warm-up
+    constant         the peak
+    wsd              the peak (stable), then 1 - sqrt to `final` over the last `decay` steps
+    inverse_sqrt     the peak times the root of warm-up steps over steps, for as long as it is trained
+
+Until the decay begins, wsd does not depend on how many steps a run has: one that is resumed from there with more
+steps has the rates of one that was begun with them. The same holds for inverse_sqrt and constant throughout, where
+warm-up is given in steps.
+
+wsd: Hu et al., "MiniCPM" (2024), section 4, where a tenth of the steps is enough for the decay; its shape is the
+1 - sqrt of Haegele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations" (2024).
+inverse_sqrt: Vaswani et al., "Attention Is All You Need" (2017), section 5.3.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +29,36 @@ from zero3d.config import Schedule
 def rate(choice: Schedule, steps: int) -> Callable[[int], float]:
     """Return the factor on the peak learning rate at step 0, 1, ... of `steps`: a linear warm-up, then the named shape.
 
-    The last step has exactly `final`.
+    The last step of cosine, linear and wsd has exactly `final`.
     """
-    warm = round(choice.warmup * steps) if choice.warmup < 1 else int(choice.warmup)
+    warm = steps_of_share(choice.warmup, steps)
+    decay = steps - warm
+    if choice.name == "wsd":
+        decay = min(decay, max(steps_of_share(choice.decay, steps), 1))
+    falls = max(steps - decay, warm)  # the first step of the decay
 
     def shape(done: float) -> float:
-        if choice.name == "constant":
-            return 1.0
-        left = 1.0 - done if choice.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        if choice.name == "wsd":
+            left = 1.0 - math.sqrt(done)
+        else:
+            left = 1.0 - done if choice.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
         return choice.final + (1.0 - choice.final) * left
 
     def factor(step: int) -> float:
         if step < warm:
             return (step + 1) / warm
-        return shape(min((step - warm + 1) / max(steps - warm, 1), 1.0))
+        if choice.name == "inverse_sqrt":
+            return math.sqrt(max(warm, 1) / (step + 1))
+        if choice.name == "constant" or step < falls:
+            return 1.0
+        return shape(min((step - falls + 1) / max(decay, 1), 1.0))
 
     return factor
+
+
+def steps_of_share(share: float, steps: int) -> int:
+    """Return a number of steps that is given as such, or below 1 as a fraction of all steps."""
+    return round(share * steps) if share < 1 else int(share)
 
 
 def scheduler(choice: Schedule, steps: int) -> Callable[[torch.optim.Optimizer], LambdaLR]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,16 @@ from zero3d.data.sequences import Sequences
 from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError, CorruptionError, NonFiniteError
 from zero3d.memory.arena import device_values
+from zero3d.train.callbacks import Callbacks
 from zero3d.train.corruption import after_corruption
+from zero3d.train.criterion import HELD_OUT, Criterion
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
 from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
 from zero3d.train.loop_state import RUN, LoopState
 from zero3d.train.metrics import Metrics, Record
 from zero3d.train.nonfinite import none_applied, skip_limit, too_many_skips
+from zero3d.train.own_values import OwnValues
 from zero3d.train.plan_check import PlanCheck
 from zero3d.train.profiler import Tracer
 from zero3d.train.progress import Progress
@@ -55,6 +59,7 @@ class Loop:
     validation  sequences held out, or None
     flops       useful operations per token, of the whole model
     tokens      that this rank trained on in this session
+    values      of evaluate.function, at the last evaluation of this session
     """
 
     def __init__(
@@ -72,7 +77,12 @@ class Loop:
         self.state = LoopState()
         self.traffic = TrainingTraffic(engine)
         self.plan_check: PlanCheck | None = None
-        self.saving = Saving(config.checkpoint, engine, folder)
+        self._callbacks = Callbacks(config.callbacks or (), engine)
+        self._own = None if config.evaluate.function is None else OwnValues(config.evaluate.function, engine)
+        self.values: Mapping[str, float] = {}
+        self.criterion = Criterion.of(config.evaluate)
+        self.state = self.state.by(self.criterion)
+        self.saving = Saving(config.checkpoint, engine, folder, partial(self._tell, "on_save"))
         self._hints = ResumeHints(folder, config, engine.world.size)
         self._steps_at_start = engine.steps  # applied
         self._skip_limit, self._last_step, self._overflows = skip_limit(config.health), 0, 0
@@ -85,38 +95,49 @@ class Loop:
 
     def resume(self, state: LoopState, checkpoint: Path | None, from_slots: bool = False) -> None:
         """Continue from a checkpoint that was loaded, or from slots of a later step than the newest checkpoint."""
-        self.state, self.engine.health.in_a_row = state, state.in_a_row
-        self.saving.go_on(checkpoint, state.best, from_slots)
+        self.state, self.engine.health.in_a_row = state.by(self.criterion), state.in_a_row
+        self.saving.go_on(checkpoint, self.state.best, from_slots)
 
     @property
     def checkpoint(self) -> Path:
         """The newest checkpoint, or the folder of all where there is none."""
         return self.saving.newest
 
+    @property
+    def why_over(self) -> str | None:
+        """Why the run ends before its last step, or None."""
+        waiting = self.state.waiting
+        return self.criterion.why_over(waiting) if waiting and self.criterion.is_over(waiting) else None
+
     def run(self, steps: int, metrics: Metrics, progress: Progress) -> None:
-        """Train up to step `steps`. Raises Stopped, after a checkpoint, when a signal asks for it; NonFiniteError."""
-        self._last_step = steps
+        """Train up to step `steps`, or until no better evaluation is waited for.
+
+        Raises Stopped, after a checkpoint, when a signal asks for it; NonFiniteError; ConfigError of a user's own code.
+        """
+        self._last_step = steps = steps if self.why_over is None else self.state.step
         if self.config.checkpoint.asynchronous:
             with self.traffic.excluded():
                 self.engine.reserve_saves()
         tracer = Tracer(self.config.profile, self.folder.root, self.engine.world.rank)
         heartbeat = self.engine.mesh.heartbeat
         with StopRequest() as request, tracer, heartbeat.phase("between steps"):  # files, records, traces
+            self._tell("on_start", self.config, self.state.step)
             for step in progress.track(self.state.step + 1, steps):
                 with heartbeat.phase(TRAINING):
                     record = self.step(request)
                 stop_signal = self._add_totals(record)
                 self._note_spike(record, progress)
                 last = step == steps
-                if self._validation is not None:
+                if self.evaluates:
                     if stop_signal and last and not self.stuck:
                         self.save(record)  # there may be no time for the evaluation
                     if last or (not stop_signal and _due(step, self.config.evaluate.every)):
-                        record |= self.evaluate()
-                        progress.show_held_out(record)
+                        self._evaluate(record, progress)
+                        last = last or self.why_over is not None
                 self.history.append(record)
                 metrics.write(record)
                 progress.show(record)
+                self._tell("on_step", record)
                 self._check_plan(progress)
                 tracer.step()
                 self._check_health(step)
@@ -131,6 +152,15 @@ class Loop:
                 if stop_signal and not last:
                     self.engine.optimizer.settle()  # this process ends at once
                     raise Stopped(stop_signal, self._kept(step))
+                if self.why_over is not None:
+                    break
+            self._tell("on_end", self.history[-1] if self.history else {})
+
+    def _tell(self, event: str, *arguments: Any) -> None:
+        """Tell a user's own classes of an event; what they send is no training's."""
+        if self.config.callbacks:
+            with self.traffic.excluded():
+                self._callbacks.tell(event, *arguments)
 
     # --- one step -----------------------------------------------------------------------------------
 
@@ -289,20 +319,36 @@ class Loop:
         for batch in batches:
             yield self.on_device(batch)
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate."""
+        return self._validation is not None or self._own is not None
+
+    def _evaluate(self, record: Record, progress: Progress) -> None:
+        """Evaluate after a step; note the values in its record, and for how long a better one has been waited for."""
+        found = {} if self._validation is None else self.evaluate()
+        if self._own is not None:
+            with self.traffic.excluded():
+                self.values = self._own.at(record["step"], record.keys() | found.keys())
+            found |= self.values
+        self.criterion.check(found)
+        record |= found
+        progress.show_evaluation(record["step"], found)
+        self.state = replace(self.state, waiting=self.criterion.wait(self.state.waiting, record))
+        self._tell("on_evaluate", record)
+
     def evaluate(self) -> Record:
         """Return the mean loss per held-out target and its perplexity."""
         with self.traffic.excluded():
             mean = self.engine.evaluate(self.held_out_batches())
             loss = self.engine.world.read(mean.view(1), [0.0])[0]
-        return {"validation_loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+        return {HELD_OUT: loss, "perplexity": math.exp(min(loss, 700.0))}
 
     # --- checkpoints --------------------------------------------------------------------------------
 
     def _best_is_new(self, record: Record) -> bool:
-        loss = record.get("validation_loss", math.nan)
-        if not self.config.checkpoint.best or not math.isfinite(loss):
-            return False
-        return self.state.best is None or loss < self.state.best[1]
+        best = None if self.state.best is None else self.state.best[1]
+        return self.config.checkpoint.best and self.criterion.improves(self.criterion.value(record), best)
 
     @property
     def stuck(self) -> bool:
@@ -322,7 +368,8 @@ class Loop:
         must  it is the last, of the run or before a stop: it is waited for, and a failure is raised
         """
         self._settle_save()
-        best = (self.engine.steps, record["validation_loss"]) if self._best_is_new(record) else self.saving.best
+        value = self.criterion.value(record) if self._best_is_new(record) else None
+        best = self.saving.best if value is None else (self.engine.steps, value)
         with self.traffic.excluded():
             self._check_weights()
             self.saving.save(asdict(replace(self.state, best=best)), best, must)

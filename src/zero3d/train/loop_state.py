@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field as stored
+from dataclasses import dataclass, field as stored, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from zero3d.checkpoint.folders import MANIFEST
 from zero3d.errors import ConfigError
 from zero3d.memory.auto_place import PLACES
 from zero3d.memory.offload import DEVICE, HOST
+from zero3d.train.criterion import Criterion, Waiting
 
 RUN = "run"  # beside the loop's state in a note: the number of the run that wrote it
 
@@ -22,7 +23,9 @@ class LoopState:
 
     step  batches so far; skipped of them changed nothing, the last `in_a_row` because they were not finite
     tokens  all ranks together
-    best  [applied steps, held-out loss] of the checkpoint with the lowest held-out loss
+    best  [applied steps, value] of the checkpoint with the best evaluation
+    chosen_by  what the best is: "lowest validation_loss"
+    waiting  how long a better evaluation has been waited for; None before the first one
     offload  what `auto` has become (offload.py), or None
     """
 
@@ -33,13 +36,23 @@ class LoopState:
     best: tuple[int, float] | None = None
     position: Mapping[str, Any] = stored(default_factory=dict)
     offload: Mapping[str, Any] | None = None
+    chosen_by: str = str(Criterion())
+    waiting: Waiting | None = None
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> LoopState:
         """Return the state that a checkpoint has kept."""
-        best = saved["best"]
+        best, waiting = saved["best"], saved.get("waiting")
         known = {name: value for name, value in saved.items() if name != RUN}
-        return cls(**{**known, "best": None if best is None else (int(best[0]), float(best[1]))})
+        known["best"] = None if best is None else (int(best[0]), float(best[1]))
+        known["waiting"] = None if waiting is None else Waiting(waiting["best"], waiting["since"])
+        return cls(**known)
+
+    def by(self, criterion: Criterion) -> LoopState:
+        """Return the state of a run that chooses by `criterion`: by another one there is no best yet."""
+        if self.chosen_by == str(criterion):
+            return self
+        return replace(self, chosen_by=str(criterion), best=None, waiting=None)
 
 
 def check_loop_state(checkpoint: Path, saved: Mapping[str, Any] | None, applied: int) -> Mapping[str, Any]:
@@ -64,10 +77,21 @@ def check_loop_state(checkpoint: Path, saved: Mapping[str, Any] | None, applied:
         loss.number()
     if loop.has("offload"):
         check_choice(loop.entry("offload"))
+    if loop.has("chosen_by"):  # nor this
+        loop.entry("chosen_by").text()
+    if loop.has("waiting"):
+        check_waiting(loop.entry("waiting"))
     position = loop.entry("position")
     position.entry("epoch").integer()
     position.entry("index").integer(0, position.entry("sequences").integer(1) - 1)
     return saved
+
+
+def check_waiting(waiting: Field) -> None:
+    """Refuse what no run would have kept of its waiting for a better evaluation. Raises CheckpointError."""
+    waiting.entry("since").integer()
+    if waiting.entry("best").value is not None:
+        waiting.entry("best").number()
 
 
 def check_choice(choice: Field) -> None:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress as Bar, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress as Bar, TaskID, TextColumn
 
 from zero3d.page.text import size
+from zero3d.train.remaining import Remaining
 
 LINES = 20  # printed over a run where there is no terminal
+FORMATS = {"validation_loss": "held-out loss {:.6f}", "perplexity": "perplexity {:,.3f}"}
 # Fits 80 columns with the bar; `amounts` stand below it.
 SHORT = "loss {loss:5.3f}  norm {grad_norm:5.3f}  lr {lr:.1e}  {tokens_per_s:6,.0f} tok/s"
 
@@ -24,7 +26,7 @@ class Progress:
     """
 
     def __init__(self, console: Console, every: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._first, self._started = clock, 1, clock()
+        self._remaining = Remaining(clock)
         self._console = console
         self._bar: Bar | None = None
         self._task = TaskID(0)
@@ -37,7 +39,8 @@ class Progress:
 
     def track(self, first: int, last: int) -> Iterator[int]:
         """Yield the steps first .. last while the bar is shown."""
-        self._steps, self._first, self._started = last, first, self._clock()
+        self._steps = last
+        self._remaining.begin(first, last)
         if self._console.quiet or not self._console.is_terminal:
             yield from range(first, last + 1)
             return
@@ -45,32 +48,34 @@ class Progress:
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=8),
             TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]}"),
         )
-        with Bar(*columns, console=self._console) as self._bar:
-            self._task = self._bar.add_task("", total=last, completed=first - 1, figures="")
-            yield from range(first, last + 1)
-        self._bar = None
+        try:
+            with Bar(*columns, console=self._console) as self._bar:
+                self._task = self._bar.add_task("", total=last, completed=first - 1, figures="", left="")
+                yield from range(first, last + 1)
+        finally:
+            self._bar = None
 
     def show(self, record: Mapping[str, Any]) -> None:
         """Show one finished step."""
         step, every = record["step"], self._every or max(self._steps // LINES, 1)
+        left = self._remaining.after(step)
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, figures=f"{SHORT.format(**record)}\n{amounts(record)}")
+            shown = f"{SHORT.format(**record)}\n{amounts(record)}"
+            self._bar.update(self._task, completed=step, figures=shown, left="" if left is None else duration(left))
         elif step % every == 0 or step in (1, self._steps):
-            self.say(f"step {step:>{len(str(self._steps))}}/{self._steps}  {figures(record)}{self._left(step)}")
+            self.say(f"step {step:>{len(str(self._steps))}}/{self._steps}  {figures(record)}{in_words(left)}")
 
-    def _left(self, step: int) -> str:
-        """Say how long the rest takes if it takes as long as this session's steps, with all that was between them."""
-        per_step = (self._clock() - self._started) / (step - self._first + 1)
-        return f"  {duration(per_step * (self._steps - step))} left" if step < self._steps else ""
+    def show_evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Print an evaluation: the held-out loss, and values of one's own by their names."""
+        parts = [FORMATS.get(name, f"{name} {{:g}}").format(value) for name, value in values.items()]
+        self.say(f"step {step}: {', '.join(parts)}{in_words(self._remaining.after(step))}")
 
-    def show_held_out(self, record: Mapping[str, Any]) -> None:
-        """Print an evaluation."""
-        self.say(
-            f"step {record['step']}: held-out loss {record['validation_loss']:.6f}, "
-            f"perplexity {record['perplexity']:,.3f}"
-        )
+
+def in_words(left: float | None) -> str:
+    """Return what a line says of the time that is left."""
+    return "" if left is None else f"  {duration(left)} left"
 
 
 def figures(record: Mapping[str, Any]) -> str:

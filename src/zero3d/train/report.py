@@ -110,6 +110,8 @@ def summary(result: Result) -> Iterator[str]:
     held_out, reloaded = result.held_out_loss, result.reloaded_loss
     if math.isfinite(held_out):
         yield f"held-out loss: {held_out:.6f} nats per token, perplexity {math.exp(min(held_out, 700.0)):,.3f}"
+    if result.values:
+        yield f"evaluated: {', '.join(f'{name} {value:g}' for name, value in result.values.items())}"
     if result.config.checkpoint.export:
         line = str(result.folder.export)
         if math.isfinite(reloaded) or (math.isfinite(held_out) and result.config.checkpoint.verify):
@@ -154,6 +156,8 @@ def as_json(result: Result) -> dict[str, Any]:
         "samples_per_s": result.batch.batch / seconds if seconds else None,
         "losses": [finite(loss) for loss in losses(result.history)],
         "held_out_loss": finite(result.held_out_loss),
+        "values": {name: finite(value) for name, value in result.values.items()},
+        "ended_early": result.ended_early,
         "fingerprint": result.fingerprint or None,
         "reloaded_loss": finite(result.reloaded_loss),
         "skipped": result.history[-1]["skipped"] if result.history else 0,

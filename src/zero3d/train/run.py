@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -25,6 +25,8 @@ from zero3d.models.packing import forward_options
 from zero3d.setup.build import build_engine, with_output
 from zero3d.setup.inputs import Inputs, open_inputs
 from zero3d.setup.model_config import config_number
+from zero3d.train.callbacks import open_callbacks
+from zero3d.train.criterion import HELD_OUT
 from zero3d.train.device_memory import fullest, memory_peak
 from zero3d.train.exported_folder import export_model, model_tokenizer, verifies, verify
 from zero3d.train.flops import flops_per_token
@@ -35,6 +37,7 @@ from zero3d.train.loop_state import LoopState
 from zero3d.train.measure import Activations, MemoryRow, memory_rows
 from zero3d.train.metrics import Metrics, Record, losses
 from zero3d.train.offload import choice_of, described, drop_leftovers, may_use_disk, settle
+from zero3d.train.own_values import open_function
 from zero3d.train.plan_check import CHECKED_STEP, PlanCheck, plan_again, plan_run
 from zero3d.train.post_mortem import PostMortem
 from zero3d.train.progress import Progress
@@ -50,6 +53,8 @@ class Result:
 
     fingerprint    of exact mode: of all masters and optimizer states at the end
     peak_reserved  by the allocator of the fullest accelerator; None on the CPU
+    values         of evaluate.function, at the last evaluation
+    ended_early    why the run ended before its last step, or None
     """
 
     config: Config
@@ -70,6 +75,8 @@ class Result:
     checkpoint: Path
     fingerprint: str = ""
     peak_reserved: int | None = None
+    values: Mapping[str, float] = field(default_factory=dict)
+    ended_early: str | None = None
 
     @property
     def steps(self) -> Sequence[Record]:
@@ -133,12 +140,16 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
         source = f"the slots in {offload_of(config).directory}, {newer}" if from_slots else loop.checkpoint
         progress.say(f"going on from {source}, after step {loop.state.step}")
         progress.say(engine.resumed)
+        if (before := saved.get("chosen_by", loop.state.chosen_by)) != loop.state.chosen_by:
+            progress.say(f"the best so far was the {before}; from here on it is the {loop.state.chosen_by}")
     loop.state = replace(loop.state, offload=choice_of(config, engine))
     earlier = folder.keep_metrics(loop.state.step) if engine.world.rank == 0 else []
     activations = Activations(engine)
     with Metrics(folder, config, engine.world.rank, loop.state.step + 1) as metrics:
         loop.run(steps, metrics, progress)
     loop.stream.close()
+    if loop.why_over is not None:
+        progress.say(f"ended early, after step {loop.state.step} of {steps}: {loop.why_over}")
     with inputs.mesh.heartbeat.phase("finish"):
         return _finish(config, inputs, loop, [*earlier, *loop.history], activations, layers, progress)
 
@@ -178,12 +189,14 @@ def _finish(
         traffic=traffic,
         peak_memory=peak,
         peak_reserved=reserved,
-        held_out_loss=losses(history, "validation_loss")[-1] if history else math.nan,
+        held_out_loss=losses(history, HELD_OUT)[-1] if history else math.nan,
         reloaded_loss=verify(config, engine, folder.export, inputs.data) if verified else math.nan,
         sample=text,
         folder=folder,
         checkpoint=loop.checkpoint,
         fingerprint=fingerprint,
+        values=loop.values,
+        ended_early=loop.why_over,
     )
 
 
@@ -193,6 +206,9 @@ def _finish(
 def begin(config: Config, start: Start, lock: FolderLock, rank: int) -> None:
     """Refuse a run that cannot be; rank 0 locks an output folder that is there. Raises ConfigError, CheckpointError."""
     check_start(config, start, alone=rank == 0)
+    if config.evaluate.function is not None:
+        open_function(config.evaluate.function)
+    open_callbacks(config.callbacks or ())
     if rank == 0 and config.output is not None and Path(config.output).is_dir():
         lock.acquire(Path(config.output))
 

@@ -7,7 +7,7 @@ settle  <- what came of the one behind training: it is the newest, older ones go
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from zero3d.errors import CheckpointError
 from zero3d.train.folder import Folder
 
 NEVER = -1  # no number of applied steps
-Best = tuple[int, float] | None  # applied steps and held-out loss of the best checkpoint
+Best = tuple[int, float] | None  # applied steps and evaluation of the best checkpoint
 
 
 class _Begun(NamedTuple):
@@ -35,10 +35,13 @@ class Saving:
     newest  the newest checkpoint that is committed; the folder of all of them where the run has none
     steps   applied steps of the one that was begun last, committed or not
     best    of those that are committed, and of the one under way
+    tell    is given the folder of every checkpoint that is committed
     """
 
-    def __init__(self, config: Checkpoint, engine: Engine, folder: Folder) -> None:
-        self._config, self._engine, self._folder = config, engine, folder
+    def __init__(
+        self, config: Checkpoint, engine: Engine, folder: Folder, tell: Callable[[Path], None] = lambda _: None
+    ) -> None:
+        self._config, self._engine, self._folder, self._tell = config, engine, folder, tell
         self.newest, self.steps = folder.checkpoints, engine.steps
         self.best: Best = None
         self._first = engine.steps  # those of a course that was left go once this one has come further
@@ -96,6 +99,7 @@ class Saving:
         self.newest = folder
         if self._engine.world.rank == 0 and begun.steps > self._first:
             self._folder.prune(begun.steps, self._config.keep, None if begun.best is None else begun.best[0])
+        self._tell(folder)
 
     def _failed(self, error: CheckpointError, begun: _Begun, raises: bool) -> None:
         """Forget a checkpoint that never was; raise why, or warn of it."""

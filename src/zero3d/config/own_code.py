@@ -1,0 +1,39 @@
+"""A user's own code, named as module:name in a configuration: imported, and its errors in one line. No torch."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any
+
+from zero3d.errors import ConfigError, short
+
+LONGEST = 300  # characters of an error of somebody else's code
+
+
+def imported(key: str, path: str) -> Any:
+    """Import what `path` names as module:name, for `key`; the current directory is searched, too.
+
+    Raises ConfigError.
+    """
+    module, _, name = path.partition(":")
+    if not module or not name:
+        raise ConfigError(f"{key} {short(path)!r} names no object of a module: type module:name.")
+    directory = str(Path.cwd())
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    try:
+        return getattr(import_module(module), name)
+    except Exception as error:  # whatever a module does when it is imported
+        missing = isinstance(error, (ImportError, AttributeError, ValueError))
+        why = " ".join(str(error).split())[:LONGEST] if missing else in_one_line(error)
+        raise ConfigError(f"{key} {short(path)!r} cannot be imported from {directory}: {why}") from error
+
+
+def in_one_line(error: Exception) -> str:
+    """Return an error of somebody else's code in one line, with the place where it was raised."""
+    frames = extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""  # else in the call itself
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}{place}"

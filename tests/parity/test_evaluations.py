@@ -1,0 +1,105 @@
+"""Values and classes of one's own in a run: what they are told, what they decide, and that training does not notice."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from training import field, metrics, save_model, save_rows, train, tree
+
+SAME = ("step", "loss", "grad_norm", "lr", "tokens", "epoch", "applied")
+RUN = {"train": {"steps": 6, "batch": 4}, "checkpoint": {"every": 2, "export": False}}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """GPT-2 with dropout, whose loss would show every random number that somebody else draws."""
+    save_model(tmp_path / "model", "gpt2", resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    save_rows(tmp_path / "rows.npy")
+    save_rows(tmp_path / "held_out.npy", rows=4, seed=1)
+    return tmp_path
+
+
+def run(folder, output, **sections):
+    return tree(folder, output, **(RUN | sections))
+
+
+def told(records):
+    return [{name: record[name] for name in SAME} for record in records]
+
+
+def logged(folder, made, resume=None):
+    """One rank's part of a run whose events `own_code.Recorder` writes into `folder`."""
+    os.environ["OWN_CODE_LOG"] = str(folder)
+    try:
+        return train(made, resume)
+    finally:
+        del os.environ["OWN_CODE_LOG"]
+
+
+def events(folder, rank):
+    return [json.loads(line) for line in (Path(folder) / f"rank-{rank}").read_text().splitlines()]
+
+
+def test_values_and_events_reach_every_rank_and_change_no_bit_of_training(ranks, folder):
+    plain = ranks(2, train, run(folder, "plain"))[0]
+    own = run(
+        folder, "own", callbacks=["own_code:Recorder"], evaluate={"every": 2, "function": "own_code:rank_and_step"},
+        data={"validation": [str(folder / "held_out.npy")]},
+    )  # fmt: skip
+    records = ranks(2, logged, str(folder), own)
+    assert told(records[0]) == told(plain)
+    assert [record.get("quality") for record in metrics(own)] == [None, 0.5, None, 1.0, None, 1.5]
+    for of_rank in records:
+        assert {record["rank"] for record in of_rank if "rank" in record} == {0.0}, "rank 0's count"
+    evaluated = [["on_evaluate", [step, ["quality", "validation_loss"]]] for step in (2, 4, 6)]
+    saved = [["on_save", f"step-{step}"] for step in (2, 4, 6)]
+    steps = [["on_step", step] for step in range(1, 7)]
+    expected = [["on_start", [6, 0]], steps[0], evaluated[0], steps[1], saved[0], steps[2], evaluated[1], steps[3],
+                saved[1], steps[4], evaluated[2], steps[5], saved[2], ["on_end", 6]]  # fmt: skip
+    assert events(folder, 0) == expected
+    assert events(folder, 1) == expected
+
+
+def test_a_run_ends_early_as_complete_and_a_resume_knows_it(ranks, folder):
+    early = run(
+        folder, "early", train={"steps": 12, "batch": 4},
+        evaluate={"every": 1, "function": "own_code:turns", "best": "quality", "highest": True, "patience": 2},
+    )  # fmt: skip
+    records = ranks(2, train, early)[0]
+    assert field(records, "quality") == [1.0, 2.0, 3.0, 3.0, 3.0]
+    checkpoints = Path(early["output"]) / "checkpoints"
+    assert os.readlink(checkpoints / "best") == "step-3"
+    assert sorted(entry.name for entry in checkpoints.glob("step-*")) == ["step-3", "step-4", "step-5"]
+    assert field(ranks(2, train, early, "auto")[0], "step") == [1, 2, 3, 4, 5], "nothing is left to train"
+    early["evaluate"] |= {"patience": 4}
+    assert field(ranks(2, train, early, "auto")[0], "step") == [1, 2, 3, 4, 5, 6, 7], "a longer patience goes on"
+
+
+def test_a_value_of_collectives_is_the_same_on_all_ranks(ranks, folder):
+    made = run(folder, "sums", train={"steps": 1, "batch": 4}, evaluate={"function": "own_code:with_collectives"})
+    assert [(record["sum"], record["length"]) for (record,) in ranks(2, train, made)] == [(3.0, 5.0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"evaluate": {"function": "own_code:raises"}},
+         "evaluate.function own_code:raises at step 1 raised LookupError: no answers for these questions ("),
+        ({"evaluate": {"function": "own_code:returns_none"}},
+         "evaluate.function own_code:returns_none returned nothing: it must return a dict of numbers by name"),
+        ({"evaluate": {"function": "own_code:returns_text"}},
+         "own_code:returns_text returned 'accuracy' as '0.5' (str): it must be a number."),
+        ({"evaluate": {"function": "own_code:returns_loss"}}, "returned 'loss', which metrics have already"),
+        ({"evaluate": {"function": "own_code:other_names"}},
+         "own_code:other_names returned of_rank_0 on rank 0 and of_rank_1 on rank 1"),
+        ({"evaluate": {"function": "own_code:turns", "best": "qualty"}}, "Type evaluate.best=quality."),
+        ({"callbacks": ["own_code:Stumbles"]}, "callbacks own_code:Stumbles: on_step raised KeyError: 1 ("),
+        ({"callbacks": ["own_code:Misspelled"]}, "on_evaluat is no event"),
+    ],
+)  # fmt: skip
+def test_nonsense_of_ones_own_code_is_one_line_that_names_it(ranks, folder, sections, said):
+    made = run(folder, "refused", train={"steps": 1, "batch": 4}, **sections)
+    for _, error in ranks(2, train, made, check=False):
+        assert said in error
+        assert "\n" not in error
