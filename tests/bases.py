@@ -4,18 +4,20 @@ from pathlib import Path
 from zlib import crc32
 
 import torch
+from families import llava
 from models import adamw, batch, bits, loss_of
 from tensors import tiny
 
 import zero3d
-from zero3d.config import Model
+from zero3d.config import Model, load
 from zero3d.models.open import open_model
+from zero3d.models.trained import open_trained
 from zero3d.shards.boxes import slices
 
 
 def base_folder(folder, name="llama", seed=0, **sizes):
     """Save a tiny model there, another one for every seed."""
-    model = tiny(name, **sizes)
+    model = llava() if name == "llava" else tiny(name, **sizes)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -71,6 +73,14 @@ def engine_on(folder, lora=None, also=(), **options):
     model, weights = with_adapters(folder, also, **(lora or {}))
     made = {"precision": "fp32", "optimizer": adamw, "clip_norm": 0.5} | options
     return zero3d.Engine(model, weights=weights, **made)
+
+
+def engine_of(folder, settings, **options):
+    """An engine of what a configuration makes of a folder's model."""
+    config = load({"model": {"path": str(folder)}, **settings})
+    opened = open_trained(config)
+    made = {"precision": "fp32", "optimizer": adamw, "clip_norm": 0.5} | options
+    return zero3d.Engine(opened.module.train(), weights=opened.weights, **made)
 
 
 def steps(engine, numbers):

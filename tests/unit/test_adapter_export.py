@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from bases import base_folder, engine_on, steps
+from bases import base_folder, engine_of, engine_on, steps
 from models import batch
 from safetensors import safe_open
 
@@ -12,14 +12,16 @@ import zero3d
 import zero3d.checkpoint.export
 from zero3d.errors import CheckpointError
 
-STACKED = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
-CASES = {
-    "llama": ("llama", {}),
-    "dora": ("llama", {"use_dora": True}),
-    "transposed": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
-    "embeddings": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
+CASES = {  # the model, and settings of a file or what PEFT is asked for
+    "llama": ("llama", {"lora": {"rank": 4}}),
+    "dora": ("llama", {"lora": {"rank": 4, "dora": True}}),
+    "transposed": ("gpt2", {"lora": {"rank": 2, "alpha": 2}}),
+    "embeddings": ("llama", {"lora": {"rank": 4, "targets": ["embed_tokens", "q_proj"]}}),
+    "mixture": ("llama", {"lora": {"rank": 4, "targets": ["all-linear"], "train_also": ["lm_head", "model.norm"]}}),
+    "tied": ("qwen3", {"lora": {"rank": 4, "train_also": ["embed_tokens"]}}),
+    "stacked": ("moe", {"lora": {"rank": 2, "targets": ["experts", "q_proj"]}}),
+    "wrapped": ("llama", {}),
     "replaced": ("llama", {"modules_to_save": ["lm_head"]}),
-    "stacked": ("moe", STACKED),
 }
 
 
@@ -63,7 +65,7 @@ def of_transformers(folder):
 @pytest.mark.parametrize("case", CASES)
 def test_adapters_load_with_peft_and_merged_ones_are_what_peft_merges(folders, tmp_path, case):
     name, lora = CASES[case]
-    engine = engine_on(folders(name), lora=lora)
+    engine = engine_of(folders(name), lora) if "lora" in lora else engine_on(folders(name), lora)
     steps(engine, (1,))
     adapter = engine.export(tmp_path / "adapter")
     expected = live(engine)
@@ -109,17 +111,6 @@ def test_modules_that_were_trained_whole_are_peft_s_and_single_parameters_lie_be
     assert logits(PeftModel.from_pretrained(model, folder)).equal(live(engine))
     merged = of_transformers(engine.export(tmp_path / "merged", "merged"))
     assert merged.model.layers[1].self_attn.k_proj.bias.equal(beside["model.layers.1.self_attn.k_proj.bias"])
-
-
-def test_a_head_that_is_tied_to_a_trained_embedding_is_trained_with_it(folders, tmp_path):
-    engine = engine_on(folders("qwen3"), also=("model.embed_tokens.weight",))
-    steps(engine, (1,))
-    folder = engine.export(tmp_path / "adapter")
-    assert json.loads((folder / "adapter_config.json").read_text())["modules_to_save"] == [
-        "lm_head",
-        "model.embed_tokens",
-    ]
-    assert logits(of_peft(folders("qwen3"), folder)).equal(live(engine))
 
 
 def test_a_merge_holds_a_block_and_a_file_and_an_adapter_gathers_nothing_frozen(folders, tmp_path, monkeypatch):

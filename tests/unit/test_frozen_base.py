@@ -87,7 +87,9 @@ def test_an_engine_without_a_base_is_told_which_folder_to_load(saved, base):
     options = LoraConfig(r=4, target_modules=["q_proj", "o_proj", "down_proj"], task_type="CAUSAL_LM")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), options)
     engine = zero3d.Engine(model, precision="fp32")
-    with pytest.raises(CheckpointError, match=f"those of '{base}'.*took them from no such folder: load that folder"):
+    with pytest.raises(
+        CheckpointError, match=f"frozen weights of '{base}'.*took them from no such folder: load that folder"
+    ):
         engine.load(saved[0])
 
 

@@ -24,7 +24,9 @@ from zero3d.shards.boxes import Box
 class FolderSource(Protocol):
     """Gives values of parameters, and says which of them are in the files of a folder."""
 
-    folder: Path
+    @property
+    def folder(self) -> Path | None:
+        """The folder; None where all values come from elsewhere."""
 
     def __call__(self, name: str, box: Box) -> Tensor:
         """Return the values in a box of the whole parameter `name`."""
@@ -60,7 +62,7 @@ class FrozenBase:
 
         Raises ConfigError.
         """
-        if not isinstance(source, FolderSource):
+        if not isinstance(source, FolderSource) or source.folder is None:
             return None
         source.close()
         known = [name for name in frozen if source.holds(name)]
@@ -69,6 +71,7 @@ class FrozenBase:
     @property
     def folder(self) -> Path:
         """The folder, as it was named."""
+        assert self.source.folder is not None
         return self.source.folder
 
     def has(self, name: str) -> bool:

@@ -52,7 +52,7 @@ class FileWeights:
     """
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
-        self.folder, self._model = folder, model
+        self._folder, self._model = folder, model
         self._file_of = _index(folder)
         self._open: tuple[str, Any]
         self._read: int
@@ -79,9 +79,14 @@ class FileWeights:
             self._latest = (recipe, rows, self._convert(recipe, name, *rows))
         return self._latest[2][name][slices(box)]
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder that it reads."""
+        return self._folder
+
     def files(self) -> list[Path]:
         """Return the files that hold its tensors."""
-        return [self.folder / name for name in sorted(set(self._file_of.values()))]
+        return [self._folder / name for name in sorted(set(self._file_of.values()))]
 
     def holds(self, name: str) -> bool:
         """Say whether the files have values of a parameter."""
@@ -96,7 +101,7 @@ class FileWeights:
     def _handle(self, key: str) -> Any:
         file = self._file_of[key]
         if self._open[0] != file or self._read > REOPEN_BYTES:
-            self._open, self._read = (file, safe_open(self.folder / file, framework="pt")), 0
+            self._open, self._read = (file, safe_open(self._folder / file, framework="pt")), 0
         return self._open[1]
 
     def _box(self, key: str, box: Box) -> Tensor:
@@ -161,7 +166,7 @@ class FileWeights:
             faults = wrong + [f"{name} is in no file" for name in missing]
             more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
             raise ConfigError(
-                f"{self.folder} holds other weights than its config.json describes ({len(self._file_of)} tensors, "
+                f"{self._folder} holds other weights than its config.json describes ({len(self._file_of)} tensors, "
                 f"{len(shapes)} wanted): {'; '.join(faults[:SHOWN])}{more}. Use the config.json they were saved with, "
                 "or model.init=random for new weights."
             )
@@ -175,7 +180,7 @@ class FileWeights:
         if wrong:
             more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
             raise ConfigError(
-                f"{self.folder} holds integers or quantised values where its model has weights: "
+                f"{self._folder} holds integers or quantised values where its model has weights: "
                 f"{', '.join(wrong[:SHOWN])}{more} of {len(keys)} tensors, and only {', '.join(FLOATS)} are read. Save "
                 "the model dequantised (transformers' model.dequantize(), then save_pretrained), or use "
                 "model.init=random for new weights."
