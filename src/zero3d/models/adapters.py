@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from zero3d.errors import ConfigError, short
 from zero3d.models.blocks import find_blocks
 from zero3d.models.build import parameters_on_meta
 from zero3d.models.freezing import train_only
+from zero3d.models.load import FileWeights
 from zero3d.models.names import check_patterns, is_named, own_name
 from zero3d.models.open import Opened
 from zero3d.shards.boxes import Box, slices, whole
@@ -176,6 +178,25 @@ class AdapterWeights:
         if self._latest is None or self._latest[0] != name:
             self._latest = (name, self._make(name))
         return self._latest[1][slices(box)]
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that frozen weights come from; None where they are new ones."""
+        return getattr(self._source, "folder", None)
+
+    def files(self) -> list[Path]:
+        """Return the folder's files of weights."""
+        return self._source.files() if isinstance(self._source, FileWeights) else []
+
+    def holds(self, name: str) -> bool:
+        """Say whether the folder's files have the values of a parameter."""
+        return isinstance(self._source, FileWeights) and MARK not in name and self._source.holds(own_name(name))
+
+    def close(self) -> None:
+        """Let go of files and of the values made last."""
+        self._latest = None
+        if isinstance(self._source, FileWeights):
+            self._source.close()
 
     def _make(self, name: str) -> Tensor:
         shape = self._shapes[name]
