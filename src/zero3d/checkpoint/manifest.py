@@ -37,7 +37,7 @@ from zero3d.distributed.degrees import Degrees
 from zero3d.shards.boxes import Box, Shape
 
 FORMAT, WITH_SHA256, WITHOUT_PARTS, OLDEST = 4, 3, 2, 1
-MASTER, FROZEN = "master", "weight"
+MASTER, FROZEN, AVERAGE = "master", "weight", "ema"
 BUFFER, STREAM = "buffer:", "rng:"  # how keys of a rank's own tensors begin
 TORCH, NUMPY = f"{STREAM}torch", f"{STREAM}numpy"
 FLOATING = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
