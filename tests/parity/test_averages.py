@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from buckets import buckets_of
+from meshes import engine_of, mesh_of, model_of, step, world_of
 from models import adamw, batch, bits, build, clone, loss_of, train_engine, train_plain
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from training import metrics, run_in, save_model, save_rows, train, tree
 
 import zero3d
+from zero3d.cli.main import main
 from zero3d.errors import ConfigError
 
 BATCHES = [batch(step) for step in range(4)]
@@ -143,6 +146,41 @@ def test_a_resume_is_told_where_averages_begin_end_or_change(ranks, tmp_path):
     assert ranks(1, leg, folder, 3, 3, 4, None)[0][2].endswith("; its averages of weights (ema) are left out")
 
 
+def on_mesh(folder, shape, saved=None, family="llama", stage=1):
+    """Three steps on a mesh, or those of `saved`, loaded: export averages into `folder`; return what memory says."""
+    engine = engine_of(
+        model_of(family, (1, 2, 2)), mesh_of(shape), precision="bf16", stage=stage, optimizer=adamw, ema=DECAY
+    )
+    if saved is None:
+        for number in range(3):
+            step(engine, number, count=4)
+        engine.save(Path(folder) / "saved")
+    else:
+        engine.load(saved)
+    with engine.averaged():
+        engine.export(Path(folder) / "averages")
+    engine.export(Path(folder) / "weights")
+    return [(entry.category, entry.planned, entry.measured) for entry in engine.memory if entry.planned is not None]
+
+
+def exported(folder, name):
+    files = (Path(folder) / name).glob("*.safetensors")  # of each pipeline stage
+    return {key: bits([tensor]) for file in files for key, tensor in load_file(file).items()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 1, 2), (2, 1, 2)])  # dp, tp, pp
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # which is tied
+def test_averages_of_a_mesh_are_saved_and_loaded_on_one_rank(ranks, tmp_path, shape, family):
+    there, here = str(tmp_path / "there"), str(tmp_path / "here")
+    for found in ranks(world_of(shape), on_mesh, there, shape, None, family):
+        assert all(planned == measured for _, planned, measured in found)
+    ranks(1, on_mesh, here, (1, 1, 1), str(tmp_path / "there" / "saved"), family, 3)
+    for name in ("weights", "averages"):
+        assert exported(there, name) == exported(here, name)
+    assert exported(there, "weights") != exported(there, "averages")
+
+
 # --- refusals ---------------------------------------------------------------------------------------
 
 
@@ -179,7 +217,7 @@ def test_what_belongs_outside_of_the_averages_is_refused_inside(tmp_path):
 # --- a run ------------------------------------------------------------------------------------------
 
 
-def test_a_run_evaluates_averages_beside_weights_exports_them_and_goes_on_with_them(ranks, tmp_path):
+def test_a_run_evaluates_averages_beside_weights_exports_them_and_goes_on_with_them(ranks, tmp_path, capsys):
     save_model(tmp_path / "model")
     save_rows(tmp_path / "rows.npy")
     save_rows(tmp_path / "held_out.npy", rows=4, seed=1)
@@ -203,3 +241,10 @@ def test_a_run_evaluates_averages_beside_weights_exports_them_and_goes_on_with_t
     assert [record.get("ema_validation_loss") for record in metrics(parted)][1:] == [averaged[0], None, averaged[1]]
     weights = [(Path(made["output"]) / "hf" / "model.safetensors").read_bytes() for made in (plain, whole, parted)]
     assert weights[1] == weights[2] != weights[0]
+    step = str(Path(whole["output"]) / "checkpoints" / "step-4")
+    for options, expected in (["--ema"], weights[1]), ([], weights[0]):
+        assert main(["ckpt", "export", step, str(tmp_path / f"hf{len(options)}"), *options]) == 0
+        assert (tmp_path / f"hf{len(options)}" / "model.safetensors").read_bytes() == expected
+    step = str(Path(plain["output"]) / "checkpoints" / "step-4")
+    assert main(["ckpt", "export", step, str(tmp_path / "none"), "--ema"]) == 2
+    assert capsys.readouterr().err.count("it was saved without train.ema. Leave --ema out.") == 1

@@ -28,7 +28,7 @@ from zero3d.checkpoint.export import (
 )
 from zero3d.checkpoint.fields import quote_name
 from zero3d.checkpoint.integrity import verify
-from zero3d.checkpoint.manifest import BUFFER, FROZEN, MASTER
+from zero3d.checkpoint.manifest import BUFFER, FROZEN
 from zero3d.checkpoint.stored_states import StoredStates
 from zero3d.distributed.degrees import Place
 from zero3d.errors import CheckpointError, OutOfBudget
@@ -73,10 +73,10 @@ def export_stored(stored: StoredStates, directory: Path, model: nn.Module | None
 
 
 def weight(stored: StoredStates, name: str) -> Tensor:
-    """Return a parameter as the forward has it: its master in the compute dtype, or the frozen weight itself."""
+    """Return a parameter as the forward has it: its master or average in compute dtype, or the frozen weight itself."""
     spec = stored.parameters[name]
     values = torch.empty(prod(spec.shape), dtype=getattr(torch, spec.dtype))
-    state = MASTER if spec.trainable else FROZEN
+    state = stored.trained if spec.trainable else FROZEN
     for start, part in stored.chunks(name, state) if values.numel() else ():
         to_compute(part, values.dtype, out=values[start : start + part.numel()])
     return values.view(spec.shape)
