@@ -13,8 +13,9 @@ from torch.nn.functional import cross_entropy
 from training import metrics, run_in, save_model, save_rows, train, tree
 
 import zero3d
+from zero3d.checkpoint.stored_states import StoredStates
 from zero3d.cli.main import main
-from zero3d.errors import ConfigError
+from zero3d.errors import CheckpointError, ConfigError
 
 BATCHES = [batch(step) for step in range(4)]
 DECAY = 0.75
@@ -144,6 +145,8 @@ def test_a_resume_is_told_where_averages_begin_end_or_change(ranks, tmp_path):
     assert begins[2].endswith("averages of weights (ema) begin with the weights of this step: the checkpoint has none")
     assert ranks(1, leg, folder, 3, 2, 3, 0.5)[0][2].endswith("; ema 0.75 -> 0.5 from here on")
     assert ranks(1, leg, folder, 3, 3, 4, None)[0][2].endswith("; its averages of weights (ema) are left out")
+    with pytest.raises(CheckpointError, match=r"it was saved without train\.ema\. Leave --ema out\."):
+        StoredStates(tmp_path, averages=True)
 
 
 def on_mesh(folder, shape, saved=None, family="llama", stage=1):
@@ -179,6 +182,27 @@ def test_averages_of_a_mesh_are_saved_and_loaded_on_one_rank(ranks, tmp_path, sh
     for name in ("weights", "averages"):
         assert exported(there, name) == exported(here, name)
     assert exported(there, "weights") != exported(there, "averages")
+
+
+@pytest.mark.long
+def test_saves_behind_training_have_the_averages_of_their_step(ranks, tmp_path):
+    save_model(tmp_path / "model")
+    save_rows(tmp_path / "rows.npy")
+    save_rows(tmp_path / "held_out.npy", rows=4, seed=1)
+    for output, behind in (("waits", False), ("behind", True)):
+        made = tree(
+            tmp_path, output, data={"validation": [str(tmp_path / "held_out.npy")]}, evaluate={"every": 1},
+            train={"steps": 4, "batch": 4, "ema": DECAY},
+            checkpoint={"every": 1, "keep": 9, "asynchronous": behind, "export": False},
+        )  # fmt: skip
+        ranks(2, train, made)
+    for number in (1, 2, 3, 4):
+        waits, behind = (
+            {path.name: path.read_bytes() for path in (tmp_path / output / "checkpoints" / f"step-{number}").glob("*.safetensors")}
+            for output in ("waits", "behind")
+        )  # fmt: skip
+        assert len(waits) == 2
+        assert waits == behind
 
 
 # --- refusals ---------------------------------------------------------------------------------------
@@ -217,34 +241,28 @@ def test_what_belongs_outside_of_the_averages_is_refused_inside(tmp_path):
 # --- a run ------------------------------------------------------------------------------------------
 
 
-def test_a_run_evaluates_averages_beside_weights_exports_them_and_goes_on_with_them(ranks, tmp_path, capsys):
+def test_a_run_evaluates_averages_beside_weights_exports_them_and_goes_on_with_them(ranks, tmp_path):
     save_model(tmp_path / "model")
     save_rows(tmp_path / "rows.npy")
     save_rows(tmp_path / "held_out.npy", rows=4, seed=1)
     sections = {
-        "data": {"validation": [str(tmp_path / "held_out.npy")]}, "train": {"steps": 4, "batch": 4, "ema": DECAY},
+        "data": {"validation": [str(tmp_path / "held_out.npy")]}, "train": {"steps": 3, "batch": 4, "ema": DECAY},
         "optimizer": {"lr": 1e-2}, "evaluate": {"every": 2}, "checkpoint": {"export": True, "verify": True},
     }  # fmt: skip
-    plain = tree(tmp_path, "plain", **{**sections, "train": {"steps": 4, "batch": 4}})
     whole, parted = tree(tmp_path, "whole", **sections), tree(tmp_path, "parted", **sections)
-    without, records = ranks(2, train, plain)[0], ranks(2, train, whole)[0]
-    for name in ("loss", "grad_norm", "validation_loss"):
-        assert [record.get(name) for record in records] == [record.get(name) for record in without]
+    records = ranks(2, train, whole)[0]
     averaged = [record["ema_validation_loss"] for record in records if "ema_validation_loss" in record]
     assert len(averaged) == 2
-    assert averaged[1] != records[3]["validation_loss"]
+    assert averaged[1] != records[2]["validation_loss"]
     ranks(2, train, parted, None, 1)
     (tmp_path / "run.yaml").write_text(json.dumps(parted))
     told = ranks(2, run_in, str(tmp_path), ["run.yaml"], "auto")[0]
     assert told["averaged_loss"] == averaged[1]
     assert told["reloaded_loss"] == pytest.approx(averaged[1], rel=1e-6), "what is exported are the averages"
-    assert [record.get("ema_validation_loss") for record in metrics(parted)][1:] == [averaged[0], None, averaged[1]]
-    weights = [(Path(made["output"]) / "hf" / "model.safetensors").read_bytes() for made in (plain, whole, parted)]
-    assert weights[1] == weights[2] != weights[0]
-    step = str(Path(whole["output"]) / "checkpoints" / "step-4")
-    for options, expected in (["--ema"], weights[1]), ([], weights[0]):
-        assert main(["ckpt", "export", step, str(tmp_path / f"hf{len(options)}"), *options]) == 0
-        assert (tmp_path / f"hf{len(options)}" / "model.safetensors").read_bytes() == expected
-    step = str(Path(plain["output"]) / "checkpoints" / "step-4")
-    assert main(["ckpt", "export", step, str(tmp_path / "none"), "--ema"]) == 2
-    assert capsys.readouterr().err.count("it was saved without train.ema. Leave --ema out.") == 1
+    assert [record.get("ema_validation_loss") for record in metrics(parted)][1:] == averaged
+    last = [(Path(made["output"]) / "hf" / "model.safetensors").read_bytes() for made in (whole, parted)]
+    assert last[0] == last[1]
+    for options, same in (["--ema"], True), ([], False):
+        folder = tmp_path / f"hf{len(options)}"
+        assert main(["ckpt", "export", str(Path(whole["output"]) / "checkpoints"), str(folder), *options]) == 0
+        assert ((folder / "model.safetensors").read_bytes() == last[0]) == same

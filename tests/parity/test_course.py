@@ -30,6 +30,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.long
 def test_the_file_and_the_code_of_the_page_run_as_they_are_shown(ranks, folder):
     result = ranks(2, run_in, str(folder), ["course.yaml", *SHORT])[0]
     records = [json.loads(line) for line in (folder / "runs" / "course" / "metrics.jsonl").read_text().splitlines()]
