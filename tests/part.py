@@ -17,12 +17,15 @@ from xml.etree import ElementTree
 BUDGET = 120.0  # seconds; with collection and imports a part should stay below four minutes
 UNMEASURED = 20.0
 SECONDS = {  # of a case; 45 for test_exact, test_figures_again and test_gpu_check, which may take longer, so that they get a turn
+    "tests/parity/test_averages.py": 6.0,
     "tests/parity/test_benchmark_mesh.py": 5.0,
     "tests/parity/test_checkpoint.py": 0.7,
     "tests/parity/test_checkpoint_damage.py": 1.8,
     "tests/parity/test_compare_runs.py": 30.0,
+    "tests/parity/test_course.py": 8.0,
     "tests/parity/test_deferred_updates.py": 3.0,
     "tests/parity/test_demo.py": 12.0,
+    "tests/parity/test_evaluations.py": 4.0,
     "tests/parity/test_exact.py": 45.0,
     "tests/parity/test_examples.py": 46.0,
     "tests/parity/test_figures_again.py": 45.0,
@@ -62,6 +65,7 @@ SECONDS = {  # of a case; 45 for test_exact, test_figures_again and test_gpu_che
     "tests/parity/test_train_health.py": 25.0,
     "tests/parity/test_train_input.py": 9.0,
     "tests/parity/test_train_models.py": 7.3,
+    "tests/parity/test_train_outputs.py": 12.0,
     "tests/ranks/test_constant_buffers.py": 10.0,
     "tests/ranks/test_doctor_hosts.py": 40.0,
     "tests/ranks/test_new_weights.py": 21.0,

@@ -81,6 +81,20 @@ def test_a_value_of_collectives_is_the_same_on_all_ranks(ranks, folder):
     assert [(record["sum"], record["length"]) for (record,) in ranks(2, train, made)] == [(3.0, 5.0)] * 2
 
 
+@pytest.mark.long
+def test_a_run_of_wsd_that_is_resumed_on_another_number_of_ranks_has_the_rates_of_one_that_was_not(ranks, folder):
+    sections = {"schedule": {"name": "wsd", "warmup": 2, "decay": 2, "final": 0.0}}
+    whole, parted = run(folder, "whole", **sections), run(folder, "parted", **sections)
+    expected = field(ranks(2, train, whole)[0], "lr")
+    assert expected == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3, 1e-3 * (1 - 0.5**0.5), 0.0])
+    ranks(2, train, parted, None, 3)
+    parted["train"] |= {"accumulate": 4}
+    assert field(ranks(1, train, parted, "auto")[0], "lr") == expected
+    longer = run(folder, "parted", **sections | {"train": {"steps": 8, "batch": 4}})
+    resumed = ranks(2, train, longer, str(Path(longer["output"]) / "checkpoints" / "step-4"))[0]
+    assert field(resumed, "lr")[:6] == [*expected[:4], 1e-3, 1e-3], "the peak lasts longer, as if it had been begun so"
+
+
 @pytest.mark.parametrize(
     ("sections", "said"),
     [

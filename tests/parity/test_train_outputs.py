@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import struct
 from pathlib import Path
 
 import pytest
@@ -41,16 +42,58 @@ def test_tensorboard_reads_what_metrics_jsonl_says_also_after_a_resume(ranks, fo
         assert [value for _, value in points] == pytest.approx([float(value) for _, value in expected], rel=1e-6)
 
 
-def test_weights_and_biases_gets_the_records_offline(ranks, folder, monkeypatch):
-    pytest.importorskip("wandb")
-    made = tree(folder, log={"wandb": "zero3d-test"})
-    ranks(1, offline, made)
-    assert list((Path(made["output"]) / "wandb").glob("offline-run-*/*.wandb"))
+@pytest.mark.long  # its packages are larger than all others of the tests: who wants it installs zero3d[wandb]
+def test_weights_and_biases_gets_the_records_offline_in_one_run_over_a_resume(ranks, folder):
+    pytest.importorskip("wandb", reason="pip install 'zero3d[wandb]'")
+    made = tree(folder, log={"wandb": "zero3d-test"}, checkpoint={"every": 2}, data={"validation": 0.2})
+    ranks(1, offline, made, None, 2)
+    ranks(1, offline, made, "auto")
+    files = sorted((Path(made["output"]) / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 2
+    assert len({file.stem for file in files}) == 1, "one run's number"
+    sessions = [logged(file) for file in files]
+    assert [step for session in sessions for step, _ in session] == [1, 2, 3, 4, 5]
+    for line, (_, values) in zip(metrics(made), [entry for session in sessions for entry in session], strict=True):
+        expected = {name: value for name, value in line.items() if value is not None}
+        assert {name: values[name] for name in expected} == expected
 
 
-def offline(made):
+def offline(made, *how):
     os.environ["WANDB_MODE"] = "offline"
-    return train(made)
+    try:
+        return train(made, *how)
+    finally:
+        del os.environ["WANDB_MODE"]
+
+
+def logged(file):
+    """[(step, values by name), ...] of an offline run, in messages of Weights & Biases' own."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = []
+    for data in chunks(file.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            values = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+            found.append((record.history.step.num, values))
+    return found
+
+
+def chunks(raw, head=7, block=1 << 15, whole=1, last=4):
+    """What LevelDB's log format holds: in blocks, pieces of (checksum, length, kind), after seven bytes of the file's own."""
+    at, data = head, b""
+    while at + head <= len(raw):
+        if block - at % block < head:
+            at += block - at % block
+            continue
+        _, length, kind = struct.unpack_from("<IHB", raw, at)
+        data += raw[at + head : at + head + length]
+        at += head + length
+        if kind in (whole, last):
+            yield data
+            data = b""
 
 
 def test_a_trace_of_the_asked_steps_is_readable(ranks, folder):

@@ -36,7 +36,7 @@ from zero3d.train.lock import FolderLock
 ROOT = Path(__file__).parents[2]
 README, CHINESE = (ROOT / name for name in ("README.md", "README.zh.md"))
 TWINS = ("parallelism", "reproducibility", "checkpoints", "offload", "reliability", "doctor")  # in both languages
-GUIDES = (*TWINS, *(f"{name}.zh" for name in TWINS), "cluster", "compare", "config", "plan")
+GUIDES = (*TWINS, *(f"{name}.zh" for name in TWINS), "cluster", "compare", "config", "plan", "training")
 PAGES = [README, CHINESE, *(ROOT / "docs" / f"{name}.md" for name in GUIDES)]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`((?:zero3d )?(?:" + "|".join(VERBS) + r") [^`]+)`")
@@ -105,6 +105,7 @@ def typed(place, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name in ("run.yaml", "train.yaml"):
         yaml_of(README, name)
+    yaml_of(ROOT / "docs" / "training.md", "course.yaml")
     return place
 
 

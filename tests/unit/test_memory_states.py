@@ -19,6 +19,15 @@ def test_states_of_every_precision(precision, widths):
     assert sharded.total == sum(widths) * params / 4
 
 
+@pytest.mark.parametrize(("precision", "width"), [("bf16", 4), ("fp32", 4), ("fp64", 8)])
+def test_an_average_of_weights_is_as_wide_as_a_moment_and_sharded_like_one(precision, width):
+    for stage, share in ((0, 1), (1, 4), (3, 4)):
+        plain = states(model_of(), ParallelPlan(dp=4, stage=stage, precision=precision))
+        averaged = states(model_of(), ParallelPlan(dp=4, stage=stage, precision=precision, ema=0.999))
+        more = width * (2 * ENDS + BLOCKS * BLOCK) / share
+        assert averaged.states == (*plain.states[:2], plain.states.optimizer + more)
+
+
 @pytest.mark.parametrize("numel", [8_191, 8_192, 8_193])
 def test_a_rank_whose_shard_is_padding_has_a_master_and_no_moments(numel):
     """A storage of 16,384 elements on two ranks: the second one's half begins at 8,192."""

@@ -17,7 +17,8 @@ from torch import Tensor
 from zero3d.checkpoint.base_match import check_digest, needed_base
 from zero3d.checkpoint.fields import USE_ANOTHER, Field, quote, quote_name
 from zero3d.checkpoint.json_values import from_json
-from zero3d.checkpoint.manifest import FLOATING, FROZEN, MASTER, Manifest, TensorSpec
+from zero3d.checkpoint.manifest import AVERAGE, FLOATING, FROZEN, MASTER, Manifest, TensorSpec
+from zero3d.checkpoint.resume_contract import EMA
 from zero3d.checkpoint.state import EngineState
 from zero3d.errors import CheckpointError
 
@@ -164,6 +165,9 @@ def check_states(manifest: Manifest, stored: Mapping[str, Sequence[str]], engine
             if slot.numel == 0:
                 continue
             states = by_name[engine.full_model.owner(slot.name)] - {MASTER, FROZEN}
+            if EMA in manifest.about:
+                _check_average(manifest, slot.name, states)
+            states -= {AVERAGE}
             if adam and not saved.entry("groups").rows()[slot.group].entries().get("amsgrad"):
                 expected = ADAM
             else:
@@ -176,6 +180,11 @@ def check_states(manifest: Manifest, stored: Mapping[str, Sequence[str]], engine
     has_moments = any(by_name[name] & ADAM for name in by_name)
     if adam and has_moments and manifest.step < COUNTED:
         saved.entry("scalars").entry("step").one_of(float(manifest.step))
+
+
+def _check_average(manifest: Manifest, name: str, states: set[str]) -> None:
+    if AVERAGE not in states:
+        raise CheckpointError(f"{manifest.fields.file}: tensors have no average of {quote(name)}. {USE_ANOTHER}")
 
 
 def _listed(states: set[str]) -> str:

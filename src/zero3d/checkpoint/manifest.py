@@ -42,7 +42,7 @@ from zero3d.shards.boxes import Box, Shape
 
 NEWEST = WITH_BASE = 5  # only where frozen weights were left out
 FORMAT, WITH_SHA256, WITHOUT_PARTS, OLDEST = 4, 3, 2, 1
-MASTER, FROZEN = "master", "weight"
+MASTER, FROZEN, AVERAGE = "master", "weight", "ema"
 BUFFER, STREAM = "buffer:", "rng:"  # how keys of a rank's own tensors begin
 TORCH, NUMPY = f"{STREAM}torch", f"{STREAM}numpy"
 FLOATING = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",

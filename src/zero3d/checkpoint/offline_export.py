@@ -32,7 +32,7 @@ from zero3d.checkpoint.fields import quote_name
 from zero3d.checkpoint.forms import Form, form_of
 from zero3d.checkpoint.frozen_base import FolderSource
 from zero3d.checkpoint.integrity import verify
-from zero3d.checkpoint.manifest import BUFFER, FROZEN, MASTER
+from zero3d.checkpoint.manifest import BUFFER, FROZEN
 from zero3d.checkpoint.published import Exported
 from zero3d.checkpoint.stored_states import StoredStates
 from zero3d.distributed.degrees import Place
@@ -116,10 +116,10 @@ def _of_base(stored: StoredStates, base: FolderSource, name: str) -> Tensor:
 
 
 def weight(stored: StoredStates, name: str) -> Tensor:
-    """Return a parameter as the forward has it: its master in the compute dtype, or the frozen weight itself."""
+    """Return a parameter as the forward has it: its master or average in compute dtype, or the frozen weight itself."""
     spec = stored.parameters[name]
     values = torch.empty(prod(spec.shape), dtype=getattr(torch, spec.dtype))
-    state = MASTER if spec.trainable else FROZEN
+    state = stored.trained if spec.trainable else FROZEN
     for start, part in stored.chunks(name, state) if values.numel() else ():
         to_compute(part, values.dtype, out=values[start : start + part.numel()])
     return values.view(spec.shape)

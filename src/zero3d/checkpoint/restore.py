@@ -27,6 +27,7 @@ from zero3d.checkpoint.folders import find
 from zero3d.checkpoint.integrity import own_tensors, verify_file
 from zero3d.checkpoint.json_values import from_json
 from zero3d.checkpoint.manifest import (
+    AVERAGE,
     BUFFER,
     FORMAT,
     FROZEN,
@@ -40,7 +41,7 @@ from zero3d.checkpoint.manifest import (
 )
 from zero3d.checkpoint.manifest_parser import open_manifest
 from zero3d.checkpoint.manifest_parts import part_of_rank, read_contents
-from zero3d.checkpoint.resume_contract import resume_guarantee
+from zero3d.checkpoint.resume_contract import EMA, resume_guarantee
 from zero3d.checkpoint.state import EngineState, StatePiece
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError
@@ -253,7 +254,8 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
         _restore_frozen(checkpoint, unit, engine)
     for batch in engine.optimizer.in_batches():
         for owned in batch:
-            states = checkpoint.states.get(engine.full_model.owner(owned.name), ())
+            saved = checkpoint.states.get(engine.full_model.owner(owned.name), ())
+            states = [state for state in saved if state != AVERAGE or EMA in engine.about]
             _restore_piece(reader, states, optimizer["scalars"], engine, owned)
     for group, saved in zip(engine.optimizer.torch.param_groups, optimizer["groups"], strict=True):
         group.update(from_json(saved, {key: value for key, value in group.items() if key != "params"}))

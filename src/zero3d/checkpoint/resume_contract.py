@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 BITWISE = "bitwise"
+EMA = "ema"  # decay of averages; nothing where there are none
 ALWAYS = {"tp": "matrix products have other shapes", "pp": "other sums are made on one rank",
           "precision": "", "wire": "gradients are rounded otherwise on their way",
           "torch": "its kernels may sum in other orders", "kernels": "they sum in other orders",
@@ -45,6 +46,19 @@ NCCL = {"backend": SUMS, "nccl": SUMS, "nccl_algorithm": SUMS, "nccl_protocol": 
 
 def resume_guarantee(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str:
     """Return one line that begins with "bitwise" or "not bitwise". Both arguments: `state.EngineState.about`."""
+    return _guarantee(saved, live) + _of_averages(saved.get(EMA), live.get(EMA))
+
+
+def _of_averages(saved: str | None, live: str | None) -> str:
+    """Say what becomes of averages of the weights, which no training reads, where they do not go on as they were."""
+    if saved == live:
+        return ""
+    if saved is None:
+        return "; averages of weights (ema) begin with the weights of this step: the checkpoint has none"
+    return "; its averages of weights (ema) are left out" if live is None else f"; ema {saved} -> {live} from here on"
+
+
+def _guarantee(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str:
     saved, live = USUAL | dict(saved), USUAL | dict(live)
     was, is_ = (about.get("leaves") is not None for about in (saved, live))
     if was != is_:

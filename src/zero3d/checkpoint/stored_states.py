@@ -19,11 +19,12 @@ from torch import Tensor
 
 from zero3d.checkpoint.folders import find
 from zero3d.checkpoint.integrity import check_header, header, own_tensors
-from zero3d.checkpoint.manifest import BUFFER, STREAM, ParameterSpec, Part, TensorSpec
+from zero3d.checkpoint.manifest import AVERAGE, BUFFER, MASTER, STREAM, ParameterSpec, Part, TensorSpec
 from zero3d.checkpoint.manifest_parser import open_manifest
 from zero3d.checkpoint.manifest_parts import read_contents
 from zero3d.checkpoint.restore import Reader
 from zero3d.checkpoint.state import StatePiece
+from zero3d.errors import CheckpointError
 
 CHUNK = 1 << 22  # elements
 REOPEN_BYTES = 1 << 28
@@ -44,12 +45,13 @@ class StoredStates:
     parameters  by name
     states      parameter -> its states -> dtype
     own         of each rank
+    trained     which state of a trainable parameter its weight is made of: the master, or the average
 
     Manifest, parts and headers are checked, bytes of tensors are not: `integrity.verify`. Raises CheckpointError.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Open a checkpoint, or the newest in a directory of them."""
+    def __init__(self, directory: Path, averages: bool = False) -> None:
+        """Open a checkpoint, or the newest in a directory of them; averages: weights are to be made of those."""
         self.folder = find(directory)
         self.manifest = open_manifest(self.folder)
         self.states: dict[str, dict[str, torch.dtype]] = {}
@@ -58,6 +60,11 @@ class StoredStates:
         contents = read_contents(self.manifest, self._take)
         self.scalars = contents.scalars
         self.parameters: dict[str, ParameterSpec] = dict(contents.parameters)
+        self.trained = AVERAGE if averages else MASTER
+        if averages and not any(AVERAGE in states for states in self.states.values()):
+            raise CheckpointError(
+                f"{self.folder} has no averages of weights: it was saved without train.ema. Leave --ema out."
+            )
 
     def _take(self, rank: int, part: Part) -> None:
         check_header(self.manifest, part)

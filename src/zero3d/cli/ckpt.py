@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the model's config.json or folder, a preset, or a run's config.yaml (default: that of the run's folder); "
         "none: weights and buffers alone, under the model's own names",
     )  # fmt: skip
+    export.add_argument("--ema", action="store_true", help="the averages of the weights that train.ema has kept")
     prune = made["prune"]
     prune.add_argument("--keep", type=int, metavar="K", help="how many of the newest whole ones stay, beside the best")
     prune.add_argument("--leftovers", action="store_true", help="remove what killed saves have left, too")
@@ -221,7 +222,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from zero3d.cli.ckpt_export import export
 
-    data = export(step_in(arguments.step), Path(arguments.folder), arguments.config)
+    data = export(step_in(arguments.step), Path(arguments.folder), arguments.config, arguments.ema)
     answer(arguments, data, ckpt_text.exported(data))
     return 0
 

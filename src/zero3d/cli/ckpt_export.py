@@ -23,17 +23,18 @@ WHAT = "--config PATH (the model's config.json or folder, a preset, or a run's c
 ALONE = f"--config {NONE} for the weights alone, under the names that they have in the model"
 
 
-def export(step: Path, folder: Path, typed: str | None) -> dict[str, Any]:
+def export(step: Path, folder: Path, typed: str | None, averages: bool = False) -> dict[str, Any]:
     """Write a checkpoint's weights as a Hugging Face folder; return what was written as data.
 
-    typed  what --config says, if anything
+    typed     what --config says, if anything
+    averages  write the averages of the weights (train.ema)
 
     Raises ConfigError, CheckpointError, OutOfBudget, NonFiniteError.
     """
     quiet_environment()
     config = None if typed == NONE else find_config(step, typed)
     opened = None if config is None else _open(config, step, typed)
-    written = export_stored(StoredStates(step), folder, None if opened is None else opened.module)
+    written = export_stored(StoredStates(step, averages), folder, None if opened is None else opened.module)
     note = "no config and no tokenizer were asked for" if config is None else _save_tokenizer(config, opened, written)
     files = sorted(path for path in written.iterdir() if path.is_file())
     return {

@@ -1,4 +1,4 @@
-"""What sections `evaluate` and `schedule` ask for that cannot be, across their keys."""
+"""What sections `evaluate`, `schedule` and averages of weights ask for that cannot be, across their keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from zero3d.config.sections import Config
 
-HELD_OUT = ("validation_loss", "perplexity")  # how names of values of the held-out data begin
+HELD_OUT = ("validation_loss", "perplexity", "ema_validation_loss")  # how names of values of the held-out data begin
 
 
 def evaluation_problems(config: Config) -> Iterator[tuple[str, str]]:
@@ -23,6 +23,16 @@ def evaluation_problems(config: Config) -> Iterator[tuple[str, str]]:
     if choice.best.startswith(HELD_OUT) and not config.data.validation:
         text = f"evaluate.patience={choice.patience} waits for a better {choice.best}, and nothing is held out: type"
         yield "evaluate.patience", f"{text} data.validation=0.05, or evaluate.best=NAME of evaluate.function."
+
+
+def average_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield why averages of weights cannot be kept, or evaluated."""
+    ema, offload, best = config.train.ema, config.offload.optimizer, config.evaluate.best
+    if ema is not None and offload != "none":
+        text = f"train.ema={ema:g} keeps averages beside the masters, which offload.optimizer={offload} moves:"
+        yield "train.ema", f"{text} type offload.optimizer=none, or train.ema=null."
+    if ema is None and best.startswith("ema_"):
+        yield "evaluate.best", f"evaluate.best={best} is of averages of the weights: type train.ema=0.999, too."
 
 
 def schedule_problems(config: Config) -> Iterator[tuple[str, str]]:

@@ -82,6 +82,13 @@ class Train:
     micro_batch: int | None = key(None, "sequences per rank in one forward", least=1)
     accumulate: int | None = key(None, "micro-batches per rank and step", least=1)
     compile: bool = key(False, "torch.compile the blocks")
+    ema: float | None = key(
+        None,
+        "decay of an exponential moving average of the weights, which is evaluated beside them and exported in their "
+        "place, such as 0.999",
+        above=0,
+        below=1,
+    )
     tiled_loss: bool = key(
         False,
         "compute the loss of the next token tile by tile, without logits of the whole vocabulary; equal up to rounding",

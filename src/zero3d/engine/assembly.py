@@ -26,6 +26,7 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import Accounts
 from zero3d.engine.activations import keep_inputs
 from zero3d.engine.auto_offload import Settled, settle_gradients, settle_place
+from zero3d.engine.averages import Averages
 from zero3d.engine.base import note_writes, open_base
 from zero3d.engine.checks import bind_scheduler
 from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
@@ -73,6 +74,7 @@ class Assembly:
     offload: Settled
     replay: Replay | None
     frozen_base: FrozenBase | None
+    averages: Averages | None
 
 
 def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
@@ -104,7 +106,9 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     whole = WholeParameters(
         runtime.units, runtime.gathers, axes.dp, runtime.model_group, partial(note_writes, base, frozen_base)
     )
-    stepper = _stepper(base, runtime)
+    ema = base.options.optimizer.ema
+    averages = None if ema is None else Averages(ema, runtime.optimizer, axes.arena)
+    stepper = _stepper(base, runtime, averages)
     pipeline = _open_pipeline(base, runtime, losses, whole) if axes.pp.size > 1 else None
     every = options.step.replay
     replay = Replay(every, base, runtime, lambda: stepper.count) if every else None
@@ -132,7 +136,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     axes.arena.reset_peaks()
     return Assembly(
         base, runtime, stepper, whole, _accounts(base, runtime, kept), pipeline, execution, kept,
-        _settled(base, tiers, why), replay, frozen_base,
+        _settled(base, tiers, why), replay, frozen_base, averages,
     )  # fmt: skip
 
 
@@ -143,11 +147,11 @@ def _settled(base: Foundation, tiers: Tiers | None, why: tuple[str, ...]) -> Set
     return Settled(replace(offload, executor=tiers.executor), (*why, tiers.why) if tiers.why else why)
 
 
-def _stepper(base: Foundation, runtime: Runtime) -> Stepper:
+def _stepper(base: Foundation, runtime: Runtime, averages: Averages | None) -> Stepper:
     return Stepper(
         base.axes.dp, base.order, runtime.accumulation, runtime.gathers, runtime.reductions, runtime.hooks,
         runtime.optimizer, bind_scheduler(base.options.optimizer.scheduler, runtime.optimizer.torch),
-        runtime.loss_scale, runtime.health, base.resolved.policy.master,
+        runtime.loss_scale, runtime.health, base.resolved.policy.master, averages,
     )  # fmt: skip
 
 

@@ -84,6 +84,7 @@ class OptimizerOptions:
     scheduler: Any
     param_groups: Sequence[Mapping[str, Any]] | None
     clip_norm: float | None
+    ema: float | None = None
 
 
 @dataclass(frozen=True)

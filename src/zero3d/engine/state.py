@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zero3d.checkpoint.resume_contract import BACKEND
+from zero3d.checkpoint.resume_contract import BACKEND, EMA
 from zero3d.checkpoint.state import EngineState
 from zero3d.distributed.algorithms import AllToAll, Pairwise
 from zero3d.distributed.determinism import device_facts
@@ -62,6 +62,7 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         "leaves": None if summands is None else summands.per_batch,
         "moments": base.options.zero.offload.moments, "updates": _updates(assembly),
         "tiled_loss": base.options.step.tiled_loss, "gather_budget": base.options.zero.gather_budget,
+        **({} if assembly.averages is None else {EMA: f"{assembly.averages.decay:g}"}),
         **({} if cpu else who_adds(assembly)),
         **device_facts(device, mesh.everyone.backend, mesh.local_world),
     }  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zero3d.distributed.collectives import Comm, broadcast_ints
+from zero3d.engine.averages import Averages
 from zero3d.engine.summation import SumOrder
 from zero3d.errors import ConfigError
 from zero3d.precision import LossScale
@@ -60,6 +61,7 @@ class Stepper:
     loss_scale: LossScale
     health: Health
     master: torch.dtype
+    averages: Averages | None = None
     count: int = 0
     figures: StepFigures | None = None
     _known: dict[str, tuple[float, Tensor]] = field(default_factory=dict)
@@ -93,6 +95,8 @@ class Stepper:
         self.loss_scale.update(outcome.reason == OVERFLOW)
         if outcome.reason == APPLIED:
             self.count += 1
+            if self.averages is not None:
+                self.averages.update()
             if self.scheduler is not None:
                 self.scheduler.step()
         applied = outcome.reason == APPLIED

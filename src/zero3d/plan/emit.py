@@ -55,7 +55,8 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
         {
             "model": {"path": path},
             "data": {"length": model.length} | ({"tokenizer": tokenizer} if tokenizer else {}),
-            "train": {"batch": sequences, "micro_batch": plan.micro_batch, "accumulate": plan.accumulate},
+            "train": {"batch": sequences, "micro_batch": plan.micro_batch, "accumulate": plan.accumulate}
+            | ({} if plan.ema is None else {"ema": plan.ema}),
             "mesh": mesh,
             "zero": {"stage": plan.stage, "reduce_dtype": plan.reduce_dtype} | policies | exact,
             "precision": plan.precision,
@@ -83,7 +84,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
         config.zero.release, config.zero.reduce, exact=config.zero.exact,
         reduce_scatter=config.zero.reduce_scatter, master=config.zero.master, **_tiers(config),
         partition_activations=mesh.partition_activations, offload_activations=config.offload.activations,
-        asynchronous_saves=config.checkpoint.asynchronous, replay=config.health.replay,
+        asynchronous_saves=config.checkpoint.asynchronous, replay=config.health.replay, ema=config.train.ema,
     )  # fmt: skip
 
 

@@ -285,6 +285,9 @@ class _Rank:
         rounds = self.plan.precision == "bf16"
         scratch_of = update_scratch if self.plan.master == "split" else cast_scratch
         scratch = 4.0 * scratch_of(elements, "cuda") if rounds else 0.0
+        if self.plan.averages:
+            longest = max((unit.layout.total // share for unit in units), default=0)
+            scratch = max(scratch, WIDTHS[self.plan.precision].reduced * update_scratch(longest, "cuda"))
         return _peak("optimizer step", 0.0, 0.0, NOTHING._replace(wire=scratch))
 
     def _bucket_scratch(self) -> float:

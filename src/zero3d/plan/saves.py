@@ -1,6 +1,6 @@
 """Bytes of the host's memory that a rank takes to save behind training: a copy of all that it saves. No torch.
 
-trainable   fp32 master and both moments of an element, however the engine stores the master
+trainable   fp32 master and both moments of an element, however the engine stores the master, and its average (ema)
 frozen      the weight
 """
 
@@ -23,7 +23,7 @@ def copy_bytes(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank:
         return 0
     chunks = chunks_of_rank(model, plan, pp_stage)
     wide = WIDTHS[plan.precision].reduced
-    trained = wide + 2 * (2 if plan.tiers.moments == "bf16" else wide)
+    trained = (1 + plan.averages) * wide + 2 * (2 if plan.tiers.moments == "bf16" else wide)
     total = 0
     for number, units in rank_model(model, plan, pp_stage).units.items():
         copies = _copies(chunks[number])

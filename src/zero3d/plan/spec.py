@@ -262,6 +262,7 @@ class ParallelPlan:
     executor       of updates off the device: device, host, auto (by the rule: `tier_time.chosen_executor`)
     asynchronous_saves  checkpoints on the way are written behind training, from a copy on the host (saves.py)
     replay         every so many steps one micro-batch is computed twice (health.replay); 0: never
+    ema            decay of an average of the weights that is kept beside the moments (train.ema); None: none is
     partition_activations, offload_activations   inputs of recomputed blocks in parts over tp; none or host (inputs.py)
     """
 
@@ -292,6 +293,12 @@ class ParallelPlan:
     offload_activations: str = "none"
     asynchronous_saves: bool = False
     replay: int = 0
+    ema: float | None = None
+
+    @property
+    def averages(self) -> int:
+        """Count the averages of each weight that are kept: none or one."""
+        return int(self.ema is not None)
 
     @property
     def world(self) -> int:

@@ -4,7 +4,8 @@
     parameters      those times the parameters of the unit, /N where they are sharded
     padding         those times the elements of its storage that are no parameter
 
-A rank whose shard of a unit is all padding has the master of it, but no m and v.
+A rank whose shard of a unit is all padding has the master of it, but no m and v, nor an average of weights (ema), which
+is as wide as one of these.
 
 Where states leave the device, optimizer states are records at every place (`memory.placement`), m and v of padding
 among them, and weights off the device are. What records take beyond parameters is padding, too: whole blocks off the
@@ -223,10 +224,10 @@ def per_parameter(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: i
     bytes_ = frozen_bytes(plan.stage, plan.dp, unit.itemsize, release)
     if unit.trainable:
         owns = plan.stage == 0 or dp_rank * unit.layout.shard < unit.used
-        moments = 2 * WIDTHS[plan.precision].reduced * owns
+        moments, average = (count * WIDTHS[plan.precision].reduced * owns for count in (2, plan.averages))
         bytes_ = engine_bytes(
             plan.stage, plan.dp, NAMES[unit.itemsize], release, reduce, summands_of_rank(plan),
-            optimizer=0 if tiers.states else master_bytes(unit, plan) + moments, exact=plan.exact,
+            optimizer=0 if tiers.states else master_bytes(unit, plan) + moments + average, exact=plan.exact,
         )  # fmt: skip
     leaves = {"parameters": tiers.params != "none", "gradients": tiers.gradients == HOST and tiers.states}
     return bytes_._replace(**{name: Fraction(0) for name, off in leaves.items() if off})

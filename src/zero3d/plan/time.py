@@ -283,5 +283,6 @@ def _update(step: _Step, numel: float, hidden: tuple[float, float]) -> dict[str,
     on_device = share * (1 - plan.fraction) if plan.executor == "host" else share
     bandwidth = kernels.rates_of(cluster.gpu).memory * cluster.gpu.bandwidth
     records = plan.tiers.states or plan.master != "fp32"
-    touched, buckets = 64 if plan.master == "split" else 30, on_device / update_bucket("cuda") if records else 0.0
+    touched = (64 if plan.master == "split" else 30) + 32 * plan.averages
+    buckets = on_device / update_bucket("cuda") if records else 0.0
     return {"optimizer": touched * on_device / bandwidth + (100 + 10 * buckets) * kernels.launch} | offload

@@ -52,6 +52,7 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         gather_budget=config.zero.gather_budget,
         tiled_loss=config.train.tiled_loss,
         replay=config.health.replay,
+        ema=config.train.ema,
         weights=opened.weights,
     )
 

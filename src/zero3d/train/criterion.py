@@ -12,6 +12,7 @@ from zero3d.config.hints import nearest
 from zero3d.errors import ConfigError
 
 HELD_OUT = "validation_loss"
+OF_AVERAGES = f"ema_{HELD_OUT}"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from zero3d.errors import CheckpointError, CorruptionError, NonFiniteError
 from zero3d.memory.arena import device_values
 from zero3d.train.callbacks import Callbacks
 from zero3d.train.corruption import after_corruption
-from zero3d.train.criterion import HELD_OUT, Criterion
+from zero3d.train.criterion import HELD_OUT, OF_AVERAGES, Criterion
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
 from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
@@ -338,11 +338,18 @@ class Loop:
         self._tell("on_evaluate", record)
 
     def evaluate(self) -> Record:
-        """Return the mean loss per held-out target and its perplexity."""
+        """Return the mean loss per held-out target and its perplexity, and the loss of averaged weights beside it."""
         with self.traffic.excluded():
-            mean = self.engine.evaluate(self.held_out_batches())
-            loss = self.engine.world.read(mean.view(1), [0.0])[0]
-        return {HELD_OUT: loss, "perplexity": math.exp(min(loss, 700.0))}
+            loss = self._held_out_loss()
+            found = {HELD_OUT: loss, "perplexity": math.exp(min(loss, 700.0))}
+            if self.engine.averages is not None:
+                with self.engine.averaged():
+                    found[OF_AVERAGES] = self._held_out_loss()
+        return found
+
+    def _held_out_loss(self) -> float:
+        mean = self.engine.evaluate(self.held_out_batches())
+        return self.engine.world.read(mean.view(1), [0.0])[0]
 
     # --- checkpoints --------------------------------------------------------------------------------
 

@@ -199,8 +199,16 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     return {
         "gathered": full if policy.stage.shards_parameters else 0,
         "bucket": wider * full + tied + _to_host(engine) if exact or policy.reduce == "every_micro_batch" else 0,
-        "wire": ring + max(WINDOW * moving + adding, 4 * scratch_of(masters, engine.mesh.device.type), update),
+        "wire": ring
+        + max(WINDOW * moving + adding, 4 * scratch_of(masters, engine.mesh.device.type), update, _of_averages(engine)),
     }
+
+
+def _of_averages(engine: Engine) -> int:
+    """Return the bytes of the scratch in which averages of weights are updated and shown."""
+    shards = [unit.weights.shard_or_full.numel() for unit in engine.optimizer.units]
+    wide = engine.policy.master.itemsize
+    return wide * update_scratch(max(shards), engine.mesh.device.type) if engine.averages and shards else 0
 
 
 def _to_host(engine: Engine) -> int:

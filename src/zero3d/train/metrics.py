@@ -57,12 +57,15 @@ class TensorBoard:
 
 
 class Wandb:
-    """Logs to a Weights & Biases run; offline where WANDB_MODE says so."""
+    """Logs to a Weights & Biases run; offline where WANDB_MODE says so. A run that is resumed goes on in its own."""
 
     def __init__(self, folder: Folder, project: str, config: Config) -> None:
         import wandb
 
-        self._run = wandb.init(project=project, dir=str(folder.root), config=to_dict(config), resume="allow")
+        self._run = wandb.init(
+            project=project, dir=str(folder.root), config=to_dict(config), resume="allow", id=folder.run_id or None,
+            name=folder.root.resolve().name,
+        )  # fmt: skip
 
     def write(self, record: Record) -> None:
         self._run.log({k: v for k, v in record.items() if v is not None}, step=record["step"])

@@ -13,7 +13,8 @@ from zero3d.page.text import size
 from zero3d.train.remaining import Remaining
 
 LINES = 20  # printed over a run where there is no terminal
-FORMATS = {"validation_loss": "held-out loss {:.6f}", "perplexity": "perplexity {:,.3f}"}
+FORMATS = {"validation_loss": "held-out loss {:.6f}", "perplexity": "perplexity {:,.3f}",
+           "ema_validation_loss": "held-out loss of averaged weights {:.6f}"}  # fmt: skip
 # Fits 80 columns with the bar; `amounts` stand below it.
 SHORT = "loss {loss:5.3f}  norm {grad_norm:5.3f}  lr {lr:.1e}  {tokens_per_s:6,.0f} tok/s"
 

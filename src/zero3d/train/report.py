@@ -110,12 +110,15 @@ def summary(result: Result) -> Iterator[str]:
     held_out, reloaded = result.held_out_loss, result.reloaded_loss
     if math.isfinite(held_out):
         yield f"held-out loss: {held_out:.6f} nats per token, perplexity {math.exp(min(held_out, 700.0)):,.3f}"
+    if math.isfinite(result.averaged_loss):
+        yield f"held-out loss of averaged weights: {result.averaged_loss:.6f} nats per token"
     if result.values:
         yield f"evaluated: {', '.join(f'{name} {value:g}' for name, value in result.values.items())}"
     if result.config.checkpoint.export:
-        line = str(result.folder.export)
-        if math.isfinite(reloaded) or (math.isfinite(held_out) and result.config.checkpoint.verify):
-            same = "the same" if math.isclose(held_out, reloaded, rel_tol=1e-6) else "NOT the same"
+        averaged, exported = result.config.train.ema is not None, result.exported_loss
+        line = f"{result.folder.export}{' (averages of the weights, train.ema)' if averaged else ''}"
+        if math.isfinite(reloaded) or (math.isfinite(exported) and result.config.checkpoint.verify):
+            same = "the same" if math.isclose(exported, reloaded, rel_tol=1e-6) else "NOT the same"
             line += f" loaded with AutoModelForCausalLM.from_pretrained: {reloaded:.6f}, {same}"
         yield f"exported: {line}"
     if result.fingerprint and result.history:
@@ -156,6 +159,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "samples_per_s": result.batch.batch / seconds if seconds else None,
         "losses": [finite(loss) for loss in losses(result.history)],
         "held_out_loss": finite(result.held_out_loss),
+        "averaged_loss": finite(result.averaged_loss),
         "values": {name: finite(value) for name, value in result.values.items()},
         "ended_early": result.ended_early,
         "fingerprint": result.fingerprint or None,

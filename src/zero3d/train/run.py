@@ -26,7 +26,7 @@ from zero3d.setup.build import build_engine, with_output
 from zero3d.setup.inputs import Inputs, open_inputs
 from zero3d.setup.model_config import config_number
 from zero3d.train.callbacks import open_callbacks
-from zero3d.train.criterion import HELD_OUT
+from zero3d.train.criterion import HELD_OUT, OF_AVERAGES
 from zero3d.train.device_memory import fullest, memory_peak
 from zero3d.train.exported_folder import export_model, model_tokenizer, verifies, verify
 from zero3d.train.flops import flops_per_token
@@ -53,6 +53,7 @@ class Result:
 
     fingerprint    of exact mode: of all masters and optimizer states at the end
     peak_reserved  by the allocator of the fullest accelerator; None on the CPU
+    averaged_loss  held-out, of averages of the weights, which are what is exported; NaN without train.ema
     values         of evaluate.function, at the last evaluation
     ended_early    why the run ended before its last step, or None
     """
@@ -75,8 +76,14 @@ class Result:
     checkpoint: Path
     fingerprint: str = ""
     peak_reserved: int | None = None
+    averaged_loss: float = math.nan
     values: Mapping[str, float] = field(default_factory=dict)
     ended_early: str | None = None
+
+    @property
+    def exported_loss(self) -> float:
+        """Held-out loss of what is exported."""
+        return self.held_out_loss if self.config.train.ema is None else self.averaged_loss
 
     @property
     def steps(self) -> Sequence[Record]:
@@ -167,10 +174,11 @@ def _finish(
     traffic = traffic_rows(engine, loop.traffic, counts)
     peak, reserved = fullest(engine, memory_peak(engine))
     fingerprint = engine.fingerprint() if config.zero.exact else ""
-    if config.checkpoint.export:
-        with inputs.mesh.heartbeat.phase("export"):
-            export_model(engine, folder, tokenizer or model_tokenizer(inputs.opened.folder), progress)
-    text = sample(config, engine, tokenizer, progress)
+    with nullcontext() if engine.averages is None else engine.averaged():
+        if config.checkpoint.export:
+            with inputs.mesh.heartbeat.phase("export"):
+                export_model(engine, folder, tokenizer or model_tokenizer(inputs.opened.folder), progress)
+        text = sample(config, engine, tokenizer, progress)
     if engine.offload.uses_disk:
         agree(engine.world, lambda: None)  # nobody reads it any more
         if inputs.mesh.local_rank == 0:
@@ -190,6 +198,7 @@ def _finish(
         peak_memory=peak,
         peak_reserved=reserved,
         held_out_loss=losses(history, HELD_OUT)[-1] if history else math.nan,
+        averaged_loss=losses(history, OF_AVERAGES)[-1] if history else math.nan,
         reloaded_loss=verify(config, engine, folder.export, inputs.data) if verified else math.nan,
         sample=text,
         folder=folder,
@@ -254,6 +263,7 @@ def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, fol
     settings += ["inputs of blocks in parts over tp"] if config.mesh.partition_activations else []
     settings += ["masters in halves"] if config.zero.master == "split" else []
     settings += [f"gathered in tiles of {config.zero.gather_budget}"] if config.zero.gather_budget else []
+    settings += [f"averages of weights {config.train.ema:g}"] if config.train.ema is not None else []
     settings += ["loss in tiles"] if config.train.tiled_loss else []
     return [
         *([engine.mesh.degrees.table()] if engine.mesh.pp * engine.mesh.tp > 1 else []),

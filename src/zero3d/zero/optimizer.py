@@ -196,6 +196,10 @@ class ShardedOptimizer:
         start = owned.piece.offset
         return self._flat[owned.unit.name, key][start : start + owned.master.numel()]
 
+    def flat_state(self, unit: Unit, key: str) -> Tensor | None:
+        """Return a unit's flat buffer of a state, or None where this rank has none of it."""
+        return self._flat.get((unit.name, key))
+
     def states_of(self, owned: MasterPiece) -> dict[str, Any]:
         """Return a piece's optimizer states by name, tensors of its elements as they are stored, to be read."""
         states = dict(self.torch.state.get(owned.master, {}))
