@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     cluster = open_cluster(arguments)
     plan = plan_of(config, cluster.gpus if arguments.gpus or arguments.nodes or arguments.cluster else None)
     model = open_spec(
-        config.model.path, config.data.length, config.model.attn, arguments.lora, packed=config.data.packing
+        config.model.path, config.data.length, config.model.attn, arguments.lora, packed=bool(config.data.packing)
     )
     check(model, plan, cluster)
     cluster = resized(cluster, plan.world)

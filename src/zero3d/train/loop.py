@@ -8,7 +8,6 @@ of the loop is `LoopState`: with the engine's own states, the run goes on as if 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,16 +22,18 @@ from torch import Tensor
 from zero3d.checkpoint.folders import checkpoints
 from zero3d.config import Config
 from zero3d.data.batches import BatchStream, validation_batches
-from zero3d.data.sequences import Sequences
+from zero3d.data.mixture import Mixture
+from zero3d.data.sequences import Batch, Samples
 from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError, CorruptionError, NonFiniteError
 from zero3d.memory.arena import device_values
 from zero3d.train.callbacks import Callbacks
 from zero3d.train.corruption import after_corruption
-from zero3d.train.criterion import HELD_OUT, Criterion
+from zero3d.train.criterion import Criterion
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
 from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
+from zero3d.train.held_out import evaluate_sources, held_out_record
 from zero3d.train.loop_state import RUN, LoopState
 from zero3d.train.metrics import Metrics, Record
 from zero3d.train.nonfinite import none_applied, skip_limit, too_many_skips
@@ -67,7 +68,7 @@ class Loop:
         config: Config,
         engine: Engine,
         stream: BatchStream,
-        validation: Sequences | None,
+        validation: Samples | None,
         folder: Folder,
         options: Mapping[str, Any],
         flops: float,
@@ -313,11 +314,12 @@ class Loop:
     def held_out_batches(self) -> Iterator[dict[str, Any]]:
         """Yield this rank's micro-batches of the held-out part."""
         assert self._validation is not None
+        return map(self.on_device, self._batches_of(self._validation))
+
+    def _batches_of(self, held_out: Samples) -> Iterator[Batch]:
         dp, micro = self.engine.dp, self.stream.portions.micro_batch
         limit, exact = self.config.evaluate.batches, self.config.zero.exact
-        batches = validation_batches(self._validation, micro, dp=dp.size, rank=dp.rank, limit=limit, together=exact)
-        for batch in batches:
-            yield self.on_device(batch)
+        return validation_batches(held_out, micro, dp=dp.size, rank=dp.rank, limit=limit, together=exact)
 
     @property
     def evaluates(self) -> bool:
@@ -326,7 +328,12 @@ class Loop:
 
     def _evaluate(self, record: Record, progress: Progress) -> None:
         """Evaluate after a step; note the values in its record, and for how long a better one has been waited for."""
-        found = {} if self._validation is None else self.evaluate()
+        found = {}
+        if isinstance(self._validation, Mixture):
+            with self.traffic.excluded():
+                found = evaluate_sources(self.engine, self._validation, self._batches_of, self.on_device)
+        elif self._validation is not None:
+            found = self.evaluate()
         if self._own is not None:
             with self.traffic.excluded():
                 self.values = self._own.at(record["step"], record.keys() | found.keys())
@@ -342,7 +349,7 @@ class Loop:
         with self.traffic.excluded():
             mean = self.engine.evaluate(self.held_out_batches())
             loss = self.engine.world.read(mean.view(1), [0.0])[0]
-        return {HELD_OUT: loss, "perplexity": math.exp(min(loss, 700.0))}
+        return held_out_record(loss)
 
     # --- checkpoints --------------------------------------------------------------------------------
 
