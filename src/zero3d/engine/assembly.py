@@ -112,20 +112,13 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     pipeline = _open_pipeline(base, runtime, losses, whole) if axes.pp.size > 1 else None
     every = options.step.replay
     replay = Replay(every, base, runtime, lambda: stepper.count) if every else None
-    execution: Execution = (
-        Direct(
-            module,
-            losses,
-            runtime.accumulation,
-            runtime.loss_scale,
-            stepper.abandon,
-            only,
-            resolved.mesh.heartbeat.work,
-            replay,
-        )
-        if pipeline is None
-        else Pipelined(pipeline, axes.pp.size, runtime.loss_scale, only, replay)
-    )
+    if pipeline is None:
+        execution: Execution = Direct(
+            module, losses, runtime.accumulation, runtime.loss_scale, stepper.abandon, only,
+            resolved.mesh.heartbeat.work, replay,
+        )  # fmt: skip
+    else:
+        execution = Pipelined(pipeline, axes.pp.size, runtime.loss_scale, only, replay)
     forget_note(resolved.mesh.everyone)
     unit_of |= {p: unit for unit in runtime.units for p in unit.weights.params}
     check_weights(runtime.units, axes.dp, axes.world, ConfigError, "Train from weights that are finite.")

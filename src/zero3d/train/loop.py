@@ -8,9 +8,8 @@ of the loop is `LoopState`: with the engine's own states, the run goes on as if 
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,17 +21,18 @@ from torch import Tensor
 
 from zero3d.checkpoint.folders import checkpoints
 from zero3d.config import Config
-from zero3d.data.batches import BatchStream, validation_batches
-from zero3d.data.sequences import Sequences
+from zero3d.data.batches import BatchStream
+from zero3d.data.sequences import Samples
 from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError, CorruptionError, NonFiniteError
 from zero3d.memory.arena import device_values
 from zero3d.train.callbacks import Callbacks
 from zero3d.train.corruption import after_corruption
-from zero3d.train.criterion import HELD_OUT, OF_AVERAGES, Criterion
+from zero3d.train.criterion import Criterion
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
 from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
+from zero3d.train.held_out import HeldOut
 from zero3d.train.loop_state import RUN, LoopState
 from zero3d.train.metrics import Metrics, Record
 from zero3d.train.nonfinite import none_applied, skip_limit, too_many_skips
@@ -67,7 +67,7 @@ class Loop:
         config: Config,
         engine: Engine,
         stream: BatchStream,
-        validation: Sequences | None,
+        validation: Samples | None,
         folder: Folder,
         options: Mapping[str, Any],
         flops: float,
@@ -86,7 +86,11 @@ class Loop:
         self._hints = ResumeHints(folder, config, engine.world.size)
         self._steps_at_start = engine.steps  # applied
         self._skip_limit, self._last_step, self._overflows = skip_limit(config.health), 0, 0
-        self._validation, self._options = validation, options
+        self._options = options
+        micro_batch = stream.portions.micro_batch
+        self._held_out = (
+            None if validation is None else HeldOut(config, engine, validation, micro_batch, self.on_device)
+        )
         self._flops, self.tokens = flops, 0
         self._spikes = SpikeWatch()
         self._of_ranks: list[float] = []  # of each in the last step: signal, tokens, whether its save is over
@@ -308,48 +312,27 @@ class Loop:
         """Return a batch where the engine computes, with the options every forward gets."""
         return {**{name: to_device(tensor, self.engine.mesh.device) for name, tensor in batch.items()}, **self._options}
 
-    # --- the held-out part --------------------------------------------------------------------------
-
-    def held_out_batches(self) -> Iterator[dict[str, Any]]:
-        """Yield this rank's micro-batches of the held-out part."""
-        assert self._validation is not None
-        dp, micro = self.engine.dp, self.stream.portions.micro_batch
-        limit, exact = self.config.evaluate.batches, self.config.zero.exact
-        batches = validation_batches(self._validation, micro, dp=dp.size, rank=dp.rank, limit=limit, together=exact)
-        for batch in batches:
-            yield self.on_device(batch)
+    # --- evaluation ---------------------------------------------------------------------------------
 
     @property
     def evaluates(self) -> bool:
         """Whether there is anything to evaluate."""
-        return self._validation is not None or self._own is not None
+        return self._held_out is not None or self._own is not None
 
     def _evaluate(self, record: Record, progress: Progress) -> None:
         """Evaluate after a step; note the values in its record, and for how long a better one has been waited for."""
-        found = {} if self._validation is None else self.evaluate()
-        if self._own is not None:
-            with self.traffic.excluded():
+        found: Record = {}
+        with self.traffic.excluded():
+            if self._held_out is not None:
+                found = self._held_out.evaluate()
+            if self._own is not None:
                 self.values = self._own.at(record["step"], record.keys() | found.keys())
-            found |= self.values
+                found |= self.values
         self.criterion.check(found)
         record |= found
         progress.show_evaluation(record["step"], found)
         self.state = replace(self.state, waiting=self.criterion.wait(self.state.waiting, record))
         self._tell("on_evaluate", record)
-
-    def evaluate(self) -> Record:
-        """Return the mean loss per held-out target and its perplexity, and the loss of averaged weights beside it."""
-        with self.traffic.excluded():
-            loss = self._held_out_loss()
-            found = {HELD_OUT: loss, "perplexity": math.exp(min(loss, 700.0))}
-            if self.engine.averages is not None:
-                with self.engine.averaged():
-                    found[OF_AVERAGES] = self._held_out_loss()
-        return found
-
-    def _held_out_loss(self) -> float:
-        mean = self.engine.evaluate(self.held_out_batches())
-        return self.engine.world.read(mean.view(1), [0.0])[0]
 
     # --- checkpoints --------------------------------------------------------------------------------
 
