@@ -67,6 +67,7 @@ SECONDS = {  # of a case; 45 for test_exact, test_figures_again and test_gpu_che
     "tests/parity/test_train_models.py": 7.3,
     "tests/parity/test_train_outputs.py": 12.0,
     "tests/parity/test_train_sources.py": 3.0,
+    "tests/parity/test_vision.py": 3.0,
     "tests/ranks/test_constant_buffers.py": 10.0,
     "tests/ranks/test_doctor_hosts.py": 40.0,
     "tests/ranks/test_new_weights.py": 21.0,

@@ -139,7 +139,7 @@ def _matches(unit: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
 def partition(
     model: nn.Module, units: Sequence[type[nn.Module] | str] | None, dtype: torch.dtype
 ) -> tuple[list[UnitSpec], dict[nn.Module, list[str]]]:
-    """Divide all parameters into units, in model order.
+    """Divide all parameters into units, in model order, but for the input embeddings, which are first.
 
     Returns the units, and by module that uses parameters the names of the units it needs.
     """
@@ -166,8 +166,22 @@ def partition(
                 if spec not in uses.setdefault(user, []):
                     uses[user].append(spec)
     _rename(specs)
-    order = list(specs.values())
+    entered = _input_embeddings(model)
+    order = sorted(specs.values(), key=lambda spec: entered.isdisjoint(spec.params.values()))
     return order, {user: [s.name for s in sorted(needed, key=order.index)] for user, needed in uses.items()}
+
+
+def _input_embeddings(model: nn.Module) -> set[nn.Parameter]:
+    """Return what token ids are looked up in, where a Hugging Face model says so.
+
+    It is used first and gets its gradients last, also where a vision tower lies before it: reductions follow the order
+    of units until one of gradients is known, and the tower's would wait for it.
+    """
+    try:
+        module = model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return set()
+    return set(module.parameters()) if isinstance(module, nn.Module) else set()
 
 
 def partition_all(

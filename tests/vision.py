@@ -1,0 +1,100 @@
+"""Tiny vision-language models by family, and micro-batches with images for each; vocabulary 64, width 32."""
+
+import torch
+
+FAMILIES = ["gemma3", "idefics3", "internvl", "llava", "llava_next", "paligemma", "qwen2_5_vl", "qwen2_vl"]
+IMAGE, START, END = 63, 62, 61  # the token that images replace, and those around it
+TEXT = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+TOWER = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+QWEN_TOWER = {"depth": 2, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+QWEN_TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": 60,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+QWEN_TEXT = TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
+
+
+def config(name, **options):
+    """A config of this model type, which can be kept as a folder's config.json."""
+    import transformers as t
+
+    makers = {
+        "gemma3": lambda: t.Gemma3Config(
+            text_config=TEXT | {"head_dim": 8, "sliding_window": 4}, vision_config=TOWER, mm_tokens_per_image=4,
+            image_token_index=IMAGE, boi_token_index=START, eoi_token_index=END),
+        "idefics3": lambda: t.Idefics3Config(
+            text_config=TEXT | {"model_type": "llama"}, vision_config=TOWER | {"patch_size": 7}, scale_factor=2,
+            image_token_id=IMAGE, pad_token_id=2),
+        "internvl": lambda: t.InternVLConfig(
+            text_config=TEXT | {"model_type": "qwen2"},
+            vision_config=TOWER | {"image_size": [28, 28], "patch_size": [7, 7]}, image_token_id=IMAGE),
+        "llava": lambda: t.LlavaConfig(
+            text_config=TEXT | {"model_type": "llama"},
+            vision_config=TOWER | {"model_type": "clip_vision_model", "projection_dim": 32}, image_token_index=IMAGE),
+        "llava_next": lambda: t.LlavaNextConfig(
+            text_config=TEXT | {"model_type": "llama"},
+            vision_config=TOWER | {"model_type": "clip_vision_model", "projection_dim": 32}, image_token_index=IMAGE,
+            image_grid_pinpoints=[[28, 56], [56, 28]]),
+        "paligemma": lambda: t.PaliGemmaConfig(
+            text_config=TEXT | {"model_type": "gemma", "head_dim": 8},
+            vision_config=TOWER | {"model_type": "siglip_vision_model", "projection_dim": 32}, image_token_index=IMAGE,
+            projection_dim=32),
+        "qwen2_5_vl": lambda: t.Qwen2_5_VLConfig(
+            text_config=QWEN_TEXT, **QWEN_TOKENS, vision_config=QWEN_TOWER | {
+                "hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 32, "window_size": 28,
+                "fullatt_block_indexes": [1]}),
+        "qwen2_vl": lambda: t.Qwen2VLConfig(
+            text_config=QWEN_TEXT, **QWEN_TOKENS, vision_config=QWEN_TOWER | {
+                "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}),
+    }  # fmt: skip
+    made = makers[name]()
+    made.update(options)
+    return made
+
+
+def model(name):
+    """A model of this family in training mode, the same weights at every call."""
+    import transformers as t
+
+    torch.manual_seed(3)
+    made = t.AutoModelForImageTextToText.from_config(config(name))
+    with torch.no_grad():  # biases and norms that matter
+        for p in made.parameters():
+            if p.dim() == 1:
+                p.add_(torch.randn(p.shape) * 0.1)
+    return made.train()
+
+
+def micro_batch(name, generator, sequences=2, length=24):
+    """Sequences of one image each, as the family's processor would make them."""
+    ids = torch.randint(3, 59, (sequences, length), generator=generator)
+    tokens = {"internvl": 4, "llava_next": 4 + 8 + 2}.get(name, 4)
+    ids[:, 1], ids[:, 2 : 2 + tokens], ids[:, 2 + tokens] = START, IMAGE, END
+    made = {"input_ids": ids, "labels": ids.clone()}
+
+    def drawn(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    if name in ("qwen2_vl", "qwen2_5_vl"):
+        made["pixel_values"] = drawn(sequences * 16, 3 * 2 * 14 * 14)
+        made["image_grid_thw"] = torch.tensor([[1, 4, 4]] * sequences)
+        made["mm_token_type_ids"] = (ids == IMAGE).long()
+    elif name == "idefics3":
+        made["pixel_values"] = drawn(sequences, 1, 3, 28, 28)
+        made["pixel_attention_mask"] = torch.ones(sequences, 1, 28, 28, dtype=torch.long)
+    elif name == "llava_next":
+        made["pixel_values"] = drawn(sequences, 3, 3, 28, 28)
+        made["image_sizes"] = torch.tensor([[28, 56]] * sequences)
+    else:
+        made["pixel_values"] = drawn(sequences, 3, 28, 28)
+    if name in ("gemma3", "paligemma"):
+        made["token_type_ids"] = (ids == IMAGE).long()
+    return made
