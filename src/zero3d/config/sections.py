@@ -74,6 +74,12 @@ class Data:
         "put several documents into a sequence, none of which sees another; best_fit cuts none that fits into one",
         choices=("best_fit",),
     )
+    images: str | None = key(
+        None, "the folder in which the data's images are; by default that of the data; needs a vision-language model"
+    )
+    group_by_modality: bool = key(
+        True, "with images: those of a step's sequences have images all, or none, but the last ones of an epoch"
+    )
     group_by_length: bool = key(
         False, "without packing: sequences of similar length in each batch, and batches in random order"
     )

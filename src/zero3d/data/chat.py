@@ -23,10 +23,10 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplate:
-    """The template of one tokenizer. Raises ConfigError where it has none."""
+    """The template of one tokenizer, or one given for it. Raises ConfigError where there is none."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        if not isinstance(tokenizer, HfTokenizer) or not tokenizer.inner.chat_template:
+    def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
+        if not isinstance(tokenizer, HfTokenizer) or not (template or tokenizer.inner.chat_template):
             raise ConfigError(
                 f"the data are chat messages, and the tokenizer {tokenizer.name} has no chat template: "
                 "set data.tokenizer to that of a chat model."
@@ -35,7 +35,8 @@ class ChatTemplate:
             raise ConfigError(f"chat messages need a fast tokenizer (tokenizer.json), and {tokenizer.name} is none.")
         self._name = tokenizer.name
         self._inner = tokenizer.inner
-        self._marked = bool(GENERATION.search(tokenizer.inner.get_chat_template()))
+        self.source: str = template or tokenizer.inner.get_chat_template()
+        self._marked = bool(GENERATION.search(self.source))
 
     def encode(self, messages: Sequence[dict[str, Any]]) -> Tokens:
         """Return ids and targets of one conversation. Raises ValueError where the template refuses it."""
@@ -47,7 +48,9 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses it: {error}") from error
 
     def _by_marks(self, messages: Sequence[dict[str, Any]]) -> Tokens:
-        encoded = self._inner.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        encoded = self._inner.apply_chat_template(
+            messages, chat_template=self.source, return_dict=True, return_assistant_tokens_mask=True
+        )
         return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 
     def _by_prefixes(self, messages: Sequence[dict[str, Any]]) -> Tokens:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy
@@ -11,6 +12,9 @@ import numpy
 from zero3d.config import Data
 from zero3d.config.sources import ALL, Part, parts_of
 from zero3d.data.files import find_sources, function_of, parts_of_data
+from zero3d.data.image_sequences import ImageSequences, ImageSource
+from zero3d.data.image_tokens import ImageTokens
+from zero3d.data.images import Vision
 from zero3d.data.mixture import Member, Mixture
 from zero3d.data.own import OwnData, OwnSamples
 from zero3d.data.packing import Documents, hold_out
@@ -44,17 +48,18 @@ def needs_tokenizer(data: Data) -> bool:
 
 def open_data(
     data: Data, tokenizer: Tokenizer | None, vocabulary: int | None = None, multiple: int = 1, verify: bool = True,
-    made: Callable[[], None] = lambda: None,
+    made: Callable[[], None] = lambda: None, vision: Vision | None = None,
 ) -> DataSet:  # fmt: skip
     """Tokenize what is not in the cache yet, divide it, and plan the sequences.
 
     Call it on one rank of each machine first and then on the others, which find the cache and need not `verify` it
     once more. `vocabulary` is the model's, if known; micro-batches are padded to a `multiple` of tokens. `made` is
-    called with every document that is tokenized. Raises DataError and ConfigError.
+    called with every document that is tokenized; `vision` is the processor of a model that takes images. Raises
+    DataError and ConfigError.
     """
     if vocabulary is not None and tokenizer is not None:
         check_vocabulary(tokenizer, vocabulary)
-    opener = _Opener(data, tokenizer, vocabulary, multiple, verify, made)
+    opener = _Opener(data, tokenizer, vocabulary, multiple, verify, made, vision)
     fraction = 0.0 if isinstance(data.validation, tuple) else data.validation
     sources = [opener.open(part, fraction) for part in parts_of(data.train, data.format)]
     trained = [source for source in sources if source.part.weight != 0]
@@ -99,15 +104,17 @@ class _Opener:
     multiple: int
     verify: bool
     made: Callable[[], None]
+    vision: Vision | None
 
     def open(self, part: Part, fraction: float = 0.0) -> _Source:
         """Open a part, with a fraction of it held out."""
         if function := function_of(part):
             return self._call(part, OwnData(function), fraction)
-        store = self._store(part)
+        images = self._images(part)
+        store = self._store(part, images)
         documents, end, notes = _divide(store.documents(), fraction)
-        train = self._sequences(store, documents)
-        held_out = None if end is None else self._sequences(store, end)
+        train = self._sequences(store, documents, images)
+        held_out = None if end is None else self._sequences(store, end, images)
         return _Source(part, train, held_out, store, ([] if store.note is None else [store.note]) + notes)
 
     def _call(self, part: Part, own: OwnData, fraction: float) -> _Source:
@@ -129,20 +136,32 @@ class _Opener:
             whole[index]
         return _Source(part, whole, held_out, None, notes)
 
-    def _store(self, part: Part) -> TokenStore:
+    def _images(self, part: Part) -> ImageTokens | None:
+        """Return what makes tokens of images: of data.images, else of the folder in which the data are."""
+        if self.vision is None or self.tokenizer is None:
+            return None
+        place = Path(part.paths[0]).expanduser()
+        folder = self.data.images or (place if place.is_dir() else place.parent)
+        return ImageTokens(self.tokenizer, self.vision, Path(folder).expanduser())
+
+    def _store(self, part: Part, images: ImageTokens | None) -> TokenStore:
         sources = find_sources(part.paths, part.format)
         check_rows(sources, self.data.length)
         store = prepare(
             sources, self.tokenizer, cache=self.data.cache, skip=self.data.skip_bad_lines,
-            vocabulary=self.vocabulary, verify=self.verify, made=self.made,
+            vocabulary=self.vocabulary, verify=self.verify, made=self.made, images=images,
         )  # fmt: skip
         if self.vocabulary is not None:
             check_vocabulary(None, self.vocabulary, store.meta.highest)
         return store
 
-    def _sequences(self, store: TokenStore, documents: Documents) -> Sequences:
+    def _sequences(self, store: TokenStore, documents: Documents, images: ImageTokens | None) -> Sequences:
         data, pad = self.data, self.tokenizer.pad if self.tokenizer else 0
-        sequences = Sequences(store, documents, data.length, data.packing, pad, self.multiple)
+        if images is None:
+            sequences = Sequences(store, documents, data.length, data.packing, pad, self.multiple)
+        else:
+            source = ImageSource(images.folder, images.vision, data.skip_bad_lines)
+            sequences = ImageSequences(store, documents, data.length, pad, self.multiple, source)
         if not len(sequences):
             raise DataError(
                 f"nothing to learn: {sequences.documents:,} documents make no sequence with a target "

@@ -3,6 +3,7 @@
 Text        [what starts a text] text EOS                   all are targets
 Completion  [what starts a text] prompt | completion EOS    those right of |
 Chat        what the template makes of it                   the assistant's
+Pictured    the same, with the tokens of its images         the assistant's
 Row         its ids                                         all
 """
 
@@ -15,7 +16,9 @@ import numpy
 from numpy.typing import NDArray
 
 from zero3d.data.chat import ChatTemplate
-from zero3d.data.records import BadRecord, Chat, Completion, Record, Row, Text
+from zero3d.data.image_tokens import ImageTokens
+from zero3d.data.kept_images import Pictures
+from zero3d.data.records import BadRecord, Chat, Completion, Pictured, Record, Row, Text
 from zero3d.data.tokenizers import Tokenizer
 from zero3d.errors import ConfigError, DataError
 
@@ -29,26 +32,37 @@ class Encoded(NamedTuple):
     ids      [n]   token ids
     targets  [n]   1 where a token is learnt; None where all are
     example  whether it is kept whole, not cut into sequences
+    pictures its images
     """
 
     ids: NDArray[Any]
     targets: NDArray[numpy.uint8] | None
     example: bool
     last: bool
+    pictures: Pictures = Pictures()
 
 
 class Encoder:
     """Encodes records; counts those it left out because `skip` allowed it (otherwise they are a DataError).
 
     remedy  what such an error says to do
+    images  what makes tokens of images; without it there are none
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, skip: bool = False, remedy: str = SKIP) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, skip: bool = False, remedy: str = SKIP, images: ImageTokens | None = None
+    ) -> None:
         self.skipped = 0
+        self._images = images
         self._remedy = remedy
         self._given = tokenizer
         self._skip = skip
         self._template: ChatTemplate | None = None
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether records may have images."""
+        return self._images is not None
 
     def documents(self, records: Iterable[Record]) -> Iterator[Encoded]:
         """Yield the records' documents, in their order."""
@@ -66,6 +80,8 @@ class Encoder:
                         yield Encoded(record.ids, None, example=not record.stream, last=record.last)
                     case Chat():
                         yield from self._chat(record)
+                    case Pictured():
+                        yield from self._pictured(record)
                     case BadRecord():
                         self._leave_out(record)
 
@@ -93,6 +109,21 @@ class Encoder:
             self._leave_out(BadRecord(str(error), record.place))
         else:
             yield Encoded(_ids(ids), numpy.asarray(targets, numpy.uint8), example=True, last=True)
+
+    def _pictured(self, record: Pictured) -> Iterator[Encoded]:
+        if self._images is None:
+            raise ConfigError(
+                f"{record.place} is a conversation with images, and the model takes none, or data.tokenizer is not its "
+                "own: give model.path a folder of a vision-language model with its processor."
+            )
+        try:
+            ids, targets, pictures = self._images.encode(record.messages, record.images)
+        except DataError as error:
+            raise DataError(f"{record.place}: {error}") from error
+        except ValueError as error:
+            self._leave_out(BadRecord(str(error), record.place))
+        else:
+            yield Encoded(_ids(ids), numpy.asarray(targets, numpy.uint8), True, True, pictures)
 
     def _leave_out(self, bad: BadRecord) -> None:
         if not self._skip:

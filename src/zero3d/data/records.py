@@ -3,6 +3,8 @@
     Text        the whole file, or the key `text`           every token is a target
     Completion  the keys `prompt` and `completion`          the completion's tokens are
     Chat        the key `messages`: [{role, content}, ...]  the assistant's tokens are
+    Pictured    the same with images, or LLaVA's            the assistant's tokens are
+                `image` and `conversations`
     Row         an array of token ids                       every token is
 
 A record that cannot be used is a BadRecord, which says file and line; whoever reads decides whether
@@ -21,13 +23,16 @@ from zipfile import BadZipFile
 import numpy
 from numpy.typing import NDArray
 
+from zero3d.data.conversations import Malformed, Messages, from_llava, from_messages, has_images
 from zero3d.data.files import Source
+from zero3d.data.json_list import list_items
 from zero3d.errors import ConfigError, DataError, short
 
 PIECE = 1 << 18  # characters of a text file that are tokenized at once
 ROWS = 1 << 20  # tokens of an array that are read at once
+LOOK = 64  # bytes in which a list begins
 SHOWN = 8  # keys of a record in a message
-KEYS = ("text", "prompt", "completion", "messages")
+KEYS = ("text", "prompt", "completion", "messages", "conversations", "image")
 
 
 class Text(NamedTuple):
@@ -54,6 +59,14 @@ class Chat(NamedTuple):
     place: str
 
 
+class Pictured(NamedTuple):
+    """A conversation of {role, content} messages, whose contents are lists of parts, and its images' names."""
+
+    messages: Messages
+    images: tuple[str, ...]
+    place: str
+
+
 class Row(NamedTuple):
     """Ids of a 2-D array's row (a whole document), or a piece of a 1-D array's stream."""
 
@@ -70,7 +83,7 @@ class BadRecord(NamedTuple):
     place: str
 
 
-Record = Text | Completion | Chat | Row | BadRecord
+Record = Text | Completion | Chat | Pictured | Row | BadRecord
 
 
 def read(source: Source) -> Iterator[Record]:
@@ -80,6 +93,16 @@ def read(source: Source) -> Iterator[Record]:
         yield from reader(source.path)
     except OSError as error:
         raise DataError(f"{source.path} cannot be read: {error.strerror or error}.") from error
+
+
+def has_pictures(source: Source) -> bool:
+    """Say whether the first record of a file of records is a conversation with images."""
+    if source.format not in ("jsonl", "parquet"):
+        return False
+    try:
+        return isinstance(next(read(source), None), Pictured)
+    except DataError:  # told where it is read
+        return False
 
 
 def _text(path: Path) -> Iterator[Record]:
@@ -107,6 +130,10 @@ def _undecodable_line(path: Path) -> int:
 
 def _lines(path: Path) -> Iterator[Record]:
     with path.open("rb") as file:
+        if file.read(LOOK).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+            yield from _list(path)
+            return
+        file.seek(0)
         for number, raw in enumerate(file, 1):
             place = f"{path}:{number}"
             raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
@@ -128,6 +155,16 @@ def _line(raw: bytes, place: str) -> Record:
     if not isinstance(value, dict):
         return BadRecord(f"one JSON object a line is wanted, and this is a {type(value).__name__}", place)
     return record_of(value, place)
+
+
+def _list(path: Path) -> Iterator[Record]:
+    """Yield the records of a file that is one JSON list."""
+    for number, value in enumerate(list_items(path), 1):
+        place = f"{path}:record {number}"
+        if isinstance(value, dict):
+            yield record_of(value, place)
+        else:
+            yield BadRecord(f"a list of JSON objects is wanted, and this is a {type(value).__name__}", place)
 
 
 def _parquet(path: Path) -> Iterator[Record]:
@@ -189,6 +226,13 @@ def check_rows(sources: Sequence[Source], length: int) -> None:
 def record_of(value: Mapping[str, Any], place: str) -> Record:
     """Return the record in an object with known keys; keys that are null do not count."""
     value = {key: entry for key, entry in value.items() if entry is not None}
+    if has_images(value):
+        try:
+            return Pictured(
+                *(from_llava(value) if "conversations" in value else from_messages(value["messages"])), place
+            )
+        except Malformed as error:
+            return BadRecord(str(error), place)
     if "messages" in value:
         why = _bad_messages(value["messages"])
         return BadRecord(why, place) if why else Chat(value["messages"], place)
@@ -205,7 +249,7 @@ def record_of(value: Mapping[str, Any], place: str) -> Record:
 
 def _wanted(keys: Any) -> str:
     names = ", ".join(map(short, list(keys)[:SHOWN])) or "none"
-    return f"the keys are {names}; wanted is text, or prompt and completion, or messages."
+    return f"the keys are {names}; wanted is text, or prompt and completion, or messages, or image and conversations."
 
 
 def _bad_text(value: Any) -> str | None:

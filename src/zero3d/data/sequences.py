@@ -142,9 +142,9 @@ def stack(samples: Listed[Sample], pad: int, multiple: int) -> Batch:
     """Stack samples, padded on the right with `pad` to the longest one and to a multiple of `multiple` tokens."""
     longest = max(len(sample["input_ids"]) for sample in samples)
     longest += -longest % multiple
-    fill = {"input_ids": pad, "labels": IGNORED, "position_ids": 0}
+    fill = {"input_ids": pad, "labels": IGNORED}  # else 0
 
     def row(values: Tensor, name: str) -> Tensor:
-        return torch.nn.functional.pad(values, (0, longest - len(values)), value=fill[name])
+        return torch.nn.functional.pad(values, (0, longest - len(values)), value=fill.get(name, 0))
 
     return {name: torch.stack([row(sample[name], name) for sample in samples]) for name in samples[0]}

@@ -5,6 +5,7 @@
       targets     uint8 [tokens]                1 where a token is learnt; absent where all are
       offsets     int64 [documents + 1]         where each document starts
       examples    uint8 [documents]             1: kept whole; 0: text, cut into sequences
+      image_*     where the model takes images  which each document has (kept_images.py)
       meta.json   counts, a digest of the files above, a seal of meta.json itself
 
 The key is a hash of the files (path, size, time), the tokenizer and the settings, so changed data are
@@ -32,6 +33,8 @@ from numpy.typing import NDArray
 
 from zero3d.data.encode import Encoded, Encoder
 from zero3d.data.files import Source
+from zero3d.data.image_tokens import ImageTokens
+from zero3d.data.kept_images import ImageWriter, Pictures
 from zero3d.data.packing import Documents
 from zero3d.data.records import read
 from zero3d.data.tokenizers import Tokenizer
@@ -116,23 +119,25 @@ def prepare(
     vocabulary: int | None = None,
     verify: bool = True,
     made: Callable[[], None] = lambda: None,
+    images: ImageTokens | None = None,
 ) -> TokenStore:
     """Return the tokens of `sources`: found in the cache, or made. Every call with the same data finds the same folder.
 
     `vocabulary` (else the tokenizer's size) says how wide a token is. `verify` reads all of a folder that is
-    there already; without it somebody else has. `made` is called with every document. Raises DataError.
+    there already; without it somebody else has. `made` is called with every document. `images` makes tokens of those
+    that conversations have. Raises DataError.
     """
     root = Path(cache or CACHE).expanduser()
     size = max(vocabulary or 0, tokenizer.size if tokenizer else 0) or 1 << 32
     dtype = "uint16" if size <= 1 << 16 else "uint32"
-    folder = root / _key(sources, tokenizer, dtype, skip)
+    folder = root / _key(sources, tokenizer, dtype, skip, images)
     damaged = folder.exists()
     if not (store := _open(folder, verify)):
         with _cache_errors(root):
             root.mkdir(parents=True, exist_ok=True)
             building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=root))
         try:
-            _build(building, sources, Encoder(tokenizer, skip), dtype, made)
+            _build(building, sources, Encoder(tokenizer, skip, images=images), dtype, made)
             with _cache_errors(root):
                 _commit(building, folder)
         finally:
@@ -145,12 +150,16 @@ def prepare(
     return store
 
 
-def _key(sources: Sequence[Source], tokenizer: Tokenizer | None, dtype: str, skip: bool) -> str:
+def _key(
+    sources: Sequence[Source], tokenizer: Tokenizer | None, dtype: str, skip: bool, images: ImageTokens | None
+) -> str:
     files = []
     for path, format in sources:
         stat = path.stat()
         files.append([str(path), format, stat.st_size, stat.st_mtime_ns])
-    parts = [VERSION, files, tokenizer.fingerprint if tokenizer else None, dtype, skip]
+    parts: list[Any] = [VERSION, files, tokenizer.fingerprint if tokenizer else None, dtype, skip]
+    if images is not None:
+        parts += [str(images.folder.resolve()), images.vision.fingerprint]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
@@ -175,7 +184,7 @@ def _build(
     root = folder.parent
     with ExitStack() as stack:
         with _cache_errors(root):
-            writer = stack.enter_context(_Writer(folder, Meta(dtype, files=len(sources))))
+            writer = stack.enter_context(_Writer(folder, Meta(dtype, files=len(sources)), encoder.takes_images))
         for source in sources:
             for document in encoder.documents(read(source)):
                 with _cache_errors(root):
@@ -212,9 +221,9 @@ def _cache_errors(root: Path) -> Iterator[None]:
 class _Writer:
     """Appends documents to the files of a store."""
 
-    def __init__(self, folder: Path, meta: Meta) -> None:
+    def __init__(self, folder: Path, meta: Meta, takes_images: bool) -> None:
         self.meta = meta
-        self._folder = folder
+        self._folder, self._takes_images = folder, takes_images
         self._most = numpy.iinfo(meta.dtype).max
         self._targets: BinaryIO | None = None
         self._started = 0  # the token at which the present document starts
@@ -223,6 +232,7 @@ class _Writer:
         self._files = ExitStack()
         self._tokens, self._offsets, self._examples = map(self._create, ("tokens", "offsets", "examples"))
         self._offsets.write(numpy.int64(0).tobytes())
+        self._images = ImageWriter(self._create) if self._takes_images else None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -244,7 +254,7 @@ class _Writer:
             self._mark(document)
             meta.tokens += len(ids)
         if document.last:
-            self._end(document.example)
+            self._end(document.example, document.pictures)
 
     def _mark(self, document: Encoded) -> None:
         marks = document.targets
@@ -259,7 +269,7 @@ class _Writer:
         if self._targets is not None:
             self._targets.write(b"\1" * len(document.ids) if marks is None else marks.tobytes())
 
-    def _end(self, example: bool) -> None:
+    def _end(self, example: bool, pictures: Pictures) -> None:
         if self.meta.tokens == self._started:
             self.meta.empty += 1
             return
@@ -267,6 +277,8 @@ class _Writer:
         self.meta.documents += 1
         self._offsets.write(numpy.int64(self._started).tobytes())
         self._examples.write(bytes([example]))
+        if self._images is not None:
+            self._images.add(pictures)
 
     def finish(self) -> None:
         """Write what makes the folder complete."""

@@ -59,12 +59,13 @@ def open_inputs(config: Config, check: Callable[[Mesh], None] = lambda mesh: Non
         comm = Comm(everyone, Arena(torch.device("cpu")), Ledger())
         agree(comm, lambda: check(mesh))
         batch, opened, tokenizer = agree(comm, lambda: _open(config, mesh))
+        vision = agree(comm, lambda: open_vision(config, opened))
         vocabulary = config_number(opened.module, "vocab_size")
 
         def read(verify: bool) -> DataSet:
             slices = slices_of(config, mesh)
             made = partial(mesh.heartbeat.work, b"tokenizing")
-            return open_data(config.data, tokenizer, vocabulary, slices, verify, made)
+            return open_data(config.data, tokenizer, vocabulary, slices, verify, made, vision)
 
         with mesh.heartbeat.phase("data"):
             first = agree(comm, lambda: read(verify=True) if mesh.local_rank == 0 else None)

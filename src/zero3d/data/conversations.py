@@ -1,0 +1,115 @@
+"""Conversations with images: LLaVA's records and chat messages with image parts, as messages of parts.
+
+    {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, {"from": "gpt", ...}]}
+    {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.jpg"}, {"type": "text", "text": ...}]}]}
+
+become messages whose content is a list of {type: image} and {type: text, text}, and the images' paths in their order.
+LLaVA: Liu et al., "Visual Instruction Tuning" (2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zero3d.errors import short
+
+MARK = "<image>"  # where an image stands in a text of LLaVA's
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+PATHS = ("image", "path", "url")  # keys of an image part that may name its file
+Messages = list[dict[str, Any]]
+
+
+class Malformed(ValueError):
+    """Says what is wrong with a conversation."""
+
+
+def from_llava(value: Mapping[str, Any]) -> tuple[Messages, tuple[str, ...]]:
+    """Return messages and image paths of a record of LLaVA's. Raises Malformed."""
+    images = _paths_of(value.get("image"))
+    turns = value["conversations"]
+    if not isinstance(turns, list) or not turns:
+        raise Malformed("conversations is not a list of {from, value}")
+    messages = [_turn(index, turn) for index, turn in enumerate(turns)]
+    marks = sum(part["type"] == "image" for message in messages for part in message["content"])
+    if marks != len(images):
+        raise Malformed(f"{_count(marks, MARK)} in its texts, and {_count(len(images), 'image')}: they must be as many")
+    check_turns(messages)
+    return messages, images
+
+
+def from_messages(value: list[Any]) -> tuple[Messages, tuple[str, ...]]:
+    """Return messages and image paths of a chat, any of whose contents may be a list of parts. Raises Malformed."""
+    messages: Messages = []
+    images: list[str] = []
+    for index, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise Malformed(f"message {index} has no role")
+        content = message.get("content")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(parts, list):
+            raise Malformed(f"content of message {index} is a {type(content).__name__}: a text or a list of parts")
+        messages.append({"role": message["role"], "content": [_part(index, part, images) for part in parts]})
+    check_turns(messages)
+    return messages, tuple(images)
+
+
+def check_turns(messages: Messages) -> None:
+    """Refuse roles out of order: the user and the assistant speak in turn, a system message comes first.
+
+    Raises Malformed.
+    """
+    spoken = [message["role"] for message in messages if message["role"] in ("user", "assistant")]
+    if any(message["role"] == "system" for message in messages[1:]):
+        raise Malformed("a system message is not the first")
+    if not spoken or spoken[0] != "user":
+        raise Malformed("it begins with the assistant: a user's message comes first")
+    for index, (one, other) in enumerate(zip(spoken, spoken[1:], strict=False)):
+        if one == other:
+            raise Malformed(f"messages {index} and {index + 1} are both the {one}'s: they must take turns")
+    if "assistant" not in spoken:
+        raise Malformed("no message is the assistant's, so there is nothing to learn")
+
+
+def has_images(value: Mapping[str, Any]) -> bool:
+    """Say whether a record is one of LLaVA's, or a chat with contents that are lists of parts."""
+    messages = value.get("messages")
+    return "conversations" in value or (
+        isinstance(messages, list) and any(isinstance(m, dict) and isinstance(m.get("content"), list) for m in messages)
+    )
+
+
+def _turn(index: int, turn: Any) -> dict[str, Any]:
+    if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
+        raise Malformed(f"turn {index} of conversations is no {{from, value}}")
+    if turn.get("from") not in ROLES:
+        raise Malformed(f"turn {index} is from {short(repr(turn.get('from')))}: one of {', '.join(ROLES)}")
+    texts = turn["value"].split(MARK)
+    parts: list[dict[str, str]] = []
+    for place, text in enumerate(texts):
+        parts += [{"type": "image"}] if place else []
+        text = text.strip("\n") if len(texts) > 1 else text  # the template puts a line between an image and a text
+        parts += [{"type": "text", "text": text}] if text else []
+    return {"role": ROLES[turn["from"]], "content": parts}
+
+
+def _part(index: int, part: Any, images: list[str]) -> dict[str, str]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    path = next((part[key] for key in PATHS if isinstance(part.get(key), str)), None) if kind == "image" else None
+    if path is None:
+        raise Malformed(f"a part of message {index} is neither {{type: text, text}} nor {{type: image, image: PATH}}")
+    images.append(path)
+    return {"type": "image"}
+
+
+def _paths_of(image: Any) -> tuple[str, ...]:
+    paths = () if image is None else (image,) if isinstance(image, str) else image
+    if not isinstance(paths, (list, tuple)) or not all(isinstance(path, str) and path for path in paths):
+        raise Malformed(f"image is {short(repr(image))}: the path of a file, or a list of paths")
+    return tuple(paths)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,41 @@
+"""A conversation with images to tokens: the chat template, then each image's tokens in the place of its mark."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from zero3d.data.chat import ChatTemplate
+from zero3d.data.conversations import Messages
+from zero3d.data.image_files import size_of
+from zero3d.data.images import Vision
+from zero3d.data.kept_images import Pictures
+from zero3d.data.tokenizers import Tokenizer
+
+PARTS = re.compile(r"\.type\b|\[.type.\]|.type., *.equalto")  # in a template that takes contents as lists of parts
+
+
+class ImageTokens:
+    """Encodes conversations whose images lie in `folder`. Raises ConfigError where there is no chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, vision: Vision, folder: Path) -> None:
+        self.folder, self.vision = folder, vision
+        self._template = ChatTemplate(tokenizer, vision.template)
+        self._takes_parts = PARTS.search(self._template.source) is not None
+
+    def encode(self, messages: Messages, images: Sequence[str]) -> tuple[list[int], list[int], Pictures]:
+        """Return ids, targets and images. Raises ValueError for a conversation or an image that cannot be used."""
+        sizes = [size_of(self.folder, name) for name in images]
+        ids, targets = self._template.encode(messages if self._takes_parts else [self._flat(m) for m in messages])
+        ids, targets = self.vision.expand(ids, targets, sizes)
+        end = len(ids) - ids[::-1].index(self.vision.image) if images else 0
+        return ids, targets, Pictures(tuple(images), tuple(sizes), end)
+
+    def _flat(self, message: dict[str, object]) -> dict[str, object]:
+        """Return a message with a text for content, marks of images in it."""
+        mark = self.vision.mark_text
+        parts = message["content"]
+        assert isinstance(parts, list)
+        texts = [mark if part["type"] == "image" else part["text"] for part in parts]
+        return {**message, "content": "\n".join(texts)}

@@ -1,0 +1,42 @@
+"""The processor of a model that takes images, where a run's data have some."""
+
+from __future__ import annotations
+
+import inspect
+
+from zero3d.config import Config
+from zero3d.data.files import find_sources, function_of, parts_of_data
+from zero3d.data.image_files import require_pillow
+from zero3d.data.images import Vision
+from zero3d.data.records import has_pictures
+from zero3d.errors import ConfigError
+from zero3d.models.open import Opened
+
+
+def open_vision(config: Config, opened: Opened) -> Vision | None:
+    """Return the processor of the model's folder; None where neither data.images nor the data speak of images.
+
+    Raises ConfigError: a model without images, packing, which no images have, a processor that cannot be used.
+    """
+    if config.data.images is None and not _has_images(config):
+        return None
+    takes = frozenset(inspect.signature(opened.module.forward).parameters)
+    if "pixel_values" not in takes or opened.folder is None:
+        raise ConfigError(
+            f"the data have images, and {type(opened.module).__name__} of model.path={config.model.path} takes none: "
+            "give the folder of a vision-language model."
+        )
+    if config.data.packing:
+        raise ConfigError("sequences with images are not packed: set data.packing=false.")
+    require_pillow()
+    return Vision(opened.folder, takes)
+
+
+def _has_images(config: Config) -> bool:
+    """Say whether the first record of any file has images, or is a conversation of LLaVA's."""
+    return any(
+        has_pictures(source)
+        for part in parts_of_data(config.data)
+        if function_of(part) is None
+        for source in find_sources(part.paths, part.format)
+    )
