@@ -147,35 +147,36 @@ def train_plain(model, batches, clip=None, make=adamw, loss=loss_of):
 
 
 def train_masters(model, batches, dtype, clip, make=adamw, scale=1.0):
-    """Mixed precision written out: compute weights, fp32 masters, one optimizer over masters."""
+    """Mixed precision written out: compute weights, fp32 masters of trained ones, one optimizer over masters."""
     from zero3d.precision import to_compute
 
-    masters = [p.detach().clone().float() for p in model.parameters()]
-    for p, master in zip(model.parameters(), masters, strict=True):
-        p.data = to_compute(master, dtype)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    masters = [p.detach().clone().float() for p in trained]
+    for p in model.parameters():
+        p.data = to_compute(p.detach().float(), dtype)
     optimizer = make(masters)
     losses, norms = [], []
     for ids in batches:
         value = loss_of(model, ids)
         (value * scale if scale != 1.0 else value).backward()
-        for p, master in zip(model.parameters(), masters, strict=True):
+        for p, master in zip(trained, masters, strict=True):
             master.grad = p.grad.float()
             if scale != 1.0:
                 master.grad.mul_(1.0 / scale)
             p.grad = None
         norms.append(float(nn.utils.clip_grad_norm_(masters, clip)))
         optimizer.step()
-        for p, master in zip(model.parameters(), masters, strict=True):
+        for p, master in zip(trained, masters, strict=True):
             p.data.copy_(to_compute(master, dtype))
         losses.append(float(value.detach()))
     return losses, norms
 
 
-def train_engine(engine, batches, through_engine=False):
+def train_engine(engine, batches, through_engine=False, loss=loss_of):
     """The same loop on an engine; returns losses, norms and a hash of the weights."""
     losses, norms = [], []
     for ids in batches:
-        value = loss_of(engine, ids)
+        value = loss(engine, ids)
         engine.backward(value) if through_engine else value.backward()
         norms.append(float(engine.step().grad_norm))
         losses.append(float(value.detach()))

@@ -344,8 +344,8 @@ def test_the_manifest_and_its_parts_must_say_the_same_even_where_no_model_is_at_
 
 
 def test_a_newer_format_says_what_to_do(saved):
-    edit(saved, lambda m: m.update(format=5))
-    refused(make(3), saved, "format 5", "reads formats 1 to 4", "upgrade zero3d")
+    edit(saved, lambda m: m.update(format=6))
+    refused(make(3), saved, "format 6", "reads formats 1 to 5", "upgrade zero3d")
 
 
 @pytest.mark.parametrize("sums", [True, False])

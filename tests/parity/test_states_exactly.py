@@ -18,7 +18,7 @@ from zero3d.config import Optimizer
 from zero3d.memory.arena import STATES
 from zero3d.plan.spec import ParallelPlan
 from zero3d.plan.states import states
-from zero3d.setup.optimizer import decay_groups
+from zero3d.setup.optimizer import parameter_groups
 from zero3d.sim.model_spec import outline
 
 FAMILIES = ("llama", "qwen3", "gpt2", "moe")
@@ -73,7 +73,7 @@ def engine_of(family, frozen, plan):
     model = model_of(family, frozen)
     return zero3d.Engine(
         model, stage=plan.stage, mesh=zero3d.Mesh(dp=plan.dp, tp=plan.tp, pp=plan.pp), precision=plan.precision,
-        optimizer=adamw, param_groups=decay_groups(model, Optimizer()), accumulate=plan.accumulate,
+        optimizer=adamw, param_groups=parameter_groups(model, Optimizer()), accumulate=plan.accumulate,
         release=plan.release, reduce=plan.reduce, schedule=plan.schedule if plan.pp > 1 else None, exact=plan.exact, master=plan.master,
     )  # fmt: skip
 

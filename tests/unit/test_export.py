@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 import zero3d
 import zero3d.checkpoint.export
-from zero3d.checkpoint.export import named_as_saved
+from zero3d.checkpoint.published import named_as_saved
 from zero3d.errors import CheckpointError, NonFiniteError
 
 
@@ -51,11 +51,15 @@ def test_what_is_in_the_way_is_refused_before_anything_is_written(tmp_path, monk
     assert {path.read_text() for path in tmp_path.rglob("file")} == {"of somebody"}
 
 
-def test_a_model_with_adapters_is_refused_with_the_two_ways_on(tmp_path):
-    engine = engine_of("net")
-    engine.module.peft_config = {}
-    with pytest.raises(CheckpointError, match=r"full_params\(\).*for its adapters, or merge them before"):
-        engine.export(tmp_path / "hf")
+@pytest.mark.parametrize(("kind", "message"), [
+    ("adapter", "has no adapters of PEFT: export it as whole, not as adapter"),
+    ("merged", "has no adapters of PEFT: export it as whole, not as merged"),
+    ("both", "an export is whole, merged or adapter, not 'both'"),
+])  # fmt: skip
+def test_a_form_that_a_model_cannot_have_is_refused(tmp_path, kind, message):
+    with pytest.raises(CheckpointError, match=message):
+        engine_of("net").export(tmp_path / "hf", kind)
+    assert not any(tmp_path.iterdir())
 
 
 def test_several_weights_that_are_not_finite_are_counted(tmp_path):

@@ -1,6 +1,8 @@
 """Sharded, atomic checkpoints that load on any mesh; exports as Hugging Face folders.
 
 state             what a checkpoint takes of an engine: the full model by name, states as 1-D pieces, boxes of those
+base_digest       by which a checkpoint knows the folder that its frozen weights are in
+frozen_base       which frozen weights of an engine are those of a folder, and are left out
 json_values       state dicts as JSON values and back
 folders           which checkpoints a directory holds, and what may go
 writing           files that are on the disk once they are written: tensors through one buffer
@@ -29,6 +31,6 @@ stored_states     any range of any state, out of the boxes of all ranks
 difference        two checkpoints against each other
 offline_export    the folder that `export` writes, from a checkpoint's files
 
-No torch: folders, files, fields, manifest, manifest_parser, manifest_parts, tiling, sums, integrity, inventory,
-resume_contract.
+No torch: folders, files, fields, base_digest, manifest, manifest_parser, manifest_parts, tiling, sums, integrity,
+inventory, resume_contract.
 """

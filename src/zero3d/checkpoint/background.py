@@ -120,7 +120,7 @@ class Saves:
         """Copy what is small, and find places for what is large."""
         captured = capture(engine)
         run = Facts.of(engine) if engine.world.rank == 0 else Facts({}, {})
-        facts = Facts(json.loads(json_text(target.temporary / MANIFEST, run.run)), run.mesh)
+        facts = run._replace(run=json.loads(json_text(target.temporary / MANIFEST, run.run)))
         own = {key: torch.empty_like(values, device="cpu").copy_(values) for key, values in captured.own.items()}
         captured = captured._replace(own=own)
         places = self._places(captured, engine, budget)

@@ -14,6 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from zero3d.checkpoint.base_match import check_digest, needed_base
 from zero3d.checkpoint.fields import USE_ANOTHER, Field, quote, quote_name
 from zero3d.checkpoint.json_values import from_json
 from zero3d.checkpoint.manifest import AVERAGE, FLOATING, FROZEN, MASTER, Manifest, TensorSpec
@@ -31,6 +32,7 @@ def check_compatible(manifest: Manifest, engine: EngineState) -> None:
     """Refuse a checkpoint of another model or optimizer, or with values that these cannot have; states come later."""
     _check_parameters(manifest, engine)
     _check_trainable(manifest, engine)
+    _check_base(manifest, engine)
     check_run(manifest, engine)
 
 
@@ -78,6 +80,21 @@ def _check_trainable(manifest: Manifest, engine: EngineState) -> None:
                     f"{manifest.fields.file}: {slot.name!r} was saved as {dtype}, and the model has it as "
                     f"{_name(unit.dtype)}: build the model the checkpoint was saved from."
                 )
+
+
+def _check_base(manifest: Manifest, engine: EngineState) -> None:
+    """Refuse a checkpoint whose frozen weights were left out where this engine has none, or those of another folder."""
+    if not manifest.left_out:
+        return
+    base = engine.base
+    if base is None or not base.known.issuperset(manifest.left_out):
+        raise CheckpointError(
+            f"{needed_base(manifest)}, and this engine took them from no such folder: load that folder, wherever it "
+            "is now (model.path, or Engine(weights=...))."
+        )
+    if base.digest:
+        remedy = "go on with the base that the checkpoint was saved with, wherever it is now (model.path)"
+        check_digest(manifest, base.folder, base.digest, remedy)
 
 
 def convertible(saved: str, live: torch.dtype) -> bool:

@@ -1,6 +1,7 @@
 """Two checkpoints held against each other: every state, bit by bit and range by range, whatever meshes have saved them.
 
-states   masters, moments, frozen weights and buffers, and the optimizer's scalars: these make two checkpoints equal
+states   masters, moments, frozen weights and buffers, and the optimizer's scalars: these make two checkpoints equal;
+         of frozen weights that were left out the digest of their base
 beside   step, mesh, options, schedule, place in the data, random states: listed, and no word on equality
 hash     of each one's states: the same on any mesh, and no engine's fingerprint, which hashes units as they are cut
 """
@@ -16,18 +17,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero3d.checkpoint.manifest import BUFFER, STREAM
+from zero3d.checkpoint.manifest import BUFFER, FROZEN, STREAM
 from zero3d.checkpoint.stored_states import StoredStates
 from zero3d.shards.boxes import Shape
 
 ABSENT = "(none)"
-FACTS = ("format", "step", "mesh", "about", "optimizer", "scheduler", "loss_scale", "exact", "loop")
+FACTS = ("format", "step", "mesh", "about", "optimizer", "scheduler", "loss_scale", "exact", "loop", "base")
 
 
 class TensorDifference(NamedTuple):
     """Says how a state differs: where both have it in one shape, how many elements, the largest difference and where.
 
-    kind     values, shape, dtype, or only in a, only in b
+    kind     values, shape, dtype, base (it was left out of both), or only in a, only in b
     largest  infinite where one of two different values is not finite
     """
 
@@ -71,6 +72,7 @@ def compare(a: StoredStates, b: StoredStates) -> Comparison:
     buffers = list(_buffers(a, b))
     for name, one, other in buffers:
         differences += _compare_buffer(name, one, other, hashes)
+    differences += _compare_bases(a, b, hashes)
     for key in sorted({*a.scalars, *b.scalars}):
         values = a.scalars.get(key), b.scalars.get(key)
         if values[0] != values[1]:
@@ -186,6 +188,20 @@ def _place(element: int, shape: Shape) -> Shape:
         element, index = divmod(element, size)
         indices.append(index)
     return tuple(reversed(indices))
+
+
+def _compare_bases(
+    a: StoredStates, b: StoredStates, hashes: tuple[hashlib._Hash, hashlib._Hash]
+) -> Iterator[TensorDifference]:
+    """Yield what was left out of one alone, or of both with other bases; hash what was left out."""
+    digests = [(each.manifest.value("base") or {}).get("digest") for each in (a, b)]
+    out = [set(each.manifest.left_out) for each in (a, b)]
+    for hashed, digest, names in zip(hashes, digests, out, strict=True):
+        for name in sorted(names):
+            hashed.update(f"{name} of {digest}\0".encode())
+    if digests[0] != digests[1]:
+        for name in sorted(out[0] & out[1]):
+            yield TensorDifference(name, FROZEN, "base", digests[0], digests[1])
 
 
 # --- buffers ------------------------------------------------------------------------------------

@@ -18,11 +18,12 @@ from contextlib import AbstractContextManager
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zero3d.checkpoint.forms import Form, form_of
+from zero3d.checkpoint.published import Exported
 from zero3d.checkpoint.state import EngineState
 from zero3d.checkpoint.writing import removed_on_failure, told, write_json, write_tensors
 from zero3d.distributed.agreement import agree
@@ -38,18 +39,16 @@ _OpenTiles = dict[str, tuple[list[Tensor], int]]  # parameter -> its slices so f
 Gathered = Callable[[Unit], AbstractContextManager[None]]  # has a unit gathered while it is entered
 
 
-def export(directory: Path, engine: EngineState, gathered: Gathered) -> Path:
-    """Write the weights in compute dtype as safetensors, with the config of a Hugging Face model; return the folder.
+def export(directory: Path, engine: EngineState, gathered: Gathered, kind: str | None = None) -> Path:
+    """Write weights in compute dtype as safetensors, with the config of a Hugging Face model; return the folder.
+
+    kind  a form of `forms.py`; None means the adapter of a model that has one, and all weights of any other
 
     Gathers one unit at a time; who writes does so into files of at most FILE_BYTES, so that its host memory
     holds one file and never the model. The folder appears whole or not at all.
     """
     model = model_of(engine.modules[0])
-    if hasattr(model, "peft_config"):
-        raise CheckpointError(
-            "export writes whole models, and this one is wrapped by PEFT: use `with engine.full_params(): "
-            "model.save_pretrained(directory)` for its adapters, or merge them before the Engine is built."
-        )
+    form = form_of(kind, _exported(engine, model))
     directory, temporary = export_places(directory)
     world, coordinates = engine.world.patient, engine.degrees.place(engine.world.rank)
     writer = ExportWriter(temporary, coordinates.pp)
@@ -59,23 +58,33 @@ def export(directory: Path, engine: EngineState, gathered: Gathered) -> Path:
 
     on(world.rank == 0, partial(prepare_export, directory, temporary))
     with removed_on_failure(temporary, world):
-        agree(world, partial(_add_units, writer, engine, model, gathered))
+        agree(world, partial(_add_units, writer, engine, form, gathered))
         for stage in range(engine.degrees.pp):
-            on(coordinates == (stage, 0, 0), partial(_finish_stage, writer, engine, model))
-        on(world.rank == 0, partial(_finish, temporary, directory, model, engine.degrees.pp))
+            on(coordinates == (stage, 0, 0), partial(_finish_stage, writer, engine, form))
+        on(world.rank == 0, partial(_finish, temporary, directory, model, form, engine.degrees.pp))
     return directory
 
 
-def _add_units(writer: ExportWriter, engine: EngineState, model: nn.Module, gathered: Gathered) -> None:
-    """Gather this pipeline stage's units, of which each has its own number."""
+def _exported(engine: EngineState, model: nn.Module) -> Exported:
+    """Return what a form is told of an engine's model."""
+    full = engine.full_model
+    names = [full.owner(slot.name) for unit in engine.owned_units for slot in unit.layout.slots]
+    base = None if engine.base is None else engine.base.folder
+    return Exported(model, engine.modules, names, full.trainable, full.shapes, base)
+
+
+def _add_units(writer: ExportWriter, engine: EngineState, form: Form, gathered: Gathered) -> None:
+    """Gather this pipeline stage's units, of which each has its own number, as far as the form needs them."""
     open_ones: _OpenTiles = {}
     for unit in engine.owned_units:
+        if not any(form.wants(engine.full_model.owner(slot.name)) for slot in unit.layout.slots):
+            continue
         with gathered(unit):
-            add = partial(_add, writer, engine, model, unit, open_ones) if engine.dp.rank == 0 else lambda: None
+            add = partial(_add, writer, engine, form, unit, open_ones) if engine.dp.rank == 0 else lambda: None
             agree(engine.tp.patient, partial(agree, engine.dp.patient, add))
 
 
-def _add(writer: ExportWriter, engine: EngineState, model: nn.Module, unit: Unit, open_ones: _OpenTiles) -> None:
+def _add(writer: ExportWriter, engine: EngineState, form: Form, unit: Unit, open_ones: _OpenTiles) -> None:
     """Write a gathered unit on tp rank 0; the others only take part in joining it. A tile waits for the others."""
     named = {}
     for slot, p in zip(unit.layout.slots, unit.weights.params, strict=True):
@@ -85,7 +94,7 @@ def _add(writer: ExportWriter, engine: EngineState, model: nn.Module, unit: Unit
             named[name] = slices[0] if cut is None or engine.tp.rank > 0 else cut.join(slices)
     if engine.tp.rank == 0:
         refuse_nonfinite(named)
-        writer.add(named_as_saved(model, named))
+        writer.add(form.take(named))
 
 
 def refuse_nonfinite(tensors: Mapping[str, Tensor]) -> None:
@@ -158,17 +167,6 @@ def prepare_export(directory: Path, temporary: Path) -> None:
         temporary.mkdir(parents=True)
 
 
-def named_as_saved(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return host copies under the names of the model's published checkpoints."""
-    host = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-    if not hasattr(module, "save_pretrained"):
-        return host
-    from transformers.core_model_loading import revert_weight_conversion
-
-    converted: dict[str, Tensor] = revert_weight_conversion(module, host)
-    return {name: tensor.contiguous() for name, tensor in converted.items()}
-
-
 class ExportWriter:
     """Collects one pipeline stage's tensors into files and remembers which file holds what."""
 
@@ -205,10 +203,10 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _finish_stage(writer: ExportWriter, engine: EngineState, model: nn.Module) -> None:
+def _finish_stage(writer: ExportWriter, engine: EngineState, form: Form) -> None:
     """Add the persistent buffers that no earlier pipeline stage has, and finish this stage's files."""
     names = engine.persistent_buffers
-    buffers = named_as_saved(model, {name: same[0] for name, same in engine.buffers.items() if name in names})
+    buffers = form.buffers({name: same[0] for name, same in engine.buffers.items() if name in names})
     refuse_nan(buffers)
     written = writer.earlier()
     writer.add({name: tensor for name, tensor in buffers.items() if name not in written})
@@ -234,34 +232,18 @@ def _join(temporary: Path, stages: int) -> None:
         write_json(temporary / "model.safetensors.index.json", index)
 
 
-def _save_generation(generation: Any, folder: Path) -> None:
-    """Save a generation config as the model has it: transformers refuses to save settings that it loads."""
-    try:
-        generation.save_pretrained(folder)
-    except ValueError:
-        generation.to_json_file(folder / "generation_config.json")
-
-
-def _finish(temporary: Path, directory: Path, module: nn.Module, stages: int) -> None:
+def _finish(temporary: Path, directory: Path, module: nn.Module, form: Form, stages: int) -> None:
     floating = (p.dtype for p in module.parameters() if p.is_floating_point())
-    finish_export(temporary, directory, module, next(floating, torch.float32), stages)
+    finish_export(temporary, directory, form, next(floating, torch.float32), stages)
 
 
-def finish_export(temporary: Path, directory: Path, module: nn.Module | None, dtype: torch.dtype, stages: int) -> None:
-    """Name the files of all pipeline stages, write the config of a Hugging Face model, and put the folder in its place.
+def finish_export(temporary: Path, directory: Path, form: Form, dtype: torch.dtype, stages: int) -> None:
+    """Name the files of all pipeline stages, write what lies beside them, and put the folder in its place.
 
     dtype  of the weights, for the config
     """
     _join(temporary, stages)
-    config: Any = getattr(module, "config", None)
-    if config is not None and hasattr(config, "save_pretrained"):
-        config = type(config).from_dict(config.to_dict())
-        config.architectures = [type(module).__name__]
-        config.dtype = dtype
-        config.save_pretrained(temporary)
-        generation = getattr(module, "generation_config", None)
-        if generation is not None:
-            _save_generation(generation, temporary)
+    form.finish(temporary, dtype)
     if directory.exists():
         directory.rmdir()
     temporary.rename(directory)

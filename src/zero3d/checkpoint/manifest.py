@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: what is in it, as checked values, and the checksums over it.
 
     manifest.sha256     SHA-256 of manifest.json, as sha256sum prints it
-    manifest.json       format 4
+    manifest.json       format 4, or 5
       step              applied steps                                mesh       pp, dp, tp of who saved it
       parts             rank-N.json -> its SHA-256, by rank          about      what the run's bits depend on
       parameters        name -> shape, trainable, dtype              exact      summands of exact mode, or null
@@ -12,6 +12,10 @@
       tensors           rows: name, state, box, dtype, key           scalars    the optimizer's, or none
       own               key -> shape, dtype                          python_rng random states of `random` and numpy
       xxh3_64           key -> checksum of a tensor, own ones too    (`sums.py`: damage is found, forgery is not)
+
+Format 5 is that of checkpoints from which frozen weights were left out, for a folder has them: `base` has its path
+(`folder`) and the `digest` of its weights (base_digest.py), and their parameters say `base`: true. All others have
+format 4.
 
 A rank's own tensors are its buffers and random states. No file and no process ever holds the rows of all ranks, of
 which there are some for every tensor and rank.
@@ -36,6 +40,7 @@ from zero3d.checkpoint.folders import MANIFEST
 from zero3d.distributed.degrees import Degrees
 from zero3d.shards.boxes import Box, Shape
 
+NEWEST = WITH_BASE = 5  # only where frozen weights were left out
 FORMAT, WITH_SHA256, WITHOUT_PARTS, OLDEST = 4, 3, 2, 1
 MASTER, FROZEN, AVERAGE = "master", "weight", "ema"
 BUFFER, STREAM = "buffer:", "rng:"  # how keys of a rank's own tensors begin
@@ -67,11 +72,15 @@ class BoxRow(NamedTuple):
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """Describes one parameter of the full model."""
+    """Describes one parameter of the full model.
+
+    in_base  it is frozen, and its values were left out: the base has them
+    """
 
     shape: Shape
     trainable: bool
     dtype: str
+    in_base: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,11 @@ class Manifest:
     def value(self, name: str) -> Any:
         """Return an entry as it was written; None where there is none."""
         return self.fields.entries().get(name)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Names of the frozen parameters whose values the base has."""
+        return [name for name, parameter in self.parameters.items() if parameter.in_base]
 
     @property
     def about(self) -> Mapping[str, Any]:

@@ -8,11 +8,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from zero3d.checkpoint.base_digest import DIGITS
 from zero3d.checkpoint.fields import USE_ANOTHER, Field, parse_fields, quote
 from zero3d.checkpoint.files import read
 from zero3d.checkpoint.folders import CHECKSUM, MANIFEST
-from zero3d.checkpoint.manifest import FORMAT, OLDEST, WITHOUT_PARTS, Manifest, checksum_line, file_of, part_of
-from zero3d.checkpoint.manifest_parts import check_scalars, parse_digest, parse_inline, parse_parameters
+from zero3d.checkpoint.manifest import (
+    NEWEST,
+    OLDEST,
+    WITH_BASE,
+    WITHOUT_PARTS,
+    Manifest,
+    checksum_line,
+    file_of,
+    part_of,
+)
+from zero3d.checkpoint.manifest_parts import check_scalars, parse_digest, parse_inline, parse_parameters, parse_xxh3
 from zero3d.distributed.degrees import AXES, Degrees
 from zero3d.errors import CheckpointError
 
@@ -27,9 +37,9 @@ def open_manifest(folder: Path) -> Manifest:
         )
     fields = parse_fields(text, str(folder / MANIFEST))
     number = fields.entry("format").integer()
-    if number > FORMAT:
+    if number > NEWEST:
         raise CheckpointError(
-            f"{folder} has format {number}, and this zero3d reads formats {OLDEST} to {FORMAT}: upgrade zero3d, or go "
+            f"{folder} has format {number}, and this zero3d reads formats {OLDEST} to {NEWEST}: upgrade zero3d, or go "
             "on from an older step-N."
         )
     if number > OLDEST and not sealed:
@@ -39,7 +49,7 @@ def open_manifest(folder: Path) -> Manifest:
 
 def parse_manifest(folder: Path, fields: Field) -> Manifest:
     """Return the manifest that these fields are, all of them checked. Raises CheckpointError."""
-    number = fields.entry("format").integer(OLDEST, FORMAT)
+    number = fields.entry("format").integer(OLDEST, NEWEST)
     inline = number <= WITHOUT_PARTS
     listed = fields.entry("files" if inline else "parts")
     mesh = _mesh(fields, listed)
@@ -49,11 +59,13 @@ def parse_manifest(folder: Path, fields: Field) -> Manifest:
             f"{fields.file}: {listed.name} should be {names[0]} to {names[-1]}, in the order of {mesh}, and it has "
             f"{', '.join(map(quote, list(listed.entries())[:3]))}. {USE_ANOTHER}"
         )
-    parameters = parse_parameters(fields.entry("parameters"))
+    parameters = parse_parameters(fields.entry("parameters"), number)
     step = fields.entry("step").integer()
     _check_optimizer(fields.entry("optimizer"))
     _check_scale(fields.entry("loss_scale"))
     _check_about(fields, mesh, number)
+    if number >= WITH_BASE:
+        _check_base(fields.entry("base"))
     if fields.has("exact"):
         _check_exact(fields.entry("exact"), mesh)
     for name in ("scheduler", "loop", "exact"):
@@ -97,6 +109,11 @@ def _check_scale(field: Field) -> None:
     field.entry("patience").integer(1)
     steps = field.entry("steps").integer()
     field.entry("last_overflow").integer(-1, max(steps - 1, -1))
+
+
+def _check_base(field: Field) -> None:
+    field.entry("folder").text()
+    parse_xxh3(field.entry("digest"), DIGITS)
 
 
 def _check_about(fields: Field, mesh: Degrees, number: int) -> None:

@@ -22,6 +22,7 @@ from zero3d.checkpoint.manifest import (
     NUMPY,
     STREAM,
     TORCH,
+    WITH_BASE,
     WITH_SHA256,
     WORD,
     WORDS,
@@ -104,7 +105,7 @@ class Contents:
         needed = {
             (name, MASTER if parameter.trainable else FROZEN): None
             for name, parameter in self.parameters.items()
-            if prod(parameter.shape)
+            if prod(parameter.shape) and not parameter.in_base
         }
         for name, state in needed | dict.fromkeys(self._dtypes):
             if not self._tiling.whole((name, state), self.parameters[name].shape):
@@ -156,8 +157,8 @@ def parse_part(fields: Field, rank: int, number: int) -> Part:
     """Return the part of a rank, in a format, that these fields are, all of them checked. Raises CheckpointError."""
     file = fields.entry("file").one_of(file_of(rank))
     by_sha256 = number <= WITH_SHA256
-    checksum = parse_digest(fields.entry("sha256")) if by_sha256 else _xxh3(fields.entry("xxh3_128"), XXH3_DIGITS)
-    parameters = parse_parameters(fields.entry("parameters"))
+    checksum = parse_digest(fields.entry("sha256")) if by_sha256 else parse_xxh3(fields.entry("xxh3_128"), XXH3_DIGITS)
+    parameters = parse_parameters(fields.entry("parameters"), number)
     rows = [_row(row, parameters) for row in fields.entry("tensors").rows()]
     scalars = check_scalars(fields.entry("scalars"))
     _check_streams(fields.entry("python_rng"))
@@ -200,7 +201,7 @@ def parse_digest(field: Field) -> str:
     return text
 
 
-def _xxh3(field: Field, digits: int) -> str:
+def parse_xxh3(field: Field, digits: int) -> str:
     """Return a checksum by XXH3 in hexadecimal digits."""
     text = field.text()
     if len(text) != digits or set(text) - HEXADECIMAL:
@@ -208,9 +209,9 @@ def _xxh3(field: Field, digits: int) -> str:
     return text
 
 
-def parse_parameters(field: Field) -> dict[str, ParameterSpec]:
-    """Return parameters by name."""
-    return {name: _parameter(entry) for name, entry in field.items()}
+def parse_parameters(field: Field, number: int) -> dict[str, ParameterSpec]:
+    """Return parameters by name, as a format has them."""
+    return {name: _parameter(entry, number) for name, entry in field.items()}
 
 
 def check_scalars(field: Field) -> Mapping[str, float]:
@@ -227,9 +228,13 @@ def _tensor_spec(field: Field) -> TensorSpec:
     return TensorSpec(shape, str(field.entry("dtype").one_of(*CODES)))
 
 
-def _parameter(field: Field) -> ParameterSpec:
+def _parameter(field: Field, number: int) -> ParameterSpec:
     shape, dtype = _tensor_spec(field)
-    return ParameterSpec(shape, field.entry("trainable").flag(), dtype)
+    trainable = field.entry("trainable").flag()
+    in_base = number >= WITH_BASE and field.has("base") and field.entry("base").flag()
+    if in_base and trainable:
+        field.entry("base").refuse("false where trainable is true")
+    return ParameterSpec(shape, trainable, dtype, in_base)
 
 
 def _own(field: Field) -> dict[str, TensorSpec]:
@@ -246,7 +251,7 @@ def _checksums(field: Field, keys: Set[str]) -> dict[str, str]:
     """Return checksums of tensors, of which there is one for each key."""
     if not keys <= field.entries().keys():
         field.refuse("a mapping with an entry for each key of tensors and of own")
-    return {key: _xxh3(entry, XXH3_DIGITS // 2) for key, entry in field.items()}
+    return {key: parse_xxh3(entry, XXH3_DIGITS // 2) for key, entry in field.items()}
 
 
 def _sums(field: Field) -> dict[str, str]:
@@ -264,6 +269,8 @@ def _row(field: Field, parameters: Mapping[str, ParameterSpec], dtyped: bool = T
         field.entry("name").refuse("a name among parameters")
     parameter = parameters[name]
     box = _box(field.entry("box"), parameter.shape)
+    if parameter.in_base:
+        field.entry("name").refuse("no parameter that was left out")
     if state == "" or (state == FROZEN) == parameter.trainable:
         field.entry("state").refuse(f"{MASTER} or a moment" if parameter.trainable else FROZEN)
     dtype = str(field.entry("dtype").one_of(*allowed_dtypes(state, parameter))) if dtyped else ""

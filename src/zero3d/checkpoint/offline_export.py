@@ -1,6 +1,7 @@
 """The weights of a checkpoint as a folder that `from_pretrained` loads, in one process without an engine.
 
-    masters, range by range --to_compute--> a block's weights --names as published--> files of at most FILE_BYTES
+    masters, range by range --to_compute--> a block's weights --form (forms.py)--> files of at most FILE_BYTES
+    what was left out: the base's folder  --^
 
 The same bits and names as `export.py` writes on the ranks of an engine of that step. Of the model only its structure is
 needed, on meta: what transformers calls its weights, which buffers belong to them, its config.
@@ -9,7 +10,8 @@ needed, on meta: what transformers calls its weights, which buffers belong to th
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,59 +19,100 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero3d.checkpoint.base_match import check_base
 from zero3d.checkpoint.export import (
     ExportWriter,
     export_places,
     finish_export,
-    named_as_saved,
     prepare_export,
     refuse_nan,
     refuse_nonfinite,
 )
 from zero3d.checkpoint.fields import quote_name
+from zero3d.checkpoint.forms import Form, form_of
+from zero3d.checkpoint.frozen_base import FolderSource
 from zero3d.checkpoint.integrity import verify
 from zero3d.checkpoint.manifest import BUFFER, FROZEN
+from zero3d.checkpoint.published import Exported
 from zero3d.checkpoint.stored_states import StoredStates
 from zero3d.distributed.degrees import Place
 from zero3d.errors import CheckpointError, OutOfBudget
 from zero3d.models.blocks import find_blocks
+from zero3d.models.packing import inner_model
 from zero3d.precision import to_compute
+from zero3d.shards.boxes import whole
 
 LISTED = 3
 
 
-def export_stored(stored: StoredStates, directory: Path, model: nn.Module | None) -> Path:
-    """Write the weights in compute dtype, and the config of a Hugging Face model; return the folder.
+def export_stored(
+    stored: StoredStates, directory: Path, model: nn.Module | None, kind: str | None = None,
+    base: FolderSource | None = None,
+) -> Path:  # fmt: skip
+    """Write weights in compute dtype, and the config of a Hugging Face model; return the folder.
 
     model  its structure, with buffers; None writes weights and all buffers under the names that they have in it, and no
            config
+    kind   as `export.export` has it
+    base   has the frozen weights that the checkpoint left out
 
     The checkpoint is verified first, every byte of it. Host memory holds a file and a block, never the model. The
     folder appears whole or not at all. Raises CheckpointError, OutOfBudget, NonFiniteError.
     """
     if model is not None:
         check_model(stored, model)
+    order = _order(stored, model)
+    trainable = frozenset(name for name in order if stored.parameters[name].trainable)
+    shapes = {name: each.shape for name, each in stored.parameters.items()}
+    folder = None if base is None else base.folder
+    form = form_of(kind, Exported(model, [] if model is None else [model], order, trainable, shapes, folder))
+    values = _values(stored, [name for name in order if form.wants(name)], base)
     directory, temporary = export_places(directory)
-    _check_room(stored, directory)
+    _check_room(stored, directory, values)
     prepare_export(directory, temporary)
     try:
         verify(stored.folder)
         writer = ExportWriter(temporary, 0)
         for names in _groups(stored, model):
-            named = {name: weight(stored, name) for name in names}
+            named = {name: values[name]() for name in names if name in values}
             refuse_nonfinite(named)
-            writer.add(_as_saved(model, named))
-        for buffers in _buffers(stored, model):
+            writer.add(form.take(named))
+        for buffers in _buffers(stored, model, form):
             refuse_nan(buffers)
             writer.add(buffers)
         writer.finish()
-        dtypes = (getattr(torch, stored.parameters[name].dtype) for name in _order(stored, model))
+        dtypes = (getattr(torch, stored.parameters[name].dtype) for name in order)
         dtype = next((each for each in dtypes if each.is_floating_point), torch.float32)
-        finish_export(temporary, directory, model, dtype, 1)
+        finish_export(temporary, directory, form, dtype, 1)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return directory
+
+
+def _values(stored: StoredStates, names: Sequence[str], base: FolderSource | None) -> dict[str, Callable[[], Tensor]]:
+    """Return what reads each parameter: from the checkpoint, or from the base. Raises CheckpointError."""
+    values: dict[str, Callable[[], Tensor]] = {name: partial(weight, stored, name) for name in names}
+    left_out = [name for name in names if stored.parameters[name].in_base]
+    if not left_out:
+        return values
+    check_base(stored.manifest, base)
+    assert base is not None
+    if lost := [name for name in left_out if not base.holds(name)]:
+        raise CheckpointError(
+            f"{stored.folder} leaves out {quote_name(lost[0])}, and the model of its base's folder has no such "
+            "weight: give the config of the model that was trained: --config PATH."
+        )
+    return values | {name: partial(_of_base, stored, base, name) for name in left_out}
+
+
+def _of_base(stored: StoredStates, base: FolderSource, name: str) -> Tensor:
+    """Return a frozen weight of the base's folder as the forward has it."""
+    spec = stored.parameters[name]
+    values = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+    to_compute(base(name, whole(spec.shape)).to(wide), values.dtype, out=values)
+    return values
 
 
 def weight(stored: StoredStates, name: str) -> Tensor:
@@ -100,9 +143,10 @@ def check_model(stored: StoredStates, model: nn.Module) -> None:
         )
 
 
-def _check_room(stored: StoredStates, directory: Path) -> None:
+def _check_room(stored: StoredStates, directory: Path, names: Iterable[str]) -> None:
     """Refuse a disk with less room than the weights take. Raises OutOfBudget."""
-    needed = sum(prod(each.shape) * getattr(torch, each.dtype).itemsize for each in stored.parameters.values())
+    written = [stored.parameters[name] for name in names]
+    needed = sum(prod(each.shape) * getattr(torch, each.dtype).itemsize for each in written)
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
@@ -123,7 +167,7 @@ def _groups(stored: StoredStates, model: Any | None) -> Iterator[list[str]]:
     Those of a block, the embeddings and the head each alone, and all others; one by one where nothing is converted.
     """
     order = _order(stored, model)
-    if model is None or not hasattr(model, "save_pretrained"):
+    if model is None or not hasattr(inner_model(model), "save_pretrained"):
         yield from ([name] for name in order)
         return
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -137,17 +181,13 @@ def _groups(stored: StoredStates, model: Any | None) -> Iterator[list[str]]:
     yield from groups.values()
 
 
-def _as_saved(model: nn.Module | None, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return dict(tensors) if model is None else named_as_saved(model, tensors)
-
-
-def _buffers(stored: StoredStates, model: nn.Module | None) -> Iterator[dict[str, Tensor]]:
+def _buffers(stored: StoredStates, model: nn.Module | None, form: Form) -> Iterator[dict[str, Tensor]]:
     """Yield the buffers that belong to the weights, those of each pipeline stage that no earlier one has."""
     persistent = None if model is None else model.state_dict().keys()
     written: set[str] = set()
     for stage in range(stored.manifest.mesh.pp):
         rank = stored.manifest.mesh.rank(Place(stage, 0, 0))
         names = [name for name in stored.own[rank].buffers if persistent is None or name in persistent]
-        saved = _as_saved(model, {name: stored.own_tensor(rank, f"{BUFFER}{name}") for name in names})
+        saved = form.buffers({name: stored.own_tensor(rank, f"{BUFFER}{name}") for name in names})
         yield {name: tensor for name, tensor in saved.items() if name not in written}
         written |= saved.keys()

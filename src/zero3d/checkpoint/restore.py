@@ -251,7 +251,7 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
     if engine.optimizer.updates is not None:
         engine.optimizer.updates.replace(manifest.step)
     for unit in engine.units:
-        _restore_frozen(reader, unit, engine)
+        _restore_frozen(checkpoint, unit, engine)
     for batch in engine.optimizer.in_batches():
         for owned in batch:
             saved = checkpoint.states.get(engine.full_model.owner(owned.name), ())
@@ -327,9 +327,32 @@ def _place(unit: Unit, piece: Piece) -> tuple[tuple[int, ...], int]:
     return unit.layout.slots[piece.slot].shape, piece.start
 
 
-def _restore_frozen(reader: Reader, unit: Unit, engine: EngineState) -> None:
+def _restore_frozen(checkpoint: VerifiedCheckpoint, unit: Unit, engine: EngineState) -> None:
+    """Fill a frozen unit, where it has not what it should have yet: from boxes, or from the base."""
+    if unit.grads is not None:
+        return
+    owners = [engine.full_model.owner(slot.name) for slot in unit.layout.slots]
+    of_base = {owner for owner in owners if checkpoint.manifest.parameters[owner].in_base}
+    if engine.base is not None and all(engine.base.has(owner) for owner in of_base) and of_base.issuperset(owners):
+        return
     for name, piece, values in _frozen(unit, engine, writes=True):
         wide = torch.float64 if values.dtype == torch.float64 else torch.float32  # holds what any precision saved
         stored = torch.empty_like(values, dtype=wide if values.is_floating_point() else None)
-        reader.fill(engine.piece(name, FROZEN, *_place(unit, piece), stored))
+        saved = engine.piece(name, FROZEN, *_place(unit, piece), stored)
+        if saved.name in of_base:
+            _fill_from_base(engine, saved)
+        else:
+            checkpoint.reader.fill(saved)
         to_compute(stored, values.dtype, out=values)
+    if engine.base is not None:
+        engine.base.changed(set(owners) - of_base)
+        engine.base.returned(of_base)
+
+
+def _fill_from_base(engine: EngineState, piece: StatePiece) -> None:
+    """Read a piece from the folder of the base."""
+    assert engine.base is not None
+    for box, target in piece.boxes():
+        assert isinstance(target, Tensor)
+        target.copy_(engine.base.source(piece.name, box))
+    engine.base.source.close()

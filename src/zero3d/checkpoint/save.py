@@ -37,7 +37,17 @@ from torch import Tensor
 from zero3d.checkpoint.fields import USE_ANOTHER, parse_fields
 from zero3d.checkpoint.folders import CHECKSUM, MANIFEST
 from zero3d.checkpoint.json_values import to_json
-from zero3d.checkpoint.manifest import BUFFER, FORMAT, STREAM, checksum_line, file_of, key_of, part_of
+from zero3d.checkpoint.manifest import (
+    BUFFER,
+    FORMAT,
+    NEWEST,
+    STREAM,
+    WITH_BASE,
+    checksum_line,
+    file_of,
+    key_of,
+    part_of,
+)
 from zero3d.checkpoint.manifest_parser import parse_manifest
 from zero3d.checkpoint.manifest_parts import Contents, check_tiling, parse_part, read_part
 from zero3d.checkpoint.state import EngineState, state_pieces
@@ -73,15 +83,20 @@ class Captured(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What is known of a step beside tensors, alike on all ranks, and the degrees of the mesh."""
+    """What is known of a step beside tensors, alike on all ranks, and the degrees of the mesh.
+
+    base  the folder of frozen weights, as rank 0 knows it
+    """
 
     run: Mapping[str, Any]
     mesh: Mapping[str, int]
+    base: Mapping[str, str] | None = None
 
     @classmethod
     def of(cls, engine: EngineState) -> Facts:
         """Collect them; some are the engine's own, and change with its next step."""
-        return cls(run_state(engine), engine.degrees._asdict())
+        base = None if engine.base is None else engine.base.described()
+        return cls(run_state(engine), engine.degrees._asdict(), base)
 
 
 class Saved(NamedTuple):
@@ -159,6 +174,7 @@ def capture(engine: EngineState) -> Captured:
                 "shape": list(engine.full_model.shapes[name]),
                 "trainable": unit.grads is not None,
                 "dtype": str(unit.dtype).removeprefix("torch."),
+                **({"base": True} if engine.leaves_out(slot.name) else {}),
             }
             for unit in engine.owned_units
             for slot in unit.layout.slots
@@ -178,7 +194,7 @@ def _write_rank(temporary: Path, captured: Captured, files: Unsynced) -> tuple[s
     path = temporary / part_of(rank)
     text = json_text(path, {"file": file, "xxh3_128": checksums.file, **captured.part, "xxh3_64": checksums.tensors})
     with _loadable(temporary):
-        parse_part(parse_fields(text.encode(), path.name), rank, FORMAT)
+        parse_part(parse_fields(text.encode(), path.name), rank, NEWEST)
     return write_text(path, text, files), captured.nbytes
 
 
@@ -216,7 +232,7 @@ def _write_manifest(temporary: Path, facts: Facts, digests: Sequence[str], files
     contents = Contents()
     with _loadable(temporary):
         for rank, sha256 in enumerate(digests):
-            contents.add(read_part(temporary, rank, sha256, FORMAT))
+            contents.add(read_part(temporary, rank, sha256, NEWEST))
     text = json_text(temporary / MANIFEST, _manifest(contents, facts, digests))
     with _loadable(temporary):
         check_tiling(contents, parse_manifest(temporary, parse_fields(text.encode(), MANIFEST)))
@@ -226,12 +242,19 @@ def _write_manifest(temporary: Path, facts: Facts, digests: Sequence[str], files
 
 def _manifest(contents: Contents, facts: Facts, digests: Sequence[str]) -> dict[str, Any]:
     """Return the manifest of what all ranks have written (`manifest.py` says what is in it)."""
+    base = facts.base if any(parameter.in_base for parameter in contents.parameters.values()) else None
     return {
         **facts.run,
-        "format": FORMAT,
+        "format": FORMAT if base is None else WITH_BASE,
+        **({} if base is None else {"base": base}),
         "mesh": facts.mesh,
         "parameters": {
-            name: {"shape": parameter.shape, "trainable": parameter.trainable, "dtype": parameter.dtype}
+            name: {
+                "shape": parameter.shape,
+                "trainable": parameter.trainable,
+                "dtype": parameter.dtype,
+                **({"base": True} if parameter.in_base else {}),
+            }
             for name, parameter in contents.parameters.items()
         },
         "parts": {part_of(rank): sha256 for rank, sha256 in enumerate(digests)},

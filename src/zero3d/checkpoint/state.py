@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from zero3d.checkpoint.frozen_base import FrozenBase
 from zero3d.checkpoint.manifest import FROZEN, MASTER
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.degrees import Degrees
@@ -57,6 +58,7 @@ class EngineState:
     loop      what the training loop has saved for itself
     cuts      how the tp axis cuts parameters, by name in the full model; it has all others on every rank
     summands  of exact mode
+    base      the folder whose values frozen weights have
     """
 
     modules: Sequence[nn.Module]
@@ -74,6 +76,7 @@ class EngineState:
     loop: Mapping[str, Any] | None = None
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     summands: Summands | None = None
+    base: FrozenBase | None = None
 
     def cut(self, name: str) -> Cut | None:
         """Return how a parameter of this rank is cut over tp; None where every tp rank has all of it."""
@@ -85,8 +88,14 @@ class EngineState:
         return StatePiece(self.full_model.owner(name), state, tile.shape, tile.start + start, values, self.cut(name))
 
     def saves(self, name: str) -> bool:
-        """Say whether this rank writes its share of a parameter: copies are not written."""
-        return name not in self.full_model.copies and (self.tp.rank == 0 or self.cut(name) is not None)
+        """Say whether this rank writes its share of a parameter: copies are not written, nor what is left out."""
+        if name in self.full_model.copies or self.leaves_out(name):
+            return False
+        return self.tp.rank == 0 or self.cut(name) is not None
+
+    def leaves_out(self, name: str) -> bool:
+        """Say whether nobody writes a parameter of this rank, since a folder has its values."""
+        return self.base is not None and self.base.has(self.full_model.owner(name))
 
     @property
     def buffers(self) -> dict[str, list[Tensor]]:

@@ -35,6 +35,7 @@ def contents(stored: StoredStates, pattern: str | None) -> dict[str, Any]:
             "trainable": sum(prod(each.shape) for each in stored.parameters.values() if each.trainable),
         },
         "count": len(stored.parameters),
+        "base": manifest.value("base") and {**manifest.value("base"), "parameters": len(manifest.left_out)},
         "parameters": [_parameter(stored, name) for name in names],
         "pattern": pattern,
         "statistics": None
@@ -64,5 +65,6 @@ def _parameter(stored: StoredStates, name: str) -> dict[str, Any]:
         "shape": spec.shape,
         "dtype": spec.dtype,
         "trainable": spec.trainable,
+        "base": spec.in_base,
         "states": {state: str(dtype).removeprefix("torch.") for state, dtype in states.items()},
     }

@@ -95,6 +95,11 @@ def shown(data: Data) -> Iterator[str]:
                 f"{', '.join(map(quote_name, own['buffers'])) or 'none'}"
             )
         yield from _more(data["ranks_own"])
+        if data["base"]:
+            yield (
+                f"base       {printable(data['base']['folder'])}, digest {data['base']['digest']}: has "
+                f"{data['base']['parameters']:,} frozen parameters that were left out"
+            )
         yield (
             f"{data['count']:,} parameters of {count(elements['all'])} elements, "
             f"{count(elements['trainable'])} of them trainable"
@@ -104,7 +109,13 @@ def shown(data: Data) -> Iterator[str]:
         states = ", ".join(f"{quote_name(state)} {dtype}" for state, dtype in each["states"].items())
         shape = " x ".join(map(str, each["shape"])) or "scalar"
         rows.append(
-            [quote_name(each["name"]), shape, each["dtype"], "yes" if each["trainable"] else "frozen", states or "none"]
+            [
+                quote_name(each["name"]),
+                shape,
+                each["dtype"],
+                "yes" if each["trainable"] else "frozen",
+                states or ("in the base" if each["base"] else "none"),
+            ]
         )
     yield from columns(rows, "<<<<<")
     if data["statistics"] is not None:

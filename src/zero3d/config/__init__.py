@@ -7,6 +7,7 @@ hints       the key or choice that was probably meant
 read        load and check: a YAML file or a dict, and overrides such as zero.stage=2
 offload     what leaves the device, as an engine takes it
 batch       batch = micro_batch x accumulate x dp
+adapters    what section lora cannot be
 evaluation  what evaluations and schedules cannot be
 own_code    what module:name names, imported; an error of it in one line
 shrinking   how many of the ranks that are there train, under health.min_ranks
@@ -25,6 +26,7 @@ from zero3d.config.sections import (
     Evaluate,
     Health,
     Log,
+    Lora,
     LossScale,
     Mesh,
     Model,
@@ -48,6 +50,7 @@ __all__ = [
     "Evaluate",
     "Health",
     "Log",
+    "Lora",
     "LossScale",
     "Mesh",
     "Model",

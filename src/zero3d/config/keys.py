@@ -67,7 +67,7 @@ class Key:
         if isinstance(value, str):
             return not self.choices or re.fullmatch(self.pattern, value) is not None
         numbers = value if isinstance(value, tuple) else (value,)
-        return all(self._within(number) for number in numbers if not isinstance(number, str))
+        return all(self._within(number) for number in numbers if not isinstance(number, (str, Mapping)))
 
     def _within(self, number: float) -> bool:
         return (

@@ -8,6 +8,7 @@
     tuple[str, ...]       one text
     tuple[float, float]   a list of two numbers
     Mapping[str, str]     a mapping of texts to texts
+    tuple[Mapping[str, str | float], ...]    a list of parameter groups
     None                  "null", "none", "~", "" (where the key may be null)
 
 A union takes the first of its types that fits.
@@ -123,6 +124,25 @@ def _table(value: Any) -> Mapping[str, str]:
     return {_text(key): _text(item) for key, item in value.items()}
 
 
+def _groups(value: Any) -> tuple[Mapping[str, str | float], ...]:
+    """Return parameter groups: what each matches, and one number at least that is its own."""
+    groups = [value] if isinstance(value, Mapping) else value
+    if not isinstance(groups, (list, tuple)) or not groups:
+        raise ValueError
+    return tuple(map(_group, groups))
+
+
+def _group(value: Any) -> Mapping[str, str | float]:
+    if not isinstance(value, Mapping) or "match" not in value or not {*value} - {"match"} <= {*GROUP_NUMBERS}:
+        raise ValueError
+    numbers = {name: _number(value[name]) for name in GROUP_NUMBERS if name in value}
+    if not numbers or any(number < 0 for number in numbers.values()) or not _text(value["match"]):
+        raise ValueError
+    return {"match": value["match"], **numbers}
+
+
+GROUPS = tuple[Mapping[str, str | float], ...]
+GROUP_NUMBERS = ("lr", "weight_decay")
 KINDS: Mapping[Any, Kind] = MappingProxyType(
     {
         int: Kind("a whole number", _whole, {"type": "integer"}),
@@ -141,6 +161,24 @@ KINDS: Mapping[Any, Kind] = MappingProxyType(
             "a mapping of texts to texts",
             _table,
             {"type": "object", "minProperties": 1, "additionalProperties": {"type": "string"}},
+        ),
+        GROUPS: Kind(
+            "a list of {match: text, lr: number, weight_decay: number} with one of the numbers from 0 or both",
+            _groups,
+            {
+                "type": "array",
+                "minItems": 1,
+                "items": {
+                    "type": "object",
+                    "required": ["match"],
+                    "minProperties": 2,
+                    "additionalProperties": False,
+                    "properties": {
+                        "match": {"type": "string", "minLength": 1},
+                        **{name: {"type": "number", "minimum": 0} for name in GROUP_NUMBERS},
+                    },
+                },
+            },
         ),
     }
 )

@@ -1,7 +1,7 @@
 """The frozen dataclasses, one per section of the YAML file.
 
     output, seed, precision, activations      of the whole run
-    model    data    train                    what is trained, on what, how long
+    model    lora    data    train            what is trained, on what, how long
     optimizer    schedule    loss_scale       the update
     health                                    what becomes of steps that are not finite, and of silence
     zero    offload    mesh                   who holds what, and where
@@ -52,6 +52,28 @@ class Model:
     path: str = key("demo", "a Hugging Face folder, a config.json, a preset, or module:function that returns a module")
     init: str = key("weights", "from the folder's weights, or random from its config", choices=("weights", "random"))
     attn: str | None = key(None, "attention implementation passed to Hugging Face: eager, sdpa, flash_attention_2, ...")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters (PEFT's LoRA) beside frozen weights; without a rank there are none."""
+
+    rank: int | None = key(None, "of the adapters: each adds rank x (inputs + outputs) parameters to a matrix", least=1)
+    alpha: float | None = key(
+        None, "adapters' outputs are multiplied by alpha / rank; by default twice the rank", above=0
+    )
+    targets: tuple[str, ...] | None = key(
+        None,
+        "matrices that get one, as names or patterns of modules (q_proj, *.mlp.*) or of stacked experts "
+        "(gate_up_proj); "
+        "all-linear: every linear layer of the language model's blocks; by default those that PEFT has for this kind "
+        "of model, else all-linear",
+    )
+    dropout: float = key(0.0, "share of an adapter's inputs that is dropped", least=0, below=1)
+    train_also: tuple[str, ...] | None = key(
+        None, "modules or parameters that are trained whole beside them, as names or patterns: multi_modal_projector"
+    )
+    dora: bool = key(False, "DoRA: adapters of direction, and a magnitude of each row that is trained, too")
 
 
 @dataclass(frozen=True)
@@ -111,6 +133,12 @@ class Optimizer:
     weight_decay: float = key(0.1, "per step, times the learning rate", least=0)
     no_decay: str | None = key(
         None, "parameters without weight decay, as name patterns; by default those of one dimension: norms and biases"
+    )
+    groups: tuple[Mapping[str, str | float], ...] | None = key(
+        None,
+        "parameters with a learning rate or weight decay of their own, as {match: NAME, lr: NUMBER, weight_decay: "
+        "NUMBER}; "
+        "the first group that matches counts, and the schedule is the same for all",
     )
     clip_norm: float | None = key(1.0, "largest global gradient norm; null does not clip", above=0)
 
@@ -353,12 +381,16 @@ class Config:
         "recomputation in backward: every:K in segments of K blocks, selective of attention only",
         choices=("none", "full", "selective", "every:K"),
     )
+    freeze: tuple[str, ...] | None = key(
+        None, "modules or parameters that are not trained, as names or patterns: vision_tower, *.embed_tokens"
+    )
     callbacks: tuple[str, ...] | None = key(
         None,
         "classes as module:Class, whose methods are called on every rank: on_start, on_step, on_evaluate, "
         "on_save, on_end",
     )
     model: Model = field(default_factory=Model)
+    lora: Lora = field(default_factory=Lora)
     data: Data = field(default_factory=Data)
     train: Train = field(default_factory=Train)
     optimizer: Optimizer = field(default_factory=Optimizer)

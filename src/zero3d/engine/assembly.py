@@ -20,12 +20,14 @@ import torch
 from torch import nn
 
 from zero3d.activations.kept_inputs import KeptInputs
+from zero3d.checkpoint.frozen_base import FrozenBase
 from zero3d.distributed.axis import forget_note
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import Accounts
 from zero3d.engine.activations import keep_inputs
 from zero3d.engine.auto_offload import Settled, settle_gradients, settle_place
 from zero3d.engine.averages import Averages
+from zero3d.engine.base import note_writes, open_base
 from zero3d.engine.checks import bind_scheduler
 from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
 from zero3d.engine.foundation import Foundation
@@ -58,6 +60,7 @@ class Assembly:
     kept_inputs  of recomputed blocks, where they are not kept as they are
     offload    what leaves the device, nothing of it open any more
     replay     computes a micro-batch of some steps once more; None without
+    frozen_base  the folder whose values frozen weights have; None without
     """
 
     base: Foundation
@@ -71,6 +74,7 @@ class Assembly:
     offload: Settled
     replay: Replay | None
     averages: Averages | None
+    frozen_base: FrozenBase | None
 
 
 def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
@@ -98,7 +102,10 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     padded = padding_warning([unit.layout for unit in runtime.units])
     if padded is not None and axes.world.rank == 0:
         warnings.warn(padded, stacklevel=3)
-    whole = WholeParameters(runtime.units, runtime.gathers, axes.dp, runtime.model_group)
+    frozen_base = open_base(base, options.model.weights)
+    whole = WholeParameters(
+        runtime.units, runtime.gathers, axes.dp, runtime.model_group, partial(note_writes, base, frozen_base)
+    )
     ema = base.options.optimizer.ema
     averages = None if ema is None else Averages(ema, runtime.optimizer, axes.arena)
     stepper = _stepper(base, runtime, averages)
@@ -129,7 +136,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     axes.arena.reset_peaks()
     return Assembly(
         base, runtime, stepper, whole, _accounts(base, runtime, kept), pipeline, execution, kept,
-        _settled(base, tiers, why), replay, averages,
+        _settled(base, tiers, why), replay, averages, frozen_base,
     )  # fmt: skip
 
 

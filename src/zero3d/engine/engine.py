@@ -431,10 +431,13 @@ class Engine:
         self.optimizer.settle()
         return fingerprint(self.optimizer, self.dp, self.model_group)
 
-    def export(self, directory: str | Path) -> Path:
-        """Write the weights as a Hugging Face folder, gathered unit by unit."""
+    def export(self, directory: str | Path, kind: str | None = None) -> Path:
+        """Write the weights as a Hugging Face folder, gathered unit by unit.
+
+        kind  "whole"; of a model with adapters of PEFT "adapter" (None), for `PeftModel.from_pretrained`, or "merged"
+        """
         self.optimizer.settle()
-        return export(Path(directory), engine_state(self._assembly), self._assembly.whole_parameters.gathered)
+        return export(Path(directory), engine_state(self._assembly), self._assembly.whole_parameters.gathered, kind)
 
     # --- accounting -----------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ def engine_state(assembly: Assembly, loop: Mapping[str, Any] | None = None) -> E
         loop=loop,
         cuts={division.full_model.owner(name): cut for name, cut in division.cuts.items()},
         summands=base.order.summands,
+        base=assembly.frozen_base,
     )
 
 

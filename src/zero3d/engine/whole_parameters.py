@@ -7,7 +7,7 @@ of_chunk    all units of a model chunk, for the phase of a split backward that t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -27,10 +27,17 @@ def is_open(unit: Unit) -> bool:
 
 
 class WholeParameters:
-    """Gathers units as long as a block lasts, and keeps what was written inside."""
+    """Gathers units as long as a block lasts, and keeps what was written inside.
 
-    def __init__(self, units: Sequence[Unit], gathers: Gathers, dp: Comm, group: ModelGroup) -> None:
+    note_writes  is told the units that were written into
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], gathers: Gathers, dp: Comm, group: ModelGroup,
+        note_writes: Callable[[Sequence[Unit]], None],
+    ) -> None:  # fmt: skip
         self._units, self._gathers, self._dp, self._group = units, gathers, dp, group
+        self._note_writes = note_writes
 
     @property
     def any_open(self) -> bool:
@@ -68,6 +75,7 @@ class WholeParameters:
                 unit.weights.records.records.discard()
             unit.weights.share().wait()
         self._group.share_ties(written)
+        self._note_writes(written)
 
     @contextmanager
     def gathered(self, unit: Unit) -> Iterator[None]:

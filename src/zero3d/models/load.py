@@ -54,9 +54,10 @@ class FileWeights:
     def __init__(self, folder: Path, model: nn.Module) -> None:
         self._folder, self._model = folder, model
         self._file_of = _index(folder)
-        self._open: tuple[str, Any] = ("", None)
-        self._read = 0
-        self._latest: tuple[Recipe | None, Rows, dict[str, Tensor]] = (None, (0, None), {})  # what it was converted to
+        self._open: tuple[str, Any]
+        self._read: int
+        self._latest: tuple[Recipe | None, Rows, dict[str, Tensor]]  # recipe, rows, and what they were converted to
+        self.close()
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
         self._recipes, self.unused = self._match(self._shapes)
         self._alias = _aliases(model)
@@ -77,6 +78,23 @@ class FileWeights:
             self._latest = (None, rows, {})  # frees what was converted before
             self._latest = (recipe, rows, self._convert(recipe, name, *rows))
         return self._latest[2][name][slices(box)]
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that it reads."""
+        return self._folder
+
+    def files(self) -> list[Path]:
+        """Return the files that hold its tensors."""
+        return [self._folder / name for name in sorted(set(self._file_of.values()))]
+
+    def holds(self, name: str) -> bool:
+        """Say whether the files have values of a parameter."""
+        return any(alias in self._recipes for alias in self._alias.get(name, [name]))
+
+    def close(self) -> None:
+        """Let go of the open file and of what was converted last."""
+        self._open, self._read, self._latest = ("", None), 0, (None, (0, None), {})
 
     # --- reading ------------------------------------------------------------------------------------
 
@@ -138,7 +156,7 @@ class FileWeights:
         return tuple(self._handle(key).get_slice(key).get_shape())
 
     def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        missing = [n for n in shapes if not any(alias in self._recipes for alias in self._alias.get(n, [n]))]
+        missing = [name for name in shapes if not self.holds(name)]
         wrong = [
             f"{name}: file {stored}, model {shape}"
             for name, shape in shapes.items()

@@ -15,11 +15,12 @@ from zero3d.activations import prepare_blocks
 from zero3d.config import Config, load, offload_of, resolve_batch, to_dict
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
-from zero3d.models.open import Opened, open_model
+from zero3d.models.open import Opened
+from zero3d.models.trained import open_trained
 from zero3d.precision import LossScaling, Precision
 from zero3d.setup.inputs import open_inputs, open_mesh
 from zero3d.setup.losses import next_token_loss
-from zero3d.setup.optimizer import adamw, decay_groups
+from zero3d.setup.optimizer import adamw, parameter_groups
 from zero3d.setup.schedule import scheduler
 
 
@@ -38,7 +39,7 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         reduce_dtype=config.zero.reduce_dtype,
         optimizer=adamw(config.optimizer),
         scheduler=scheduler(config.schedule, steps),
-        param_groups=decay_groups(model, config.optimizer),
+        param_groups=parameter_groups(model, config.optimizer),
         clip_norm=config.optimizer.clip_norm,
         accumulate=accumulate,
         loss=None if "labels" in inspect.signature(model.forward).parameters else next_token_loss,
@@ -101,7 +102,7 @@ def from_config(source: str | Path | Mapping[str, Any], **overrides: Any) -> Eng
         return build_engine(config, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
     mesh = open_mesh(config)
     accumulate = resolve_batch(config.train, mesh.dp).accumulate
-    return build_engine(config, open_model(config.model, config.seed), mesh, accumulate, config.train.steps)
+    return build_engine(config, open_trained(config), mesh, accumulate, config.train.steps)
 
 
 def with_output(config: Config, output: Path) -> Config:

@@ -19,8 +19,9 @@ from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.checks import check_replay
 from zero3d.memory.arena import Arena
-from zero3d.models.open import Opened, open_model
+from zero3d.models.open import Opened
 from zero3d.models.packing import check_packing
+from zero3d.models.trained import open_trained
 from zero3d.pipeline.schedules import Schedule
 from zero3d.setup.checks import check_forward, check_length_over_tp, check_packages, check_verify
 from zero3d.setup.model_config import config_number
@@ -78,7 +79,7 @@ def _open(config: Config, mesh: Mesh) -> tuple[Batch, Opened, Tokenizer | None]:
         Schedule.of(config.mesh.schedule).check(batch.accumulate, mesh.pp)
     check_packages(config)
     check_replay(config.health.replay, mesh)
-    opened = open_model(config.model, config.seed)
+    opened = open_trained(config)
     check_forward(opened.module)
     if config.checkpoint.export and config.checkpoint.verify:
         check_verify(opened.module)

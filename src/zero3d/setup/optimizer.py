@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+import glob
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 from zero3d.config import Optimizer
+from zero3d.models.names import check_patterns, matches
 
 
 def adamw(choice: Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
@@ -22,9 +25,31 @@ def adamw(choice: Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
     return build
 
 
-def decay_groups(model: nn.Module, choice: Optimizer) -> list[dict[str, Any]]:
-    """Name parameters without weight decay: those of `no_decay`, by default all of one dimension (norms and biases)."""
-    match = choice.no_decay
-    if match is None:
-        match = "|".join(name for name, p in model.named_parameters() if p.dim() < 2)
-    return [{"match": match, "weight_decay": 0.0}] if match else []
+def parameter_groups(model: nn.Module, choice: Optimizer) -> list[dict[str, Any]]:
+    """Name the parameters that differ from the rest: those without weight decay, and those of `optimizer.groups`.
+
+    Without weight decay are those of `no_decay`, by default all of one dimension (norms and biases), in every group.
+    The rest, with the section's own numbers, needs no name where there are no groups. Raises ConfigError for a group
+    that names nothing.
+    """
+    own = choice.groups or ()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    check_patterns("optimizer.groups", [str(group["match"]) for group in own], list(trained))
+    names: dict[tuple[int, bool], list[str]] = {}  # by place of the group in the file (0: in none) and weight decay
+    for name, p in trained.items():
+        place = next((i for i, group in enumerate(own, 1) if matches(name, str(group["match"]))), 0)
+        names.setdefault((place, _decays(name, p, choice.no_decay)), []).append(name)
+    if not own:
+        names.pop((0, True), None)
+    settings: list[dict[str, Any]] = [{}, *({key: value for key, value in of.items() if key != "match"} for of in own)]
+    return [
+        {"match": "|".join(map(glob.escape, names[place, decays])), **settings[place]}
+        | ({} if decays else {"weight_decay": 0.0})
+        for place, decays in sorted(names)  # the first group's learning rate is what metrics show
+    ]
+
+
+def _decays(name: str, p: nn.Parameter, without: str | None) -> bool:
+    if without is None:
+        return p.dim() >= 2
+    return not any(fnmatch.fnmatchcase(name, pattern.strip()) for pattern in without.split("|"))

@@ -26,8 +26,9 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.errors import Zero3dError
 from zero3d.models.build import parameters_on_meta
-from zero3d.models.open import Opened, open_model
+from zero3d.models.open import Opened
 from zero3d.models.packing import check_packing, forward_options
+from zero3d.models.trained import open_trained
 from zero3d.pipeline.schedules import Schedule
 from zero3d.precision import DTYPES
 from zero3d.setup.build import build_engine
@@ -109,7 +110,7 @@ def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> Observation:
 def open_without_weights(config: Config) -> Opened:
     """Build the module on the meta device; nothing but a config is read. Raises ConfigError."""
     with parameters_on_meta():
-        module = open_model(replace(config.model, init="random"), config.seed).module
+        module = open_trained(replace(config, model=replace(config.model, init="random"))).module
     shapes = {name: p.dtype for name, p in module.named_parameters()}
 
     def weights(name: str, box: Box) -> Tensor:

@@ -28,7 +28,7 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import STATES
-from zero3d.models.open import open_model
+from zero3d.models.trained import open_trained
 from zero3d.page.text import size
 from zero3d.plan.corrected import corrected, write_rates
 from zero3d.plan.emit import plan_of
@@ -61,7 +61,9 @@ def plan_run(config: Config, model: nn.Module, mesh: Mesh, steps: int) -> Planne
 
 def plan_late(config: Config, mesh: Mesh) -> PlannedRun | str:
     """Return the plan of a run on any rank, of a model built once more without weights, or why there is none."""
-    return _made(lambda: _planned(config, open_model(replace(config.model, init="random")).module, mesh))
+    return _made(
+        lambda: _planned(config, open_trained(replace(config, model=replace(config.model, init="random"))).module, mesh)
+    )
 
 
 def _planned(config: Config, model: nn.Module, mesh: Mesh) -> PlannedRun:

@@ -1,0 +1,79 @@
+"""A model as an export sees it, and as it is published: names of tensors, configs.
+
+Names are those of the model's published checkpoints, by Hugging Face's own tables (fused experts, older names).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Exported(NamedTuple):
+    """A model as an export sees it.
+
+    model      with its class, config and methods, in PEFT's wrapper perhaps; None writes tensors alone
+    modules    what this rank has of it, with the names of the whole
+    names      of this rank's parameters
+    trainable  names in the whole model
+    shapes     of all parameters of the whole model, by name
+    base       the folder that frozen weights came from, where one is known
+    """
+
+    model: nn.Module | None
+    modules: Sequence[nn.Module]
+    names: Sequence[str]
+    trainable: frozenset[str]
+    shapes: Mapping[str, tuple[int, ...]]
+    base: Path | None
+
+
+def has_adapters(model: nn.Module | None) -> bool:
+    """Say whether a model has adapters of PEFT."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors in the host's memory."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+def as_published(model: nn.Module | None, host: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors under the names of the model's published checkpoints."""
+    if not hasattr(model, "save_pretrained"):
+        return host
+    from transformers.core_model_loading import revert_weight_conversion
+
+    converted: dict[str, Tensor] = revert_weight_conversion(model, host)
+    return {name: tensor.contiguous() for name, tensor in converted.items()}
+
+
+def named_as_saved(model: nn.Module | None, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return host copies under the names of the model's published checkpoints."""
+    return as_published(model, on_host(tensors))
+
+
+def save_config(model: nn.Module | None, folder: Path, dtype: torch.dtype) -> None:
+    """Write the configs of a Hugging Face model, with the dtype of its weights; nothing for any other."""
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "save_pretrained"):
+        return
+    config = type(config).from_dict(config.to_dict())
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        _save_generation(generation, folder)
+
+
+def _save_generation(generation: Any, folder: Path) -> None:
+    """Save a generation config as the model has it: transformers refuses to save settings that it loads."""
+    try:
+        generation.save_pretrained(folder)
+    except ValueError:
+        generation.to_json_file(folder / "generation_config.json")

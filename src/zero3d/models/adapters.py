@@ -1,0 +1,222 @@
+"""LoRA: PEFT's adapters beside a model's frozen matrices, put in before anything has values.
+
+    model.layers.0.self_attn.q_proj.weight                  a matrix [out, in] becomes
+    model.layers.0.self_attn.q_proj.base_layer.weight       itself, frozen
+    model.layers.0.self_attn.q_proj.lora_A.default.weight   [rank, in], random
+    model.layers.0.self_attn.q_proj.lora_B.default.weight   [out, rank], zero: the model starts as it was
+
+Modules are PEFT's own (`inject_adapter_in_model`): the model's class and the names of all else stay. Hu et al., "LoRA"
+(2021); DoRA: Liu et al. (2024). Cost per matrix: rank x (in + out) parameters of 16 bytes and the frozen matrix in the
+compute dtype.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero3d.config import Lora
+from zero3d.errors import ConfigError, short
+from zero3d.models.blocks import find_blocks
+from zero3d.models.build import parameters_on_meta
+from zero3d.models.freezing import train_only
+from zero3d.models.load import FileWeights
+from zero3d.models.names import check_patterns, is_named, own_name
+from zero3d.models.open import Opened
+from zero3d.shards.boxes import Box, slices, whole
+from zero3d.zero.initial_weights import Source
+
+ALL = "all-linear"
+MARK = "lora_"  # in the names of all parameters that PEFT's LoRA adds
+LINEAR = ("Linear", "Conv1D")  # nn.Linear and transformers' transposed one
+
+
+def add_adapters(opened: Opened, choice: Lora, seed: int) -> Opened:
+    """Return the model with adapters and all else frozen but `train_also`; their values follow from `seed` and names.
+
+    Raises ConfigError: targets that name nothing, a method that PEFT refuses, a model that has adapters already.
+    """
+    model = opened.module
+    if any(MARK in name for name, _ in model.named_parameters()):
+        raise ConfigError("lora.rank asks for adapters, and the model has some already: leave one of the two out.")
+    modules, stacked = find_targets(model, choice)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    check_patterns("lora.train_also", choice.train_also or (), list(shapes))
+    on_meta = opened.weights is not None
+    with parameters_on_meta() if on_meta else _seeded(seed), _quiet():
+        _inject(model, _options(choice, modules, stacked), choice)
+    train_only(model, (f"*.{MARK}*", *(choice.train_also or ())))
+    return replace(opened, weights=None if opened.weights is None else AdapterWeights(opened.weights, model, seed))
+
+
+def find_targets(model: nn.Module, choice: Lora) -> tuple[list[str], list[str]]:
+    """Return the names of linear layers, embeddings and convolutions, and of stacked matrices, that get an adapter.
+
+    Raises ConfigError where a target names nothing that can have one.
+    """
+    patterns = choice.targets or default_targets(model)
+    kept = choice.train_also or ()
+    if tuple(patterns) == (ALL,):
+        modules = [name for name in all_linear(model) if not is_named(name, kept)]
+        if not modules:
+            raise ConfigError(f"lora.targets: the blocks of {type(model).__name__} have no linear layers.")
+        return modules, []
+    candidates = {name: module for name, module in model.named_modules() if _adaptable(module)}
+    blocks = find_blocks(model)
+    matrices = [
+        name for name, p in model.named_parameters() if p.dim() == 3 and any(name.startswith(f"{b}.") for b in blocks)
+    ]
+    check_patterns("lora.targets", patterns, [*candidates, *matrices])
+    modules = [name for name in candidates if is_named(name, patterns) and not is_named(name, kept)]
+    stacked = [name for name in matrices if is_named(name, patterns) and not is_named(name, kept)]
+    if stacked and (choice.dropout or choice.dora):
+        asked = f"lora.dropout={choice.dropout:g}" if choice.dropout else "lora.dora=true"
+        raise ConfigError(
+            f"lora.targets has stacked experts ({stacked[0]}), whose adapters are added to the matrix itself, and "
+            f"{asked} needs an adapter's input: leave one of the two out."
+        )
+    if not modules and not stacked:
+        raise ConfigError(f"lora.targets: all that {short(', '.join(patterns))} names is in lora.train_also.")
+    return modules, stacked
+
+
+def default_targets(model: nn.Module) -> tuple[str, ...]:
+    """Return the names that PEFT's table has for this kind of model, else `all-linear`."""
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TABLE
+
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return tuple(TABLE.get(kind, (ALL,)))
+
+
+def all_linear(model: nn.Module) -> list[str]:
+    """Return the linear layers of the blocks: of the language model's alone where a model has other towers."""
+    find: Callable[[], nn.Module] | None = getattr(model, "get_decoder", None)
+    decoder = model if find is None else find()
+    name = next((name for name, module in model.named_modules() if module is decoder), "")
+    inside = [block for block in find_blocks(model) if block.startswith(f"{name}." if name else "")]
+    return [
+        f"{block}.{local}" if local else block
+        for block in inside
+        for local, module in model.get_submodule(block).named_modules()
+        if type(module).__name__ in LINEAR
+    ]
+
+
+def _adaptable(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, nn.Embedding, nn.Conv2d)) or type(module).__name__ in LINEAR
+
+
+def _options(choice: Lora, modules: Iterable[str], stacked: Iterable[str]) -> Any:
+    """Return PEFT's configuration."""
+    from peft import LoraConfig
+
+    rank = choice.rank or 1
+    return LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if choice.alpha is None else choice.alpha,
+        target_modules=list(modules),
+        target_parameters=list(stacked) or None,
+        lora_dropout=choice.dropout,
+        use_dora=choice.dora,
+    )
+
+
+def _inject(model: nn.Module, options: Any, choice: Lora) -> None:
+    from peft import inject_adapter_in_model
+
+    from zero3d.models.stacked_adapters import keep_parameters
+
+    try:
+        inject_adapter_in_model(options, model)
+        keep_parameters(model)
+    except Exception as error:  # whatever PEFT does not take, in its own words
+        line = " ".join(str(error).split())[:300]
+        raise ConfigError(f"lora: PEFT refuses rank {choice.rank} for this model: {line}") from error
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():  # PEFT's, on transposed layers and merging, which ask nothing of anybody
+        warnings.simplefilter("ignore")
+        yield
+
+
+class AdapterWeights:
+    """A `Source` of a model with adapters: the model's own values from its source, adapters' made by name.
+
+    The random stream of a matrix follows from `seed` and its name: equal at every dp, tp and pp. As PEFT initialises:
+    A uniform in +-1/sqrt(in) (Kaiming with a = sqrt 5), of embeddings B normal, the other zero; DoRA's magnitude is
+    the norm of each row of the frozen matrix.
+    """
+
+    def __init__(self, source: Source, model: nn.Module, seed: int) -> None:
+        self._source, self._seed = source, seed
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self._transposed = {name for name, module in model.named_modules() if getattr(module, "fan_in_fan_out", False)}
+        self._latest: tuple[str, Tensor] | None = None
+
+    def __call__(self, name: str, box: Box) -> Tensor:
+        """Return the values in a box of the parameter."""
+        if MARK not in name:
+            return self._source(own_name(name), box)
+        if self._latest is None or self._latest[0] != name:
+            self._latest = (name, self._make(name))
+        return self._latest[1][slices(box)]
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that frozen weights come from; None where they are new ones."""
+        return getattr(self._source, "folder", None)
+
+    def files(self) -> list[Path]:
+        """Return the folder's files of weights."""
+        return self._source.files() if isinstance(self._source, FileWeights) else []
+
+    def holds(self, name: str) -> bool:
+        """Say whether the folder's files have the values of a parameter."""
+        return isinstance(self._source, FileWeights) and MARK not in name and self._source.holds(own_name(name))
+
+    def close(self) -> None:
+        """Let go of files and of the values made last."""
+        self._latest = None
+        if isinstance(self._source, FileWeights):
+            self._source.close()
+
+    def _make(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        layer, _, kind = name.partition(f".{MARK}")
+        if kind.startswith("magnitude_vector"):
+            return self._magnitude(layer)
+        values = torch.zeros(shape)
+        generator = torch.Generator().manual_seed(self._stream(name))
+        if kind.startswith("A."):
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+        elif kind.startswith("embedding_B."):
+            values.normal_(generator=generator)
+        return values
+
+    def _stream(self, name: str) -> int:
+        return int.from_bytes(hashlib.sha256(f"{self._seed}:{name}".encode()).digest()[:7], "big")
+
+    def _magnitude(self, layer: str) -> Tensor:
+        """Return the norm of each row of a layer's frozen matrix, read whole."""
+        matrix = f"{layer}.base_layer.weight"
+        values = self._source(own_name(matrix), whole(self._shapes[matrix])).float()
+        rows: Tensor = torch.linalg.vector_norm(values.T if layer in self._transposed else values, dim=1)
+        return rows

@@ -1,0 +1,39 @@
+"""LoRA on stacked experts: the matrix a layer reads is the frozen one plus the adapters' product, for one forward.
+
+PEFT does the same by a parametrization, which writes the parameter in place and changes the order of parameters; here
+it keeps its place and its memory, so that the weights may be a shard's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+
+
+class StackedAdapter(ParamWrapper):  # type: ignore[misc]
+    """PEFT's adapter of a parameter [experts, ., .], which leaves that parameter as it is."""
+
+    @contextmanager
+    def _activate_lora(self, active_adapters: Sequence[str]) -> Iterator[None]:
+        """Let the layer read W + alpha / rank x B A, computed once by `torch.baddbmm`, where the parameter W is."""
+        weights, name = self.get_base_layer()._parameters, self.parameter_name
+        frozen = value = weights[name]
+        for adapter in active_adapters:
+            left, right, scale = self.get_delta_factors(adapter)
+            value = torch.baddbmm(value, left, right, alpha=scale)
+        weights[name] = value
+        try:
+            yield
+        finally:
+            weights[name] = frozen
+
+
+def keep_parameters(model: nn.Module) -> None:
+    """Make every adapter of a stacked parameter one that leaves it in place."""
+    for module in model.modules():
+        if type(module) is ParamWrapper:
+            module.__class__ = StackedAdapter

@@ -1,0 +1,18 @@
+"""The model of a run as it is trained: opened, with adapters beside it, and frozen where the configuration says so."""
+
+from __future__ import annotations
+
+from zero3d.config import Config
+from zero3d.models.adapters import add_adapters
+from zero3d.models.freezing import freeze
+from zero3d.models.open import Opened, open_model
+
+
+def open_trained(config: Config) -> Opened:
+    """Build the module of a run on this rank without its weights, trainable where it shall be. Raises ConfigError."""
+    opened = open_model(config.model, config.seed)
+    if config.lora.rank is not None:
+        opened = add_adapters(opened, config.lora, config.seed)
+    if config.freeze:
+        freeze(opened.module, config.freeze)
+    return opened

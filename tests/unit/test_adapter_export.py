@@ -1,0 +1,157 @@
+"""Adapters in PEFT's format and merged into plain weights: others' libraries load them, and compute the same bits."""
+
+import json
+
+import pytest
+import torch
+from bases import base_folder, engine_of, engine_on, steps
+from models import batch
+from safetensors import safe_open
+
+import zero3d
+import zero3d.checkpoint.export
+from zero3d.errors import CheckpointError
+
+CASES = {  # the model, and settings of a file or what PEFT is asked for
+    "llama": ("llama", {"lora": {"rank": 4}}),
+    "dora": ("llama", {"lora": {"rank": 4, "dora": True}}),
+    "transposed": ("gpt2", {"lora": {"rank": 2, "alpha": 2}}),
+    "embeddings": ("llama", {"lora": {"rank": 4, "targets": ["embed_tokens", "q_proj"]}}),
+    "mixture": ("llama", {"lora": {"rank": 4, "targets": ["all-linear"], "train_also": ["lm_head", "model.norm"]}}),
+    "tied": ("qwen3", {"lora": {"rank": 4, "train_also": ["embed_tokens"]}}),
+    "stacked": ("moe", {"lora": {"rank": 2, "targets": ["experts", "q_proj"]}}),
+    "wrapped": ("llama", {}),
+    "replaced": ("llama", {"modules_to_save": ["lm_head"]}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of bases, each saved once."""
+    made = {}
+
+    def of(name):
+        if name not in made:
+            made[name] = base_folder(tmp_path_factory.mktemp("bases") / name, name)
+        return made[name]
+
+    return of
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=batch(9)).logits
+
+
+def live(engine):
+    """Those of the engine."""
+    with engine.full_params():
+        return logits(engine.module)
+
+
+def of_peft(base, adapter):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+
+
+def of_transformers(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adapters_load_with_peft_and_merged_ones_are_what_peft_merges(folders, tmp_path, case):
+    name, lora = CASES[case]
+    engine = engine_of(folders(name), lora) if "lora" in lora else engine_on(folders(name), lora)
+    steps(engine, (1,))
+    adapter = engine.export(tmp_path / "adapter")
+    expected = live(engine)
+    loaded = of_peft(folders(name), adapter)
+    assert logits(loaded).equal(expected)
+    merged = of_transformers(engine.export(tmp_path / "merged", "merged"))
+    theirs = loaded.merge_and_unload()
+    assert merged.state_dict().keys() == theirs.state_dict().keys()
+    for key, values in theirs.state_dict().items():
+        assert values.equal(merged.state_dict()[key]), key
+    assert logits(merged).equal(logits(theirs))
+
+
+def test_an_adapters_folder_holds_what_was_trained_and_names_its_base(folders, tmp_path):
+    base = folders("llama")
+    engine = engine_on(base)
+    folder = engine.export(tmp_path / "adapter", "adapter")
+    assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["inference_mode"]) == (str(base.resolve()), True)
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        keys = set(file.keys())
+    assert keys == {
+        f"base_model.model.model.layers.{layer}.{name}.lora_{side}.weight"
+        for layer in (0, 1) for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj") for side in "AB"
+    }  # fmt: skip
+
+
+def test_modules_that_were_trained_whole_are_peft_s_and_single_parameters_lie_beside(folders, tmp_path):
+    from safetensors.torch import load_file
+
+    also = ("model.norm.weight", "model.layers.1.self_attn.k_proj.bias")
+    engine = engine_on(folders("llama"), also=also)
+    steps(engine, (1,))
+    folder = engine.export(tmp_path / "adapter")
+    assert json.loads((folder / "adapter_config.json").read_text())["modules_to_save"] == ["model.norm"]
+    beside = load_file(folder / "trained.safetensors")
+    assert list(beside) == ["model.layers.1.self_attn.k_proj.bias"]
+    model = of_transformers(folders("llama"))
+    model.load_state_dict(beside, strict=False)
+    from peft import PeftModel
+
+    assert logits(PeftModel.from_pretrained(model, folder)).equal(live(engine))
+    merged = of_transformers(engine.export(tmp_path / "merged", "merged"))
+    assert merged.model.layers[1].self_attn.k_proj.bias.equal(beside["model.layers.1.self_attn.k_proj.bias"])
+
+
+def test_a_merge_holds_a_block_and_a_file_and_an_adapter_gathers_nothing_frozen(folders, tmp_path, monkeypatch):
+    from zero3d.checkpoint.forms import MergedForm
+
+    monkeypatch.setattr(zero3d.checkpoint.export, "FILE_BYTES", 10_000)
+    waiting, take = [], MergedForm.take
+
+    def watched(self, tensors):
+        taken = take(self, tensors)
+        waiting.append(len(self._waiting))
+        return taken
+
+    monkeypatch.setattr(MergedForm, "take", watched)
+    engine = engine_on(folders("llama"))
+    whole = engine.export(tmp_path / "merged", "merged")
+    assert max(waiting) == 1
+    assert waiting[-1] == 0
+    assert len(list(whole.glob("model-*.safetensors"))) > 5
+    gathered, acquire = [], engine.gathers.acquire
+    monkeypatch.setattr(engine.gathers, "acquire", lambda unit, token: (gathered.append(unit), acquire(unit, token)))
+    engine.export(tmp_path / "adapter")
+    assert gathered
+    assert all(unit.grads is not None for unit in gathered)
+
+
+def test_whole_weights_of_a_model_with_adapters_are_refused(folders, tmp_path):
+    with pytest.raises(CheckpointError, match="exported as adapter or merged: whole weights would have PEFT's names"):
+        engine_on(folders("llama")).export(tmp_path / "hf", "whole")
+
+
+def test_a_disk_that_is_full_is_told_with_the_file_and_the_remedy_and_nothing_is_left(folders, tmp_path, monkeypatch):
+    import zero3d.checkpoint.adapter_folder as adapter_folder
+    from zero3d.checkpoint.writing import told
+
+    def full(path, tensors, **about):
+        with told(path, 1000):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(adapter_folder, "write_tensors", full)
+    with pytest.raises(CheckpointError, match=r"cannot write .*adapter_model.safetensors \(No space left on device; it "
+                       r"takes 1,000 bytes, and [\d,]+ are free\): make room"):  # fmt: skip
+        engine_on(folders("llama")).export(tmp_path / "adapter")
+    assert not any(tmp_path.iterdir())
