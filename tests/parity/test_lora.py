@@ -1,6 +1,8 @@
 """LoRA, frozen parts and mixtures of both from a configuration: plain PyTorch with PEFT, and the same at every stage."""
 
+import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -213,6 +215,29 @@ def test_adapters_start_by_seed_and_name_whatever_box_is_read(tmp_path):
 def test_names_that_fit_nothing_are_told_with_what_there_is(tmp_path, settings, words):
     with pytest.raises(zero3d.ConfigError, match=words):
         opened_of(folder_of(tmp_path, "llama"), settings)
+
+
+def test_a_quantised_base_is_refused_with_the_reason(tmp_path):
+    folder = Path(folder_of(tmp_path, "llama"))
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(
+        zero3d.ConfigError, match=r"config\.json has a quantization_config \(bitsandbytes\): .* dequantised"
+    ):
+        opened_of(str(folder), {"lora": {"rank": 4}})
+
+
+def cut(folder, settings):
+    opened = opened_of(folder, settings)
+    zero3d.Engine(opened.module, weights=opened.weights, mesh=zero3d.Mesh(tp=2))
+
+
+@pytest.mark.long
+def test_adapters_of_stacked_experts_are_refused_over_tp(ranks, tmp_path):
+    folder = folder_of(tmp_path, "qwen3_moe")
+    with pytest.raises(zero3d.ConfigError, match=r"experts has LoRA on stacked experts, .* use mesh\.tp=1"):
+        ranks(2, cut, folder, {"lora": {"rank": 2, "targets": ["experts"]}})
 
 
 def test_a_group_that_matches_nothing_that_is_trained_is_refused():

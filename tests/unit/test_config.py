@@ -63,7 +63,8 @@ MISTAKES = [  # in the file, the key that is named, the hint
     ("offlaod: {params: host}", "offlaod", "Did you mean offload?"),
     ("every: 3", "every", "evaluate.every or checkpoint.every or log.every?"),
     ("zero.stage: 3", "zero.stage", "zero: {stage: ...}"),
-    ("lora: {r: 8}", "lora", "zero3d config explain"),
+    ("lora: {r: 8}", "lora.r", "lora.rank"),
+    ("lora: {alpha: 8}", "lora.alpha", "type lora.rank=16"),
     # names of other trainers
     ("gradient_accumulation_steps: 2", "gradient_accumulation_steps", "train.accumulate"),
     ("per_device_train_batch_size: 2", "per_device_train_batch_size", "train.micro_batch"),

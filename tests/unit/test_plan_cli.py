@@ -7,6 +7,7 @@ from functools import lru_cache
 import pytest
 
 from zero3d.cli.main import main
+from zero3d.config import Lora, load
 from zero3d.plan.hardware import CATALOGUE
 from zero3d.sim import model_spec
 
@@ -182,6 +183,12 @@ def test_deepspeed_json_says_what_the_best_plan_says(plan, tmp_path):
     assert tree["bf16"] == {"enabled": True}
     assert set(tree) == {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
                          "gradient_clipping", "zero_optimization", "optimizer", "bf16"}  # fmt: skip
+
+
+def test_a_plan_with_adapters_is_written_as_a_file_that_trains_them(plan, tmp_path):
+    file = tmp_path / "lora.yaml"
+    assert plan("demo", "--lora", "r=8", "--gpus", 2, "--seq", 64, "--tokens-per-batch", 512, "--emit", file)[0] == 0
+    assert load(file).lora == Lora(rank=8, targets=("all-linear",), dropout=0.05)
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4])

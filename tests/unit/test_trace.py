@@ -4,9 +4,11 @@ import pytest
 from tensors import tiny
 
 from zero3d.errors import ConfigError
+from zero3d.models.adapters import add_adapters
 from zero3d.models.build import build
+from zero3d.models.open import Opened
 from zero3d.sim.figures import HEAD, measure
-from zero3d.sim.model_spec import adapt, outline, trace
+from zero3d.sim.model_spec import lora_of, outline, trace
 from zero3d.sim.units import find_part_names
 
 # Published sizes; the counts follow from them by the sums in `llama` and `gpt2` below.
@@ -106,7 +108,7 @@ def test_experts_of_which_a_token_meets_some():
 
 
 def test_adapters_on_all_linear_layers_of_the_blocks():
-    spec = trace(adapt(tiny("llama"), "r=4"), 8)
+    spec = trace(add_adapters(Opened(tiny("llama"), None), lora_of("r=4"), seed=0).module, 8)
     inputs_and_outputs = 2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48)
     assert spec.trainable == 2 * 4 * inputs_and_outputs
 
@@ -114,7 +116,7 @@ def test_adapters_on_all_linear_layers_of_the_blocks():
 @pytest.mark.parametrize("asked", ["128", "r=0", "r=many", "rank=8"])
 def test_an_unknown_lora_is_refused(asked):
     with pytest.raises(ConfigError, match="such as --lora r=128"):
-        adapt(tiny("llama"), asked)
+        lora_of(asked)
 
 
 def test_a_model_without_blocks_is_refused():

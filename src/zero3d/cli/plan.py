@@ -11,12 +11,14 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from zero3d.cli import plan_explain, plan_theory
 from zero3d.cli.plan_options import USABLE, number, open_cluster, parse_size
 from zero3d.cli.plan_theory import parse_params
+from zero3d.config import Config, to_dict
 from zero3d.errors import ConfigError, short
 from zero3d.page import plan_text
 from zero3d.page.plan_page import plan_page
@@ -125,9 +127,10 @@ def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
         from zero3d.plan.shapes import of_params
 
         return of_params(parse_params(arguments.params), length or MOST)
-    from zero3d.sim.model_spec import open_spec
+    from zero3d.sim.model_spec import lora_of, open_spec
 
-    return open_spec(path, length, lora=arguments.lora, packed=True)  # as zero3d train does by default
+    lora = lora_of(arguments.lora) if arguments.lora else None
+    return open_spec(path, length, lora=lora, packed=True)  # as zero3d train does by default
 
 
 def _sequences(arguments: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec) -> int:
@@ -170,12 +173,10 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
     rows = answer.result.rows
     texts: dict[str, str] = {}
     if arguments.emit:
-        if path is None or arguments.lora:
-            source = "--lora, which a file cannot say yet" if arguments.lora else "--params, which is no model"
-            raise ConfigError(f"--emit writes a file for `zero3d train`, and got {source}.")
-        texts[arguments.emit] = plan_text.head(answer) + yaml.safe_dump(
-            train_config(answer.model, rows[0].plan, path, _tokenizer(path)), sort_keys=False
-        )
+        if path is None:
+            raise ConfigError("--emit writes a file for `zero3d train`, and got --params, which is no model.")
+        tree = train_config(answer.model, rows[0].plan, path, _tokenizer(path)) | _adapters(arguments.lora)
+        texts[arguments.emit] = plan_text.head(answer) + yaml.safe_dump(tree, sort_keys=False)
     if arguments.emit_deepspeed:
         flat = next((row for row in rows if row.plan.pp == 1 and not row.plan.sequence_parallel), rows[0])
         texts[arguments.emit_deepspeed] = json.dumps(deepspeed_config(flat.plan), indent=2) + "\n"
@@ -196,6 +197,16 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
         print(
             f"It cannot say activations: {flat.plan.activations}, without which the plan may not fit", file=sys.stderr
         )
+
+
+def _adapters(asked: str | None) -> dict[str, Any]:
+    """Return the section `lora` of a file, where --lora asks for one."""
+    if asked is None:
+        return {}
+    from zero3d.sim.model_spec import lora_of
+
+    choice, plain = to_dict(Config(lora=lora_of(asked)))["lora"], to_dict(Config())["lora"]
+    return {"lora": {key: value for key, value in choice.items() if value != plain[key]}}
 
 
 def _tokenizer(path: str) -> str | None:

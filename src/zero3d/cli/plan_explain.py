@@ -26,7 +26,7 @@ TILES = "train.tiled_loss and zero.gather_budget are left out, and need less mem
 
 def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     """Print the terms; return 1 if --assert-fits gives a size and the plan needs more."""
-    from zero3d.sim.model_spec import open_spec
+    from zero3d.sim.model_spec import lora_of, open_spec
 
     path, overrides = split_words(list(words))
     if path is None and not overrides:
@@ -34,8 +34,9 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     config = load(config_source(path, overrides)[1], overrides)
     cluster = open_cluster(arguments)
     plan = plan_of(config, cluster.gpus if arguments.gpus or arguments.nodes or arguments.cluster else None)
+    lora = lora_of(arguments.lora) if arguments.lora else config.lora
     model = open_spec(
-        config.model.path, config.data.length, config.model.attn, arguments.lora, packed=config.data.packing
+        config.model.path, config.data.length, config.model.attn, lora, config.data.packing, config.freeze
     )
     check(model, plan, cluster)
     cluster = resized(cluster, plan.world)

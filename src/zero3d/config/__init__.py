@@ -1,6 +1,8 @@
 """What a run is: typed sections, read from YAML and dotted overrides. No torch.
 
 sections    the dataclasses; each field says its meaning, range and choices
+sharding    those of who holds what, and where
+declaring   how a field says it
 kinds       one row per type: its words, its conversion, its JSON Schema
 keys        every dotted key with its type and range, made from the sections
 hints       the key or choice that was probably meant
@@ -19,7 +21,6 @@ from zero3d.config.describe import as_markdown, explain, schema, to_dict, to_yam
 from zero3d.config.offload import offload_of
 from zero3d.config.read import check, load, split_words
 from zero3d.config.sections import (
-    PRECISIONS,
     Checkpoint,
     Config,
     Data,
@@ -28,16 +29,14 @@ from zero3d.config.sections import (
     Log,
     Lora,
     LossScale,
-    Mesh,
     Model,
-    Offload,
     Optimizer,
     Plan,
     Profile,
     Schedule,
     Train,
-    Zero,
 )
+from zero3d.config.sharding import PRECISIONS, Mesh, Offload, Zero
 from zero3d.config.shrinking import EXACT_DP, asked_dp, fitting_dp, fitting_ranks
 
 __all__ = [

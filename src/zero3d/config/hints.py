@@ -33,6 +33,7 @@ FOREIGN: Mapping[str, str] = MappingProxyType(  # names in DeepSpeed, Hugging Fa
         "greater_is_better": "evaluate.highest",
         "hidden_size": "model.path, whose config.json has it",
         "learning_rate": "optimizer.lr",
+        "lora.r": "lora.rank",
         "lora_alpha": "lora.alpha",
         "lora_dropout": "lora.dropout",
         "lora_r": "lora.rank",

@@ -70,7 +70,10 @@ def open_bare(model: Model) -> Opened:
     """Build the module of a folder, a config.json or a preset, without any weights. Raises ConfigError."""
     path = Path(model.path)
     if os.path.isdir(path):  # a Path's own raises for long names
-        module = build(read_config(path), model.attn, path / "config.json")
+        config = read_config(path)
+        if model.init != "random":
+            _refuse_quantised(config, path / "config.json")
+        module = build(config, model.attn, path / "config.json")
         if model.init != "random":
             _read_generation_config(path, module)
         return Opened(module, None, path)
@@ -135,6 +138,19 @@ def _check_sizes(config: Mapping[str, Any], file: Path) -> None:
             entries += [(key, item) for item in value]
         elif isinstance(value, int) and value > MOST_LAYERS and LAYERS.search(key):
             raise ConfigError(f"{file}: {key} is {short(value)}, and at most {MOST_LAYERS:,} layers are built.")
+
+
+def _refuse_quantised(config: Any, file: Path) -> None:
+    """Refuse weights in 8 or 4 bits, which ranks cannot gather in the compute dtype. Raises ConfigError."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else getattr(settings, "quant_method", None)
+    raise ConfigError(
+        f"{file} has a quantization_config ({short(str(getattr(method, 'value', method)))}): its weights are packed "
+        "integers with scales, and ranks gather weights in the compute dtype. Save it dequantised (transformers' "
+        "model.dequantize(), then save_pretrained), or use model.init=random for new weights."
+    )
 
 
 def _read_generation_config(folder: Path, module: nn.Module) -> None:

@@ -9,7 +9,6 @@ paths of tp = 1 are others than those of tp > 1 (its loss, above all), so both h
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -20,9 +19,10 @@ from typing import Any
 from torch import nn
 
 from zero3d.activations.targets import attentions_in
-from zero3d.config import Model
+from zero3d.config import Config, Lora, Model
 from zero3d.errors import ConfigError
-from zero3d.models.open import open_model
+from zero3d.models.adapters import ALL
+from zero3d.models.trained import open_trained
 from zero3d.pipeline.split import active_weights
 from zero3d.plan.spec import Instant, ModelSpec, Operations, Part
 from zero3d.setup.model_config import config_number
@@ -93,18 +93,21 @@ def _setting(config: Any, name: str) -> int:
 
 
 def open_spec(
-    path: str, length: int | None = LENGTH, attn: str | None = None, lora: str | None = None, packed: bool = False
-) -> ModelSpec:
+    path: str, length: int | None = LENGTH, attn: str | None = None, lora: Lora | None = None, packed: bool = False,
+    freeze: tuple[str, ...] | None = None,
+) -> ModelSpec:  # fmt: skip
     """Make the spec of a preset, a config.json, a folder with one, or module:function.
 
     length None: the model's positions, at most MOST
     attn   attention implementation, as `model.attn` of a configuration
-    lora   such as "r=128": adapters on all linear layers of the blocks, everything else frozen
+    lora   adapters, everything else frozen but what it names
+    freeze names or patterns of what is not trained
     packed sequences are of several documents each, as data.packing makes them
-    Errors: nothing of this name, a model that cannot be built or run, an unknown `lora`, more tokens than positions
-    (ConfigError).
+    Errors: nothing of this name, a model that cannot be built or run, names that fit nothing, more tokens than
+    positions (ConfigError).
     """
-    model = open_model(Model(path=path, init="random", attn=attn)).module
+    settings = Config(model=Model(path=path, init="random", attn=attn), lora=lora or Lora(), freeze=freeze)
+    model = open_trained(settings).module
     positions = config_number(model, "max_position_embeddings")
     length = min(MOST, positions or MOST) if length is None else length
     if positions is not None and length > positions:
@@ -112,30 +115,15 @@ def open_spec(
             f"{path}: sequences of {length:,} tokens are more than the model's {positions:,} positions: pass --seq "
             f"{positions} or less (data.length in a file)."
         )
-    return trace(model if lora is None else adapt(model, lora), length, path, packed)
+    return trace(model, length, path, packed)
 
 
-def adapt(model: nn.Module, lora: str) -> nn.Module:
-    """Put PEFT's LoRA on all linear layers of the language model's blocks; all else is frozen. Raises ConfigError."""
-    from peft import LoraConfig, get_peft_model
-
-    key, _, rank = lora.partition("=")
+def lora_of(asked: str) -> Lora:
+    """Return the section `lora` that --lora asks for: every linear layer of the blocks. Raises ConfigError."""
+    key, _, rank = asked.partition("=")
     if key != "r" or not rank.isdecimal() or int(rank) < 1:
-        raise ConfigError(f"--lora {lora!r} is unknown: pass the rank of the adapters, such as --lora r=128.")
-    part_names = find_part_names(model)
-    linears = [
-        f"{block}.{name}"
-        for block in part_names.blocks
-        for name, module in model.get_submodule(block).named_modules()
-        if type(module).__name__ in ("Linear", "Conv1D")
-    ]
-    if not linears:
-        raise ConfigError(f"lora={lora}: the blocks of {type(model).__name__} have no linear layers.")
-    options = LoraConfig(r=int(rank), lora_alpha=2 * int(rank), target_modules=linears, lora_dropout=0.05)
-    with warnings.catch_warnings():  # transformers' to PEFT
-        warnings.simplefilter("ignore", FutureWarning)
-        adapted: nn.Module = get_peft_model(model, options, low_cpu_mem_usage=True)  # adapters without values
-    return adapted
+        raise ConfigError(f"--lora {asked!r} is unknown: pass the rank of the adapters, such as --lora r=128.")
+    return Lora(rank=int(rank), targets=(ALL,), dropout=0.05)
 
 
 # --- tensor parallelism -------------------------------------------------------------------------

@@ -68,6 +68,7 @@ def parallelize(
     check_vocabulary(model, styles, axis.size)
     check_alibi(model, styles)
     check_sparse(model, styles)
+    check_stacked(model)
     blocks = frozenset(cut_blocks(model, list(styles)))
     head_name = _head_name(model, inner) if local_logits and has_causal_loss(inner) else None
     context = StyleContext(model, Regions(Channel(axis, ledger), sequence), blocks, sequence)
@@ -110,6 +111,16 @@ def check_sparse(model: nn.Module, styles: Mapping[str, Style]) -> None:
                 f"{around} takes mean and deviation of all its gates (activation_sparsity), and {name} with style "
                 f"{style.kind!r} leaves a rank a part of them: give its matrices colwise_gather_output and "
                 "rowwise_split_input, or 'none'."
+            )
+
+
+def check_stacked(model: nn.Module) -> None:
+    """Refuse PEFT's adapters of stacked experts: they add to whole matrices, and ranks have parts. ConfigError."""
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and hasattr(module, "parameter_name"):
+            raise ConfigError(
+                f"{name} has LoRA on stacked experts, whose adapters add to all of {module.parameter_name}, and over "
+                "tp a rank has a part of it: leave it out of lora.targets (PEFT's target_parameters), or use mesh.tp=1."
             )
 
 
