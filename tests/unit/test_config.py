@@ -88,7 +88,7 @@ MISTAKES = [  # in the file, the key that is named, the hint
     ("zero: {stage: 1.5}", "zero.stage", "found 1.5"),
     ("zero: {stage: {a: 1}}", "zero.stage", "found a mapping with a"),
     ("zero: {stage: }", "zero.stage", "found null"),
-    ("data: {packing: 1}", "data.packing", "true or false; found 1"),
+    ("data: {packing: 1}", "data.packing", "true or false, or best_fit; found 1"),
     ("output: 2024", "output", "Put it in quotes, for YAML reads it as a number"),
     ("output: no", "output", "Put it in quotes, for YAML reads it as a truth value"),
     ("data: {train: []}", "data.train", "a list of texts; found []"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from zero3d.config import Config, Model, asked_dp, fitting_ranks, resolve_batch
-from zero3d.data.files import check_path
+from zero3d.data.files import check_paths as check_data_paths
 from zero3d.data.tokenizers import check_length, check_tokenizer
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
@@ -33,10 +33,8 @@ def check_world(config: Config, world: int) -> None:
 def check_paths(config: Config) -> None:
     """Refuse a model, data or a tokenizer that is not there; looks at names only. Raises ConfigError and DataError."""
     check_model_path(config.model.path)
-    data = config.data
-    for path in (*data.train, *(data.validation if isinstance(data.validation, tuple) else ())):
-        check_path(path, data.format)
-    check_tokenizer(data.tokenizer)
+    check_data_paths(config.data)
+    check_tokenizer(config.data.tokenizer)
 
 
 def check_transformers(model: Model) -> None:

@@ -3,6 +3,7 @@
 sections    the dataclasses; each field says its meaning, range and choices
 sharding    those of who holds what, and where
 declaring   how a field says it
+sources     where training data come from, with weights
 kinds       one row per type: its words, its conversion, its JSON Schema
 keys        every dotted key with its type and range, made from the sections
 hints       the key or choice that was probably meant
@@ -10,6 +11,7 @@ read        load and check: a YAML file or a dict, and overrides such as zero.st
 offload     what leaves the device, as an engine takes it
 batch       batch = micro_batch x accumulate x dp
 adapters    what section lora cannot be
+data_rules  what the data cannot be
 evaluation  what evaluations and schedules cannot be
 own_code    what module:name names, imported; an error of it in one line
 shrinking   how many of the ranks that are there train, under health.min_ranks
@@ -38,6 +40,7 @@ from zero3d.config.sections import (
 )
 from zero3d.config.sharding import PRECISIONS, Mesh, Offload, Zero
 from zero3d.config.shrinking import EXACT_DP, asked_dp, fitting_dp, fitting_ranks
+from zero3d.config.sources import DataSource
 
 __all__ = [
     "EXACT_DP",
@@ -46,6 +49,7 @@ __all__ = [
     "Checkpoint",
     "Config",
     "Data",
+    "DataSource",
     "Evaluate",
     "Health",
     "Log",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from types import NoneType
 from typing import Any
 
@@ -12,6 +13,7 @@ from zero3d.config.hints import unknown
 from zero3d.config.keys import KEYS, SECTIONS, Key, value_of
 from zero3d.config.kinds import KINDS
 from zero3d.config.sections import Config
+from zero3d.config.sources import DataSource
 from zero3d.errors import ConfigError
 
 
@@ -54,7 +56,9 @@ def scalar(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, DataSource):
+        return {name: entry for name, entry in asdict(value).items() if entry is not None}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 # --- text ---------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from zero3d.config.hints import nearest
 from zero3d.config.kinds import KINDS, NULLS, convert, describe_value, number_meant
 from zero3d.config.sections import Config
+from zero3d.config.sources import Refused
 
 NUMBERS = (int, float, tuple[float, float])  # what bounds are about
 
@@ -55,6 +56,8 @@ class Key:
         """Return the value converted to the key's type and checked. Raises ValueError with the whole message."""
         try:
             read = convert(value, self.types)
+        except Refused as error:
+            raise ValueError(f"{self.name} {error}") from None
         except ValueError:
             raise ValueError(self._refusal(value)) from None
         if not self._allows(read):
@@ -67,7 +70,7 @@ class Key:
         if isinstance(value, str):
             return not self.choices or re.fullmatch(self.pattern, value) is not None
         numbers = value if isinstance(value, tuple) else (value,)
-        return all(self._within(number) for number in numbers if not isinstance(number, (str, Mapping)))
+        return all(self._within(number) for number in numbers if isinstance(number, (int, float)))
 
     def _within(self, number: float) -> bool:
         return (

@@ -6,6 +6,7 @@
     bool                  "true", "false", "yes", "no", "on", "off"
     str
     tuple[str, ...]       one text
+    tuple[DataSource, ...]  one mapping; paths beside mappings (sources.py)
     tuple[float, float]   a list of two numbers
     Mapping[str, str]     a mapping of texts to texts
     tuple[Mapping[str, str | float], ...]    a list of parameter groups
@@ -22,6 +23,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple
 
+from zero3d.config.sources import FORMATS, DataSource, Refused, read_sources
 from zero3d.errors import SHOWN, short
 
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -143,6 +145,23 @@ def _group(value: Any) -> Mapping[str, str | float]:
 
 GROUPS = tuple[Mapping[str, str | float], ...]
 GROUP_NUMBERS = ("lr", "weight_decay")
+
+
+SOURCE: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["path"],
+    "additionalProperties": False,
+    "properties": {
+        "path": {"type": "string", "minLength": 1},
+        "weight": {"type": ["number", "null"], "minimum": 0},
+        "format": {"enum": [*FORMATS, None]},
+    },
+}
+SOURCES: Mapping[str, Any] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"anyOf": [{"type": "string", "minLength": 1}, SOURCE]},
+}
 KINDS: Mapping[Any, Kind] = MappingProxyType(
     {
         int: Kind("a whole number", _whole, {"type": "integer"}),
@@ -154,6 +173,7 @@ KINDS: Mapping[Any, Kind] = MappingProxyType(
             _texts,
             {"type": ["string", "array"], "minLength": 1, "minItems": 1, "items": {"type": "string", "minLength": 1}},
         ),
+        tuple[DataSource, ...]: Kind("a list of paths and of {path, weight, format}", read_sources, SOURCES),
         tuple[float, float]: Kind(
             "two numbers", _pair, {"type": "array", "minItems": 2, "maxItems": 2, "items": {"type": "number"}}
         ),
@@ -185,12 +205,17 @@ KINDS: Mapping[Any, Kind] = MappingProxyType(
 
 
 def convert(value: Any, types: tuple[Any, ...]) -> Any:
-    """Return the value as the first of `types` that fits; NoneType among them allows null. Raises ValueError."""
+    """Return the value as the first of `types` that fits; NoneType among them allows null.
+
+    Raises ValueError; Refused where that says more.
+    """
     if NoneType in types and (value is None or (isinstance(value, str) and value.strip().lower() in NULLS)):
         return None
     for kind in (KINDS[member] for member in types if member is not NoneType):
         try:
             return kind.convert(value)
+        except Refused:
+            raise
         except (ValueError, TypeError, OverflowError):
             continue
     raise ValueError

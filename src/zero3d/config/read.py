@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from zero3d.config.adapters import adapter_problems
+from zero3d.config.data_rules import data_problems
 from zero3d.config.evaluation import average_problems, evaluation_problems, schedule_problems
 from zero3d.config.hints import unknown
 from zero3d.config.keys import KEYS, SECTIONS, takes_list, takes_table, value_of
@@ -197,7 +198,14 @@ def _across(config: Config) -> Iterator[Problem]:
             yield Problem("zero.gather_budget", "", str(error))
     if (why := refuse_shrinking(config)) is not None:
         yield Problem("health.min_ranks", "", why)
-    for problems in (adapter_problems, schedule_problems, average_problems, evaluation_problems, refusals):
+    for problems in (
+        adapter_problems,
+        data_problems,
+        schedule_problems,
+        average_problems,
+        evaluation_problems,
+        refusals,
+    ):
         yield from (Problem(name, "", why) for name, why in problems(config))
 
 

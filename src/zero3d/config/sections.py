@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from zero3d.config.declaring import key
 from zero3d.config.sharding import PRECISIONS, Mesh, Offload, Zero
+from zero3d.config.sources import FORMATS, DataSource
 
 WARN, STOP = ON_ERROR = ("warn", "stop")
 
@@ -58,14 +59,24 @@ class Lora:
 class Data:
     """What it is trained on."""
 
-    train: tuple[str, ...] = key(("stdlib",), "files or folders; stdlib is the text of Python's standard library")
-    validation: float | tuple[str, ...] = key(
-        0.0, "files or folders, or the fraction of documents held out", least=0, most=0.5
+    train: tuple[DataSource, ...] | tuple[str, ...] = key(
+        ("stdlib",),
+        "files or folders; stdlib is the text of Python's standard library; or sources, drawn from by their weights",
     )
-    format: str = key("auto", "what the files are", choices=("auto", "text", "jsonl", "npy", "parquet"))
+    validation: float | tuple[DataSource, ...] | tuple[str, ...] = key(
+        0.0, "files or folders, or the fraction of documents held out of each source", least=0, most=0.5
+    )
+    format: str = key("auto", "what the files are", choices=FORMATS)
     tokenizer: str | None = key(None, "a tokenizer's folder, or bytes; by default the model's own")
     length: int = key(1024, "tokens per sequence", least=2)
-    packing: bool = key(True, "put several documents into a sequence, none of which sees another")
+    packing: bool | str = key(
+        True,
+        "put several documents into a sequence, none of which sees another; best_fit cuts none that fits into one",
+        choices=("best_fit",),
+    )
+    group_by_length: bool = key(
+        False, "without packing: sequences of similar length in each batch, and batches in random order"
+    )
     shuffle: bool = key(True, "another order in every epoch")
     skip_bad_lines: bool = key(False, "leave out lines that do not parse, and count them")
     workers: int = key(0, "processes per rank that prepare batches", least=0)

@@ -6,7 +6,10 @@ encode.py    records -> tokens and targets     (tokenizers.py, chat.py)
 store.py     ... kept on disk, memory-mapped
 packing.py   documents -> spans -> sequences
 sequences.py sequences -> tensors
-batches.py   sequences -> the order of a run -> micro-batches of a rank
+own.py       a user's own function -> the same
+mixture.py   several sources -> one, with weights
+orders.py    the order of a run
+batches.py   sequences -> micro-batches of a rank
 dataset.py   all of it from a configuration's section `data`
 
 Whether a model keeps packed documents apart is models/packing.py's question.

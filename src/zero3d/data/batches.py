@@ -16,42 +16,24 @@ import atexit
 import math
 import signal
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
-import numpy
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from zero3d.config import Batch as Portions
-from zero3d.data.sequences import Batch, Sample, Sequences
+from zero3d.data.mixture import parts_of
+from zero3d.data.orders import GroupedOrder, Stream
+from zero3d.data.sequences import Batch, Sample, Samples
 from zero3d.errors import DataError
 
-TYPED = {"seed": "seed", "shuffle": "data.shuffle", "length": "data.length", "packing": "data.packing"}
+TYPED = {
+    "seed": "seed", "shuffle": "data.shuffle", "length": "data.length", "packing": "data.packing",
+    "weights": "weights in data.train", "grouped": "data.group_by_length and train.batch",
+}  # fmt: skip
+ABSENT: Mapping[str, int | str] = {"weights": "none", "grouped": 0}  # what checkpoints mean that do not say
 DATA = "data.train, data.validation and tokenizer"
-
-
-class Order:
-    """The endless stream of sequence indices, an epoch after another."""
-
-    def __init__(self, count: int, seed: int, shuffle: bool) -> None:
-        self.count = count
-        self.seed = seed
-        self.shuffle = shuffle
-        self._epochs: dict[int, NDArray[Any]] = {}
-
-    def samples(self, start: int, stop: int) -> list[int]:
-        """Return the indices at these places of the stream."""
-        return [int(self._epoch(place // self.count)[place % self.count]) for place in range(start, stop)]
-
-    def _epoch(self, epoch: int) -> NDArray[Any]:
-        if epoch not in self._epochs:
-            generator = numpy.random.default_rng([self.seed, epoch])
-            order = generator.permutation(self.count) if self.shuffle else numpy.arange(self.count)
-            self._epochs = {number: indices for number, indices in self._epochs.items() if number == epoch - 1} | {
-                epoch: order
-            }
-        return self._epochs[epoch]
 
 
 class BatchStream:
@@ -59,11 +41,12 @@ class BatchStream:
 
     `workers` processes read ahead; the batches are the same with any number. Call `close` at the end.
     `dealt`: rank r's k-th micro-batch is number k x dp + r of the batch's, as exact mode numbers them.
+    `grouped`: sequences of similar length in each batch.
     """
 
     def __init__(
         self,
-        sequences: Sequences,
+        sequences: Samples,
         portions: Portions,
         *,
         rank: int = 0,
@@ -71,6 +54,7 @@ class BatchStream:
         shuffle: bool = True,
         workers: int = 0,
         dealt: bool = False,
+        grouped: bool = False,
     ) -> None:
         if not len(sequences):
             raise DataError("there is no sequence to train on: every document was too short or without a target.")
@@ -79,7 +63,11 @@ class BatchStream:
         self._rank = rank
         self._workers = workers
         self._dealt = dealt
-        self._order = Order(len(sequences), seed, shuffle)
+        self._order: Stream = sequences.order(seed, shuffle)
+        self._drawn: dict[str, int | str] = {"seed": seed, "shuffle": shuffle}
+        if grouped:
+            self._order = GroupedOrder(self._order, sequences.lengths, portions.batch, seed)
+            self._drawn["grouped"] = portions.batch
         self._taken = 0  # samples of the whole stream that were handed out, on all ranks
         self._batches: Iterator[Batch] | None = None
 
@@ -110,16 +98,16 @@ class BatchStream:
         The same on all ranks.
         """
         epoch, index = divmod(self._taken, self._order.count)
-        order: dict[str, int | str] = {"seed": self._order.seed, "shuffle": self._order.shuffle}
-        return {"epoch": epoch, "index": index, **self._sequences.identity, **order}
+        return {"epoch": epoch, "index": index, **self._sequences.identity, **self._drawn}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on at a saved place. Raises DataError where the order is not the one that was saved."""
-        present = self.state()
+        present: dict[str, int | str] = {**ABSENT, **self.state()}
         for name in [name for name in present if name not in ("epoch", "index")]:
-            if state.get(name, present[name]) != present[name]:
+            saved = state.get(name, ABSENT.get(name, present[name]))
+            if saved != present[name]:
                 raise DataError(
-                    f"the data are not those of the checkpoint: {name} was {_shown(state[name])} and is now "
+                    f"the data are not those of the checkpoint: {name} was {_shown(saved)} and is now "
                     f"{_shown(present[name])}. Give the same {TYPED.get(name, DATA)}, or start a new run."
                 )
         self.close()
@@ -139,11 +127,15 @@ class BatchStream:
 class _Samples(Dataset[Sample]):
     """Sequences as torch's map-style data set."""
 
-    def __init__(self, sequences: Sequences) -> None:
+    def __init__(self, sequences: Samples) -> None:
         self._sequences = sequences
 
-    def __getitem__(self, index: int) -> Sample:
-        return self._sequences[index]
+    def __getitems__(self, indices: list[int]) -> list[Sample] | DataError:
+        """Return samples, or the error: one that a worker raised would come as its whole traceback."""
+        try:
+            return [self._sequences[index] for index in indices]
+        except DataError as error:
+            return error
 
 
 class _Endless:
@@ -156,7 +148,7 @@ class _Endless:
         return self._batches
 
 
-def _load(sequences: Sequences, batches: Iterator[list[int]], workers: int) -> Iterator[Batch]:
+def _load(sequences: Samples, batches: Iterator[list[int]], workers: int) -> Iterator[Batch]:
     """Read micro-batches in this order.
 
     Workers are spawned: a fork would copy held locks of gloo, CUDA and tokenizers. The generator is
@@ -165,13 +157,20 @@ def _load(sequences: Sequences, batches: Iterator[list[int]], workers: int) -> I
     loader: DataLoader[Any] = DataLoader(
         _Samples(sequences),
         batch_sampler=_Endless(batches),  # it has no length, and needs none
-        collate_fn=sequences.stack,
+        collate_fn=partial(_stacked, sequences),
         num_workers=workers,
         multiprocessing_context="spawn" if workers else None,
         worker_init_fn=_start_worker if workers else None,
         generator=torch.Generator(),
     )
-    return iter(loader)
+    for batch in loader:
+        if isinstance(batch, DataError):
+            raise batch
+        yield batch
+
+
+def _stacked(sequences: Samples, samples: list[Sample] | DataError) -> Batch | DataError:
+    return samples if isinstance(samples, DataError) else sequences.stack(samples)
 
 
 def _start_worker(_: int) -> None:
@@ -181,22 +180,25 @@ def _start_worker(_: int) -> None:
 
 
 def validation_batches(
-    sequences: Sequences, micro_batch: int, *, dp: int = 1, rank: int = 0, limit: int | None = None,
+    sequences: Samples, micro_batch: int, *, dp: int = 1, rank: int = 0, limit: int | None = None,
     together: bool = False,
 ) -> Iterator[Batch]:  # fmt: skip
     """Yield this rank's micro-batches over all sequences, or `limit` of them at most: as many on every rank.
+
+    Sources of a mixture come one after another; each has the limit.
 
     together: `limit` is of all ranks, so that they see the same sequences at every dp.
     Missing rows are padding whose labels are all -100. Weigh each micro-batch's mean with its targets,
     and leave out one that has none (its mean is 0/0): the sum over ranks is exact.
     """
-    seen, padding = len(sequences), len(sequences)
-    if limit is not None:
-        seen = min(seen, limit * micro_batch * (1 if together else dp))
-    for step in range(math.ceil(seen / (micro_batch * dp))):
-        first = (step * dp + rank) * micro_batch
-        rows = (index if index < seen else padding for index in range(first, first + micro_batch))
-        yield sequences.stack([sequences[index] for index in rows])
+    for _, part in parts_of(sequences):
+        seen, padding = len(part), len(part)
+        if limit is not None:
+            seen = min(seen, limit * micro_batch * (1 if together else dp))
+        for step in range(math.ceil(seen / (micro_batch * dp))):
+            first = (step * dp + rank) * micro_batch
+            rows = (index if index < seen else padding for index in range(first, first + micro_batch))
+            yield part.stack([part[index] for index in rows])
 
 
 def steps_of(epochs: float, sequences: int, batch: int, taken: int = 0) -> int:

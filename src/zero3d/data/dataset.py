@@ -4,30 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy
 
 from zero3d.config import Data
-from zero3d.data.files import Source, find_sources
+from zero3d.config.sources import ALL, Part, parts_of
+from zero3d.data.files import find_sources, function_of, parts_of_data
+from zero3d.data.mixture import Member, Mixture
+from zero3d.data.own import OwnData, OwnSamples
 from zero3d.data.packing import Documents, hold_out
 from zero3d.data.records import check_rows
-from zero3d.data.sequences import Sequences
+from zero3d.data.sequences import Samples, Sequences
 from zero3d.data.store import TokenStore, prepare
 from zero3d.data.tokenizers import Tokenizer, check_vocabulary
-from zero3d.errors import DataError
+from zero3d.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """Sequences to train on and to evaluate on. `notes` are lines for people."""
+    """Samples to train on and to evaluate on. `notes` are lines for people."""
 
-    train: Sequences
-    validation: Sequences | None
+    train: Samples
+    validation: Samples | None
     tokenizer: Tokenizer | None
     notes: list[str]
 
 
 def needs_tokenizer(data: Data) -> bool:
-    """Return whether any file is something else than arrays of token ids."""
-    return any(source.format != "npy" for source in _sources(data))
+    """Return whether anything has no token ids yet."""
+    for part in parts_of_data(data):
+        if function := function_of(part):
+            if "input_ids" not in OwnData(function).item(0):
+                return True
+        elif any(source.format != "npy" for source in find_sources(part.paths, part.format)):
+            return True
+    return False
 
 
 def open_data(
@@ -42,62 +54,120 @@ def open_data(
     """
     if vocabulary is not None and tokenizer is not None:
         check_vocabulary(tokenizer, vocabulary)
-    store = _store(data, data.train, tokenizer, vocabulary, verify, made)
-    documents, notes = store.documents(), [store.note]
-    held_out: tuple[TokenStore, Documents] | None = None
+    opener = _Opener(data, tokenizer, vocabulary, multiple, verify, made)
+    fraction = 0.0 if isinstance(data.validation, tuple) else data.validation
+    sources = [opener.open(part, fraction) for part in parts_of(data.train, data.format)]
+    trained = [source for source in sources if source.part.weight != 0]
+    lines = [line for source in trained for line in _describe("training", source.part, source.train, source.store)]
+    lines += [note for source in sources for note in source.notes]
+    train = _together([Member(source.part.name, source.train, source.part.weight) for source in trained])
+    if isinstance(train, Mixture):
+        lines += train.describe()
+    held_out = [Member(source.part.name, source.held_out) for source in sources if source.held_out]
     if isinstance(data.validation, tuple):
-        other = _store(data, data.validation, tokenizer, vocabulary, verify, made)
-        held_out = other, other.documents()
-        notes.append(other.note)
-    elif data.validation:
-        documents, end, note = hold_out(documents, data.validation)
-        held_out = store, end
-        notes.append(note)
-    train = _sequences(data, store, documents, tokenizer, multiple)
-    validation = _sequences(data, *held_out, tokenizer, multiple) if held_out else None
-    lines = [*_describe("training", train, store), *(note for note in notes if note is not None)]
-    if held_out and validation:
-        lines += _describe("validation", validation, held_out[0] if held_out[0] is not store else None)
-    return DataSet(train, validation, tokenizer, lines)
+        for part in parts_of(data.validation, data.format):
+            source = opener.open(part)
+            lines += [*source.notes, *_describe("validation", part, source.train, source.store)]
+            held_out.append(Member(part.name, source.train))
+    else:
+        for source in sources:
+            lines += _describe("validation", source.part, source.held_out, None) if source.held_out else []
+    return DataSet(train, _together(held_out) if held_out else None, tokenizer, lines)
 
 
-def _sources(data: Data) -> list[Source]:
-    paths = data.train + (data.validation if isinstance(data.validation, tuple) else ())
-    return find_sources(paths, data.format)
+def _together(members: list[Member]) -> Samples:
+    return members[0].samples if len(members) == 1 else Mixture(members)
 
 
-def _store(
-    data: Data, paths: tuple[str, ...], tokenizer: Tokenizer | None, vocabulary: int | None, verify: bool,
-    made: Callable[[], None],
-) -> TokenStore:  # fmt: skip
-    sources = find_sources(paths, data.format)
-    check_rows(sources, data.length)
-    store = prepare(
-        sources, tokenizer, cache=data.cache, skip=data.skip_bad_lines, vocabulary=vocabulary, verify=verify, made=made
-    )
-    if vocabulary is not None:
-        check_vocabulary(None, vocabulary, store.meta.highest)
-    return store
+class _Source(NamedTuple):
+    """A part as samples. store: where its tokens are kept; None where a function gives its items."""
+
+    part: Part
+    train: Samples
+    held_out: Samples | None
+    store: TokenStore | None
+    notes: list[str]
 
 
-def _sequences(
-    data: Data, store: TokenStore, documents: Documents, tokenizer: Tokenizer | None, multiple: int
-) -> Sequences:
-    pad = tokenizer.pad if tokenizer else 0
-    sequences = Sequences(store, documents, data.length, data.packing, pad, multiple)
-    if not len(sequences):
-        raise DataError(
-            f"nothing to learn: {sequences.documents:,} documents make no sequence with a target "
-            f"({sequences.dropped:,} dropped, {sequences.truncated:,} truncated to data.length={data.length})."
-        )
-    return sequences
+@dataclass(frozen=True)
+class _Opener:
+    """Opens parts with what `open_data` was given."""
+
+    data: Data
+    tokenizer: Tokenizer | None
+    vocabulary: int | None
+    multiple: int
+    verify: bool
+    made: Callable[[], None]
+
+    def open(self, part: Part, fraction: float = 0.0) -> _Source:
+        """Open a part, with a fraction of it held out."""
+        if function := function_of(part):
+            return self._call(part, OwnData(function), fraction)
+        store = self._store(part)
+        documents, end, notes = _divide(store.documents(), fraction)
+        train = self._sequences(store, documents)
+        held_out = None if end is None else self._sequences(store, end)
+        return _Source(part, train, held_out, store, ([] if store.note is None else [store.note]) + notes)
+
+    def _call(self, part: Part, own: OwnData, fraction: float) -> _Source:
+        """Take the items of a function; the first and the last are looked at."""
+        if self.data.packing:
+            raise ConfigError(f"data.train={own.name} gives items one by one, each a sequence: set data.packing=false.")
+        every = numpy.arange(own.count)
+        documents, end, notes = _divide(Documents(every, every + 1, numpy.ones(own.count, bool)), fraction)
+        whole, held_out = (
+            None if chosen is None
+            else OwnSamples(
+                own, chosen.starts, self.data.length, self.tokenizer,
+                vocabulary=self.vocabulary, multiple=self.multiple,
+            )
+            for chosen in (documents, end)
+        )  # fmt: skip
+        assert whole is not None
+        for index in {0, len(whole) - 1}:
+            whole[index]
+        return _Source(part, whole, held_out, None, notes)
+
+    def _store(self, part: Part) -> TokenStore:
+        sources = find_sources(part.paths, part.format)
+        check_rows(sources, self.data.length)
+        store = prepare(
+            sources, self.tokenizer, cache=self.data.cache, skip=self.data.skip_bad_lines,
+            vocabulary=self.vocabulary, verify=self.verify, made=self.made,
+        )  # fmt: skip
+        if self.vocabulary is not None:
+            check_vocabulary(None, self.vocabulary, store.meta.highest)
+        return store
+
+    def _sequences(self, store: TokenStore, documents: Documents) -> Sequences:
+        data, pad = self.data, self.tokenizer.pad if self.tokenizer else 0
+        sequences = Sequences(store, documents, data.length, data.packing, pad, self.multiple)
+        if not len(sequences):
+            raise DataError(
+                f"nothing to learn: {sequences.documents:,} documents make no sequence with a target "
+                f"({sequences.dropped:,} dropped, {sequences.truncated:,} truncated to data.length={data.length})."
+            )
+        return sequences
 
 
-def _describe(name: str, sequences: Sequences, store: TokenStore | None) -> Iterator[str]:
+def _divide(documents: Documents, fraction: float) -> tuple[Documents, Documents | None, list[str]]:
+    """Split off a fraction, if there is one, with the line that says how."""
+    if not fraction:
+        return documents, None, []
+    kept, end, note = hold_out(documents, fraction)
+    return kept, end, [note]
+
+
+def _describe(what: str, part: Part, sequences: Samples, store: TokenStore | None) -> Iterator[str]:
     """Yield a line on what there is, then one on what is missing.
 
     store   whose counts are told, too; None where another line has them
     """
+    name = f"{what} {part.name}" if part.name != ALL else what
+    if not isinstance(sequences, Sequences):
+        yield f"{name}: {_number(len(sequences), 'item')} of {part.paths[0]}, of at most {sequences.length} tokens"
+        return
     tokens, targets = sequences.count()
     files = f"{_number(store.meta.files, 'file')}, " if store else ""
     full = f" ({tokens / (len(sequences) * sequences.length):.1%} full)" if sequences.packing else ""

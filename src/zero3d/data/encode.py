@@ -20,6 +20,7 @@ from zero3d.data.tokenizers import Tokenizer
 from zero3d.errors import ConfigError, DataError
 
 RECORDS, CHARACTERS = 1024, 1 << 20  # tokenized at once, at most: a fast tokenizer needs 130 bytes a character
+SKIP = "Correct it, or leave such records out with data.skip_bad_lines=true."
 
 
 class Encoded(NamedTuple):
@@ -37,10 +38,14 @@ class Encoded(NamedTuple):
 
 
 class Encoder:
-    """Encodes records; counts those it left out because `skip` allowed it (otherwise they are a DataError)."""
+    """Encodes records; counts those it left out because `skip` allowed it (otherwise they are a DataError).
 
-    def __init__(self, tokenizer: Tokenizer | None, skip: bool = False) -> None:
+    remedy  what such an error says to do
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, skip: bool = False, remedy: str = SKIP) -> None:
         self.skipped = 0
+        self._remedy = remedy
         self._given = tokenizer
         self._skip = skip
         self._template: ChatTemplate | None = None
@@ -91,10 +96,7 @@ class Encoder:
 
     def _leave_out(self, bad: BadRecord) -> None:
         if not self._skip:
-            raise DataError(
-                f"{bad.place}: {bad.why.removesuffix('.')}. "
-                "Correct it, or leave such records out with data.skip_bad_lines=true."
-            )
+            raise DataError(f"{bad.place}: {bad.why.removesuffix('.')}. {self._remedy}")
         self.skipped += 1
 
 

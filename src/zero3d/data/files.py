@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero3d.config.hints import nearest
+from zero3d.config.sections import Data
+from zero3d.config.sources import Part, names_function, parts_of
 from zero3d.errors import DataError, short
 from zero3d.reading import Unreadable, check_regular
 
@@ -45,6 +47,25 @@ def find_sources(paths: Sequence[str], format: str = "auto") -> list[Source]:
     if not paths:
         raise DataError("no data: give data.train files or folders.")
     return [source for path in paths for source in _find(path, format)]
+
+
+def parts_of_data(data: Data) -> list[Part]:
+    """Return all that is read, to train on and to evaluate on."""
+    held_out = parts_of(data.validation, data.format) if isinstance(data.validation, tuple) else []
+    return parts_of(data.train, data.format) + held_out
+
+
+def function_of(part: Part) -> str | None:
+    """Return the function that a part names as module:function; None where it names files."""
+    path = part.paths[0]
+    return path if names_function(path) and not os.path.exists(path) else None
+
+
+def check_paths(data: Data) -> None:
+    """Refuse files that are not there; looks at names only. Raises DataError."""
+    for part in parts_of_data(data):
+        for path in () if function_of(part) else part.paths:
+            check_path(path, part.format)
 
 
 def check_path(path: str, format: str) -> None:

@@ -4,6 +4,7 @@
                       | A A A A A B B B | B B C C C C D D | D D D . . . . . |
     examples, packed  whole ones into the fullest sequence that has room (best fit, longest first);
                       longer ones are truncated
+    texts, best fit   the same, longer ones are cut
     not packed        one document, or piece of one, per sequence
 
 A span is tokens of one document that see only each other. It starts without its past, so its first
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from zero3d.errors import ConfigError
 
 Ints = NDArray[numpy.int64]
+BEST_FIT = "best_fit"
 COUNTED = 1 << 12  # spans whose targets are counted at once: their tokens are in memory
 
 
@@ -72,9 +74,9 @@ def _hold_out_end(documents: Documents, fraction: float) -> tuple[Documents, Doc
     return Documents(starts, cut, examples), Documents(cut, stops, examples), note
 
 
-def plan(documents: Documents, length: int, packing: bool, targets: NDArray[numpy.uint8] | None) -> Plan:
-    """Return the table of spans. `targets` marks what is learnt, None if all is."""
-    if packing and not documents.examples.any():
+def plan(documents: Documents, length: int, packing: bool | str, targets: NDArray[numpy.uint8] | None) -> Plan:
+    """Return the table of spans. `targets` marks what is learnt, None if all is. packing: also BEST_FIT."""
+    if packing and packing != BEST_FIT and not documents.examples.any():
         return _stream(documents, length)
     spans, truncated = _pieces(documents, length)
     kept = count_targets(spans, targets) > 0

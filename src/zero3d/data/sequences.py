@@ -15,12 +15,14 @@ sequence need lengths that are a `multiple` of their number.
 from __future__ import annotations
 
 from collections.abc import Sequence as Listed
+from typing import Protocol
 
 import numpy
 import torch
 from torch import Tensor
 
-from zero3d.data.packing import Documents, count_targets, plan
+from zero3d.data.orders import Order, Stream
+from zero3d.data.packing import Documents, Ints, count_targets, plan
 from zero3d.data.store import TokenStore
 
 IGNORED = -100
@@ -28,11 +30,47 @@ Sample = dict[str, Tensor]  # int64 [tokens] each
 Batch = dict[str, Tensor]  # int64 [micro_batch, tokens] each
 
 
+class Samples(Protocol):
+    """What is trained on and evaluated on: numbered samples, which a run takes in its own order.
+
+    length     tokens of the longest
+    documents, truncated, dropped   counts for people
+    """
+
+    length: int
+    documents: int
+    truncated: int
+    dropped: int
+
+    @property
+    def packing(self) -> bool | str:
+        """Whether a sample is of several documents, and how they are put together."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample:
+        """Return a sample; len(self) is one of padding, without a target."""
+
+    def stack(self, samples: Listed[Sample]) -> Batch:
+        """Stack samples to a micro-batch."""
+
+    @property
+    def identity(self) -> dict[str, int | str]:
+        """What decides each sample, equal for the same samples wherever they are kept."""
+
+    @property
+    def lengths(self) -> Ints:
+        """Tokens of each sample [S]."""
+
+    def order(self, seed: int, shuffle: bool) -> Stream:
+        """Return the endless stream of indices that a run takes."""
+
+
 class Sequences:
     """The sequences of a set of documents. Only numpy arrays and a path travel to a worker."""
 
     def __init__(
-        self, store: TokenStore, documents: Documents, length: int, packing: bool, pad: int, multiple: int = 1
+        self, store: TokenStore, documents: Documents, length: int, packing: bool | str, pad: int, multiple: int = 1
     ) -> None:
         self.length, self._multiple = length, multiple
         self.packing = packing
@@ -54,6 +92,16 @@ class Sequences:
             "length": self.length, "packing": self.packing, "sequences": len(self), "documents": self.documents,
             "digest": self._store.meta.digest,
         }  # fmt: skip
+
+    @property
+    def lengths(self) -> Ints:
+        """Tokens of each sequence [S]."""
+        sums = numpy.concatenate([[0], numpy.cumsum(self._spans[:, 1] - self._spans[:, 0])])
+        return numpy.diff(sums[self._pointers])
+
+    def order(self, seed: int, shuffle: bool) -> Order:
+        """Return the stream of a run: all sequences, an epoch after another."""
+        return Order(len(self), seed, shuffle)
 
     def count(self) -> tuple[int, int]:
         """Count tokens and targets of all sequences."""
@@ -87,11 +135,16 @@ class Sequences:
 
     def stack(self, samples: Listed[Sample]) -> Batch:
         """Stack samples to a micro-batch, padded on the right to the longest one and to a multiple of `multiple`."""
-        longest = max(len(sample["input_ids"]) for sample in samples)
-        longest += -longest % self._multiple
-        fill = {"input_ids": self._pad, "labels": IGNORED, "position_ids": 0}
+        return stack(samples, self._pad, self._multiple)
 
-        def row(values: Tensor, name: str) -> Tensor:
-            return torch.nn.functional.pad(values, (0, longest - len(values)), value=fill[name])
 
-        return {name: torch.stack([row(sample[name], name) for sample in samples]) for name in samples[0]}
+def stack(samples: Listed[Sample], pad: int, multiple: int) -> Batch:
+    """Stack samples, padded on the right with `pad` to the longest one and to a multiple of `multiple` tokens."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    longest += -longest % multiple
+    fill = {"input_ids": pad, "labels": IGNORED, "position_ids": 0}
+
+    def row(values: Tensor, name: str) -> Tensor:
+        return torch.nn.functional.pad(values, (0, longest - len(values)), value=fill[name])
+
+    return {name: torch.stack([row(sample[name], name) for sample in samples]) for name in samples[0]}

@@ -57,7 +57,7 @@ def dry_run(
     per_host  ranks on each host; None: on one
     """
     begun = time.monotonic()
-    with fake_group(rank, world), standing_in(backend, config.data.packing), dry_tiers():
+    with fake_group(rank, world), standing_in(backend, bool(config.data.packing)), dry_tiers():
         mesh = FakeMesh(config.mesh.dp, config.mesh.tp, config.mesh.pp, backend, per_host)
         place, m = mesh.place, resolve_batch(config.train, mesh.dp).accumulate
         schedule = Schedule.of(config.mesh.schedule)
@@ -102,7 +102,7 @@ def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> Observation:
             return engine
 
         def make_batches() -> list[dict[str, Any]]:
-            return blank_batches(batch.accumulate, shape, config.data.packing, options)
+            return blank_batches(batch.accumulate, shape, bool(config.data.packing), options)
 
         return observe(mesh, build, make_batches, run)
 

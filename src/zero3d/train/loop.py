@@ -8,9 +8,8 @@ of the loop is `LoopState`: with the engine's own states, the run goes on as if 
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,21 +21,21 @@ from torch import Tensor
 
 from zero3d.checkpoint.folders import checkpoints
 from zero3d.config import Config
-from zero3d.data.batches import BatchStream, validation_batches
-from zero3d.data.sequences import Sequences
+from zero3d.data.batches import BatchStream
+from zero3d.data.sequences import Samples
 from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError, CorruptionError, NonFiniteError
 from zero3d.memory.arena import device_values
 from zero3d.train.callbacks import Callbacks
 from zero3d.train.corruption import after_corruption
-from zero3d.train.criterion import HELD_OUT, OF_AVERAGES, Criterion
+from zero3d.train.criterion import Criterion
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
+from zero3d.train.evaluations import Evaluations
 from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
 from zero3d.train.loop_state import RUN, LoopState
 from zero3d.train.metrics import Metrics, Record
 from zero3d.train.nonfinite import none_applied, skip_limit, too_many_skips
-from zero3d.train.own_values import OwnValues
 from zero3d.train.plan_check import PlanCheck
 from zero3d.train.profiler import Tracer
 from zero3d.train.progress import Progress
@@ -59,7 +58,6 @@ class Loop:
     validation  sequences held out, or None
     flops       useful operations per token, of the whole model
     tokens      that this rank trained on in this session
-    values      of evaluate.function, at the last evaluation of this session
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class Loop:
         config: Config,
         engine: Engine,
         stream: BatchStream,
-        validation: Sequences | None,
+        validation: Samples | None,
         folder: Folder,
         options: Mapping[str, Any],
         flops: float,
@@ -78,15 +76,14 @@ class Loop:
         self.traffic = TrainingTraffic(engine)
         self.plan_check: PlanCheck | None = None
         self._callbacks = Callbacks(config.callbacks or (), engine)
-        self._own = None if config.evaluate.function is None else OwnValues(config.evaluate.function, engine)
-        self.values: Mapping[str, float] = {}
+        self.evaluations = Evaluations(config, engine, validation, stream.portions.micro_batch, self.on_device)
         self.criterion = Criterion.of(config.evaluate)
         self.state = self.state.by(self.criterion)
         self.saving = Saving(config.checkpoint, engine, folder, partial(self._tell, "on_save"))
         self._hints = ResumeHints(folder, config, engine.world.size)
         self._steps_at_start = engine.steps  # applied
         self._skip_limit, self._last_step, self._overflows = skip_limit(config.health), 0, 0
-        self._validation, self._options = validation, options
+        self._options = options
         self._flops, self.tokens = flops, 0
         self._spikes = SpikeWatch()
         self._of_ranks: list[float] = []  # of each in the last step: signal, tokens, whether its save is over
@@ -128,7 +125,7 @@ class Loop:
                 stop_signal = self._add_totals(record)
                 self._note_spike(record, progress)
                 last = step == steps
-                if self.evaluates:
+                if self.evaluations.any:
                     if stop_signal and last and not self.stuck:
                         self.save(record)  # there may be no time for the evaluation
                     if last or (not stop_signal and _due(step, self.config.evaluate.every)):
@@ -310,46 +307,15 @@ class Loop:
 
     # --- the held-out part --------------------------------------------------------------------------
 
-    def held_out_batches(self) -> Iterator[dict[str, Any]]:
-        """Yield this rank's micro-batches of the held-out part."""
-        assert self._validation is not None
-        dp, micro = self.engine.dp, self.stream.portions.micro_batch
-        limit, exact = self.config.evaluate.batches, self.config.zero.exact
-        batches = validation_batches(self._validation, micro, dp=dp.size, rank=dp.rank, limit=limit, together=exact)
-        for batch in batches:
-            yield self.on_device(batch)
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether there is anything to evaluate."""
-        return self._validation is not None or self._own is not None
-
     def _evaluate(self, record: Record, progress: Progress) -> None:
         """Evaluate after a step; note the values in its record, and for how long a better one has been waited for."""
-        found = {} if self._validation is None else self.evaluate()
-        if self._own is not None:
-            with self.traffic.excluded():
-                self.values = self._own.at(record["step"], record.keys() | found.keys())
-            found |= self.values
+        with self.traffic.excluded():
+            found = self.evaluations.at(record["step"], record.keys())
         self.criterion.check(found)
         record |= found
         progress.show_evaluation(record["step"], found)
         self.state = replace(self.state, waiting=self.criterion.wait(self.state.waiting, record))
         self._tell("on_evaluate", record)
-
-    def evaluate(self) -> Record:
-        """Return the mean loss per held-out target and its perplexity, and the loss of averaged weights beside it."""
-        with self.traffic.excluded():
-            loss = self._held_out_loss()
-            found = {HELD_OUT: loss, "perplexity": math.exp(min(loss, 700.0))}
-            if self.engine.averages is not None:
-                with self.engine.averaged():
-                    found[OF_AVERAGES] = self._held_out_loss()
-        return found
-
-    def _held_out_loss(self) -> float:
-        mean = self.engine.evaluate(self.held_out_batches())
-        return self.engine.world.read(mean.view(1), [0.0])[0]
 
     # --- checkpoints --------------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ def plan_late(config: Config, mesh: Mesh) -> PlannedRun | str:
 def _planned(config: Config, model: nn.Module, mesh: Mesh) -> PlannedRun:
     hardware = run_cluster(config, mesh)
     plan = plan_of(config, mesh.world)
-    spec = trace(model, config.data.length, config.model.path, config.data.packing)
+    spec = trace(model, config.data.length, config.model.path, bool(config.data.packing))
     return PlannedRun(spec, hardware, plan, evaluate(spec, hardware, plan))
 
 

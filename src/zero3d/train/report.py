@@ -112,6 +112,8 @@ def summary(result: Result) -> Iterator[str]:
         yield f"held-out loss: {held_out:.6f} nats per token, perplexity {math.exp(min(held_out, 700.0)):,.3f}"
     if math.isfinite(result.averaged_loss):
         yield f"held-out loss of averaged weights: {result.averaged_loss:.6f} nats per token"
+    if result.of_sources:
+        yield f"of each source: {', '.join(f'{name} {loss:.6f}' for name, loss in result.of_sources.items())}"
     if result.values:
         yield f"evaluated: {', '.join(f'{name} {value:g}' for name, value in result.values.items())}"
     if result.config.checkpoint.export:
@@ -160,6 +162,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "losses": [finite(loss) for loss in losses(result.history)],
         "held_out_loss": finite(result.held_out_loss),
         "averaged_loss": finite(result.averaged_loss),
+        "held_out_losses": {name: finite(loss) for name, loss in result.of_sources.items()},
         "values": {name: finite(value) for name, value in result.values.items()},
         "ended_early": result.ended_early,
         "fingerprint": result.fingerprint or None,

@@ -86,6 +86,12 @@ class Result:
         return self.held_out_loss if self.config.train.ema is None else self.averaged_loss
 
     @property
+    def of_sources(self) -> Mapping[str, float]:
+        """The held-out loss of each source of a mixture, by its name."""
+        last = self.history[-1] if self.history else {}
+        return {name.removeprefix(f"{HELD_OUT}/"): last[name] for name in last if name.startswith(f"{HELD_OUT}/")}
+
+    @property
     def steps(self) -> Sequence[Record]:
         """Records of this session."""
         return self.history[len(self.history) - self.session :]
@@ -204,7 +210,7 @@ def _finish(
         folder=folder,
         checkpoint=loop.checkpoint,
         fingerprint=fingerprint,
-        values=loop.values,
+        values=loop.evaluations.values,
         ended_early=loop.why_over,
     )
 
@@ -285,6 +291,7 @@ def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
     return BatchStream(
         inputs.data.train, inputs.batch, rank=engine.dp.rank, seed=config.seed, shuffle=config.data.shuffle,
         workers=config.data.workers, dealt=config.zero.exact and engine.policy.reduce == "every_micro_batch",
+        grouped=config.data.group_by_length,
     )  # fmt: skip
 
 

@@ -1,0 +1,189 @@
+"""A user's own data: `data.train: module:function`, whose items are read by index when a batch needs them.
+
+    function() -> object with __len__() and __getitem__(index)
+    item       {input_ids, labels}      token ids, and which are learnt (-100: not; without labels all)
+               {text}, {prompt, completion}, {messages}      as a line of a jsonl file
+
+An item is a sequence; nothing is packed or kept on disk. Index and order are ours, so a run goes on exactly where it
+was as long as the object gives the same item for the same index. Workers call the function once more each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence as Listed
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+
+from zero3d.config.own_code import imported, in_one_line
+from zero3d.data.encode import Encoder
+from zero3d.data.orders import Ints, Order
+from zero3d.data.records import KEYS, BadRecord, record_of
+from zero3d.data.sequences import IGNORED, Batch, Sample, stack
+from zero3d.data.tokenizers import Tokenizer
+from zero3d.errors import DataError, Zero3dError, short
+
+WANTED = "{input_ids: [tokens], labels: [tokens]}, {text}, {prompt, completion} or {messages}"
+
+
+class OwnData:
+    """What a function returned: checked access by index. Pickling carries the function's name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        function = imported("data.train", name)
+        self._items = self._try(function, "") if callable(function) else function
+        kind = type(self._items).__name__
+        missing = [method for method in ("__len__", "__getitem__") if not hasattr(type(self._items), method)]
+        if missing:
+            raise DataError(
+                f"{name} returns a {kind} without {' and '.join(missing)}: what can be resumed exactly is read by "
+                "index, so return an object with both."
+            )
+        self.count = self._try(lambda: len(self._items), " when asked for its length")
+        if not self.count:
+            raise DataError(f"{name} returns a {kind} of length 0: there is nothing to train on.")
+
+    def __reduce__(self) -> tuple[type[OwnData], tuple[str]]:
+        return OwnData, (self.name,)
+
+    def place(self, index: int) -> str:
+        """Return what a message calls an item."""
+        return f"{self.name} at index {index:,} of {self.count:,}"
+
+    def item(self, index: int) -> Mapping[str, Any]:
+        """Return an item. Raises DataError where the object has none, or no mapping."""
+        item = self._try(lambda: self._items[index], f" at index {index:,} of {self.count:,}")
+        if not isinstance(item, Mapping):
+            raise DataError(f"{self.place(index)} gives a {type(item).__name__}; wanted is {WANTED}.")
+        return item
+
+    @property
+    def lengths(self) -> Ints:
+        """Tokens of each item, which the object says in `lengths` [items]."""
+        found = getattr(self._items, "lengths", None)
+        if found is None:
+            raise DataError(
+                f"data.group_by_length sorts by length, and what {self.name} returns does not say how long its items "
+                "are: give it an attribute lengths [items], or set data.group_by_length=false."
+            )
+        lengths = whole_numbers(found, f"lengths of {self.name}")
+        if len(lengths) != self.count:
+            raise DataError(f"lengths of {self.name} has {len(lengths):,} numbers for {self.count:,} items.")
+        return lengths
+
+    def _try(self, action: Callable[[], Any], when: str) -> Any:
+        try:
+            return action()
+        except Zero3dError:
+            raise
+        except Exception as error:  # whatever a user's code does
+            raise DataError(f"{self.name} raised{when}: {in_one_line(error)}") from error
+
+
+class OwnSamples:
+    """The items at `indices` as samples of at most `length` tokens; longer ones are truncated."""
+
+    packing = False
+    truncated = dropped = 0
+
+    def __init__(
+        self, own: OwnData, indices: Ints, length: int, tokenizer: Tokenizer | None, *,
+        vocabulary: int | None = None, multiple: int = 1,
+    ) -> None:  # fmt: skip
+        self.length = length
+        self.documents = len(indices)
+        self._own, self._indices = own, indices
+        self._encoder = Encoder(tokenizer, remedy="Correct it in the function.")
+        self._pad = tokenizer.pad if tokenizer else 0
+        self._vocabulary, self._multiple = vocabulary, multiple
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Return input_ids and labels [tokens]; index len(self) is padding. Raises DataError."""
+        if index == len(self):
+            ids, labels = numpy.full(1, self._pad), numpy.full(1, IGNORED)
+        else:
+            ids, labels = self._read(int(self._indices[index]))
+        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+
+    def _read(self, index: int) -> tuple[Ints, Ints]:
+        item, place = self._own.item(index), self._own.place(index)
+        ids, labels = self._given(item, place) if "input_ids" in item else self._encoded(item, place)
+        highest = int(ids.max())
+        if int(ids.min()) < 0 or (self._vocabulary is not None and highest >= self._vocabulary):
+            wrong = int(ids.min()) if int(ids.min()) < 0 else highest
+            rows = "" if self._vocabulary is None else f": the model's vocabulary has {self._vocabulary:,}"
+            raise DataError(f"{place} gives the token id {wrong:,}, which is none{rows}.")
+        ids, labels = ids[: self.length], labels[: self.length].copy()
+        labels[0] = IGNORED  # nothing predicts it
+        if (labels == IGNORED).all():
+            raise DataError(
+                f"{place} has no target among its first {len(ids):,} tokens, and a loss without one is 0/0: leave it "
+                "out in the function, or set a larger data.length."
+            )
+        return ids, labels
+
+    def _given(self, item: Mapping[str, Any], place: str) -> tuple[Ints, Ints]:
+        ids = whole_numbers(item["input_ids"], f"input_ids of {place}")
+        if item.get("labels") is None:
+            return ids, ids
+        labels = whole_numbers(item["labels"], f"labels of {place}")
+        if len(labels) != len(ids):
+            raise DataError(f"{place} gives {len(labels):,} labels for {len(ids):,} input_ids: one for each is wanted.")
+        odd = labels[(labels != IGNORED) & ((labels < 0) | (labels >= (self._vocabulary or 1 << 32)))]
+        if len(odd):
+            raise DataError(f"{place} gives the label {int(odd[0]):,}: a token id is wanted, or {IGNORED}.")
+        return ids, labels
+
+    def _encoded(self, item: Mapping[str, Any], place: str) -> tuple[Ints, Ints]:
+        if not any(key in item for key in KEYS):
+            raise DataError(f"{place} gives the keys {', '.join(map(short, item)) or 'none'}; wanted is {WANTED}.")
+        record = record_of(item, place)
+        if isinstance(record, BadRecord):
+            raise DataError(f"{place}: {record.why.removesuffix('.')}. Correct it in the function.")
+        ids, targets, *_ = next(iter(self._encoder.documents([record])))
+        if not len(ids):
+            raise DataError(f"{place} is empty: leave it out in the function.")
+        return ids, ids if targets is None else numpy.where(targets == 0, IGNORED, ids)
+
+    def stack(self, samples: Listed[Sample]) -> Batch:
+        """Stack samples to a micro-batch, padded on the right."""
+        return stack(samples, self._pad, self._multiple)
+
+    @property
+    def identity(self) -> dict[str, int | str]:
+        """The function's name and how many items it has: what they hold is its own business."""
+        digest = hashlib.sha256(f"{self._own.name} {self._own.count}".encode()).hexdigest()[:16]
+        return {
+            "length": self.length, "packing": False, "sequences": len(self), "documents": len(self), "digest": digest,
+        }  # fmt: skip
+
+    @property
+    def lengths(self) -> Ints:
+        """Tokens of each sample [S], as the object says. Raises DataError where it does not."""
+        return numpy.minimum(self._own.lengths[self._indices], self.length)
+
+    def order(self, seed: int, shuffle: bool) -> Order:
+        """Return the stream of a run: all items, an epoch after another."""
+        return Order(len(self), seed, shuffle)
+
+
+def whole_numbers(value: Any, what: str) -> Ints:
+    """Return token ids of a list, an array or a tensor as int64 [n]. Raises DataError for anything else."""
+    try:
+        array: NDArray[Any] = numpy.asarray(value)
+    except (TypeError, ValueError, RuntimeError):  # ragged lists, tensors of a device
+        raise DataError(
+            f"{what} is a {type(value).__name__} that makes no array; wanted are whole numbers [n]."
+        ) from None
+    if not array.size:
+        raise DataError(f"{what} is empty.")
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DataError(f"{what} is {array.dtype} of shape {list(array.shape)}; wanted are whole numbers [n].")
+    return array.astype(numpy.int64)
