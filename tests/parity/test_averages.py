@@ -218,7 +218,9 @@ def test_saves_behind_training_have_the_averages_of_their_step(ranks, tmp_path):
             train={"steps": 4, "batch": 4, "ema": DECAY},
             checkpoint={"every": 1, "keep": 9, "asynchronous": behind, "export": False},
         )  # fmt: skip
-        ranks(2, train, made)
+        (tmp_path / "run.yaml").write_text(json.dumps(made))
+        told = ranks(2, run_in, str(tmp_path), ["run.yaml"])[0]
+        assert [row for row in told["memory"] if row["agrees"] is False] == []
     for number in (1, 2, 3, 4):
         waits, behind = (
             {path.name: path.read_bytes() for path in (tmp_path / output / "checkpoints" / f"step-{number}").glob("*.safetensors")}
