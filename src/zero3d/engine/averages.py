@@ -97,6 +97,11 @@ class Averages:
             self._arena.give_back("wire", scratch)
 
 
+def open_averages(decay: float | None, optimizer: ShardedOptimizer, arena: Arena) -> Averages | None:
+    """Return what keeps averages, if they are asked for. Raises ConfigError."""
+    return None if decay is None else Averages(decay, optimizer, arena)
+
+
 def _check(decay: float, optimizer: ShardedOptimizer) -> None:
     """Refuse what no average can be kept of. Raises ConfigError."""
     if not 0 < decay < 1:

@@ -100,4 +100,4 @@ class BlankImages:
                 f"{type(model_of(self._model)).__name__} cannot be given a blank image ({type(error).__name__}: "
                 f"{line}), which stage 3 needs where a micro-batch has none: pass zero.stage=2, or images in all."
             ) from error
-        return embedded + sum((t * 0).sum() for t in features).to(embedded.dtype)
+        return embedded + torch.stack([(t * 0).sum() for t in features]).sum().to(embedded.dtype)
