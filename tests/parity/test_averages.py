@@ -241,7 +241,7 @@ def momentum(params):
     ("options", "said"),
     [
         ({"ema": 1.5}, "lies between 0 and 1: pass ema=0.999"),
-        ({"ema": DECAY, "offload": {"optimizer": "host"}}, "here these leave the device"),
+        ({"ema": DECAY, "offload": {"optimizer": "host"}}, "here states leave it"),
         ({"ema": DECAY, "optimizer": momentum}, "the optimizer is SGD"),
     ],
 )

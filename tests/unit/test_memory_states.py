@@ -1,9 +1,12 @@
 """Bytes of states by hand: precisions, padding, frozen weights, sums of summands."""
 
+from dataclasses import replace
+
 import pytest
 from by_hand import BLOCK, BLOCKS, ENDS, HIDDEN, LENGTH, VOCAB, model_of
 
 from zero3d.config import load
+from zero3d.errors import ConfigError
 from zero3d.plan.emit import plan_of, train_config
 from zero3d.plan.saves import copy_bytes
 from zero3d.plan.spec import ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
@@ -39,6 +42,11 @@ def test_averages_of_a_file_are_in_its_plan_in_the_copy_of_its_saves_and_in_the_
     assert copy_bytes(model_of(), averaged) - copy_bytes(model_of(), plain) == 4 * params / 2
     assert load(train_config(model_of(), averaged, "demo", None)).train.ema == 0.99
     assert load(train_config(model_of(), plain, "demo", None)).train.ema is None
+    for away in ("optimizer", "params"):
+        with pytest.raises(ConfigError, match=rf"offload\.{away}=host moves states off it: type offload\.{away}=none"):
+            load({"train": {"ema": 0.99}, "offload": {away: "host"}})
+    with pytest.raises(ConfigError, match="averages of weights are kept on the device"):
+        states(model_of(), replace(averaged, offload="host"))
 
 
 @pytest.mark.parametrize("numel", [8_191, 8_192, 8_193])
