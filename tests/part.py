@@ -19,6 +19,7 @@ UNMEASURED = 20.0
 SECONDS = {  # of a case; 45 for test_exact, test_figures_again and test_gpu_check, which may take longer, so that they get a turn
     "tests/parity/test_averages.py": 6.0,
     "tests/parity/test_benchmark_mesh.py": 5.0,
+    "tests/parity/test_blank_images.py": 2.0,
     "tests/parity/test_checkpoint.py": 0.7,
     "tests/parity/test_checkpoint_damage.py": 1.8,
     "tests/parity/test_compare_runs.py": 30.0,

@@ -98,3 +98,10 @@ def micro_batch(name, generator, sequences=2, length=24):
     if name in ("gemma3", "paligemma"):
         made["token_type_ids"] = (ids == IMAGE).long()
     return made
+
+
+def text_alone(batch):
+    """The same micro-batch without its images."""
+    ids = torch.where(batch["input_ids"] == IMAGE, 5, batch["input_ids"])
+    kept = {"token_type_ids": torch.zeros_like(ids)} if "token_type_ids" in batch else {}
+    return {"input_ids": ids, "labels": ids.clone()} | kept

@@ -3,14 +3,17 @@
 import json
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from buckets import buckets_of
 from meshes import engine_of, mesh_of, model_of, step, world_of
 from models import adamw, batch, bits, build, clone, loss_of, train_engine, train_plain
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from training import metrics, run_in, save_model, save_rows, train, tree
+from transformers import AutoModelForCausalLM
 
 import zero3d
 from zero3d.checkpoint.stored_states import StoredStates
@@ -185,6 +188,26 @@ def test_averages_of_a_mesh_are_saved_and_loaded_on_one_rank(ranks, tmp_path, sh
 
 
 @pytest.mark.long
+def test_adapters_are_averaged_and_exported_so(ranks, tmp_path):
+    save_model(tmp_path / "model")
+    save_rows(tmp_path / "rows.npy")
+    held_out = save_rows(tmp_path / "held_out.npy", rows=4, seed=1)
+    made = tree(
+        tmp_path, lora={"rank": 2}, data={"validation": [str(held_out)]}, optimizer={"lr": 1e-2},
+        train={"steps": 3, "batch": 4, "ema": DECAY}, checkpoint={"export": True},
+    )  # fmt: skip
+    (tmp_path / "run.yaml").write_text(json.dumps(made))
+    told = ranks(2, run_in, str(tmp_path), ["run.yaml"])[0]
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    adapted = PeftModel.from_pretrained(base, Path(made["output"]) / "hf")
+    ids = torch.from_numpy(numpy.load(held_out))
+    with torch.no_grad():
+        loss = float(adapted(input_ids=ids, labels=ids).loss)
+    assert loss == pytest.approx(told["averaged_loss"], rel=1e-6)
+    assert abs(loss - told["held_out_loss"]) > 1e-5
+
+
+@pytest.mark.long
 def test_saves_behind_training_have_the_averages_of_their_step(ranks, tmp_path):
     save_model(tmp_path / "model")
     save_rows(tmp_path / "rows.npy")
@@ -195,7 +218,9 @@ def test_saves_behind_training_have_the_averages_of_their_step(ranks, tmp_path):
             train={"steps": 4, "batch": 4, "ema": DECAY},
             checkpoint={"every": 1, "keep": 9, "asynchronous": behind, "export": False},
         )  # fmt: skip
-        ranks(2, train, made)
+        (tmp_path / "run.yaml").write_text(json.dumps(made))
+        told = ranks(2, run_in, str(tmp_path), ["run.yaml"])[0]
+        assert [row for row in told["memory"] if row["agrees"] is False] == []
     for number in (1, 2, 3, 4):
         waits, behind = (
             {path.name: path.read_bytes() for path in (tmp_path / output / "checkpoints" / f"step-{number}").glob("*.safetensors")}
@@ -216,7 +241,7 @@ def momentum(params):
     ("options", "said"),
     [
         ({"ema": 1.5}, "lies between 0 and 1: pass ema=0.999"),
-        ({"ema": DECAY, "offload": {"optimizer": "host"}}, "here these leave the device"),
+        ({"ema": DECAY, "offload": {"optimizer": "host"}}, "here states leave it"),
         ({"ema": DECAY, "optimizer": momentum}, "the optimizer is SGD"),
     ],
 )

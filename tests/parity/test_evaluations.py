@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,25 @@ def test_a_run_ends_early_as_complete_and_a_resume_knows_it(ranks, folder):
 def test_a_value_of_collectives_is_the_same_on_all_ranks(ranks, folder):
     made = run(folder, "sums", train={"steps": 1, "batch": 4}, evaluate={"function": "own_code:with_collectives"})
     assert [(record["sum"], record["length"]) for (record,) in ranks(2, train, made)] == [(3.0, 5.0)] * 2
+
+
+@pytest.mark.long
+def test_the_command_tells_once_what_one_rank_raised_while_the_other_waits_for_it(folder):
+    made = run(folder, "out", train={"steps": 2, "batch": 4}, evaluate={"function": "mine:one_fails"})
+    (folder / "run.yaml").write_text(json.dumps(made))
+    (folder / "mine.py").write_text(
+        "def one_fails(engine, step):\n"
+        "    if engine.world.rank == 1:\n"
+        "        raise RuntimeError('no answers')\n"
+        "    engine.release()\n"
+        "    engine.fingerprint()\n"
+    )
+    command = [sys.executable, "-m", "zero3d.cli.main", "train", "run.yaml", "--ranks=2"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=dict(os.environ))
+    assert done.returncode == 2, done.stderr
+    line = "ConfigError: evaluate.function mine:one_fails at step 2 raised RuntimeError: no answers"
+    assert done.stderr.count(f"{line} ({folder / 'mine.py'}:3)") == 1
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """What going on may not do: take over a folder of others, lose what stands there, or change the run in silence."""
 
 import shutil
+from unittest import mock
 
 import numpy
 import pytest
@@ -267,24 +268,23 @@ def test_an_export_that_could_not_be_verified_is_refused_at_the_start(ranks, fol
 
 def train_and_note(made, stop_in):
     """train; in which order it saved and evaluated."""
+    from zero3d.train.evaluations import Evaluations
     from zero3d.train.loop import Loop
 
-    noted, originals = [], {name: getattr(Loop, name) for name in ("save", "evaluate")}
+    noted = []
 
-    def wrap(name):
-        def noting(loop, *arguments, **options):
+    def noting(name, original):
+        def noted_first(*arguments, **options):
             noted.append(name)
-            return originals[name](loop, *arguments, **options)
+            return original(*arguments, **options)
 
-        return noting
+        return noted_first
 
-    try:
-        for name in originals:
-            setattr(Loop, name, wrap(name))
+    with (
+        mock.patch.object(Loop, "save", noting("save", Loop.save)),
+        mock.patch.object(Evaluations, "at", noting("evaluate", Evaluations.at)),
+    ):
         return train(made, None, stop_in), noted
-    finally:
-        for name, original in originals.items():
-            setattr(Loop, name, original)
 
 
 def test_a_stop_saves_before_anything_else(ranks, folder):

@@ -24,7 +24,7 @@ from zero3d.checkpoint import background, save as checkpoint
 from zero3d.checkpoint.folders import complete_steps
 from zero3d.checkpoint.integrity import verify
 from zero3d.engine.engine import Engine
-from zero3d.train.loop import Loop
+from zero3d.train.evaluations import Evaluations
 
 LONG = 60.0  # seconds in which what is waited for must come
 
@@ -401,7 +401,7 @@ def test_it_ends_the_run_where_that_is_asked_for_and_where_nothing_comes_after_i
 def a_run_with_the_best_on_a_full_disk(made):
     held_out = [3.0, 2.0, 2.5, 2.4, 2.2]
     with mock.patch.object(
-        Loop, "evaluate", side_effect=({"validation_loss": loss, "perplexity": 1.0} for loss in held_out)
+        Evaluations, "held_out", side_effect=({"validation_loss": loss, "perplexity": 1.0} for loss in held_out)
     ):
         told = a_run_on_a_full_disk(made, 2)
     return told, os.readlink(Path(made["output"]) / "checkpoints" / "best")

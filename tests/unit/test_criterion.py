@@ -64,6 +64,10 @@ def test_a_waiting_that_no_run_has_written_is_refused_by_name(tmp_path, waiting)
     [
         ({"best": "accuracy"}, "evaluate.best=accuracy is a value of evaluate.function, and there is none"),
         ({"patience": 3}, "evaluate.every is 0, one at the end: type evaluate.every=STEPS"),
+        (
+            {"best": "ema_validation_loss"},
+            "evaluate.best=ema_validation_loss is of averages of the weights: type train.ema",
+        ),
         ({"patience": 3, "every": 2}, "nothing is held out: type data.validation=0.05"),
     ],
 )

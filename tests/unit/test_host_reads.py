@@ -1,6 +1,5 @@
 """A host read waits for the device no longer than its peers may take, and says what this rank was in."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -8,13 +7,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zero3d.config import load
 from zero3d.distributed import axis as axis_module, collectives
 from zero3d.distributed.axis import Axis, messages
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import OrderError, Zero3dError
 from zero3d.memory.arena import Arena
-from zero3d.train.loop import Loop
+from zero3d.train.evaluations import Evaluations
 
 CPU, DEVICE = torch.device("cpu"), torch.device("meta")  # a device without kernels: what is copied is stubbed
 
@@ -112,10 +112,12 @@ def test_a_dry_run_assumes_what_it_cannot_read():
 def test_the_mean_of_the_held_out_part_is_read_with_patience_too(event):
     event.looks = 10**9
     mean = SimpleNamespace(view=lambda *shape: OnDevice(torch.ones(shape)))
-    engine = SimpleNamespace(evaluate=lambda batches: mean, world=comm_that_waits(Ledger()))
-    loop = SimpleNamespace(engine=engine, held_out_batches=lambda: [], traffic=SimpleNamespace(excluded=nullcontext))
+    engine = SimpleNamespace(
+        evaluate=lambda batches: mean, dp=SimpleNamespace(size=1, rank=0), world=comm_that_waits(Ledger())
+    )
+    evaluations = Evaluations(load({}), engine, None, 1, dict)
     with pytest.raises(OrderError, match="for its device, where the last to begin"):
-        Loop.evaluate(loop)
+        evaluations.held_out([])
 
 
 # --- where numbers travel -----------------------------------------------------------------------

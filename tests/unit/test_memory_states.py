@@ -1,8 +1,14 @@
 """Bytes of states by hand: precisions, padding, frozen weights, sums of summands."""
 
+from dataclasses import replace
+
 import pytest
 from by_hand import BLOCK, BLOCKS, ENDS, HIDDEN, LENGTH, VOCAB, model_of
 
+from zero3d.config import load
+from zero3d.errors import ConfigError
+from zero3d.plan.emit import plan_of, train_config
+from zero3d.plan.saves import copy_bytes
 from zero3d.plan.spec import ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
 from zero3d.plan.states import states
 
@@ -26,6 +32,21 @@ def test_an_average_of_weights_is_as_wide_as_a_moment_and_sharded_like_one(preci
         averaged = states(model_of(), ParallelPlan(dp=4, stage=stage, precision=precision, ema=0.999))
         more = width * (2 * ENDS + BLOCKS * BLOCK) / share
         assert averaged.states == (*plain.states[:2], plain.states.optimizer + more)
+
+
+def test_averages_of_a_file_are_in_its_plan_in_the_copy_of_its_saves_and_in_the_file_of_that_plan():
+    sections = {"train": {"batch": 4, "micro_batch": 2}, "checkpoint": {"asynchronous": True}}
+    plain = plan_of(load(sections), 2)
+    averaged = plan_of(load({**sections, "train": {**sections["train"], "ema": 0.99}}), 2)
+    params = 2 * ENDS + BLOCKS * BLOCK
+    assert copy_bytes(model_of(), averaged) - copy_bytes(model_of(), plain) == 4 * params / 2
+    assert load(train_config(model_of(), averaged, "demo", None)).train.ema == 0.99
+    assert load(train_config(model_of(), plain, "demo", None)).train.ema is None
+    for away in ("optimizer", "params"):
+        with pytest.raises(ConfigError, match=rf"offload\.{away}=host moves states off it: type offload\.{away}=none"):
+            load({"train": {"ema": 0.99}, "offload": {away: "host"}})
+    with pytest.raises(ConfigError, match="averages of weights are kept on the device"):
+        states(model_of(), replace(averaged, offload="host"))
 
 
 @pytest.mark.parametrize("numel", [8_191, 8_192, 8_193])

@@ -53,6 +53,20 @@ def test_a_plain_line_says_how_long_the_rest_takes():
     ]  # fmt: skip
 
 
+def test_the_time_left_forgets_the_first_step_and_is_in_lines_of_evaluations_too():
+    out, now = StringIO(), iter([0, 0, 600, 660, 670, 720])  # made, begun, step 1, evaluation and step 2, step 3
+    progress = Progress(Console(file=out, width=200), every=1, clock=lambda: next(now))
+    for step in progress.track(1, 5):
+        if step == 2:
+            progress.show_evaluation(step, {"validation_loss": 2.5, "perplexity": 12.18, "accuracy": 0.75})
+        progress.show({**RECORD, "skipped": 0, "step": step})
+        if step == 3:
+            break
+    lines = out.getvalue().splitlines()
+    assert lines[1] == "step 2: held-out loss 2.500000, perplexity 12.180, accuracy 0.75  3:00 left"
+    assert [line.rpartition("  ")[2] for line in lines] == ["40:00 left", "3:00 left", "3:30 left", "2:00 left"]
+
+
 def test_the_curves_average_lags_behind_nothing_and_no_single_value_pulls_it():
     falling = [5.0 - 0.05 * step for step in range(60)]
     assert smooth(falling) == pytest.approx(falling)

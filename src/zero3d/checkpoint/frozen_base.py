@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -54,16 +54,14 @@ class FrozenBase:
         self._unchanged = set(self.known)
 
     @classmethod
-    def of(cls, source: Any, frozen: Iterable[str], first: bool) -> FrozenBase | None:
-        """Return the base of an engine that took its weights from `source`; None where that is no folder of them.
+    def of(cls, source: FolderSource, frozen: Iterable[str], first: bool) -> FrozenBase | None:
+        """Return the base of an engine that took its weights from `source`; None where its folder holds none of them.
 
         frozen  names of the full model's frozen parameters
         first   whether this rank writes manifests: it takes the digest
 
         Raises ConfigError.
         """
-        if not isinstance(source, FolderSource) or source.folder is None:
-            return None
         source.close()
         known = [name for name in frozen if source.holds(name)]
         return cls(source, known, digest_of(source.files()) if first else "") if known else None

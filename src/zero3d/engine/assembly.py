@@ -26,7 +26,7 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import Accounts
 from zero3d.engine.activations import keep_inputs
 from zero3d.engine.auto_offload import Settled, settle_gradients, settle_place
-from zero3d.engine.averages import Averages
+from zero3d.engine.averages import Averages, open_averages
 from zero3d.engine.base import note_writes, open_base
 from zero3d.engine.checks import bind_scheduler
 from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
@@ -106,8 +106,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     whole = WholeParameters(
         runtime.units, runtime.gathers, axes.dp, runtime.model_group, partial(note_writes, base, frozen_base)
     )
-    ema = base.options.optimizer.ema
-    averages = None if ema is None else Averages(ema, runtime.optimizer, axes.arena)
+    averages = open_averages(base.options.optimizer.ema, runtime.optimizer, axes.arena)
     stepper = _stepper(base, runtime, averages)
     pipeline = _open_pipeline(base, runtime, losses, whole) if axes.pp.size > 1 else None
     every = options.step.replay

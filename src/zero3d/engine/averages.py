@@ -97,15 +97,20 @@ class Averages:
             self._arena.give_back("wire", scratch)
 
 
+def open_averages(decay: float | None, optimizer: ShardedOptimizer, arena: Arena) -> Averages | None:
+    """Return what keeps averages, if they are asked for. Raises ConfigError."""
+    return None if decay is None else Averages(decay, optimizer, arena)
+
+
 def _check(decay: float, optimizer: ShardedOptimizer) -> None:
     """Refuse what no average can be kept of. Raises ConfigError."""
     if not 0 < decay < 1:
         raise ConfigError(f"ema={decay}: the decay of an average of weights lies between 0 and 1: pass ema=0.999.")
     if optimizer.updates is not None:
         raise ConfigError(
-            f"ema={decay} keeps averages beside the masters, and here these leave the device: records have masters and "
-            "moments, and an average would pass the ring in every step, too. Pass ema=None (train.ema=null), or "
-            "offload nothing of the optimizer (offload.optimizer=none)."
+            f"ema={decay} keeps averages beside the masters on the device, and here states leave it: records have "
+            "masters and moments, and an average would pass the ring in every step, too. Pass ema=None (train.ema=null), or "
+            "keep states and weights on the device (offload.optimizer=none, offload.params=none)."
         )
     kind = type(optimizer.torch)
     if kind not in (torch.optim.Adam, torch.optim.AdamW) or any(g["amsgrad"] for g in optimizer.torch.param_groups):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zero3d.checkpoint.frozen_base import FrozenBase
+from zero3d.checkpoint.frozen_base import FolderSource, FrozenBase
 from zero3d.distributed.agreement import agree
 from zero3d.engine.foundation import Foundation
 from zero3d.zero.initial_weights import Source
@@ -19,6 +19,8 @@ def open_base(base: Foundation, weights: Source | None) -> FrozenBase | None:
     """
     full_model, world = base.division.full_model, base.axes.world
     frozen = [name for name in full_model.shapes if name not in full_model.trainable]
+    if not frozen or not isinstance(weights, FolderSource) or weights.folder is None:
+        return None
     return agree(world.patient, lambda: FrozenBase.of(weights, frozen, world.rank == 0))
 
 

@@ -13,6 +13,7 @@ from zero3d.distributed.collectives import Comm
 from zero3d.engine.foundation import Foundation
 from zero3d.engine.tiers import Tiers, open_tiers
 from zero3d.models.blocks import UnitSpec
+from zero3d.models.images import BlankImages, sees_images
 from zero3d.pipeline.ties import find_ties
 from zero3d.precision import LossScale
 from zero3d.watchdog.heartbeat import Heartbeat
@@ -127,6 +128,8 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
         inner = set(root.modules())
         of_root = {module: needed for module, needed in used.items() if module in inner}
         hooks.append(Hooks(root, of_root, gathers, reductions, accumulation, lambda t: t.to(precision.dtype)))
+        if policy.stage.shards_parameters and axes.dp.size > 1 and sees_images(root):
+            BlankImages(root)
     return Runtime(
         units, tiers, model_group, optimizer, gathers, reductions, accumulation, hooks, loss_scale, health,
     )  # fmt: skip

@@ -8,6 +8,8 @@ resume             the checkpoint that a run goes on from, loaded into engine an
 loop               steps, evaluations, checkpoints, stops
 loop_state         how far a run is, as a checkpoint keeps it
 criterion          which evaluation is the best one, and when a run ends early
+evaluations        what an evaluation gives
+held_out           the held-out loss, of each source of a mixture too
 own_values         values of a user's own function at each evaluation
 callbacks          a user's own classes, told what happens
 own_calls          calls of a user's own code

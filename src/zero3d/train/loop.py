@@ -30,13 +30,12 @@ from zero3d.train.callbacks import Callbacks
 from zero3d.train.corruption import after_corruption
 from zero3d.train.criterion import Criterion
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
+from zero3d.train.evaluations import Evaluations
 from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
-from zero3d.train.held_out import HeldOut
 from zero3d.train.loop_state import RUN, LoopState
 from zero3d.train.metrics import Metrics, Record
 from zero3d.train.nonfinite import none_applied, skip_limit, too_many_skips
-from zero3d.train.own_values import OwnValues
 from zero3d.train.plan_check import PlanCheck
 from zero3d.train.profiler import Tracer
 from zero3d.train.progress import Progress
@@ -59,7 +58,6 @@ class Loop:
     validation  sequences held out, or None
     flops       useful operations per token, of the whole model
     tokens      that this rank trained on in this session
-    values      of evaluate.function, at the last evaluation of this session
     """
 
     def __init__(
@@ -78,8 +76,7 @@ class Loop:
         self.traffic = TrainingTraffic(engine)
         self.plan_check: PlanCheck | None = None
         self._callbacks = Callbacks(config.callbacks or (), engine)
-        self._own = None if config.evaluate.function is None else OwnValues(config.evaluate.function, engine)
-        self.values: Mapping[str, float] = {}
+        self.evaluations = Evaluations(config, engine, validation, stream.portions.micro_batch, self.on_device)
         self.criterion = Criterion.of(config.evaluate)
         self.state = self.state.by(self.criterion)
         self.saving = Saving(config.checkpoint, engine, folder, partial(self._tell, "on_save"))
@@ -87,10 +84,6 @@ class Loop:
         self._steps_at_start = engine.steps  # applied
         self._skip_limit, self._last_step, self._overflows = skip_limit(config.health), 0, 0
         self._options = options
-        micro_batch = stream.portions.micro_batch
-        self._held_out = (
-            None if validation is None else HeldOut(config, engine, validation, micro_batch, self.on_device)
-        )
         self._flops, self.tokens = flops, 0
         self._spikes = SpikeWatch()
         self._of_ranks: list[float] = []  # of each in the last step: signal, tokens, whether its save is over
@@ -132,7 +125,7 @@ class Loop:
                 stop_signal = self._add_totals(record)
                 self._note_spike(record, progress)
                 last = step == steps
-                if self.evaluates:
+                if self.evaluations.any:
                     if stop_signal and last and not self.stuck:
                         self.save(record)  # there may be no time for the evaluation
                     if last or (not stop_signal and _due(step, self.config.evaluate.every)):
@@ -312,22 +305,12 @@ class Loop:
         """Return a batch where the engine computes, with the options every forward gets."""
         return {**{name: to_device(tensor, self.engine.mesh.device) for name, tensor in batch.items()}, **self._options}
 
-    # --- evaluation ---------------------------------------------------------------------------------
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether there is anything to evaluate."""
-        return self._held_out is not None or self._own is not None
+    # --- the held-out part --------------------------------------------------------------------------
 
     def _evaluate(self, record: Record, progress: Progress) -> None:
         """Evaluate after a step; note the values in its record, and for how long a better one has been waited for."""
-        found: Record = {}
         with self.traffic.excluded():
-            if self._held_out is not None:
-                found = self._held_out.evaluate()
-            if self._own is not None:
-                self.values = self._own.at(record["step"], record.keys() | found.keys())
-                found |= self.values
+            found = self.evaluations.at(record["step"], record.keys())
         self.criterion.check(found)
         record |= found
         progress.show_evaluation(record["step"], found)

@@ -210,7 +210,7 @@ def _finish(
         folder=folder,
         checkpoint=loop.checkpoint,
         fingerprint=fingerprint,
-        values=loop.values,
+        values=loop.evaluations.values,
         ended_early=loop.why_over,
     )
 

@@ -1,0 +1,66 @@
+"""Micro-batches with and without images side by side: at stage 3 a blank one runs the tower, without any effect."""
+
+import pytest
+import torch
+from models import adamw
+from vision import FAMILIES, micro_batch, model, text_alone
+
+import zero3d
+from zero3d.activations import recompute
+
+CASES = ["llava", *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES if name != "llava")]
+IMAGES = [[True, False], [False, True], [False, False], [True, True]]  # by step, of each rank
+
+
+def batches(name):
+    generator = torch.Generator().manual_seed(1)
+    drawn = [[micro_batch(name, generator) for _ in step] for step in IMAGES]
+    return [
+        [batch if has else text_alone(batch) for batch, has in zip(step, which, strict=True)]
+        for step, which in zip(drawn, IMAGES, strict=True)
+    ]
+
+
+def train_plain(name):
+    """Returns means of losses, norms, and the weights' norms."""
+    plain, losses, norms = model(name), [], []
+    optimizer = adamw(plain.parameters())
+    for step in batches(name):
+        values = [plain(**batch, use_cache=False).loss for batch in step]
+        (sum(values) / 2).backward()
+        for p in plain.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        norms.append(float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(value.item() for value in values) / 2)
+    return losses, norms, [float(p.detach().norm()) for p in plain.parameters()]
+
+
+def train_engine(name, stage, activations):
+    """The same of this rank, and what it evaluates and generates of text alone."""
+    given, rank = model(name), torch.distributed.get_rank()
+    recompute(given, activations)
+    engine = zero3d.Engine(given, stage=stage, precision="fp32", clip_norm=0.5, optimizer=adamw)
+    losses, norms = [], []
+    for step in batches(name):
+        loss = engine(**step[rank], use_cache=False).loss
+        engine.backward(loss)
+        norms.append(float(engine.step().grad_norm))
+        losses.append(loss.item())
+    engine.evaluate([batches(name)[0][rank]])
+    with engine.full_params():
+        ids = {key: value for key, value in batches(name)[2][rank].items() if key != "labels"}
+        engine.module.generate(**ids, max_new_tokens=2 + rank, do_sample=False)  # ranks may end apart
+        return losses, norms, [float(p.detach().norm()) for p in engine.module.parameters()]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("stage", "activations"), [(2, "none"), (3, "none"), (3, "full")])
+def test_ranks_with_images_beside_ranks_without_equal_one_process(ranks, name, stage, activations):
+    losses, norms, weights = train_plain(name)
+    first, second = ranks(2, train_engine, name, stage, activations)
+    assert [sum(both) / 2 for both in zip(first[0], second[0], strict=True)] == pytest.approx(losses, rel=1e-5)
+    for found in (first, second):
+        assert found[1] == pytest.approx(norms, rel=1e-4)
+        assert found[2] == pytest.approx(weights, rel=1e-3)
