@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from zero3d.config import Batch as Portions
 from zero3d.data.mixture import parts_of
+from zero3d.data.modality import ModalityOrder, pictured
 from zero3d.data.orders import GroupedOrder, Stream
 from zero3d.data.sequences import Batch, Sample, Samples
 from zero3d.errors import DataError
@@ -31,8 +32,13 @@ from zero3d.errors import DataError
 TYPED = {
     "seed": "seed", "shuffle": "data.shuffle", "length": "data.length", "packing": "data.packing",
     "weights": "weights in data.train", "grouped": "data.group_by_length and train.batch",
+    "by modality": "data.group_by_modality and train.batch", "processor": "model.path, whose processor it is",
 }  # fmt: skip
-ABSENT: Mapping[str, int | str] = {"weights": "none", "grouped": 0}  # what checkpoints mean that do not say
+ABSENT: Mapping[str, int | str] = {
+    "weights": "none",
+    "grouped": 0,
+    "by modality": 0,
+}  # what checkpoints mean that do not say
 DATA = "data.train, data.validation and tokenizer"
 
 
@@ -41,7 +47,7 @@ class BatchStream:
 
     `workers` processes read ahead; the batches are the same with any number. Call `close` at the end.
     `dealt`: rank r's k-th micro-batch is number k x dp + r of the batch's, as exact mode numbers them.
-    `grouped`: sequences of similar length in each batch.
+    `grouped`: sequences of similar length in each batch. `by_modality`: with images all of a batch, or none.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class BatchStream:
         workers: int = 0,
         dealt: bool = False,
         grouped: bool = False,
+        by_modality: bool = False,
     ) -> None:
         if not len(sequences):
             raise DataError("there is no sequence to train on: every document was too short or without a target.")
@@ -68,6 +75,9 @@ class BatchStream:
         if grouped:
             self._order = GroupedOrder(self._order, sequences.lengths, portions.batch, seed)
             self._drawn["grouped"] = portions.batch
+        if by_modality and (kinds := pictured(sequences)) is not None:
+            self._order = ModalityOrder(self._order, kinds, portions.batch, seed)
+            self._drawn["by modality"] = portions.batch
         self._taken = 0  # samples of the whole stream that were handed out, on all ranks
         self._batches: Iterator[Batch] | None = None
 

@@ -10,6 +10,7 @@ LLaVA: Liu et al., "Visual Instruction Tuning" (2023).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from zero3d.errors import short
@@ -64,7 +65,7 @@ def check_turns(messages: Messages) -> None:
         raise Malformed("a system message is not the first")
     if not spoken or spoken[0] != "user":
         raise Malformed("it begins with the assistant: a user's message comes first")
-    for index, (one, other) in enumerate(zip(spoken, spoken[1:], strict=False)):
+    for index, (one, other) in enumerate(pairwise(spoken)):
         if one == other:
             raise Malformed(f"messages {index} and {index + 1} are both the {one}'s: they must take turns")
     if "assistant" not in spoken:

@@ -59,6 +59,7 @@ def _opened(folder: Path, name: str) -> Any:
     if width * height > LARGEST:
         image.close()
         raise BadImage(
-            f"the image {path} has {width} x {height} = {width * height:,} pixels, more than {LARGEST:,}: make it smaller"
+            f"the image {path} has {width} x {height} = {width * height:,} pixels, more than {LARGEST:,}: make it "
+            "smaller"
         )
     return image

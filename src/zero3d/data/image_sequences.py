@@ -25,7 +25,7 @@ PIXELS = "images"  # the entry of a sample that has its decoded images
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Where images come from and what makes pixels of them. skip: a damaged one costs its sample's targets, not the run."""
+    """Where images come from, and what makes pixels of them. skip: a damaged one costs its targets, not the run."""
 
     folder: Path
     vision: Vision
@@ -54,7 +54,8 @@ class ImageSequences(Sequences):
     @property
     def pictured(self) -> NDArray[numpy.bool_]:
         """Whether each sequence has an image [S]."""
-        return KeptImages(self._store.folder).has[self._documents(self._spans[:, 0])]
+        has: NDArray[numpy.bool_] = KeptImages(self._store.folder).has[self._documents(self._spans[:, 0])]
+        return has
 
     def __getitem__(self, index: int) -> Sample:
         """Return input_ids, labels, what tells images' tokens from others, and the decoded images.

@@ -58,9 +58,9 @@ class Vision:
 
     @property
     def fingerprint(self) -> str:
-        """What decides tokens and pixels of an image."""
+        """What decides tokens and pixels of a conversation with images."""
         texts = [(self.folder / name).read_text() for name in FILES if (self.folder / name).is_file()]
-        return hashlib.sha256(json.dumps([type(self._processor).__name__, *texts]).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps([type(self._processor).__name__, self.template, *texts]).encode()).hexdigest()[:16]
 
     def expand(self, ids: Sequence[int], targets: Sequence[int], sizes: Sequence[Size]) -> tuple[list[int], list[int]]:
         """Put the tokens of each image where its mark is; none of them is a target.

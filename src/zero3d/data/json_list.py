@@ -23,7 +23,8 @@ def list_items(path: Path) -> Iterator[Any]:
                 yield value
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{path} is a JSON list that ends or is damaged behind record {number}: {str(error)[:200]}. Copy it again."
+                f"{path} is a JSON list that ends or is damaged behind record {number}: {str(error)[:200]}. Copy it "
+                "again."
             ) from error
 
 

@@ -25,6 +25,7 @@ from zero3d.models.trained import open_trained
 from zero3d.pipeline.schedules import Schedule
 from zero3d.setup.checks import check_forward, check_length_over_tp, check_packages, check_verify
 from zero3d.setup.model_config import config_number
+from zero3d.setup.vision import open_vision
 
 
 @dataclass(frozen=True)

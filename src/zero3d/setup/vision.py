@@ -29,7 +29,14 @@ def open_vision(config: Config, opened: Opened) -> Vision | None:
     if config.data.packing:
         raise ConfigError("sequences with images are not packed: set data.packing=false.")
     require_pillow()
-    return Vision(opened.folder, takes)
+    vision = Vision(opened.folder, takes)
+    wanted = getattr(opened.module.config, "image_token_id", None)
+    if wanted is not None and wanted != vision.image:
+        raise ConfigError(
+            f"{opened.folder}: images are token {wanted} in config.json and token {vision.image} in the tokenizer: give "
+            "model.path a folder whose model and processor belong together."
+        )
+    return vision
 
 
 def _has_images(config: Config) -> bool:

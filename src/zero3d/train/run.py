@@ -291,7 +291,7 @@ def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
     return BatchStream(
         inputs.data.train, inputs.batch, rank=engine.dp.rank, seed=config.seed, shuffle=config.data.shuffle,
         workers=config.data.workers, dealt=config.zero.exact and engine.policy.reduce == "every_micro_batch",
-        grouped=config.data.group_by_length,
+        grouped=config.data.group_by_length, by_modality=config.data.group_by_modality,
     )  # fmt: skip
 
 

@@ -1,0 +1,70 @@
+"""Steps whose sequences have images all, or none, as LLaVA trains: a step then takes the time of one kind.
+
+    pass of 20 sequences, batches of 4      i t i i | t i t t | i i ...     as they are drawn
+                                            i i i i | t t t t | i i i i | i i t t
+
+Each pass is made of whole batches of one kind, in an order of their own; what is left of both kinds comes last.
+"""
+
+from __future__ import annotations
+
+import numpy
+from numpy.typing import NDArray
+
+from zero3d.data.image_sequences import ImageSequences
+from zero3d.data.mixture import Mixture
+from zero3d.data.orders import Ints, Stream
+from zero3d.data.sequences import Samples
+
+
+def pictured(samples: Samples) -> NDArray[numpy.bool_] | None:
+    """Return which samples have an image [S]; None where all or none have."""
+    found = _pictured(samples)
+    return found if found.any() and not found.all() else None
+
+
+def _pictured(samples: Samples) -> NDArray[numpy.bool_]:
+    if isinstance(samples, Mixture):
+        return numpy.concatenate([_pictured(member.samples) for member in samples.members])
+    return samples.pictured if isinstance(samples, ImageSequences) else numpy.zeros(len(samples), bool)
+
+
+class ModalityOrder:
+    """A stream whose batches are of one kind.
+
+    kinds   [S]   bool, of all samples
+    batch   sequences of a step
+    """
+
+    def __init__(self, stream: Stream, kinds: NDArray[numpy.bool_], batch: int, seed: int) -> None:
+        self.count = stream.count
+        self._stream, self._kinds = stream, kinds
+        self._batch, self._seed = batch, seed
+        self._passes: dict[int, Ints] = {}
+
+    def samples(self, start: int, stop: int) -> list[int]:
+        """Return the indices at these places of the stream."""
+        found = []
+        for place in range(start, stop):
+            first = place - place % self.count
+            if first not in self._passes:
+                self._passes = {of: order for of, order in self._passes.items() if of == first - self.count}
+                self._passes[first] = self._pass(first)
+            found.append(int(self._passes[first][place - first]))
+        return found
+
+    def _pass(self, first: int) -> Ints:
+        """Return the order of the pass that begins at a place."""
+        drawn = numpy.asarray(self._stream.samples(first, first + self.count), numpy.int64)
+        head = -first % self._batch  # places of a batch that the pass before began
+        whole = (self.count - head) // self._batch
+        of_kind = [drawn[self._kinds[drawn] == kind] for kind in (True, False)]
+        batches = [part for indices in of_kind for part in self._cut(indices)][:whole]
+        used = numpy.concatenate([numpy.zeros(0, numpy.int64), *batches])
+        rest = numpy.concatenate(of_kind)
+        rest = rest[~numpy.isin(rest, used)]
+        turns = numpy.random.default_rng([self._seed, first]).permutation(len(batches))
+        return numpy.concatenate([rest[:head], *(batches[turn] for turn in turns), rest[head:]])
+
+    def _cut(self, indices: Ints) -> list[Ints]:
+        return [indices[at : at + self._batch] for at in range(0, len(indices) - self._batch + 1, self._batch)]
