@@ -31,6 +31,7 @@ SECONDS = {  # of a case; 45 for test_exact, test_figures_again and test_gpu_che
     "tests/parity/test_examples.py": 46.0,
     "tests/parity/test_figures_again.py": 45.0,
     "tests/parity/test_kept_inputs.py": 10.0,
+    "tests/parity/test_lora.py": 0.7,
     "tests/parity/test_mesh_checkpoint.py": 5.0,
     "tests/parity/test_mesh_contract.py": 45.0,
     "tests/parity/test_mesh_lora.py": 9.0,

@@ -109,8 +109,8 @@ def _check(decay: float, optimizer: ShardedOptimizer) -> None:
     if optimizer.updates is not None:
         raise ConfigError(
             f"ema={decay} keeps averages beside the masters on the device, and here states leave it: records have "
-            "masters and moments, and an average would pass the ring in every step. Pass ema=None (train.ema=null), "
-            "or keep states and weights on the device (offload.optimizer=none, offload.params=none)."
+            "masters and moments, and an average would pass the ring in every step, too. Pass ema=None "
+            "(train.ema=null), or keep states and weights on the device (offload.optimizer=none, offload.params=none)."
         )
     kind = type(optimizer.torch)
     if kind not in (torch.optim.Adam, torch.optim.AdamW) or any(g["amsgrad"] for g in optimizer.torch.param_groups):

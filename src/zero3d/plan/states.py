@@ -106,8 +106,8 @@ def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int
     if plan.averages and tiers.states:
         raise ConfigError(
             f"train.ema={plan.ema} with offload.optimizer={tiers.optimizer} and offload.params={tiers.params}: "
-            "averages of weights are kept on the device. Pass offload.optimizer=none and offload.params=none, or "
-            "train.ema=null."
+            "averages of weights are kept on the device. Pass offload.optimizer=none and offload.params=none, "
+            "or train.ema=null."
         )
     return _states(model, states_key(plan), tiers, update_bucket(device), pp_stage, dp_rank)
 
