@@ -99,7 +99,10 @@ def save_model(folder, family="llava"):
 
 def record(image=None, answer="a red circle", question="what is it?"):
     """A record of LLaVA's."""
-    turns = [{"from": "human", "value": f"<image>\n{question}" if image else question}, {"from": "gpt", "value": answer}]
+    turns = [
+        {"from": "human", "value": f"<image>\n{question}" if image else question},
+        {"from": "gpt", "value": answer},
+    ]
     return ({"image": image} if image else {}) | {"id": "0", "conversations": turns}
 
 

@@ -8,7 +8,7 @@ from corpora import opened, write_lines
 from test_data_mixture import mixed, taken
 
 from zero3d.config import load
-from zero3d.data.batches import BatchStream, Portions
+from zero3d.data.batches import BatchStream, Grouping, Portions
 from zero3d.data.orders import WINDOW, GroupedOrder, Order
 from zero3d.errors import ConfigError, DataError
 
@@ -38,15 +38,15 @@ def test_a_batch_has_similar_lengths_and_batches_come_in_random_order():
 @pytest.mark.parametrize("dp", [2, 4])
 def test_the_order_is_the_same_at_every_dp_and_another_batch_is_no_continuation(tmp_path, dp):
     train = mixed(tmp_path, (50, 31), (2, 1), packing=False).train
-    whole, _ = taken(train, 14, grouped=True)
-    assert taken(train, 14, dp, grouped=True)[0] == whole
+    whole, _ = taken(train, 14, grouped=Grouping(length=True))
+    assert taken(train, 14, dp, grouped=Grouping(length=True))[0] == whole
     assert whole != taken(train, 14)[0]
-    _, state = taken(train, 6, dp, grouped=True)
-    assert taken(train, 8, 1, state, grouped=True)[0] == whole[6:]
+    _, state = taken(train, 6, dp, grouped=Grouping(length=True))
+    assert taken(train, 8, 1, state, grouped=Grouping(length=True))[0] == whole[6:]
     with pytest.raises(
         DataError, match=r"grouped was 8 and is now 16\. Give the same data\.group_by_length and train\.batch"
     ):
-        taken(train, 1, 1, state, batch=16, grouped=True)
+        taken(train, 1, 1, state, batch=16, grouped=Grouping(length=True))
     with pytest.raises(DataError, match="grouped was 8 and is now 0"):
         taken(train, 1, 1, state)
 
@@ -59,7 +59,7 @@ def test_less_padding_is_made(tmp_path):
     assert sorted(data.train.lengths) == sorted(words + 1)
 
     def padded(grouped):
-        batches = BatchStream(data.train, Portions(8, 8, 1, 1), grouped=grouped)
+        batches = BatchStream(data.train, Portions(8, 8, 1, 1), grouped=Grouping(length=grouped))
         return sum(next(batches)[0]["input_ids"].numel() for _ in range(25))
 
     assert padded(True) < 0.65 * padded(False)

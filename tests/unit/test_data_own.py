@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zero3d.config import Data
-from zero3d.data.batches import BatchStream, Portions
+from zero3d.data.batches import BatchStream, Grouping, Portions
 from zero3d.data.dataset import needs_tokenizer, open_data
 from zero3d.data.tokenizers import ByteTokenizer
 from zero3d.errors import ConfigError, DataError
@@ -66,9 +66,9 @@ def test_a_fraction_is_held_out_and_lengths_group_items():
     assert own == set(range(40))
     assert max(data.train.lengths) == 8
     assert list(data.train.lengths) == [len(data.train[i]["input_ids"]) for i in range(30)]
-    BatchStream(data.train, Portions(4, 4, 1, 1), grouped=True)
+    BatchStream(data.train, Portions(4, 4, 1, 1), grouped=Grouping(length=True))
     with pytest.raises(DataError, match=r"own_data:numbered returns does not say how long.*attribute lengths"):
-        BatchStream(data_of("numbered").train, Portions(4, 4, 1, 1), grouped=True)
+        BatchStream(data_of("numbered").train, Portions(4, 4, 1, 1), grouped=Grouping(length=True))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import math
 import signal
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -42,12 +42,22 @@ ABSENT: Mapping[str, int | str] = {
 DATA = "data.train, data.validation and tokenizer"
 
 
+class Grouping(NamedTuple):
+    """What the sequences of a batch have in common: a similar length; images all or none."""
+
+    length: bool = False
+    modality: bool = False
+
+
+NOT_GROUPED = Grouping()
+
+
 class BatchStream:
     """An endless iterator: for each step this rank's `accumulate` micro-batches [micro_batch, length].
 
     `workers` processes read ahead; the batches are the same with any number. Call `close` at the end.
     `dealt`: rank r's k-th micro-batch is number k x dp + r of the batch's, as exact mode numbers them.
-    `grouped`: sequences of similar length in each batch. `by_modality`: with images all of a batch, or none.
+    `grouped`: what the sequences of a batch have in common.
     """
 
     def __init__(
@@ -60,8 +70,7 @@ class BatchStream:
         shuffle: bool = True,
         workers: int = 0,
         dealt: bool = False,
-        grouped: bool = False,
-        by_modality: bool = False,
+        grouped: Grouping = NOT_GROUPED,
     ) -> None:
         if not len(sequences):
             raise DataError("there is no sequence to train on: every document was too short or without a target.")
@@ -72,10 +81,10 @@ class BatchStream:
         self._dealt = dealt
         self._order: Stream = sequences.order(seed, shuffle)
         self._drawn: dict[str, int | str] = {"seed": seed, "shuffle": shuffle}
-        if grouped:
+        if grouped.length:
             self._order = GroupedOrder(self._order, sequences.lengths, portions.batch, seed)
             self._drawn["grouped"] = portions.batch
-        if by_modality and (kinds := pictured(sequences)) is not None:
+        if grouped.modality and (kinds := pictured(sequences)) is not None:
             self._order = ModalityOrder(self._order, kinds, portions.batch, seed)
             self._drawn["by modality"] = portions.batch
         self._taken = 0  # samples of the whole stream that were handed out, on all ranks

@@ -199,6 +199,7 @@ def _describe(what: str, part: Part, sequences: Samples, store: TokenStore | Non
         (store.meta.empty if store else 0, "empty document", "left out"),
         (sequences.truncated, "example", f"truncated to {sequences.length} tokens"),
         (sequences.dropped, "sample", "without a target dropped"),
+        (sequences.unfit, "sample", "whose images do not fit dropped"),
     ]
     losses = [f"{_number(count, noun)} {fate}" for count, noun, fate in missing if count]
     if losses:

@@ -43,7 +43,7 @@ class ImageSequences(Sequences):
         at = numpy.searchsorted(starts, documents.starts)
         fits = numpy.asarray(kept.ends)[at] <= length
         super().__init__(store, documents.some(fits), length, False, pad, multiple)
-        self.dropped += int((~fits).sum())
+        self.unfit = int((~fits).sum())
         self._starts, self._images = starts, images
 
     @property

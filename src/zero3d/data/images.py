@@ -60,7 +60,9 @@ class Vision:
     def fingerprint(self) -> str:
         """What decides tokens and pixels of a conversation with images."""
         texts = [(self.folder / name).read_text() for name in FILES if (self.folder / name).is_file()]
-        return hashlib.sha256(json.dumps([type(self._processor).__name__, self.template, *texts]).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps([type(self._processor).__name__, self.template, *texts]).encode()).hexdigest()[
+            :16
+        ]
 
     def expand(self, ids: Sequence[int], targets: Sequence[int], sizes: Sequence[Size]) -> tuple[list[int], list[int]]:
         """Put the tokens of each image where its mark is; none of them is a target.
@@ -103,7 +105,7 @@ class Vision:
             written = (labels >= 0).cumsum(0) > 0
             return {"token_type_ids": written.long()} if "token_type_ids" in self.takes else {}
         names = [name for name in ("token_type_ids", "mm_token_type_ids") if name in self.takes]
-        return {name: (ids == self.image).long() for name in names[:1]}
+        return {name: (ids == self.image).long() for name in names}
 
     def _process(self, images: Sequence[Any]) -> Any:
         given = [[image] for image in images] if self._nested else list(images)

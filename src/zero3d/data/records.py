@@ -32,7 +32,8 @@ PIECE = 1 << 18  # characters of a text file that are tokenized at once
 ROWS = 1 << 20  # tokens of an array that are read at once
 LOOK = 64  # bytes in which a list begins
 SHOWN = 8  # keys of a record in a message
-KEYS = ("text", "prompt", "completion", "messages", "conversations", "image")
+KEYS = ("text", "prompt", "completion", "messages")
+OF_IMAGES = ("conversations", "image")
 
 
 class Text(NamedTuple):
@@ -174,7 +175,7 @@ def _parquet(path: Path) -> Iterator[Record]:
         raise ConfigError(f"{path}: reading parquet needs pyarrow: type pip install 'zero3d[data]'.") from None
     try:
         file = parquet.ParquetFile(path)
-        columns = [name for name in file.schema_arrow.names if name in KEYS]
+        columns = [name for name in file.schema_arrow.names if name in (*KEYS, *OF_IMAGES)]
         if not columns:
             raise DataError(f"{path}: {_wanted(file.schema_arrow.names)}")
         number = 0

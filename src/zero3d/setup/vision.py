@@ -33,8 +33,8 @@ def open_vision(config: Config, opened: Opened) -> Vision | None:
     wanted = getattr(opened.module.config, "image_token_id", None)
     if wanted is not None and wanted != vision.image:
         raise ConfigError(
-            f"{opened.folder}: images are token {wanted} in config.json and token {vision.image} in the tokenizer: give "
-            "model.path a folder whose model and processor belong together."
+            f"{opened.folder}: images are token {wanted} in config.json and token {vision.image} in the tokenizer: "
+            "give model.path a folder whose model and processor belong together."
         )
     return vision
 

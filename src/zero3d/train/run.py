@@ -13,7 +13,7 @@ import torch
 
 from zero3d.checkpoint.folders import tidied_path
 from zero3d.config import Batch, Config, offload_of, to_yaml
-from zero3d.data.batches import BatchStream
+from zero3d.data.batches import BatchStream, Grouping
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.determinism import refusals_named
@@ -291,7 +291,7 @@ def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
     return BatchStream(
         inputs.data.train, inputs.batch, rank=engine.dp.rank, seed=config.seed, shuffle=config.data.shuffle,
         workers=config.data.workers, dealt=config.zero.exact and engine.policy.reduce == "every_micro_batch",
-        grouped=config.data.group_by_length, by_modality=config.data.group_by_modality,
+        grouped=Grouping(config.data.group_by_length, config.data.group_by_modality),
     )  # fmt: skip
 
 

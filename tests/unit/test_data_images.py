@@ -1,0 +1,223 @@
+"""Conversations with images as data: records, tokens, pixels, the order of steps, and what is wrong with them."""
+
+import json
+
+import numpy
+import pytest
+import torch
+import vision
+from pictures import record, save_data, save_model
+
+from zero3d.config import load
+from zero3d.data.batches import BatchStream
+from zero3d.data.conversations import Malformed, from_llava, from_messages
+from zero3d.data.dataset import open_data
+from zero3d.data.image_files import BadImage, decode, size_of
+from zero3d.data.images import Vision
+from zero3d.data.json_list import list_items
+from zero3d.data.modality import ModalityOrder
+from zero3d.data.orders import Order
+from zero3d.data.tokenizers import load_tokenizer
+from zero3d.errors import ConfigError, DataError
+
+TAKES = frozenset({"pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask", "token_type_ids",
+                   "mm_token_type_ids"})  # fmt: skip
+EXPANDED = {  # tokens of an image of 40 x 30 between two words, by the family's own processor
+    "gemma3": ["<boi>", *["<soft>"] * 4, "<eoi>"],
+    "idefics3": None,
+    "internvl": ["<img>", *["<ctx>"] * 4, "</img>"],
+    "llava": ["<image>"] * 4,
+    "llava_next": ["<image>"] * 10,
+    "paligemma": ["<image>"] * 4,
+    "qwen2_5_vl": ["<|image_pad|>"],
+    "qwen2_vl": ["<|image_pad|>"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A LLaVA, images and data in its format."""
+    folder = tmp_path_factory.mktemp("llava")
+    save_model(folder / "model")
+    save_data(folder, pictured=12, plain=8)
+    return folder
+
+
+def opened(folder, rows=None, **data):
+    """The data of a run over these records, in a cache of their own."""
+    file = folder / "data.json"
+    if rows is not None:
+        file = folder / "rows.json"
+        file.write_text(rows if isinstance(rows, str) else json.dumps(rows))
+    given = {"train": str(file), "images": str(folder / "images"), "length": 64, "packing": False,
+             "cache": str(folder / f"cache-{abs(hash(str(rows)))}")}  # fmt: skip
+    settings = load({"data": given | data}).data
+    return open_data(settings, load_tokenizer(None, str(folder / "model")), vision=Vision(folder / "model", TAKES))
+
+
+@pytest.mark.parametrize("family", ["llava", *(pytest.param(name, marks=pytest.mark.long) for name in vision.FAMILIES
+                                               if name != "llava")])  # fmt: skip
+def test_an_image_has_the_tokens_and_pixels_that_the_familys_processor_gives_it(tmp_path, family):
+    from PIL import Image
+
+    save_model(tmp_path, family)
+    processor = Vision(tmp_path, TAKES)
+    words = load_tokenizer(None, str(tmp_path)).inner
+    ids, targets = processor.expand([3, processor.mark, 4], [0, 0, 1], [(40, 30)])
+    assert (ids[0], ids[-1], targets) == (3, 4, [0] * (len(ids) - 1) + [1])
+    if EXPANDED[family] is not None:
+        assert words.convert_ids_to_tokens(ids[1:-1]) == EXPANDED[family]
+    made = processor.pixels([Image.new("RGB", (40, 30), "red")])
+    model = vision.model(family)
+    rows = torch.tensor([ids])
+    model.config.image_token_id = processor.image  # of this tokenizer, not of the tiny config
+    for part in model.modules():
+        if hasattr(part, "config"):
+            part.config.image_token_id = processor.image
+    kinds = processor.kinds(rows[0], torch.full_like(rows[0], -100))
+    rows = rows.clamp(max=vision.IMAGE)
+    if family == "paligemma":  # whose processor adds a thousand tokens of places
+        return
+    output = model(input_ids=rows, labels=rows, **made, **{name: value[None] for name, value in kinds.items()})
+    assert output.loss.isfinite()
+
+
+def test_images_and_texts_are_batches_whose_assistants_tokens_are_learnt(folder):
+    data = opened(folder)
+    assert len(data.train) == 20
+    batch = data.train.stack([data.train[index] for index in (0, 1, 2)])
+    image, words = Vision(folder / "model", TAKES).image, load_tokenizer(None, str(folder / "model")).inner
+    pictures = data.train.pictured[:3].sum()
+    assert batch["pixel_values"].shape == (pictures, 3, 28, 28)
+    assert (batch["input_ids"] == image).sum() == 4 * pictures
+    learnt = [words.decode(row[row >= 0]) for row in batch["labels"]]
+    assert set(learnt) <= {"a red circle </s>", "a blue circle </s>", "a blue square </s>"}
+    padding = data.train[len(data.train)]
+    assert (padding["labels"] == -100).all()
+
+
+def test_batches_are_the_same_with_workers(folder):
+    from zero3d.config import Batch
+
+    streams = [BatchStream(opened(folder).train, Batch(4, 2, 2, 1), workers=workers) for workers in (0, 1)]
+    for _ in range(2):
+        for one, other in zip(*map(next, streams), strict=True):
+            assert one.keys() == other.keys()
+            assert all(one[name].equal(other[name]) for name in one)
+    for stream in streams:
+        stream.close()
+
+
+@pytest.mark.parametrize("batch", [3, 4, 7])
+def test_a_step_is_of_one_kind_but_the_last_ones_of_a_pass_and_a_pass_has_every_sample(batch):
+    kinds = numpy.random.default_rng(0).random(50) < 0.6
+    order = ModalityOrder(Order(50, seed=1, shuffle=True), kinds, batch, seed=1)
+    places = order.samples(0, 150)
+    for start in (0, 50, 100):
+        assert sorted(places[start : start + 50]) == list(range(50))
+    mixed = [at for at in range(0, 150 - batch, batch) if len(set(kinds[places[at : at + batch]])) == 2]
+    assert len(mixed) <= 2 * 3, "the ends of three passes"
+    assert order.samples(77, 81) == places[77:81]
+    assert ModalityOrder(Order(50, seed=1, shuffle=True), kinds, batch, seed=1).samples(120, 130) == places[120:130]
+
+
+def test_a_file_that_is_one_list_is_read_item_by_item(tmp_path, monkeypatch):
+    monkeypatch.setattr("zero3d.data.json_list.PIECE", 7)
+    items = [{"a": "x" * 30, "b": [1, {"c": "é]},["}]}, {}, 3, "t"]
+    for text in (json.dumps(items), json.dumps(items, indent=2), "\n [ ] ", json.dumps([1])):
+        (tmp_path / "list.json").write_text(text)
+        assert list(list_items(tmp_path / "list.json")) == json.loads(text)
+    for text, number in ((json.dumps(items)[:-3], 3), ('[{"a": 1} {"b": 2}]', 1), ('[{"a": 1}, {"b"', 1)):
+        (tmp_path / "list.json").write_text(text)
+        with pytest.raises(DataError, match=f"damaged behind record {number}"):
+            list(list_items(tmp_path / "list.json"))
+
+
+TURNS = record()["conversations"]
+
+
+@pytest.mark.parametrize(("value", "why"), [
+    ({"conversations": TURNS, "image": "a.png"}, "0 <image>s in its texts, and 1 image"),
+    ({"conversations": record("a.png")["conversations"]}, "1 <image> in its texts, and 0 images"),
+    ({"conversations": [TURNS[1], TURNS[0]]}, "a user's message comes first"),
+    ({"conversations": [TURNS[0], TURNS[0], TURNS[1]]}, "are both the user's: they must take turns"),
+    ({"conversations": TURNS[:1]}, "no message is the assistant's"),
+    ({"conversations": [{"from": "bot", "value": ""}]}, "turn 0 is from 'bot'"),
+    ({"conversations": [*TURNS, {"from": "system", "value": "be kind"}]}, "a system message is not the first"),
+    ({"conversations": "hello"}, "is not a list of"),
+    ({"conversations": TURNS, "image": 3}, "image is 3"),
+])  # fmt: skip
+def test_a_malformed_conversation_says_what_is_wrong(value, why):
+    with pytest.raises(Malformed, match=why):
+        from_llava(value)
+
+
+def test_chats_have_images_as_parts():
+    content = [
+        {"type": "image", "image": "a.png"},
+        {"type": "text", "text": "what?"},
+        {"type": "image", "path": "b.png"},
+    ]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "a circle"}]
+    made, images = from_messages(messages)
+    assert images == ("a.png", "b.png")
+    assert [part["type"] for part in made[0]["content"]] == ["image", "text", "image"]
+    with pytest.raises(Malformed, match="a part of message 0 is neither"):
+        from_messages([{"role": "user", "content": [{"type": "video"}]}])
+
+
+@pytest.mark.parametrize(("image", "why"), [
+    ("none.png", "rows.json:record 1: the image .*none.png does not exist: set data.images"),
+    ("text.png", "is no image"),
+    ("cut.png", "is damaged .*: copy it again"),
+    ("huge.png", "has 9000 x 9000 = 81,000,000 pixels, more than 67,108,864"),
+])  # fmt: skip
+def test_a_bad_image_is_told_with_file_record_and_remedy(folder, image, why):
+    from PIL import Image
+
+    images = folder / "images"
+    (images / "text.png").write_text("no image")
+    noise = numpy.random.default_rng(0).integers(0, 255, (64, 64, 3), numpy.uint8)
+    Image.fromarray(noise).save(images / "whole.png")
+    (images / "cut.png").write_bytes((images / "whole.png").read_bytes()[:4000])
+    if image == "huge.png":
+        Image.new("1", (9000, 9000)).save(images / image)
+    rows = [record(image), record("0.png")]
+    with pytest.raises(DataError, match=why):
+        data = opened(folder, rows)
+        data.train[0]
+    if image == "cut.png":  # found when it is decoded: its sample has no targets then
+        sample = opened(folder, rows, skip_bad_lines=True).train[0]
+        assert (sample["labels"] == -100).all()
+        assert sample["images"][0].size == (64, 64)
+    else:
+        assert len(opened(folder, rows, skip_bad_lines=True).train) == 1
+        with pytest.raises(BadImage):
+            size_of(images, image)
+
+
+def test_an_image_of_another_size_than_when_tokens_were_made_is_told(folder):
+    from PIL import Image
+
+    Image.new("RGB", (30, 30)).save(folder / "images" / "changed.png")
+    data = opened(folder, [record("changed.png")])
+    Image.new("RGB", (60, 30)).save(folder / "images" / "changed.png")
+    with pytest.raises(DataError, match="is 60 x 30 and was 30 x 30 when its tokens were made"):
+        data.train[0]
+    assert decode(folder / "images", "changed.png").mode == "RGB"
+
+
+def test_a_sample_whose_images_do_not_fit_into_a_sequence_is_dropped_and_counted(folder):
+    three = record(["0.png", "1.png", "2.png"], question="<image><image>")
+    data = opened(folder, [three, record()], length=12)
+    assert len(data.train) == 1
+    assert "training: 1 example truncated to 12 tokens; 1 sample whose images do not fit dropped" in data.notes
+
+
+def test_a_folder_without_a_processor_or_with_an_odd_one_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no processor .*processor\.save_pretrained"):
+        Vision(tmp_path, TAKES)
+    save_model(tmp_path)
+    (tmp_path / "processor_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Vision(tmp_path, TAKES)
