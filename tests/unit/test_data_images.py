@@ -1,6 +1,7 @@
 """Conversations with images as data: records, tokens, pixels, the order of steps, and what is wrong with them."""
 
 import json
+from fractions import Fraction
 
 import numpy
 import pytest
@@ -16,7 +17,7 @@ from zero3d.data.image_files import BadImage, decode, size_of
 from zero3d.data.images import Vision
 from zero3d.data.json_list import list_items
 from zero3d.data.modality import ModalityOrder
-from zero3d.data.orders import Order
+from zero3d.data.orders import MixedOrder, Order
 from zero3d.data.tokenizers import load_tokenizer
 from zero3d.errors import ConfigError, DataError
 
@@ -121,6 +122,14 @@ def test_a_step_is_of_one_kind_but_the_last_ones_of_a_pass_and_a_pass_has_every_
     assert ModalityOrder(Order(50, seed=1, shuffle=True), kinds, batch, seed=1).samples(120, 130) == places[120:130]
 
 
+def test_kinds_are_kept_apart_where_weights_draw_a_sample_more_than_once_a_pass():
+    drawn = MixedOrder([10, 30], [Fraction(3), Fraction(1)], seed=0, shuffle=True)
+    kinds = numpy.arange(40) < 10
+    places = ModalityOrder(drawn, kinds, 4, seed=0).samples(0, 120)
+    for start in (0, 40, 80):
+        assert sorted(places[start : start + 40]) == sorted(drawn.samples(start, start + 40))
+
+
 def test_a_file_that_is_one_list_is_read_item_by_item(tmp_path, monkeypatch):
     monkeypatch.setattr("zero3d.data.json_list.PIECE", 7)
     items = [{"a": "x" * 30, "b": [1, {"c": "é]},["}]}, {}, 3, "t"]
@@ -186,10 +195,12 @@ def test_a_bad_image_is_told_with_file_record_and_remedy(folder, image, why):
     with pytest.raises(DataError, match=why):
         data = opened(folder, rows)
         data.train[0]
-    if image == "cut.png":  # found when it is decoded: its sample has no targets then
-        sample = opened(folder, rows, skip_bad_lines=True).train[0]
-        assert (sample["labels"] == -100).all()
-        assert sample["images"][0].size == (64, 64)
+    if image == "cut.png":  # found when it is decoded: the other sample stands in, so that no mean is of nothing
+        samples = opened(folder, rows, skip_bad_lines=True).train
+        with pytest.warns(UserWarning, match=r"cut.png is damaged .* stands in for it \(damaged so far: 1\)"):
+            sample = samples[0]
+        assert sample["input_ids"].equal(samples[1]["input_ids"])
+        assert (sample["labels"] >= 0).any()
     else:
         assert len(opened(folder, rows, skip_bad_lines=True).train) == 1
         with pytest.raises(BadImage):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from zero3d.data.image_files import BadImage, decode
 from zero3d.data.images import Vision
-from zero3d.data.kept_images import KeptImages, Pictures
+from zero3d.data.kept_images import KeptImages, Size
 from zero3d.data.packing import Documents
 from zero3d.data.sequences import IGNORED, Batch, Sample, Sequences
 from zero3d.data.store import TokenStore
@@ -25,7 +26,7 @@ PIXELS = "images"  # the entry of a sample that has its decoded images
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Where images come from, and what makes pixels of them. skip: a damaged one costs its targets, not the run."""
+    """Where images come from, and what makes pixels of them. skip: another sample stands in for one with a damaged."""
 
     folder: Path
     vision: Vision
@@ -45,6 +46,7 @@ class ImageSequences(Sequences):
         super().__init__(store, documents.some(fits), length, False, pad, multiple)
         self.unfit = int((~fits).sum())
         self._starts, self._images = starts, images
+        self._damaged = 0  # images met so far in this process
 
     @property
     def identity(self) -> dict[str, int | str]:
@@ -61,38 +63,48 @@ class ImageSequences(Sequences):
         """Return input_ids, labels, what tells images' tokens from others, and the decoded images.
 
         Index len(self) is one of padding: the first sequence without a target, so that it has images if that has.
+        With `skip` the next sequence with images stands in for one with a damaged image: one without targets would
+        leave a micro-batch with nothing to average. Raises DataError where none is whole.
         """
-        sample: dict[str, Any] = super().__getitem__(index if index < len(self) else 0)
-        pictures = KeptImages(self._store.folder)[int(self._documents(self._spans[index % len(self), 0]))]
-        images, whole = self._decode(pictures)
-        if index >= len(self) or not whole:
+        taken, images = self._whole(index % len(self))
+        sample: dict[str, Any] = super().__getitem__(taken)
+        if index == len(self):
             sample["labels"] = torch.full_like(sample["labels"], IGNORED)
         sample |= self._images.vision.kinds(sample["input_ids"], sample["labels"])
         return sample | {PIXELS: images}
+
+    def _whole(self, index: int) -> tuple[int, list[Any]]:
+        """Return this index, or that of the sequence which stands in for it, with its decoded images."""
+        kept = KeptImages(self._store.folder)
+        for taken in (*range(index, len(self)), *range(index)):
+            pictures = kept[int(self._documents(self._spans[taken, 0]))]
+            if taken != index and not pictures.names:
+                continue
+            try:
+                return taken, [self._decode(*image) for image in zip(pictures.names, pictures.sizes, strict=True)]
+            except BadImage as error:
+                if not self._images.skip:
+                    raise DataError(f"{error}; or leave such samples out with data.skip_bad_lines=true.") from error
+                self._damaged += 1
+                warnings.warn(
+                    f"{error}. Another sample with images stands in for it (damaged so far: {self._damaged:,}).",
+                    stacklevel=2,
+                )
+        raise DataError("no image of the data is whole: copy them again.")
 
     def _documents(self, starts: Any) -> Any:
         """Return which documents of the store begin at these tokens."""
         return numpy.searchsorted(self._starts, starts)
 
-    def _decode(self, pictures: Pictures) -> tuple[list[Any], bool]:
-        """Return a document's images, and whether all are whole. Raises DataError."""
-        from PIL import Image
-
-        images, whole = [], True
-        for name, size in zip(pictures.names, pictures.sizes, strict=True):
-            try:
-                image = decode(self._images.folder, name)
-                if image.size != size:
-                    raise BadImage(
-                        f"the image {self._images.folder / name} is {image.size[0]} x {image.size[1]} and was "
-                        f"{size[0]} x {size[1]} when its tokens were made: remove data.cache's folder, or put it back"
-                    )
-            except BadImage as error:
-                if not self._images.skip:
-                    raise DataError(f"{error}; or leave such samples out with data.skip_bad_lines=true.") from error
-                image, whole = Image.new("RGB", size), False
-            images.append(image)
-        return images, whole
+    def _decode(self, name: str, size: Size) -> Any:
+        """Return an image that is as large as when its tokens were made. Raises BadImage."""
+        image = decode(self._images.folder, name)
+        if image.size != size:
+            raise BadImage(
+                f"the image {self._images.folder / name} is {image.size[0]} x {image.size[1]} and was "
+                f"{size[0]} x {size[1]} when its tokens were made: remove data.cache's folder, or put it back"
+            )
+        return image
 
     def stack(self, samples: Listed[Sample]) -> Batch:
         """Stack samples to a micro-batch: tokens padded on the right, pixels of all images in their order."""

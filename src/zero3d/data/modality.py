@@ -58,13 +58,15 @@ class ModalityOrder:
         drawn = numpy.asarray(self._stream.samples(first, first + self.count), numpy.int64)
         head = -first % self._batch  # places of a batch that the pass before began
         whole = (self.count - head) // self._batch
-        of_kind = [drawn[self._kinds[drawn] == kind] for kind in (True, False)]
-        batches = [part for indices in of_kind for part in self._cut(indices)][:whole]
+        # places in `drawn`: a source with a weight may be drawn from more than once in a pass
+        of_kind = [numpy.flatnonzero(self._kinds[drawn] == kind) for kind in (True, False)]
+        batches = [part for places in of_kind for part in self._cut(places)][:whole]
         used = numpy.concatenate([numpy.zeros(0, numpy.int64), *batches])
         rest = numpy.concatenate(of_kind)
         rest = rest[~numpy.isin(rest, used)]
         turns = numpy.random.default_rng([self._seed, first]).permutation(len(batches))
-        return numpy.concatenate([rest[:head], *(batches[turn] for turn in turns), rest[head:]])
+        order: Ints = drawn[numpy.concatenate([rest[:head], *(batches[turn] for turn in turns), rest[head:]])]
+        return order
 
-    def _cut(self, indices: Ints) -> list[Ints]:
-        return [indices[at : at + self._batch] for at in range(0, len(indices) - self._batch + 1, self._batch)]
+    def _cut(self, places: Ints) -> list[Ints]:
+        return [places[at : at + self._batch] for at in range(0, len(places) - self._batch + 1, self._batch)]
