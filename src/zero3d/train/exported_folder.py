@@ -96,16 +96,21 @@ def load_export(place: ExportPlace, base: Path | None, dtype: torch.dtype) -> An
     source = place.path if not is_adapter else base
     assert source is not None
     with no_foreign_code():
-        options = {"dtype": dtype if is_adapter else "auto", "local_files_only": True, "trust_remote_code": False}
-        model = auto_class(read_config(source)).from_pretrained(source, **options)
-        if is_adapter:
-            from peft import PeftModel
-            from safetensors.torch import load_file
+        model = auto_class(read_config(source)).from_pretrained(
+            source, dtype=dtype if is_adapter else "auto", local_files_only=True, trust_remote_code=False
+        )
+    return with_adapter(model, place.path) if is_adapter else model
 
-            if (place.path / TRAINED).is_file():
-                model.load_state_dict(load_file(place.path / TRAINED), strict=False)
-            model = PeftModel.from_pretrained(model, place.path, autocast_adapter_dtype=False)
-    return model
+
+def with_adapter(model: Any, folder: Path) -> Any:
+    """Return a base model with what `folder` has: PEFT's adapter, and what was trained that PEFT has no place for."""
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    if (folder / TRAINED).is_file():
+        model.load_state_dict(load_file(folder / TRAINED), strict=False)
+    with no_foreign_code():
+        return PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False, trust_remote_code=False)
 
 
 def verify(config: Config, engine: Engine, place: ExportPlace, base: Path | None, data: DataSet) -> Reloaded:
