@@ -42,8 +42,8 @@ def check_run(folder, example, result, again):
     assert len(losses) >= 2
     assert losses[-1] < losses[0]
     assert ("validation_loss" in records[-1]) == (result["held_out_loss"] is not None)
-    transformers.AutoModelForCausalLM.from_pretrained(out / "hf")
-    transformers.AutoTokenizer.from_pretrained(out / "hf")
+    transformers.AutoModelForCausalLM.from_pretrained(result["paths"]["export"])  # also an adapter, by PEFT
+    transformers.AutoTokenizer.from_pretrained(result["paths"]["export"])
     assert again["steps"] == result["steps"] == len(losses)
 
 

@@ -130,3 +130,68 @@ def test_an_export_has_the_models_tokenizer_though_the_data_are_token_ids(ranks,
     own = AutoTokenizer.from_pretrained(folder / "model", local_files_only=True)
     assert exported("one and two")["input_ids"] == own("one and two")["input_ids"] != []
     assert not list((folder / "bare" / "hf").glob("tokenizer*"))
+
+
+def adapted(folder, output, export, **checkpoint):
+    """A run of adapters on a saved model, evaluated and exported."""
+    return tree(
+        folder, output, lora={"rank": 4, "train_also": ["model.norm"]}, data={"validation": 0.3},
+        optimizer={"lr": 1e-2}, checkpoint={"export": export, "verify": True, **checkpoint},
+    )  # fmt: skip
+
+
+def results(made):
+    from rich.console import Console
+
+    from zero3d.config import load
+    from zero3d.train.progress import Progress
+    from zero3d.train.report import as_json, summary
+    from zero3d.train.run import Start, run
+
+    result = run(load(made), Start("test"), Progress(Console(quiet=True)))
+    return as_json(result) | {"lines": list(summary(result))}
+
+
+@pytest.mark.parametrize(("export", "places", "loader"), [
+    (True, ["adapter"], "PeftModel"),
+    pytest.param("merged", ["hf"], "AutoModelForCausalLM", marks=pytest.mark.long),
+    pytest.param("both", ["hf", "adapter"], "AutoModelForCausalLM", marks=pytest.mark.long),
+])  # fmt: skip
+def test_adapters_are_exported_for_peft_or_merged_and_load_as_anybody_would_load_them(
+    ranks, folder, export, places, loader
+):
+    found = ranks(2, results, adapted(folder, f"export-{export}", export))[0]
+    assert [Path(path).name for path in found["paths"]["exports"]] == places
+    assert found["reloaded_loss"] == pytest.approx(found["held_out_loss"], rel=1e-6)
+    assert any(
+        f"loaded with {loader}.from_pretrained: " in line and line.endswith("the same") for line in found["lines"]
+    )
+
+
+def test_a_checkpoint_without_its_base_is_exported_offline_as_the_run_did(ranks, folder, capsys):
+    from zero3d.cli.main import main
+
+    made = adapted(folder, "lora", "both", verify=False)
+    ranks(2, train, made)
+    step = Path(made["output"]) / "checkpoints" / "step-5"
+    assert sum(file.stat().st_size for file in step.glob("*.safetensors")) < 60_000, "of 12 bytes each"
+    (folder / "model").rename(folder / "moved")
+    for kind, run in (("adapter", "adapter/adapter_model"), ("merged", "hf/model")):
+        out = folder / f"offline-{kind}"
+        assert main(["ckpt", "export", str(step), str(out), "--as", kind, "--base", str(folder / "moved")]) == 0
+        name = f"{run.split('/')[1]}.safetensors"
+        assert (out / name).read_bytes() == (Path(made["output"]) / f"{run}.safetensors").read_bytes()
+    capsys.readouterr()
+    assert main(["ckpt", "export", str(step), str(folder / "none")]) == 2
+    assert "model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("sections", "why"), [
+    ({"checkpoint": {"export": "merged"}}, "is of a model with adapters, and LlamaForCausalLM has none: type lora.rank=16"),
+    ({"checkpoint": {"export": "adapters"}}, "Did you mean adapter"),
+    ({"lora": {"rank": 2}, "model": {"init": "random"}, "checkpoint": {"export": True, "verify": True}},
+     "loads an adapter on the folder of its base"),
+])  # fmt: skip
+def test_an_export_that_cannot_be_is_refused_at_the_start(ranks, folder, sections, why):
+    errors = [error for _, error in ranks(2, train, tree(folder, "not-exported", **sections), check=False)]
+    assert why in errors[0]

@@ -65,6 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the model's config.json or folder, a preset, or a run's config.yaml (default: that of the run's folder); "
         "none: weights and buffers alone, under the model's own names",
     )  # fmt: skip
+    export.add_argument(
+        "--as", dest="kind", choices=("adapter", "merged", "whole"),
+        help="of a model with adapters: what PEFT loads (default), or plain weights with the adapters inside",
+    )  # fmt: skip
+    export.add_argument(
+        "--base", metavar="FOLDER", help="where the frozen weights are that the checkpoint left out, if they were moved"
+    )
     export.add_argument("--ema", action="store_true", help="the averages of the weights that train.ema has kept")
     prune = made["prune"]
     prune.add_argument("--keep", type=int, metavar="K", help="how many of the newest whole ones stay, beside the best")
@@ -220,9 +227,10 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from zero3d.cli.ckpt_export import export
+    from zero3d.cli.ckpt_export import Asked, export
 
-    data = export(step_in(arguments.step), Path(arguments.folder), arguments.config, arguments.ema)
+    asked = Asked(arguments.config, arguments.kind, arguments.base, arguments.ema)
+    data = export(step_in(arguments.step), Path(arguments.folder), asked)
     answer(arguments, data, ckpt_text.exported(data))
     return 0
 

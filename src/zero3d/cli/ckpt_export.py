@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from zero3d.checkpoint.frozen_base import FolderSource
 from zero3d.checkpoint.offline_export import export_stored
 from zero3d.checkpoint.stored_states import StoredStates
 from zero3d.cli.preflight import check_transformers
@@ -14,8 +15,10 @@ from zero3d.cli.worker import quiet_environment
 from zero3d.config import Config, load
 from zero3d.data.tokenizers import load_tokenizer
 from zero3d.errors import ConfigError, short
+from zero3d.models.adapters import add_adapters
 from zero3d.models.open import Opened, is_called, open_bare
-from zero3d.train.exported_folder import save_tokenizer
+from zero3d.models.trained import open_trained
+from zero3d.train.exported_folder import copy_processor, save_tokenizer
 
 NONE = "none"
 CONFIG = "config.yaml"
@@ -23,18 +26,39 @@ WHAT = "--config PATH (the model's config.json or folder, a preset, or a run's c
 ALONE = f"--config {NONE} for the weights alone, under the names that they have in the model"
 
 
-def export(step: Path, folder: Path, typed: str | None, averages: bool = False) -> dict[str, Any]:
-    """Write a checkpoint's weights as a Hugging Face folder; return what was written as data.
+class Asked(NamedTuple):
+    """What the command line asks for.
 
-    typed     what --config says, if anything
+    config    what --config says, if anything
+    kind      what --as says: one of `checkpoint.forms.FORMS`
+    base      the folder of frozen weights that the checkpoint left out, where it is not the configuration's
     averages  write the averages of the weights (train.ema)
+    """
+
+    config: str | None = None
+    kind: str | None = None
+    base: str | None = None
+    averages: bool = False
+
+
+NOTHING = Asked()
+
+
+def export(step: Path, folder: Path, asked: Asked = NOTHING) -> dict[str, Any]:
+    """Write a checkpoint's weights as a Hugging Face folder; return what was written as data.
 
     Raises ConfigError, CheckpointError, OutOfBudget, NonFiniteError.
     """
     quiet_environment()
-    config = None if typed == NONE else find_config(step, typed)
-    opened = None if config is None else _open(config, step, typed)
-    written = export_stored(StoredStates(step, averages), folder, None if opened is None else opened.module)
+    config = None if asked.config == NONE else find_config(step, asked.config)
+    if config is not None and asked.base is not None:
+        config = replace(config, model=replace(config.model, path=os.path.expanduser(asked.base)))
+    stored = StoredStates(step, asked.averages)
+    opened = None if config is None else _open(config, stored, asked.config)
+    model, base = (None, None) if opened is None else (opened.module, opened.weights)
+    written = export_stored(stored, folder, model, asked.kind, base if isinstance(base, FolderSource) else None)
+    if opened is not None:
+        copy_processor(opened.folder, written)
     note = "no config and no tokenizer were asked for" if config is None else _save_tokenizer(config, opened, written)
     files = sorted(path for path in written.iterdir() if path.is_file())
     return {
@@ -63,8 +87,12 @@ def find_config(step: Path, typed: str | None) -> Config:
     return load(file)
 
 
-def _open(config: Config, step: Path, typed: str | None) -> Opened:
-    """Build the structure of a configuration's model. Raises ConfigError."""
+def _open(config: Config, stored: StoredStates, typed: str | None) -> Opened:
+    """Build the structure of a configuration's model; with the weights of its folder, if these are needed.
+
+    Raises ConfigError.
+    """
+    step = stored.folder
     check_transformers(config.model)
     if is_called(config.model):
         raise ConfigError(
@@ -72,7 +100,10 @@ def _open(config: Config, step: Path, typed: str | None) -> Opened:
             f"{WHAT} of a Hugging Face model, or {ALONE}."
         )
     try:
-        return open_bare(config.model)
+        if stored.manifest.left_out:
+            return open_trained(config)
+        bare = open_bare(config.model)
+        return bare if config.lora.rank is None else add_adapters(bare, config.lora, config.seed)
     except ConfigError as error:
         if typed is not None:
             raise

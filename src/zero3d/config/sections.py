@@ -22,6 +22,7 @@ from zero3d.config.sharding import PRECISIONS, Mesh, Offload, Zero
 from zero3d.config.sources import FORMATS, DataSource
 
 WARN, STOP = ON_ERROR = ("warn", "stop")
+EXPORTS = ("adapter", "merged", "both")
 
 
 @dataclass(frozen=True)
@@ -240,8 +241,13 @@ class Checkpoint:
         "training, else the end. The last one of a run, and that of a stop, must be written",
         choices=ON_ERROR,
     )
-    export: bool = key(True, "write the final weights as a Hugging Face folder")
-    verify: bool = key(False, "load that folder with transformers on one rank and compare the held-out loss")
+    export: bool | str = key(
+        True,
+        "write the final weights as a Hugging Face folder; of a model with adapters: true and adapter write them for "
+        "PEFT, merged writes plain weights with them inside, both writes both",
+        choices=EXPORTS,
+    )
+    verify: bool = key(False, "load what is exported on one rank, as anybody would, and compare the held-out loss")
 
 
 @dataclass(frozen=True)

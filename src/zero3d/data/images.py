@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from zero3d.errors import ConfigError
+from zero3d.models.foreign_code import no_foreign_code, refuse_code_in
 
 FILES = ("processor_config.json", "preprocessor_config.json")
 LONGEST = 300  # characters of an error of transformers
@@ -130,9 +131,13 @@ def _build(folder: Path) -> Any:
     from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import processor_class_from_name
 
-    kind = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
-    image_processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil")
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    refuse_code_in(folder)
+    with no_foreign_code():
+        kind = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).model_type
+        image_processor = AutoImageProcessor.from_pretrained(
+            folder, backend="pil", local_files_only=True, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     settings = _settings(folder)
     if kind in ("internvl", "qwen2_vl", "qwen2_5_vl"):
         settings.setdefault("chat_template", tokenizer.chat_template)

@@ -51,7 +51,7 @@ def add_adapters(opened: Opened, choice: Lora, seed: int) -> Opened:
     modules, stacked = find_targets(model, choice)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     check_patterns("lora.train_also", choice.train_also or (), list(shapes))
-    on_meta = opened.weights is not None
+    on_meta = any(p.is_meta for p in model.parameters())
     with parameters_on_meta() if on_meta else _seeded(seed), _quiet():
         _inject(model, _options(choice, modules, stacked), choice)
     train_only(model, (f"*.{MARK}*", *(choice.train_also or ())))

@@ -37,7 +37,7 @@ def build(config: Any, attn: str | None = None, file: Path | None = None) -> nn.
     options = {} if attn is None else {"attn_implementation": attn}
     try:
         with parameters_on_meta(), no_foreign_code():
-            model: nn.Module = _auto_class(config).from_config(config, trust_remote_code=False, **options)
+            model: nn.Module = auto_class(config).from_config(config, trust_remote_code=False, **options)
     except Exception as error:  # any error of the model's own, quoted
         name = f"{type(config).__name__}{'' if file is None else f' of {file}'}"
         attention = "" if attn is None else f" with attn={short(repr(attn))}"
@@ -51,7 +51,7 @@ def _first_line(error: Exception) -> str:
     return CHECK.sub(r"\1", line)[:300]
 
 
-def _auto_class(config: Any) -> Any:
+def auto_class(config: Any) -> Any:
     """Return the class that builds language models, or that of image and text models for configs only it knows."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING

@@ -7,8 +7,10 @@ import inspect
 
 from torch import nn
 
+from zero3d.checkpoint.published import has_adapters
 from zero3d.config import Config
 from zero3d.errors import ConfigError
+from zero3d.models.open import Opened
 
 
 def check_length_over_tp(length: int, slices: int) -> None:
@@ -41,11 +43,32 @@ def check_forward(model: nn.Module) -> None:
         )
 
 
+def check_export(config: Config, opened: Opened) -> None:
+    """Refuse an export that this model has not, and one that could not be loaded again to verify it. ConfigError."""
+    kind, model = config.checkpoint.export, opened.module
+    adapted = has_adapters(model)
+    if isinstance(kind, str) and not adapted:
+        raise ConfigError(
+            f"checkpoint.export={kind} is of a model with adapters, and {type(model).__name__} has none: type "
+            "lora.rank=16, or checkpoint.export=true."
+        )
+    if not (kind and config.checkpoint.verify):
+        return
+    if adapted and kind in (True, "adapter") and (opened.folder is None or config.model.init == "random"):
+        raise ConfigError(
+            "checkpoint.verify loads an adapter on the folder of its base, and model.path is none with weights: type "
+            "checkpoint.export=merged, or checkpoint.verify=false."
+        )
+    check_verify(model)
+
+
 def check_verify(model: nn.Module) -> None:
     """Refuse to verify an export that transformers could not load by its config.json after the training."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    if type(getattr(model, "config", None)) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    kind = type(getattr(model, "config", None))
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise ConfigError(
             f"checkpoint.verify loads the export with AutoModelForCausalLM, which does not know {type(model).__name__} "
             "by its config: type checkpoint.verify=false."

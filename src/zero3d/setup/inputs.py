@@ -23,7 +23,7 @@ from zero3d.models.open import Opened
 from zero3d.models.packing import check_packing
 from zero3d.models.trained import open_trained
 from zero3d.pipeline.schedules import Schedule
-from zero3d.setup.checks import check_forward, check_length_over_tp, check_packages, check_verify
+from zero3d.setup.checks import check_export, check_forward, check_length_over_tp, check_packages
 from zero3d.setup.model_config import config_number
 from zero3d.setup.vision import open_vision
 
@@ -83,8 +83,7 @@ def _open(config: Config, mesh: Mesh) -> tuple[Batch, Opened, Tokenizer | None]:
     check_replay(config.health.replay, mesh)
     opened = open_trained(config)
     check_forward(opened.module)
-    if config.checkpoint.export and config.checkpoint.verify:
-        check_verify(opened.module)
+    check_export(config, opened)
     check_length_over_tp(config.data.length, slices_of(config, mesh))
     check_length(config.data.length, config_number(opened.module, "max_position_embeddings"))
     if config.data.packing:

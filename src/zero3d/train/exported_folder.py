@@ -1,13 +1,18 @@
-"""The exported folder of a run: written with its tokenizer, put in place, loaded again and evaluated."""
+"""The exported folders of a run: written with tokenizer and processor, put in place, loaded again and evaluated."""
 
 from __future__ import annotations
 
 import gc
+import math
 import shutil
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
+from zero3d.checkpoint.adapter_folder import TRAINED
+from zero3d.checkpoint.forms import ADAPTER
+from zero3d.checkpoint.writing import told
 from zero3d.config import Config, resolve_batch
 from zero3d.data.batches import validation_batches
 from zero3d.data.dataset import DataSet
@@ -15,10 +20,13 @@ from zero3d.data.tokenizers import Tokenizer, load_tokenizer
 from zero3d.distributed.agreement import agree
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
+from zero3d.models.build import auto_class
 from zero3d.models.foreign_code import no_foreign_code
+from zero3d.models.open import read_config
 from zero3d.models.packing import forward_options
-from zero3d.train.folder import Folder
-from zero3d.train.progress import Progress
+from zero3d.train.export_places import ExportPlace
+
+PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template*")
 
 
 def model_tokenizer(folder: Path | None) -> Tokenizer | None:
@@ -29,18 +37,32 @@ def model_tokenizer(folder: Path | None) -> Tokenizer | None:
         return None
 
 
-def export_model(engine: Engine, folder: Folder, tokenizer: Tokenizer | None, progress: Progress) -> None:
-    """Write the Hugging Face folder beside the one of an earlier session, then in its place."""
+def export_model(engine: Engine, place: ExportPlace, tokenizer: Tokenizer | None, base: Path | None) -> str | None:
+    """Write an export beside the one of an earlier session, then in its place; return a note of what it lacks.
+
+    base  the model's folder, whose processor is copied
+    """
     first, everyone = engine.world.rank == 0, engine.world.patient
-    agree(everyone, lambda: shutil.rmtree(folder.fresh_export, ignore_errors=True) if first else None)
-    engine.export(folder.fresh_export)
+    agree(everyone, lambda: shutil.rmtree(place.fresh, ignore_errors=True) if first else None)
+    engine.export(place.fresh, place.kind)
 
-    def complete() -> None:
-        if note := save_tokenizer(tokenizer, folder.fresh_export):
-            progress.say(note)
-        folder.publish()
+    def complete() -> str | None:
+        note = save_tokenizer(tokenizer, place.fresh)
+        copy_processor(base, place.fresh)
+        place.publish()
+        return note
 
-    agree(everyone, complete if first else lambda: None)
+    return agree(everyone, complete if first else lambda: None)
+
+
+def copy_processor(base: Path | None, export: Path) -> None:
+    """Copy the processor and the chat template of the model's folder beside its weights. Raises CheckpointError."""
+    found = [path for pattern in PROCESSOR for path in sorted(base.glob(pattern))] if base is not None else []
+    for path in found:
+        target = export / path.name
+        if path.is_file() and not target.exists():
+            with told(target, path.stat().st_size):
+                shutil.copyfile(path, target)
 
 
 def save_tokenizer(tokenizer: Tokenizer | None, export: Path) -> str | None:
@@ -55,20 +77,48 @@ def save_tokenizer(tokenizer: Tokenizer | None, export: Path) -> str | None:
 
 def verifies(config: Config, data: DataSet) -> bool:
     """Say whether the export is loaded again and evaluated."""
-    return config.checkpoint.export and config.checkpoint.verify and bool(data.validation)
+    return bool(config.checkpoint.export) and config.checkpoint.verify and bool(data.validation)
 
 
-def verify(config: Config, engine: Engine, export: Path, data: DataSet) -> float:
-    """Return the held-out loss of the exported model as anybody would load it, on rank 0 alone."""
-    from transformers import AutoModelForCausalLM
+class Reloaded(NamedTuple):
+    """The held-out loss of an export that was loaded again, and the class that has loaded it."""
 
+    loss: float = math.nan
+    by: str = ""
+
+
+def load_export(place: ExportPlace, base: Path | None, dtype: torch.dtype) -> Any:
+    """Load an exported folder as anybody would: by transformers, an adapter by PEFT on the model of its base.
+
+    dtype  of the run, in which the base is loaded
+    """
+    is_adapter = place.kind == ADAPTER
+    source = place.path if not is_adapter else base
+    assert source is not None
+    with no_foreign_code():
+        model = auto_class(read_config(source)).from_pretrained(
+            source, dtype=dtype if is_adapter else "auto", local_files_only=True, trust_remote_code=False
+        )
+    return with_adapter(model, place.path) if is_adapter else model
+
+
+def with_adapter(model: Any, folder: Path) -> Any:
+    """Return a base model with what `folder` has: PEFT's adapter, and what was trained that PEFT has no place for."""
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    if (folder / TRAINED).is_file():
+        model.load_state_dict(load_file(folder / TRAINED), strict=False)
+    with no_foreign_code():
+        return PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False, trust_remote_code=False)
+
+
+def verify(config: Config, engine: Engine, place: ExportPlace, base: Path | None, data: DataSet) -> Reloaded:
+    """Evaluate the exported model as anybody would load it, on rank 0 alone."""
     gc.collect()
     device, ranks = engine.mesh.device, engine.dp.size
-    with no_foreign_code():
-        model = AutoModelForCausalLM.from_pretrained(
-            export, dtype="auto", local_files_only=True, trust_remote_code=False
-        )
-    model = model.to(device).eval()
+    model = load_export(place, base, engine.precision.dtype).to(device).eval()
+    by = "PeftModel" if place.kind == ADAPTER else auto_class(model.config).__name__
     assert data.validation is not None
     total, targets = 0.0, 0
     rows = resolve_batch(config.train, ranks).micro_batch * (1 if config.zero.exact else ranks)
@@ -78,4 +128,4 @@ def verify(config: Config, engine: Engine, export: Path, data: DataSet) -> float
         with torch.no_grad():
             loss = float(model(**batch, **forward_options(model)).loss)
         total, targets = total + (loss * count if count else 0.0), targets + count
-    return total / targets
+    return Reloaded(total / targets, by)

@@ -4,7 +4,7 @@ OUTPUT/
   config.yaml     what was run; `zero3d train OUTPUT/config.yaml` runs it again
   metrics.jsonl   one line per step
   checkpoints/    step-N: the last few and the best; best -> step-N
-  hf/             the final weights, for from_pretrained; written as .hf.new, renamed when complete
+  hf/, adapter/   what is exported (export_places.py); written as .hf.new, renamed when complete
   loss.png, trace-rank-0.json, tensorboard/
   out-of-memory.txt, .json  the post-mortem of a run that ended so (post_mortem.py)
   offload/        states on a disk while a run goes on, where it has any and names no folder for them
@@ -32,10 +32,11 @@ from zero3d.config import load
 from zero3d.config.offload import FOLDER
 from zero3d.errors import CheckpointError, ConfigError, short
 from zero3d.reading import Unreadable, parse_object
+from zero3d.train.export_places import HF, NAMES, all_places
 from zero3d.train.lock import LOCK, FolderLock
 
 WRITTEN = (
-    "config.yaml", "metrics.jsonl", "checkpoints", "hf", ".hf.new", ".hf.old", "loss.png", "trace-rank-0.json",
+    "config.yaml", "metrics.jsonl", "checkpoints", *NAMES, "loss.png", "trace-rank-0.json",
     "tensorboard", "wandb", ".run", "watchdog.txt", "watchdog.json", "out-of-memory.txt", "out-of-memory.json",
 )  # fmt: skip
 RUN, LONGEST_ID = ".run", 64
@@ -85,7 +86,7 @@ class Folder:
 
     @property
     def export(self) -> Path:
-        return self.root / "hf"
+        return self.root / HF
 
     @property
     def curve(self) -> Path:
@@ -103,11 +104,6 @@ class Folder:
     def post_mortem(self) -> Path:
         """Why the run ran out of memory; the same as data is beside it."""
         return self.root / "out-of-memory.txt"
-
-    @property
-    def fresh_export(self) -> Path:
-        """Where an export is written until it is whole."""
-        return self.root / ".hf.new"
 
     # --- claiming -----------------------------------------------------------------------------------
 
@@ -214,29 +210,10 @@ class Folder:
 
     def clear(self) -> None:
         """Remove what a run has written."""
-        self.refuse_export()
+        for place in all_places(self.root):
+            place.refuse()
         for path in (*(self.root / name for name in WRITTEN), *self.root.glob("watchdog-*.*")):  # of hosts
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-
-    # --- the export ---------------------------------------------------------------------------------
-
-    def refuse_export(self) -> None:
-        """Refuse to replace an `hf` that no run has exported. Raises ConfigError."""
-        if self.export.is_symlink() or (self.export.exists() and not _exported(self.export)):
-            raise ConfigError(
-                f"{self.export} was not exported by a run and would be replaced: move it, or type "
-                "checkpoint.export=false."
-            )
-
-    def publish(self) -> None:
-        """Put the complete export in the place of the one before, which is there until then. Raises ConfigError."""
-        self.refuse_export()
-        old = self.root / ".hf.old"
-        shutil.rmtree(old, ignore_errors=True)
-        if self.export.exists():
-            self.export.rename(old)
-        self.fresh_export.rename(self.export)
-        shutil.rmtree(old, ignore_errors=True)
 
     # --- resuming -----------------------------------------------------------------------------------
 
@@ -292,21 +269,6 @@ class Folder:
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{path.resolve()} cannot be written ({error.strerror}): choose another with output=FOLDER.")
-
-
-def _exported(folder: Path) -> bool:
-    """Say whether a folder's weights name zero3d as their writer; an empty folder holds nothing to lose."""
-    from safetensors import SafetensorError, safe_open
-
-    if not folder.is_dir():
-        return False
-    for file in folder.glob("*.safetensors"):
-        try:
-            with safe_open(file, framework="np") as weights:
-                return (weights.metadata() or {}).get("writer") == "zero3d"
-        except (OSError, SafetensorError):
-            return False
-    return not any(folder.iterdir())
 
 
 def _parse(line: str) -> dict[str, float] | None:

@@ -116,12 +116,13 @@ def summary(result: Result) -> Iterator[str]:
         yield f"of each source: {', '.join(f'{name} {loss:.6f}' for name, loss in result.of_sources.items())}"
     if result.values:
         yield f"evaluated: {', '.join(f'{name} {value:g}' for name, value in result.values.items())}"
-    if result.config.checkpoint.export:
+    for number, folder in enumerate(result.exports):
         averaged, exported = result.config.train.ema is not None, result.exported_loss
-        line = f"{result.folder.export}{' (averages of the weights, train.ema)' if averaged else ''}"
-        if math.isfinite(reloaded) or (math.isfinite(exported) and result.config.checkpoint.verify):
+        line = f"{folder}{' (averages of the weights, train.ema)' if averaged else ''}"
+        checked = result.config.checkpoint.verify and number == 0
+        if checked and (math.isfinite(reloaded) or math.isfinite(exported)):
             same = "the same" if math.isclose(exported, reloaded, rel_tol=1e-6) else "NOT the same"
-            line += f" loaded with AutoModelForCausalLM.from_pretrained: {reloaded:.6f}, {same}"
+            line += f" loaded with {result.reloaded_by}.from_pretrained: {reloaded:.6f}, {same}"
         yield f"exported: {line}"
     if result.fingerprint and result.history:
         yield f"exact: last loss {float(losses(result.history)[-1]).hex()}, states {result.fingerprint}"
@@ -180,7 +181,8 @@ def as_json(result: Result) -> dict[str, Any]:
         "paths": {
             "folder": str(folder.root.resolve()),
             "checkpoint": str(result.checkpoint.resolve()),
-            "export": str(folder.export.resolve()) if config.checkpoint.export else None,
+            "export": str(result.exports[0].resolve()) if result.exports else None,
+            "exports": [str(path.resolve()) for path in result.exports],
             "metrics": str(folder.metrics.resolve()),
             "loss_curve": str(curve.resolve()) if curve.exists() else None,
         },

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from zero3d.checkpoint.folders import tidied_path
+from zero3d.checkpoint.published import has_adapters
 from zero3d.config import Batch, Config, offload_of, to_yaml
 from zero3d.data.batches import BatchStream, Grouping
 from zero3d.distributed.agreement import agree
@@ -28,7 +29,8 @@ from zero3d.setup.model_config import config_number
 from zero3d.train.callbacks import open_callbacks
 from zero3d.train.criterion import HELD_OUT, OF_AVERAGES
 from zero3d.train.device_memory import fullest, memory_peak
-from zero3d.train.exported_folder import export_model, model_tokenizer, verifies, verify
+from zero3d.train.export_places import export_places
+from zero3d.train.exported_folder import Reloaded, export_model, model_tokenizer, verifies, verify
 from zero3d.train.flops import flops_per_token
 from zero3d.train.folder import Folder, first_free, numbered
 from zero3d.train.lock import FolderLock
@@ -54,6 +56,7 @@ class Result:
     fingerprint    of exact mode: of all masters and optimizer states at the end
     peak_reserved  by the allocator of the fullest accelerator; None on the CPU
     averaged_loss  held-out, of averages of the weights, which are what is exported; NaN without train.ema
+    exports        folders that were written; reloaded_by: what has loaded the first of them
     values         of evaluate.function, at the last evaluation
     ended_early    why the run ended before its last step, or None
     """
@@ -74,6 +77,8 @@ class Result:
     sample: str
     folder: Folder
     checkpoint: Path
+    exports: Sequence[Path] = ()
+    reloaded_by: str = ""
     fingerprint: str = ""
     peak_reserved: int | None = None
     averaged_loss: float = math.nan
@@ -180,16 +185,21 @@ def _finish(
     traffic = traffic_rows(engine, loop.traffic, counts)
     peak, reserved = fullest(engine, memory_peak(engine))
     fingerprint = engine.fingerprint() if config.zero.exact else ""
+    base = inputs.opened.folder
+    exports = export_places(folder.root, config.checkpoint.export, has_adapters(inputs.opened.module))
     with nullcontext() if engine.averages is None else engine.averaged():
-        if config.checkpoint.export:
+        for place in exports:
             with inputs.mesh.heartbeat.phase("export"):
-                export_model(engine, folder, tokenizer or model_tokenizer(inputs.opened.folder), progress)
+                if note := export_model(engine, place, tokenizer or model_tokenizer(base), base):
+                    progress.say(note)
         text = sample(config, engine, tokenizer, progress)
     if engine.offload.uses_disk:
         agree(engine.world, lambda: None)  # nobody reads it any more
         if inputs.mesh.local_rank == 0:
             drop_leftovers(folder, engine, ended=True)
-    verified = verifies(config, inputs.data) and engine.world.rank == 0
+    reloaded = Reloaded()
+    if verifies(config, inputs.data) and engine.world.rank == 0:
+        reloaded = verify(config, engine, exports[0], base, inputs.data)
     return Result(
         config=config,
         ranks=engine.world.size,
@@ -205,9 +215,11 @@ def _finish(
         peak_reserved=reserved,
         held_out_loss=losses(history, HELD_OUT)[-1] if history else math.nan,
         averaged_loss=losses(history, OF_AVERAGES)[-1] if history else math.nan,
-        reloaded_loss=verify(config, engine, folder.export, inputs.data) if verified else math.nan,
+        reloaded_loss=reloaded.loss,
+        reloaded_by=reloaded.by,
         sample=text,
         folder=folder,
+        exports=[place.path for place in exports],
         checkpoint=loop.checkpoint,
         fingerprint=fingerprint,
         values=loop.evaluations.values,

@@ -9,6 +9,7 @@ from pathlib import Path
 from zero3d.config import Config
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.plan.hardware import read_file
+from zero3d.train.export_places import export_places
 from zero3d.train.folder import AUTO, Folder
 from zero3d.train.lock import check_free
 
@@ -46,5 +47,5 @@ def check_start(config: Config, start: Start, alone: bool) -> None:
     checkpoint = folder.resume_from(start.resume)
     if config.output is not None:
         folder.refuse(start.resume, start.overwrite, checkpoint)
-        if config.checkpoint.export:
-            folder.refuse_export()
+        for place in export_places(folder.root, config.checkpoint.export, config.lora.rank is not None):
+            place.refuse()

@@ -1,0 +1,94 @@
+"""Where a run exports to: `hf` has weights for `from_pretrained`, `adapter` an adapter for `PeftModel.from_pretrained`.
+
+checkpoint.export   a model with adapters   any other
+true                adapter                 hf
+adapter             adapter                 refused
+merged              hf                      refused
+both                hf and adapter          refused
+false               nothing                 nothing
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero3d.errors import ConfigError
+
+HF, ADAPTER = "hf", "adapter"
+KINDS = {"adapter": (("adapter", ADAPTER),), "merged": (("merged", HF),),
+         "both": (("merged", HF), ("adapter", ADAPTER))}  # fmt: skip
+NAMES = [form for place in (HF, ADAPTER) for form in (place, f".{place}.new", f".{place}.old")]
+
+
+@dataclass(frozen=True)
+class ExportPlace:
+    """A folder of a run's output that an export replaces.
+
+    kind   the form that is written there (`checkpoint/forms.py`)
+    fresh  where it is written until it is whole
+    """
+
+    root: Path
+    kind: str
+    name: str
+
+    @property
+    def path(self) -> Path:
+        return self.root / self.name
+
+    @property
+    def fresh(self) -> Path:
+        return self.root / f".{self.name}.new"
+
+    def refuse(self) -> None:
+        """Refuse to replace a folder that no run has exported. Raises ConfigError."""
+        if self.path.is_symlink() or (self.path.exists() and not _exported(self.path)):
+            raise ConfigError(
+                f"{self.path} was not exported by a run and would be replaced: move it, or type "
+                "checkpoint.export=false."
+            )
+
+    def publish(self) -> None:
+        """Put the complete export in the place of the one before, which is there until then. Raises ConfigError."""
+        self.refuse()
+        old = self.root / f".{self.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if self.path.exists():
+            self.path.rename(old)
+        self.fresh.rename(self.path)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def export_places(root: Path, export: bool | str, adapted: bool) -> Sequence[ExportPlace]:
+    """Return what a run exports, and where to.
+
+    export   as `checkpoint.export` has it
+    adapted  whether the model has adapters
+    """
+    if export is True:
+        export = "adapter" if adapted else "whole"
+    kinds = KINDS.get(str(export), (("whole", HF),)) if export else ()
+    return [ExportPlace(root, kind, name) for kind, name in kinds]
+
+
+def all_places(root: Path) -> Sequence[ExportPlace]:
+    """Return every place that some run may have exported to."""
+    return [ExportPlace(root, "", name) for name in (HF, ADAPTER)]
+
+
+def _exported(folder: Path) -> bool:
+    """Say whether a folder's weights name zero3d as their writer; an empty folder holds nothing to lose."""
+    from safetensors import SafetensorError, safe_open
+
+    if not folder.is_dir():
+        return False
+    for file in folder.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="np") as weights:
+                return (weights.metadata() or {}).get("writer") == "zero3d"
+        except (OSError, SafetensorError):
+            return False
+    return not any(folder.iterdir())
