@@ -6,7 +6,7 @@ from pathlib import Path
 import vision
 
 WORDS = ("<unk>", "<s>", "</s>", "what", "is", "it", "a", "red", "blue", "circle", "square", "user", "assistant", ":",
-         ";", "?", "system")  # fmt: skip
+         ";", "?", "system", "\n", "\n\n", "\n\n\n")  # fmt: skip
 OWN = {  # tokens of a family beside <image>
     "gemma3": {"boi_token": "<boi>", "image_token": "<soft>", "eoi_token": "<eoi>"},
     "internvl": {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<ctx>",
@@ -18,7 +18,7 @@ MARKS = {"gemma3": "<boi>", "internvl": "<ctx>", "qwen2_vl": "<|image_pad|>", "q
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} : {% if m['role'] == 'assistant' %}{% generation %}"
     "{% for c in m['content'] %}{{ c['text'] }} {% endfor %}</s>{% endgeneration %}{% else %}"
-    "{% for c in m['content'] %}{% if c['type'] == 'image' %}MARK{% else %} {{ c['text'] }} {% endif %}{% endfor %}"
+    "{% for c in m['content'] %}{% if c['type'] == 'image' %}{{ '\n' }}MARK{% else %} {{ c['text'] }} {% endif %}{% endfor %}"
     "{% endif %} ; {% endfor %}{% if add_generation_prompt %}assistant : {% endif %}"
 )
 SETTINGS = {
@@ -31,12 +31,12 @@ SQUARE = {"height": 28, "width": 28}
 
 
 def tokenizer(family):
-    """A tokenizer of words, with the family's own tokens."""
+    """A tokenizer of words and of up to three line ends, with the family's own tokens."""
     import transformers as t
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+|\w+|[^\w\s]+"), "removed", invert=True)
     made = t.PreTrainedTokenizerFast(
         tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>",
         extra_special_tokens=OWN.get(family, {"image_token": "<image>"}),

@@ -2,6 +2,7 @@
 
 import json
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -14,6 +15,7 @@ from zero3d.data.batches import BatchStream
 from zero3d.data.conversations import Malformed, from_llava, from_messages
 from zero3d.data.dataset import open_data
 from zero3d.data.image_files import BadImage, decode, size_of
+from zero3d.data.image_tokens import ImageTokens
 from zero3d.data.images import Vision
 from zero3d.data.json_list import list_items
 from zero3d.data.modality import ModalityOrder
@@ -23,16 +25,6 @@ from zero3d.errors import ConfigError, DataError
 
 TAKES = frozenset({"pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask", "token_type_ids",
                    "mm_token_type_ids"})  # fmt: skip
-EXPANDED = {  # tokens of an image of 40 x 30 between two words, by the family's own processor
-    "gemma3": ["<boi>", *["<soft>"] * 4, "<eoi>"],
-    "idefics3": None,
-    "internvl": ["<img>", *["<ctx>"] * 4, "</img>"],
-    "llava": ["<image>"] * 4,
-    "llava_next": ["<image>"] * 10,
-    "paligemma": ["<image>"] * 4,
-    "qwen2_5_vl": ["<|image_pad|>"],
-    "qwen2_vl": ["<|image_pad|>"],
-}
 
 
 @pytest.fixture(scope="module")
@@ -56,31 +48,96 @@ def opened(folder, rows=None, **data):
     return open_data(settings, load_tokenizer(None, str(folder / "model")), vision=Vision(folder / "model", TAKES))
 
 
-@pytest.mark.parametrize("family", ["llava", *(pytest.param(name, marks=pytest.mark.long) for name in vision.FAMILIES
-                                               if name != "llava")])  # fmt: skip
-def test_an_image_has_the_tokens_and_pixels_that_the_familys_processor_gives_it(tmp_path, family):
+def families(*but):
+    """Every family but these; LLaVA in the short tests."""
+    rest = [name for name in vision.FAMILIES if name not in ("llava", *but)]
+    return ["llava", *(pytest.param(name, marks=pytest.mark.long) for name in rest)]
+
+
+def shown(folder, family):
+    """A conversation with two images of different sizes, drawn in a folder of a tiny model."""
+    from PIL import Image
+
+    save_model(folder, family)
+    for name, size in (("a.png", (40, 30)), ("b.png", (25, 90))):
+        Image.new("RGB", size, "red").save(folder / name)
+    asked = [{"type": "image"}, {"type": "text", "text": "what is it?"}, {"type": "image"}]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "a red circle"}]}
+    return [{"role": "user", "content": asked}, answer], ("a.png", "b.png")
+
+
+@pytest.mark.parametrize("family", families("internvl", "qwen2_vl", "qwen2_5_vl", "paligemma"))
+def test_tokens_and_pixels_are_those_of_transformers_processor(tmp_path, family):
+    import transformers
+    from PIL import Image
+
+    messages, names = shown(tmp_path, family)
+    ours = Vision(tmp_path, TAKES)
+    ids, _, _ = ImageTokens(load_tokenizer(None, str(tmp_path)), ours, tmp_path).encode(messages, names)
+    processor = transformers.AutoProcessor.from_pretrained(tmp_path, backend="pil")
+    images = [Image.open(tmp_path / name).convert("RGB") for name in names]
+    given = [dict(part) for part in messages[0]["content"]]
+    for part, image in zip((given[0], given[2]), images, strict=True):
+        part["image"] = image
+    theirs = processor.apply_chat_template(
+        [{"role": "user", "content": given}, messages[1]], tokenize=True, return_dict=True, return_tensors="pt",
+    )  # fmt: skip
+    assert ids == theirs["input_ids"][0].tolist()
+    made = ours.pixels(images)
+    for name, values in made.items():
+        assert values.reshape(theirs[name].shape).equal(theirs[name])
+    kinds = ours.kinds(torch.tensor(ids), torch.full((len(ids),), -100))
+    for name in kinds.keys() & theirs.keys():
+        assert kinds[name].equal(theirs[name][0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [(40, 30), (25, 90), (300, 200), (28, 28), (1000, 40)])
+@pytest.mark.parametrize(("family", "module", "name"), [
+    ("qwen2_vl", "qwen2_vl", "Qwen2VLProcessor"), ("qwen2_5_vl", "qwen2_5_vl", "Qwen2_5_VLProcessor"),
+    ("internvl", "internvl", "InternVLProcessor"),
+])  # fmt: skip
+def test_what_we_expand_ourselves_is_what_the_class_that_needs_torchvision_makes(tmp_path, family, module, name, size):
+    from importlib import import_module
+
     from PIL import Image
 
     save_model(tmp_path, family)
-    processor = Vision(tmp_path, TAKES)
-    words = load_tokenizer(None, str(tmp_path)).inner
-    ids, targets = processor.expand([3, processor.mark, 4], [0, 0, 1], [(40, 30)])
-    assert (ids[0], ids[-1], targets) == (3, 4, [0] * (len(ids) - 1) + [1])
-    if EXPANDED[family] is not None:
-        assert words.convert_ids_to_tokens(ids[1:-1]) == EXPANDED[family]
-    made = processor.pixels([Image.new("RGB", (40, 30), "red")])
+    ours = Vision(tmp_path, TAKES)
+    given = ours._process([Image.new("RGB", size)])
+    tokenizer = ours.tokenizer
+    theirs = SimpleNamespace(
+        image_processor=ours._processor.image_processor, image_token=ours.mark_text, image_seq_length=4,
+        start_image_token=getattr(tokenizer, "start_image_token", None),
+        end_image_token=getattr(tokenizer, "end_image_token", None),
+    )  # fmt: skip
+    replace = getattr(import_module(f"transformers.models.{module}.processing_{module}"), name).replace_image_token
+    assert ours.expand(ours.mark_text, [], [size])[0] == replace(theirs, given, 0)
+
+
+@pytest.mark.parametrize("family", families())
+def test_a_model_takes_what_is_made_of_its_images(tmp_path, family):
+    from PIL import Image
+
+    messages, names = shown(tmp_path, family)
+    ours = Vision(tmp_path, TAKES)
+    ids, targets, pictures = ImageTokens(load_tokenizer(None, str(tmp_path)), ours, tmp_path).encode(messages, names)
+    assert pictures.sizes == ((40, 30), (25, 90))
+    assert not any(target for token, target in zip(ids, targets, strict=True) if token == ours.image)
+    words = ours.tokenizer.convert_ids_to_tokens([token for token, target in zip(ids, targets, strict=True) if target])
+    assert words == ["a", "red", "circle", "</s>"]
     model = vision.model(family)
-    rows = torch.tensor([ids])
-    model.config.image_token_id = processor.image  # of this tokenizer, not of the tiny config
     for part in model.modules():
         if hasattr(part, "config"):
-            part.config.image_token_id = processor.image
-    kinds = processor.kinds(rows[0], torch.full_like(rows[0], -100))
-    rows = rows.clamp(max=vision.IMAGE)
-    if family == "paligemma":  # whose processor adds a thousand tokens of places
-        return
-    output = model(input_ids=rows, labels=rows, **made, **{name: value[None] for name, value in kinds.items()})
-    assert output.loss.isfinite()
+            part.config.image_token_id = ours.image  # of this tokenizer, not of the tiny config
+    rows = torch.tensor([ids])
+    if family == "paligemma":  # whose processor adds a thousand tokens of places before that of images
+        rows[rows == ours.image] = vision.IMAGE
+        model.config.image_token_id = vision.IMAGE
+    labels = torch.where(torch.tensor([targets]) == 1, rows, -100)
+    kinds = {name: value[None] for name, value in ours.kinds(torch.tensor(ids), labels[0]).items()}
+    made = ours.pixels([Image.open(tmp_path / name).convert("RGB") for name in names])
+    assert model(input_ids=rows, labels=labels, **made, **kinds).loss.isfinite()
 
 
 def test_images_and_texts_are_batches_whose_assistants_tokens_are_learnt(folder):

@@ -12,13 +12,17 @@ Tokens are made from the whole text at once, so that they are those the model wi
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from zero3d.data.tokenizers import HfTokenizer, Tokenizer
 from zero3d.errors import ConfigError, DataError
 
 Tokens = tuple[list[int], list[int]]  # ids, and 1 where a token is a target
+Span = tuple[int, int]  # characters of a text
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -40,20 +44,42 @@ class ChatTemplate:
 
     def encode(self, messages: Sequence[dict[str, Any]]) -> Tokens:
         """Return ids and targets of one conversation. Raises ValueError where the template refuses it."""
-        from jinja2 import TemplateError
+        with _refusals():
+            if self._marked:
+                encoded = self._by_marks(messages)
+                return list(encoded["input_ids"]), list(encoded["assistant_masks"])
+            return self.tokens(*self._by_prefixes(messages))
 
-        try:
-            return self._by_marks(messages) if self._marked else self._by_prefixes(messages)
-        except (TemplateError, TypeError, KeyError) as error:
-            raise ValueError(f"the chat template refuses it: {error}") from error
+    def render(self, messages: Sequence[dict[str, Any]]) -> tuple[str, list[Span]]:
+        """Return one conversation as a text, and where the assistant wrote in it.
 
-    def _by_marks(self, messages: Sequence[dict[str, Any]]) -> Tokens:
-        encoded = self._inner.apply_chat_template(
-            messages, chat_template=self.source, return_dict=True, return_assistant_tokens_mask=True
+        Raises ValueError where the template refuses it.
+        """
+        with _refusals():
+            if not self._marked:
+                return self._by_prefixes(messages)
+            encoded = self._by_marks(messages, tokenizer_kwargs={"return_offsets_mapping": True})
+            written = zip(encoded["assistant_masks"], encoded["offset_mapping"], strict=True)
+            runs = [[span for _, span in run] for mask, run in groupby(written, itemgetter(0)) if mask]
+            return self._render(messages), [(run[0][0], run[-1][1]) for run in runs]
+
+    def tokens(self, text: str, answers: Sequence[Span], start: bool = False) -> Tokens:
+        """Return ids and targets of a rendered text; if `start`, with the special tokens that it may lack."""
+        encoded = self._inner(text, add_special_tokens=start, return_offsets_mapping=True, verbose=False)
+        targets = [int(any(a <= first < b for a, b in answers)) for first, _ in encoded["offset_mapping"]]
+        return list(encoded["input_ids"]), targets
+
+    def starts_itself(self, text: str) -> bool:
+        """Say whether a rendered text has the token that starts one."""
+        token = self._inner.bos_token
+        return token is not None and text.startswith(token)
+
+    def _by_marks(self, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
+        return self._inner.apply_chat_template(
+            messages, chat_template=self.source, return_dict=True, return_assistant_tokens_mask=True, **options
         )
-        return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 
-    def _by_prefixes(self, messages: Sequence[dict[str, Any]]) -> Tokens:
+    def _by_prefixes(self, messages: Sequence[dict[str, Any]]) -> tuple[str, list[Span]]:
         whole = self._render(messages)
         answers = []
         for index, message in enumerate(messages):
@@ -70,9 +96,18 @@ class ChatTemplate:
                     "{% endgeneration %} around the answer in the template."
                 )
             answers.append((len(prompt), len(answered)))
-        encoded = self._inner(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        targets = [int(any(a <= start < b for a, b in answers)) for start, _ in encoded["offset_mapping"]]
-        return list(encoded["input_ids"]), targets
+        return whole, answers
 
     def _render(self, messages: Sequence[dict[str, Any]], **options: bool) -> str:
-        return str(self._inner.apply_chat_template(messages, tokenize=False, **options))
+        return str(self._inner.apply_chat_template(messages, chat_template=self.source, tokenize=False, **options))
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise ValueError for what a template raises."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except (TemplateError, TypeError, KeyError) as error:
+        raise ValueError(f"the chat template refuses it: {error}") from error

@@ -60,15 +60,15 @@ def check_turns(messages: Messages) -> None:
 
     Raises Malformed.
     """
-    spoken = [message["role"] for message in messages if message["role"] in ("user", "assistant")]
+    spoken = [(at, m["role"]) for at, m in enumerate(messages) if m["role"] in ("user", "assistant")]
     if any(message["role"] == "system" for message in messages[1:]):
         raise Malformed("a system message is not the first")
-    if not spoken or spoken[0] != "user":
+    if not spoken or spoken[0][1] != "user":
         raise Malformed("it begins with the assistant: a user's message comes first")
-    for index, (one, other) in enumerate(pairwise(spoken)):
-        if one == other:
-            raise Malformed(f"messages {index} and {index + 1} are both the {one}'s: they must take turns")
-    if "assistant" not in spoken:
+    for (first, one), (second, other) in pairwise(spoken):
+        if one == other and second == first + 1:
+            raise Malformed(f"messages {first} and {second} are both the {one}'s: they must take turns")
+    if all(role != "assistant" for _, role in spoken):
         raise Malformed("no message is the assistant's, so there is nothing to learn")
 
 

@@ -16,6 +16,7 @@ import numpy
 from numpy.typing import NDArray
 
 from zero3d.data.chat import ChatTemplate
+from zero3d.data.conversations import Malformed, from_messages
 from zero3d.data.image_tokens import ImageTokens
 from zero3d.data.kept_images import Pictures
 from zero3d.data.records import BadRecord, Chat, Completion, Pictured, Record, Row, Text
@@ -78,6 +79,8 @@ class Encoder:
                         yield _completion(next(texts), next(rest) + self._end())
                     case Row():
                         yield Encoded(record.ids, None, example=not record.stream, last=record.last)
+                    case Chat() if self._images is not None:
+                        yield from self._chat_of_parts(record)
                     case Chat():
                         yield from self._chat(record)
                     case Pictured():
@@ -109,6 +112,15 @@ class Encoder:
             self._leave_out(BadRecord(str(error), record.place))
         else:
             yield Encoded(_ids(ids), numpy.asarray(targets, numpy.uint8), example=True, last=True)
+
+    def _chat_of_parts(self, record: Chat) -> Iterator[Encoded]:
+        """Encode a chat of texts as those with images are: by the processor's template."""
+        try:
+            messages, images = from_messages(record.messages)
+        except Malformed as error:
+            self._leave_out(BadRecord(str(error), record.place))
+        else:
+            yield from self._pictured(Pictured(messages, images, record.place))
 
     def _pictured(self, record: Pictured) -> Iterator[Encoded]:
         if self._images is None:

@@ -1,4 +1,4 @@
-"""A conversation with images to tokens: the chat template, then each image's tokens in the place of its mark."""
+"""A conversation with images to tokens: the chat template, each image's tokens in the place of its mark, tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero3d.data.conversations import Messages
 from zero3d.data.image_files import size_of
 from zero3d.data.images import Vision
 from zero3d.data.kept_images import Pictures
-from zero3d.data.tokenizers import Tokenizer
+from zero3d.data.tokenizers import HfTokenizer, Tokenizer
 
 PARTS = re.compile(r"\.type\b|\[.type.\]|.type., *.equalto")  # in a template that takes contents as lists of parts
 
@@ -21,14 +21,18 @@ class ImageTokens:
 
     def __init__(self, tokenizer: Tokenizer, vision: Vision, folder: Path) -> None:
         self.folder, self.vision = folder, vision
+        if isinstance(tokenizer, HfTokenizer):  # the processor's own may know more special tokens
+            tokenizer = HfTokenizer(vision.tokenizer, tokenizer.name, tokenizer.fingerprint)
         self._template = ChatTemplate(tokenizer, vision.template)
         self._takes_parts = PARTS.search(self._template.source) is not None
 
     def encode(self, messages: Messages, images: Sequence[str]) -> tuple[list[int], list[int], Pictures]:
         """Return ids, targets and images. Raises ValueError for a conversation or an image that cannot be used."""
         sizes = [size_of(self.folder, name) for name in images]
-        ids, targets = self._template.encode(messages if self._takes_parts else [self._flat(m) for m in messages])
-        ids, targets = self.vision.expand(ids, targets, sizes)
+        shown = messages if self._takes_parts else [self._flat(message) for message in messages]
+        text, answers = self._template.render(shown)
+        text, answers = self.vision.expand(text, answers, sizes)
+        ids, targets = self._template.tokens(text, answers, start=not self._template.starts_itself(text))
         end = len(ids) - ids[::-1].index(self.vision.image) if images else 0
         return ids, targets, Pictures(tuple(images), tuple(sizes), end)
 

@@ -1,7 +1,8 @@
 """Images as a model takes them: the folder's own processor, and the tokens that stand for an image.
 
-    "<image>\\nWhat is it?"  -- template, tokenizer -->  [mark] What is it ?  -- expand -->  [image] x 576 What is it ?
+    "USER: <image> What?"  -- expand -->  "USER: <image><image>... What?"  -- tokenizer -->  USER : [image] x 576 What ?
 
+The whole text is tokenized at once, as that processor does it: tokens of an image may merge with what is around it.
 How many tokens an image has, and which stand around them, is what the processor of the model says of an image of that
 size (`replace_image_token`); sizes are read from headers, and a size is asked about once. Pixels are made when a batch
 is: `pixels` calls the folder's image processor in the form that needs no torchvision.
@@ -17,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zero3d.data.chat import Span
 from zero3d.errors import ConfigError
 from zero3d.models.foreign_code import no_foreign_code, refuse_code_in
 
@@ -36,9 +38,9 @@ class Vision:
         self.folder, self.takes = folder, takes
         self._processor = open_processor(folder)
         self._options = dict(getattr(type(self._processor), "images_kwargs", None) or {})
-        self._expansions: dict[Size, list[int]] = {}
+        self._expansions: dict[Size, str] = {}
         self._nested = type(self._processor.image_processor).__name__.startswith("Idefics3")
-        tokenizer = self._processor.tokenizer
+        tokenizer = self.tokenizer = self._processor.tokenizer
         self.mark_text = str(self._processor.image_token)
         self.mark = int(tokenizer.convert_tokens_to_ids(self.mark_text))
         inner = getattr(tokenizer, "image_token_id", None)
@@ -65,31 +67,34 @@ class Vision:
             :16
         ]
 
-    def expand(self, ids: Sequence[int], targets: Sequence[int], sizes: Sequence[Size]) -> tuple[list[int], list[int]]:
-        """Put the tokens of each image where its mark is; none of them is a target.
+    def expand(self, text: str, answers: Sequence[Span], sizes: Sequence[Size]) -> tuple[str, list[Span]]:
+        """Put each image's tokens where its mark is in a rendered text; return it, and where the answers are then.
 
-        Raises ValueError where marks and images are not as many.
+        Nothing of an image is of an answer. Raises ValueError where marks and images are not as many.
         """
-        marks = sum(token == self.mark for token in ids)
-        if marks != len(sizes):
-            raise ValueError(f"the template made {marks} image tokens of {len(sizes)} images: they must be as many")
-        found: tuple[list[int], list[int]] = [], []
-        rest = iter(sizes)
-        for token, target in zip(ids, targets, strict=True):
-            tokens = self._expansion(next(rest)) if token == self.mark else [token]
-            found[0].extend(tokens)
-            found[1].extend([0] * len(tokens) if token == self.mark else [target])
-        return found
+        pieces = text.split(self.mark_text)
+        if len(pieces) - 1 != len(sizes):
+            raise ValueError(
+                f"the chat template made {len(pieces) - 1} marks {self.mark_text} of {len(sizes)} images: they must be "
+                "as many"
+            )
+        made, found = pieces[0], _within(answers, 0, len(pieces[0]), 0)
+        at = len(pieces[0])  # in `text`
+        for piece, size in zip(pieces[1:], sizes, strict=True):
+            at += len(self.mark_text)
+            made += self._expansion(size)
+            found += _within(answers, at, at + len(piece), len(made) - at)
+            made += piece
+            at += len(piece)
+        return made, found
 
-    def _expansion(self, size: Size) -> list[int]:
-        """Return the tokens of an image of this size."""
+    def _expansion(self, size: Size) -> str:
+        """Return what stands for an image of this size."""
         if size not in self._expansions:
             from PIL import Image
 
             made = self._process([Image.new("RGB", size)])
-            text = self._processor.replace_image_token(made, 0)
-            encoded = self._processor.tokenizer(text, add_special_tokens=False)
-            self._expansions[size] = list(encoded["input_ids"])
+            self._expansions[size] = str(self._processor.replace_image_token(made, 0))
         return self._expansions[size]
 
     def pixels(self, images: Sequence[Any]) -> dict[str, Tensor]:
@@ -111,6 +116,12 @@ class Vision:
     def _process(self, images: Sequence[Any]) -> Any:
         given = [[image] for image in images] if self._nested else list(images)
         return self._processor.image_processor(given, return_tensors="pt", **self._options)
+
+
+def _within(spans: Sequence[Span], start: int, stop: int, shift: int) -> list[Span]:
+    """Return what of spans lies within start to stop, shifted."""
+    cut = [(max(a, start), min(b, stop)) for a, b in spans]
+    return [(a + shift, b + shift) for a, b in cut if a < b]
 
 
 def open_processor(folder: Path) -> Any:
@@ -196,5 +207,9 @@ def _settings(folder: Path) -> dict[str, Any]:
     settings = json.loads(file.read_text()) if file.is_file() else {}
     parts = ("processor_class", "image_processor", "video_processor", "tokenizer", "feature_extractor", "auto_map")
     settings = {key: value for key, value in settings.items() if key not in parts}
-    template = folder / "chat_template.jinja"
-    return settings | ({"chat_template": template.read_text()} if template.is_file() else {})
+    template, older = folder / "chat_template.jinja", folder / "chat_template.json"
+    if template.is_file():
+        settings["chat_template"] = template.read_text()
+    elif older.is_file():
+        settings |= json.loads(older.read_text())
+    return settings
