@@ -5,20 +5,13 @@
 Everything goes into FOLDER (zero3d-demo-llava); the two runs are `zero3d train whole.yaml` and `adapters.yaml` there.
 """
 
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import look
-import shapes
-import tiny_llava
-
-HERE = Path(__file__).parent
-RUNS = ("whole", "adapters")
-DRAWN = {"first": (shapes.FIRST, 4000, 1), "new": (shapes.NEW, 3000, 2), "first_held_out": (shapes.FIRST, 240, 3),
-         "new_held_out": (shapes.NEW, 240, 4)}  # fmt: skip
+from prepare import RUNS, prepare
 
 
 def train(folder, run, *overrides):
@@ -26,16 +19,6 @@ def train(folder, run, *overrides):
     print(f"\n$ cd {folder} && zero3d train {run}.yaml --ranks 2", flush=True)
     command = [sys.executable, "-m", "zero3d.cli.main", "train", f"{run}.yaml", "--ranks", "2", *overrides]
     subprocess.run(command, cwd=folder, check=True)
-
-
-def prepare(folder):
-    """Draw the shapes, make the model, and put the two files of runs beside them."""
-    folder.mkdir()
-    for name, (kinds, count, seed) in DRAWN.items():
-        shapes.save(folder, name, kinds, count, seed)
-    for run in RUNS:
-        shutil.copy(HERE / f"{run}.yaml", folder)
-    return tiny_llava.save(folder / "tiny-llava")
 
 
 def report(folder):
@@ -58,8 +41,7 @@ def main(words):
     if folder.exists():
         print(f"{folder} exists: remove it, or name another folder.", file=sys.stderr)
         return 2
-    parameters = prepare(folder)
-    print(f"{folder}: a LLaVA of {parameters:,} parameters, {sum(count for _, count, _ in DRAWN.values()):,} images")
+    print(prepare(folder))
     for run in RUNS:
         train(folder, run)
     print()

@@ -12,6 +12,7 @@ def load(folder, adapter=None):
     """Return a model as anybody would load it, with an adapter of PEFT or without, and its processor."""
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     if adapter is not None:
         from peft import PeftModel

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,26 +21,29 @@ DEMO = Path(__file__).parents[2] / "examples" / "llava_demo"
 def demo(monkeypatch):
     """The demo's modules, imported as its own command does."""
     monkeypatch.syspath_prepend(str(DEMO))
-    names = ("shapes", "tiny_llava", "look", "demo")
+    names = ("shapes", "tiny_llava", "look", "prepare", "demo")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    import demo
+    import look
+    import prepare
+    import shapes
 
-    yield demo
+    yield SimpleNamespace(look=look, prepare=prepare, shapes=shapes)
     for name in names:
         sys.modules.pop(name, None)
 
 
 @pytest.fixture
 def folder(demo, monkeypatch, tmp_path):
-    monkeypatch.setattr(demo, "DRAWN", {name: (kinds, 12, seed) for name, (kinds, _, seed) in demo.DRAWN.items()})
+    small = {name: (kinds, 12, seed) for name, (kinds, _, seed) in demo.prepare.DRAWN.items()}
+    monkeypatch.setattr(demo.prepare, "DRAWN", small)
     place = tmp_path / "demo"
-    demo.prepare(place)
+    assert "48 images" in demo.prepare.prepare(place)
     return place
 
 
 def test_the_same_seed_draws_the_same_images_and_no_held_out_one_is_trained_on(demo, folder, tmp_path):
-    demo.shapes.save(tmp_path, "first", *demo.DRAWN["first"])
+    demo.shapes.save(tmp_path, "first", *demo.prepare.DRAWN["first"])
     drawn = [Image.open(place / "images" / "first" / "3.png").tobytes() for place in (folder, tmp_path)]
     assert drawn[0] == drawn[1]
     seen = {path.read_bytes() for name in ("first", "new") for path in (folder / "images" / name).iterdir()}
