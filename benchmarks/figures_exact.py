@@ -139,11 +139,7 @@ def plan_llava() -> str:
 
 
 # (stage, GPUs): GB of the host and samples/s, of a practice report on LLaVA-1.5-7B with r 128 on A6000s
-MEASURED_LLAVA = {
-    (2, 1): (68, 1.043),
-    (2, 2): (126, 2.11),
-    (3, 2): (30, 2.09),
-}
+MEASURED_LLAVA = {(2, 1): (68, 1.043), (2, 2): (126, 2.11), (3, 2): (30, 2.09)}
 
 
 def plan_llava_job() -> str:
@@ -155,7 +151,7 @@ def plan_llava_job() -> str:
         told = MEASURED_LLAVA.get((plan["stage"], gpus))
         planned = [f"{memory[place] / GB:.0f} GB" for place in ("device", "host")]
         planned.append(f"{size * gpus / run['seconds']['mid']:.2f}")
-        measured = (f"{told[0]} GB", f"{told[1]:g}") if told else ("", "")
+        measured = (f"{told[0]} GB", f"{told[1]:g}") if told else ("–", "–")
         rows.append([f"{plan['stage']}", f"{gpus}", f"{size}", *planned, *measured])
     head = ["stage", "GPUs", "batch of a GPU", "a GPU", "the host", "samples/s", "report: memory", "report: samples/s"]
     return table(head, rows)
