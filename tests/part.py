@@ -32,7 +32,7 @@ SECONDS = {
     "tests/parity/test_examples.py": 46.0,
     "tests/parity/test_figures_again.py": 45.0,
     "tests/parity/test_kept_inputs.py": 10.0,
-    "tests/parity/test_llava_demo.py": 45.0,
+    "tests/parity/test_llava_demo_run.py": 45.0,
     "tests/parity/test_lora.py": 0.7,
     "tests/parity/test_mesh_checkpoint.py": 5.0,
     "tests/parity/test_mesh_contract.py": 45.0,

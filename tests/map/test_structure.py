@@ -231,6 +231,12 @@ def test_files_and_functions_stay_short_and_take_few_parameters():
         assert len(taken) <= 8 or (name, node.name) == ("engine.engine", "__init__"), f"{name}.{node.name}: {taken}"
 
 
+def test_no_two_test_files_have_the_same_name():
+    """Two of one name cannot be collected in one run: pytest imports them as modules of that name."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
 def test_there_are_nearly_as_many_lines_of_tests_as_of_code():
     tests = sum(code_lines(path) for path in (ROOT / "tests").rglob("*.py"))
     assert tests >= 0.8 * sum(code_lines(path) for _, path in modules())

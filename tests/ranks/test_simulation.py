@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import vision
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zero3d.config import load, to_dict
@@ -19,25 +20,30 @@ FOUR_BLOCKS = {
 def real(tree):
     """One rank: the step that a simulated one makes, with weights, values and peers."""
     from zero3d.config import resolve_batch
-    from zero3d.models.open import open_model
     from zero3d.models.packing import forward_options
+    from zero3d.models.trained import open_trained
     from zero3d.setup.build import build_engine
     from zero3d.setup.inputs import open_mesh
+    from zero3d.sim.images import find_images
     from zero3d.sim.observe import blank_batches, observe
     from zero3d.sim.replay import peak_of
 
     config = load(tree)
     mesh = open_mesh(config)
     batch = resolve_batch(config.train, mesh.dp)
-    opened = open_model(config.model, config.seed)
+    opened = open_trained(config)
     options, held = forward_options(opened.module), [opened]
+    images = find_images(opened.module, config.data.length, False)
+
+    def batches():
+        made = blank_batches(batch.accumulate, (batch.micro_batch, config.data.length), False, options, images)
+        for each in made if images else ():
+            each["input_ids"][:, : images.tokens] = vision.IMAGE
+        return made
+
     del opened  # it keeps the last weights that it made
     with patch("zero3d.distributed.algorithms._all_gather", gather_copies):
-        seen = observe(
-            mesh,
-            lambda: build_engine(config, held.pop(), mesh, batch.accumulate, 5),
-            lambda: blank_batches(batch.accumulate, (batch.micro_batch, config.data.length), False, options),
-        )
+        seen = observe(mesh, lambda: build_engine(config, held.pop(), mesh, batch.accumulate, 5), batches)
     found = {"states": seen.states, "sent": seen.traffic, "did": seen.actions, "work": seen.work}
     made = {name: [plain(each) for each in rows] for name, rows in found.items()}
     peak = peak_of(seen.log)
@@ -92,3 +98,20 @@ def test_a_simulated_rank_has_the_bytes_and_messages_of_a_real_one(ranks, alone,
             if part == "peak":
                 got = [got["nbytes"], got["categories"], got["at"], simulated["timeline"]["total"]][: len(wanted)]
             assert got == wanted, part
+
+
+@pytest.mark.parametrize(("family", "overrides"), [
+    ("llava", ["zero.stage=3"]),
+    *(pytest.param(family, words, marks=pytest.mark.long) for family, words in (
+        ("llava", ["zero.stage=2", "activations=full"]), ("llava", ["zero.stage=3", "lora.rank=4"]),
+        ("gemma3", ["zero.stage=3"]), ("paligemma", ["zero.stage=1"]), ("internvl", ["zero.stage=3"]),
+    )),
+])  # fmt: skip
+def test_so_has_one_that_sees_images(ranks, alone, family, overrides, tmp_path):
+    (tmp_path / "config.json").write_text(vision.config(family).to_json_string())
+    words = ["data.length=24", "train.accumulate=2", "data.packing=false", "model.init=random"]
+    tree = to_dict(load(None, [*words, f"model.path={tmp_path}", *overrides]))
+    wanted, simulated = ranks(2, real, tree)[0], plain(alone(dry, tree, 0))
+    simulated["peak"] = [simulated["peak"][key] for key in ("nbytes", "categories", "at")]
+    wanted["peak"] = wanted["peak"][:3]  # of instants a real rank has more: it reads whether images and tokens match
+    assert {part: simulated[part] for part in wanted} == wanted

@@ -130,7 +130,7 @@ def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
     from zero3d.sim.model_spec import lora_of, open_spec
 
     lora = lora_of(arguments.lora) if arguments.lora else None
-    return open_spec(path, length, lora=lora, packed=True)  # as zero3d train does by default
+    return open_spec(path, length, lora=lora, packed=None)  # as zero3d train does by default
 
 
 def _sequences(arguments: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from zero3d.errors import ConfigError
@@ -20,6 +21,7 @@ from zero3d.zero.layout import padding_warning
 
 EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
 TEXT = "text alone was traced: an image adds its tokens to the sequence, and the forward of the tower that reads it"
+SEEN = re.compile(r"with an image of [\d,]+ tokens")
 UNPACKED = "one document a sequence: data.packing=true keeps more in every block, a mask and repeated key-value heads"
 
 
@@ -62,6 +64,8 @@ def _notes(
         notes.append(UNPACKED)
     if "text alone" in model.provenance:
         notes.append(TEXT)
+    if seen := SEEN.search(model.provenance):
+        notes.append(f"every sequence was traced {seen[0]}: more or larger ones add to the tower's work")
     if memory.host > cluster.host_memory:
         notes.append(f"host memory: {memory.host / 1e9:.0f} GB needed on a node of {cluster.host_memory / 1e9:.0f} GB")
     units = [unit for units in rank_model(model, plan, 0).units.values() for unit in units] if as_zero3d else []

@@ -31,6 +31,7 @@ from zero3d.models.placeholders import Placeholder, first_argument
 from zero3d.nested import tensors_out
 from zero3d.precision import at_least_fp32
 from zero3d.setup.losses import next_token_loss
+from zero3d.sim.images import Images
 from zero3d.sim.live import StorageTracker
 from zero3d.sim.patches import without_values
 from zero3d.sim.stand_ins import SilentAxis, empty_like
@@ -113,12 +114,14 @@ def reduce_model(model: nn.Module, part_names: PartNames) -> ReducedModel:
 
 
 def measure(
-    model: nn.Module, part_names: PartNames, length: int, tp: int, batch: int = 1, packed: bool = False
-) -> dict[Any, Figures]:
+    model: nn.Module, part_names: PartNames, length: int, tp: int, batch: int = 1, packed: bool = False,
+    images: Images | None = None,
+) -> dict[Any, Figures]:  # fmt: skip
     """Return figures of the embedding, every kind of block and the head, for `batch` sequences of `length` tokens.
 
     tp      1, or a degree that divides the model. The model stays as it is
     packed  every sequence is of several documents, which attention keeps apart by a mask
+    images  one in every sequence; the tower that reads it counts with the embedding
     """
     reduced = reduce_model(model, part_names)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, without_values(packed):
@@ -139,6 +142,9 @@ def measure(
         if packed and "position_ids" in inspect.signature(inner_model(model).forward).parameters:
             options["position_ids"] = ids.clone()
             live.leave_out(options["position_ids"])
+        if images is not None:
+            options |= (shown := images.of(ids))
+            live.leave_out(*shown.values())
         with fake, live:
             _step(run, ids, labels, options, live)
     return {part: recorder.figures(part) for part in (EMBEDDING, *reduced.ran, HEAD)}

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from difflib import SequenceMatcher
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,28 +23,32 @@ from zero3d.activations.targets import attentions_in
 from zero3d.config import Config, Lora, Model
 from zero3d.errors import ConfigError
 from zero3d.models.adapters import ALL
+from zero3d.models.images import sees_images
 from zero3d.models.trained import open_trained
 from zero3d.pipeline.split import active_weights
 from zero3d.plan.spec import Instant, ModelSpec, Operations, Part
 from zero3d.setup.model_config import config_number
 from zero3d.shards.cuts import Cut
 from zero3d.sim.figures import EMBEDDING, HEAD, Curve, Figures, kinds_of, measure, reduce_model
+from zero3d.sim.images import find_images, said_of
 from zero3d.sim.units import PartNames, config_of, find_cuts, find_part_names, units_by_part
 
 DEGREES = (2, 3, 4, 5, 6, 7, 8)
 LENGTH, MOST = 2048, 4096
 
 
-def trace(model: nn.Module, length: int, name: str = "", packed: bool = False) -> ModelSpec:
-    """Make the spec of a model for sequences of `length` tokens.
+def trace(model: nn.Module, length: int, name: str = "", packed: bool | None = False) -> ModelSpec:
+    """Make the spec of a model for sequences of `length` tokens; those of a model that takes images have one each.
 
     model    parameters on meta or real ones, frozen ones and adapters as they will be trained; it stays as it is
-    packed   sequences are of several documents each (data.packing)
+    packed   sequences are of several documents each (data.packing); None: those of a model that takes no images
     Errors: no repeated blocks, a forward that cannot run without data (ConfigError).
     """
     part_names = find_part_names(model)
     spec = _outline(model, part_names, length, name)
-    figures = _figures(model, part_names, length, spec, packed)
+    packed = not sees_images(model) if packed is None else packed
+    images = find_images(model, length, packed)
+    figures = _figures(model, part_names, length, spec, partial(measure, packed=packed, images=images))
     names: list[Any] = [EMBEDDING, *kinds_of(model, part_names), HEAD]
     parts = [
         replace(part, operations=_operations(key, figures, length)) for key, part in zip(names, spec.parts, strict=True)
@@ -53,9 +58,8 @@ def trace(model: nn.Module, length: int, name: str = "", packed: bool = False) -
         attention = [p for _, module in attentions_in(model.get_submodule(block)) for p in module.parameters()]
         again = 2.0 * sum(p.numel() for p in attention if p.dim() == 2)
         parts[i] = replace(parts[i], operations=replace(parts[i].operations, eager=eager, again=again))
-    sees = getattr(getattr(model, "config", None), "vision_config", None) is not None
-    provenance = ["traced"] + ["packed"] * packed + ["text alone"] * sees
-    return replace(spec, parts=tuple(parts), provenance=", ".join(provenance))
+    provenance = ["traced", "packed" * packed, said_of(model, images)]
+    return replace(spec, parts=tuple(parts), provenance=", ".join(filter(None, provenance)))
 
 
 def outline(model: nn.Module, length: int, name: str = "", blocks: str | None = None) -> ModelSpec:
@@ -93,8 +97,8 @@ def _setting(config: Any, name: str) -> int:
 
 
 def open_spec(
-    path: str, length: int | None = LENGTH, attn: str | None = None, lora: Lora | None = None, packed: bool = False,
-    freeze: tuple[str, ...] | None = None,
+    path: str, length: int | None = LENGTH, attn: str | None = None, lora: Lora | None = None,
+    packed: bool | None = False, freeze: tuple[str, ...] | None = None,
 ) -> ModelSpec:  # fmt: skip
     """Make the spec of a preset, a config.json, a folder with one, or module:function.
 
@@ -102,7 +106,7 @@ def open_spec(
     attn   attention implementation, as `model.attn` of a configuration
     lora   adapters, everything else frozen but what it names
     freeze names or patterns of what is not trained
-    packed sequences are of several documents each, as data.packing makes them
+    packed sequences are of several documents each, as data.packing makes them; None: where the model takes no images
     Errors: nothing of this name, a model that cannot be built or run, names that fit nothing, more tokens than
     positions (ConfigError).
     """
@@ -144,11 +148,11 @@ def _cuts(model: nn.Module, part_names: PartNames) -> dict[str, Cut]:
 
 
 def _figures(
-    model: nn.Module, part_names: PartNames, length: int, spec: ModelSpec, packed: bool
+    model: nn.Module, part_names: PartNames, length: int, spec: ModelSpec, measured: Callable[..., dict[Any, Figures]]
 ) -> list[tuple[int, dict[Any, Figures]]]:
     """Return (tp, figures by part) of tp = 1 and of the two smallest degrees that divide the model, if any do."""
     try:
-        by_degree = [(1, measure(model, part_names, length, 1, packed=packed))]
+        by_degree = [(1, measured(model, part_names, length, 1))]
     except Exception as error:  # any error of the model's own, told with its text
         first_line = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(f"{spec.name} cannot run without data: {type(error).__name__}: {first_line}") from error
@@ -157,7 +161,7 @@ def _figures(
     for tp in DEGREES if sizes else ():
         if len(by_degree) < 3 and not any(size % tp for size in (*sizes, spec.heads, spec.kv_heads)):
             with suppress(RuntimeError):  # kernels refuse slices that are too thin
-                by_degree.append((tp, measure(model, part_names, length, tp, packed=packed)))
+                by_degree.append((tp, measured(model, part_names, length, tp)))
     return by_degree
 
 

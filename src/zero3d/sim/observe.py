@@ -22,6 +22,7 @@ from zero3d.engine.engine import Engine
 from zero3d.memory.arena import STATES
 from zero3d.nested import tensors_in
 from zero3d.sim.flops import FlopCounter
+from zero3d.sim.images import Images
 from zero3d.sim.memory import BUFFERS, INPUTS, Log, MemoryTracker, ObservedArena
 from zero3d.sim.patches import around
 from zero3d.sim.position import PositionTracker
@@ -180,11 +181,17 @@ def _garbage_kept() -> Iterator[None]:
             gc.enable()
 
 
-def blank_batches(count: int, shape: tuple[int, int], packed: bool, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return micro-batches as `zero3d train` reads them: ids and labels [micro_batch, length], positions if packed."""
+def blank_batches(
+    count: int, shape: tuple[int, int], packed: bool, options: Mapping[str, Any], images: Images | None = None
+) -> list[dict[str, Any]]:
+    """Return micro-batches as `zero3d train` reads them: ids and labels [micro_batch, length], positions if packed.
+
+    images   one in every sequence
+    """
 
     def one() -> dict[str, Any]:
         names = ["input_ids", "labels"] + ["position_ids"] * packed
-        return {name: torch.zeros(shape, dtype=torch.int64) for name in names} | dict(options)
+        made = {name: torch.zeros(shape, dtype=torch.int64) for name in names}
+        return made | ({} if images is None else images.of(made["input_ids"])) | dict(options)
 
     return [one() for _ in range(count)]

@@ -6,6 +6,7 @@ Left are functions of others that nothing can be passed to, and some of ours who
     torch.UntypedStorage.resize_          no operator, so that no dispatch mode sees it       `hear_resizes`
     PipelineStage's votes, _batch_p2p     they read values; they let go of tensors            `standing_in`
     transformers' packed sequences        reads values of positions                           `without_values`
+    its checks of images and their tokens read values of ids                                  `without_values`
     RankRandom.begin                       reads the bytes of a generator's state              `without_values`
     precision._CHUNK, scratch.IN_CACHE    casts on a CPU go chunk by chunk for its cache,     `standing_in`
                                           on the accelerator that it stands for at once; buckets are shorter there
@@ -82,8 +83,10 @@ def without_values(packed: bool) -> Iterator[None]:
 
     transformers reads positions to learn whether a row has several documents, and makes a mask if so; without values
     it would always make one. `packed` is the answer: ours have several where documents are packed.
+    Whether a sequence has as many image tokens as its images need it reads, too.
     """
     with ExitStack() as stack:
+        stack.enter_context(replaced(torch, "_check_tensor_all_with", lambda *_: None))
         stack.enter_context(replaced(RankRandom, "begin", lambda *_, **__: None))
         if find_spec("transformers") is not None:
             masks = import_module("transformers.masking_utils")

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from zero3d.config import Config, load, resolve_batch
 from zero3d.data.tokenizers import check_length
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
-from zero3d.errors import Zero3dError
+from zero3d.errors import ConfigError, Zero3dError
 from zero3d.models.build import parameters_on_meta
 from zero3d.models.open import Opened
 from zero3d.models.packing import check_packing, forward_options
@@ -35,6 +35,7 @@ from zero3d.setup.build import build_engine
 from zero3d.setup.model_config import config_number
 from zero3d.shards.boxes import Box
 from zero3d.sim.group import FakeMesh, fake_group
+from zero3d.sim.images import TEXT_ALONE, find_images, said_of
 from zero3d.sim.observe import Observation, blank_batches, observe
 from zero3d.sim.orders import orders
 from zero3d.sim.patches import standing_in
@@ -65,25 +66,30 @@ def dry_run(
             schedule.check(m, mesh.pp)
         fewest = micro_batches_to_run(schedule.name, mesh.pp, m, config.zero.stage)
         ran = (m, m) if whole or config.zero.exact else fewest
-        step = _observe(config, mesh, ran)
+        step, images = _observe(config, mesh, ran)
         traffic = traffic_of_all(step.first, step.traffic, ran, m, step.engine.policy.reduce)
         alike = step.alike(place.dp)
         return RankResult(
             rank, *place, alike, len(alike) * mesh.tp, step.elements, step.states, peak_of(step.log),
             timeline_of(step.log), traffic, work_of_all(step.work, ran[1], m),
             step.actions, orders(step.engine, schedule.name, m),
-            time.monotonic() - begun, most_resident(), step.away,
+            time.monotonic() - begun, most_resident(), step.away, images,
         )  # fmt: skip
 
 
-def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> Observation:
-    """Build the engine of a configuration without data, and watch a step of `run` micro-batches (observe.py)."""
+def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> tuple[Observation, str]:
+    """Build the engine of a configuration without data, and watch a step of `run` micro-batches (observe.py).
+
+    The text says whether its sequences had images. Raises ConfigError for a forward that reads values.
+    """
     batch = resolve_batch(config.train, mesh.dp)
     opened = open_without_weights(config)
     check_length(config.data.length, config_number(opened.module, "max_position_embeddings"))
     if config.data.packing:
         check_packing(opened.module, batch.micro_batch)
     options = forward_options(opened.module)
+    images = find_images(opened.module, config.data.length, bool(config.data.packing))
+    said = said_of(opened.module, images)
     shape = (batch.micro_batch, config.data.length)
     health = replace(config.health, replay=0)  # values that do not exist cannot be compared
     train = replace(config.train, compile=False)
@@ -102,9 +108,17 @@ def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> Observation:
             return engine
 
         def make_batches() -> list[dict[str, Any]]:
-            return blank_batches(batch.accumulate, shape, bool(config.data.packing), options)
+            return blank_batches(batch.accumulate, shape, bool(config.data.packing), options, images)
 
-        return observe(mesh, build, make_batches, run)
+        try:
+            return observe(mesh, build, make_batches, run), said
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            tower = said == TEXT_ALONE and config.zero.stage == 3
+            who = "its vision tower, which runs at every step of stage 3," if tower else "its forward"
+            raise ConfigError(
+                f"{config.model.path} cannot be simulated: {who} reads values of tensors ({error.func}), and a "
+                f"simulation has none{': pass zero.stage=2 for text alone' * tower}."
+            ) from error
 
 
 def open_without_weights(config: Config) -> Opened:

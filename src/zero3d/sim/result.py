@@ -125,6 +125,7 @@ class RankResult:
     stands_for   ranks in all: those, each with all its tp ranks
     elements     parameters that this rank's units have, padding apart
     states       on the device; `away`: on the host and on a disk
+    images       whether its sequences had images, of how many tokens; empty for a model that takes none
     seconds, resident  what the simulation took, and the most memory of its process in bytes
     """
 
@@ -145,6 +146,7 @@ class RankResult:
     seconds: float
     resident: int
     away: tuple[StateEntry, ...] = ()
+    images: str = ""
 
     def flops(self, phase: str) -> int:
         """Return the FLOPs of a phase: forward, backward or recomputed."""

@@ -66,6 +66,8 @@ def simulate(
     results = [run(rank)] if rank is not None else _of_all_classes(degrees, run)
     schedule = Schedule.of(config.mesh.schedule).name if degrees.pp > 1 else ""
     notes = ["train.compile is left out: what a compiler fuses, it alone knows."] * config.train.compile
+    if said := results[0].images:
+        notes.append(f"every sequence was simulated {said}.")
     return Simulation(
         config.model.path, config.zero.stage, config.precision, *degrees, schedule, batch.batch, batch.micro_batch,
         batch.accumulate, config.data.length, backend, tuple(results), tuple(notes),

@@ -21,7 +21,8 @@ from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks, find_owners, partition
-from zero3d.models.chain import block_lists, find_chain
+from zero3d.models.chain import base_of, block_lists, find_chain
+from zero3d.models.images import sees_images
 from zero3d.models.packing import inner_model
 from zero3d.plan.spec import Unit, Weight
 from zero3d.shards.cuts import Cut
@@ -71,7 +72,10 @@ def find_part_names(model: nn.Module, blocks: str | None = None) -> PartNames:
 
 
 def _longest_list(model: nn.Module) -> PartNames:
-    """Find the parts of a model that is no chain: the list with the most parameters, and what is registered before."""
+    """Find the parts of a model that is no chain: the list with the most parameters, and what is registered before.
+
+    Of a vision-language model it is one of its language model's.
+    """
     lists: dict[str, list[str]] = {}
     for name in find_blocks(model):
         lists.setdefault(name.rpartition(".")[0], []).append(name)
@@ -80,6 +84,10 @@ def _longest_list(model: nn.Module) -> PartNames:
             f"{type(model).__name__} has no list of two or more blocks, which a plan is made of: put its "
             "blocks in an nn.ModuleList."
         )
+    if sees_images(model):
+        names_of = {module: name for name, module in model.named_modules()}
+        language = names_of[base_of(model).get_decoder()]
+        lists = {name: blocks for name, blocks in lists.items() if name.startswith(f"{language}.")} or lists
     main = max(lists, key=lambda name: sum(p.numel() for p in model.get_submodule(name).parameters()))
     names = list(dict(model.named_modules()))
     first = names.index(main)
