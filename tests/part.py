@@ -84,6 +84,7 @@ SECONDS = {  # of a case; 45 for test_exact, test_figures_again and test_gpu_che
     "tests/unit/test_config_hostile.py": 10.4,
     "tests/unit/test_data_batches.py": 4.5,
     "tests/unit/test_data_own.py": 2.5,
+    "tests/unit/test_data_tokenize.py": 12.0,
     "tests/unit/test_disk_slab.py": 1.0,
     "tests/unit/test_doctor.py": 4.0,
     "tests/unit/test_doctor_rules.py": 5.0,

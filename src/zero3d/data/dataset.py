@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from zero3d.data.packing import Documents, hold_out
 from zero3d.data.records import check_rows
 from zero3d.data.sequences import Samples, Sequences
 from zero3d.data.store import TokenStore, prepare
+from zero3d.data.tokenize import QUIETLY, Tokenizing
 from zero3d.data.tokenizers import Tokenizer, check_vocabulary
 from zero3d.errors import ConfigError, DataError
 
@@ -48,18 +49,18 @@ def needs_tokenizer(data: Data) -> bool:
 
 def open_data(
     data: Data, tokenizer: Tokenizer | None, vocabulary: int | None = None, multiple: int = 1, verify: bool = True,
-    made: Callable[[], None] = lambda: None, vision: Vision | None = None,
+    vision: Vision | None = None, how: Tokenizing = QUIETLY,
 ) -> DataSet:  # fmt: skip
     """Tokenize what is not in the cache yet, divide it, and plan the sequences.
 
     Call it on one rank of each machine first and then on the others, which find the cache and need not `verify` it
-    once more. `vocabulary` is the model's, if known; micro-batches are padded to a `multiple` of tokens. `made` is
-    called with every document that is tokenized; `vision` is the processor of a model that takes images. Raises
-    DataError and ConfigError.
+    once more. `vocabulary` is the model's, if known; micro-batches are padded to a `multiple` of tokens. `vision` is
+    the processor of a model that takes images; `how` says who hears of tokenizing. Raises DataError
+    and ConfigError.
     """
     if vocabulary is not None and tokenizer is not None:
         check_vocabulary(tokenizer, vocabulary)
-    opener = _Opener(data, tokenizer, vocabulary, multiple, verify, made, vision)
+    opener = _Opener(data, tokenizer, vocabulary, multiple, verify, vision, replace(how, processes=data.processes))
     fraction = 0.0 if isinstance(data.validation, tuple) else data.validation
     sources = [opener.open(part, fraction) for part in parts_of(data.train, data.format)]
     trained = [source for source in sources if source.part.weight != 0]
@@ -103,8 +104,8 @@ class _Opener:
     vocabulary: int | None
     multiple: int
     verify: bool
-    made: Callable[[], None]
     vision: Vision | None
+    how: Tokenizing
 
     def open(self, part: Part, fraction: float = 0.0) -> _Source:
         """Open a part, with a fraction of it held out."""
@@ -149,7 +150,7 @@ class _Opener:
         check_rows(sources, self.data.length)
         store = prepare(
             sources, self.tokenizer, cache=self.data.cache, skip=self.data.skip_bad_lines,
-            vocabulary=self.vocabulary, verify=self.verify, made=self.made, images=images,
+            vocabulary=self.vocabulary, verify=self.verify, how=self.how, images=images,
         )  # fmt: skip
         if self.vocabulary is not None:
             check_vocabulary(None, self.vocabulary, store.meta.highest)

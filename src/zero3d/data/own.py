@@ -147,7 +147,7 @@ class OwnSamples:
         record = record_of(item, place)
         if isinstance(record, BadRecord):
             raise DataError(f"{place}: {record.why.removesuffix('.')}. Correct it in the function.")
-        ids, targets, *_ = next(iter(self._encoder.documents([record])))
+        ids, targets, *_ = next(self._encoder.encode([record]))
         if not len(ids):
             raise DataError(f"{place} is empty: leave it out in the function.")
         return ids, ids if targets is None else numpy.where(targets == 0, IGNORED, ids)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
@@ -85,13 +85,17 @@ class BadRecord(NamedTuple):
 
 
 Record = Text | Completion | Chat | Pictured | Row | BadRecord
+Passed = Callable[[int], None]
 
 
-def read(source: Source) -> Iterator[Record]:
-    """Yield the records of one file. Raises DataError for what no line is to blame for."""
+def read(source: Source, passed: Passed = lambda read: None) -> Iterator[Record]:
+    """Yield the records of one file. Raises DataError for what no line is to blame for.
+
+    passed  called with how many bytes more have been read
+    """
     reader = {"text": _text, "jsonl": _lines, "npy": _array, "parquet": _parquet}[source.format]
     try:
-        yield from reader(source.path)
+        yield from reader(source.path, passed)
     except OSError as error:
         raise DataError(f"{source.path} cannot be read: {error.strerror or error}.") from error
 
@@ -106,12 +110,13 @@ def has_pictures(source: Source) -> bool:
         return False
 
 
-def _text(path: Path) -> Iterator[Record]:
+def _text(path: Path, passed: Passed) -> Iterator[Record]:
     """Yield a file as one document, a long one in pieces that end with a line."""
     with path.open(encoding="utf-8", newline="") as file:
         try:
             piece, first = file.read(PIECE) + file.readline(PIECE), True
             while piece:
+                passed(len(piece))
                 ahead = file.read(PIECE) + file.readline(PIECE)
                 yield Text(piece, str(path), first, last=not ahead)
                 piece, first = ahead, False
@@ -129,14 +134,15 @@ def _undecodable_line(path: Path) -> int:
     return 0
 
 
-def _lines(path: Path) -> Iterator[Record]:
+def _lines(path: Path, passed: Passed) -> Iterator[Record]:
     with path.open("rb") as file:
         if file.read(LOOK).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
-            yield from _list(path)
+            yield from _list(path, passed)
             return
         file.seek(0)
         for number, raw in enumerate(file, 1):
             place = f"{path}:{number}"
+            passed(len(raw))
             raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
             if raw.strip():
                 yield _line(raw, place)
@@ -158,9 +164,9 @@ def _line(raw: bytes, place: str) -> Record:
     return record_of(value, place)
 
 
-def _list(path: Path) -> Iterator[Record]:
+def _list(path: Path, passed: Passed) -> Iterator[Record]:
     """Yield the records of a file that is one JSON list."""
-    for number, value in enumerate(list_items(path), 1):
+    for number, value in enumerate(list_items(path, passed), 1):
         place = f"{path}:record {number}"
         if isinstance(value, dict):
             yield record_of(value, place)
@@ -168,7 +174,7 @@ def _list(path: Path) -> Iterator[Record]:
             yield BadRecord(f"a list of JSON objects is wanted, and this is a {type(value).__name__}", place)
 
 
-def _parquet(path: Path) -> Iterator[Record]:
+def _parquet(path: Path, passed: Passed) -> Iterator[Record]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
@@ -180,6 +186,7 @@ def _parquet(path: Path) -> Iterator[Record]:
             raise DataError(f"{path}: {_wanted(file.schema_arrow.names)}")
         number = 0
         for batch in file.iter_batches(batch_size=1024, columns=columns):
+            passed(path.stat().st_size * len(batch) // file.metadata.num_rows)
             for value in batch.to_pylist():
                 number += 1
                 yield record_of(value, f"{path}:row {number}")
@@ -187,13 +194,15 @@ def _parquet(path: Path) -> Iterator[Record]:
         raise DataError(f"{path} is not a parquet file that can be read: {error}") from error
 
 
-def _array(path: Path) -> Iterator[Record]:
+def _array(path: Path, passed: Passed) -> Iterator[Record]:
     array = _open_array(path)
     if array.ndim == 1:
         for start in range(0, len(array), ROWS):
+            passed(array[start : start + ROWS].nbytes)
             yield Row(array[start : start + ROWS], str(path), stream=True, last=start + ROWS >= len(array))
     else:
         for number, row in enumerate(array, 1):
+            passed(row.nbytes)
             yield Row(row, f"{path}:row {number}", stream=False)
 
 
